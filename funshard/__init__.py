@@ -1,0 +1,64 @@
+"""Fully sharded data parallel training for PyTorch as pure functions, in the style of JAX, on torch.func."""
+
+from . import collectives, policies, testing
+from .call import functional_call
+from .layout import Params, flatten, unflatten, views
+from .policies import (
+    Policy,
+    always,
+    any_of,
+    by_path,
+    by_size,
+    by_type,
+    custom,
+    full_precision,
+    ignoring,
+    mark,
+    marked,
+    override,
+    whole,
+)
+from .sharding import combine, gather_full, partition, reshard, scatter_full, shard, unshard
+from .spec import P, PartitionSpec, Precision, Unit
+from .transforms import grad, grad_and_value
+from .tree import ModuleTree, Param, module_tree
+
+__all__ = [
+    "ModuleTree",
+    "P",
+    "Param",
+    "Params",
+    "PartitionSpec",
+    "Policy",
+    "Precision",
+    "Unit",
+    "always",
+    "any_of",
+    "by_path",
+    "by_size",
+    "by_type",
+    "collectives",
+    "combine",
+    "custom",
+    "flatten",
+    "full_precision",
+    "functional_call",
+    "gather_full",
+    "grad",
+    "grad_and_value",
+    "ignoring",
+    "mark",
+    "marked",
+    "module_tree",
+    "override",
+    "partition",
+    "policies",
+    "reshard",
+    "scatter_full",
+    "shard",
+    "testing",
+    "unflatten",
+    "unshard",
+    "views",
+    "whole",
+]

@@ -1,0 +1,83 @@
+"""The private parts of torch that funshard touches: why, and in tests/test_torch_facts.py what pins each.
+
+Everything here is about torch.func's stack of transforms, for which torch has no public questions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
+
+__all__ = ["base", "in_forward_ad", "level", "lower", "reparametrized", "savable", "saved_tensor_hooks", "storage_id"]
+
+
+def level() -> int:
+    """How many torch.func transforms are running: 0 outside of all.
+
+    functional_call must not hand a tensor of a transform that has ended to one that runs on, and `grad` must know
+    whether it is nested. Pinned by ``test_level_counts_transforms``.
+    """
+    return _functorch.maybe_current_level() or 0
+
+
+def savable() -> bool:
+    """Whether saved tensors can be replaced: outside of torch.func, or in a single torch.func.grad, vjp or the like.
+
+    Deeper stacks keep what they save. Pinned by ``test_hooks_work_in_one_transform``.
+    """
+    depth = level()
+    return depth == 0 or (depth == 1 and _functorch.peek_interpreter_stack().key() == _functorch.TransformType.Grad)
+
+
+def base(tensor: Tensor) -> Tensor:
+    """The plain tensor inside the wrappers of all transforms: the one that has a storage."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def lower(tensor: Tensor) -> Tensor:
+    """The tensor as the transform below sees it: without the outermost wrapper of a running torch.func.grad."""
+    return _functorch.get_unwrapped(tensor) if _functorch.is_gradtrackingtensor(tensor) else tensor
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The identity of a live storage, also of fake and meta ones, which have no address."""
+    return tensor.untyped_storage()._cdata
+
+
+def in_forward_ad() -> bool:
+    """Whether a torch.autograd.forward_ad level is open. Pinned by ``test_forward_ad_level``."""
+    return torch.autograd.forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+@contextlib.contextmanager
+def saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[object], Tensor]) -> Generator[None]:
+    """torch.autograd.graph.saved_tensors_hooks, which torch.func.grad switches off, also inside it.
+
+    torch.func forbids the hooks because it has not said what a hook sees (pytorch issue 146036). What it sees is the
+    tensor of the level that saves it, which is all that functional_call needs: it takes the storage from `base`, and
+    gathers again from the shard one level below. Pinned by ``test_hooks_work_in_one_transform``.
+    """
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()  # pyright: ignore
+    if message is not None:
+        torch._C._autograd._saved_tensors_hooks_enable()  # pyright: ignore
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        if message is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(message)  # pyright: ignore
+
+
+def reparametrized(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+    """What torch.func.functional_call runs a module in; by itself it serves methods other than forward as well.
+
+    Dynamo traces it. Pinned by ``test_compiled_equals_eager``.
+    """
+    return _reparametrize_module(module, dict(tensors))

@@ -1,0 +1,413 @@
+"""Differentiable collectives over a mesh axis, and the axis that is a batch dimension of torch.vmap.
+
+Every primitive is linear and acts on dimension 0. Its derivative is itself, its gradient is its *transpose*, and the
+transpose has a transpose, so each is exact at every order. What the transpose is follows from two kinds of values
+(DESIGN: "gradients have one convention"): those that came out of a gather count with their **mean** over ranks, those
+that are computed from shards alone with their **sum**. In the type lines ``[n]`` is a rank's own value, ``S[n]`` one
+that is a shard, and the pictures show three ranks.
+
+The functional ops ``torch.ops._c10d_functional`` do the work. torch.func differentiates them wrongly (grad raises, jvp
+is silently zero, vmap is silently wrong; pinned in tests/test_torch_facts.py), so they are called only inside the
+forward of the one autograd Function below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "Axis",
+    "Group",
+    "Mesh",
+    "Reduce",
+    "Simulated",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce_scatter",
+    "scatter",
+    "sum_shards",
+    "vary",
+]
+
+Reduce = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """An axis over a process group: its size, this process's rank in it and the group's name.
+
+    Without a name it is only a size: shapes can be computed, nothing can be sent.
+    """
+
+    size: int
+    rank: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """An axis whose ranks are a batch dimension of torch.vmap: N ranks in one process, without a process group.
+
+    ``rank`` is ``torch.arange(size)`` as seen inside that vmap. `funshard.testing.spmd` makes it.
+    """
+
+    size: int
+    rank: Tensor
+
+
+Axis = Group | Simulated
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes with what it takes to communicate over them."""
+
+    axes: tuple[tuple[str, Axis], ...]
+    device_type: str | None = None
+
+    @staticmethod
+    def of(mesh: DeviceMesh | Mesh | Mapping[str, int | Axis]) -> Mesh:
+        """The Mesh of a `DeviceMesh`, or of axis names with sizes. An unnamed one-dimensional DeviceMesh is "shard"."""
+        if isinstance(mesh, Mesh):
+            return mesh
+        if isinstance(mesh, Mapping):
+            return Mesh(tuple((name, Group(a) if isinstance(a, int) else a) for name, a in mesh.items()))
+        names = mesh.mesh_dim_names or (("shard",) if mesh.ndim == 1 else None)
+        if names is None:
+            raise ValueError(
+                f"mesh of {mesh.ndim} dimensions has no names: expected one for each axis; "
+                "give mesh_dim_names to init_device_mesh"
+            )
+        groups = [mesh.get_group(i) for i in range(mesh.ndim)]
+        axes = (Group(mesh.size(i), mesh.get_local_rank(i), g.group_name) for i, g in enumerate(groups))
+        return Mesh(tuple(zip(names, axes, strict=True)), mesh.device_type)
+
+    @staticmethod
+    def world() -> Mesh:
+        """All processes as one axis "shard"; one rank where torch.distributed was not initialised."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return Mesh((("shard", Group(1, 0)),))
+        group = dist.group.WORLD
+        assert group is not None
+        device = "cuda" if dist.get_backend() == "nccl" else None
+        return Mesh((("shard", Group(dist.get_world_size(), dist.get_rank(), group.group_name)),), device)
+
+    def __getitem__(self, name: str) -> Axis:
+        return dict(self.axes)[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axis names, outermost first."""
+        return tuple(name for name, _ in self.axes)
+
+
+# --- What each op does on a process group, and on ranks stacked in dimension 0. ---
+
+
+def _wait(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)
+
+
+def _gather_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
+    return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, name))
+
+
+def _gather_stack(x: Tensor, root: int) -> Tensor:
+    return x.flatten(0, 1).unsqueeze(0).expand(len(x), *(-1,) * (x.dim() - 1))
+
+
+def _reduce_scatter_group(op: str) -> Callable[[Tensor, int, str, int], Tensor]:
+    return lambda x, size, name, root: _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), op, size, name))
+
+
+def _sum_stack(x: Tensor, root: int) -> Tensor:
+    return x.sum(0, keepdim=True).expand_as(x)
+
+
+def _mean_stack(x: Tensor, root: int) -> Tensor:
+    return (x.sum(0, keepdim=True) / len(x)).expand_as(x)
+
+
+def _slices(x: Tensor) -> Tensor:
+    return x.unflatten(1, (len(x), -1)) if x.shape[1] else x.new_empty(len(x), len(x), 0, *x.shape[2:])
+
+
+def _slice_stack(x: Tensor, root: int) -> Tensor:
+    return _slices(x).diagonal(dim1=0, dim2=1).movedim(-1, 0)
+
+
+def _all_reduce_group(op: str) -> Callable[[Tensor, int, str, int], Tensor]:
+    return lambda x, size, name, root: _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, name))
+
+
+def _identity_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
+    return x.view_as(x)
+
+
+def _identity_stack(x: Tensor, root: int) -> Tensor:
+    return x
+
+
+def _broadcast_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
+    return _wait(torch.ops._c10d_functional.broadcast(x.contiguous(), root, name))
+
+
+def _broadcast_stack(x: Tensor, root: int) -> Tensor:
+    return x[root : root + 1].expand_as(x)
+
+
+def _sum_to_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
+    total = _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", name))
+    here = dist.distributed_c10d._resolve_process_group(name).rank() == root  # pyright: ignore
+    return total if here else torch.zeros_like(total)
+
+
+def _sum_to_stack(x: Tensor, root: int) -> Tensor:
+    here = (torch.arange(len(x), device=x.device) == root).view(-1, *(1,) * (x.dim() - 1))
+    return torch.where(here, x.sum(0, keepdim=True), 0)
+
+
+def _all_to_all_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
+    pieces = [len(x) // size] * size
+    return _wait(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), pieces, pieces, name))
+
+
+def _all_to_all_stack(x: Tensor, root: int) -> Tensor:
+    return _slices(x).transpose(0, 1).flatten(1, 2)
+
+
+def _slice_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
+    n = len(x) // size
+    return x.narrow(0, root * n, n).clone()
+
+
+@dataclass(frozen=True)
+class _Op:
+    group: Callable[[Tensor, int, str, int], Tensor]
+    stack: Callable[[Tensor, int], Tensor]
+    transpose: str
+
+
+def _scatter_stack(mean: bool) -> Callable[[Tensor, int], Tensor]:
+    return lambda x, root: _slice_stack((_mean_stack if mean else _sum_stack)(x, root), root)
+
+
+_OPS: dict[str, _Op] = {
+    "gather_mean": _Op(_gather_group, _gather_stack, "scatter_mean"),
+    "scatter_mean": _Op(_reduce_scatter_group("avg"), _scatter_stack(mean=True), "gather_mean"),
+    "gather_sum": _Op(_gather_group, _gather_stack, "scatter_sum"),
+    "scatter_sum": _Op(_reduce_scatter_group("sum"), _scatter_stack(mean=False), "gather_sum"),
+    "reduce_mean": _Op(_all_reduce_group("avg"), _mean_stack, "reduce_mean"),
+    "reduce_sum": _Op(_all_reduce_group("sum"), _sum_stack, "reduce_sum"),
+    "shards_to_sum": _Op(_all_reduce_group("sum"), _sum_stack, "sum_to_shards"),
+    "sum_to_shards": _Op(_all_reduce_group("avg"), _mean_stack, "shards_to_sum"),
+    "vary_mean": _Op(_identity_group, _identity_stack, "unvary_mean"),
+    "unvary_mean": _Op(_all_reduce_group("avg"), _mean_stack, "vary_mean"),
+    "vary_sum": _Op(_identity_group, _identity_stack, "unvary_sum"),
+    "unvary_sum": _Op(_all_reduce_group("sum"), _sum_stack, "vary_sum"),
+    "broadcast": _Op(_broadcast_group, _broadcast_stack, "sum_to"),
+    "sum_to": _Op(_sum_to_group, _sum_to_stack, "broadcast"),
+    "all_to_all": _Op(_all_to_all_group, _all_to_all_stack, "all_to_all"),
+    "slice": _Op(_slice_group, _slice_stack, "gather_mean"),
+}
+
+
+class _Collective(torch.autograd.Function):
+    """One linear map over an axis: a process group's (``name``), or that of ranks stacked in dimension 0 (no name).
+
+    ``rank`` is a Simulated axis's rank, None on a group. It is the operand that is batched at the simulated axis's own
+    vmap and at no other: that is how the vmap rule tells the mesh from any other vmap, at whatever depth.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _OPS[op].group(x, size, name, root) if name else _OPS[op].stack(x, root).clone()
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.rest = inputs[1:]  # pyright: ignore[reportAttributeAccessIssue]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rank, op, *rest = ctx.rest
+        return _Collective.apply(grad, rank, _OPS[op].transpose, *rest), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if tangent._is_zerotensor():  # the ops read its memory, which it does not have
+            tangent = torch.zeros_like(tangent)
+        return _Collective.apply(tangent, *ctx.rest)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, rank: Tensor | None, *rest: Any) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dim, rank_dim = in_dims[:2]
+        if rank_dim is not None:  # the simulated axis itself: its ranks come to dimension 0
+            stacked = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return _Collective.apply(stacked, None, *rest), 0
+        return _Collective.apply(x.movedim(dim, -1), rank, *rest), x.dim() - 1
+
+
+@torch.compiler.allow_in_graph
+def _on_group(x: Tensor, op: str, size: int, name: str, root: int) -> Tensor:
+    # torch 2.13: Dynamo, inlining the Function, can lose its backward. Pinned by test_compiled_equals_eager.
+    return _Collective.apply(x, None, op, size, name, root)
+
+
+def _apply(op: str, x: Tensor, axis: Axis, root: int = 0) -> Tensor:
+    if isinstance(axis, Simulated):
+        return _Collective.apply(x, axis.rank, op, axis.size, "", root)
+    if axis.size == 1:
+        return x
+    if not axis.name:
+        raise ValueError(
+            f"an axis of {axis.size} ranks without a process group cannot communicate: expected a DeviceMesh axis "
+            "or a Simulated one; bind the spec with .on(mesh) (a pickled spec must be bound anew)"
+        )
+    # A view of x, never the differentiated leaf itself (torch 2.13: Dynamo can otherwise lose a custom backward).
+    return _on_group(x.view_as(x), op, axis.size, axis.name, root)
+
+
+def _divisible(what: str, x: Tensor, axis: Axis) -> None:
+    if x.dim() == 0 or len(x) % axis.size:
+        raise ValueError(f"{what}: expected a first dimension that {axis.size} ranks divide, got {tuple(x.shape)}; pad it")
+
+
+def _checked(reduce: str, x: Tensor) -> str:
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f"reduce: expected 'mean' or 'sum', got {reduce!r}")
+    if reduce == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"a mean over ranks needs a floating point tensor, got {x.dtype}; use reduce='sum'")
+    return reduce
+
+
+def all_gather(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+    """The ranks' tensors joined along dimension 0, in rank order. Inverse of `scatter`.
+
+    Type: ``S[n, ...] -> [N*n, ...]``. Transpose: `reduce_scatter` with the same ``reduce``::
+
+        rank 0  a          abc
+        rank 1  b    ->    abc
+        rank 2  c          abc
+    """
+    if x.dim() == 0:
+        raise ValueError("all_gather: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f"reduce: expected 'mean' or 'sum', got {reduce!r}")
+    return _apply(f"gather_{reduce}", x, axis)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+    """Rank r's slice of the mean (or sum) over ranks.
+
+    Type: ``[N*n, ...] -> S[n, ...]``. Transpose: `all_gather`, without another factor::
+
+        rank 0  abc          a+d+g
+        rank 1  def    ->    b+e+h    (each / 3 for the mean)
+        rank 2  ghi          c+f+i
+
+    Raises ValueError where the axis does not divide dimension 0, TypeError for the mean of integers.
+    """
+    _divisible("reduce_scatter", x, axis)
+    return _apply(f"scatter_{_checked(reduce, x)}", x, axis)
+
+
+def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+    """The mean (or sum) over ranks, on every rank: for values that came out of a gather, such as a loss.
+
+    Type: ``[n] -> [n]``. Transpose: itself. So averaging the loss inside ``grad`` changes nothing::
+
+        rank 0  a          a+b+c
+        rank 1  b    ->    a+b+c    (/ 3 for the mean)
+        rank 2  c          a+b+c
+    """
+    return _apply(f"reduce_{_checked(reduce, x)}", x, axis)
+
+
+def sum_shards(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks of values computed from shards alone, on every rank: a differentiable global norm.
+
+    Type: ``S[n] -> [n]``. Transpose: the mean over ranks, which takes ``[n]`` back to ``S[n]``. The picture is
+    `all_reduce`'s.
+    """
+    return _apply("shards_to_sum", x, axis)
+
+
+def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+    """The tensor itself: a replicated parameter on its way into each rank's own computation (DDP's "gather").
+
+    Type: ``one value on all ranks -> [n]``. Transpose: the mean (or sum) over ranks, whose transpose is ``vary``::
+
+        rank 0  a          a                      backward   g          g+h+i
+        rank 1  a    ->    a                                 h    ->    g+h+i   (/ 3)
+        rank 2  a          a                                 i          g+h+i
+    """
+    return _apply(f"vary_{_checked(reduce, x) if x.is_floating_point() else 'sum'}", x, axis)
+
+
+def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:
+    """Rank ``src``'s tensor on every rank.
+
+    Type: ``[n] -> [n]``. Transpose: the sum over ranks at ``src`` and zeros elsewhere::
+
+        rank 0  a          a                      backward   g          g+h+i
+        rank 1  b    ->    a                                 h    ->    0
+        rank 2  c          a                                 i          0
+
+    Raises ValueError for a ``src`` that is not a rank of the axis.
+    """
+    if not 0 <= src < axis.size:
+        raise ValueError(f"broadcast: expected src in 0..{axis.size - 1}, got {src}")
+    return _apply("broadcast", x, axis, src)
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Slice j of rank i as slice i of rank j. Its own inverse and its own transpose.
+
+    Type: ``[N*n, ...] -> [N*n, ...]``::
+
+        rank 0  abc          adg
+        rank 1  def    ->    beh
+        rank 2  ghi          cfi
+
+    Raises ValueError where the axis does not divide dimension 0.
+    """
+    _divisible("all_to_all", x, axis)
+    return _apply("all_to_all", x, axis)
+
+
+def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
+    """This rank's slice of a tensor that all ranks have alike, copied; no communication. Inverse of `all_gather`.
+
+    Type: ``one value on all ranks [N*n, ...] -> S[n, ...]``. Transpose: `all_gather`::
+
+        rank 0  abc          a
+        rank 1  abc    ->    b
+        rank 2  abc          c
+
+    ``rank`` takes another rank's slice. Raises ValueError where the axis does not divide dimension 0 or the rank is
+    not known.
+    """
+    _divisible("scatter", x, axis)
+    if isinstance(axis, Simulated):
+        if rank is not None:
+            return x.unflatten(0, (axis.size, -1))[rank].clone()
+        return _apply("slice", x, axis)
+    here = axis.rank if rank is None else rank
+    if here is None or not 0 <= here < axis.size:
+        raise ValueError(f"scatter: expected a rank in 0..{axis.size - 1}, got {here}; give rank= or bind a DeviceMesh")
+    if axis.name and rank is None and axis.size > 1:
+        return _apply("slice", x, axis, here)
+    n = len(x) // axis.size
+    return x.narrow(0, here * n, n).clone()

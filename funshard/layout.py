@@ -1,0 +1,163 @@
+"""flatten, unflatten, views: where each parameter lies in its unit's buffer. Arithmetic, no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .collectives import Group, Mesh
+from .spec import PartitionSpec, Unit
+from .tree import Param
+
+__all__ = ["Params", "flatten", "flatten_unit", "index", "unflatten", "unflatten_unit", "views"]
+
+Params = dict[str, Tensor]
+"""Tensors by unit key when sharded or flattened, by parameter name when full."""
+
+
+def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
+    """One padded 1-D buffer per unit: its parameters end to end, each in its own memory order. Inverse of `unflatten`.
+
+    ``params`` are full tensors under any of their names. The buffers' length is ``spec.padded_numel(unit)``, the
+    padding is zeros, their dtype is the tensors' own. Differentiable; copies.
+
+    Raises ValueError, naming the parameter, for one that is missing, unknown, of another shape, or of another dtype
+    than the rest of its unit.
+    """
+    spec = spec.bound
+    unknown = [name for name in params if name not in spec.by_name and name not in spec.ignored]
+    if unknown:
+        raise ValueError(
+            f"parameter '{unknown[0]}' is not in the spec: expected names such as {list(spec.by_name)[:4]}; "
+            "was the model changed after the spec was made?"
+        )
+    return {unit.key: flatten_unit(params, unit, spec.padded_numel(unit)) for unit in spec}
+
+
+def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tensor:
+    """The buffer of one unit, ``padded`` elements long."""
+    pieces = [_full(params, param, unit).permute(param.order).reshape(-1) for param in unit.params]
+    for piece, param in zip(pieces, unit.params, strict=True):
+        if piece.dtype != pieces[0].dtype:
+            raise ValueError(
+                f"parameter '{param.name}' of unit '{unit.key}': expected {pieces[0].dtype} as "
+                f"'{unit.params[0].name}' has, got {piece.dtype}; one unit is one buffer of one dtype"
+            )
+    return torch.cat([*pieces, pieces[0].new_zeros(padded - unit.numel)])
+
+
+def _full(params: Mapping[str, Tensor], param: Param, unit: Unit) -> Tensor:
+    tensor = next((params[name] for name in param.names if name in params), None)
+    if tensor is None:
+        raise ValueError(f"parameter '{param.name}' of unit '{unit.key}' is missing: expected {list(param.shape)}, got none")
+    if tuple(tensor.shape) != param.shape:
+        raise ValueError(
+            f"parameter '{param.name}' of unit '{unit.key}': expected shape {list(param.shape)}, "
+            f"got {list(tensor.shape)}; was the model changed after the spec was made?"
+        )
+    return tensor
+
+
+def unflatten(buffers: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
+    """The full parameters, by name, as *views* of the units' buffers. Inverse of `flatten`.
+
+    Raises ValueError, naming the unit, for one that is missing, unknown or of another length.
+    """
+    spec = spec.bound
+    check_buffers(buffers, spec, {unit.key: spec.padded_numel(unit) for unit in spec})
+    return {
+        param.name: view
+        for unit in spec
+        for param, view in zip(unit.params, unflatten_unit(buffers[unit.key], unit), strict=True)
+    }
+
+
+def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:
+    """The unit's parameters, in the order of ``unit.params``, as views of its buffer (padded or not).
+
+    One split: a slice per parameter would make as many full-size zero buffers in the backward pass.
+    """
+    sizes = [param.numel for param in unit.params]
+    pieces = buffer.split([*sizes, buffer.shape[0] - unit.numel])
+    return [_shaped(piece, param) for piece, param in zip(pieces, unit.params, strict=False)]
+
+
+def _shaped(piece: Tensor, param: Param) -> Tensor:
+    if param.order == tuple(range(len(param.shape))):
+        return piece.view(param.shape)
+    return piece.view([param.shape[d] for d in param.order]).permute([param.order.index(d) for d in range(len(param.order))])
+
+
+def check_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, lengths: Mapping[str, int]) -> None:
+    """ValueError or TypeError, naming the unit, unless ``buffers`` are 1-D tensors of these lengths, no more no less."""
+    for key, tensor in buffers.items():
+        if key not in lengths and key not in spec.ignored:
+            raise ValueError(
+                f"unit '{key}' is not in the spec: expected units {list(lengths)[:4]}; are these params of another spec?"
+            )
+        if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"unit '{key}': expected a tensor, got {type(tensor).__name__}")
+    for key, length in lengths.items():
+        if key not in buffers:
+            raise ValueError(f"unit '{key}' is missing: expected a buffer of {length} elements, got units {list(buffers)[:4]}")
+        if tuple(buffers[key].shape) != (length,):
+            raise ValueError(
+                f"unit '{key}': expected a 1-D buffer of {length} elements, got shape {list(buffers[key].shape)}; "
+                "are these params of another spec or another mesh?"
+            )
+
+
+def index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
+    """Which slice of the unit the rank at these mesh coordinates owns."""
+    at = 0
+    for name in unit.p.axes:
+        i = mesh.names.index(name)
+        at = at * mesh.axes[i][1].size + coordinates[i]
+    return at
+
+
+def coordinates(mesh: Mesh, rank: int | None) -> tuple[int, ...]:
+    """The mesh coordinates of a rank counted row by row; of this process for None.
+
+    Raises ValueError where there is no such rank, or where it is not known which rank this is.
+    """
+    sizes = [axis.size for _, axis in mesh.axes]
+    if rank is None:
+        own = tuple(axis.rank for _, axis in mesh.axes if isinstance(axis, Group) and axis.rank is not None)
+        if len(own) < len(sizes):
+            raise ValueError(
+                f"a mesh of sizes {sizes} does not know its rank: expected rank=0..{torch.Size(sizes).numel() - 1}"
+            )
+        return own
+    if not 0 <= rank < torch.Size(sizes).numel():
+        raise ValueError(f"rank {rank} is not on the mesh of sizes {sizes}: expected 0..{torch.Size(sizes).numel() - 1}")
+    out: list[int] = []
+    for size in reversed(sizes):
+        rank, at = divmod(rank, size)
+        out.append(at)
+    return tuple(reversed(out))
+
+
+def views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None = None) -> Params:
+    """The 1-D piece of every parameter that lies in this rank's slice, possibly empty, as a *view* of the shard.
+
+    By parameter name; elements are in the parameter's memory order (``Param.order``). ``rank`` is the rank on the mesh
+    (row-major) whose shards these are; this process's by default. What per-parameter weight decay, masks and
+    inspection need: writing into a piece writes into the shard; the padding is in none.
+    """
+    spec = spec.bound
+    check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec})
+    mesh = spec.mesh or Mesh.of(dict(spec.sizes or ()))
+    at = coordinates(mesh, rank)
+    out: Params = {}
+    for unit in spec:
+        length = spec.shard_numel(unit)
+        begin = index(unit, mesh, at) * length
+        start = 0
+        for param in unit.params:
+            low, high = (min(max(x - begin, 0), length) for x in (start, start + param.numel))
+            out[param.name] = shards[unit.key][low:high]
+            start += param.numel
+    return out

@@ -1,0 +1,330 @@
+"""Policies: pure functions from a module pytree to a partition spec.
+
+After torch.distributed.fsdp.wrap; where these differ from their namesakes there (shared modules and tied parameters
+are counted once, root options are never changed) tests/test_policies.py says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from .spec import P, PartitionSpec, build
+from .tree import ModuleTree, Param, module_tree
+
+__all__ = [
+    "Policy",
+    "always",
+    "any_of",
+    "by_path",
+    "by_size",
+    "by_type",
+    "custom",
+    "full_precision",
+    "ignoring",
+    "mark",
+    "marked",
+    "override",
+    "whole",
+]
+
+Policy = Callable[[nn.Module | ModuleTree], PartitionSpec]
+"""From a module, or its tree, to a spec. Reads structure only; equal specs for equal trees."""
+
+_SHARD = P("shard")
+_MARK = "_funshard_mark"
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def _tree(model: nn.Module | ModuleTree) -> ModuleTree:
+    return model if isinstance(model, ModuleTree) else module_tree(model)
+
+
+def _selecting(select: Callable[[ModuleTree], P | None], root: P) -> Policy:
+    """The policy that selects the nodes for which ``select`` gives a P."""
+
+    def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
+        tree = _tree(model)
+        chosen = {node.path: p for node in tree.nodes() if (p := select(node)) is not None}
+        return build(tree, chosen, root)
+
+    return policy
+
+
+def whole(p: P = _SHARD) -> Policy:
+    """The model as one unit."""
+    return _selecting(lambda node: None, p)
+
+
+def always(p: P = _SHARD) -> Policy:
+    """Every submodule that owns parameters is a unit (always_wrap_policy)."""
+    return _selecting(lambda node: p if node.params else None, p)
+
+
+def by_type(*classes: type[nn.Module], p: P = _SHARD) -> Policy:
+    """Every instance of the classes is a unit (ModuleWrapPolicy, transformer_auto_wrap_policy).
+
+    Raises ValueError without classes and TypeError for what is no module class.
+    """
+    if not classes:
+        raise ValueError("by_type: expected at least one module class, got none; whole() makes one unit")
+    _check_classes("by_type", classes)
+    return _selecting(lambda node: p if issubclass(node.cls, classes) else None, p)
+
+
+def _check_classes(what: str, classes: Iterable[object]) -> None:
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"{what}: expected subclasses of nn.Module, got {cls!r}")
+
+
+def by_size(
+    min_numel: float = int(1e8),
+    *,
+    force_leaf: Iterable[type[nn.Module]] = (nn.MultiheadAttention,),
+    exclude: Iterable[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
+    p: P = _SHARD,
+) -> Policy:
+    """Modules with at least ``min_numel`` parameter elements that no unit below took (size_based_auto_wrap_policy).
+
+    Bottom up: a module below the threshold, or of a ``force_leaf`` class, is not descended into and is no unit; one of
+    an ``exclude`` class is descended into and is no unit. Elements of a parameter count once, for the modules that
+    hold all its uses.
+    """
+    leaves, excluded = tuple(force_leaf), tuple(exclude)
+    _check_classes("by_size", (*leaves, *excluded))
+
+    def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
+        tree = _tree(model)
+        held: dict[str, dict[str, int]] = {node.path: {} for node in tree.nodes()}
+        for param in tree.all_params:
+            for path in tree.dominators(param):
+                held[path][param.name] = param.numel
+        chosen: dict[str, P] = {}
+
+        def visit(node: ModuleTree) -> set[str]:
+            """Select below and at the node; the names of the parameters that units took."""
+            numels = held[node.path]
+            if sum(numels.values()) < min_numel or issubclass(node.cls, leaves):
+                return set()
+            taken = set[str]().union(*map(visit, node.children))
+            left = sum(numel for name, numel in numels.items() if name not in taken)
+            if node is tree or left < min_numel or issubclass(node.cls, excluded):
+                return taken
+            chosen[node.path] = p
+            return taken | numels.keys()
+
+        visit(tree)
+        return build(tree, chosen, p)
+
+    return policy
+
+
+def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = _SHARD) -> Policy:
+    """The modules for which ``fn(module)`` is True, or a dict of fields of `P` that override ``p`` (CustomPolicy).
+
+    False and an empty dict select nothing. Raises ValueError for any other result, naming the path.
+    """
+
+    def select(node: ModuleTree) -> P | None:
+        result = fn(node.module)
+        if isinstance(result, bool):
+            return p if result else None
+        if not isinstance(result, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"custom: module '{node.path}': expected {fn} to give a bool or a dict, got {result!r}")
+        return _overridden(p, result, f"custom: module '{node.path}'") if result else None
+
+    return _selecting(select, p)
+
+
+def _overridden(p: P, fields: Mapping[str, Any], where: str) -> P:
+    known = [f.name for f in dataclasses.fields(P)]
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{where}: P has no field '{name}': expected some of {known}")
+    return dataclasses.replace(p, **fields)
+
+
+def by_path(patterns: Mapping[str, P], p: P = _SHARD) -> Policy:
+    """The modules whose paths match the patterns: ``*`` stands within one component, ``**`` for any number of them.
+
+    Components match as wholes: ``blocks.1`` is not ``blocks.10``. Where several patterns match a module, the one with
+    most literal components rules. Raises ValueError for a pattern that matches no module, and for two equally good
+    ones with different `P`.
+    """
+
+    def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
+        tree = _tree(model)
+        best: dict[str, tuple[int, str]] = {}
+        for pattern, value in patterns.items():
+            hits = [path for path in tree.canonical if _matches(pattern.split("."), path.split("."))]
+            if not hits:
+                near = difflib.get_close_matches(pattern, tree.canonical, 3, 0.3) or list(tree.canonical)[:8]
+                raise ValueError(f"by_path: pattern '{pattern}' matches no module: expected a path such as {near}")
+            weight = sum(not set("*?[") & set(part) for part in pattern.split("."))
+            for path in hits:
+                other = best.get(path)
+                if other is None or other[0] < weight:
+                    best[path] = weight, pattern
+                elif other[0] == weight and patterns[other[1]] != value:
+                    raise ValueError(
+                        f"by_path: module '{path}' is matched by '{other[1]}' ({patterns[other[1]]}) and by "
+                        f"'{pattern}' ({value}): expected one, or one that is more literal"
+                    )
+        return build(tree, {path: patterns[pattern] for path, (_, pattern) in best.items()}, p)
+
+    return policy
+
+
+def _matches(pattern: list[str], path: list[str]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_matches(pattern[1:], path[i:]) for i in range(len(path) + 1))
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(pattern[1:], path[1:])
+
+
+def mark(module: _Module, **overrides: Any) -> _Module:
+    """The module, marked as a unit for `marked`: the functional ``wrap``, written where the model builds itself.
+
+    ``overrides`` are fields of `P` that this unit has otherwise than the policy. Adds one attribute to the module and
+    returns it; marking again adds to the overrides. Raises ValueError for what is no field of P.
+    """
+    _overridden(_SHARD, overrides, "mark")
+    setattr(module, _MARK, {**getattr(module, _MARK, {}), **overrides})
+    return module
+
+
+def marked(p: P = _SHARD) -> Policy:
+    """The modules that `mark` marked, with their overrides of ``p`` (``enable_wrap``, without its global state)."""
+
+    def select(node: ModuleTree) -> P | None:
+        overrides = vars(node.module).get(_MARK)
+        return None if overrides is None else _overridden(p, overrides, f"mark: module '{node.path}'")
+
+    return _selecting(select, p)
+
+
+def any_of(*policies: Policy) -> Policy:
+    """The modules that any of the policies selects (``_or_policy``). Commutes.
+
+    Raises ValueError where two of them want different `P` for one module; `override` says who is right.
+    """
+
+    def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
+        tree = _tree(model)
+        chosen: dict[str, P] = {}
+        specs = [policy(tree) for policy in policies]
+        if not specs:
+            raise ValueError("any_of: expected at least one policy, got none")
+        for path, p in (entry for spec in specs for entry in spec.selected):
+            if chosen.setdefault(path, p) != p:
+                raise ValueError(f"any_of: module '{path}' is selected as {chosen[path]} and as {p}; use override(base, extra)")
+        roots = {spec.root for spec in specs}
+        if "" not in chosen and len(roots) > 1:
+            raise ValueError(f"any_of: module '' (the leftovers) is {' and '.join(sorted(map(str, roots)))}; use override")
+        return build(_ignoring_all(tree, specs), chosen, specs[0].root)
+
+    return policy
+
+
+def override(base: Policy, extra: Policy) -> Policy:
+    """``base``, with what ``extra`` selects added or put in its place. Associative; the leftovers stay the base's."""
+
+    def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
+        tree = _tree(model)
+        first, second = base(tree), extra(tree)
+        return build(_ignoring_all(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
+
+    return policy
+
+
+def _ignoring_all(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
+    names = {name for spec in specs for name in spec.ignored}
+    return tree.without(lambda node: False, lambda param: param.name in names) if names else tree
+
+
+def ignoring(
+    policy: Policy,
+    modules: Iterable[str | nn.Module | type[nn.Module]] = (),
+    params: Iterable[str | nn.Parameter] = (),
+) -> Policy:
+    """``policy`` on the model without these subtrees and parameters: not sharded, not synchronised, not counted.
+
+    Modules are given as path patterns (see `by_path`), classes or the modules themselves; parameters as name patterns
+    or themselves. functional_call reads ignored parameters from the model. Raises ValueError for what matches nothing
+    or everything, TypeError for anything else.
+    """
+    some, others = _listed("modules", modules), _listed("params", params)
+    for item in some:
+        if not isinstance(item, str | nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise TypeError(f"ignoring: modules: expected path patterns, module classes or modules, got {type(item).__name__}")
+    for item in others:
+        if not isinstance(item, str | nn.Parameter):
+            raise TypeError(f"ignoring: params: expected name patterns or parameters, got {type(item).__name__}")
+
+    def hits_module(item: object, node: ModuleTree) -> bool:
+        if isinstance(item, str):
+            return any(_matches(item.split("."), path.split(".")) for path in (node.path, *node.aliases))
+        return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
+
+    def hits_param(item: object, param: Param, owner: ModuleTree) -> bool:
+        if isinstance(item, str):
+            return any(_matches(item.split("."), name.split(".")) for name in param.names)
+        own = owner.module._parameters
+        return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
+
+    def inner(model: nn.Module | ModuleTree) -> PartitionSpec:
+        tree = _tree(model)
+        gone = {node.path for node in tree.nodes() for item in some if hits_module(item, node)}
+        names = {p.name for node in tree.nodes() for p in node.params for item in others if hits_param(item, p, node)}
+        for item in some:
+            if not any(hits_module(item, node) for node in tree.nodes()):
+                raise ValueError(f"ignoring: modules: {item!r} matches no module: expected some of {list(tree.canonical)[:8]}")
+        for item in others:
+            if not any(hits_param(item, p, node) for node in tree.nodes() for p in node.params):
+                raise ValueError(f"ignoring: params: {item!r} matches no parameter of the model")
+        if tree.path in gone:
+            raise ValueError("ignoring: modules: the root '' is ignored: expected something left to shard")
+        return policy(tree.without(lambda node: node.path in gone, lambda p: p.name in names))
+
+    return inner
+
+
+def _listed(what: str, items: object) -> list[object]:
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise TypeError(f"ignoring: {what}: expected an iterable, got {type(items).__name__}; put it in a list")
+    return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
+    """``policy`` with every instance of the classes a unit of its own, as around it but in full precision.
+
+    For normalisation layers; without classes, batch norm (``_module_classes_to_ignore`` of MixedPrecision).
+    """
+    _check_classes("full_precision", classes)
+    kinds = classes or (_BatchNorm,)
+
+    def inner(model: nn.Module | ModuleTree) -> PartitionSpec:
+        tree = _tree(model)
+        spec = policy(tree)
+        chosen = dict(spec.selected)
+        kept = _ignoring_all(tree, [spec])
+
+        def visit(node: ModuleTree, above: P) -> None:
+            p = dict(spec.selected).get(node.path, above)
+            if issubclass(node.cls, kinds):
+                chosen[node.path] = dataclasses.replace(p, precision=None)
+            for child in node.children:
+                visit(child, p)
+
+        visit(kept, spec.root)
+        return build(kept, chosen, spec.root)
+
+    return inner

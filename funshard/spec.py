@@ -1,0 +1,239 @@
+"""P, Precision, Unit, PartitionSpec: frozen data that says which parameters live together and how they are split."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from .collectives import Axis, Mesh
+from .tree import ModuleTree, Param, natural_key
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["P", "PartitionSpec", "Precision", "Unit", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The dtypes of a unit's values on their way: as gathered, as reduced, as output, of inputs and of buffers.
+
+    None keeps what is there. After ``MixedPrecision`` and ``MixedPrecisionPolicy`` of torch.distributed.fsdp.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    cast_inputs: bool = True
+    buffer: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class P:
+    """How one unit's flat buffer lies on the mesh, with JAX's meaning: split over ``axis``, replicated over the rest.
+
+    ``P("shard")`` is FSDP on a mesh ("shard",) and HSDP on ("replicate", "shard"); ``P()`` is DDP; a tuple of names
+    splits over several axes, the first one outermost. ``reshard`` frees the gathered buffer between forward and
+    backward (ZeRO-3) or keeps it (ZeRO-2). A rank's slice is a multiple of ``align`` elements long.
+
+    Raises TypeError for an axis that is no name, ValueError for one that is named twice and for ``align < 1``.
+    """
+
+    axis: str | tuple[str, ...] | None = None
+    reshard: bool = field(default=True, kw_only=True)
+    precision: Precision | None = field(default=None, kw_only=True)
+    remat: bool = field(default=False, kw_only=True)
+    offload: str | None = field(default=None, kw_only=True)
+    align: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in self.axes:
+            if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"P: expected an axis name, a tuple of names or None, got {self.axis!r}")
+        if len(set(self.axes)) < len(self.axes):
+            raise ValueError(f"P: axis named twice in {self.axis!r}: expected different mesh axes")
+        if self.align < 1:
+            raise ValueError(f"P: expected align >= 1, got {self.align}")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axis names as a tuple, outermost first."""
+        return () if self.axis is None else (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+
+    def __str__(self) -> str:
+        axis = "" if self.axis is None else repr(self.axis)
+        changed = [
+            f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self)[1:] if getattr(self, f.name) != f.default
+        ]
+        return f"P({', '.join(filter(None, [axis, *changed]))})"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One flat buffer: parameters of one dtype and one ``requires_grad`` that are gathered, used and freed together.
+
+    ``key`` is the unit's key in a dict of shards: its module path, plus a suffix where that module's parameters mix
+    dtypes or ``requires_grad`` and become several units (``blocks.0:bfloat16``, ``blocks.0:frozen``).
+    """
+
+    key: str
+    path: str
+    p: P
+    params: tuple[Param, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the parameters, without padding."""
+        return sum(p.numel for p in self.params)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of every parameter."""
+        return self.params[0].dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameters are trained."""
+        return self.params[0].requires_grad
+
+
+@dataclass(frozen=True)
+class PartitionSpec:
+    """An immutable map from module path to `P`, and what it makes of one model: its units.
+
+    ``selected`` are the paths that a policy chose, ``root`` is the `P` of what no chosen path owns. Iterating gives
+    the units, the same on every rank and in every registration order; ``str(spec)`` is a table of them. Made by a
+    policy, bound to a mesh by `on`. Equal by value, hashable, picklable (what a pickle keeps of the mesh are the axis
+    names and sizes: bind it anew where it is loaded).
+    """
+
+    selected: tuple[tuple[str, P], ...]
+    root: P
+    units: tuple[Unit, ...]
+    ignored: tuple[str, ...] = ()
+    sizes: tuple[tuple[str, int], ...] | None = None
+    mesh: Mesh | None = field(default=None, compare=False, repr=False)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self.units)
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @cached_property
+    def by_key(self) -> Mapping[str, Unit]:
+        """The units by their keys."""
+        return {unit.key: unit for unit in self.units}
+
+    @cached_property
+    def by_name(self) -> Mapping[str, tuple[Unit, Param]]:
+        """The owner of every parameter, under each of its names."""
+        return {name: (unit, param) for unit in self.units for param in unit.params for name in param.names}
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The module paths that are units, the root's ``""`` among them."""
+        return tuple(dict.fromkeys(("", *(path for path, _ in self.selected))))
+
+    def on(self, mesh: DeviceMesh | Mesh | Mapping[str, int | Axis]) -> PartitionSpec:
+        """This spec on a mesh: a `DeviceMesh`, or axis names with their sizes where no rank is to talk to another.
+
+        Raises ValueError, naming the unit, for an axis that the mesh does not have.
+        """
+        bound = Mesh.of(mesh)
+        names = tuple(name for name, _ in bound.axes)
+        for unit in self.units:
+            for axis in unit.p.axes:
+                if axis not in names:
+                    raise ValueError(f"unit '{unit.key}': unknown mesh axis '{axis}' in {unit.p}; expected one of {names}")
+        return dataclasses.replace(self, mesh=bound, sizes=tuple((name, axis.size) for name, axis in bound.axes))
+
+    @property
+    def bound(self) -> PartitionSpec:
+        """This spec on its mesh; an unbound one on the world as one axis "shard" (one rank without a process group)."""
+        return self if self.mesh is not None or self.sizes is not None else self.on(Mesh.world())
+
+    def size(self, unit: Unit) -> int:
+        """In how many slices the unit's buffer is split."""
+        sizes = dict(self.bound.sizes or ())
+        return torch.Size(sizes[axis] for axis in unit.p.axes).numel()
+
+    def shard_numel(self, unit: Unit) -> int:
+        """Elements of one rank's slice of the unit, padding included: the same on every rank."""
+        size, align = self.size(unit), unit.p.align
+        return -(-unit.numel // (size * align)) * align
+
+    def padded_numel(self, unit: Unit) -> int:
+        """Elements of the whole padded buffer of the unit."""
+        return self.shard_numel(unit) * self.size(unit)
+
+    def __getstate__(self) -> dict[str, object]:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**fields, "mesh": None}
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("unit", "P", "parameters", "numel", "padding", "bytes per rank")]
+        totals = [0, 0, 0, 0]
+        for unit in self.units:
+            padded = self.padded_numel(unit)
+            counts = [len(unit.params), unit.numel, padded - unit.numel, self.shard_numel(unit) * unit.dtype.itemsize]
+            totals = [a + b for a, b in zip(totals, counts, strict=True)]
+            rows.append((unit.key or "(root)", str(unit.p), *(f"{c:,}" for c in counts)))
+        rows.append(("total", " x ".join(f"{n}={s}" for n, s in self.bound.sizes or ()), *(f"{c:,}" for c in totals)))
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        lines = [
+            "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+            for row in rows
+        ]
+        rest = [f"ignored: {', '.join(self.ignored)}"] if self.ignored else []
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *rest])
+
+
+def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> PartitionSpec:
+    """The spec in which each parameter belongs to the longest selected path above all its uses.
+
+    ``root`` is the `P` of the leftovers; with None nothing may be left. Raises ValueError, naming the path, for a path
+    that matches no module, a module selected under two paths with different `P`, and an uncovered parameter.
+    """
+    chosen: dict[str, P] = {}
+    for path, p in selected.items():
+        if path not in tree.canonical:
+            raise ValueError(f"path '{path}' matches no module: expected one of {_sample(tree.canonical)}")
+        if chosen.setdefault(tree.canonical[path], p) != p:
+            first = tree.canonical[path]
+            raise ValueError(f"module '{path}' is also '{first}' and is selected twice: as {chosen[first]} and as {p}")
+    owned: dict[str, list[Param]] = {}
+    for param in tree.all_params:
+        owners = [path for path in tree.dominators(param) if path in chosen]
+        if not owners and root is None:
+            raise ValueError(
+                f"parameter '{param.name}' is in no unit: expected a selected path above all its uses, "
+                f"got {_sample(chosen)}; select '' for the leftovers"
+            )
+        owned.setdefault(owners[-1] if owners else "", []).append(param)
+    every = {"": root or P(), **chosen}
+    units = [unit for path, params in owned.items() for unit in _units(path, every[path], params)]
+    units.sort(key=lambda unit: (unit.path != "", unit.params[0].sort_key))
+    entries = tuple(sorted(chosen.items(), key=lambda item: natural_key(item[0])))
+    return PartitionSpec(entries, root or P(), tuple(units), tree.ignored)
+
+
+def _units(path: str, p: P, params: list[Param]) -> Iterator[Unit]:
+    """The params of one path as units of one dtype and one requires_grad, with a suffix where there are several."""
+    groups: dict[tuple[str, bool], list[Param]] = {}
+    for param in sorted(params, key=lambda param: param.sort_key):
+        groups.setdefault((str(param.dtype).removeprefix("torch."), param.requires_grad), []).append(param)
+    dtypes, kinds = {d for d, _ in groups}, {k for _, k in groups}
+    for (dtype, trained), group in sorted(groups.items()):
+        parts = ([dtype] if len(dtypes) > 1 else []) + (["frozen"] if len(kinds) > 1 and not trained else [])
+        yield Unit(":".join([path, *parts]), path, p, tuple(group))
+
+
+def _sample(paths: Mapping[str, object], most: int = 8) -> str:
+    names = [repr(path) for path in paths]
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

@@ -1,0 +1,156 @@
+"""For users' own tests: N ranks in one process by vmap, and hypothesis strategies (with the extra ``test``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .collectives import Axis, Mesh, Simulated
+from .layout import Params
+from .policies import Policy, always, by_path, by_size, by_type, whole
+from .spec import P
+from .tree import module_tree
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+__all__ = ["integers_like", "meshes", "modules", "policies", "spmd"]
+
+
+def spmd(fn: Callable[..., Any], size: int | Mapping[str, int]) -> Callable[..., Any]:
+    """``fn`` as run by every rank of a mesh, in one process: ``spmd(fn, 4)(xs)[r] == fn(mesh, xs[r])`` on rank r.
+
+    ``fn`` takes the mesh (bind specs to it with ``.on(mesh)``) and this rank's arguments; tensors among the arguments
+    of ``spmd(...)`` have the ranks in dimension 0, row by row for a mesh of several axes, and so have the results.
+    ``size`` is the size of one axis "shard", or axis names with sizes. Everything that torch.func offers works inside
+    and outside. Close over what all ranks share.
+
+    >>> import funshard as fs
+    >>> fs.testing.spmd(lambda mesh, x: fs.collectives.all_gather(x, mesh["shard"]), 2)(torch.tensor([[1], [2]]))
+    tensor([[1, 2],
+            [1, 2]])
+    """
+    sizes = {"shard": size} if isinstance(size, int) else dict(size)
+    total = torch.Size(sizes.values()).numel()
+
+    def run(*args: Any) -> Any:
+        def nest(axes: tuple[tuple[str, Axis], ...], rest: list[tuple[str, int]], inner: Any) -> Any:
+            if not rest:
+                return fn(Mesh(axes), *inner)
+            (name, n), *others = rest
+
+            def one(rank: torch.Tensor, *leaves: Any) -> Any:
+                axis = Simulated(n, rank)
+                return nest((*axes, (name, axis)), others, pytree.tree_unflatten(list(leaves), treedef))
+
+            leaves, treedef = pytree.tree_flatten(inner)
+            dims = tuple(0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+            return torch.vmap(one, in_dims=(0, *dims), randomness="different")(torch.arange(n), *leaves)
+
+        def split(x: torch.Tensor) -> torch.Tensor:
+            if len(x) != total:
+                raise ValueError(f"spmd: expected {total} ranks in dimension 0, got shape {list(x.shape)}")
+            return x.unflatten(0, tuple(sizes.values()))
+
+        out = nest((), list(sizes.items()), pytree.tree_map_only(torch.Tensor, split, args))
+        return pytree.tree_map_only(torch.Tensor, lambda x: x.flatten(0, len(sizes) - 1), out)
+
+    return run
+
+
+def integers_like(model: nn.Module, seed: int = 0, high: int = 4) -> Params:
+    """Small whole numbers in the shapes and dtypes of a model's parameters, by name: sums of them are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randint(-high, high + 1, p.shape, generator=generator).to(p.dtype) for name, p in model.named_parameters()
+    }
+
+
+class Sum(nn.Module):
+    """The sum of its children's outputs and of its own parameters: a tree node for random models."""
+
+    def __init__(self, children: list[nn.Module], shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(children)
+        for i, shape in enumerate(shapes):
+            self.register_parameter(f"w{i}", nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x
+        for p in self._parameters.values():
+            if p is not None:
+                out = out + (p * x).sum()
+        for part in self.parts:
+            out = out + part(out)
+        return out
+
+
+class Leafy(Sum):
+    """Another class of node, so that policies by type have something to tell apart."""
+
+
+def modules(*, max_depth: int = 3, tied: bool = True, dtype: torch.dtype = torch.float64) -> SearchStrategy[nn.Module]:
+    """Random module trees with odd, empty and 0-dim parameters, shared modules and tied parameters.
+
+    Each maps a 0-dim tensor to a 0-dim tensor, by sums and products: exact on small whole numbers.
+    """
+    from hypothesis import strategies as st
+
+    shapes = st.lists(st.sampled_from([(), (1,), (2,), (3,), (2, 3), (0,), (5,), (1, 7)]), max_size=3)
+    kinds = st.sampled_from([Sum, Leafy])
+
+    @st.composite
+    def tree(draw: st.DrawFn, depth: int, pool: list[nn.Module]) -> nn.Module:
+        count = draw(st.integers(0, 3)) if depth else 0
+        children: list[nn.Module] = []
+        for _ in range(count):
+            if tied and pool and draw(st.integers(0, 5)) == 0:
+                children.append(draw(st.sampled_from(pool)))
+            else:
+                children.append(draw(tree(depth - 1, pool)))
+        module = draw(kinds)(children, draw(shapes), dtype)
+        if tied and pool and draw(st.integers(0, 5)) == 0:
+            other = draw(st.sampled_from(pool))
+            shared = next((p for p in other._parameters.values() if p is not None), None)
+            if shared is not None:
+                module.register_parameter("tied", shared)
+        pool.append(module)
+        return module
+
+    return st.deferred(lambda: st.builds(list[nn.Module]).flatmap(lambda pool: tree(max_depth, pool)))
+
+
+def policies(model: nn.Module) -> SearchStrategy[Policy]:
+    """Random policies for a model: of every kind, and of random paths with random `P`."""
+    from hypothesis import strategies as st
+
+    p = st.builds(P, st.sampled_from(["shard", None]), reshard=st.booleans(), align=st.sampled_from([1, 4]))
+    paths = st.dictionaries(st.sampled_from(sorted({*module_tree(model).canonical})), p, max_size=4)
+    classes = st.sampled_from(sorted({type(m) for m in model.modules()}, key=lambda c: c.__name__))
+    return st.one_of(
+        st.builds(whole, p),
+        st.builds(always, p),
+        st.builds(lambda c, p: by_type(c, p=p), classes, p),
+        st.builds(lambda n, p: by_size(n, p=p), st.integers(0, 30), p),
+        st.builds(lambda paths, p: by_path(_consistent(model, paths), p), paths, p),
+    )
+
+
+def _consistent(model: nn.Module, paths: Mapping[str, P]) -> dict[str, P]:
+    """The same P for the several paths of a shared module."""
+    first: dict[str, P] = {}
+    canonical = module_tree(model).canonical
+    return {path: first.setdefault(canonical[path], p) for path, p in paths.items()}
+
+
+def meshes(max_size: int = 5) -> SearchStrategy[dict[str, int]]:
+    """Random mesh shapes: ("shard",), or ("replicate", "shard") for HSDP."""
+    from hypothesis import strategies as st
+
+    n = st.integers(1, max_size)
+    small = st.integers(1, 3)
+    return st.one_of(st.builds(lambda s: {"shard": s}, n), st.builds(lambda r, s: {"replicate": r, "shard": s}, small, small))

@@ -1,0 +1,106 @@
+"""grad and grad_and_value: torch.func's, in one plain autograd pass where nothing outside can differentiate again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
+
+from . import _torch
+
+__all__ = ["grad", "grad_and_value"]
+
+
+def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """A function that returns ``f``'s gradient: torch.func.grad's signature and result. See `grad_and_value`."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        grads, value = grad_and_value(f, argnums, has_aux)(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapper
+
+
+def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """A function that returns ``(grads, value)``, or ``(grads, (value, aux))``: torch.func.grad_and_value's.
+
+    Computed by one plain autograd pass where nothing outside can differentiate the result: it frees the graph as it
+    goes, where torch.func keeps every activation for a second derivative. Inside another torch.func transform, in
+    torch.compile, in forward-mode AD, or where an argument itself requires grad, it *is* torch.func's. What ``f``
+    closes over counts as a constant: ``value``, ``aux`` and ``grads`` come back without a graph.
+
+    ``argnums`` says with respect to which arguments; their tensors must be floating point. What does not influence the
+    loss has gradient zeros, never None.
+
+    Raises TypeError for arguments or a loss of the wrong kind, ValueError for a loss that is not a scalar.
+    """
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        chosen = _arguments(args, argnums)
+        leaves, treedef = pytree.tree_flatten(chosen)
+        _check_leaves(chosen)
+        if _differentiated_outside((args, kwargs)):
+            return torch.func.grad_and_value(f, argnums, has_aux)(*args, **kwargs)
+        with torch.enable_grad():
+            inputs = [leaf.detach().requires_grad_() for leaf in leaves]
+            fresh = _replaced(args, argnums, pytree.tree_unflatten(inputs, treedef))
+            out = f(*fresh, **kwargs)
+            loss, aux = _split(out, has_aux)
+            if loss.requires_grad and inputs:
+                grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+            else:
+                grads = [torch.zeros_like(x) for x in leaves]
+        result = pytree.tree_unflatten([g.detach() for g in grads], treedef)
+        value = loss.detach()
+        return result, ((value, pytree.tree_map_only(Tensor, torch.Tensor.detach, aux)) if has_aux else value)
+
+    return wrapper
+
+
+def _differentiated_outside(arguments: object) -> bool:
+    if torch.compiler.is_compiling() or _torch.level() or _torch.in_forward_ad():
+        return True
+    tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _arguments(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> Any:
+    for i in (argnums,) if isinstance(argnums, int) else argnums:
+        if not -len(args) <= i < len(args):
+            raise ValueError(f"grad: argnums {argnums} but only {len(args)} positional arguments: expected 0..{len(args) - 1}")
+    return args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+
+
+def _replaced(args: tuple[Any, ...], argnums: int | tuple[int, ...], chosen: Any) -> tuple[Any, ...]:
+    out = list(args)
+    for i, value in [(argnums, chosen)] if isinstance(argnums, int) else zip(argnums, chosen, strict=True):
+        out[i] = value
+    return tuple(out)
+
+
+def _check_leaves(chosen: object) -> None:
+    for path, leaf in pytree.tree_flatten_with_path(chosen)[0]:
+        where = pytree.keystr(path)
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"grad: argument{where}: expected a tensor, got {type(leaf).__name__}")
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise TypeError(
+                f"grad: argument{where}: expected a floating point tensor, got {leaf.dtype}; "
+                "set it apart with partition(params, spec, predicate)"
+            )
+
+
+def _split(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):  # pyright: ignore[reportUnknownArgumentType]
+        raise TypeError(f"grad: expected f to return (loss, aux) with has_aux=True, got {type(out).__name__}")
+    loss, aux = out if has_aux else (out, None)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"grad: expected f to return a tensor, got {type(loss).__name__}")  # pyright: ignore[reportUnknownArgumentType]
+    if loss.dim():
+        raise ValueError(f"grad: expected f to return a scalar (0-dim) tensor, got shape {list(loss.shape)}; reduce the loss")
+    if not loss.is_floating_point():
+        raise TypeError(f"grad: expected f to return a floating point loss, got {loss.dtype}")
+    return loss, aux

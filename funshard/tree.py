@@ -1,0 +1,200 @@
+"""A module as a pytree of frozen nodes: what policies look at."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import optree
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+__all__ = ["NAMESPACE", "ModuleTree", "Param", "join", "module_tree", "natural_key"]
+
+NAMESPACE = "funshard"
+"""The optree namespace in which funshard registers its own node types."""
+
+
+def natural_key(path: str) -> tuple[tuple[int, int, str], ...]:
+    """The sort key in which ``blocks.2`` comes before ``blocks.10``."""
+    return tuple((0, int(c), "") if c.isdecimal() else (1, 0, c) for c in path.split("."))
+
+
+def join(path: str, name: str) -> str:
+    """``path.name``, or ``name`` where the path is the root's empty one."""
+    return f"{path}.{name}" if path else name
+
+
+@dataclass(frozen=True)
+class Param:
+    """What is known of a parameter without its values.
+
+    ``name`` is the FQN under which ``named_parameters`` lists it and ``aliases`` are its other FQNs: those of tied
+    weights, and those that it has because a module above it is shared. ``order`` lists the dimensions from the largest
+    stride to the smallest, so that a dense memory format (channels_last, a transposed weight) survives flattening.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    aliases: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All FQNs, ``name`` first."""
+        return (self.name, *self.aliases)
+
+    @cached_property
+    def sort_key(self) -> tuple[tuple[int, int, str], ...]:
+        """A key that does not depend on the order in which submodules were registered (law S3)."""
+        return min(map(natural_key, self.names))
+
+
+@dataclass(frozen=True)
+class ModuleTree:
+    """A module as a frozen node: its path and class, its own parameters and its children.
+
+    A module that is registered at several places appears once, where ``named_modules`` finds it first; ``aliases`` are
+    its other paths. ``ignored`` (on a root) names the parameters that `without` took out. Nodes compare by value; the
+    module itself is there for predicates that ask for it and takes no part in comparisons. The tree is registered with
+    optree (namespace ``"funshard"``), its leaves are `Param`:
+
+    >>> tree = module_tree(nn.Sequential(nn.Linear(2, 3)))
+    >>> [p.name for p in optree.tree_leaves(tree, namespace="funshard")]
+    ['0.weight', '0.bias']
+    """
+
+    path: str
+    cls: type[nn.Module]
+    params: tuple[Param, ...]
+    children: tuple[ModuleTree, ...]
+    aliases: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    module: nn.Module = field(compare=False, repr=False, kw_only=True)
+
+    def nodes(self) -> Iterator[ModuleTree]:
+        """This node and all below it, parents first, as ``nn.Module.modules`` gives them."""
+        yield self
+        for child in self.children:
+            yield from child.nodes()
+
+    @cached_property
+    def canonical(self) -> Mapping[str, str]:
+        """For each path at which a module can be reached, the path of its node."""
+        return {path: node.path for node in self.nodes() for path in (node.path, *node.aliases)}
+
+    @cached_property
+    def all_params(self) -> tuple[Param, ...]:
+        """The parameters at and below this node, each once."""
+        return tuple({p.name: p for node in self.nodes() for p in node.params}.values())
+
+    def dominators(self, param: Param) -> tuple[str, ...]:
+        """Paths of the modules through which every way from the root to the parameter leads, outermost first.
+
+        The last one is the lowest common ancestor of the modules that share the parameter; for a parameter inside a
+        shared module it is inside that module, however often the module is used.
+        """
+        chains = [self._chain(name) for name in param.names]
+        common = set(chains[0]).intersection(*chains[1:])
+        return tuple(path for path in chains[0] if path in common)
+
+    def _chain(self, name: str) -> list[str]:
+        parts = name.split(".")[:-1]
+        return [self.canonical[".".join(parts[:i])] for i in range(len(parts) + 1)]
+
+    def without(self, modules: Callable[[ModuleTree], bool], params: Callable[[Param], bool]) -> ModuleTree:
+        """The tree less the chosen subtrees and parameters, whose names it carries in ``ignored``.
+
+        A parameter that a chosen subtree shares with the rest goes from everywhere.
+        """
+        gone = {p.name for node in self.nodes() if modules(node) for p in node.all_params}
+        gone |= {p.name for p in self.all_params if params(p)}
+
+        def prune(node: ModuleTree) -> ModuleTree:
+            return dataclasses.replace(
+                node,
+                params=tuple(p for p in node.params if p.name not in gone),
+                children=tuple(prune(child) for child in node.children if not modules(child)),
+            )
+
+        return dataclasses.replace(prune(self), ignored=tuple(sorted({*self.ignored, *gone}, key=natural_key)))
+
+
+def _flatten_node(
+    node: ModuleTree,
+) -> tuple[Iterable[Param | ModuleTree], tuple[ModuleTree, int]]:
+    return (*node.params, *node.children), (node, len(node.params))
+
+
+def _unflatten_node(metadata: tuple[ModuleTree, int], children: Iterable[object]) -> ModuleTree:
+    node, count = metadata
+    items = tuple(children)
+    return dataclasses.replace(node, params=items[:count], children=items[count:])  # pyright: ignore[reportArgumentType]
+
+
+optree.register_pytree_node(ModuleTree, _flatten_node, _unflatten_node, namespace=NAMESPACE)  # pyright: ignore[reportArgumentType, reportUnknownMemberType]
+
+
+def module_tree(model: nn.Module) -> ModuleTree:
+    """The tree of a module, from its structure alone: a meta-device module gives an equal tree.
+
+    Inverse of nothing: it reads, and changes nothing. Raises TypeError for what is no ``nn.Module``, ValueError for
+    a module that contains itself and for a lazy parameter that has no shape yet.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"module_tree: expected an nn.Module, got {type(model).__name__}")
+    paths: dict[nn.Module, list[str]] = {}
+    names: dict[torch.Tensor, list[str]] = {}
+    _visit(model, "", (), paths, names)
+    infos = {tensor: _param(tensor, fqns) for tensor, fqns in names.items()}
+    seen: set[nn.Module] = set()
+
+    def node(module: nn.Module) -> ModuleTree:
+        seen.add(module)
+        first, *rest = paths[module]
+        own = tuple(infos[p] for p in module._parameters.values() if p is not None)
+        children = tuple(node(c) for c in module._modules.values() if c is not None and c not in seen)
+        return ModuleTree(first, type(module), own, children, tuple(rest), module=module)
+
+    return node(model)
+
+
+def _visit(
+    module: nn.Module,
+    path: str,
+    above: tuple[nn.Module, ...],
+    paths: dict[nn.Module, list[str]],
+    names: dict[torch.Tensor, list[str]],
+) -> None:
+    if module in above:
+        raise ValueError(f"module '{path}' contains itself: expected a tree of modules")
+    paths.setdefault(module, []).append(path)
+    for name, param in module._parameters.items():
+        if param is not None:
+            if is_lazy(param):
+                raise ValueError(
+                    f"parameter '{join(path, name)}' is lazy: expected a shape, got none yet; "
+                    "run the module once to give it one"
+                )
+            names.setdefault(param, []).append(join(path, name))
+    for name, child in module._modules.items():
+        if child is not None:
+            _visit(child, join(path, name), (*above, module), paths, names)
+
+
+def _param(tensor: torch.Tensor, names: list[str]) -> Param:
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)))
+    if not tensor.permute(order).is_contiguous():  # expanded or strided with gaps: no dense format to keep
+        order = tuple(range(tensor.dim()))
+    unique = tuple(dict.fromkeys(names))
+    return Param(unique[0], tuple(tensor.shape), tensor.dtype, tensor.requires_grad, unique[1:], order)

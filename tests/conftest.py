@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+from ranks import Pool
+
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=50,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def _pool(size: int) -> Iterator[Pool]:
+    pool = Pool(size)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def gloo2() -> Iterator[Pool]:
+    """Two real ranks."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def gloo4() -> Iterator[Pool]:
+    """Four real ranks."""
+    yield from _pool(4)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,118 @@
+"""Law D: the c10d path on two real ranks agrees with the ranks that vmap simulates, for every collective and transform."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from ranks import Pool
+from torch import Tensor, nn
+
+import funshard as fs
+from funshard import collectives as c
+from funshard.collectives import Mesh
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 5), Block(5), Block(5), nn.Linear(5, 2)).double()
+
+
+def data(size: int) -> Tensor:
+    return torch.randn(size, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+COLLECTIVES = {
+    "all_gather": lambda x, a: c.all_gather(x, a),
+    "all_gather_sum": lambda x, a: c.all_gather(x, a, reduce="sum"),
+    "reduce_scatter": lambda x, a: c.reduce_scatter(x, a),
+    "reduce_scatter_sum": lambda x, a: c.reduce_scatter(x, a, reduce="sum"),
+    "all_reduce": lambda x, a: c.all_reduce(x, a),
+    "all_reduce_sum": lambda x, a: c.all_reduce(x, a, reduce="sum"),
+    "sum_shards": lambda x, a: c.sum_shards(x, a),
+    "vary": lambda x, a: c.vary(x, a),
+    "vary_sum": lambda x, a: c.vary(x, a, reduce="sum"),
+    "broadcast": lambda x, a: c.broadcast(x, a, src=1),
+    "all_to_all": lambda x, a: c.all_to_all(x, a),
+    "scatter": lambda x, a: c.scatter(x, a),
+}
+
+
+def collective_results(mesh: Mesh, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
+    axis = mesh["shard"]
+    out = {}
+    for name, op in COLLECTIVES.items():
+
+        def cubed(x: Tensor, op=op) -> Tensor:
+            return (op(x, axis) ** 3).sum()
+
+        out[name] = (
+            op(x, axis),
+            torch.func.grad(cubed)(x),
+            torch.func.jvp(torch.func.grad(cubed), (x,), (x.cos(),))[1],
+            torch.func.grad(lambda x: (torch.func.grad(cubed)(x) ** 2).sum())(x),
+            torch.vmap(lambda x: op(x, axis))(torch.stack([x, 2 * x, x.sin()])),
+            torch.vmap(lambda x: op(x, axis), in_dims=1)(torch.stack([x, 2 * x, x.sin()], 1)),
+        )
+    return out
+
+
+def real_collectives(rank: int) -> dict[str, tuple[Tensor, ...]]:
+    return collective_results(Mesh.world(), torch.randn(2, 4, 3, dtype=torch.float64)[rank])
+
+
+def test_collectives_agree_with_simulated_ranks(gloo2: Pool) -> None:
+    torch.manual_seed(0)
+    simulated = fs.testing.spmd(collective_results, 2)(torch.randn(2, 4, 3, dtype=torch.float64))
+    for rank, real in enumerate(gloo2.run(real_collectives)):
+        for name, results in real.items():
+            for i, result in enumerate(results):
+                torch.testing.assert_close(result, simulated[name][i][rank], msg=f"{name}[{i}]")
+
+
+MODEL = model()
+
+
+def transform_results(mesh: Mesh, x: Tensor) -> dict[str, dict[str, Tensor]]:
+    m = MODEL
+    spec = fs.by_type(Block)(m).on(mesh)
+    params = fs.shard({k: v.detach() for k, v in m.named_parameters()}, spec)
+    v = {k: p.cos() for k, p in params.items()}
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        penalty = sum((p**2).sum() for p in params.values())
+        return F.softplus(fs.functional_call(m, params, (x,), spec=spec)).sum() + 0.1 * penalty
+
+    def penalised(params: dict[str, Tensor]) -> Tensor:
+        return loss(params) + sum((g**3).sum() for g in torch.func.grad(loss)(params).values())
+
+    return {
+        "grad": torch.func.grad(loss)(params),
+        "fs.grad": fs.grad(loss)(params),
+        "hvp, jvp of grad": torch.func.jvp(torch.func.grad(loss), (params,), (v,))[1],
+        "hvp, grad of dot": torch.func.grad(lambda p: sum((g * v[k]).sum() for k, g in torch.func.grad(loss)(p).items()))(
+            params
+        ),
+        "grad of grad": torch.func.grad(penalised)(params),
+        "maml": torch.func.grad(lambda p: loss({k: p[k] - 0.1 * g for k, g in torch.func.grad(loss)(p).items()}))(params),
+    }
+
+
+def real_transforms(rank: int) -> dict[str, dict[str, Tensor]]:
+    return transform_results(Mesh.world(), data(2)[rank])
+
+
+def test_transforms_agree_with_simulated_ranks(gloo2: Pool) -> None:
+    simulated = fs.testing.spmd(transform_results, 2)(data(2))
+    for rank, real in enumerate(gloo2.run(real_transforms)):
+        for name, tree in real.items():
+            for key, value in tree.items():
+                torch.testing.assert_close(value, simulated[name][key][rank], rtol=1e-12, atol=1e-12, msg=f"{name} {key}")
