@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
 
-__all__ = ["base", "in_forward_ad", "level", "lower", "reparametrized", "savable", "saved_tensor_hooks", "storage_id"]
+__all__ = ["base", "in_forward_ad", "level", "lower", "pack_hook",
+    "reparametrized", "savable", "saved_tensor_hooks", "storage_id"]
 
 
 def level() -> int:
@@ -73,6 +74,16 @@ def saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[objec
     finally:
         if message is not None:
             torch._C._autograd._saved_tensors_hooks_disable(message)  # pyright: ignore
+
+
+def pack_hook() -> Callable[[Tensor], object] | None:
+    """The pack function of the innermost saved-tensor hooks, None where there are none.
+
+    functional_call must not come between torch.utils.checkpoint and its tensors, and must see one that begins inside
+    it. Pinned by ``test_checkpoint_is_seen_by_its_hooks``.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    return None if hooks is None else hooks[0]
 
 
 def reparametrized(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:

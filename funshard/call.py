@@ -34,6 +34,10 @@ __all__ = ["functional_call"]
 FROZEN_ALIVE = 2
 """How many frozen units' buffers stay gathered in backward: no gradient tells when they have been used."""
 
+_CONTAINERS = tuple(
+    name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set) and name not in ("_parameters", "_buffers")
+)
+
 
 def functional_call(
     model: nn.Module,
@@ -127,7 +131,7 @@ class _Gathered:
     def drop(self, *, keep_for_backward: bool) -> None:
         """Let the forward's views go; the unit that ends the forward leaves its buffer for backward."""
         if keep_for_backward:
-            self.buffer = _torch.lower(self.full).detach() if self.level else self.full.detach()
+            self.buffer = _torch.lower(self.full) if self.level else self.full.detach()  # autograd adds the graph it is in
         del self.views, self.full
         self.call.live.pop(self.storage, None)
 
@@ -163,7 +167,9 @@ class _Call:
         self.reduce: Reduce = reduce
         self.mesh = spec.mesh or Mesh.of(dict(spec.sizes or ()))
         self.differentiable = torch.is_grad_enabled()
-        self.hooked = self.differentiable and _torch.savable()
+        self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
+        frees = any(unit.p.reshard and spec.size(unit) > 1 for unit in spec)
+        self.hooked = self.differentiable and frees and self.outer is None and _torch.savable()
         self.active: dict[str, _Gathered] = {}
         self.live: dict[int, _Gathered] = {}  # by storage: what pack recognises
         self.scopes: list[list[_Gathered]] = [[]]
@@ -172,6 +178,12 @@ class _Call:
 
     def gather(self, unit: Unit) -> _Gathered:
         """The unit, gathered now or still alive."""
+        hook = _torch.pack_hook()
+        if hook is not self.outer and hook is not None and hook.__module__ == "torch.utils.checkpoint":
+            raise RuntimeError(
+                f"unit '{unit.key}': torch.utils.checkpoint inside functional_call would recompute with the module's own "
+                "parameters, not with these: expected none; checkpoint the functional_call as a whole"
+            )
         gathered = self.active.get(unit.key)
         if gathered is not None and gathered.level <= _torch.level():
             if gathered in self.pending:
@@ -211,7 +223,7 @@ class _Call:
         """The model with gathered parameters; as it was, to the last attribute, afterwards."""
         modules = dict(model.named_modules(remove_duplicate=False))
         owned = _owners(modules, self.spec)
-        saved = [(module, dict(vars(module))) for module in owned]
+        saved = [(module, dict(vars(module)), _containers(module)) for module in owned]
         hooks = _torch.saved_tensor_hooks(self.pack, self.unpack) if self.hooked else contextlib.nullcontext()
         placed: list[tuple[str, nn.Module, str]] = []
         try:
@@ -228,9 +240,13 @@ class _Call:
             if buffers is not None:
                 now = {name: module._buffers.get(attr) for name, module, attr in placed}
                 buffers.update({name: buffer for name, buffer in now.items() if buffer is not None})
-            for module, attributes in saved:
+            for module, attributes, containers in saved:
                 vars(module).clear()
                 vars(module).update(attributes)
+                for container, content in containers:
+                    if container != content:
+                        container.clear()
+                        container.update(content)
 
     def _replace_parameters(
         self, modules: Mapping[str, nn.Module], owned: Mapping[nn.Module, dict[str, tuple[Unit, int]]]
@@ -239,6 +255,8 @@ class _Call:
         for module, attributes in owned.items():
             if attributes or self.spec.ignored:
                 vars(module)["_parameters"] = _Parameters(module._parameters, attributes, self.gather)
+            else:
+                vars(module)["_parameters"] = dict(module._parameters)
         for name in self.spec.ignored:
             if name in self.params:
                 path, _, attr = name.rpartition(".")
@@ -325,6 +343,11 @@ class _Parameters(dict[str, Any]):
 
     def copy(self) -> dict[str, Any]:
         return dict(self.items())
+
+
+def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
+    """Where the module keeps hooks and submodules, with copies: forward may change them in place (transformers 5 does)."""
+    return [(vars(module)[name], vars(module)[name].copy()) for name in _CONTAINERS if name in vars(module)]
 
 
 def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Module, dict[str, tuple[Unit, int]]]:

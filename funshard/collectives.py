@@ -48,7 +48,7 @@ Reduce = Literal["mean", "sum"]
 class Group:
     """An axis over a process group: its size, this process's rank in it and the group's name.
 
-    Without a name it is only a size: shapes can be computed, nothing can be sent.
+    Without a name it is only a size: shapes can be computed, nothing can be sent. One rank needs no name.
     """
 
     size: int
@@ -83,7 +83,7 @@ class Mesh:
         if isinstance(mesh, Mesh):
             return mesh
         if isinstance(mesh, Mapping):
-            return Mesh(tuple((name, Group(a) if isinstance(a, int) else a) for name, a in mesh.items()))
+            return Mesh(tuple((name, Group(a, 0 if a == 1 else None) if isinstance(a, int) else a) for name, a in mesh.items()))
         names = mesh.mesh_dim_names or (("shard",) if mesh.ndim == 1 else None)
         if names is None:
             raise ValueError(
@@ -353,7 +353,7 @@ def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
         rank 1  a    ->    a                                 h    ->    g+h+i   (/ 3)
         rank 2  a          a                                 i          g+h+i
     """
-    return _apply(f"vary_{_checked(reduce, x) if x.is_floating_point() else 'sum'}", x, axis)
+    return _apply(f"vary_{_checked(reduce, x) if x.is_floating_point() or x.is_complex() else 'sum'}", x, axis)
 
 
 def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:

@@ -95,7 +95,7 @@ def by_size(
 
     Bottom up: a module below the threshold, or of a ``force_leaf`` class, is not descended into and is no unit; one of
     an ``exclude`` class is descended into and is no unit. Elements of a parameter count once, for the modules that
-    hold all its uses.
+    hold all its uses; a shared module is looked at once, below the lowest module that holds all its places.
     """
     leaves, excluded = tuple(force_leaf), tuple(exclude)
     _check_classes("by_size", (*leaves, *excluded))
@@ -106,6 +106,10 @@ def by_size(
         for param in tree.all_params:
             for path in tree.dominators(param):
                 held[path][param.name] = param.numel
+        below: dict[str, list[ModuleTree]] = {path: [] for path in held}
+        for node in tree.nodes():
+            if node is not tree:
+                below[tree.dominators(node)[-1]].append(node)
         chosen: dict[str, P] = {}
 
         def visit(node: ModuleTree) -> set[str]:
@@ -113,7 +117,7 @@ def by_size(
             numels = held[node.path]
             if sum(numels.values()) < min_numel or issubclass(node.cls, leaves):
                 return set()
-            taken = set[str]().union(*map(visit, node.children))
+            taken = set[str]().union(*map(visit, below[node.path]))
             left = sum(numel for name, numel in numels.items() if name not in taken)
             if node is tree or left < min_numel or issubclass(node.cls, excluded):
                 return taken
@@ -229,7 +233,7 @@ def any_of(*policies: Policy) -> Policy:
         roots = {spec.root for spec in specs}
         if "" not in chosen and len(roots) > 1:
             raise ValueError(f"any_of: module '' (the leftovers) is {' and '.join(sorted(map(str, roots)))}; use override")
-        return build(_ignoring_all(tree, specs), chosen, specs[0].root)
+        return build(_ignoring_all(tree, specs), chosen, chosen.get("", specs[0].root))
 
     return policy
 
@@ -271,7 +275,7 @@ def ignoring(
 
     def hits_module(item: object, node: ModuleTree) -> bool:
         if isinstance(item, str):
-            return any(_matches(item.split("."), path.split(".")) for path in (node.path, *node.aliases))
+            return any(_matches(item.split("."), path.split(".")) for path in node.names)
         return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
 
     def hits_param(item: object, param: Param, owner: ModuleTree) -> bool:
@@ -316,15 +320,11 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
         spec = policy(tree)
         chosen = dict(spec.selected)
         kept = _ignoring_all(tree, [spec])
-
-        def visit(node: ModuleTree, above: P) -> None:
-            p = dict(spec.selected).get(node.path, above)
+        before = {"": spec.root, **chosen}
+        for node in kept.nodes():
             if issubclass(node.cls, kinds):
-                chosen[node.path] = dataclasses.replace(p, precision=None)
-            for child in node.children:
-                visit(child, p)
-
-        visit(kept, spec.root)
+                around = [path for path in (*kept.dominators(node), node.path) if path in before]
+                chosen[node.path] = dataclasses.replace(before[around[-1]], precision=None)
         return build(kept, chosen, spec.root)
 
     return inner

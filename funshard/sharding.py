@@ -163,13 +163,17 @@ def gather_full(
     full: Params = {}
     with torch.no_grad():
         for unit in spec:
-            piece = shards[unit.key].detach()
-            buffer = _gather_to_first(piece, unit, mesh) if rank0_only else gather_unit(piece, unit, mesh)
-            if buffer is not None:
-                tensors = unflatten_unit(buffer, unit)
-                for param, tensor in zip(unit.params, tensors, strict=True):
-                    full[param.name] = tensor.to("cpu", copy=True) if offload_to_cpu else tensor.clone()
+            full |= _copies(shards[unit.key].detach(), unit, mesh, rank0_only, offload_to_cpu)
     return full
+
+
+def _copies(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_cpu: bool) -> Params:
+    """A gathered unit's parameters, copied; its buffer is gone when this returns, before the next one is gathered."""
+    buffer = _gather_to_first(piece, unit, mesh) if rank0_only else gather_unit(piece, unit, mesh)
+    if buffer is None:
+        return {}
+    tensors = zip(unit.params, unflatten_unit(buffer, unit), strict=True)
+    return {param.name: t.to("cpu", copy=True) if offload_to_cpu else t.clone() for param, t in tensors}
 
 
 def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src: int = 0) -> Params:
@@ -282,34 +286,41 @@ def _lines(spec: PartitionSpec) -> list[str]:
 
 
 def _check_ranks_agree(spec: PartitionSpec, mesh: Mesh) -> None:
-    """ValueError on every rank if their specs differ: one small all-gather of a digest per mesh axis."""
+    """ValueError on every rank of the mesh if their specs differ: one small all-gather of a digest per mesh axis.
+
+    Only when all axes are through is the result looked at: a rank that raised before would leave others waiting.
+    """
     lines = _lines(spec)
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     device = _device(mesh) or torch.device("cpu")
-    for name, axis in mesh.axes:
-        if not isinstance(axis, Group) or not axis.name or axis.size == 1:
-            continue
-        mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-        others = all_gather(mine, axis).view(axis.size, -1)
-        if bool((others == mine).all()):
-            continue
-        texts = _gather_texts("\n".join(lines), axis, device)
-        other, rank = next((t.split("\n"), r) for r, t in enumerate(texts) if t != texts[0])
-        first = texts[0].split("\n")
-        i = next(i for i in range(len(first) + 1) if first[i : i + 1] != other[i : i + 1])
-        expected, got = (x[i] if i < len(x) else "nothing more" for x in (first, other))
-        raise ValueError(
-            f"the ranks of axis '{name}' have different models: expected, as on its rank 0, {expected}; "
-            f"got on rank {rank} {got}; build the same model with the same policy on every rank"
-        )
+    digests = _rows(torch.tensor(list(digest), dtype=torch.uint8, device=device), mesh)
+    if bool((digests == digests[0]).all()):
+        return
+    texts = _gather_texts("\n".join(lines), mesh, device)
+    other, rank = next((t.split("\n"), r) for r, t in enumerate(texts) if t != texts[0])
+    first = texts[0].split("\n")
+    i = next(i for i in range(len(first) + 1) if first[i : i + 1] != other[i : i + 1])
+    expected, got = (x[i] if i < len(x) else "nothing more" for x in (first, other))
+    raise ValueError(
+        f"the ranks of the mesh {mesh.names} have different models: expected, as on its rank 0, {expected}; "
+        f"got on rank {rank} {got}; build the same model with the same policy on every rank"
+    )
 
 
-def _gather_texts(text: str, axis: Group, device: torch.device) -> list[str]:
+def _rows(row: Tensor, mesh: Mesh) -> Tensor:
+    """The rows of all ranks of the mesh, in its row-major order, over the axes that can communicate."""
+    rows = row.unsqueeze(0)
+    for _, axis in reversed(mesh.axes):
+        if isinstance(axis, Group) and axis.name:
+            rows = all_gather(rows, axis)
+    return rows
+
+
+def _gather_texts(text: str, mesh: Mesh, device: torch.device) -> list[str]:
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    lengths = all_gather(torch.tensor([len(data)], device=device), axis).tolist()
+    lengths = _rows(torch.tensor([len(data)], device=device), mesh).flatten().tolist()
     padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
-    rows = all_gather(padded, axis).view(axis.size, -1)
-    return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
+    return [bytes(row[:n].tolist()).decode() for row, n in zip(_rows(padded, mesh), lengths, strict=True)]
 
 
 # --- Gathers to one rank and scatters from one: data movement, below autograd, over c10d's own collectives. ---
@@ -332,11 +343,11 @@ def _gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
         axis, group = _group(mesh, name)
         if group is None:
             continue
-        pieces = [torch.empty_like(piece) for _ in range(axis.size)] if at[name] == 0 else None
-        dist.gather(piece.contiguous(), pieces, group=group, group_dst=0)
-        if pieces is None:
+        whole = piece.new_empty(axis.size, len(piece)) if at[name] == 0 else None
+        dist.gather(piece.contiguous(), None if whole is None else list(whole), group=group, group_dst=0)
+        if whole is None:
             return None
-        piece = torch.cat(pieces)
+        piece = whole.flatten()
     return piece
 
 
@@ -365,12 +376,17 @@ def _scatter_from(
             dist.broadcast(out, group=group, group_src=want[name])
         buffer = out
     assert buffer is not None
-    return buffer.clone()
+    return buffer
 
 
 def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str:
     if full is None:
         return "expected a dict of full parameters, got None"
+    if not isinstance(full, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return f"expected a dict of full parameters, got {type(full).__name__}"
+    for name, tensor in full.items():
+        if not isinstance(tensor, Tensor) or tensor.is_meta:  # pyright: ignore[reportUnnecessaryIsInstance]
+            return f"parameter '{name}': expected a tensor with data, got {'a meta one' if isinstance(tensor, Tensor) else type(tensor).__name__}"
     try:
         flatten({name: _like_meta(tensor) for name, tensor in full.items()}, spec)
     except ValueError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,7 +51,7 @@ class P:
     align: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in self.axes:
+        for name in self.axes if isinstance(self.axis, tuple) else () if self.axis is None else (self.axis,):
             if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"P: expected an axis name, a tuple of names or None, got {self.axis!r}")
         if len(set(self.axes)) < len(self.axes):
@@ -85,11 +84,11 @@ class Unit:
     path: str
     p: P
     params: tuple[Param, ...]
+    numel: int = field(init=False, compare=False, repr=False)
+    """Elements of the parameters, without padding."""
 
-    @cached_property
-    def numel(self) -> int:
-        """Elements of the parameters, without padding."""
-        return sum(p.numel for p in self.params)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", sum(p.numel for p in self.params))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,22 +117,21 @@ class PartitionSpec:
     ignored: tuple[str, ...] = ()
     sizes: tuple[tuple[str, int], ...] | None = None
     mesh: Mesh | None = field(default=None, compare=False, repr=False)
+    by_key: Mapping[str, Unit] = field(init=False, compare=False, repr=False)
+    """The units by their keys."""
+    by_name: Mapping[str, tuple[Unit, Param]] = field(init=False, compare=False, repr=False)
+    """The owner of every parameter, under each of its names."""
+
+    def __post_init__(self) -> None:
+        names = {name: (unit, param) for unit in self.units for param in unit.params for name in param.names}
+        object.__setattr__(self, "by_key", {unit.key: unit for unit in self.units})
+        object.__setattr__(self, "by_name", names)
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self.units)
 
     def __len__(self) -> int:
         return len(self.units)
-
-    @cached_property
-    def by_key(self) -> Mapping[str, Unit]:
-        """The units by their keys."""
-        return {unit.key: unit for unit in self.units}
-
-    @cached_property
-    def by_name(self) -> Mapping[str, tuple[Unit, Param]]:
-        """The owner of every parameter, under each of its names."""
-        return {name: (unit, param) for unit in self.units for param in unit.params for name in param.names}
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -171,6 +169,11 @@ class PartitionSpec:
     def padded_numel(self, unit: Unit) -> int:
         """Elements of the whole padded buffer of the unit."""
         return self.shard_numel(unit) * self.size(unit)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PartitionSpec:
+        return self
+
+    __copy__ = __deepcopy__
 
     def __getstate__(self) -> dict[str, object]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -218,7 +221,8 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
         owned.setdefault(owners[-1] if owners else "", []).append(param)
     every = {"": root or P(), **chosen}
     units = [unit for path, params in owned.items() for unit in _units(path, every[path], params)]
-    units.sort(key=lambda unit: (unit.path != "", unit.params[0].sort_key))
+    first = {node.path: min(map(natural_key, node.names)) for node in tree.nodes()}
+    units.sort(key=lambda unit: (unit.path != "", first[unit.path]))  # parents first, in natural order
     entries = tuple(sorted(chosen.items(), key=lambda item: natural_key(item[0])))
     return PartitionSpec(entries, root or P(), tuple(units), tree.ignored)
 

@@ -82,6 +82,8 @@ def _replaced(args: tuple[Any, ...], argnums: int | tuple[int, ...], chosen: Any
 
 
 def _check_leaves(chosen: object) -> None:
+    if all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in pytree.tree_leaves(chosen)):
+        return
     for path, leaf in pytree.tree_flatten_with_path(chosen)[0]:
         where = pytree.keystr(path)
         if not isinstance(leaf, Tensor):

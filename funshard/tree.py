@@ -49,12 +49,12 @@ class Param:
         """The number of elements."""
         return torch.Size(self.shape).numel()
 
-    @cached_property
+    @property
     def names(self) -> tuple[str, ...]:
         """All FQNs, ``name`` first."""
         return (self.name, *self.aliases)
 
-    @cached_property
+    @property
     def sort_key(self) -> tuple[tuple[int, int, str], ...]:
         """A key that does not depend on the order in which submodules were registered (law S3)."""
         return min(map(natural_key, self.names))
@@ -82,6 +82,11 @@ class ModuleTree:
     ignored: tuple[str, ...] = ()
     module: nn.Module = field(compare=False, repr=False, kw_only=True)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All paths, ``path`` first."""
+        return (self.path, *self.aliases)
+
     def nodes(self) -> Iterator[ModuleTree]:
         """This node and all below it, parents first, as ``nn.Module.modules`` gives them."""
         yield self
@@ -91,20 +96,20 @@ class ModuleTree:
     @cached_property
     def canonical(self) -> Mapping[str, str]:
         """For each path at which a module can be reached, the path of its node."""
-        return {path: node.path for node in self.nodes() for path in (node.path, *node.aliases)}
+        return {path: node.path for node in self.nodes() for path in node.names}
 
     @cached_property
     def all_params(self) -> tuple[Param, ...]:
         """The parameters at and below this node, each once."""
         return tuple({p.name: p for node in self.nodes() for p in node.params}.values())
 
-    def dominators(self, param: Param) -> tuple[str, ...]:
-        """Paths of the modules through which every way from the root to the parameter leads, outermost first.
+    def dominators(self, item: Param | ModuleTree) -> tuple[str, ...]:
+        """Paths of the modules through which every way from the root to the parameter or module leads, outermost first.
 
         The last one is the lowest common ancestor of the modules that share the parameter; for a parameter inside a
         shared module it is inside that module, however often the module is used.
         """
-        chains = [self._chain(name) for name in param.names]
+        chains = [self._chain(name) for name in item.names]
         common = set(chains[0]).intersection(*chains[1:])
         return tuple(path for path in chains[0] if path in common)
 
@@ -115,16 +120,21 @@ class ModuleTree:
     def without(self, modules: Callable[[ModuleTree], bool], params: Callable[[Param], bool]) -> ModuleTree:
         """The tree less the chosen subtrees and parameters, whose names it carries in ``ignored``.
 
-        A parameter that a chosen subtree shares with the rest goes from everywhere.
+        A parameter or module that a chosen subtree shares with the rest goes from everywhere.
         """
-        gone = {p.name for node in self.nodes() if modules(node) for p in node.all_params}
-        gone |= {p.name for p in self.all_params if params(p)}
+        chosen = {node.path for node in self.nodes() if modules(node)}
+
+        def below(item: Param | ModuleTree) -> bool:
+            return any(not chosen.isdisjoint(self._chain(name)) for name in item.names)
+
+        cut = {node.path for node in self.nodes() if node.path in chosen or (node is not self and below(node))}
+        gone = {p.name for p in self.all_params if params(p) or below(p)}
 
         def prune(node: ModuleTree) -> ModuleTree:
             return dataclasses.replace(
                 node,
                 params=tuple(p for p in node.params if p.name not in gone),
-                children=tuple(prune(child) for child in node.children if not modules(child)),
+                children=tuple(prune(child) for child in node.children if child.path not in cut),
             )
 
         return dataclasses.replace(prune(self), ignored=tuple(sorted({*self.ignored, *gone}, key=natural_key)))
@@ -133,7 +143,8 @@ class ModuleTree:
 def _flatten_node(
     node: ModuleTree,
 ) -> tuple[Iterable[Param | ModuleTree], tuple[ModuleTree, int]]:
-    return (*node.params, *node.children), (node, len(node.params))
+    bare = dataclasses.replace(node, params=(), children=())  # no leaves: trees of one structure compare equal
+    return (*node.params, *node.children), (bare, len(node.params))
 
 
 def _unflatten_node(metadata: tuple[ModuleTree, int], children: Iterable[object]) -> ModuleTree:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from ranks import Pool
 from torch import Tensor, nn
+from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import collectives as c
@@ -116,3 +117,74 @@ def test_transforms_agree_with_simulated_ranks(gloo2: Pool) -> None:
         for name, tree in real.items():
             for key, value in tree.items():
                 torch.testing.assert_close(value, simulated[name][key][rank], rtol=1e-12, atol=1e-12, msg=f"{name} {key}")
+
+
+LAYOUTS: dict[str, fs.P] = {
+    "hsdp": fs.P("shard"),
+    "two axes": fs.P(("replicate", "shard")),
+    "other order": fs.P(("shard", "replicate")),
+    "ddp": fs.P(),
+    "zero2": fs.P("shard", reshard=False, align=4),
+}
+
+
+def layout_results(mesh: Mesh, x: Tensor) -> dict[str, dict[str, Tensor]]:
+    full = {k: v.detach() for k, v in MODEL.named_parameters()}
+    out = {}
+    for name, p in LAYOUTS.items():
+        spec = fs.by_type(Block, p=p)(MODEL).on(mesh)
+
+        def loss(params: dict[str, Tensor], spec: fs.PartitionSpec = spec) -> Tensor:
+            return (fs.functional_call(MODEL, params, (x,), spec=spec) ** 2).mean()
+
+        shards = fs.shard(full, spec)
+        v = {k: t.cos() for k, t in shards.items()}
+        out[name] = fs.grad(loss)(shards)
+        out[name + " hvp"] = torch.func.jvp(torch.func.grad(loss), (shards,), (v,))[1]
+        out[name + " sum"] = torch.func.grad(
+            lambda s, spec=spec: (fs.functional_call(MODEL, s, (x,), spec=spec, reduce="sum") ** 2).mean()
+        )(shards)
+    return out
+
+
+def real_layouts(rank: int) -> dict[str, dict[str, Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return layout_results(Mesh.of(mesh), data(4)[rank])
+
+
+def test_layouts_on_two_axes_agree_with_simulated_ranks(gloo4: Pool) -> None:
+    """HSDP, one buffer over two axes in either order, and replication: real meshes equal simulated ones."""
+    simulated = fs.testing.spmd(layout_results, {"replicate": 2, "shard": 2})(data(4))
+    for rank, real in enumerate(gloo4.run(real_layouts)):
+        for name, tree in real.items():
+            for key, value in tree.items():
+                torch.testing.assert_close(value, simulated[name][key][rank], rtol=1e-12, atol=1e-12, msg=f"{name} {key}")
+
+
+def real_outer_autograd(rank: int) -> None:
+    """Every way to stack plain autograd and torch.func gives the same second derivative."""
+    spec = fs.by_type(Block)(MODEL).bound
+    shards, x = fs.shard(MODEL, spec), data(2)[rank]
+    v = {k: t.cos() for k, t in shards.items()}
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return (fs.functional_call(MODEL, params, (x,), spec=spec) ** 2).mean()
+
+    def dot(grads: dict[str, Tensor]) -> Tensor:
+        return sum((g * v[k]).sum() for k, g in grads.items())
+
+    expected = torch.func.jvp(torch.func.grad(loss), (shards,), (v,))[1]
+    leaves = {k: t.clone().requires_grad_() for k, t in shards.items()}
+    first = torch.autograd.grad(loss(leaves), list(leaves.values()), create_graph=True)
+    double = torch.autograd.grad(dot(dict(zip(leaves, first, strict=True))), list(leaves.values()))
+    over_func = torch.autograd.grad(dot(torch.func.grad(loss)(leaves)), list(leaves.values()))
+    over_fs = torch.autograd.grad(dot(fs.grad(loss)(leaves)), list(leaves.values()))
+    nested = fs.grad(lambda p: dot(fs.grad(loss)(p)))(shards)
+    for i, (key, want) in enumerate(expected.items()):
+        for got in (double[i], over_func[i], over_fs[i], nested[key]):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_plain_autograd_outside_and_inside(gloo2: Pool) -> None:
+    """Double backward, autograd over torch.func, fs.grad in fs.grad: the regathered weights carry every derivative."""
+    gloo2.run(real_outer_autograd)

@@ -1,0 +1,195 @@
+"""Law G2 (each collective against its transpose) and the vmap rules, on the simulated axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from funshard import collectives as c
+from funshard.collectives import Axis, Group, Mesh
+from funshard.testing import spmd
+
+Op = Callable[[Tensor, Axis], Tensor]
+
+# name: (op, what counts at its input, what counts at its output). The two kinds of values of DESIGN.md: gathered ones
+# count with their mean over ranks, shards with their sum; "one" is a value that all ranks have alike and counts once.
+OPS: dict[str, tuple[Op, str, str]] = {
+    "all_gather": (c.all_gather, "sum", "mean"),
+    "all_gather sum": (lambda x, a: c.all_gather(x, a, reduce="sum"), "sum", "sum"),
+    "reduce_scatter": (c.reduce_scatter, "mean", "sum"),
+    "reduce_scatter sum": (lambda x, a: c.reduce_scatter(x, a, reduce="sum"), "sum", "sum"),
+    "all_reduce": (c.all_reduce, "mean", "mean"),
+    "all_reduce sum": (lambda x, a: c.all_reduce(x, a, reduce="sum"), "mean", "mean"),
+    "sum_shards": (c.sum_shards, "sum", "mean"),
+    "vary": (c.vary, "one", "mean"),
+    "vary sum": (lambda x, a: c.vary(x, a, reduce="sum"), "one", "sum"),
+    "broadcast": (lambda x, a: c.broadcast(x, a, src=a.size - 1), "mean", "mean"),
+    "all_to_all": (c.all_to_all, "sum", "sum"),
+    "scatter": (c.scatter, "one", "sum"),
+}
+
+ranks = st.integers(1, 6)
+name = st.sampled_from(sorted(OPS))
+
+
+def inputs(kind: str, n: int, seed: int, high: int = 5) -> Tensor:
+    """Small whole numbers times n, so that means are whole as well: [n ranks, 2n, 3]."""
+    generator = torch.Generator().manual_seed(seed)
+    x = n * torch.randint(-high, high, (n, 2 * n, 3), generator=generator).double()
+    return x[:1].expand_as(x) if kind == "one" else x
+
+
+def weigh(kind: str, x: Tensor, y: Tensor) -> Tensor:
+    """The inner product of what all ranks hold, [n, ...]."""
+    products = (x * y).flatten(1).sum(1)
+    return products.sum() if kind == "sum" else products.mean() if kind == "mean" else products[0]
+
+
+def reference(op: str, x: Tensor) -> Tensor:
+    """What every rank gets, written out by hand."""
+    n = len(x)
+    total = x.sum(0)
+    rows = list(total.chunk(n))
+    match op:
+        case "all_gather" | "all_gather sum":
+            return torch.stack([x.flatten(0, 1)] * n)
+        case "reduce_scatter":
+            return torch.stack(rows) / n
+        case "reduce_scatter sum":
+            return torch.stack(rows)
+        case "all_reduce":
+            return torch.stack([total / n] * n)
+        case "all_reduce sum" | "sum_shards":
+            return torch.stack([total] * n)
+        case "broadcast":
+            return torch.stack([x[-1]] * n)
+        case "all_to_all":
+            return torch.stack([torch.cat([x[j].chunk(n)[i] for j in range(n)]) for i in range(n)])
+        case "scatter":
+            return torch.stack([x[i].chunk(n)[i] for i in range(n)])
+        case _:
+            return x
+
+
+def run(op: str, x: Tensor) -> Tensor:
+    return spmd(lambda mesh, x: OPS[op][0](x, mesh["shard"]), len(x))(x)
+
+
+@given(name, ranks, st.integers(0, 99))
+def test_values(op: str, n: int, seed: int) -> None:
+    """Each collective gives what its picture shows."""
+    x = inputs(OPS[op][1], n, seed)
+    assert torch.equal(run(op, x), reference(op, x))
+
+
+@given(name, ranks, st.integers(0, 99))
+def test_g2_adjoint(op: str, n: int, seed: int) -> None:
+    """<op x, y> == <x, transpose y>, in the inner products of the two kinds of values."""
+    f, before, after = OPS[op]
+    x = inputs(before, n, seed)
+    y = inputs("any", n, seed + 1)[:, : run(op, x).shape[1]] if run(op, x).shape[1] <= 2 * n else torch.ones_like(run(op, x))
+
+    def transpose(mesh: Mesh, x: Tensor, y: Tensor) -> Tensor:
+        return torch.func.vjp(lambda x: f(x, mesh["shard"]), x)[1](y)[0]
+
+    back = spmd(transpose, n)(x, y)
+    assert torch.equal(weigh(after, run(op, x), y), weigh(before, x, back))
+
+
+@given(name, ranks, st.integers(0, 99))
+def test_g2_transpose_of_transpose(op: str, n: int, seed: int) -> None:
+    """The transpose of the transpose is the collective again (for scatter: on values that all ranks have alike)."""
+    f, before, _ = OPS[op]
+    x = inputs(before, n, seed)
+
+    def twice(mesh: Mesh, x: Tensor) -> Tensor:
+        def once(y: Tensor) -> Tensor:
+            return torch.func.vjp(lambda x: f(x, mesh["shard"]), x)[1](y)[0]
+
+        y = f(x, mesh["shard"])
+        return torch.func.vjp(once, torch.zeros_like(y))[1](x)[0]
+
+    assert torch.equal(spmd(twice, n)(x), run(op, x))
+
+
+@given(name, ranks, st.integers(0, 99))
+def test_jvp_is_the_collective_of_the_tangent(op: str, n: int, seed: int) -> None:
+    """Linear maps: the derivative is the map."""
+    f, before, _ = OPS[op]
+    x, t = inputs(before, n, seed), inputs(before, n, seed + 1)
+    tangents = spmd(lambda mesh, x, t: torch.func.jvp(lambda x: f(x, mesh["shard"]), (x,), (t,))[1], n)(x, t)
+    assert torch.equal(tangents, run(op, t))
+
+
+@given(name, ranks, st.integers(0, 2), st.booleans(), st.integers(0, 99))
+def test_vmap_rules(op: str, n: int, in_dim: int, outside: bool, seed: int) -> None:
+    """One collective over a batch equals one for each entry, for every in_dim, with vmap inside and outside the ranks."""
+    f, before, _ = OPS[op]
+    entries = [inputs(before, n, seed + i) for i in range(3)]
+    expected = torch.stack([run(op, x) for x in entries])
+    if outside:
+        got = torch.vmap(lambda x: run(op, x), in_dims=in_dim)(torch.stack(entries, in_dim))
+        assert torch.equal(got, expected)
+    else:
+        batched = torch.stack([torch.stack([x[r] for x in entries], in_dim) for r in range(n)])
+        got = spmd(lambda mesh, x: torch.vmap(lambda x: f(x, mesh["shard"]), in_dims=in_dim)(x), n)(batched)
+        assert torch.equal(got.transpose(0, 1), expected)
+
+
+@given(name, st.integers(0, 99))
+def test_grad_outside_of_the_ranks(op: str, seed: int) -> None:
+    """Differentiating through the whole simulation applies the same transposes as differentiating inside it."""
+    f, before, _ = OPS[op]
+    x = inputs(before, 3, seed, high=3)
+
+    def inside(mesh: Mesh, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: (f(x, mesh["shard"]) ** 2).sum())(x)
+
+    leaf = x.clone().requires_grad_()
+    (run(op, leaf) ** 2).sum().backward()
+    outer = torch.func.grad(lambda x: (run(op, x) ** 2).sum())(x.clone())
+    assert torch.equal(outer, spmd(inside, 3)(x))
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, outer)
+
+
+def test_two_axes() -> None:
+    """Axes of a mesh are independent: a gather over one is a gather in each of its groups."""
+    x = torch.arange(6.0).view(6, 1)
+    outer = spmd(lambda mesh, x: c.all_gather(x, mesh["a"]), {"a": 2, "b": 3})(x)
+    inner = spmd(lambda mesh, x: c.all_gather(x, mesh["b"]), {"a": 2, "b": 3})(x)
+    assert outer.tolist() == [[0, 3], [1, 4], [2, 5], [0, 3], [1, 4], [2, 5]]
+    assert inner.tolist() == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda a: c.reduce_scatter(torch.ones(4), a), ValueError, r"reduce_scatter: .*3 ranks divide, got \(4,\)"),
+        (lambda a: c.all_to_all(torch.ones(()), a), ValueError, r"all_to_all: .*got \(\)"),
+        (lambda a: c.scatter(torch.ones(4), a), ValueError, r"scatter: .*got \(4,\)"),
+        (lambda a: c.scatter(torch.ones(3), a), ValueError, r"expected a rank in 0\.\.2, got None; give rank="),
+        (lambda a: c.scatter(torch.ones(3), a, rank=3), ValueError, r"expected a rank in 0\.\.2, got 3"),
+        (lambda a: c.all_gather(torch.ones(()), a), ValueError, r"all_gather: expected at least one dimension"),
+        (lambda a: c.all_gather(torch.ones(1), a, reduce="max"), ValueError, r"expected 'mean' or 'sum', got 'max'"),
+        (lambda a: c.all_reduce(torch.ones(1, dtype=torch.int64), a), TypeError, r"mean .* floating point .* got torch.int64"),
+        (lambda a: c.broadcast(torch.ones(1), a, src=3), ValueError, r"expected src in 0\.\.2, got 3"),
+        (lambda a: c.all_reduce(torch.ones(1), a), ValueError, r"3 ranks without a process group.*\.on\(mesh\)"),
+    ],
+)
+def test_errors(call: Callable[[Axis], Tensor], error: type[Exception], match: str) -> None:
+    """Bad input is a clear error before any communication."""
+    with pytest.raises(error, match=match):
+        call(Group(3))
+
+
+def test_one_rank_is_the_identity() -> None:
+    """An axis of one rank sends nothing, whatever the op, and needs no process group."""
+    x = torch.ones(2)
+    for f, _, _ in OPS.values():
+        assert torch.equal(f(x, Group(1, 0)), x)

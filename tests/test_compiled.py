@@ -1,0 +1,87 @@
+"""Law G10: torch.compile(fullgraph=True) and make_fx of the transforms over functional_call equal eager, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import Pool
+from test_real_ranks import MODEL, Block, data
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+
+TRANSFORMS = ["grad", "grad_and_value", "fs.grad_and_value", "grad of grad", "hvp", "vmap of grad"]
+
+
+def step(transform: str, spec: fs.PartitionSpec):
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (fs.functional_call(MODEL, params, (x,), spec=spec) ** 2).mean()
+
+    def penalty(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return sum((g**2).sum() for g in torch.func.grad(loss)(params, x).values())
+
+    def hvp(params: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        v = {k: p.cos() for k, p in params.items()}
+        return torch.func.jvp(lambda p: torch.func.grad(loss)(p, x), (params,), (v,))[1]
+
+    return {
+        "grad": torch.func.grad(loss),
+        "grad_and_value": torch.func.grad_and_value(loss),
+        "fs.grad_and_value": fs.grad_and_value(loss),
+        "grad of grad": torch.func.grad(penalty),
+        "hvp": hvp,
+        "vmap of grad": torch.vmap(torch.func.grad(loss), (None, 0)),
+    }[transform]
+
+
+def specs() -> dict[str, fs.PartitionSpec]:
+    return {
+        "blocks": fs.by_type(Block)(MODEL).bound,
+        "kept": fs.by_type(Block, p=fs.P("shard", reshard=False))(MODEL).bound,
+        "replicated": fs.whole(fs.P())(MODEL).bound,
+    }
+
+
+def compiled_and_eager(rank: int, transform: str, which: str) -> None:
+    spec = specs()[which]
+    params, x = fs.shard(MODEL, spec), data(2)[rank]
+    if transform == "vmap of grad":
+        x = x[:, None]
+    f = step(transform, spec)
+    torch._dynamo.reset()
+    same(f(params, x), torch.compile(f, fullgraph=True, backend="aot_eager")(params, x))
+
+
+def traced_and_eager(rank: int, transform: str, which: str) -> None:
+    spec = specs()[which]
+    params, x = fs.shard(MODEL, spec), data(2)[rank]
+    f = step(transform, spec)
+    graph = make_fx(f)(params, x)
+    other = pytree.tree_map(lambda t: t.flip(0), (params, x))  # nothing of the example is baked in
+    same(f(*other), graph(*other))
+
+
+def same(expected: object, got: object) -> None:
+    for a, b in zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True):
+        assert a.abs().sum() > 0  # a lost backward is silently zero
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_compiled_equals_eager(gloo2: Pool, transform: str) -> None:
+    """One graph per step, values and gradients as without the compiler."""
+    gloo2.run(compiled_and_eager, transform, "blocks")
+
+
+@pytest.mark.parametrize("which", ["kept", "replicated"])
+def test_compiled_equals_eager_for_every_strategy(gloo2: Pool, which: str) -> None:
+    """The same for ZeRO-2 and for DDP."""
+    gloo2.run(compiled_and_eager, "fs.grad_and_value", which)
+
+
+@pytest.mark.parametrize("transform", ["grad_and_value", "fs.grad_and_value", "grad of grad"])
+def test_traced_equals_eager(gloo2: Pool, transform: str) -> None:
+    """make_fx of the step, collectives and regathers included, is the step on other inputs as well."""
+    gloo2.run(traced_and_eager, transform, "blocks")

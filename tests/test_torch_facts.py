@@ -1,0 +1,186 @@
+"""The facts about torch that funshard stands on: what it works around, and the private parts that it touches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from ranks import Pool
+from torch import Tensor
+from torch._C import _functorch
+from torch.func import grad, jvp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from funshard import _torch
+
+
+@pytest.fixture
+def fake_group() -> Iterator[str]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def raw_gather(name: str) -> Callable[[Tensor], Tensor]:
+    ops = torch.ops._c10d_functional
+    return lambda x: ops.wait_tensor(ops.all_gather_into_tensor(x, 2, name))
+
+
+def test_grad_over_raw_collectives_raises(fake_group: str) -> None:
+    """Fact 1: so they are called only inside a Function's forward."""
+    with pytest.raises(RuntimeError, match="setup_context"):
+        grad(lambda x: raw_gather(fake_group)(x).sum())(torch.ones(2))
+
+
+def raw_jvp(rank: int) -> Tensor:
+    assert dist.group.WORLD is not None
+    return jvp(raw_gather(dist.group.WORLD.group_name), (torch.ones(2),), (torch.ones(2),))[1]
+
+
+def test_jvp_over_raw_collectives_is_silently_zero(gloo2: Pool) -> None:
+    """Fact 1, the worse half."""
+    assert all(not tangent.any() for tangent in gloo2.run(raw_jvp))
+
+
+def test_zero_tangents_arrive_without_memory() -> None:
+    """Fact 3: jvp rules must materialise them."""
+    seen = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: object, inputs: object, output: object) -> None: ...
+
+        @staticmethod
+        def jvp(ctx: object, tangent: Tensor) -> Tensor:
+            seen.append(tangent._is_zerotensor())
+            return tangent
+
+    jvp(lambda x, y: Probe.apply(grad(lambda z: (x * z).sum())(y)), (torch.ones(1), torch.ones(1)), (torch.zeros(1),) * 2)
+    with torch.autograd.forward_ad.dual_level():
+        Probe.apply(torch.autograd.forward_ad.make_dual(torch.ones(1), torch._efficientzerotensor(1)))
+    assert seen[-1]
+
+
+def test_level_counts_transforms() -> None:
+    """`_torch.level` is 0 outside of torch.func and counts the transforms that run."""
+    seen = [_torch.level()]
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(_torch.level())
+        return x.sum()
+
+    grad(f)(torch.ones(2))
+    torch.vmap(grad(f))(torch.ones(2, 2))
+    assert seen == [0, 1, 2]
+    assert _torch.level() == 0
+
+
+def test_savable_only_in_one_transform() -> None:
+    """`_torch.savable`: plain autograd, or a single reverse-mode transform."""
+    seen: dict[str, bool] = {"plain": _torch.savable()}
+
+    def f(name: str) -> Callable[[Tensor], Tensor]:
+        def g(x: Tensor) -> Tensor:
+            seen[name] = _torch.savable()
+            return x.sum()
+
+        return g
+
+    x = torch.ones(2)
+    grad(f("grad"))(x)
+    torch.func.vjp(f("vjp"), x)
+    torch.vmap(f("vmap"))(torch.ones(2, 2))
+    jvp(f("jvp"), (x,), (x,))
+    grad(lambda x: grad(f("grad of grad"))(x).sum())(x)
+    expected = {"plain": True, "grad": True, "vjp": True, "vmap": False, "jvp": False, "grad of grad": False}
+    assert seen == expected
+
+
+def test_base_and_lower_unwrap() -> None:
+    """`_torch.base` finds the plain tensor inside every wrapper, `_torch.lower` removes one of grad's."""
+    x = torch.ones(2)
+
+    def f(y: Tensor) -> Tensor:
+        assert _functorch.is_functorch_wrapped_tensor(y)
+        assert _torch.base(y) is not y
+        assert not _functorch.is_functorch_wrapped_tensor(_torch.base(y))
+        assert _torch.storage_id(_torch.base(y)) == _torch.storage_id(x)
+        assert not _functorch.is_gradtrackingtensor(_torch.lower(y))
+        return y.sum()
+
+    grad(f)(x)
+    assert _torch.base(x) is x
+    assert _torch.lower(x) is x
+
+
+def test_hooks_work_in_one_transform() -> None:
+    """torch.func switches saved-tensor hooks off; switched on again they see the level's tensors and are obeyed."""
+    x, seen = torch.tensor([2.0, 3.0]), []
+
+    def pack(tensor: Tensor) -> object:
+        seen.append(_torch.base(tensor).clone())
+        return tensor
+
+    def cube(y: Tensor) -> Tensor:
+        with (
+            pytest.raises(RuntimeError, match="saved tensor hooks|saved_tensors_hooks"),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        ):
+            pass
+        with _torch.saved_tensor_hooks(pack, lambda t: 10 * t):
+            out = (y * y * y).sum()
+        with (
+            pytest.raises(RuntimeError, match="saved tensor hooks|saved_tensors_hooks"),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        ):
+            pass  # off again, as it was
+        return out
+
+    got = grad(cube)(x)
+    # d(y*y) = 2y and d(yy*y) = yy + y * d(yy), each saved factor ten times too large by our doing
+    assert torch.equal(got, 10 * x**2 + 10 * x * 20 * x)
+    assert len(seen) == 4
+
+
+def test_forward_ad_level() -> None:
+    """`_torch.in_forward_ad` tells an open forward-mode level."""
+    assert not _torch.in_forward_ad()
+    with torch.autograd.forward_ad.dual_level():
+        assert _torch.in_forward_ad()
+    assert not _torch.in_forward_ad()
+
+
+def test_hooks_switch_the_version_check_off() -> None:
+    """So functional_call makes the check itself, on outputs that are saved as well."""
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        y = x.exp()
+    y.detach().add_(1)
+    y.sum().backward()  # no error, a wrong gradient
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(2).exp() + 1)
+
+
+def test_checkpoint_is_seen_by_its_hooks() -> None:
+    """`_torch.pack_hook` is None outside of hooks, and tells torch.utils.checkpoint's from others."""
+    seen: list[str | None] = []
+
+    def f(x: Tensor) -> Tensor:
+        hook = _torch.pack_hook()
+        seen.append(hook and hook.__module__)
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    f(x)
+    torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)
+    with torch.autograd.graph.save_on_cpu():
+        f(x)
+    assert seen == [None, "torch.utils.checkpoint", "torch.autograd.graph"]
