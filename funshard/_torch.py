@@ -13,8 +13,17 @@ from torch import Tensor, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
 
-__all__ = ["base", "in_forward_ad", "level", "lower", "pack_hook",
-    "reparametrized", "savable", "saved_tensor_hooks", "storage_id"]
+__all__ = [
+    "base",
+    "in_forward_ad",
+    "level",
+    "lower",
+    "pack_hook",
+    "reparametrized",
+    "savable",
+    "saved_tensor_hooks",
+    "storage_id",
+]
 
 
 def level() -> int:

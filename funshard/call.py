@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch
-from .collectives import Mesh, Reduce
+from .collectives import Reduce
 from .layout import unflatten_unit
+from .mesh import Mesh
 from .sharding import check_shards, gather_unit, unshard
 from .spec import PartitionSpec, Unit
 from .tree import join
@@ -35,7 +36,9 @@ FROZEN_ALIVE = 2
 """How many frozen units' buffers stay gathered in backward: no gradient tells when they have been used."""
 
 _CONTAINERS = tuple(
-    name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set) and name not in ("_parameters", "_buffers")
+    name
+    for name, value in vars(nn.Module()).items()
+    if isinstance(value, dict | set) and name not in ("_parameters", "_buffers")
 )
 
 

@@ -1,10 +1,10 @@
 """Differentiable collectives over a mesh axis, and the axis that is a batch dimension of torch.vmap.
 
 Every primitive is linear and acts on dimension 0. Its derivative is itself, its gradient is its *transpose*, and the
-transpose has a transpose, so each is exact at every order. What the transpose is follows from two kinds of values
-(DESIGN: "gradients have one convention"): those that came out of a gather count with their **mean** over ranks, those
-that are computed from shards alone with their **sum**. In the type lines ``[n]`` is a rank's own value, ``S[n]`` one
-that is a shard, and the pictures show three ranks.
+transpose has a transpose, so each is exact at every order. What the transpose is follows from there being two kinds of
+values: those that came out of a gather count with their **mean** over ranks, those that are computed from shards alone
+with their **sum**. In the type lines ``[n]`` is a rank's own value, ``S[n]`` one that is a shard, and the pictures show
+three ranks.
 
 The functional ops ``torch.ops._c10d_functional`` do the work. torch.func differentiates them wrongly (grad raises, jvp
 is silently zero, vmap is silently wrong; pinned in tests/test_torch_facts.py), so they are called only inside the
@@ -13,17 +13,16 @@ forward of the one autograd Function below.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from .mesh import Axis, Group, Mesh, Simulated
 
 __all__ = [
     "Axis",
@@ -42,75 +41,6 @@ __all__ = [
 ]
 
 Reduce = Literal["mean", "sum"]
-
-
-@dataclass(frozen=True)
-class Group:
-    """An axis over a process group: its size, this process's rank in it and the group's name.
-
-    Without a name it is only a size: shapes can be computed, nothing can be sent. One rank needs no name.
-    """
-
-    size: int
-    rank: int | None = None
-    name: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class Simulated:
-    """An axis whose ranks are a batch dimension of torch.vmap: N ranks in one process, without a process group.
-
-    ``rank`` is ``torch.arange(size)`` as seen inside that vmap. `funshard.testing.spmd` makes it.
-    """
-
-    size: int
-    rank: Tensor
-
-
-Axis = Group | Simulated
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Named axes with what it takes to communicate over them."""
-
-    axes: tuple[tuple[str, Axis], ...]
-    device_type: str | None = None
-
-    @staticmethod
-    def of(mesh: DeviceMesh | Mesh | Mapping[str, int | Axis]) -> Mesh:
-        """The Mesh of a `DeviceMesh`, or of axis names with sizes. An unnamed one-dimensional DeviceMesh is "shard"."""
-        if isinstance(mesh, Mesh):
-            return mesh
-        if isinstance(mesh, Mapping):
-            return Mesh(tuple((name, Group(a, 0 if a == 1 else None) if isinstance(a, int) else a) for name, a in mesh.items()))
-        names = mesh.mesh_dim_names or (("shard",) if mesh.ndim == 1 else None)
-        if names is None:
-            raise ValueError(
-                f"mesh of {mesh.ndim} dimensions has no names: expected one for each axis; "
-                "give mesh_dim_names to init_device_mesh"
-            )
-        groups = [mesh.get_group(i) for i in range(mesh.ndim)]
-        axes = (Group(mesh.size(i), mesh.get_local_rank(i), g.group_name) for i, g in enumerate(groups))
-        return Mesh(tuple(zip(names, axes, strict=True)), mesh.device_type)
-
-    @staticmethod
-    def world() -> Mesh:
-        """All processes as one axis "shard"; one rank where torch.distributed was not initialised."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return Mesh((("shard", Group(1, 0)),))
-        group = dist.group.WORLD
-        assert group is not None
-        device = "cuda" if dist.get_backend() == "nccl" else None
-        return Mesh((("shard", Group(dist.get_world_size(), dist.get_rank(), group.group_name)),), device)
-
-    def __getitem__(self, name: str) -> Axis:
-        return dict(self.axes)[name]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The axis names, outermost first."""
-        return tuple(name for name, _ in self.axes)
 
 
 # --- What each op does on a process group, and on ranks stacked in dimension 0. ---

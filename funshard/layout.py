@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .collectives import Group, Mesh
+from .mesh import Group, Mesh
 from .spec import PartitionSpec, Unit
 from .tree import Param
 

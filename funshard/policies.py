@@ -125,6 +125,7 @@ def by_size(
             return taken | numels.keys()
 
         visit(tree)
+        del visit  # calling itself it is a reference cycle, which keeps a dropped model alive until the next gc
         return build(tree, chosen, p)
 
     return policy

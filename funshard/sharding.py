@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _torch
-from .collectives import Group, Mesh, Reduce, Simulated, all_gather, scatter, vary
+from .collectives import Reduce, all_gather, scatter, vary
 from .layout import Params, check_buffers, coordinates, flatten, flatten_unit, unflatten_unit
+from .mesh import Group, Mesh, Simulated
 from .spec import PartitionSpec, Unit
 from .tree import Param
 
@@ -91,7 +92,8 @@ def unshard(
     """The full parameters by name, all alive at once, as views of one buffer per unit. Inverse of `shard`.
 
     Differentiable at every order: the gradient of a shard is its slice of the mean over ranks of the full gradients,
-    or of their sum with ``reduce="sum"``. ``units`` are the keys of units to gather, all of them by default; those of
+    or of their sum with ``reduce="sum"``. Where nothing is to be gathered (``P()``, one rank) the buffer is the shard
+    itself. ``units`` are the keys of units to gather, all of them by default; those of
     an ignored parameter in ``shards`` pass through.
 
     Raises ValueError, naming the unit, for shards that do not fit the spec, before any communication.
@@ -343,11 +345,11 @@ def _gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
         axis, group = _group(mesh, name)
         if group is None:
             continue
-        whole = piece.new_empty(axis.size, len(piece)) if at[name] == 0 else None
-        dist.gather(piece.contiguous(), None if whole is None else list(whole), group=group, group_dst=0)
-        if whole is None:
+        rows = piece.new_empty(axis.size, len(piece)) if at[name] == 0 else None
+        dist.gather(piece.contiguous(), None if rows is None else list(rows), group=group, group_dst=0)
+        if rows is None:
             return None
-        piece = whole.flatten()
+        piece = rows.flatten()
     return piece
 
 
@@ -386,7 +388,8 @@ def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str
         return f"expected a dict of full parameters, got {type(full).__name__}"
     for name, tensor in full.items():
         if not isinstance(tensor, Tensor) or tensor.is_meta:  # pyright: ignore[reportUnnecessaryIsInstance]
-            return f"parameter '{name}': expected a tensor with data, got {'a meta one' if isinstance(tensor, Tensor) else type(tensor).__name__}"
+            kind = "a meta tensor" if isinstance(tensor, Tensor) else type(tensor).__name__  # pyright: ignore
+            return f"parameter '{name}': expected a tensor with data, got {kind}"
     try:
         flatten({name: _like_meta(tensor) for name, tensor in full.items()}, spec)
     except ValueError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .collectives import Axis, Mesh
+from .mesh import Axis, Mesh
 from .tree import ModuleTree, Param, natural_key
 
 if TYPE_CHECKING:
@@ -170,10 +170,11 @@ class PartitionSpec:
         """Elements of the whole padded buffer of the unit."""
         return self.shard_numel(unit) * self.size(unit)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> PartitionSpec:
+    def __copy__(self) -> PartitionSpec:
         return self
 
-    __copy__ = __deepcopy__
+    def __deepcopy__(self, memo: dict[int, object]) -> PartitionSpec:
+        return self
 
     def __getstate__(self) -> dict[str, object]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

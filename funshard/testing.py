@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .collectives import Axis, Mesh, Simulated
 from .layout import Params
+from .mesh import Axis, Mesh, Simulated
 from .policies import Policy, always, by_path, by_size, by_type, whole
 from .spec import P
 from .tree import module_tree
@@ -93,8 +93,10 @@ class Leafy(Sum):
     """Another class of node, so that policies by type have something to tell apart."""
 
 
-def modules(*, max_depth: int = 3, tied: bool = True, dtype: torch.dtype = torch.float64) -> SearchStrategy[nn.Module]:
-    """Random module trees with odd, empty and 0-dim parameters, shared modules and tied parameters.
+def modules(
+    *, max_depth: int = 3, tied: bool = True, frozen: bool = False, dtype: torch.dtype = torch.float64
+) -> SearchStrategy[nn.Module]:
+    """Random module trees with odd, empty and 0-dim parameters, shared modules and tied parameters, some frozen if asked.
 
     Each maps a 0-dim tensor to a 0-dim tensor, by sums and products: exact on small whole numbers.
     """
@@ -113,11 +115,13 @@ def modules(*, max_depth: int = 3, tied: bool = True, dtype: torch.dtype = torch
             else:
                 children.append(draw(tree(depth - 1, pool)))
         module = draw(kinds)(children, draw(shapes), dtype)
+        if frozen:
+            for p in module.parameters(recurse=False):
+                p.requires_grad_(draw(st.booleans()))
         if tied and pool and draw(st.integers(0, 5)) == 0:
-            other = draw(st.sampled_from(pool))
-            shared = next((p for p in other._parameters.values() if p is not None), None)
-            if shared is not None:
-                module.register_parameter("tied", shared)
+            others = list(draw(st.sampled_from(pool)).parameters())
+            if others:
+                module.register_parameter("tied", draw(st.sampled_from(others)))
         pool.append(module)
         return module
 

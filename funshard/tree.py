@@ -130,14 +130,15 @@ class ModuleTree:
         cut = {node.path for node in self.nodes() if node.path in chosen or (node is not self and below(node))}
         gone = {p.name for p in self.all_params if params(p) or below(p)}
 
-        def prune(node: ModuleTree) -> ModuleTree:
-            return dataclasses.replace(
-                node,
-                params=tuple(p for p in node.params if p.name not in gone),
-                children=tuple(prune(child) for child in node.children if child.path not in cut),
-            )
+        return dataclasses.replace(_prune(self, gone, cut), ignored=tuple(sorted({*self.ignored, *gone}, key=natural_key)))
 
-        return dataclasses.replace(prune(self), ignored=tuple(sorted({*self.ignored, *gone}, key=natural_key)))
+
+def _prune(node: ModuleTree, gone: set[str], cut: set[str]) -> ModuleTree:
+    return dataclasses.replace(
+        node,
+        params=tuple(p for p in node.params if p.name not in gone),
+        children=tuple(_prune(child, gone, cut) for child in node.children if child.path not in cut),
+    )
 
 
 def _flatten_node(
@@ -168,16 +169,21 @@ def module_tree(model: nn.Module) -> ModuleTree:
     names: dict[torch.Tensor, list[str]] = {}
     _visit(model, "", (), paths, names)
     infos = {tensor: _param(tensor, fqns) for tensor, fqns in names.items()}
-    seen: set[nn.Module] = set()
+    return _node(model, paths, infos, set())
 
-    def node(module: nn.Module) -> ModuleTree:
-        seen.add(module)
-        first, *rest = paths[module]
-        own = tuple(infos[p] for p in module._parameters.values() if p is not None)
-        children = tuple(node(c) for c in module._modules.values() if c is not None and c not in seen)
-        return ModuleTree(first, type(module), own, children, tuple(rest), module=module)
 
-    return node(model)
+# Not a closure that calls itself: that is a reference cycle, which keeps a dropped model alive until the next gc.
+def _node(
+    module: nn.Module,
+    paths: Mapping[nn.Module, list[str]],
+    infos: Mapping[torch.Tensor, Param],
+    seen: set[nn.Module],
+) -> ModuleTree:
+    seen.add(module)
+    first, *rest = paths[module]
+    own = tuple(infos[p] for p in module._parameters.values() if p is not None)
+    children = tuple(_node(c, paths, infos, seen) for c in module._modules.values() if c is not None and c not in seen)
+    return ModuleTree(first, type(module), own, children, tuple(rest), module=module)
 
 
 def _visit(

@@ -1,0 +1,181 @@
+"""Train a byte-level GPT on the source text of the Python standard library, on shards.
+
+One rank:          python examples/train_gpt.py
+Two ranks:         torchrun --nproc-per-node 2 examples/train_gpt.py
+HSDP, DDP:         torchrun --nproc-per-node 4 examples/train_gpt.py --strategy hsdp   (or ddp)
+Larger, on GPUs:   torchrun --nproc-per-node 8 examples/train_gpt.py --layers 12 --dim 768 --heads 12 --seq 1024
+
+Runs on nccl where there are CUDA devices, on gloo elsewhere; without torchrun there is one rank and no process group.
+"""
+
+import argparse
+import math
+import os
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import funshard as fs
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--strategy", choices=["fsdp", "hsdp", "ddp"], default="fsdp")
+parser.add_argument("--replicas", type=int, default=2, help="hsdp: the size of the axis that is replicated over")
+parser.add_argument("--layers", type=int, default=4)
+parser.add_argument("--dim", type=int, default=192)
+parser.add_argument("--heads", type=int, default=6)
+parser.add_argument("--seq", type=int, default=128)
+parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--lr", type=float, default=2e-3)
+parser.add_argument("--warmup", type=int, default=20)
+parser.add_argument("--weight-decay", type=float, default=0.1)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--log-every", type=int, default=20)
+parser.add_argument("--eval-batches", type=int, default=10)
+parser.add_argument("--sample", type=int, default=200, help="bytes of text to generate at the end")
+parser.add_argument("--max-bytes", type=int, default=8_000_000, help="of text, training and validation together")
+args = parser.parse_args()
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, dim: int, heads: int, seq: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(256, dim), nn.Embedding(seq, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256, bias=False)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                into_residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+# --- ranks and devices ---
+
+gpu = torch.cuda.is_available()
+if dist.is_torchelastic_launched():
+    dist.init_process_group("nccl" if gpu else "gloo")
+rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
+if gpu:
+    torch.cuda.set_device(device)
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+# --- data: this rank's batches are drawn by this rank's generator ---
+
+files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+text = b"".join(file.read_bytes() for file in files)[: args.max_bytes]
+data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+split = len(data) * 9 // 10
+train, validation = data[:split], data[split:]
+generator = torch.Generator().manual_seed(args.seed + 1 + rank)
+
+
+def batch(source: Tensor) -> tuple[Tensor, Tensor]:
+    starts = torch.randint(len(source) - args.seq - 1, (args.batch, 1), generator=generator)
+    chunk = source[starts + torch.arange(args.seq + 1)].long().to(device)
+    return chunk[:, :-1], chunk[:, 1:]
+
+
+# --- model: born alike on every rank from the same seed, then only its structure is kept ---
+
+torch.manual_seed(args.seed)
+model = GPT(args.layers, args.dim, args.heads, args.seq)
+if args.strategy == "hsdp":
+    replicas = min(args.replicas, world)
+    axes = {"replicate": replicas, "shard": world // replicas}
+else:
+    axes = {"shard": world}
+mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)) if world > 1 else axes
+p = fs.P() if args.strategy == "ddp" else fs.P("shard")
+spec = fs.by_type(Block, p=p)(model).on(mesh)
+params = {key: shard.to(device) for key, shard in fs.shard(model, spec).items()}
+model.to("meta")
+if rank == 0:
+    print(spec)
+
+
+def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
+    logits = fs.functional_call(model, params, (x,), spec=spec)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def over_ranks(value: Tensor) -> float:
+    """The mean over ranks."""
+    if world > 1:
+        dist.all_reduce(value, dist.ReduceOp.AVG)
+    return value.item()
+
+
+def learning_rate(step: int) -> float:
+    """Linear warmup, then a cosine down to a tenth."""
+    if step < args.warmup:
+        return args.lr * (step + 1) / args.warmup
+    done = (step - args.warmup) / max(1, args.steps - args.warmup)
+    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+# --- training: the shards are the optimizer's parameters ---
+
+optimizer = torch.optim.AdamW(params.values(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+start, losses = time.perf_counter(), []
+for step in range(args.steps):
+    x, y = batch(train)
+    grads, value = fs.grad_and_value(loss)(params, x, y)
+    for key, param in params.items():
+        param.grad = grads[key]
+    optimizer.param_groups[0]["lr"] = learning_rate(step)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(value)
+    if step % args.log_every == 0 or step == args.steps - 1:
+        mean = over_ranks(torch.stack(losses).mean())  # since the last line
+        now = time.perf_counter()
+        speed = len(losses) * x.numel() * world / (now - start)
+        state = [t for s in optimizer.state.values() for t in s.values()]
+        held = sum(t.nbytes for t in [*params.values(), *state])
+        if rank == 0:
+            print(f"step {step:5d}  loss {mean:.4f}  tokens/s {speed:,.0f}  bytes per rank {held:,}", flush=True)
+        start, losses = now, []
+
+# --- validation, and a sample: every rank takes part in the gathers ---
+
+with torch.no_grad():
+    mean = over_ranks(torch.stack([loss(params, *batch(validation)) for _ in range(args.eval_batches)]).mean())
+    if rank == 0:
+        print(f"validation loss {mean:.4f}")
+    ids = torch.tensor([list(b"def ")], device=device)
+    generator.manual_seed(args.seed)  # the same text on every rank
+    for _ in range(args.sample):
+        logits = fs.functional_call(model, params, (ids[:, -args.seq :],), spec=spec)[0, -1]
+        chosen = torch.multinomial((logits.float().cpu() / 0.8).softmax(-1), 1, generator=generator)
+        ids = torch.cat([ids, chosen[None].to(device)], 1)
+    if rank == 0:
+        print("sample:\n" + bytes(ids[0].tolist()).decode(errors="replace"))
+if dist.is_initialized():
+    dist.destroy_process_group()

@@ -1,0 +1,130 @@
+"""A sharded training run against the plain one whose gradients are averaged by hand, step by step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import unchanged
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import funshard as fs
+
+Call = Callable[..., Any]
+Loss = Callable[[Call, Any], Tensor]
+"""From the model as a function (with an optional ``method=``) and a batch to this rank's loss."""
+
+
+def _by_backward(f: Callable[[fs.Params], Tensor]) -> Callable[[fs.Params], tuple[fs.Params, Tensor]]:
+    def run(params: fs.Params) -> tuple[fs.Params, Tensor]:
+        leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
+        value = f(leaves)
+        value.backward()
+        return {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in leaves.items()}, value.detach()
+
+    return run
+
+
+def _by_autograd(f: Callable[[fs.Params], Tensor]) -> Callable[[fs.Params], tuple[fs.Params, Tensor]]:
+    def run(params: fs.Params) -> tuple[fs.Params, Tensor]:
+        leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
+        value = f(leaves)
+        grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True, allow_unused=True)
+        return dict(zip(leaves, grads, strict=True)), value.detach()
+
+    return run
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "fs": fs.grad_and_value,
+    "torch.func": torch.func.grad_and_value,
+    "backward": _by_backward,
+    "autograd.grad": _by_autograd,
+}
+"""The ways to differentiate a step: each gives ``(grads, value)``."""
+
+
+def numbers(rank: int, step: int, width: int = 5) -> Tensor:
+    """A batch that is another one on each rank and at each step."""
+    return torch.randn(4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(43 + rank + 1000 * step))
+
+
+def tokens(rank: int, step: int, vocabulary: int = 19) -> Tensor:
+    return torch.randint(vocabulary, (2, 7), generator=torch.Generator().manual_seed(43 + rank + 1000 * step))
+
+
+def squared(call: Call, x: Tensor) -> Tensor:
+    return (call(x) ** 2).mean()
+
+
+def next_token(call: Call, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(call(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def plain_call(model: nn.Module) -> Call:
+    return lambda *args, method=None, **kwargs: getattr(model, method or "__call__")(*args, **kwargs)
+
+
+def sharded_call(model: nn.Module, params: Mapping[str, Tensor], spec: fs.PartitionSpec) -> Call:
+    return lambda *args, method=None, **kwargs: fs.functional_call(model, params, args, kwargs, spec=spec, method=method)
+
+
+def average_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The mean over all ranks of every gradient, zeros where there is none, in place and by name."""
+    for p in model.parameters():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+    for key in got:
+        assert_close(got[key], expected[key], msg=lambda m, key=key: f"{what} '{key}': {m}")
+
+
+def check_parity(
+    rank: int,
+    model: nn.Module,
+    spec: fs.PartitionSpec,
+    batch: Callable[[int, int], Any] = numbers,
+    loss: Loss = squared,
+    *,
+    steps: int = 5,
+    way: str = "fs",
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Losses, gradients and parameters agree with the averaged plain run at every step; the trained full parameters.
+
+    Elementwise optimizers act on shards as they are. What the spec says is frozen is not given to either optimizer.
+    """
+    options = {"lr": 1e-2, **options}
+    spec = spec.bound
+    reference = copy.deepcopy(model)
+    trainable, frozen = fs.partition(fs.shard(model, spec), spec)
+    ours = optimizer(trainable.values(), **options)
+    theirs = optimizer([p for p in reference.parameters() if p.requires_grad], **options)
+    with unchanged(model):
+        for step in range(steps):
+            x = batch(rank, step)
+            theirs.zero_grad(set_to_none=step % 2 == 0)
+            expected = loss(plain_call(reference), x)
+            expected.backward()
+            mean = average_gradients(reference)
+            f = lambda p: loss(sharded_call(model, fs.combine(p, frozen), spec), x)  # noqa: E731
+            grads, value = WAYS[way](f)(trainable)
+            assert_close(value, expected.detach(), msg=lambda m, step=step: f"loss of step {step}: {m}")
+            same(grads, fs.shard(mean, spec, rank=rank), f"gradient at step {step}")
+            for key, shard in trainable.items():
+                shard.grad = grads[key]
+            ours.step()
+            theirs.step()
+            full = {name: p.detach() for name, p in reference.named_parameters()}
+            same(fs.combine(trainable, frozen), fs.shard(full, spec, rank=rank), f"parameters after step {step}")
+    return fs.gather_full(fs.combine(trainable, frozen), spec)

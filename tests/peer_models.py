@@ -1,0 +1,72 @@
+"""The small models of torch's own FSDP tests (torch.testing._internal.common_fsdp), in double precision."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, inner: int | None = None) -> None:
+        super().__init__()
+        inner = inner or 2 * width + 1
+        self.in_proj, self.out_proj = nn.Linear(width, inner).double(), nn.Linear(inner, width).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_proj(torch.tanh(self.in_proj(x)))
+
+
+class Net(nn.Module):
+    """Blocks between layers that the root owns: the root unit ends the forward."""
+
+    def __init__(self, blocks: int = 3, width: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width).double()
+        self.blocks = nn.ModuleList([MLP(width) for _ in range(blocks)])
+        self.head = nn.Linear(width, width).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def chain(blocks: int = 3, width: int = 5) -> nn.Sequential:
+    """Blocks alone: the root owns nothing."""
+    return nn.Sequential(*[MLP(width) for _ in range(blocks)])
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, layers: int = 3, vocabulary: int = 19, width: int = 8, heads: int = 2, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(16, width)
+        self.layers = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.output.weight = self.tokens.weight
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))

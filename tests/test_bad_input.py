@@ -1,0 +1,146 @@
+"""What a wrong spec, wrong params or a changed model say: the path, what was expected and what was there (law S5)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import funshard as fs
+from funshard import P, Params, PartitionSpec
+
+MODEL = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False))
+SPEC = fs.by_type(nn.Linear)(MODEL).on({"shard": 2})
+PARAMS = fs.shard(MODEL, SPEC, rank=0)
+X = torch.ones(1, 3)
+FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
+COUNTS = nn.Module()
+COUNTS.register_parameter("count", nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False))
+
+READERS: dict[str, Callable[[Params], object]] = {
+    "unshard": lambda params: fs.unshard(params, SPEC),
+    "gather_full": lambda params: fs.gather_full(params, SPEC),
+    "reshard": lambda params: fs.reshard(params, SPEC, SPEC),
+    "views": lambda params: fs.views(params, SPEC, rank=0),
+    "functional_call": lambda params: fs.functional_call(MODEL, params, (X,), spec=SPEC),
+}
+BAD_PARAMS: dict[str, tuple[Params, type[Exception], str]] = {
+    "missing": ({"0": PARAMS["0"]}, ValueError, r"unit '1' is missing: expected a buffer of 4 elements, got units \['0'\]"),
+    "unknown": ({**PARAMS, "7": X}, ValueError, r"unit '7' is not in the spec: expected units \['0', '1'\]"),
+    "shape": ({**PARAMS, "1": X}, ValueError, r"unit '1': expected a 1-D buffer of 4 elements, got shape \[1, 3\]"),
+    "not a tensor": ({**PARAMS, "1": [0.0]}, TypeError, r"unit '1': expected a tensor, got list"),
+    "full": (FULL, ValueError, r"unit '0\.weight' is not in the spec: expected units \['0', '1'\]"),
+    "another policy": (
+        fs.shard(MODEL, fs.whole()(MODEL).on({"shard": 2}), rank=0),
+        ValueError,
+        r"unit '' is not in the spec: expected units \['0', '1'\].*another spec",
+    ),
+    "another mesh": (
+        fs.shard(MODEL, SPEC.on({"shard": 4}), rank=0),
+        ValueError,
+        r"unit '0': expected a 1-D buffer of 8 elements, got shape \[4\].*another mesh",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", sorted(BAD_PARAMS))
+@pytest.mark.parametrize("reader", sorted(READERS))
+def test_params_that_do_not_fit_the_spec(reader: str, bad: str) -> None:
+    """Everything that takes shards says which unit is wrong, what it expected and what it got."""
+    params, error, match = BAD_PARAMS[bad]
+    with pytest.raises(error, match=match):
+        READERS[reader](params)
+
+
+def changed(change: Callable[[nn.Module], object]) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False))
+    change(model)
+    return model
+
+
+def _tied() -> tuple[nn.Module, PartitionSpec]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    spec = fs.whole()(model).on({"shard": 1})
+    model[1].weight = nn.Parameter(torch.zeros(3, 3))
+    return model, spec
+
+
+GROWN = changed(lambda m: m.append(nn.Linear(2, 2)))
+WIDER = changed(lambda m: setattr(m, "1", nn.Linear(4, 5, bias=False)))
+SHORTER = changed(lambda m: m.pop(1))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: fs.whole(P("x"))(MODEL).on({"shard": 2}), ValueError, r"unit '': unknown mesh axis 'x'.*one of \('shard',\)"),
+        (lambda: fs.by_path({"blocks.7": P()})(MODEL), ValueError, r"'blocks\.7' matches no module: expected a path such as"),
+        (lambda: fs.shard(GROWN, SPEC, rank=0), ValueError, r"parameter '2\.weight' is not in the spec: expected the model"),
+        (lambda: fs.shard(SHORTER, SPEC, rank=0), ValueError, r"parameter '1\.weight' of unit '1' is not in the model"),
+        (lambda: fs.shard(WIDER, SPEC, rank=0), ValueError, r"'1\.weight' of unit '1': expected \[2, 4\].*got \[5, 4\]"),
+        (
+            lambda: fs.shard(changed(lambda m: m.double()), SPEC, rank=0),
+            ValueError,
+            r"'0\.bias' of unit '0': expected \[4\] torch\.float32, got \[4\] torch\.float64",
+        ),
+        (lambda: fs.shard(*_tied(), rank=0), ValueError, r"'1\.weight' of unit '': expected it tied to '0\.weight', got two"),
+        (lambda: fs.functional_call(GROWN, PARAMS, X, spec=SPEC), ValueError, r"'2\.weight' is not in the spec.*changed after"),
+        (lambda: fs.functional_call(SHORTER, PARAMS, X, spec=SPEC), ValueError, r"'1\.weight' of unit '1'.*got none.*changed"),
+        (lambda: fs.functional_call(WIDER, PARAMS, X, spec=SPEC), ValueError, r"expected shape \[2, 4\].*got shape \[5, 4\]"),
+        (
+            lambda: fs.shard({**FULL, "2.weight": X}, SPEC, rank=0),
+            ValueError,
+            r"'2\.weight' is not in the spec: expected",
+        ),
+        (
+            lambda: fs.shard({**FULL, "0.weight": X}, SPEC, rank=0),
+            ValueError,
+            r"'0\.weight' of unit '0': expected shape \[4, 3\], got \[1, 3\]",
+        ),
+        (
+            lambda: fs.shard({"1.weight": X}, SPEC, rank=0),
+            ValueError,
+            r"'0\.bias' of unit '0' is missing: expected \[4\], got none",
+        ),
+        (
+            lambda: fs.flatten({**FULL, "0.bias": torch.ones(4).double()}, SPEC),
+            ValueError,
+            r"'0\.weight' of unit '0': expected torch\.float64 as '0\.bias' has, got torch\.float32",
+        ),
+        (lambda: fs.shard(MODEL, SPEC), ValueError, r"expected a rank in 0\.\.1, got None; give rank="),
+        (lambda: fs.shard(MODEL, SPEC, rank=2), ValueError, r"rank 2 is not on the mesh of sizes \[2\]: expected 0\.\.1"),
+        (lambda: fs.views(PARAMS, SPEC), ValueError, r"sizes \[2\] does not know its rank: expected rank=0\.\.1"),
+        (lambda: fs.unshard(PARAMS, SPEC), ValueError, r"axis of 2 ranks without a process group.*\.on\(mesh\)"),
+        (
+            lambda: fs.unshard(PARAMS, SPEC, units=["2"]),
+            ValueError,
+            r"unit '2' is not in the spec: expected some of \['0',",
+        ),
+        (lambda: fs.unflatten(PARAMS, SPEC), ValueError, r"unit '0': expected a 1-D buffer of 16 elements, got shape \[8\]"),
+        (
+            lambda: fs.reshard(PARAMS, SPEC, fs.whole()(GROWN).on({"shard": 2})),
+            ValueError,
+            r"parameter '2\.(weight|bias)' is in the new spec only: expected two specs of one model",
+        ),
+        (lambda: fs.partition({"2": X}, SPEC), ValueError, r"'2' is no unit and no parameter of the spec: expected some of"),
+        (lambda: fs.combine({"a": X}, {"a": X}), ValueError, r"'a' is in two parts: expected disjoint ones"),
+        (
+            lambda: fs.grad(lambda params: params[""].sum())(fs.shard(COUNTS, fs.whole()(COUNTS).on({"shard": 1}), rank=0)),
+            TypeError,
+            r"\[''\]: expected a floating point tensor, got torch\.int64; set it apart with partition",
+        ),
+        (
+            lambda: fs.grad(lambda params: params["a"].sum())({"a": X, "b": X.bool()}),
+            TypeError,
+            r"\['b'\]: expected a floating point tensor, got torch\.bool",
+        ),
+    ],
+)
+def test_bad_input(call: Callable[[], object], error: type[Exception], match: str) -> None:
+    """Each mistake is an error that names the path, what was expected and what was there."""
+    with pytest.raises(error, match=re.compile(match, re.DOTALL)):
+        call()

@@ -1,0 +1,338 @@
+"""functional_call on two real ranks, where buffers are really freed and gathered again: values, gradients, the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Architecture, assert_mean_gradients, unchanged
+from ranks import Pool
+from torch import Tensor, nn
+
+import funshard as fs
+
+CHECKS: list[Callable[[int], None]] = []
+
+
+def on_two_ranks(check: Callable[[int], None]) -> Callable[[int], None]:
+    CHECKS.append(check)
+    return check
+
+
+def linear(n_in: int = 3, n_out: int = 3) -> nn.Linear:
+    return nn.Linear(n_in, n_out).double()
+
+
+class Pair(nn.Module):
+    """Two linear units and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+        self.scale = nn.Parameter(torch.randn(3).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))) * self.scale
+
+
+def xs() -> Tensor:
+    return torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(5)).double()
+
+
+def squared(out: Tensor) -> Tensor:
+    return (out**2).mean()
+
+
+def right(rank: int, model: nn.Module, loss: Callable[..., Tensor] | None = None) -> None:
+    """The model's gradients are the plain mean's, by several policies; ``loss(call, x)`` gets model or functional_call."""
+    run = loss or (lambda call, x: squared(call(x)))
+    made = Architecture(model.double(), {"x": xs()}, lambda call, batch: run(call, batch["x"]), ())
+    kept = fs.P("shard", reshard=False)
+    assert_mean_gradients(made, rank, {"always": fs.always(), "whole": fs.whole(), "kept": fs.always(kept)})
+
+
+def setting(rank: int, model: nn.Module | None = None) -> tuple[nn.Module, fs.PartitionSpec, dict[str, Tensor], Tensor]:
+    model = model or Pair()
+    spec = fs.always()(model).bound
+    return model, spec, fs.shard(model, spec), xs()[rank]
+
+
+@on_two_ranks
+def nested_units(rank: int) -> None:
+    """A unit inside a unit inside a unit, each with parameters of its own used before and after the inner ones."""
+
+    class Outer(Pair):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.inner(self.a(x) * self.scale)) * self.scale
+
+    right(rank, Outer(Outer(Pair())))
+
+
+@on_two_ranks
+def units_called_several_times_in_any_order(rank: int) -> None:
+    """G9: each use counts, also of a module registered twice and of tied weights."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.tied = Pair(), Pair(), linear()
+            self.again = self.a
+            self.tied.weight = self.b.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(self.tied(self.b(self.a(x) + self.again(x)))))
+
+    right(rank, Model())
+
+
+@on_two_ranks
+def units_called_conditionally_or_never(rank: int) -> None:
+    """G5: zeros for a unit that does not run, and no hang."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.never = linear(), linear(), linear()
+
+        def forward(self, x: Tensor, flag: bool = True) -> Tensor:
+            return self.b(x) if flag else self.a(x)
+
+    model = Model()
+    for flag in (True, False):
+        right(rank, model, lambda call, x, flag=flag: squared(call(x, flag=flag)))
+    model, spec, params, x = setting(rank, model)
+    for by in (fs.grad, torch.func.grad):
+        grads = by(lambda p: squared(fs.functional_call(model, p, x, spec=spec)))(params)
+        assert torch.equal(grads["never"], torch.zeros_like(params["never"]))
+
+
+class Point(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Record:
+    x: Tensor
+    label: str
+
+
+@on_two_ranks
+def arguments_and_results_of_any_kind(rank: int) -> None:
+    """A lone argument, a tuple, keywords; dataclasses, NamedTuples and dicts go in and come out as they are."""
+
+    class Model(Pair):
+        def forward(self, record: Record, point: Point, *, rest: dict[str, Tensor]) -> Record:
+            return Record(self.a(record.x) + self.b(point.x) * self.scale + rest["z"] + point.y, record.label)
+
+        def split(self, x: Tensor) -> Point:
+            return Point(self.a(x), self.b(x))
+
+    def loss(call: Callable[..., Any], x: Tensor) -> Tensor:
+        out = call(Record(x, "name"), Point(x, 2 * x), rest={"z": x})
+        assert isinstance(out, Record)
+        assert out.label == "name"
+        return squared(out.x)
+
+    right(rank, Model(), loss)
+    model, spec, params, x = setting(rank, Model())
+    out = fs.functional_call(model, params, x, spec=spec, method="split")
+    assert isinstance(out, Point)
+    assert torch.equal(out.y, model.b(x))
+    assert torch.equal(fs.functional_call(model, params, (x,), spec=spec, method="split").y, out.y)
+
+
+@on_two_ranks
+def buffers_like_torch_func(rank: int) -> None:
+    """Given buffers are updated in the dict, as torch.func.functional_call does; the module's own never change."""
+    model, spec, params, x = setting(rank, nn.Sequential(linear(), nn.BatchNorm1d(3).double(), linear()))
+    full = {k: v.detach() for k, v in model.named_parameters()}
+    ours, theirs = ({k: v.clone() for k, v in model.named_buffers()} for _ in range(2))
+    given = dict(ours)
+    with unchanged(model):
+        out = fs.functional_call(model, params, x, spec=spec, buffers=ours)
+        assert torch.equal(out, torch.func.functional_call(model, (full, theirs), x))
+        assert torch.equal(out, fs.functional_call(model, params, x, spec=spec))
+        with pytest.raises(ValueError, match=r"buffer '1\.nothing' is not in the model"):
+            fs.functional_call(model, params, x, spec=spec, buffers={"1.nothing": x})
+    assert all(torch.equal(ours[k], theirs[k]) and ours[k] is given[k] for k in theirs)
+    assert not torch.equal(ours["1.running_mean"], model[1].running_mean)
+
+
+@on_two_ranks
+def outputs_that_are_parameters(rank: int) -> None:
+    """A returned weight, or a view of one, is readable after its unit was freed, and differentiable."""
+
+    class Model(Pair):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.a(x)
+            weight, row = self.a.weight, self.a.weight[1]
+            return {"weight": weight, "row": row, "y": self.b(y), "t": self.b.weight.t().detach()}
+
+    def loss(call: Callable[..., Any], x: Tensor) -> Tensor:
+        out = call(x)
+        return squared(out["y"] @ out["weight"].t() + out["row"].exp() + out["t"].sum())
+
+    right(rank, Model(), loss)
+    model, spec, params, x = setting(rank, Model())
+    out = fs.functional_call(model, params, x, spec=spec)
+    junk = [torch.full((12,), 7.0).double() for _ in range(50)]  # would land in memory that was freed
+    assert torch.equal(out["weight"], model.a.weight)
+    assert torch.equal(out["row"], model.a.weight[1])
+    assert len(junk) == 50
+
+
+@on_two_ranks
+def attributes_stored_on_self(rank: int) -> None:
+    """What forward stores on modules serves within the call and is gone after it."""
+
+    class Model(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            self.a.kept = self.a(x) * self.a.weight.sum()
+            self.scale_of_call = self.scale * 2
+            self.extra = nn.Identity()
+            return self.b(self.a.kept) * self.scale_of_call
+
+    right(rank, Model())
+
+
+@on_two_ranks
+def users_hooks_that_read_parameters(rank: int) -> None:
+    """A forward hook runs after its unit was let go; what it reads is the sharded value, gathered again if need be."""
+    model = Pair()
+    model.a.register_forward_hook(lambda module, args, out: out + module.weight.sum() + model.b.bias)
+    model.b.register_forward_pre_hook(lambda module, args: args[0] * module.weight[0])
+    model.register_forward_hook(lambda module, args, out: out * module.a.bias)
+    right(rank, model)
+
+
+@on_two_ranks
+def calls_without_gradients(rank: int) -> None:
+    """no_grad and inference_mode: the plain values, without a graph; then differentiable as ever."""
+    model, spec, params, x = setting(rank)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with unchanged(model), context:
+            out = fs.functional_call(model, {k: p.requires_grad_() for k, p in params.items()}, x, spec=spec)
+            assert torch.equal(out, model(x))
+            assert not out.requires_grad
+    right(rank, model)
+
+
+@on_two_ranks
+def part_of_forward_without_gradients(rank: int) -> None:
+    """A unit that is first used under no_grad and then outside of it, and the other way round."""
+
+    class Model(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                shift = self.a(x) + self.b.weight.sum()
+            return self.b(self.a(x) + shift) + self.a(shift).detach()
+
+    right(rank, Model())
+
+
+@on_two_ranks
+def exceptions_in_the_middle(rank: int) -> None:
+    """The module is as before, and the next call is right."""
+
+    class Model(Pair):
+        def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+            self.stored = self.a(x)
+            if fail:
+                raise KeyError("from forward")
+            return self.b(self.stored) * self.scale
+
+    model, spec, params, x = setting(rank, Model())
+    for by in (fs.grad, torch.func.grad):
+        with unchanged(model), pytest.raises(KeyError, match="from forward"):
+            by(lambda p: squared(fs.functional_call(model, p, (x, True), spec=spec)))(params)
+    right(rank, model)
+
+
+@on_two_ranks
+def modules_that_call_themselves(rank: int) -> None:
+    """Recursion inside one call, and a call of the same model inside a call."""
+
+    class Model(Pair):
+        def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+            return self.b(x) if depth == 0 else self.a(self(torch.tanh(x), depth - 1)) * self.scale
+
+    right(rank, Model())
+    model, spec, params, x = setting(rank)
+    inner: list[Tensor] = []
+
+    def call_again(module: nn.Module, args: Any, out: Tensor) -> None:
+        if not inner:
+            inner.append(out)
+            inner.append(fs.functional_call(model, params, x, spec=spec))
+
+    model.a.register_forward_hook(call_again)
+    with unchanged(model):
+        out = fs.functional_call(model, params, x, spec=spec)
+    assert torch.equal(out, inner[1])
+
+
+@on_two_ranks
+def generators(rank: int) -> None:
+    """A generator that the model consumes itself is right, though it runs after its unit was left."""
+
+    class Steps(Pair):
+        def forward(self, x: Tensor) -> Iterator[Tensor]:
+            yield self.a(x)
+            yield self.b(x) * self.scale
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps, self.last = Steps(), linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(sum(self.steps(x)))
+
+    right(rank, Model())
+    model, spec, params, x = setting(rank, Steps())
+    with unchanged(model), pytest.raises(TypeError, match="generator"):
+        fs.functional_call(model, params, x, spec=spec)
+
+
+@on_two_ranks
+def transforms_inside_forward(rank: int) -> None:
+    """vmap over a submodule, and a gradient by the input taken inside forward (a score, a force)."""
+
+    class Model(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            each = torch.vmap(self.a)(x)
+            force = torch.func.grad(lambda x: torch.tanh(self.b(self.a(x))).sum())(x)
+            return self.b(each) + force * self.scale
+
+    right(rank, Model())
+
+
+@on_two_ranks
+def parameters_read_outside_of_their_unit(rank: int) -> None:
+    """MultiheadAttention hands out_proj's parameters to a kernel and never calls it; a parent may do the same."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(3, 1, batch_first=True), linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.attention(x[None], x[None], x[None], need_weights=False)[0][0]
+            return F.linear(y, self.head.weight) + sum(p.sum() for p in self.attention.out_proj.parameters())
+
+    right(rank, Model())
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_call(gloo2: Pool, check: Callable[[int], None]) -> None:
+    """Each function above with the mark, on two ranks."""
+    gloo2.run(check)

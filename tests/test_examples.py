@@ -1,0 +1,69 @@
+"""The examples run as their docstrings say: plainly on one rank, and under torchrun on real ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TINY = "--layers 2 --dim 32 --heads 2 --seq 32 --batch 4 --steps 30 --warmup 5 --lr 1e-2 --log-every 1 --sample 8"
+
+
+@functools.cache
+def run(ranks: int, name: str, flags: str = "") -> str:
+    """The output of an example on so many ranks; AssertionError with all it said if it fails."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(launch if ranks > 1 else []), str(EXAMPLES / name), *flags.split()]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(output: str) -> list[float]:
+    """What train_gpt.py's progress lines say."""
+    return [float(x) for x in re.findall(r"^step .* loss ([\d.]+)", output, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("name", "says"), [("mlp.py", "equal to the unsharded run"), ("per_layer_by_hand.py", "agree")])
+def test_example_checks_itself(name: str, says: str, ranks: int) -> None:
+    """An example that asserts its result against the unsharded one reaches its last line."""
+    output = run(ranks, name)
+    assert f"{ranks} ranks" in output
+    assert says in output
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "fsdp"), (2, "fsdp"), (2, "hsdp"), (2, "ddp"), (1, "hsdp")])
+def test_train_gpt_learns(ranks: int, strategy: str) -> None:
+    """A few steps of a tiny GPT bring the loss down from log(256), with the memory that the strategy says."""
+    output = run(ranks, "train_gpt.py", f"--strategy {strategy} {TINY}")
+    first, *_, last = losses(output)
+    assert len(losses(output)) == 30
+    assert 5.3 < first < 5.8
+    assert last < first - 1.5
+    assert "validation loss" in output
+    assert "sample:\ndef " in output
+    total, held = (re.search(pattern, output) for pattern in (r"total .* ([\d,]+)\n", r"bytes per rank ([\d,]+)\nvalid"))
+    assert total is not None
+    assert held is not None
+    per_rank = int(total[1].replace(",", ""))
+    assert 3 * per_rank <= int(held[1].replace(",", "")) < 3 * per_rank + 1000  # parameters, two moments, step counters
+
+
+def test_train_gpt_strategies_agree() -> None:
+    """FSDP, HSDP and DDP on two ranks are the same training."""
+    fsdp, hsdp, ddp = (losses(run(2, "train_gpt.py", f"--strategy {name} {TINY}")) for name in ("fsdp", "hsdp", "ddp"))
+    assert fsdp[:10] == pytest.approx(ddp[:10], abs=1e-3)
+    assert hsdp[:10] == pytest.approx(ddp[:10], abs=1e-3)

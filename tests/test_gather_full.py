@@ -1,0 +1,279 @@
+"""gather_full and scatter_full on real ranks: rows C1 to C11 and torch's tests of summon_full_params."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import same
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funshard as fs
+from funshard import P, Params, PartitionSpec, Precision
+
+MESHES: dict[str, tuple[int, tuple[int, ...], tuple[str, ...], P]] = {
+    "fsdp": (2, (2,), ("shard",), P("shard")),
+    "ddp": (2, (2,), ("shard",), P()),
+    "low precision": (2, (2,), ("shard",), P("shard", align=8, precision=Precision(param=torch.bfloat16))),
+    "fsdp of 4": (4, (4,), ("shard",), P("shard", reshard=False)),
+    "hsdp": (4, (2, 2), ("replicate", "shard"), P("shard")),
+    "outer axis": (4, (2, 2), ("replicate", "shard"), P("replicate")),
+    "both axes": (4, (2, 2), ("replicate", "shard"), P(("replicate", "shard"))),
+    "both axes, turned": (4, (2, 2), ("replicate", "shard"), P(("shard", "replicate"))),
+    "ddp of 4": (4, (2, 2), ("replicate", "shard"), P()),
+}
+
+
+class Net(nn.Module):
+    """Odd sizes, a scalar, a singleton, an empty unit, a transposed, a half precision and a tied parameter, a frozen bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.one = nn.Parameter(torch.tensor([3.0]))
+        self.turned = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+        self.nothing = nn.Module()
+        self.nothing.register_parameter("empty", nn.Parameter(torch.empty(0, 3)))
+        self.inner = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+        self.inner[1].bias.requires_grad_(False)
+        self.half = nn.Linear(2, 2).bfloat16()
+        self.tied = nn.Linear(3, 5, bias=False)
+        self.tied.weight = self.inner[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.scale) @ self.turned + self.tied(x).sum() * self.one
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def bound(mesh: str, model: nn.Module, make: Callable[..., fs.Policy] = fs.always) -> PartitionSpec:
+    _, shape, names, p = MESHES[mesh]
+    return make(p)(model).on(init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+def values(model: nn.Module) -> Params:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def pool_of(mesh: str, gloo2: Pool, gloo4: Pool) -> Pool:
+    return gloo2 if MESHES[mesh][0] == 2 else gloo4
+
+
+def round_trip(rank: int, mesh: str, src: int) -> bool:
+    model = net()
+    spec, full = bound(mesh, model), values(model)
+    shards = fs.shard(model, spec)
+    same(shards, fs.shard(full, spec, rank=rank))
+    kept = {key: shard.clone() for key, shard in shards.items()}
+    for offload in (False, True):
+        same(fs.gather_full(shards, spec, offload_to_cpu=offload), full)
+        same(fs.gather_full(shards, spec, rank0_only=True, offload_to_cpu=offload), full if rank == 0 else {})
+    same(dict(sorted(fs.unshard(shards, spec).items())), dict(sorted(full.items())))
+    edited = {name: tensor * 3 - 1 for name, tensor in full.items()}
+    before = {name: tensor.clone() for name, tensor in edited.items()}
+    written = fs.scatter_full(edited if rank == src else None, spec, src=src)
+    same(written, fs.shard(before, spec, rank=rank))
+    for tensor in (*written.values(), *fs.gather_full(shards, spec).values()):
+        tensor.zero_()
+    same(shards, kept)  # L8: what came back was a copy, on the source as well
+    same(edited, before)
+    return True
+
+
+@pytest.mark.parametrize("mesh", sorted(MESHES))
+def test_gather_full_and_scatter_full(mesh: str, gloo2: Pool, gloo4: Pool) -> None:
+    """C1, C4, C5, C6, C10: full values, shapes and dtypes on every mesh, on all ranks or the first; written back from any."""
+    size = MESHES[mesh][0]
+    for src in (0, size - 1):
+        assert pool_of(mesh, gloo2, gloo4).run(round_trip, mesh, src) == [True] * size
+
+
+def write_back(rank: int, rank0_only: bool) -> list[float]:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    spec = fs.by_type(nn.Linear)(model).bound
+    shards = {key: torch.full_like(shard, rank + 2.0) for key, shard in fs.shard(model, spec).items()}
+    full = fs.gather_full(shards, spec, rank0_only=rank0_only)
+    zeroed = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+    discarded = shards["0"][0].item()
+    scattered = fs.scatter_full(zeroed if rank == 0 else None, spec)
+    sliced = scattered if rank0_only else fs.shard(zeroed, spec)
+    same(sliced, scattered)
+    return [discarded, sliced["0"][0].item(), sliced["1"].abs().sum().item()]
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_unshard_params_writeback(rank0_only: bool, gloo2: Pool) -> None:
+    """C3, C5: an edit is kept if written back and dropped if not; with rank0_only too, which torch refuses."""
+    assert gloo2.run(write_back, rank0_only) == [[2.0, 0.0, 0.0], [3.0, 0.0, 0.0]]
+
+
+def singleton(rank: int) -> tuple[float, float]:
+    model = nn.Linear(1, 1, bias=False)
+    spec = fs.whole()(model).bound
+    shards = {"": torch.full((1,), rank + 2.0)}  # rank 1 holds nothing but padding
+    full = fs.gather_full(shards, spec)
+    assert full["weight"].tolist() == [[2.0]]
+    for name, piece in fs.views(shards, spec).items():  # write-back in place, into what is the parameter's
+        piece.copy_(fs.views(fs.shard({name: torch.zeros(1, 1)}, spec), spec)[name])
+    return shards[""].item(), fs.scatter_full({"weight": torch.ones(1, 1)} if rank == 0 else None, spec)[""].item()
+
+
+def test_unshard_singleton_param_writeback(gloo2: Pool) -> None:
+    """A parameter of one element on two ranks: writing it back does not leak into rank 1's padding."""
+    assert gloo2.run(singleton) == [(0.0, 1.0), (3.0, 0.0)]
+
+
+def units_of(rank: int) -> list[dict[str, int]]:
+    model = nn.Sequential(nn.Linear(5, 2), nn.Sequential(nn.Linear(5, 2, bias=False), nn.Linear(3, 1)))
+    spec = fs.by_path({"1": P("shard"), "1.1": P("shard")})(model).bound
+    shards = fs.shard(model, spec)
+    chosen = [None, ["1"], ["1.1"], []]
+    return [{n: t.numel() for n, t in fs.unshard(shards, spec, units=units).items()} for units in chosen]
+
+
+def test_unshard_params_recurse(gloo2: Pool) -> None:
+    """C2, C11: which of the nested units are gathered is what `units` says; the numels are the parameters', not padded."""
+    root, outer, inner = {"0.bias": 2, "0.weight": 10}, {"1.0.weight": 10}, {"1.1.bias": 1, "1.1.weight": 3}
+    for got in gloo2.run(units_of):
+        assert got == [root | outer | inner, outer, inner, {}]
+
+
+def gradients(rank: int, mesh: str) -> Params:
+    model = net()
+    spec = bound(mesh, model)
+    x = torch.randint(-2, 3, (4, 3)).float() + rank
+    trainable, frozen = fs.partition(fs.shard(model, spec), spec)
+    grads = fs.grad(lambda part: fs.functional_call(model, part | frozen, (x,), spec=spec).sum())(trainable)
+    zeros = {key: torch.zeros_like(shard) for key, shard in frozen.items()}
+    full = fs.gather_full(grads | zeros, spec)
+    doubled = fs.scatter_full({name: 2 * g for name, g in full.items()} if rank == 0 else None, spec)
+    same({key: doubled[key] for key in grads}, {key: 2 * g for key, g in grads.items()})
+    model(x).sum().backward()
+    expected: Params = {}
+    for name, p in model.named_parameters():
+        expected[name] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        dist.all_reduce(expected[name], dist.ReduceOp.AVG)
+    torch.testing.assert_close(full, {name: expected[name] for name in full}, rtol=1e-5, atol=1e-5)
+    assert full.keys() == expected.keys()
+    assert not full["half.weight"].any()  # unused in forward: zeros, where torch has None
+    return {name: tensor.abs().sum() for name, tensor in full.items()}
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "ddp", "hsdp", "both axes"])
+def test_with_grads(mesh: str, gloo2: Pool, gloo4: Pool) -> None:
+    """C7: gradients are gathered like parameters and equal DDP's; edits of them are written back the same way."""
+    for sums in pool_of(mesh, gloo2, gloo4).run(gradients, mesh):
+        assert sums["inner.0.weight"] > 0
+
+
+def inside_of_a_loss(rank: int) -> bool:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+    spec = fs.by_type(nn.Linear)(model).bound
+    x = torch.ones(2, 3, dtype=torch.float64) * (rank + 1)
+    shards = fs.shard(model, spec)
+    seen: list[Params] = []
+
+    def loss(params: Params) -> Tensor:
+        out = fs.functional_call(model, params, (x,), spec=spec)
+        seen.append(fs.gather_full(params, spec))
+        seen.append(fs.gather_full(fs.shard(fs.gather_full(params, spec), spec), spec))
+        full = fs.unshard(params, spec)
+        assert torch.equal(torch.func.functional_call(model, full, (x,)), out)
+        return out.sum()
+
+    grads = fs.grad(loss)(shards)
+    for full in seen:
+        same(full, values(model))
+        assert not any(tensor.requires_grad for tensor in full.values())
+    same(grads, fs.grad(lambda params: fs.functional_call(model, params, (x,), spec=spec).sum())(shards))
+    return True
+
+
+def test_unshard_inside_forward_and_nested(gloo2: Pool) -> None:
+    """C8, C9: gathering while differentiating, nested, and calling the model on full params are all legal here."""
+    assert gloo2.run(inside_of_a_loss) == [True, True]
+
+
+def test_apply_to_the_full_parameters_equals_apply_to_the_model(gloo2: Pool) -> None:
+    """module.apply(init) is scatter_full of the initialised full parameters."""
+    gloo2.run(applied)
+
+
+def applied(rank: int) -> None:
+    model, twin = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    spec = fs.by_type(nn.Linear)(model).bound
+    full = fs.gather_full(fs.shard(model, spec), spec, rank0_only=True)
+    for tensor in full.values():
+        nn.init.constant_(tensor, 5)
+    twin.apply(lambda m: [nn.init.constant_(p, 5) for p in m.parameters(recurse=False)])
+    same(fs.scatter_full(full or None, spec), fs.shard(twin, spec))
+
+
+class Watch(TorchDispatchMode):
+    """The bytes of the storages alive of those that ops returned, at their peak, and of the largest one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refs: list[weakref.ref[Tensor]] = []
+        self.peak = self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, list | tuple) else [out]:
+            if isinstance(tensor, Tensor):
+                self.refs.append(weakref.ref(tensor))
+        alive = [tensor for ref in self.refs if (tensor := ref()) is not None]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in alive}
+        self.largest = max([self.largest, *storages.values()])
+        self.peak = max(self.peak, sum(storages.values()))
+        return out
+
+
+def memory(rank: int, mesh: str) -> dict[str, tuple[int, int]]:
+    """(largest tensor, peak beyond arguments and results) in elements, of each call."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    spec = bound(mesh, model)
+    shards = fs.shard(model, spec)
+    full = fs.gather_full(shards, spec)
+    calls: dict[str, Callable[[], Params]] = {
+        "gather_full": lambda: fs.gather_full(shards, spec, offload_to_cpu=True),
+        "rank0_only": lambda: fs.gather_full(shards, spec, rank0_only=True, offload_to_cpu=True),
+        "scatter_full": lambda: fs.scatter_full(full if rank == 0 else None, spec),
+    }
+    out: dict[str, tuple[int, int]] = {}
+    for name, call in calls.items():
+        with Watch() as watch:
+            result = call()
+        out[name] = watch.largest // 4, watch.peak // 4 - sum(tensor.numel() for tensor in result.values())
+    return out
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "fsdp of 4", "hsdp", "both axes"])
+def test_gather_full_has_a_peak_of_one_unit(mesh: str, gloo2: Pool, gloo4: Pool) -> None:
+    """C4, C5: nothing larger than a slice exists off the first rank with rank0_only; nowhere are two units gathered."""
+    _, shape, names, p = MESHES[mesh]
+    unit, piece = 64 * 64, 64 * 64 // math.prod(n for n, name in zip(shape, names, strict=True) if name in p.axes)
+    for rank, seen in enumerate(pool_of(mesh, gloo2, gloo4).run(memory, mesh)):
+        # Beyond the result: the gathered unit, this rank's slice as an argument, and on the first rank of two axes the
+        # rows of the inner one.
+        assert seen["gather_full"][0] == unit
+        assert seen["gather_full"][1] <= unit + 2 * piece + unit // 2
+        if rank:
+            inner = piece * shape[-1] if mesh == "both axes" else piece
+            assert seen["rank0_only"][0] <= inner < unit
+            assert seen["scatter_full"][0] <= inner
+        else:
+            assert seen["rank0_only"][0] == unit
+            assert seen["rank0_only"][1] <= unit + 2 * piece + unit // 2
+            assert seen["scatter_full"][1] <= unit + 2 * piece + unit // 2

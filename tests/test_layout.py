@@ -1,0 +1,298 @@
+"""Laws L1 to L4 and L7, L8 of the layout, and what torch's flat parameter tests claim. No communication here."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from cases import Case, cases, each_rank, owners, poisoned, same
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import funshard as fs
+from funshard import P
+
+
+def weights(*widths: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Linear layers without biases, their parameters "0.weight", "1.weight", ..."""
+    layers = [nn.Linear(a, b, bias=False, dtype=dtype) for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(*layers)
+
+
+def memory_order(tensor: Tensor, param: fs.Param) -> Tensor:
+    return tensor.permute(param.order).reshape(-1)
+
+
+@given(cases())
+def test_l1_unflatten_inverts_flatten(case: Case) -> None:
+    """F'(F(t)) is t, bit by bit, and F(F'(b)) is b."""
+    buffers = fs.flatten(case.full, case.spec)
+    same(fs.unflatten(buffers, case.spec), case.full)
+    same(fs.flatten(fs.unflatten(buffers, case.spec), case.spec), buffers)
+
+
+@given(cases())
+def test_l2_slices_join_to_the_buffer(case: Case) -> None:
+    """The slices, in the order that P gives the ranks, are the flat buffer; replicas hold equal ones of equal length."""
+    buffers, shards = fs.flatten(case.full, case.spec), each_rank(case.full, case.spec)
+    for unit in case.spec:
+        ranks = owners(unit, case.sizes)
+        for replica in ranks.T.tolist():
+            assert torch.equal(torch.cat([shards[rank][unit.key] for rank in replica]), buffers[unit.key])
+        assert {len(shards[rank][unit.key]) for rank in case.ranks} == {case.spec.shard_numel(unit)}
+
+
+@given(cases())
+def test_l2_every_element_has_one_owner(case: Case) -> None:
+    """The views of the owners of the slices, joined, are each parameter once, in its memory order."""
+    shards = each_rank(case.full, case.spec)
+    pieces = [fs.views(shards[rank], case.spec, rank=rank) for rank in case.ranks]
+    for unit in case.spec:
+        for param in unit.params:
+            joined = torch.cat([pieces[rank][param.name] for rank in owners(unit, case.sizes)[:, 0].tolist()])
+            assert torch.equal(joined, memory_order(case.full[param.name], param))
+
+
+@given(cases())
+def test_l2_padding_is_at_the_end_and_short(case: Case) -> None:
+    """A buffer is its parameters and then zeros, less than one `align` for every slice."""
+    for unit in case.spec:
+        buffer, size = fs.flatten(case.full, case.spec)[unit.key], case.spec.size(unit)
+        assert len(buffer) == case.spec.padded_numel(unit) == size * case.spec.shard_numel(unit)
+        assert not buffer[unit.numel :].any()
+        assert 0 <= len(buffer) - unit.numel < size * unit.p.align
+        assert case.spec.shard_numel(unit) % unit.p.align == 0
+
+
+@given(cases())
+def test_l3_padding_is_in_no_view(case: Case) -> None:
+    """NaN in the padding is seen neither by unflatten nor by views, and flattening anew leaves it behind."""
+    buffers = fs.flatten(case.full, case.spec)
+    bad = {u.key: torch.cat([buffers[u.key][: u.numel], buffers[u.key][u.numel :] * torch.nan]) for u in case.spec}
+    same(fs.unflatten(bad, case.spec), case.full)
+    same(fs.flatten(fs.unflatten(bad, case.spec), case.spec), buffers)
+    for rank in case.ranks:
+        shards = fs.shard(case.full, case.spec, rank=rank)
+        same(fs.views(poisoned(shards, case.spec, rank), case.spec, rank=rank), fs.views(shards, case.spec, rank=rank))
+
+
+class Odd(nn.Module):
+    """Parameters of every awkward kind, in one module."""
+
+    def __init__(self, dtype: torch.dtype, requires_grad: bool) -> None:
+        super().__init__()
+        values = torch.arange(24).to(dtype)
+        kinds = {
+            "scalar": values[1],
+            "empty": values[:0].view(0, 3),
+            "short": values[:2],
+            "transposed": values.view(4, 6).t(),
+            "channels_last": values.view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+            "strided": values[::2],
+            "expanded": values[1:4, None].expand(3, 2),
+        }
+        for name, value in kinds.items():
+            self.register_parameter(name, nn.Parameter(value, requires_grad=requires_grad))
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+WHOLE_DTYPES = [torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+@pytest.mark.parametrize("dtype", DTYPES + WHOLE_DTYPES, ids=str)
+def test_l4_odd_parameters(dtype: torch.dtype, size: int) -> None:
+    """Scalars, empty, tiny and non-contiguous parameters of any dtype come back equal; dense strides are kept."""
+    model = Odd(dtype, requires_grad=dtype in DTYPES)
+    spec = fs.whole()(model).on({"shard": size})
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    shards = each_rank(model, spec)
+    assert {shard.dtype for one in shards for shard in one.values()} == {dtype}
+    back = fs.unflatten({"": torch.cat([one[""] for one in shards])}, spec)
+    same(back, full)
+    dense = ["scalar", "empty", "short", "transposed", "channels_last"]
+    assert {name: back[name].stride() for name in dense} == {name: full[name].stride() for name in dense}
+    assert back["strided"].is_contiguous()
+    assert back["expanded"].is_contiguous()
+
+
+def test_l4_one_unit_has_one_dtype_and_one_requires_grad() -> None:
+    """A module that mixes them becomes several buffers, with readable keys, and comes back whole (row B9)."""
+    model = nn.Module()
+    for i, dtype in enumerate([torch.float32, torch.bfloat16, torch.int64]):
+        model.register_parameter(
+            f"w{i}", nn.Parameter(torch.full((i + 1,), i + 1).to(dtype), requires_grad=dtype.is_floating_point)
+        )
+    model.register_parameter("b", nn.Parameter(torch.ones(5), requires_grad=False))
+    spec = fs.whole()(model).on({"shard": 2})
+    buffers = fs.flatten(dict(model.named_parameters()), spec)
+    assert {key: (buffer.dtype, len(buffer)) for key, buffer in buffers.items()} == {
+        ":float32": (torch.float32, 2),
+        ":float32:frozen": (torch.float32, 6),
+        ":bfloat16": (torch.bfloat16, 2),
+        ":int64:frozen": (torch.int64, 4),
+    }
+    same(fs.unflatten(buffers, spec), {name: p.detach() for name, p in model.named_parameters()})
+
+
+@given(cases())
+def test_l7_replicated_and_one_rank(case: Case) -> None:
+    """With P() every rank holds F(t); with one rank sharding is flattening."""
+    replicated = fs.whole(P())(case.model).on(case.sizes)
+    for shards in each_rank(case.full, replicated):
+        same(shards, fs.flatten(case.full, replicated))
+    alone = case.spec.on(dict.fromkeys(case.sizes, 1))
+    same(fs.shard(case.full, alone, rank=0), fs.flatten(case.full, alone))
+    same(fs.unshard(fs.shard(case.full, alone, rank=0), alone), case.full)
+
+
+@given(cases())
+def test_l8_flatten_copies_and_unflatten_and_views_alias(case: Case) -> None:
+    """Writing into F(t) leaves t alone; writing into the views is writing into the buffer, as their docstrings say."""
+    before = {name: tensor.clone() for name, tensor in case.full.items()}
+    buffers = fs.flatten(case.full, case.spec)
+    for view in fs.unflatten(buffers, case.spec).values():
+        view.fill_(7)
+    same(case.full, before)
+    same(buffers, fs.flatten({name: torch.full_like(t, 7) for name, t in before.items()}, case.spec))
+    shards = fs.shard(case.full, case.spec, rank=0)
+    for piece in fs.views(shards, case.spec, rank=0).values():
+        piece.fill_(7)
+    same(shards, fs.shard({name: torch.full_like(t, 7) for name, t in before.items()}, case.spec, rank=0))
+
+
+@given(st.integers(0, 200), st.integers(1, 12), st.integers(1, 20))
+def test_b10_uneven_slices(numel: int, size: int, align: int) -> None:
+    """torch.chunk's slices padded to the length of the first, and empty where chunk gives none (any align: ceil)."""
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(torch.arange(1.0, numel + 1)))
+    spec = fs.whole(P("shard"))(model).on({"shard": size})
+    chunks = torch.arange(1.0, numel + 1).chunk(size) if numel else ()
+    for rank in range(size):
+        expected = chunks[rank] if rank < len(chunks) else torch.empty(0)
+        assert torch.equal(fs.views(fs.shard(model, spec, rank=rank), spec, rank=rank)["w"], expected)
+    aligned = fs.whole(P("shard", align=align))(model).on({"shard": size})
+    (unit,) = aligned
+    assert aligned.shard_numel(unit) == align * -(-numel // (size * align))
+
+
+def spans(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> dict[str, tuple[int, int]]:
+    """Inclusive [first, last] element of each parameter in a rank's slice, as torch's shard metadata reports it."""
+    numbers = {name: torch.arange(p.numel()).view(p.shape).to(p.dtype) for name, p in model.named_parameters()}
+    pieces = fs.views(fs.shard(numbers, spec, rank=rank), spec, rank=rank)
+    return {name: (int(piece[0]), int(piece[-1])) for name, piece in pieces.items() if len(piece)}
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "expected"),
+    [
+        (300, 0, {"0.weight": (0, 0)}),
+        (6, 1, {"0.weight": (50, 99)}),
+        (2, 0, {"0.weight": (0, 99), "1.weight": (0, 49)}),
+        (2, 1, {"1.weight": (50, 99), "2.weight": (0, 99)}),
+        (1, 0, {"0.weight": (0, 99), "1.weight": (0, 99), "2.weight": (0, 99)}),
+        (300, 299, {"2.weight": (99, 99)}),
+        (301, 300, {}),
+    ],
+)
+def test_flat_param_shard_metadata_unaligned(size: int, rank: int, expected: dict[str, tuple[int, int]]) -> None:
+    """Three 10x10 weights: which elements of which a slice holds, clamped at the end; padding is in none."""
+    model = weights(10, 10, 10, 10)
+    assert spans(model, fs.whole()(model).on({"shard": size}), rank) == expected
+
+
+@pytest.mark.parametrize(
+    ("widths", "dtype", "padded", "expected"),
+    [
+        (
+            (3, 7, 5, 5),
+            torch.float32,
+            82,
+            [{"0.weight": (0, 20), "1.weight": (0, 19)}, {"1.weight": (20, 34), "2.weight": (0, 24)}],
+        ),
+        (
+            (2, 5, 5, 3),
+            torch.float16,
+            50,
+            [{"0.weight": (0, 9), "1.weight": (0, 14)}, {"1.weight": (15, 24), "2.weight": (0, 14)}],
+        ),
+    ],
+)
+def test_flat_param_shard_metadata_aligned(
+    widths: tuple[int, ...], dtype: torch.dtype, padded: int, expected: list[dict[str, tuple[int, int]]]
+) -> None:
+    """The peer's aligned cases. It pads every parameter to 16 bytes (85 and 63 elements); here only the end is padded."""
+    model = weights(*widths, dtype=dtype)
+    spec = fs.whole()(model).on({"shard": 2})
+    assert [spec.padded_numel(unit) for unit in spec] == [padded]
+    assert [spans(model, spec, rank) for rank in range(2)] == expected
+    aligned = fs.whole(P("shard", align=8))(model).on({"shard": 2})
+    assert [aligned.shard_numel(unit) for unit in aligned] == [48 if padded == 82 else 32]
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_flat_param_shard_metadata_with_memory_format(memory_format: torch.memory_format) -> None:
+    """Convolution weights keep their memory format through the buffer, without a copy on the way out."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, (1, 2))).to(memory_format=memory_format)
+    spec = fs.whole()(model).on({"shard": 3})
+    buffers = fs.flatten({name: p.detach() for name, p in model.named_parameters()}, spec)
+    for name, tensor in fs.unflatten(buffers, spec).items():
+        original = model.get_parameter(name)
+        assert tensor.stride() == original.stride()
+        assert torch.equal(tensor, original)
+        assert tensor.untyped_storage().data_ptr() == buffers[""].untyped_storage().data_ptr()
+
+
+def transformer(shared: bool) -> nn.Transformer:
+    model = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
+    if shared:
+        model.decoder.layers[0].linear1.weight = model.encoder.layers[0].linear1.weight
+        model.decoder.layers[1].norm1 = model.encoder.layers[1].norm1
+    return model
+
+
+def test_partial_flattening() -> None:
+    """Flattening some layers keeps the total; each is one buffer, and a cast of the buffer casts its parameters."""
+    model = transformer(shared=False)
+    spec = fs.by_path({"encoder.layers.1": P("shard"), "decoder.layers.0": P("shard")})(model).on({"shard": 1})
+    assert [unit.path for unit in spec] == ["", "decoder.layers.0", "encoder.layers.1"]
+    assert sum(unit.numel for unit in spec) == sum(p.numel() for p in model.parameters())
+    half = {key: buffer.half() for key, buffer in fs.flatten(dict(model.named_parameters()), spec).items()}
+    same(fs.unflatten(half, spec), {name: p.detach().half() for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_numel_with_shared_params(shared: bool) -> None:
+    """Buffers hold each shared parameter once (row A22)."""
+    model = transformer(shared)
+    spec = fs.by_type(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)(model).on({"shard": 3})
+    assert sum(unit.numel for unit in spec) == sum(p.numel() for p in model.parameters())
+    assert sorted(n for u in spec for p in u.params for n in p.names) == sorted(
+        n for n, _ in model.named_parameters(remove_duplicate=False)
+    )
+    same(fs.unflatten(fs.flatten(dict(model.named_parameters()), spec), spec), dict(model.named_parameters()))
+
+
+def test_a22_shared_parameters_belong_to_the_lowest_common_ancestor() -> None:
+    """Tied across two units: owned once, above both, and known under every name; within one unit: by that one."""
+    model = transformer(shared=True)
+    spec = fs.by_type(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)(model)
+    for name in ["encoder.layers.0.linear1.weight", "decoder.layers.0.linear1.weight"]:
+        unit, param = spec.by_name[name]
+        assert unit.path == ""
+        assert param.name == "encoder.layers.0.linear1.weight"
+    inside = weights(3, 3, 3)
+    inside[1].weight = inside[0].weight
+    assert fs.whole()(inside).by_name["1.weight"][0].numel == 9
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(nn.ReLU(), nn.Identity())])
+def test_flatten_nothing(model: nn.Module) -> None:
+    """No parameters, no unit, the same output. (The peer raises for an empty list of parameters.)"""
+    spec = fs.always()(model).on({"shard": 2})
+    assert len(spec) == 0
+    assert fs.flatten({}, spec) == fs.unflatten({}, spec) == fs.shard(model, spec, rank=1) == {}
+    x = torch.tensor([-1.0, 2.0])
+    assert torch.equal(fs.functional_call(model, {}, (x,), spec=spec), model(x))

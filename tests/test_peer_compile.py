@@ -1,0 +1,95 @@
+"""torch.func and torch.compile: torch's own few claims, and the graph that a traced step is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from collective_log import SHORT, Collectives, world
+from parity import WAYS, next_token, numbers, same, sharded_call, squared, tokens
+from peer_models import MLP, Block, Net, Transformer
+from ranks import Pool
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard import P
+
+
+def jvp_past_a_unit(rank: int, reshard: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).bfloat16()
+    spec = fs.always(P("shard", reshard=reshard))(model).bound
+    params = fs.shard({name: torch.ones(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}, spec)
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+
+    def ignoring(scale: Tensor) -> Tensor:
+        return fs.functional_call(model, params, x, spec=spec)
+
+    def using(scale: Tensor) -> Tensor:
+        return fs.functional_call(model, params, scale * x, spec=spec)
+
+    one = torch.ones((), dtype=torch.bfloat16)
+    out, tangent = torch.func.jvp(ignoring, (one,), (one,))
+    assert (out.shape, out.dtype, tangent.dtype) == ((2, 4), torch.bfloat16, torch.bfloat16)
+    assert torch.equal(tangent, torch.zeros_like(out))
+    assert torch.equal(out, torch.full_like(out, 31))
+    _, tangent = torch.func.jvp(using, (one,), (one,))
+    assert torch.equal(tangent, torch.full_like(out, 24))
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_no_warmup_jvp(gloo2: Pool, reshard: bool) -> None:
+    """jvp over what the function ignores while it runs a unit, with no step before it: bf16 zeros; and over what it uses."""
+    gloo2.run(jvp_past_a_unit, reshard)
+
+
+def compiled_training(rank: int, strategy: str) -> None:
+    model = Transformer(2)
+    p = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}[strategy]
+    spec = fs.by_type(Block, p=p)(model).bound
+
+    def step(params: dict[str, Tensor], ids: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        grads, value = fs.grad_and_value(lambda p: next_token(sharded_call(model, p, spec), ids))(params)
+        return {k: p - 0.1 * grads[k] for k, p in params.items()}, value
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    eager = ours = fs.shard(model, spec)
+    for i in range(5):
+        eager, expected = step(eager, tokens(rank, i))
+        ours, value = compiled(ours, tokens(rank, i))
+        assert_close(value, expected)
+        same(ours, eager, f"parameters after step {i}")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("strategy", ["reshard", "keep", "replicate"])
+def test_fsdp_compile(gloo2: Pool, strategy: str) -> None:
+    """A compiled step, update included, is the eager one for five steps, and is compiled once into one graph."""
+    gloo2.run(compiled_training, strategy)
+
+
+@pytest.mark.parametrize("way", ["fs", "torch.func"])
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
+def test_fully_shard_compile_graph(p: P, way: str) -> None:
+    """The graph of a step has the very collectives that the eager step sends, regathers included, in the same order."""
+    with world(8):
+        model = Net()
+        spec = fs.by_type(MLP, p=p)(model).bound
+        params = fs.shard(model, spec)
+        f = WAYS[way](lambda p, x: squared(sharded_call(model, p, spec), x))
+        with Collectives() as sent:
+            f(params, numbers(0, 0))
+        graph = make_fx(f)(params, numbers(0, 0)).graph
+        targets = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        names = [target._schema.name.partition("::") for target in targets]
+        ops = [
+            SHORT.get(name, name) for namespace, _, name in names if namespace == "_c10d_functional" and name != "wait_tensor"
+        ]
+        assert ops == [s.op for s in sent.all]
+        assert Counter(ops).total() == {P("shard"): 11, P("shard", reshard=False): 8, P(): 4}[p]
+        assert sum(name == "wait_tensor" for _, _, name in names) == len(ops)

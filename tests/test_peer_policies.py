@@ -1,0 +1,300 @@
+"""The claims of torch's test_wrap.py, and rows A9 to A23 of policies; also where torch is wrong."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from models import build
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, apply_activation_checkpointing
+from torch.distributed.fsdp import wrap
+from torch.nn.modules.batchnorm import _BatchNorm
+from wrap_oracle import NESTED, Wrapper, lambdas, sequential, size, torch_units, units_of, wrapped
+
+import funshard as fs
+from funshard.testing import Leafy, modules
+
+BF16 = fs.Precision(param=torch.bfloat16)
+
+
+# --- Sizes and leaves to the numel, as in test_wrap.py. ---
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        (sequential(*NESTED), {}, {"2"}),  # test_auto_wrap_api: 60 >= 40, each layer is 30
+        (nn.Sequential(nn.ModuleList([nn.Linear(5, 5)] * 1), nn.ModuleDict({"a": nn.Linear(5, 5)})), {}, set()),
+        (nn.Sequential(nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])), {}, set()),  # ..._preset_exclude_wrap
+        (nn.Sequential(nn.ModuleList([nn.Linear(10, 10)])), {}, {"0.0"}),  # ..._exclude_wrap_include_children
+        (nn.Sequential(nn.ModuleDict({"a": nn.Linear(10, 10)})), {}, {"0.a"}),
+        (nn.Sequential(nn.Linear(10, 10), nn.MultiheadAttention(100, 1)), {}, {"0"}),  # ..._force_leaf
+        (nn.Sequential(nn.Linear(10, 10), nn.MultiheadAttention(100, 1)), {"force_leaf": ()}, {"0", "1", "1.out_proj"}),
+        (sequential(*NESTED, width=10), {"force_leaf": (nn.Linear,)}, {"2"}),  # ..._force_leaf_custom: no Linear
+        (sequential(None, width=10), {"force_leaf": (nn.Linear,)}, set()),
+        (sequential(None, (None,)), {"min_numel": 30}, {"0", "1.0"}),  # inclusive; nothing is left over for "1"
+        (sequential(None, (None,)), {"min_numel": 31}, set()),
+    ],
+)
+def test_a8_a9_a10_a11_sizes(model: nn.Module, options: dict[str, Any], expected: set[str]) -> None:
+    """Thresholds are inclusive, forced leaves and containers are no units, what a unit took counts no more above it."""
+    spec = fs.by_size(**{"min_numel": 40, **options})(model)
+    assert set(dict(spec.selected)) == expected
+    torch_options = {"force_leaf_modules": set(options["force_leaf"])} if "force_leaf" in options else {}
+    assert units_of(spec) == torch_units(model, size(options.get("min_numel", 40), **torch_options))
+
+
+def test_auto_wrap_with_ignored_modules() -> None:
+    """With one linear of the inner Sequential ignored, 30 < 40: no inner unit; always keeps the siblings and parents."""
+    model = sequential(*NESTED)
+    for item in ("2.0", model[2][0]):
+        assert fs.ignoring(fs.by_size(40), modules=[item])(model).selected == ()
+        assert set(dict(fs.ignoring(fs.always(), modules=[item])(model).selected)) == {"0", "1", "2.1"}
+        assert set(dict(fs.ignoring(fs.custom(lambda m: m is not model), modules=[item])(model).selected)) == {
+            "0",
+            "1",
+            "2",
+            "2.1",
+        }
+    assert fs.ignoring(fs.by_size(40), params=["2.0.weight"])(model).selected == ()  # 35
+    assert dict(fs.ignoring(fs.by_size(40), params=[model[2][0].bias])(model).selected).keys() == {"2"}  # 55
+
+
+def test_main_wrap_api() -> None:
+    """Threshold 0: every module is a unit with all options of the policy, an override beats one of them."""
+    p = fs.P("shard", reshard=False, precision=BF16, remat=True, offload="cpu", align=8)
+    spec = fs.override(fs.by_size(0, p=p), fs.by_path({"2.1": fs.P("shard", align=2)}))(sequential(*NESTED))
+    assert dict(spec.selected) == {**dict.fromkeys(("0", "1", "2", "2.0"), p), "2.1": fs.P("shard", align=2)}
+    assert {unit.key: unit.p for unit in spec} == {**dict.fromkeys(("0", "1", "2.0"), p), "2.1": fs.P("shard", align=2)}
+
+
+# --- Where torch is wrong. ---
+
+
+def shared_below_two(order: str = "ab") -> nn.Module:
+    """``a.x`` and ``b.x`` are one Linear of 6 elements."""
+    shared, model = nn.Linear(2, 2), nn.Module()
+    for name in order:
+        parent = nn.Module()
+        parent.x, parent.own = shared, nn.Parameter(torch.zeros(5 if name == "a" else 1))
+        model.add_module(name, parent)
+    return model
+
+
+def test_a12_shared_modules_and_tied_parameters_count_once() -> None:
+    """torch wraps a shared module twice and counts it twice; here it is one unit, and its elements count once."""
+    model, seen = shared_below_two(), []
+    root = wrapped(model, size(6))
+    assert root.a.x is not root.b.x
+    assert isinstance(root.a.x, Wrapper)
+    assert root.a.x._wrapped is root.b.x._wrapped
+    wrap._recursive_wrap(copy.deepcopy(model), size(6), lambda m: seen.append(m) or m, set(), set())
+    assert sum(isinstance(m, nn.Linear) for m in seen) == 2
+    _, counted = wrap._recursive_wrap(copy.deepcopy(model), lambdas(lambda m: isinstance(m, nn.Linear)), Wrapper, set(), set())
+    assert counted == 12
+    spec = fs.by_size(6)(model)
+    assert units_of(spec) == {"": {"a.own", "b.own"}, "a.x": {"a.x.weight", "a.x.bias"}}
+    assert spec.by_name["b.x.bias"] == spec.by_name["a.x.bias"]
+
+    tied = sequential((None,), (None,))
+    tied[1][0].weight = tied[0][0].weight  # 5 elements of either side are its own, 25 are both's
+    assert torch_units(tied, size(30)).keys() == {"", "0.0", "1.0"}
+    assert fs.by_size(30)(tied).selected == ()
+    assert units_of(fs.by_size(5)(tied))[""] == {"0.0.weight"}
+
+
+def test_a14_a_shared_module_is_one_unit_under_all_its_names() -> None:
+    """torch's replacement leaves the second name raw; a spec replaces nothing, both names are in the unit."""
+    model = shared_below_two()
+    root = wrapped(model, wrap.ModuleWrapPolicy([nn.Linear]))
+    assert isinstance(root.a.x, Wrapper)
+    assert type(root.b.x) is nn.Linear
+    spec = fs.by_type(nn.Linear)(model)
+    assert spec.by_name["b.x.weight"] == spec.by_name["a.x.weight"]
+    assert spec.by_name["b.x.weight"][0].key == "a.x"
+    assert type(model.a.x) is type(model.b.x) is nn.Linear
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.bn1, self.bn2 = nn.Linear(5, 5), nn.BatchNorm1d(5), nn.BatchNorm2d(5)
+        self.bn3, self.sync = nn.BatchNorm3d(5), nn.SyncBatchNorm(5)
+
+
+def test_a17_full_precision_changes_no_other_options() -> None:
+    """Batch norms are units without precision; torch's override also takes it from the root's own options."""
+    options, model = {"mixed_precision": "bf16"}, Norms()
+    wrap._run_mixed_precision_override_policy(model, [_BatchNorm], set(), options, {})
+    assert options == {"mixed_precision": None}, "torch mutates the root's options"
+    p = fs.P("shard", reshard=False, precision=BF16)
+    spec = fs.full_precision(fs.whole(p))(model)
+    bare = fs.P("shard", reshard=False)
+    assert {unit.key: unit.p for unit in spec} == {"": p, "bn1": bare, "bn2": bare, "bn3": bare, "sync": bare}
+    assert spec.root == p
+
+
+@given(modules())
+def test_a17_full_precision_inherits_from_the_unit_around(model: nn.Module) -> None:
+    """On shared modules too: the P of the lowest unit above all places, less its precision."""
+    p, q = fs.P("shard", precision=BF16), fs.P("shard", precision=BF16, align=4)
+    before = fs.override(fs.whole(p), fs.by_size(4, p=q))
+    spec, tree = fs.full_precision(before, Leafy)(model), fs.module_tree(model)
+    for unit in spec:
+        leafy = tree.canonical[unit.path] in {node.path for node in tree.nodes() if node.cls is Leafy}
+        assert (unit.p.precision is None) == leafy
+    dropped = {param.name: (u.p.align, u.p.axis) for u in spec for param in u.params}
+    kept = {param.name: (u.p.align, u.p.axis) for u in before(model) for param in u.params}
+    assert dropped == kept
+
+
+def test_wrap_batchnorm_individually() -> None:
+    """Exactly the four batch norms, alone and or-ed with a never-policy; a container policy keeps them nested."""
+    model = Norms()
+    expected = {"bn1", "bn2", "bn3", "sync"}
+    for policy in (fs.by_type(_BatchNorm), fs.any_of(fs.by_type(_BatchNorm), fs.custom(lambda m: False))):
+        assert set(dict(policy(model).selected)) == expected
+    outer = nn.Sequential(model)
+    assert set(dict(fs.by_type(Norms)(outer).selected)) == {"0"}
+    assert set(dict(fs.any_of(fs.by_type(Norms), fs.by_type(_BatchNorm))(outer).selected)) == {
+        "0",
+        *(f"0.{n}" for n in expected),
+    }
+
+
+def test_custom_policy_with_full_precision() -> None:
+    """test_custom_policy: a dict overrides one unit's options, the rest inherit; batch norms stay in full precision."""
+    model, p = (
+        nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Sequential(Norms(), nn.Linear(2, 2))),
+        fs.P("shard", precision=BF16),
+    )
+
+    def choose(module: nn.Module) -> bool | dict[str, Any]:
+        return {"axis": None, "reshard": False} if isinstance(module, Norms) else type(module) is nn.Linear
+
+    spec = fs.full_precision(fs.custom(choose, p), _BatchNorm, nn.LayerNorm)(model)
+    got = {unit.key: unit.p for unit in spec}
+    norm = fs.P(reshard=False)
+    assert got == {
+        **dict.fromkeys(("0", "2.1", "2.0.lin"), p),
+        "1": fs.P("shard"),
+        **{f"2.0.{name}": norm for name in ("bn1", "bn2", "bn3", "sync")},
+    }
+
+
+# --- Marks, frozen parameters, the root, checkpointing. ---
+
+
+def test_a19_marks_are_enable_wrap_and_wrap() -> None:
+    """The override of the mark beats the policy's option, as wrap's beats enable_wrap's; no context, so nothing nests."""
+    with wrap.enable_wrap(wrapper_cls=Wrapper, align=2, reshard=False):
+        inner = wrap.wrap(nn.Linear(2, 2), align=4)
+        with pytest.raises(NotImplementedError, match="nested"), wrap.enable_wrap(wrapper_cls=Wrapper):
+            pass
+    model = nn.Sequential(fs.mark(nn.Sequential(fs.mark(nn.Linear(2, 2), align=4), nn.Linear(2, 2))), nn.Linear(2, 2))
+    spec = fs.marked(fs.P("shard", align=2, reshard=False))(model)
+    assert dict(spec.selected) == {"0": fs.P("shard", align=2, reshard=False), "0.0": fs.P("shard", align=4, reshard=False)}
+    assert inner.options == {"align": 4, "reshard": False}
+    assert isinstance(model[0][0], nn.Linear), "marking returns its argument"
+    assert fs.marked()(copy.deepcopy(model)) == fs.marked()(model), "a copy is marked as well"
+    assert fs.marked()(sequential(*NESTED)) == fs.whole()(sequential(*NESTED))
+    assert dict(fs.marked()(nn.Sequential(fs.mark(fs.mark(nn.Linear(1, 1), align=3), remat=True))).selected) == {
+        "0": fs.P("shard", align=3, remat=True)
+    }
+
+
+def test_a13_a20_specs_are_data_and_nest() -> None:
+    """What torch refuses as already wrapped is one more entry here; two wishes for one module name its path."""
+    model = sequential(*NESTED)
+    inner = fs.by_path({"2.1": fs.P("shard", align=4)})
+    assert units_of(fs.any_of(inner, fs.by_path({"2": fs.P("shard")}))(model)).keys() == {"", "2", "2.1"}
+    with pytest.raises(
+        ValueError, match=r"module '2\.1' is selected as P\('shard', align=4\) and as P\('shard'\); use override"
+    ):
+        fs.any_of(inner, fs.by_path({"2.1": fs.P("shard")}))(model)
+    assert dict(fs.override(inner, fs.by_type(nn.Linear))(model).selected)["2.1"] == fs.P("shard")
+
+
+@given(modules())
+@example(nn.Sequential())
+def test_a15_the_root_owns_the_leftovers(model: nn.Module) -> None:
+    """What no path owns is in unit "", which exists only if something is left."""
+    spec = fs.always()(model)
+    taken = {param.name for unit in spec if unit.path for param in unit.params}
+    left = {param.name for param in fs.module_tree(model).all_params} - taken
+    assert {param.name for unit in spec if not unit.path for param in unit.params} == left
+    assert ("" in spec.by_key) == bool(left)
+    assert spec.paths[0] == ""
+
+
+def test_a21_frozen_parameters_are_units_of_their_own() -> None:
+    """test_frozen_params, test_validate_frozen_params: nothing to warn about, a reduction carries trainable numel only."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), nn.Linear(2, 2))
+    model[0][0].requires_grad_(False)
+    spec = fs.by_path({"0": fs.P("shard")})(model)
+    assert {unit.key: (unit.requires_grad, unit.numel) for unit in spec} == {
+        "": (True, 6),
+        "0": (True, 10),
+        "0:frozen": (False, 20),
+    }
+    assert {unit.key: unit.requires_grad for unit in fs.always()(model)} == {"0.0": False, "0.1": True, "1": True}
+    lora = fs.ignoring(fs.by_path({"0": fs.P("shard")}), modules=["0.0"])(model)
+    assert [unit.key for unit in lora] == ["", "0"]
+
+
+def test_a22_tied_weights_live_in_the_common_ancestor() -> None:
+    """Two units share a weight: one owner above both, no second copy, both names find it."""
+    model = nn.Sequential(nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)), nn.Linear(7, 2))
+    model[0][1].weight = model[0][0].weight
+    spec = fs.always()(model)
+    assert units_of(spec) == {"": {"0.0.weight"}, "0.0": set(), "0.1": set(), "1": {"1.weight", "1.bias"}}
+    assert units_of(fs.by_type(nn.Sequential)(model))["0"] == {"0.0.weight"}
+    (unit, param) = spec.by_name["0.1.weight"]
+    assert (unit.key, param.names) == ("", ("0.0.weight", "0.1.weight"))
+
+
+def test_a23_one_policy_type_serves_checkpointing() -> None:
+    """The units with remat are the modules that apply_activation_checkpointing wraps under the same policy."""
+    model = sequential(*NESTED)
+    checkpointed = copy.deepcopy(model)
+    apply_activation_checkpointing(checkpointed, auto_wrap_policy=wrap.ModuleWrapPolicy([nn.Linear]))
+    places = {
+        p.replace("._checkpoint_wrapped_module", "")
+        for p, m in checkpointed.named_modules()
+        if isinstance(m, CheckpointWrapper)
+    }
+    spec = fs.by_type(nn.Linear, p=fs.P("shard", remat=True))(model)
+    assert {unit.path for unit in spec if unit.p.remat} == places == {"0", "1", "2.0", "2.1"}
+
+
+def test_mixed_precision_resnet() -> None:
+    """As many full-precision units as there are batch norms, whatever the policy and although the rest is bf16."""
+    with torch.device("meta"):
+        made = build("resnet_with_batch_norm", 1)
+    norms = {path for path, m in made.model.named_modules() if isinstance(m, _BatchNorm)}
+    p = fs.P("shard", precision=BF16)
+    for policy in (fs.whole(p), fs.always(p), fs.by_type(*made.blocks, p=p), fs.by_size(50, p=p)):
+        assert {unit.path for unit in fs.full_precision(policy)(made.model) if unit.p.precision is None} == norms
+    assert len(norms) > 3
+
+
+@pytest.mark.parametrize("policy", [fs.by_size(0), fs.by_size(40), fs.always(), fs.whole()])
+def test_auto_wrap_smoke_test(policy: fs.Policy) -> None:
+    """One rank: six SGD steps on the units of each policy are the plain model's."""
+    model, x = sequential(*NESTED).double(), torch.randn(4, 5, dtype=torch.float64)
+    spec = policy(model).on({"shard": 1})
+    params = fs.shard(model, spec, rank=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        grads = fs.grad(lambda params: (fs.functional_call(model, params, (x,), spec=spec) ** 2).sum())(params)
+        params = {key: p - 0.1 * grads[key] for key, p in params.items()}
+    for _ in range(6):
+        optimizer.zero_grad()
+        (model(x) ** 2).sum().backward()
+        optimizer.step()
+    for name, value in fs.unflatten(params, spec).items():
+        torch.testing.assert_close(value, model.get_parameter(name).detach(), rtol=1e-9, atol=1e-9)

@@ -1,0 +1,344 @@
+"""Training parity: torch's own claims for FSDP (test_fully_shard_training, test_fsdp_core), on real ranks.
+
+Every run is held, at every step, against a plain copy whose gradients are averaged by hand: losses, gradients and
+parameters, with other data on each rank, in double precision at torch's own tolerance for it (1e-7).
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from parity import (
+    WAYS,
+    average_gradients,
+    check_parity,
+    next_token,
+    numbers,
+    plain_call,
+    same,
+    sharded_call,
+    squared,
+    tokens,
+)
+from peer_models import MLP, Block, Net, Transformer, chain
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard import P
+
+STRATEGIES = {"FULL_SHARD": P("shard"), "SHARD_GRAD_OP": P("shard", reshard=False), "NO_SHARD": P()}
+
+
+def double_linear(shapes: list[tuple[int, int]]) -> nn.Module:
+    return nn.Sequential(nn.Linear(*shapes[0]), nn.ReLU(), nn.Linear(*shapes[1])).double()
+
+
+SHAPES = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)], [(1, 1), (1, 1)]]
+
+
+def single_group(rank: int, shapes: list[tuple[int, int]], strategy: str) -> None:
+    model = double_linear(shapes)
+    batch = lambda rank, step: numbers(rank, step, shapes[0][0])  # noqa: E731
+    check_parity(rank, model, fs.whole(STRATEGIES[strategy])(model), batch, steps=10)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_train_parity_single_group_shard_dim0(gloo4: Pool, shapes: list[tuple[int, int]], strategy: str) -> None:
+    """Shapes that four ranks do not divide, down to ranks that own nothing but padding."""
+    gloo4.run(single_group, shapes, strategy)
+
+
+def multi_group(rank: int, strategy: str, way: str) -> None:
+    model = Transformer()
+    check_parity(
+        rank,
+        model,
+        fs.by_type(Block, p=STRATEGIES[strategy])(model),
+        tokens,
+        next_token,
+        way=way,
+        steps=10 if way == "fs" else 3,
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_train_parity_multi_group(gloo2: Pool, strategy: str, way: str) -> None:
+    """A transformer with one unit for each block, by every way to differentiate."""
+    gloo2.run(multi_group, strategy, way)
+
+
+def cpu_training(rank: int, strategy: str, peer: str) -> None:
+    model = Transformer()
+    spec = fs.by_type(Block, p=STRATEGIES.get(strategy, P("shard")))(model)
+    if strategy == "HYBRID_SHARD":
+        spec = spec.on(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    spec = spec.bound
+    other = copy.deepcopy(model)
+    if peer == "FSDP2":
+        for layer in other.layers:
+            fully_shard(layer)
+        fully_shard(other)
+    else:
+        other = DistributedDataParallel(other)
+    params = fs.shard(model, spec)
+    ours = torch.optim.Adam(params.values(), lr=1e-2)
+    theirs = torch.optim.Adam(other.parameters(), lr=1e-2)
+    for step in range(10):
+        ids = tokens(rank, step)
+        theirs.zero_grad()
+        expected = next_token(other, ids)
+        expected.backward()
+        theirs.step()
+        grads, value = fs.grad_and_value(lambda p: next_token(sharded_call(model, p, spec), ids))(params)
+        for key, shard in params.items():
+            shard.grad = grads[key]
+        ours.step()
+        assert_close(value, expected.detach())
+    state = {k.removeprefix("module."): p.detach() for k, p in other.named_parameters()}
+    same(fs.gather_full(params, spec), {k: getattr(p, "full_tensor", lambda p=p: p)() for k, p in state.items()}, peer)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "HYBRID_SHARD"])
+@pytest.mark.parametrize("peer", ["DDP", "FSDP2"])
+def test_fsdp_cpu_training(gloo4: Pool, peer: str, strategy: str) -> None:
+    """Ten steps of Adam next to torch's own DDP and FSDP2 on the same ranks: losses and the trained parameters."""
+    gloo4.run(cpu_training, strategy, peer)
+
+
+def always_wrapped(rank: int) -> None:
+    for model, policy in [
+        (chain(), fs.always()),
+        (nn.Sequential(MLP(5), nn.Sequential(MLP(5), MLP(5))), fs.by_type(MLP, nn.Sequential)),
+        (Net(), fs.override(fs.always(), fs.by_path({"blocks.1": P()}))),
+    ]:
+        options = {"optimizer": torch.optim.SGD, "momentum": 0.9}
+        trained = check_parity(rank, model, policy(model), steps=4, **options)
+        assert not any(torch.equal(p, trained[name]) for name, p in model.named_parameters())
+
+
+def test_nested_wrapped_model(gloo2: Pool) -> None:
+    """Every layer a unit, containers as units, a replicated unit around sharded ones: SGD with momentum."""
+    gloo2.run(always_wrapped)
+
+
+def double_precision(rank: int) -> None:
+    model = Net().float()
+    spec = fs.by_type(MLP)(model).bound
+    reference, x = copy.deepcopy(model).double(), numbers(rank, 0)
+    params = {key: shard.double() for key, shard in fs.shard(model, spec).items()}
+    grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x))(params)
+    expected = squared(reference, x)
+    expected.backward()
+    assert value.dtype == torch.float64
+    assert_close(value, expected.detach())
+    full = fs.gather_full(grads, spec)
+    assert {g.dtype for g in full.values()} == {torch.float64}
+    same(full, average_gradients(reference), "gradient")
+
+
+def test_to_float64_after_init(gloo2: Pool) -> None:
+    """Shards cast after sharding compute in the new dtype, whatever the module's own parameters are."""
+    gloo2.run(double_precision)
+
+
+def through_parts(rank: int) -> None:
+    model = Net()
+    loss = lambda call, x: squared(lambda x: call(x, method="features" if x[0, 0] > 0 else None), x)  # noqa: E731
+    batch = lambda rank, step: numbers(rank, step).abs() * (-1) ** step  # noqa: E731  the same branch on all ranks
+    check_parity(rank, model, fs.by_type(MLP)(model), batch, loss)
+
+
+def test_non_root_forward_backward(gloo2: Pool) -> None:
+    """Steps through the whole model in turn with steps through a part of it, entered by another method than forward."""
+    gloo2.run(through_parts)
+
+
+def a_part_of_its_own(rank: int) -> None:
+    model, x = Net(), numbers(rank, 0)
+    spec, part = fs.by_type(MLP)(model).bound, fs.whole()(model.blocks[1]).bound
+    params = fs.shard(model, spec)
+    loss = lambda p: squared(sharded_call(model.blocks[1], {"": p["blocks.1"]}, part), x)  # noqa: E731
+    grads, value = fs.grad_and_value(loss)(params)
+    expected = squared(model.blocks[1], x)
+    expected.backward()
+    assert_close(value, expected.detach())
+    same(fs.gather_full(grads, spec), average_gradients(model), "gradient")
+
+
+def test_non_root_forward_backward_of_a_submodule(gloo2: Pool) -> None:
+    """The shard of a unit serves the submodule called by itself."""
+    gloo2.run(a_part_of_its_own)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = MLP(5), nn.Linear(5, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x) + self.inner(2 * torch.sigmoid(self.outer(x))))
+
+
+def used_twice(rank: int, strategy: str, way: str) -> None:
+    for policy in (fs.by_type(MLP, p=STRATEGIES[strategy]), fs.always(STRATEGIES[strategy])):
+        check_parity(rank, Twice(), policy(Twice()), way=way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_multi_forward_module(gloo2: Pool, strategy: str, way: str) -> None:
+    """A unit that runs twice in a forward, with others in between, has the sum of both gradients."""
+    gloo2.run(used_twice, strategy, way)
+
+
+def checkpointed(rank: int, strategy: str, way: str, tied: bool) -> None:
+    model = Transformer(tied=tied)
+
+    def loss(call, ids: Tensor) -> Tensor:
+        run = lambda ids: torch.utils.checkpoint.checkpoint(call, ids, use_reentrant=False)  # noqa: E731
+        return next_token(run, ids)
+
+    check_parity(rank, model, fs.by_type(Block, p=STRATEGIES[strategy])(model), tokens, loss, way=way, steps=3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("way", ["fs", "backward"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_train_parity_with_activation_checkpointing(gloo2: Pool, strategy: str, way: str, tied: bool) -> None:
+    """torch.utils.checkpoint around the call recomputes it, gathers included, to the same gradients."""
+    gloo2.run(checkpointed, strategy, way, tied)
+
+
+class Chunked(Transformer):
+    def trunk(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+    def project(self, x: Tensor) -> Tensor:
+        return self.output(x)
+
+
+def chunked(rank: int, strategy: str, way: str) -> None:
+    def loss(call, ids: Tensor) -> Tensor:
+        chunks = call(ids, method="trunk").chunk(3, 1)
+        return sum((call(chunk, method="project") ** 2).mean() for chunk in chunks)
+
+    check_parity(rank, Chunked(1), fs.by_type(Block, p=STRATEGIES[strategy])(Chunked(1)), tokens, loss, way=way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_partial_group_forward_then_standalone(gloo2: Pool, strategy: str, way: str) -> None:
+    """A unit of which one part runs in the trunk and another is then called for each chunk of a chunked loss."""
+    gloo2.run(chunked, strategy, way)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(MLP(5), nn.Sequential(MLP(5), nn.Tanh()))
+        self.policy, self.value = nn.Linear(5, 3).double(), nn.Linear(5, 1).double()
+
+    def forward(self, x: Tensor, head: str = "policy") -> Tensor:
+        return getattr(self, head)(self.trunk(x))
+
+
+def double_forward(rank: int, way: str) -> None:
+    def loss(call, x: Tensor) -> Tensor:
+        chosen, rejected = call(x), call(-x)
+        again = torch.utils.checkpoint.checkpoint(call, x + 1, use_reentrant=False) if way == "backward" else call(x + 1)
+        return nn.functional.softplus(rejected - chosen + again).mean()
+
+    model = TwoHeads()
+    trained = check_parity(rank, model, fs.by_type(MLP, nn.Sequential, nn.Linear)(model), loss=loss, way=way)
+    assert torch.equal(trained["value.weight"], model.value.weight)  # unused: gradient zeros, and no step
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_double_partial_forward_then_backward(gloo2: Pool, way: str) -> None:
+    """Several forwards, then one backward (DPO), nested units and an unused head."""
+    gloo2.run(double_forward, way)
+
+
+class Raising(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.first(x))
+        if x.shape[0] == 3:
+            raise KeyError("halfway")
+        return self.head(self.blocks[1](x))
+
+
+def exception(rank: int, way: str) -> None:
+    model = Raising()
+    spec = fs.by_type(MLP)(model).bound
+    for _ in range(2):
+        with pytest.raises(KeyError, match="halfway"):
+            WAYS[way](lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)[:3]))(fs.shard(model, spec))
+        check_parity(rank, model, spec, way=way, steps=2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reset_iter_state_after_exception(gloo2: Pool, way: str) -> None:
+    """Nothing to reset: a step after one that raised halfway is right."""
+    gloo2.run(exception, way)
+
+
+class NoInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7).double())
+
+    def forward(self) -> Tensor:
+        return self.weight.exp()
+
+
+def no_input(rank: int) -> None:
+    check_parity(rank, NoInput(), fs.whole()(NoInput()), lambda rank, step: rank + step, lambda call, x: (call() * x).sum())
+
+
+def test_root_no_forward_inputs(gloo2: Pool) -> None:
+    """A module whose forward takes nothing trains."""
+    gloo2.run(no_input)
+
+
+def contiguous(rank: int) -> None:
+    model = Net()
+    spec = fs.by_type(MLP)(model).bound
+    params = fs.shard(model, spec)
+    grads = fs.grad(lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
+    tensors = [*fs.unshard(params, spec).values(), *params.values(), *grads.values()]
+    assert all(t.is_contiguous() for t in tensors)
+    assert {k: g.shape for k, g in grads.items()} == {k: p.shape for k, p in params.items()}
+
+
+def test_shard_placement_fn_contiguous_params_grads(gloo4: Pool) -> None:
+    """Gathered parameters, shards and gradients are contiguous."""
+    gloo4.run(contiguous)
+
+
+def same_model(rank: int) -> None:
+    torch.manual_seed(rank)
+    model = nn.Sequential(MLP(5), nn.BatchNorm1d(5).double())
+    spec = fs.by_type(MLP)(model).bound
+    params = fs.scatter_full(dict(model.named_parameters()) if rank == 0 else None, spec)
+    torch.manual_seed(0)
+    expected = nn.Sequential(MLP(5), nn.BatchNorm1d(5).double())
+    same(fs.gather_full(params, spec), dict(expected.named_parameters()), "rank 0's parameter")
+    x = numbers(0, 0)
+    assert_close(sharded_call(model.eval(), params, spec)(x), plain_call(expected.eval())(x))
+
+
+def test_fsdp_same_model_across_ranks(gloo2: Pool) -> None:
+    """Ranks that initialised differently all train rank 0's parameters after scatter_full."""
+    gloo2.run(same_model)

@@ -1,0 +1,128 @@
+"""Law S6 and the rows of policies that have a namesake in torch.distributed.fsdp.wrap: they select the very same modules."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import ARCHITECTURES, build
+from torch import nn
+from torch.distributed.fsdp import wrap
+from wrap_oracle import assert_same, lambdas, owning, size, torch_units, units_of, wide
+
+import funshard as fs
+from funshard.testing import Leafy, Sum, modules
+
+TREES = modules(tied=False)
+
+
+@given(TREES)
+def test_a1_a2_policies_are_functions_and_specs_are_policies(model: nn.Module) -> None:
+    """Any function from a tree to a spec is a policy; what a spec selected selects the same again."""
+
+    def mine(model: nn.Module | fs.ModuleTree) -> fs.PartitionSpec:
+        tree = model if isinstance(model, fs.ModuleTree) else fs.module_tree(model)
+        return fs.by_path({node.path: fs.P("shard") for node in tree.nodes() if wide(node.module)})(tree)
+
+    spec = fs.custom(wide)(model)
+    assert mine(model) == spec == fs.by_path(dict(spec.selected))(model)
+    assert fs.any_of(mine, fs.whole())(model) == fs.override(fs.whole(), mine)(fs.module_tree(model)) == spec
+
+
+@given(TREES)
+def test_a3_by_type_is_module_wrap_policy(model: nn.Module) -> None:
+    """Instances of the classes, subclasses too; as an object and as a callable in an or-policy."""
+    for classes in [(Leafy,), (Sum,), (nn.ModuleList, Leafy), (nn.Module,), (nn.Linear,)]:
+        assert_same(model, fs.by_type(*classes), wrap.ModuleWrapPolicy(classes))
+        assert_same(model, fs.by_type(*classes), partial(wrap._or_policy, policies=[wrap.ModuleWrapPolicy(classes)]))
+
+
+@given(TREES)
+def test_a4_custom_is_custom_policy(model: nn.Module) -> None:
+    """False and {} select nothing, True the options of the policy, a dict overrides some of them."""
+
+    def choose(module: nn.Module) -> bool | dict[str, Any]:
+        return [False, True, {}, {"align": 4}][(len(module._parameters) + isinstance(module, Leafy)) % 4]
+
+    options = {"axis": "shard", "reshard": False}
+    targets = wrap.CustomPolicy(choose)._run_policy(model, set(), options)
+    expected = {path: fs.P(**targets[m]) for path, m in model.named_modules() if m in targets}
+    assert dict(fs.custom(choose, fs.P(**options))(model).selected) == expected
+    assert_same(model, fs.custom(choose), wrap.CustomPolicy(lambda m: bool(choose(m))))
+
+
+@given(TREES)
+def test_a5_custom_is_lambda_auto_wrap_policy(model: nn.Module) -> None:
+    """With a predicate, the modules for which it is true."""
+    root = model  # torch's callables are never asked about the root
+    assert_same(model, fs.custom(wide), lambdas(wide))
+    assert_same(model, fs.custom(lambda m: m is not root), lambdas(lambda m: True))
+
+
+@given(TREES)
+def test_a6_by_type_is_transformer_auto_wrap_policy(model: nn.Module) -> None:
+    """And the private _wrap_module_cls_individually, which is the same once more."""
+    assert_same(model, fs.by_type(Leafy), partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Leafy}))
+    assert_same(model, fs.by_type(Leafy), partial(wrap._wrap_module_cls_individually, module_classes=[Leafy]))
+
+
+@given(TREES)
+def test_a7_always_is_always_wrap_policy(model: nn.Module) -> None:
+    """Less the modules without parameters of their own, which own nothing in torch either."""
+    ours, theirs = units_of(fs.always()(model)), torch_units(model, wrap.always_wrap_policy)
+    assert owning(ours) == owning(theirs)
+    assert ours.keys() - {""} == owning(theirs).keys() - {""}
+
+
+@given(TREES, st.integers(0, 25), st.sampled_from([(), (Leafy,), (Sum,)]), st.sampled_from([(), (Leafy,), (nn.ModuleList,)]))
+def test_a8_by_size_is_size_based_auto_wrap_policy(
+    model: nn.Module, least: int, leaves: tuple[type[nn.Module], ...], excluded: tuple[type[nn.Module], ...]
+) -> None:
+    """Any threshold (inclusive), any sets of forced leaves and excluded classes; given sets replace the defaults."""
+    assert_same(model, fs.by_size(least), size(least))
+    options = size(least, force_leaf_modules=set(leaves), exclude_wrap_modules=set(excluded))
+    assert_same(model, fs.by_size(least, force_leaf=leaves, exclude=excluded), options)
+
+
+@given(TREES, st.data())
+def test_a16_ignoring_is_ignored_modules(model: nn.Module, data: st.DataObject) -> None:
+    """Ignored subtrees are no units, own no parameters and count nothing towards a threshold."""
+    ignored = data.draw(st.sets(st.sampled_from([path for path, _ in model.named_modules() if path] or ["none"]), max_size=2))
+    ignored.discard("none")
+    assert_same(model, fs.by_type(Leafy), wrap.ModuleWrapPolicy([Leafy]), ignored)
+    assert_same(model, fs.custom(wide), wrap.CustomPolicy(wide), ignored)
+    assert_same(model, fs.by_size(6), size(6), ignored)
+
+
+@given(TREES)
+def test_a18_any_of_is_or_policy(model: nn.Module) -> None:
+    """Selected by any; a never-policy adds nothing."""
+    never = fs.custom(lambda m: False)
+    both = partial(wrap._or_policy, policies=[lambdas(wide), wrap.ModuleWrapPolicy([Leafy])])
+    assert_same(model, fs.any_of(fs.custom(wide), never, fs.by_type(Leafy)), both)
+
+
+@given(modules())
+def test_a3_shared_modules_are_selected_as_in_torch(model: nn.Module) -> None:
+    """With sharing as well: a module once, at its first path; each parameter in one unit above all its uses."""
+    tree, spec = fs.module_tree(model), fs.by_type(Leafy)(model)
+    targets = wrap.ModuleWrapPolicy([Leafy])._run_policy(model, set(), {})
+    assert [node.module for node in tree.nodes() if node.path in dict(spec.selected)] == list(targets)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_s6_architectures_are_cut_as_torch_cuts_them(name: str) -> None:
+    """Real models, on the meta device: by block class, every module, and by size where no weights are tied."""
+    with torch.device("meta"):
+        made = build(name, 1)
+    spec = fs.by_type(*made.blocks)(made.model)
+    assert units_of(spec) == torch_units(made.model, wrap.ModuleWrapPolicy(made.blocks))
+    assert len(spec.selected) == sum(isinstance(m, made.blocks) for m in made.model.modules()) > 0
+    if not any(param.aliases for param in fs.module_tree(made.model).all_params):
+        assert owning(units_of(fs.always()(made.model))) == owning(torch_units(made.model, wrap.always_wrap_policy))
+        for least in (0, 16, 64, 100, 300, 1000):
+            assert_same(made.model, fs.by_size(least), size(least))

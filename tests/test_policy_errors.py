@@ -1,0 +1,111 @@
+"""What policies refuse: where, what was expected, what came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+
+import funshard as fs
+
+MODEL = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+W = fs.whole()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: fs.by_type(), ValueError, r"by_type: expected at least one module class, got none; whole\(\) makes one unit"),
+        (lambda: fs.by_type(int), TypeError, r"by_type: expected subclasses of nn\.Module, got <class 'int'>"),
+        (lambda: fs.by_type(nn.Linear, nn.ReLU()), TypeError, r"by_type: expected subclasses of nn\.Module, got ReLU\(\)"),
+        (lambda: fs.by_size(force_leaf=[int]), TypeError, r"by_size: expected subclasses of nn\.Module, got <class 'int'>"),
+        (lambda: fs.by_size(exclude=["Linear"]), TypeError, r"by_size: expected subclasses of nn\.Module, got 'Linear'"),
+        (lambda: fs.full_precision(W, str), TypeError, r"full_precision: expected subclasses of nn\.Module, got <class 'str'>"),
+        (
+            lambda: fs.mark(nn.ReLU(), shard=1),
+            ValueError,
+            r"mark: P has no field 'shard': expected some of \['axis', 'reshard',",
+        ),
+        (lambda: fs.ignoring(W, "0"), TypeError, r"ignoring: modules: expected an iterable, got str; put it in a list"),
+        (lambda: fs.ignoring(W, [], 3), TypeError, r"ignoring: params: expected an iterable, got int; put it in a list"),
+        (lambda: fs.ignoring(W, nn.ReLU()), TypeError, r"ignoring: modules: expected an iterable, got ReLU; put it in a list"),
+        (
+            lambda: fs.ignoring(W, [int]),
+            TypeError,
+            r"ignoring: modules: expected path patterns, module classes or modules, got type",
+        ),
+        (
+            lambda: fs.ignoring(W, [3]),
+            TypeError,
+            r"ignoring: modules: expected path patterns, module classes or modules, got int",
+        ),
+        (
+            lambda: fs.ignoring(W, [], [nn.ReLU()]),
+            TypeError,
+            r"ignoring: params: expected name patterns or parameters, got ReLU",
+        ),
+    ],
+)
+def test_wrong_when_made(make: Callable[[], object], error: type[Exception], message: str) -> None:
+    """Before any model is seen (test_ignored_modules_invalid: wrong types are named)."""
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("result", [None, 1, "True", [], nn.ReLU()])
+def test_a4_custom_gives_a_bool_or_a_dict(result: object) -> None:
+    """Anything else is refused with the path and the result, as CustomPolicy refuses it."""
+    with pytest.raises(ValueError, match=r"custom: module '1\.0': expected <function .*> to give a bool or a dict, got"):
+        fs.custom(lambda m: result if m is MODEL[1][0] else False)(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            fs.custom(lambda m: {"strategy": 1} if m is MODEL[1] else False),
+            r"custom: module '1': P has no field 'strategy': expected",
+        ),
+        (fs.by_path({"1.*.x": fs.P()}), r"by_path: pattern '1\.\*\.x' matches no module: expected a path such as \["),
+        (fs.by_path({"10": fs.P()}), r"by_path: pattern '10' matches no module: expected a path such as .*'1'"),
+        (
+            fs.by_path({"*.0": fs.P(), "1.*": fs.P("x")}),
+            r"module '1\.0' is matched by '\*\.0' \(P\(\)\) and by '1\.\*' \(P\('x'\)\): expected",
+        ),
+        (fs.any_of(), r"any_of: expected at least one policy, got none"),
+        (
+            fs.any_of(fs.whole(), fs.whole(fs.P())),
+            r"any_of: module '' \(the leftovers\) is P\('shard'\) and P\(\); use override",
+        ),
+        (
+            fs.any_of(fs.by_path({"0": fs.P()}), fs.always()),
+            r"any_of: module '0' is selected as P\(\) and as P\('shard'\); use override",
+        ),
+        (fs.ignoring(W, ["2"]), r"ignoring: modules: '2' matches no module: expected some of \['', '0', '1', '1\.0'\]"),
+        (fs.ignoring(W, [nn.Conv2d]), r"ignoring: modules: <class '.*Conv2d'> matches no module"),
+        (fs.ignoring(W, [nn.Linear(2, 2)]), r"ignoring: modules: Linear\(.*\) matches no module"),
+        (fs.ignoring(W, params=["*.scale"]), r"ignoring: params: '\*\.scale' matches no parameter of the model"),
+        (fs.ignoring(W, [""]), r"ignoring: modules: the root '' is ignored: expected something left to shard"),
+        (fs.ignoring(W, [MODEL]), r"ignoring: modules: the root '' is ignored: expected something left to shard"),
+        (fs.ignoring(fs.by_path({"1.0": fs.P()}), ["1"]), r"by_path: pattern '1\.0' matches no module"),
+    ],
+)
+def test_wrong_for_this_model(policy: fs.Policy, message: str) -> None:
+    """When the policy meets the model: every message names the path or the pattern."""
+    with pytest.raises(ValueError, match=message):
+        policy(MODEL)
+
+
+def test_marks_are_checked_again_where_they_are_read() -> None:
+    """A mark from a checkpointed or newer model with an unknown field names the module."""
+    model = nn.Sequential(nn.Linear(1, 1))
+    vars(model[0])["_funshard_mark"] = {"stage": 3}
+    with pytest.raises(ValueError, match=r"mark: module '0': P has no field 'stage': expected some of"):
+        fs.marked()(model)
+
+
+def test_literal_patterns_beat_wildcards() -> None:
+    """Where several patterns match, the one with most literal components rules; ** stands for any number of them."""
+    spec = fs.by_path({"**": fs.P("a"), "*.0": fs.P("b"), "1.0": fs.P("c"), "0": fs.P("d")})(MODEL)
+    assert {path: p.axis for path, p in spec.selected} == {"": "a", "0": "d", "1": "a", "1.0": "c"}

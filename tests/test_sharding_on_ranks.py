@@ -1,0 +1,253 @@
+"""On real ranks: disagreements are errors everywhere and never hangs; resharding; uneven, shared and ignored parameters."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+from cases import same
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, init_device_mesh
+
+import funshard as fs
+from funshard import P, Params
+
+
+def square() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 1))
+
+
+def values(model: nn.Module) -> Params:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def message(fn: object, *args: object, **kwargs: object) -> str:
+    """What the ValueError says that fn raises; empty for none."""
+    try:
+        fn(*args, **kwargs)  # type: ignore[operator]
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def different(rank: int, odd: int, what: str, flat: bool) -> str:
+    model = layers()
+    policy = fs.by_type(nn.Linear)
+    if rank == odd:
+        match what:
+            case "shape":
+                model[1] = nn.Linear(5, 7, bias=False)
+            case "dtype":
+                model.bfloat16()
+            case "frozen":
+                model[2].requires_grad_(False)
+            case "policy":
+                policy = fs.whole()
+            case "ignored":
+                policy = fs.ignoring(policy, params=["1.bias"])
+    spec = policy(model)
+    return message(fs.shard, model, spec if flat else spec.on(square()))
+
+
+DIFFERENCES = {
+    "shape": r"'1\.bias' \[7\].*'1\.weight' \[7, 5\]",
+    "dtype": r"'0\.bias' \[5\] torch\.float32.*'0\.bias' \[5\] torch\.bfloat16",
+    "frozen": r"'2\.bias' \[1\].*requires_grad=True.*requires_grad=False",
+    "policy": r"unit '0' P\('shard'\).*unit '' P\('shard'\)",
+    "ignored": r"'1\.bias' \[7\].*'1\.weight'",
+}
+
+
+@pytest.mark.parametrize("what", sorted(DIFFERENCES))
+def test_ranks_with_different_models(what: str, gloo2: Pool, gloo4: Pool) -> None:
+    """shard raises on *every* rank, with what rank 0 has and what the other has; on two axes nobody waits for the odd one.
+
+    (torch trains with different ignored modules on different ranks; here that is an error as well.)
+    """
+    runs = [gloo2.run(different, 1, what, True), gloo4.run(different, 3, what, False), gloo4.run(different, 1, what, False)]
+    for messages, odd in zip(runs, (1, 3, 1), strict=True):
+        assert len(set(messages)) == 1
+        pattern = rf"different models: expected, as on its rank 0, .*got on rank {odd} unit .*; build the same"
+        assert re.search(pattern, messages[0]), messages[0]
+        assert re.search(DIFFERENCES[what], messages[0]), messages[0]
+
+
+def bad_source(rank: int, what: str, src: int, p: P, flat: bool) -> str:
+    model = layers()
+    full: Params | None = values(model)
+    match what:
+        case "name":
+            full["7.weight"] = full.pop("1.weight")
+        case "missing":
+            del full["1.weight"]
+        case "shape":
+            full["1.weight"] = full["1.weight"].t()
+        case "dtype":
+            full = {name: tensor.double() for name, tensor in full.items()}
+        case "none":
+            full = None
+        case "not a tensor":
+            full["1.weight"] = [1.0]  # type: ignore[assignment]
+        case "meta":
+            full = {name: tensor.to("meta") for name, tensor in full.items()}
+    spec = fs.by_type(nn.Linear, p=p)(model)
+    bound = spec.bound if flat else spec.on(square())
+    said = message(fs.scatter_full, full if rank == src else None, bound, src=src)
+    good = fs.scatter_full(values(model) if rank == src else None, bound, src=src)  # and nothing is out of step
+    same(good, fs.shard(values(model), bound, rank=rank))
+    return said
+
+
+BAD_SOURCES = {
+    "name": r"parameter '7\.weight' is not in the spec: expected names",
+    "missing": r"parameter '1\.weight' of unit '1' is missing: expected \[7, 5\], got none",
+    "shape": r"parameter '1\.weight' of unit '1': expected shape \[7, 5\], got \[5, 7\]",
+    "dtype": r"parameter '0\.weight': expected torch\.float32, got torch\.float64",
+    "none": r"expected a dict of full parameters, got None",
+    "not a tensor": r"parameter '1\.weight': expected a tensor with data, got list",
+    "meta": r"parameter '0\.weight': expected a tensor with data, got a meta tensor",
+}
+
+
+@pytest.mark.parametrize("what", sorted(BAD_SOURCES))
+def test_scatter_full_of_what_does_not_fit(what: str, gloo2: Pool, gloo4: Pool) -> None:
+    """What is wrong with the source's dict is the same ValueError on every rank, and the next call works."""
+    runs = [
+        (0, gloo2.run(bad_source, what, 0, P("shard"), True)),
+        (1, gloo2.run(bad_source, what, 1, P(), True)),
+        (2, gloo4.run(bad_source, what, 2, P("shard"), False)),
+    ]
+    for src, messages in runs:
+        assert len(set(messages)) == 1
+        assert re.search(rf"scatter_full: rank {src} holds other parameters.*{BAD_SOURCES[what]}", messages[0]), messages[0]
+
+
+def test_scatter_full_from_no_rank_of_the_mesh(gloo2: Pool) -> None:
+    """An unknown src is an error on every rank before anything is sent."""
+    assert all(re.search(r"rank 2 is not on the mesh.*expected 0\.\.1", text) for text in gloo2.run(from_nowhere))
+
+
+def from_nowhere(rank: int) -> str:
+    model = layers()
+    return message(fs.scatter_full, values(model), fs.whole()(model).bound, src=2)
+
+
+def test_rank0_only_needs_process_groups() -> None:
+    """Simulated ranks all run the same code, so one of them cannot get more than the others."""
+    model = layers()
+
+    def first(mesh: fs.collectives.Mesh, _: Tensor) -> Params:
+        spec = fs.whole()(model).on(mesh)
+        return fs.gather_full(fs.shard(values(model), spec), spec, rank0_only=True)
+
+    with pytest.raises(ValueError, match=r"rank0_only on a simulated mesh: expected process groups"):
+        fs.testing.spmd(first, 2)(torch.zeros(2))
+
+
+def resharded(rank: int) -> None:
+    model, mesh = layers(), square()
+    full = values(model)
+    axes = ["shard", "replicate", ("replicate", "shard"), ("shard", "replicate"), None]
+    policies = [lambda p: fs.whole(p), lambda p: fs.by_type(nn.Linear, p=p), lambda p: fs.by_path({"1": p}, P())]
+    specs = [policies[i % 3](P(axis, align=1 + i % 2))(model).on(mesh) for i, axis in enumerate(axes)]
+    shards = {spec: fs.shard(full, spec) for spec in specs}
+    for old, new in itertools.permutations(specs, 2):
+        same(fs.reshard(shards[old], old, new), fs.shard(full, new, rank=rank))
+
+
+def test_l6_reshard(gloo4: Pool) -> None:
+    """From any of one, two and four slices, of any policy, to any other, on a real 2 x 2 mesh."""
+    gloo4.run(resharded)
+
+
+class Tied(nn.Module):
+    """A tied embedding and head, on more words than four ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4 * 4 + 1, 3, dtype=torch.float64)
+        self.head = nn.Linear(3, 4 * 4 + 1, bias=False, dtype=torch.float64)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+def tied_training(rank: int) -> tuple[Params, Params]:
+    torch.manual_seed(5)
+    model = Tied()
+    spec = fs.always()(model).bound
+    shards = fs.shard(model, spec)
+    leaves = {key: nn.Parameter(shard) for key, shard in shards.items()}
+    sharded = torch.optim.AdamW(leaves.values(), lr=0.1)
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+    tokens = torch.arange(4 * 6).view(4, 6) % 17
+
+    def loss(call: object, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(call(ids), ids.flip(0))  # type: ignore[operator]
+
+    start = fs.gather_full(shards, spec)
+    for _ in range(10):
+        params = {key: leaf.detach() for key, leaf in leaves.items()}
+        grads = fs.grad(lambda p: loss(lambda ids: fs.functional_call(model, p, (ids,), spec=spec), tokens[rank]))(params)
+        for key, leaf in leaves.items():
+            leaf.grad = grads[key]
+        sharded.step()
+        plain.zero_grad()
+        torch.stack([loss(model, row) for row in tokens]).mean().backward()
+        plain.step()
+    end = fs.gather_full(leaves, spec)
+    torch.testing.assert_close(end, values(model), rtol=1e-9, atol=1e-9)
+    return start, end
+
+
+def test_train_shared_params_uneven_shard(gloo4: Pool) -> None:
+    """Tied weights of 4 W + 1 rows after 10 AdamW steps: plain training's, and every row moved, the last slice's too."""
+    for start, end in gloo4.run(tied_training):
+        assert list(end) == ["embed.weight"]
+        assert (start["embed.weight"] != end["embed.weight"]).any(dim=1).all()
+
+
+def one_iteration(rank: int) -> None:
+    model = nn.Linear(3, 3)
+    spec = fs.whole()(model).bound
+    shards = fs.shard(model, spec)
+    xs = torch.randn(2, 3, generator=torch.Generator().manual_seed(6))
+    call = lambda p: fs.functional_call(model, p, (xs[rank],), spec=spec)  # noqa: E731
+    torch.testing.assert_close(call(shards), model(xs[rank]))
+    grads = fs.grad(lambda p: call(p).sum())(shards)
+    full = fs.gather_full({key: shard - 0.1 * grads[key] for key, shard in shards.items()}, spec)
+    torch.testing.assert_close(full["weight"], model.weight.detach() - 0.1 * xs.mean(0).expand(3, 3))
+
+
+def test_one_iteration(gloo2: Pool) -> None:
+    """Uneven slices (12 elements and 9 of a weight): one step is W - lr mean(x), in closed form."""
+    gloo2.run(one_iteration)
+
+
+def ignored(rank: int) -> None:
+    model = layers()
+    spec = fs.ignoring(fs.always(), modules=["1"], params=["2.bias"])(model).bound
+    shards = fs.shard(model, spec)
+    assert sum(unit.numel for unit in spec) == sum(p.numel() for p in model.parameters()) - 42 - 1
+    full = fs.gather_full(shards, spec)
+    same(full, {name: value for name, value in values(model).items() if name in ("0.weight", "0.bias", "2.weight")})
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(fs.functional_call(model, shards, (x,), spec=spec), model(x))
+    given = shards | {"2.bias": torch.full((1,), 100.0)}
+    moved = fs.functional_call(model, given, (x,), spec=spec) - model(x)
+    torch.testing.assert_close(moved, (100 - model[2].bias.detach()).expand(2, 1))
+    assert torch.equal(fs.unshard(given, spec)["2.bias"], given["2.bias"])
+
+
+def test_ignored_parameters(gloo2: Pool) -> None:
+    """They are in no unit and not counted; the model's own are used, or those given under their names."""
+    gloo2.run(ignored)
