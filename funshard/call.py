@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -82,7 +83,18 @@ def functional_call(
         return _by_data_flow(model, params, arguments, options, spec, buffers, method, reduce)
     call = _Call(params, spec, reduce)
     with call.installed(model, buffers):
-        return getattr(model, method or "__call__")(*arguments, **options)
+        try:
+            out = getattr(model, method or "__call__")(*arguments, **options)
+        except RuntimeError as error:
+            if call.hooked and "yet support saved tensor hooks" in str(error):
+                raise RuntimeError(
+                    "functional_call: forward uses a torch.func transform, which torch refuses where saved tensors are "
+                    "replaced: expected P(reshard=False) for every unit, which replaces none"
+                ) from error
+            raise
+    if inspect.isgenerator(out):
+        raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
+    return out
 
 
 def _check_supported(spec: PartitionSpec) -> None:

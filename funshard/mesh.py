@@ -79,6 +79,11 @@ class Mesh:
         return dict(self.axes)[name]
 
     @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """The axis names with their sizes, outermost first."""
+        return tuple((name, axis.size) for name, axis in self.axes)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The axis names, outermost first."""
         return tuple(name for name, _ in self.axes)

@@ -42,15 +42,11 @@ _MARK = "_funshard_mark"
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def _tree(model: nn.Module | ModuleTree) -> ModuleTree:
-    return model if isinstance(model, ModuleTree) else module_tree(model)
-
-
 def _selecting(select: Callable[[ModuleTree], P | None], root: P) -> Policy:
     """The policy that selects the nodes for which ``select`` gives a P."""
 
     def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = _tree(model)
+        tree = module_tree(model)
         chosen = {node.path: p for node in tree.nodes() if (p := select(node)) is not None}
         return build(tree, chosen, root)
 
@@ -101,31 +97,24 @@ def by_size(
     _check_classes("by_size", (*leaves, *excluded))
 
     def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = _tree(model)
+        tree = module_tree(model)
         held: dict[str, dict[str, int]] = {node.path: {} for node in tree.nodes()}
         for param in tree.all_params:
             for path in tree.dominators(param):
                 held[path][param.name] = param.numel
-        below: dict[str, list[ModuleTree]] = {path: [] for path in held}
+        descended: dict[str, ModuleTree] = {}
         for node in tree.nodes():
-            if node is not tree:
-                below[tree.dominators(node)[-1]].append(node)
+            if node is not tree and tree.dominators(node)[-1] not in descended:
+                continue
+            if sum(held[node.path].values()) >= min_numel and not issubclass(node.cls, leaves):
+                descended[node.path] = node
         chosen: dict[str, P] = {}
-
-        def visit(node: ModuleTree) -> set[str]:
-            """Select below and at the node; the names of the parameters that units took."""
-            numels = held[node.path]
-            if sum(numels.values()) < min_numel or issubclass(node.cls, leaves):
-                return set()
-            taken = set[str]().union(*map(visit, below[node.path]))
-            left = sum(numel for name, numel in numels.items() if name not in taken)
-            if node is tree or left < min_numel or issubclass(node.cls, excluded):
-                return taken
-            chosen[node.path] = p
-            return taken | numels.keys()
-
-        visit(tree)
-        del visit  # calling itself it is a reference cycle, which keeps a dropped model alive until the next gc
+        taken: set[str] = set()
+        for path, node in reversed(descended.items()):  # children first
+            left = sum(numel for name, numel in held[path].items() if name not in taken)
+            if node is not tree and left >= min_numel and not issubclass(node.cls, excluded):
+                chosen[path] = p
+                taken |= held[path].keys()
         return build(tree, chosen, p)
 
     return policy
@@ -165,7 +154,7 @@ def by_path(patterns: Mapping[str, P], p: P = _SHARD) -> Policy:
     """
 
     def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = _tree(model)
+        tree = module_tree(model)
         best: dict[str, tuple[int, str]] = {}
         for pattern, value in patterns.items():
             hits = [path for path in tree.canonical if _matches(pattern.split("."), path.split("."))]
@@ -223,7 +212,7 @@ def any_of(*policies: Policy) -> Policy:
     """
 
     def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = _tree(model)
+        tree = module_tree(model)
         chosen: dict[str, P] = {}
         specs = [policy(tree) for policy in policies]
         if not specs:
@@ -243,7 +232,7 @@ def override(base: Policy, extra: Policy) -> Policy:
     """``base``, with what ``extra`` selects added or put in its place. Associative; the leftovers stay the base's."""
 
     def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = _tree(model)
+        tree = module_tree(model)
         first, second = base(tree), extra(tree)
         return build(_ignoring_all(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
 
@@ -286,7 +275,7 @@ def ignoring(
         return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
 
     def inner(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = _tree(model)
+        tree = module_tree(model)
         gone = {node.path for node in tree.nodes() for item in some if hits_module(item, node)}
         names = {p.name for node in tree.nodes() for p in node.params for item in others if hits_param(item, p, node)}
         for item in some:
@@ -317,7 +306,7 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
     kinds = classes or (_BatchNorm,)
 
     def inner(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = _tree(model)
+        tree = module_tree(model)
         spec = policy(tree)
         chosen = dict(spec.selected)
         kept = _ignoring_all(tree, [spec])

@@ -126,6 +126,9 @@ class PartitionSpec:
         names = {name: (unit, param) for unit in self.units for param in unit.params for name in param.names}
         object.__setattr__(self, "by_key", {unit.key: unit for unit in self.units})
         object.__setattr__(self, "by_name", names)
+        if len(self.by_key) < len(self.units):
+            keys = [unit.key for unit in self.units]
+            raise ValueError(f"two units have the key '{max(keys, key=keys.count)}': expected no ':' in module names")
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self.units)
@@ -149,7 +152,7 @@ class PartitionSpec:
             for axis in unit.p.axes:
                 if axis not in names:
                     raise ValueError(f"unit '{unit.key}': unknown mesh axis '{axis}' in {unit.p}; expected one of {names}")
-        return dataclasses.replace(self, mesh=bound, sizes=tuple((name, axis.size) for name, axis in bound.axes))
+        return dataclasses.replace(self, mesh=bound, sizes=bound.sizes)
 
     @property
     def bound(self) -> PartitionSpec:
@@ -183,12 +186,16 @@ class PartitionSpec:
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("unit", "P", "parameters", "numel", "padding", "bytes per rank")]
         totals = [0, 0, 0, 0]
+        sizes = self.sizes or Mesh.world().sizes
+        known = all(axis in dict(sizes) for unit in self.units for axis in unit.p.axes)
+        spec = self.on(dict(sizes)) if known else self.on({axis: 1 for unit in self.units for axis in unit.p.axes})
         for unit in self.units:
-            padded = self.padded_numel(unit)
-            counts = [len(unit.params), unit.numel, padded - unit.numel, self.shard_numel(unit) * unit.dtype.itemsize]
+            padding = spec.padded_numel(unit) - unit.numel
+            counts = [len(unit.params), unit.numel, padding, spec.shard_numel(unit) * unit.dtype.itemsize]
             totals = [a + b for a, b in zip(totals, counts, strict=True)]
             rows.append((unit.key or "(root)", str(unit.p), *(f"{c:,}" for c in counts)))
-        rows.append(("total", " x ".join(f"{n}={s}" for n, s in self.bound.sizes or ()), *(f"{c:,}" for c in totals)))
+        mesh = " x ".join(f"{name}={size}" for name, size in sizes) if known else "unbound: as on one rank"
+        rows.append(("total", mesh, *(f"{c:,}" for c in totals)))
         widths = [max(len(row[i]) for row in rows) for i in range(6)]
         lines = [
             "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))

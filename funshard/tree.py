@@ -157,12 +157,14 @@ def _unflatten_node(metadata: tuple[ModuleTree, int], children: Iterable[object]
 optree.register_pytree_node(ModuleTree, _flatten_node, _unflatten_node, namespace=NAMESPACE)  # pyright: ignore[reportArgumentType, reportUnknownMemberType]
 
 
-def module_tree(model: nn.Module) -> ModuleTree:
-    """The tree of a module, from its structure alone: a meta-device module gives an equal tree.
+def module_tree(model: nn.Module | ModuleTree) -> ModuleTree:
+    """The tree of a module, from its structure alone (a meta-device module gives an equal tree); a tree as it is.
 
-    Inverse of nothing: it reads, and changes nothing. Raises TypeError for what is no ``nn.Module``, ValueError for
-    a module that contains itself and for a lazy parameter that has no shape yet.
+    Raises TypeError for what is no ``nn.Module``, ValueError for a module that contains itself and for a lazy
+    parameter that has no shape yet.
     """
+    if isinstance(model, ModuleTree):
+        return model
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"module_tree: expected an nn.Module, got {type(model).__name__}")
     paths: dict[nn.Module, list[str]] = {}

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
+from parity import WAYS, numbers
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -81,3 +82,27 @@ def reduce(spec: fs.PartitionSpec, key: str, ranks: int) -> Sent:
     unit = spec.by_key[key]
     n = spec.shard_numel(unit)
     return Sent("all_reduce", n, n * unit.dtype.itemsize, ranks)
+
+
+def step(model: nn.Module, spec: fs.PartitionSpec, way: str = "fs") -> Collectives:
+    """What one step sends: forward and backward of the spec's trained units."""
+    trained, frozen = fs.partition(fs.shard(model, spec), spec)
+    x = numbers(0, 0).to(next(model.parameters()).dtype)
+    sent = Collectives()
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        y = fs.functional_call(model, fs.combine(params, frozen), (x,), spec=spec)
+        sent.turn()
+        return y.sum()
+
+    with sent:
+        WAYS[way](loss)(trained)
+    return sent
+
+
+def gathers(spec: fs.PartitionSpec, *keys: str) -> list[Sent]:
+    return [gather(spec, key) for key in keys]
+
+
+def scatters(spec: fs.PartitionSpec, *keys: str) -> list[Sent]:
+    return [scatter(spec, key) for key in keys]

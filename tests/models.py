@@ -280,3 +280,4 @@ def assert_mean_gradients(made: Architecture, rank: int, policies: Mapping[str, 
             torch.testing.assert_close(value, losses[rank], **EXACT, msg=lambda m, w=where: f"{w}: {m}")
             for key in expected:
                 torch.testing.assert_close(got[key], expected[key], **EXACT, msg=lambda m, w=f"{where} {key}": f"{w}: {m}")
+    torch.manual_seed(0)  # alike on all ranks again

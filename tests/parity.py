@@ -47,6 +47,8 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 """The ways to differentiate a step: each gives ``(grads, value)``."""
 
+MAIN_WAYS = ["fs", "torch.func", "backward"]
+
 
 def numbers(rank: int, step: int, width: int = 5) -> Tensor:
     """A batch that is another one on each rank and at each step."""

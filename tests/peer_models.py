@@ -70,3 +70,35 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.output(self.norm(x))
+
+
+class Outer(MLP):
+    """A unit with a unit inside, between its own two layers."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.inner = MLP(11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_proj(self.inner(torch.tanh(self.in_proj(x))))
+
+
+class Order(nn.Module):
+    """Blocks in any order, some more than once, some never."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = order
+        self.a, self.b, self.c = MLP(5), MLP(5, 7), MLP(5, 8)
+        self.head = nn.Linear(5, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.order:
+            x = getattr(self, name)(x)
+        return self.head(x)
+
+
+def frozen(model: nn.Module, *paths: str) -> nn.Module:
+    for path in paths:
+        model.get_submodule(path).requires_grad_(False)
+    return model

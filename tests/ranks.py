@@ -7,6 +7,7 @@ time (a diverged rank hangs), fails the test with every rank's traceback and the
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import socket
@@ -37,12 +38,19 @@ def _serve(rank: int, size: int, port: int, path: list[str], pipe: Connection) -
             try:
                 torch.manual_seed(0)
                 pipe.send((True, fn(rank, *args)))
-            except BaseException:  # noqa: BLE001  every failure goes to the parent
+            except BaseException:  # every failure goes to the parent
                 pipe.send((False, traceback.format_exc()))
     except (EOFError, KeyboardInterrupt):
         pass
     finally:
         dist.destroy_process_group()
+
+
+def _receive(pipe: Any) -> tuple[bool, Any]:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, "the process died"
 
 
 class Pool:
@@ -66,10 +74,7 @@ class Pool:
             if not ready:
                 break
             for pipe in ready:
-                try:
-                    results[waiting[pipe]] = pipe.recv()  # type: ignore[index]
-                except EOFError:
-                    results[waiting[pipe]] = (False, "the process died")  # type: ignore[index]
+                results[waiting[pipe]] = _receive(pipe)
             if failed:
                 break
         errors = [f"--- rank {r} ---\n{text}" for r, (ok, text) in sorted(results.items()) if not ok]
@@ -94,10 +99,8 @@ class Pool:
     def stop(self) -> None:
         """End the processes."""
         for process, pipe in self.workers:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
             process.join(2)
             process.kill()
             process.join()

@@ -208,7 +208,8 @@ def attributes_stored_on_self(rank: int) -> None:
 def users_hooks_that_read_parameters(rank: int) -> None:
     """A forward hook runs after its unit was let go; what it reads is the sharded value, gathered again if need be."""
     model = Pair()
-    model.a.register_forward_hook(lambda module, args, out: out + module.weight.sum() + model.b.bias)
+    model.a.peer = [model.b]
+    model.a.register_forward_hook(lambda module, args, out: out + module.weight.sum() + module.peer[0].bias)
     model.b.register_forward_pre_hook(lambda module, args: args[0] * module.weight[0])
     model.register_forward_hook(lambda module, args, out: out * module.a.bias)
     right(rank, model)
@@ -303,17 +304,24 @@ def generators(rank: int) -> None:
         fs.functional_call(model, params, x, spec=spec)
 
 
+class Force(Pair):
+    """A vmap over a submodule and a gradient by the input (a score, a force) inside forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.vmap(self.a)(x)
+        force = torch.func.grad(lambda x: torch.tanh(self.b(self.a(x))).sum())(x)
+        return self.b(each) + force * self.scale
+
+
 @on_two_ranks
 def transforms_inside_forward(rank: int) -> None:
-    """vmap over a submodule, and a gradient by the input taken inside forward (a score, a force)."""
-
-    class Model(Pair):
-        def forward(self, x: Tensor) -> Tensor:
-            each = torch.vmap(self.a)(x)
-            force = torch.func.grad(lambda x: torch.tanh(self.b(self.a(x))).sum())(x)
-            return self.b(each) + force * self.scale
-
-    right(rank, Model())
+    """Right where no buffer is freed for backward; else the clear error that says so (torch: no saved-tensor hooks)."""
+    made = Architecture(Force(), {"x": xs()}, lambda call, batch: squared(call(batch["x"])), ())
+    assert_mean_gradients(made, rank, {"kept": fs.always(fs.P("shard", reshard=False))})
+    model, spec, params, x = setting(rank, made.model)
+    for by in (fs.grad, torch.func.grad):
+        with unchanged(model), pytest.raises(RuntimeError, match=r"torch\.func transform.*expected P\(reshard=False\)"):
+            by(lambda p: squared(fs.functional_call(model, p, x, spec=spec)))(params)
 
 
 @on_two_ranks

@@ -14,6 +14,7 @@ from cases import same
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
@@ -231,7 +232,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, list | tuple) else [out]:
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
                 self.refs.append(weakref.ref(tensor))
         alive = [tensor for ref in self.refs if (tensor := ref()) is not None]
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in alive}
@@ -260,20 +261,25 @@ def memory(rank: int, mesh: str) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("mesh", ["fsdp", "fsdp of 4", "hsdp", "both axes"])
-def test_gather_full_has_a_peak_of_one_unit(mesh: str, gloo2: Pool, gloo4: Pool) -> None:
-    """C4, C5: nothing larger than a slice exists off the first rank with rank0_only; nowhere are two units gathered."""
-    _, shape, names, p = MESHES[mesh]
+def test_gather_full_has_a_peak_of_one_unit(mesh: str) -> None:
+    """C4, C5: with rank0_only nothing larger than a slice exists off the first rank; nowhere are two units gathered.
+
+    On torch's fake process group, a rank after the other: gloo's threads let go of tensors when they please.
+    """
+    size, shape, names, p = MESHES[mesh]
     unit, piece = 64 * 64, 64 * 64 // math.prod(n for n, name in zip(shape, names, strict=True) if name in p.axes)
-    for rank, seen in enumerate(pool_of(mesh, gloo2, gloo4).run(memory, mesh)):
-        # Beyond the result: the gathered unit, this rank's slice as an argument, and on the first rank of two axes the
-        # rows of the inner one.
-        assert seen["gather_full"][0] == unit
-        assert seen["gather_full"][1] <= unit + 2 * piece + unit // 2
+    inner = piece * shape[-1] if mesh == "both axes" else piece  # the rows of the inner axis, on its first rank
+    for rank in range(size):
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+        try:
+            seen = memory(rank, mesh)
+        finally:
+            dist.destroy_process_group()
+        assert seen["gather_full"] == (unit, unit + piece)  # beyond the result of six: one unit, and its slice
         if rank:
-            inner = piece * shape[-1] if mesh == "both axes" else piece
             assert seen["rank0_only"][0] <= inner < unit
             assert seen["scatter_full"][0] <= inner
         else:
             assert seen["rank0_only"][0] == unit
-            assert seen["rank0_only"][1] <= unit + 2 * piece + unit // 2
-            assert seen["scatter_full"][1] <= unit + 2 * piece + unit // 2
+            assert seen["rank0_only"][1] <= unit + piece + inner
+            assert seen["scatter_full"][1] <= 2 * unit + piece + inner  # the source's own tensor as well

@@ -3,47 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from collective_log import Collectives, Sent, gather, reduce, scatter, world
+from collective_log import Collectives, Sent, gather, gathers, reduce, scatter, scatters, step, world
 from parity import WAYS, numbers, squared
-from peer_models import MLP, Net, chain
-from torch import Tensor, nn
+from peer_models import MLP, Net, Order, Outer, chain, frozen
+from torch import nn
 from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P
-from funshard.policies import Policy
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 WORLDS = [8, 64]
-
-
-def step(model: nn.Module, spec: fs.PartitionSpec, way: str = "fs", method: str | None = None) -> Collectives:
-    """What one step sends: forward and backward of the spec's trained units."""
-    trained, frozen = fs.partition(fs.shard(model, spec), spec)
-    x = numbers(0, 0).to(next(model.parameters()).dtype)
-    sent = Collectives()
-
-    def loss(params: dict[str, Tensor]) -> Tensor:
-        y = fs.functional_call(model, fs.combine(params, frozen), (x,), spec=spec, method=method)
-        sent.turn()
-        return y.sum()
-
-    with sent:
-        WAYS[way](loss)(trained)
-    return sent
-
-
-def gathers(spec: fs.PartitionSpec, *keys: str) -> list[Sent]:
-    return [gather(spec, key) for key in keys]
-
-
-def scatters(spec: fs.PartitionSpec, *keys: str) -> list[Sent]:
-    return [scatter(spec, key) for key in keys]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -159,17 +132,6 @@ def test_always_wrap_communication_count(way: str) -> None:
         assert Counter(sent.backward) == Counter(gathers(spec, "1", "2") + scatters(spec, "0", "1", "2", "3"))
 
 
-class Outer(MLP):
-    """A unit with a unit inside, between its own two layers."""
-
-    def __init__(self) -> None:
-        super().__init__(5)
-        self.inner = MLP(11)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out_proj(self.inner(torch.tanh(self.in_proj(x))))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_nested_units_are_gathered_once(way: str) -> None:
     """An outer unit stays gathered over the inner one: two units' gathers each pass, and each reduced once."""
@@ -182,21 +144,6 @@ def test_nested_units_are_gathered_once(way: str) -> None:
         assert Counter(sent.backward) == Counter(gathers(spec, *units) + scatters(spec, *units, "2"))
 
 
-class Order(nn.Module):
-    """Blocks in any order, some more than once, some never."""
-
-    def __init__(self, order: str) -> None:
-        super().__init__()
-        self.order = order
-        self.a, self.b, self.c = MLP(5), MLP(5, 7), MLP(5, 8)
-        self.head = nn.Linear(5, 5).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for name in self.order:
-            x = getattr(self, name)(x)
-        return self.head(x)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ["aba", "aab", "aa", "bca", "ac", "abcabc", ""])
 def test_multi_forward_module_and_unused_units(order: str, way: str) -> None:
@@ -207,12 +154,6 @@ def test_multi_forward_module_and_unused_units(order: str, way: str) -> None:
         sent = step(Order(order), spec, way)
         assert sent.forward == gathers(spec, "", *visits)
         assert Counter(sent.backward) == Counter(gathers(spec, *visits) + scatters(spec, "", *visits))
-
-
-def frozen(model: nn.Module, *paths: str) -> nn.Module:
-    for path in paths:
-        model.get_submodule(path).requires_grad_(False)
-    return model
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -269,69 +210,3 @@ def test_bytes_follow_the_dtype(dtype: torch.dtype) -> None:
         received = sum(s.bytes * s.ranks for s in sent.all if s.op == "all_gather")
         assert received == 2 * sum(padded.values()) - padded[""]
         assert sum(s.bytes for s in sent.all if s.op == "reduce_scatter") == sum(padded.values())
-
-
-class Failing(Net):
-    fail = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fail:
-            self.blocks[0](x)
-            raise KeyError("halfway")
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_reset_iter_state_after_exception(way: str) -> None:
-    """A forward that raises halfway has sent its gathers so far, and the next step sends what every step does."""
-    with world(8):
-        model = Failing()
-        spec = fs.by_type(MLP)(model).bound
-        clean = step(model, spec, way)
-        model.fail = True
-        with Collectives() as sent, pytest.raises(KeyError, match="halfway"):
-            fs.functional_call(model, fs.shard(model, spec, rank=0), numbers(0, 0), spec=spec)
-        assert sent.all == gathers(spec, "", "blocks.0")
-        model.fail = False
-        assert step(model, spec, way).all == clean.all
-
-
-POLICIES: dict[str, tuple[Callable[[], nn.Module], Policy]] = {
-    "blocks": (Net, fs.by_type(MLP)),
-    "layers": (Net, fs.always()),
-    "kept": (Net, fs.by_type(MLP, p=P("shard", reshard=False))),
-    "replicated": (Net, fs.always(P())),
-    "mixed": (Net, fs.by_path({"blocks.0": P(), "blocks.1": P("shard", reshard=False)})),
-    "frozen": (lambda: frozen(Net(), "blocks.1"), fs.always()),
-    "nested": (lambda: nn.Sequential(Outer(), MLP(5)), fs.by_type(MLP)),
-    "visits": (lambda: Order("abcab"), fs.by_type(MLP)),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", POLICIES)
-def test_c2_same_trace_on_every_rank(name: str, way: str) -> None:
-    """The order of collectives is the same on all ranks, and step after step: what keeps them from waiting for ever."""
-
-    def trace(rank: int) -> list[Any]:
-        with world(8, rank):
-            make, policy = POLICIES[name]
-            model = make()
-            mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-            spec = policy(model).on(mesh)
-            first = step(model, spec, way).all
-            assert step(model, spec, way).all == first
-            return first
-
-    traces = [trace(rank) for rank in range(8)]
-    assert traces[0]
-    assert all(other == traces[0] for other in traces)
-
-
-def test_c3_ten_thousand_ranks() -> None:
-    """Counts do not depend on the size of the world, and slices are padded to it."""
-    with world(10_000, rank=9_999):
-        spec = fs.by_type(MLP)(Net()).bound
-        sent = step(Net(), spec)
-        assert Counter(s.op for s in sent.all) == {"all_gather": 7, "reduce_scatter": 4}
-        assert {s.numel for s in sent.all} == {1, 10_000}

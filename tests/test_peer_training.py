@@ -11,12 +11,12 @@ import copy
 import pytest
 import torch
 from parity import (
+    MAIN_WAYS,
     WAYS,
     average_gradients,
     check_parity,
     next_token,
     numbers,
-    plain_call,
     same,
     sharded_call,
     squared,
@@ -43,17 +43,16 @@ def double_linear(shapes: list[tuple[int, int]]) -> nn.Module:
 SHAPES = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)], [(1, 1), (1, 1)]]
 
 
-def single_group(rank: int, shapes: list[tuple[int, int]], strategy: str) -> None:
+def single_group(rank: int, shapes: list[tuple[int, int]]) -> None:
     model = double_linear(shapes)
     batch = lambda rank, step: numbers(rank, step, shapes[0][0])  # noqa: E731
-    check_parity(rank, model, fs.whole(STRATEGIES[strategy])(model), batch, steps=10)
+    check_parity(rank, model, fs.whole()(model), batch, steps=10)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_train_parity_single_group_shard_dim0(gloo4: Pool, shapes: list[tuple[int, int]], strategy: str) -> None:
+def test_train_parity_single_group_shard_dim0(gloo4: Pool, shapes: list[tuple[int, int]]) -> None:
     """Shapes that four ranks do not divide, down to ranks that own nothing but padding."""
-    gloo4.run(single_group, shapes, strategy)
+    gloo4.run(single_group, shapes)
 
 
 def multi_group(rank: int, strategy: str, way: str) -> None:
@@ -69,7 +68,7 @@ def multi_group(rank: int, strategy: str, way: str) -> None:
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_train_parity_multi_group(gloo2: Pool, strategy: str, way: str) -> None:
     """A transformer with one unit for each block, by every way to differentiate."""
@@ -107,8 +106,10 @@ def cpu_training(rank: int, strategy: str, peer: str) -> None:
     same(fs.gather_full(params, spec), {k: getattr(p, "full_tensor", lambda p=p: p)() for k, p in state.items()}, peer)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "HYBRID_SHARD"])
-@pytest.mark.parametrize("peer", ["DDP", "FSDP2"])
+PEERS = [("FSDP2", "FULL_SHARD"), ("FSDP2", "HYBRID_SHARD"), ("DDP", "SHARD_GRAD_OP"), ("DDP", "NO_SHARD")]
+
+
+@pytest.mark.parametrize(("peer", "strategy"), PEERS)
 def test_fsdp_cpu_training(gloo4: Pool, peer: str, strategy: str) -> None:
     """Ten steps of Adam next to torch's own DDP and FSDP2 on the same ranks: losses and the trained parameters."""
     gloo4.run(cpu_training, strategy, peer)
@@ -193,7 +194,7 @@ def used_twice(rank: int, strategy: str, way: str) -> None:
         check_parity(rank, Twice(), policy(Twice()), way=way)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_multi_forward_module(gloo2: Pool, strategy: str, way: str) -> None:
     """A unit that runs twice in a forward, with others in between, has the sum of both gradients."""
@@ -237,7 +238,7 @@ def chunked(rank: int, strategy: str, way: str) -> None:
     check_parity(rank, Chunked(1), fs.by_type(Block, p=STRATEGIES[strategy])(Chunked(1)), tokens, loss, way=way)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_partial_group_forward_then_standalone(gloo2: Pool, strategy: str, way: str) -> None:
     """A unit of which one part runs in the trunk and another is then called for each chunk of a chunked loss."""
@@ -265,7 +266,7 @@ def double_forward(rank: int, way: str) -> None:
     assert torch.equal(trained["value.weight"], model.value.weight)  # unused: gradient zeros, and no step
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 def test_double_partial_forward_then_backward(gloo2: Pool, way: str) -> None:
     """Several forwards, then one backward (DPO), nested units and an unused head."""
     gloo2.run(double_forward, way)
@@ -288,57 +289,7 @@ def exception(rank: int, way: str) -> None:
         check_parity(rank, model, spec, way=way, steps=2)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 def test_reset_iter_state_after_exception(gloo2: Pool, way: str) -> None:
     """Nothing to reset: a step after one that raised halfway is right."""
     gloo2.run(exception, way)
-
-
-class NoInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(7).double())
-
-    def forward(self) -> Tensor:
-        return self.weight.exp()
-
-
-def no_input(rank: int) -> None:
-    check_parity(rank, NoInput(), fs.whole()(NoInput()), lambda rank, step: rank + step, lambda call, x: (call() * x).sum())
-
-
-def test_root_no_forward_inputs(gloo2: Pool) -> None:
-    """A module whose forward takes nothing trains."""
-    gloo2.run(no_input)
-
-
-def contiguous(rank: int) -> None:
-    model = Net()
-    spec = fs.by_type(MLP)(model).bound
-    params = fs.shard(model, spec)
-    grads = fs.grad(lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
-    tensors = [*fs.unshard(params, spec).values(), *params.values(), *grads.values()]
-    assert all(t.is_contiguous() for t in tensors)
-    assert {k: g.shape for k, g in grads.items()} == {k: p.shape for k, p in params.items()}
-
-
-def test_shard_placement_fn_contiguous_params_grads(gloo4: Pool) -> None:
-    """Gathered parameters, shards and gradients are contiguous."""
-    gloo4.run(contiguous)
-
-
-def same_model(rank: int) -> None:
-    torch.manual_seed(rank)
-    model = nn.Sequential(MLP(5), nn.BatchNorm1d(5).double())
-    spec = fs.by_type(MLP)(model).bound
-    params = fs.scatter_full(dict(model.named_parameters()) if rank == 0 else None, spec)
-    torch.manual_seed(0)
-    expected = nn.Sequential(MLP(5), nn.BatchNorm1d(5).double())
-    same(fs.gather_full(params, spec), dict(expected.named_parameters()), "rank 0's parameter")
-    x = numbers(0, 0)
-    assert_close(sharded_call(model.eval(), params, spec)(x), plain_call(expected.eval())(x))
-
-
-def test_fsdp_same_model_across_ranks(gloo2: Pool) -> None:
-    """Ranks that initialised differently all train rank 0's parameters after scatter_full."""
-    gloo2.run(same_model)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from models import unchanged
-from parity import WAYS, average_gradients, check_parity, numbers, same, sharded_call, squared
+from parity import MAIN_WAYS, WAYS, average_gradients, check_parity, numbers, plain_call, same, sharded_call, squared
 from peer_models import MLP, Net
 from ranks import Pool
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ def unused_output(rank: int, strategy: str, way: str) -> None:
         check_parity(rank, TwoLayers(), policy(TwoLayers()), batch, loss, way=way)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unused_forward_output(gloo2: Pool, strategy: str, way: str) -> None:
     """The second output is in the loss for three steps and then no more: gradients of its weights become zeros."""
@@ -68,7 +68,7 @@ def unused_module(rank: int, strategy: str, way: str) -> None:
         assert not torch.equal(trained["b.lin1.weight"], model.b.lin1.weight)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unused_forward_module(gloo2: Pool, strategy: str, way: str) -> None:
     """A module that never runs, in a unit of its own or with others, stays what it is."""
@@ -126,7 +126,7 @@ def structured(rank: int, kind: str, way: str) -> None:
     check_parity(rank, model, fs.by_type(Inner)(model), loss=loss, way=way, steps=4)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("kind", ["list", "tuple", "namedtuple", "dict", "nested"])
 def test_nontensor_activations(gloo2: Pool, kind: str, way: str) -> None:
     """Lists, tuples, named tuples and dicts between units, into the model and out of it."""
@@ -166,7 +166,7 @@ def no_compute_grad(rank: int, strategy: str, way: str) -> None:
     assert torch.equal(trained["constant.in_proj.weight"], model.constant.in_proj.weight)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fsdp_module_no_compute_grad(gloo2: Pool, strategy: str, way: str) -> None:
     """A unit that runs under no_grad, or is detached, gets zeros and disturbs nothing."""
@@ -225,7 +225,7 @@ def registered(rank: int, strategy: str, way: str) -> None:
     assert not any(shard.requires_grad for shard in params.values())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_param_registration_after_forward_and_backward(gloo2: Pool, strategy: str, way: str) -> None:
     """Whatever stays gathered, after a step the module has its own parameters and the shards their own values."""
@@ -263,3 +263,53 @@ def test_collective_ops_over_128_ranks(dtype: torch.dtype) -> None:
     for name, p in full.items():
         assert torch.equal(gathered[name], p.detach().expand(128, -1))
         assert torch.equal(grads[name], torch.full_like(p, 3.5).expand(128, -1))
+
+
+class NoInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7).double())
+
+    def forward(self) -> Tensor:
+        return self.weight.exp()
+
+
+def no_input(rank: int) -> None:
+    check_parity(rank, NoInput(), fs.whole()(NoInput()), lambda rank, step: rank + step, lambda call, x: (call() * x).sum())
+
+
+def test_root_no_forward_inputs(gloo2: Pool) -> None:
+    """A module whose forward takes nothing trains."""
+    gloo2.run(no_input)
+
+
+def contiguous(rank: int) -> None:
+    model = Net()
+    spec = fs.by_type(MLP)(model).bound
+    params = fs.shard(model, spec)
+    grads = fs.grad(lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
+    tensors = [*fs.unshard(params, spec).values(), *params.values(), *grads.values()]
+    assert all(t.is_contiguous() for t in tensors)
+    assert {k: g.shape for k, g in grads.items()} == {k: p.shape for k, p in params.items()}
+
+
+def test_shard_placement_fn_contiguous_params_grads(gloo4: Pool) -> None:
+    """Gathered parameters, shards and gradients are contiguous."""
+    gloo4.run(contiguous)
+
+
+def same_model(rank: int) -> None:
+    torch.manual_seed(rank)
+    model = nn.Sequential(MLP(5), nn.BatchNorm1d(5).double())
+    spec = fs.by_type(MLP)(model).bound
+    params = fs.scatter_full(dict(model.named_parameters()) if rank == 0 else None, spec)
+    torch.manual_seed(0)
+    expected = nn.Sequential(MLP(5), nn.BatchNorm1d(5).double())
+    same(fs.gather_full(params, spec), dict(expected.named_parameters()), "rank 0's parameter")
+    x = numbers(0, 0)
+    assert_close(sharded_call(model.eval(), params, spec)(x), plain_call(expected.eval())(x))
+
+
+def test_fsdp_same_model_across_ranks(gloo2: Pool) -> None:
+    """Ranks that initialised differently all train rank 0's parameters after scatter_full."""
+    gloo2.run(same_model)

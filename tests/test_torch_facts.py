@@ -131,14 +131,14 @@ def test_hooks_work_in_one_transform() -> None:
 
     def cube(y: Tensor) -> Tensor:
         with (
-            pytest.raises(RuntimeError, match="saved tensor hooks|saved_tensors_hooks"),
+            pytest.raises(RuntimeError, match="saved tensor hooks"),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
         ):
             pass
         with _torch.saved_tensor_hooks(pack, lambda t: 10 * t):
             out = (y * y * y).sum()
         with (
-            pytest.raises(RuntimeError, match="saved tensor hooks|saved_tensors_hooks"),
+            pytest.raises(RuntimeError, match="saved tensor hooks"),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
         ):
             pass  # off again, as it was

@@ -1,4 +1,4 @@
-"""Frozen, shared, ignored and uneven parameters in training: torch's own claims for FSDP, on real ranks."""
+"""Shared, ignored, uneven and unused parameters in training: torch's own claims for FSDP, on real ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from collective_log import Collectives
-from parity import WAYS, average_gradients, check_parity, next_token, numbers, same, sharded_call, squared, tokens
+from parity import MAIN_WAYS, WAYS, average_gradients, check_parity, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer, chain
 from ranks import Pool
 from torch import Tensor, nn
@@ -24,165 +23,12 @@ from funshard.policies import Policy
 STRATEGIES = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}
 
 
-def bitfit(rank: int, strategy: str, way: str) -> None:
-    model = Transformer(2)
-    for name, p in model.named_parameters():
-        p.requires_grad_(name.endswith("bias"))
-    trained = check_parity(rank, model, fs.by_type(Block, p=STRATEGIES[strategy])(model), tokens, next_token, way=way)
-    for name, p in model.named_parameters():
-        assert torch.equal(trained[name], p) is not p.requires_grad
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_train_mixed_requires_grad_per_group(gloo2: Pool, strategy: str, way: str) -> None:
-    """BitFit: every unit is part frozen, part trained; only the biases move."""
-    gloo2.run(bitfit, strategy, way)
-
-
-def interleaved(rank: int, unfreeze: bool) -> None:
-    model = chain(6)
-    for block in model[::2]:
-        block.requires_grad_(False)
-    spec = fs.by_type(MLP)(model).bound
-    reference = copy.deepcopy(model)
-    params = fs.shard(model, spec)
-    trained, frozen = fs.partition(params, spec)
-    assert set(frozen) == {"0", "2", "4"}
-    for step in range(6):
-        if step == 2:
-            with torch.no_grad():
-                assert_close(sharded_call(model, params, spec)(numbers(rank, 99)), reference(numbers(rank, 99)))
-        if step == 3 and unfreeze:
-            trained, frozen = fs.partition(params, spec, lambda unit: True)
-            reference.requires_grad_(True)
-        x = numbers(rank, step)
-        grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, fs.combine(p, frozen), spec), x))(trained)
-        expected = squared(reference, x)
-        reference.zero_grad()
-        expected.backward()
-        assert_close(value, expected.detach())
-        mean = average_gradients(reference)
-        same(grads, fs.shard(mean, spec, rank=rank), f"gradient at step {step}")
-        params = {k: p - 0.1 * grads[k] if k in grads else p for k, p in params.items()}
-        trained = {k: params[k] for k in trained}
-        with torch.no_grad():
-            for name, p in reference.named_parameters():
-                p -= 0.1 * mean[name] if p.requires_grad else 0
-        same(params, fs.shard({n: p.detach() for n, p in reference.named_parameters()}, spec, rank=rank), f"step {step}")
-
-
-@pytest.mark.parametrize("unfreeze", [False, True])
-def test_train_mixed_requires_grad_across_groups(gloo2: Pool, unfreeze: bool) -> None:
-    """Frozen and trained units in turn, an evaluation in the middle, all unfrozen from then on or not."""
-    gloo2.run(interleaved, unfreeze)
-
-
-class Reused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([MLP(5) for _ in range(3)])
-        self.layers[1].requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = self.run(x)
-        out = self.run(x)
-        out += target
-        return self.run(out)
-
-    def run(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            y = layer(x)
-            y += x
-            x = torch.tanh(y)
-        return x * 1
-
-
-def reused(rank: int, strategy: str, way: str) -> None:
-    check_parity(rank, Reused(), fs.by_type(MLP, p=STRATEGIES[strategy])(Reused()), way=way)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_multi_forward_mixed_requires_grad(gloo2: Pool, strategy: str, way: str) -> None:
-    """The same layers with and without no_grad, some frozen, activations added to in place."""
-    gloo2.run(reused, strategy, way)
-
-
-class FineTuned(nn.Module):
-    """A trunk and a head; the trunk may run under no_grad."""
-
-    def __init__(self, quiet: bool) -> None:
-        super().__init__()
-        self.quiet = quiet
-        self.trunk, self.head = chain(), nn.Linear(5, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.quiet):
-            x = self.trunk(x)
-        return self.head(x)
-
-
-def freezing(rank: int, quiet: bool, nested: bool, how: str) -> None:
-    model = FineTuned(quiet)
-    if how == "requires_grad":
-        model.trunk.requires_grad_(False)
-    spec = (fs.by_type(MLP, nn.Linear) if nested else fs.by_path({"head": P("shard")}))(model).bound
-    if how == "requires_grad":
-        trained = check_parity(rank, model, spec)
-    else:  # frozen by what is differentiated alone: the spec knows nothing of it
-        params = fs.shard(model, spec)
-        head, trunk = fs.partition(params, spec, lambda unit: unit.path.startswith("head"))
-        reference = copy.deepcopy(model)
-        x = numbers(rank, 0)
-        grads, _ = fs.grad_and_value(lambda p: squared(sharded_call(model, fs.combine(p, trunk), spec), x))(head)
-        squared(reference, x).backward()
-        same(grads, fs.shard(average_gradients(reference), spec, rank=rank), "gradient")
-        assert all("head" in key for key in grads)
-        trained = fs.gather_full({k: p - grads[k] if k in grads else p for k, p in params.items()}, spec)
-    for name, p in model.named_parameters():
-        assert torch.equal(trained[name], p) is name.startswith("trunk")
-
-
-@pytest.mark.parametrize("how", ["requires_grad", "partition"])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("quiet", [False, True])
-def test_freezing_weights(gloo2: Pool, quiet: bool, nested: bool, how: str) -> None:
-    """A frozen trunk, by requires_grad or by not differentiating it, in units of its own or in one, quiet or not."""
-    gloo2.run(freezing, quiet, nested, how)
-
-
-def frozen_equals_not_frozen(rank: int) -> None:
-    weights = chain(4).state_dict()
-
-    def step(freeze: bool) -> tuple[fs.Params, list[str]]:
-        model = chain(4)
-        model.load_state_dict(weights)
-        model[1:3].requires_grad_(not freeze)
-        spec = fs.by_type(MLP)(model).bound
-        trained, frozen = fs.partition(fs.shard(model, spec), spec)
-        with Collectives() as sent:
-            grads = fs.grad(lambda p: squared(sharded_call(model, fs.combine(p, frozen), spec), numbers(rank, 0)))(trained)
-        return grads, [s.op for s in sent.all]
-
-    (frozen, sent), (full, _) = step(True), step(False)
-    assert set(frozen) == {"0", "3"}
-    same(frozen, full, "gradient")
-    assert sent == ["all_gather"] * 4 + ["reduce_scatter"] + ["all_gather"] * 3 + ["reduce_scatter"]
-
-
-def test_backward_reshard_hooks_and_parity_with_non_frozen_fsdp(gloo2: Pool) -> None:
-    """Frozen units are gathered once in backward, never reduced, and the others' gradients are as without freezing."""
-    gloo2.run(frozen_equals_not_frozen)
-
-
 def tied(rank: int, strategy: str, way: str) -> None:
     model = Transformer(2, tied=True)
     check_parity(rank, model, fs.by_type(Block, p=STRATEGIES[strategy])(model), tokens, next_token, way=way)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_train_parity_with_shared_params(gloo2: Pool, strategy: str, way: str) -> None:
     """An embedding tied to the head: one tensor, the sum of both gradients."""
@@ -224,7 +70,7 @@ def tied_units(rank: int, strategy: str, way: str) -> None:
     check_parity(rank, TiedUnits(), spec, way=way)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_shared_params_separate_fsdp_groups(gloo2: Pool, strategy: str, way: str) -> None:
     """Weights tied across units, an error in the peer, belong to the unit above both and train as one."""
@@ -234,21 +80,20 @@ def test_shared_params_separate_fsdp_groups(gloo2: Pool, strategy: str, way: str
 @pytest.mark.parametrize("policy", [fs.always(), fs.by_size(1), fs.ignoring(fs.whole(), modules=["0.in_proj"])])
 def test_layer_by_layer_shard_no_false_positive(policy: Policy) -> None:
     """Nothing holds a model that was dropped, so ids come again; they are not mistaken for shared modules."""
-    ids = set()
+
+    def use(model: nn.Module) -> tuple[weakref.ref[nn.Module], int]:
+        spec = policy(model).bound
+        fs.grad(lambda p: squared(sharded_call(model, p, spec), numbers(0, 0)))(fs.shard(model, spec))
+        assert all(param.aliases == () for unit in spec for param in unit.params)
+        return weakref.ref(model), id(model[0].in_proj.weight)
+
     gc.disable()
     try:
-        for _ in range(12):
-            model = chain(2)
-            spec = policy(model).bound
-            fs.grad(lambda p: squared(sharded_call(model, p, spec), numbers(0, 0)))(fs.shard(model, spec))
-            assert all(param.aliases == () for unit in spec for param in unit.params)
-            ids.add(id(model[0].in_proj.weight))
-            dropped = weakref.ref(model)
-            del model
-            assert dropped() is None
+        dropped, ids = zip(*(use(chain(2)) for _ in range(12)), strict=True)
+        assert all(ref() is None for ref in dropped)
     finally:
         gc.enable()
-    assert len(ids) < 12
+    assert len(set(ids)) < 12
 
 
 def ignored(rank: int, way: str, given: bool) -> None:
@@ -272,7 +117,7 @@ def ignored(rank: int, way: str, given: bool) -> None:
 
 
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 def test_ignored_modules_and_mixture_of_experts(gloo2: Pool, way: str, given: bool) -> None:
     """What is ignored is not sharded and never reduced: a rank's own expert, from the model or from params by name."""
     gloo2.run(ignored, way, given)
@@ -340,7 +185,7 @@ def other_branches(rank: int, strategy: str, way: str) -> None:
     check_parity(rank, model, fs.whole(STRATEGIES[strategy])(model), batch, way=way)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unused_param_has_grad(gloo2: Pool, strategy: str, way: str) -> None:
     """Ranks that take different branches of one unit: no one waits, unused parameters count with zeros; 0-dim ones too."""
