@@ -2,6 +2,7 @@
 
 from . import collectives, policies, testing
 from .call import functional_call
+from .full import gather_full, scatter_full
 from .layout import Params, flatten, unflatten, views
 from .policies import (
     Policy,
@@ -18,7 +19,7 @@ from .policies import (
     override,
     whole,
 )
-from .sharding import combine, gather_full, partition, reshard, scatter_full, shard, unshard
+from .sharding import combine, partition, reshard, shard, unshard
 from .spec import P, PartitionSpec, Precision, Unit
 from .transforms import grad, grad_and_value
 from .tree import ModuleTree, Param, module_tree

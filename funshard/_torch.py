@@ -72,7 +72,8 @@ def saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[objec
 
     torch.func forbids the hooks because it has not said what a hook sees (pytorch issue 146036). What it sees is the
     tensor of the level that saves it, which is all that functional_call needs: it takes the storage from `base`, and
-    gathers again from the shard one level below. Pinned by ``test_hooks_work_in_one_transform``.
+    gathers again from the shard one level below. Pinned by ``test_hooks_work_in_one_transform``. A transform that
+    begins inside is refused by torch, with its error and ours; pinned by ``test_transforms_refuse_hooks_outside``.
     """
     message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()  # pyright: ignore
     if message is not None:
@@ -80,6 +81,13 @@ def saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[objec
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        raise RuntimeError(
+            "functional_call: forward uses a torch.func transform, which torch refuses where saved tensors are "
+            "replaced: expected P(reshard=False) for every unit, which replaces none"
+        ) from error
     finally:
         if message is not None:
             torch._C._autograd._saved_tensors_hooks_disable(message)  # pyright: ignore

@@ -17,7 +17,7 @@ import functools
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 import torch
@@ -26,21 +26,15 @@ from torch import Tensor, nn
 from . import _torch
 from .collectives import Reduce
 from .layout import unflatten_unit
-from .mesh import Mesh
 from .sharding import check_shards, gather_unit, unshard
 from .spec import PartitionSpec, Unit
+from .swap import Owned, Parameters, install_buffers, owners, restored
 from .tree import join
 
 __all__ = ["functional_call"]
 
 FROZEN_ALIVE = 2
 """How many frozen units' buffers stay gathered in backward: no gradient tells when they have been used."""
-
-_CONTAINERS = tuple(
-    name
-    for name, value in vars(nn.Module()).items()
-    if isinstance(value, dict | set) and name not in ("_parameters", "_buffers")
-)
 
 
 def functional_call(
@@ -83,15 +77,7 @@ def functional_call(
         return _by_data_flow(model, params, arguments, options, spec, buffers, method, reduce)
     call = _Call(params, spec, reduce)
     with call.installed(model, buffers):
-        try:
-            out = getattr(model, method or "__call__")(*arguments, **options)
-        except RuntimeError as error:
-            if call.hooked and "yet support saved tensor hooks" in str(error):
-                raise RuntimeError(
-                    "functional_call: forward uses a torch.func transform, which torch refuses where saved tensors are "
-                    "replaced: expected P(reshard=False) for every unit, which replaces none"
-                ) from error
-            raise
+        out = getattr(model, method or "__call__")(*arguments, **options)
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
     return out
@@ -117,8 +103,11 @@ def _by_data_flow(
     reduce: Reduce,
 ) -> Any:
     full = unshard(params, spec, reduce=reduce)
-    tensors = {alias: full[p.name] for unit in spec for p in unit.params for alias in p.names}
-    tensors |= {name: full[name] for name in spec.ignored if name in full}
+    tensors = {name: full[name] for name in spec.ignored if name in full}
+    for path, module in model.named_modules():  # each once: two names of one attribute would not be put back right
+        for name in (join(path, attr) for attr in module._parameters):
+            if name in spec.by_name:
+                tensors[name] = full[spec.by_name[name][1].name]
     if buffers is None:
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with _torch.reparametrized(model, tensors | buffers):
@@ -180,7 +169,7 @@ class _Call:
     def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduce: Reduce) -> None:
         self.params, self.spec = params, spec
         self.reduce: Reduce = reduce
-        self.mesh = spec.mesh or Mesh.of(dict(spec.sizes or ()))
+        self.mesh = spec.bound_mesh
         self.differentiable = torch.is_grad_enabled()
         self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
         frees = any(unit.p.reshard and spec.size(unit) > 1 for unit in spec)
@@ -237,55 +226,43 @@ class _Call:
     def installed(self, model: nn.Module, buffers: dict[str, Tensor] | None) -> Generator[None]:
         """The model with gathered parameters; as it was, to the last attribute, afterwards."""
         modules = dict(model.named_modules(remove_duplicate=False))
-        owned = _owners(modules, self.spec)
-        saved = [(module, dict(vars(module)), _containers(module)) for module in owned]
+        owned = owners(modules, self.spec)
         hooks = _torch.saved_tensor_hooks(self.pack, self.unpack) if self.hooked else contextlib.nullcontext()
-        placed: list[tuple[str, nn.Module, str]] = []
-        try:
-            placed = _replace_buffers(modules, buffers)
-            roots = self._replace_parameters(modules, owned)
-            with hooks:
-                for unit in roots:
-                    self.gather(unit)
-                yield
-        finally:
-            ended_by_root = bool(self.scopes[0])
-            self.free(self.pending, keep_for_backward=not ended_by_root)
-            self.free(self.scopes[0], keep_for_backward=True)
-            if buffers is not None:
-                now = {name: module._buffers.get(attr) for name, module, attr in placed}
-                buffers.update({name: buffer for name, buffer in now.items() if buffer is not None})
-            for module, attributes, containers in saved:
-                vars(module).clear()
-                vars(module).update(attributes)
-                for container, content in containers:
-                    if container != content:
-                        container.clear()
-                        container.update(content)
+        with restored(owned):
+            updated = install_buffers(modules, buffers)
+            roots = self._install_parameters(modules, owned)
+            try:
+                with hooks:
+                    for unit in roots:
+                        self.gather(unit)
+                    yield
+            finally:
+                at_end = self.scopes[0]
+                ended_by_root = any(g.unit.p.reshard or g.unit.path == "" for g in at_end)
+                self.free(self.pending, keep_for_backward=not ended_by_root)
+                self.free(at_end, keep_for_backward=True)
+                if buffers is not None:
+                    buffers.update(updated())
 
-    def _replace_parameters(
-        self, modules: Mapping[str, nn.Module], owned: Mapping[nn.Module, dict[str, tuple[Unit, int]]]
-    ) -> list[Unit]:
-        """Put the gathering mappings and the scopes into the modules; the units of the root are left to the caller."""
+    def _install_parameters(self, modules: Mapping[str, nn.Module], owned: Owned) -> list[Unit]:
+        """Put the gathering mappings and the scopes into the modules; the root's units are left to the caller."""
         for module, attributes in owned.items():
-            if attributes or self.spec.ignored:
-                vars(module)["_parameters"] = _Parameters(module._parameters, attributes, self.gather)
-            else:
-                vars(module)["_parameters"] = dict(module._parameters)
+            vars(module)["_parameters"] = Parameters(module._parameters, attributes, self.read)
         for name in self.spec.ignored:
             if name in self.params:
                 path, _, attr = name.rpartition(".")
                 modules[path]._parameters[attr] = cast("nn.Parameter", self.params[name])
-        roots: list[Unit] = []
         by_path: dict[str, list[Unit]] = {}
         for unit in self.spec:
             by_path.setdefault(unit.path, []).append(unit)
+        roots = by_path.pop("", [])
         for path, units in by_path.items():
-            if path == "":
-                roots = units
-            else:
-                vars(modules[path])["forward"] = self._scoped(modules[path].forward, units)
+            vars(modules[path])["forward"] = self._scoped(modules[path].forward, units)
         return roots
+
+    def read(self, unit: Unit, i: int) -> Tensor:
+        """The unit's i-th parameter."""
+        return self.gather(unit).views[i]
 
     def _scoped(self, forward: Callable[..., Any], units: list[Unit]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -316,103 +293,3 @@ class _Call:
                 f"it is at version {what._version}, expected version {rest[0]}"
             )
         return what
-
-
-class _Parameters(dict[str, Any]):
-    """A module's ``_parameters`` for the length of a call: reading one gathers its unit."""
-
-    def __init__(
-        self,
-        original: Mapping[str, Tensor | None],
-        owned: dict[str, tuple[Unit, int]],
-        gather: Callable[[Unit], _Gathered],
-    ) -> None:
-        super().__init__(original)
-        self._owned, self._gather = owned, gather
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self._owned:
-            unit, i = self._owned[name]
-            return self._gather(unit).views[i]
-        return super().__getitem__(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._owned.pop(name, None)
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        self._owned.pop(name, None)
-        super().__delitem__(name)
-
-    def __iter__(self) -> Iterator[str]:  # overriding it keeps dict(self) from copying the originals underneath
-        return super().__iter__()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401  that would call itself
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self]
-
-    def values(self) -> Any:
-        return [self[name] for name in self]
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self.items())
-
-
-def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Where the module keeps hooks and submodules, with copies: forward may change them in place (transformers 5 does)."""
-    return [(vars(module)[name], vars(module)[name].copy()) for name in _CONTAINERS if name in vars(module)]
-
-
-def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Module, dict[str, tuple[Unit, int]]]:
-    """For each module the unit and position of its own parameters; ValueError unless the spec was made for it."""
-    owned: dict[nn.Module, dict[str, tuple[Unit, int]]] = {module: {} for module in modules.values()}
-    for unit in spec:
-        for i, param in enumerate(unit.params):
-            for name in param.names:
-                path, _, attr = name.rpartition(".")
-                tensor = modules[path]._parameters.get(attr) if path in modules else None
-                if tensor is None or tuple(tensor.shape) != param.shape:
-                    got = "none" if tensor is None else f"shape {list(tensor.shape)}"
-                    raise ValueError(
-                        f"parameter '{name}' of unit '{unit.key}': expected shape {list(param.shape)} in the model, "
-                        f"got {got}; was the model changed after the spec was made?"
-                    )
-                owned[modules[path]][attr] = unit, i
-    left = {
-        id(modules[path]._parameters.get(attr))
-        for path, _, attr in (name.rpartition(".") for name in spec.ignored)
-        if path in modules
-    }
-    for path, module in modules.items():
-        for attr, tensor in module._parameters.items():
-            if tensor is not None and attr not in owned[module] and id(tensor) not in left:
-                raise ValueError(
-                    f"parameter '{join(path, attr)}' is not in the spec: expected the model that it was made for; "
-                    "was the model changed after the spec was made?"
-                )
-    return owned
-
-
-def _replace_buffers(modules: Mapping[str, nn.Module], buffers: dict[str, Tensor] | None) -> list[tuple[str, nn.Module, str]]:
-    """Give every module its own ``_buffers``: the given ones, copies of the rest. Where the given ones went."""
-    given = dict(buffers or {})
-    copies: dict[Tensor, Tensor] = {}
-    placed: list[tuple[str, nn.Module, str]] = []
-    fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
-    for path, module in modules.items():
-        mine = fresh.setdefault(module, dict(module._buffers))
-        for attr, original in module._buffers.items():
-            if join(path, attr) in given:
-                mine[attr] = given.pop(join(path, attr))
-                placed.append((join(path, attr), module, attr))
-            elif original is not None and mine[attr] is original:
-                mine[attr] = copies.setdefault(original, original) if original.is_meta else copies.get(original)
-                if mine[attr] is None:
-                    mine[attr] = copies[original] = original.clone()
-    if given:
-        raise ValueError(f"buffer '{next(iter(given))}' is not in the model: expected its buffers' names")
-    for module, mine in fresh.items():
-        vars(module)["_buffers"] = mine
-    return placed

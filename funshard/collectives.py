@@ -163,7 +163,11 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _OPS[op].group(x, size, name, root) if name else _OPS[op].stack(x, root).clone()
+        if not name:
+            return _OPS[op].stack(x, root).clone()
+        if x.is_complex():  # no backend reduces complex numbers, and all of this is linear over the reals
+            return torch.view_as_complex(_OPS[op].group(torch.view_as_real(x.resolve_conj()), size, name, root))
+        return _OPS[op].group(x, size, name, root)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:

@@ -149,7 +149,7 @@ def views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None
     """
     spec = spec.bound
     check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec})
-    mesh = spec.mesh or Mesh.of(dict(spec.sizes or ()))
+    mesh = spec.bound_mesh
     at = coordinates(mesh, rank)
     out: Params = {}
     for unit in spec:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -74,6 +75,13 @@ class Mesh:
         assert group is not None
         device = "cuda" if dist.get_backend() == "nccl" else None
         return Mesh((("shard", Group(dist.get_world_size(), dist.get_rank(), group.group_name)),), device)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that tensors of this mesh are on; None where any will do."""
+        if self.device_type in (None, "cpu"):
+            return None if self.device_type is None else torch.device("cpu")
+        return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
 
     def __getitem__(self, name: str) -> Axis:
         return dict(self.axes)[name]

@@ -1,28 +1,25 @@
-"""shard, unshard, reshard, gather_full, scatter_full: parameters on their way between full and sharded."""
+"""shard, unshard, reshard, and partition: parameters on their way between full and sharded."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _torch
+from .agree import check_ranks_agree
 from .collectives import Reduce, all_gather, scatter, vary
 from .layout import Params, check_buffers, coordinates, flatten, flatten_unit, unflatten_unit
-from .mesh import Group, Mesh, Simulated
+from .mesh import Mesh
 from .spec import PartitionSpec, Unit
 from .tree import Param
 
 __all__ = [
     "combine",
-    "gather_full",
     "gather_unit",
     "partition",
     "reshard",
-    "scatter_full",
     "scatter_unit",
     "shard",
     "unshard",
@@ -38,18 +35,20 @@ def shard(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec
     mesh row by row.
 
     Raises ValueError, naming the parameter, as `flatten` does; and, where the mesh has other processes and no rank is
-    given, if their specs differ from this one: found by comparing a digest before anything else is sent.
+    given, on every rank if their specs differ or one of them has such an error: found by comparing a digest before
+    anything else is sent.
     """
     spec = spec.bound
-    mesh = _mesh(spec)
-    if isinstance(model_or_params, nn.Module):
-        full = _parameters_of(model_or_params, spec)
-    else:
-        full = dict(model_or_params)
-        flatten({name: _like_meta(t) for name, t in full.items()}, spec)  # every error before communication
-    if rank is None and _torch.level() == 0 and not torch.compiler.is_compiling():
-        _check_ranks_agree(spec, mesh)
-    device = _device(mesh)
+    mesh, device = spec.bound_mesh, spec.bound_mesh.device
+    together = rank is None and _torch.level() == 0 and not torch.compiler.is_compiling()
+    try:
+        full = _checked(model_or_params, spec)
+    except ValueError as error:
+        if together:
+            check_ranks_agree(spec, str(error))  # tell the ranks that wait for the digest
+        raise
+    if together:
+        check_ranks_agree(spec)
     out: Params = {}
     for unit in spec:
         buffer = flatten_unit(full, unit, spec.padded_numel(unit))
@@ -99,7 +98,7 @@ def unshard(
     Raises ValueError, naming the unit, for shards that do not fit the spec, before any communication.
     """
     spec = spec.bound
-    mesh = _mesh(spec)
+    mesh = spec.bound_mesh
     check_shards(shards, spec)
     chosen = tuple(spec.by_key) if units is None else tuple(units)
     for key in chosen:
@@ -124,7 +123,7 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
     unit. Both specs must cover the same parameters: ValueError, naming one that is only in one of them.
     """
     spec, new_spec = spec.bound, new_spec.bound
-    new_mesh = _mesh(new_spec)
+    new_mesh = new_spec.bound_mesh
     check_shards(shards, spec)
     names = {unit.key: {spec.by_name[p.name][0].key for p in unit.params if p.name in spec.by_name} for unit in new_spec}
     for name in spec.by_name.keys() ^ new_spec.by_name.keys():
@@ -145,68 +144,6 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
     return out
 
 
-def gather_full(
-    shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank0_only: bool = False, offload_to_cpu: bool = False
-) -> Params:
-    """The full parameters by name, each a tensor of its own without gradient, unit by unit: summon_full_params.
-
-    With ``rank0_only`` the mesh's first rank alone gets them, by a gather that allocates nothing elsewhere; the others
-    get ``{}``. With ``offload_to_cpu`` each unit goes to host memory before the next is gathered, so that the peak on
-    the device is one unit. `scatter_full` writes them back. Works for anything sharded like the parameters: gradients,
-    optimizer state.
-
-    Raises ValueError as `unshard` does, and for ``rank0_only`` on a simulated mesh, where all ranks run as one.
-    """
-    spec = spec.bound
-    mesh = _mesh(spec)
-    check_shards(shards, spec)
-    if rank0_only and any(isinstance(axis, Simulated) for _, axis in mesh.axes):
-        raise ValueError("gather_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
-    full: Params = {}
-    with torch.no_grad():
-        for unit in spec:
-            full |= _copies(shards[unit.key].detach(), unit, mesh, rank0_only, offload_to_cpu)
-    return full
-
-
-def _copies(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_cpu: bool) -> Params:
-    """A gathered unit's parameters, copied; its buffer is gone when this returns, before the next one is gathered."""
-    buffer = _gather_to_first(piece, unit, mesh) if rank0_only else gather_unit(piece, unit, mesh)
-    if buffer is None:
-        return {}
-    tensors = zip(unit.params, unflatten_unit(buffer, unit), strict=True)
-    return {param.name: t.to("cpu", copy=True) if offload_to_cpu else t.clone() for param, t in tensors}
-
-
-def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src: int = 0) -> Params:
-    """The shards of the parameters that rank ``src`` of the mesh holds; the other ranks give None. The write-back.
-
-    Only slices travel: a scatter over the sharded axes, a broadcast over the replicated ones. The shards have the
-    spec's dtypes and the mesh's device. Inverse of ``gather_full(..., rank0_only=True)``.
-
-    Raises ValueError on *every* rank if what ``src`` holds does not fit the spec; nothing has been sent by then but
-    the message that says so.
-    """
-    spec = spec.bound
-    mesh = _mesh(spec)
-    if any(isinstance(axis, Simulated) for _, axis in mesh.axes):
-        raise ValueError("scatter_full on a simulated mesh: expected process groups; use shard(full, spec) there")
-    source, here = coordinates(mesh, src), coordinates(mesh, None)
-    error = _source_error(full, spec) if source == here else ""
-    device = _device(mesh) or torch.device("cpu")
-    error = _broadcast_text(error, mesh, source, device)
-    if error:
-        raise ValueError(f"scatter_full: rank {src} holds other parameters than the spec's: {error}")
-    out: Params = {}
-    for unit in spec:
-        buffer = None
-        if source == here:
-            assert full is not None
-            buffer = flatten_unit(full, unit, spec.padded_numel(unit)).detach().to(device)
-        out[unit.key] = _scatter_from(buffer, unit, spec, mesh, source, device)
-    return out
-
-
 def partition(
     params: Mapping[str, Tensor],
     spec: PartitionSpec,
@@ -215,15 +152,16 @@ def partition(
     """``(trainable, frozen)``: the params, split in two. Inverse of `combine`.
 
     Shards are split by ``predicate(unit)``, full parameters by ``predicate(param)``; by default what has
-    ``requires_grad`` is trainable. Differentiate with respect to the first and combine inside the loss. Raises
-    ValueError for a key that is neither a unit nor a parameter of the spec.
+    ``requires_grad`` is trainable. Parameters that the spec ignores are frozen. Differentiate with respect to the first
+    and combine inside the loss. Raises ValueError for a key that is neither a unit nor a parameter of the spec.
     """
     parts: tuple[Params, Params] = {}, {}
     for key, tensor in params.items():
         owner = spec.by_key.get(key) or (spec.by_name[key][1] if key in spec.by_name else None)
-        if owner is None:
+        if owner is None and key not in spec.ignored:
             raise ValueError(f"'{key}' is no unit and no parameter of the spec: expected some of {list(spec.by_key)[:8]}")
-        parts[0 if (predicate or _trained)(owner) else 1][key] = tensor
+        trainable = owner is not None and (predicate or _trained)(owner)
+        parts[0 if trainable else 1][key] = tensor
     return parts
 
 
@@ -242,15 +180,13 @@ def combine(*parts: Mapping[str, Tensor]) -> Params:
     return out
 
 
-def _mesh(spec: PartitionSpec) -> Mesh:
-    return spec.mesh or Mesh.of(dict(spec.sizes or ()))
-
-
-def _device(mesh: Mesh) -> torch.device | None:
-    if mesh.device_type in (None, "cpu"):
-        return None if mesh.device_type is None else torch.device("cpu")
-    index = torch.get_device_module(mesh.device_type).current_device()
-    return torch.device(mesh.device_type, index)
+def _checked(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec) -> Params:
+    """The full parameters by name; ValueError unless they fit the spec."""
+    if isinstance(model_or_params, nn.Module):
+        return _parameters_of(model_or_params, spec)
+    full = dict(model_or_params)
+    flatten({name: like_meta(tensor) for name, tensor in full.items()}, spec)
+    return full
 
 
 def _parameters_of(model: nn.Module, spec: PartitionSpec) -> Params:
@@ -273,143 +209,6 @@ def _parameters_of(model: nn.Module, spec: PartitionSpec) -> Params:
     return {name: tensor.detach() for name, tensor in named.items()}
 
 
-def _like_meta(tensor: Tensor) -> Tensor:
+def like_meta(tensor: Tensor) -> Tensor:
+    """A tensor of that shape and dtype without data, to try things on."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _lines(spec: PartitionSpec) -> list[str]:
-    """What must be alike on all ranks, a line for each parameter."""
-    return [
-        f"unit '{unit.key}' {unit.p}: parameter '{min(p.names)}' {list(p.shape)} {p.dtype} order={p.order} "
-        f"requires_grad={p.requires_grad}"
-        for unit in spec
-        for p in unit.params
-    ]
-
-
-def _check_ranks_agree(spec: PartitionSpec, mesh: Mesh) -> None:
-    """ValueError on every rank of the mesh if their specs differ: one small all-gather of a digest per mesh axis.
-
-    Only when all axes are through is the result looked at: a rank that raised before would leave others waiting.
-    """
-    lines = _lines(spec)
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    device = _device(mesh) or torch.device("cpu")
-    digests = _rows(torch.tensor(list(digest), dtype=torch.uint8, device=device), mesh)
-    if bool((digests == digests[0]).all()):
-        return
-    texts = _gather_texts("\n".join(lines), mesh, device)
-    other, rank = next((t.split("\n"), r) for r, t in enumerate(texts) if t != texts[0])
-    first = texts[0].split("\n")
-    i = next(i for i in range(len(first) + 1) if first[i : i + 1] != other[i : i + 1])
-    expected, got = (x[i] if i < len(x) else "nothing more" for x in (first, other))
-    raise ValueError(
-        f"the ranks of the mesh {mesh.names} have different models: expected, as on its rank 0, {expected}; "
-        f"got on rank {rank} {got}; build the same model with the same policy on every rank"
-    )
-
-
-def _rows(row: Tensor, mesh: Mesh) -> Tensor:
-    """The rows of all ranks of the mesh, in its row-major order, over the axes that can communicate."""
-    rows = row.unsqueeze(0)
-    for _, axis in reversed(mesh.axes):
-        if isinstance(axis, Group) and axis.name:
-            rows = all_gather(rows, axis)
-    return rows
-
-
-def _gather_texts(text: str, mesh: Mesh, device: torch.device) -> list[str]:
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    lengths = _rows(torch.tensor([len(data)], device=device), mesh).flatten().tolist()
-    padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
-    return [bytes(row[:n].tolist()).decode() for row, n in zip(_rows(padded, mesh), lengths, strict=True)]
-
-
-# --- Gathers to one rank and scatters from one: data movement, below autograd, over c10d's own collectives. ---
-
-
-def _group(mesh: Mesh, name: str) -> tuple[Group, dist.ProcessGroup | None]:
-    axis = mesh[name]
-    assert isinstance(axis, Group)
-    if axis.size > 1 and not axis.name:
-        raise ValueError(f"axis '{name}' of {axis.size} ranks has no process group: bind the spec with .on(mesh)")
-    return axis, dist.distributed_c10d._resolve_process_group(axis.name) if axis.size > 1 else None  # pyright: ignore
-
-
-def _gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
-    """The unit's buffer on the mesh's first rank; None, and no buffer, on the others."""
-    at = dict(zip(mesh.names, coordinates(mesh, None), strict=True))
-    if any(at[name] for name in mesh.names if name not in unit.p.axes):
-        return None  # another replica
-    for name in reversed(unit.p.axes):
-        axis, group = _group(mesh, name)
-        if group is None:
-            continue
-        rows = piece.new_empty(axis.size, len(piece)) if at[name] == 0 else None
-        dist.gather(piece.contiguous(), None if rows is None else list(rows), group=group, group_dst=0)
-        if rows is None:
-            return None
-        piece = rows.flatten()
-    return piece
-
-
-def _scatter_from(
-    buffer: Tensor | None, unit: Unit, spec: PartitionSpec, mesh: Mesh, source: tuple[int, ...], device: torch.device
-) -> Tensor:
-    """The inverse: slices of the source's buffer along the sharded axes, then copies along the replicated ones."""
-    numel = spec.padded_numel(unit)
-    here, want = (dict(zip(mesh.names, c, strict=True)) for c in (coordinates(mesh, None), source))
-    rest = list(mesh.names)
-    for name in (*unit.p.axes, *(n for n in mesh.names if n not in unit.p.axes)):
-        axis, group = _group(mesh, name)
-        rest.remove(name)
-        split = name in unit.p.axes
-        numel = numel // axis.size if split else numel
-        # In this step those take part that the source's data has reached, or reaches now: they sit where the source
-        # sits on every axis still to come.
-        if group is None or any(here[n] != want[n] for n in rest):
-            continue
-        out = torch.empty(numel, dtype=unit.dtype, device=device)
-        if split:
-            pieces = list(buffer.view(axis.size, numel)) if buffer is not None and here[name] == want[name] else None
-            dist.scatter(out, pieces, group=group, group_src=want[name])
-        else:
-            out = buffer if buffer is not None else out
-            dist.broadcast(out, group=group, group_src=want[name])
-        buffer = out
-    assert buffer is not None
-    return buffer
-
-
-def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str:
-    if full is None:
-        return "expected a dict of full parameters, got None"
-    if not isinstance(full, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return f"expected a dict of full parameters, got {type(full).__name__}"
-    for name, tensor in full.items():
-        if not isinstance(tensor, Tensor) or tensor.is_meta:  # pyright: ignore[reportUnnecessaryIsInstance]
-            kind = "a meta tensor" if isinstance(tensor, Tensor) else type(tensor).__name__  # pyright: ignore
-            return f"parameter '{name}': expected a tensor with data, got {kind}"
-    try:
-        flatten({name: _like_meta(tensor) for name, tensor in full.items()}, spec)
-    except ValueError as error:
-        return str(error)
-    for name, tensor in full.items():
-        if name in spec.by_name and tensor.dtype != spec.by_name[name][1].dtype:
-            return f"parameter '{name}': expected {spec.by_name[name][1].dtype}, got {tensor.dtype}"
-    return ""
-
-
-def _broadcast_text(text: str, mesh: Mesh, source: tuple[int, ...], device: torch.device) -> str:
-    """The source's text on every rank of the mesh: an axis at a time, the length first."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    for name, src in zip(mesh.names, source, strict=True):
-        _, group = _group(mesh, name)
-        if group is None:
-            continue
-        length = torch.tensor([len(data)], device=device)
-        dist.broadcast(length, group=group, group_src=src)
-        data = data if len(data) == int(length) else data.new_empty(int(length))
-        if len(data):
-            dist.broadcast(data, group=group, group_src=src)
-    return bytes(data.tolist()).decode()

@@ -159,6 +159,12 @@ class PartitionSpec:
         """This spec on its mesh; an unbound one on the world as one axis "shard" (one rank without a process group)."""
         return self if self.mesh is not None or self.sizes is not None else self.on(Mesh.world())
 
+    @property
+    def bound_mesh(self) -> Mesh:
+        """The mesh of the bound spec: only sizes where it came out of a pickle."""
+        spec = self.bound
+        return spec.mesh or Mesh.of(dict(spec.sizes or ()))
+
     def size(self, unit: Unit) -> int:
         """In how many slices the unit's buffer is split."""
         sizes = dict(self.bound.sizes or ())

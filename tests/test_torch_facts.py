@@ -184,3 +184,12 @@ def test_checkpoint_is_seen_by_its_hooks() -> None:
     with torch.autograd.graph.save_on_cpu():
         f(x)
     assert seen == [None, "torch.utils.checkpoint", "torch.autograd.graph"]
+
+
+def test_transforms_refuse_hooks_outside() -> None:
+    """torch.func.grad does not begin under saved-tensor hooks: the one transform that forward itself cannot use."""
+    with (
+        pytest.raises(RuntimeError, match=r"forward uses a torch.func transform.*expected P\(reshard=False\)"),
+        _torch.saved_tensor_hooks(lambda t: t, lambda t: t),
+    ):
+        grad(torch.sum)(torch.ones(2))

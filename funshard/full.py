@@ -1,0 +1,146 @@
+"""gather_full, scatter_full: full parameters leaving and entering, unit by unit; the functional summon_full_params."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agree import broadcast_text, process_group
+from .layout import Params, coordinates, flatten, flatten_unit, unflatten_unit
+from .mesh import Mesh, Simulated
+from .sharding import check_shards, gather_unit, like_meta
+from .spec import PartitionSpec, Unit
+
+__all__ = ["gather_full", "scatter_full"]
+
+
+def gather_full(
+    shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank0_only: bool = False, offload_to_cpu: bool = False
+) -> Params:
+    """The full parameters by name, each a tensor of its own without gradient, unit by unit: summon_full_params.
+
+    With ``rank0_only`` the mesh's first rank alone gets them, by a gather that allocates nothing elsewhere; the others
+    get ``{}``. With ``offload_to_cpu`` each unit goes to host memory before the next is gathered, so that the peak on
+    the device is one unit. `scatter_full` writes them back. Works for anything sharded like the parameters: gradients,
+    optimizer state.
+
+    Raises ValueError as `unshard` does, and for ``rank0_only`` on a simulated mesh, where all ranks run as one.
+    """
+    spec = spec.bound
+    mesh = spec.bound_mesh
+    check_shards(shards, spec)
+    if rank0_only and any(isinstance(axis, Simulated) for _, axis in mesh.axes):
+        raise ValueError("gather_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
+    full: Params = {}
+    with torch.no_grad():
+        for unit in spec:
+            full |= _copies(shards[unit.key].detach(), unit, mesh, rank0_only, offload_to_cpu)
+    return full
+
+
+def _copies(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_cpu: bool) -> Params:
+    """A gathered unit's parameters, copied; its buffer is gone when this returns, before the next one is gathered."""
+    buffer = _gather_to_first(piece, unit, mesh) if rank0_only else gather_unit(piece, unit, mesh)
+    if buffer is None:
+        return {}
+    tensors = zip(unit.params, unflatten_unit(buffer, unit), strict=True)
+    return {param.name: t.to("cpu", copy=True) if offload_to_cpu else t.clone() for param, t in tensors}
+
+
+def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src: int = 0) -> Params:
+    """The shards of the parameters that rank ``src`` of the mesh holds; the other ranks give None. The write-back.
+
+    Only slices travel: a scatter over the sharded axes, a broadcast over the replicated ones. The shards have the
+    spec's dtypes and the mesh's device. Inverse of ``gather_full(..., rank0_only=True)``.
+
+    Raises ValueError on *every* rank if what ``src`` holds does not fit the spec; nothing has been sent by then but
+    the message that says so.
+    """
+    spec = spec.bound
+    mesh = spec.bound_mesh
+    if any(isinstance(axis, Simulated) for _, axis in mesh.axes):
+        raise ValueError("scatter_full on a simulated mesh: expected process groups; use shard(full, spec) there")
+    source, here = coordinates(mesh, src), coordinates(mesh, None)
+    error = _source_error(full, spec) if source == here else ""
+    device = mesh.device or torch.device("cpu")
+    error = broadcast_text(error, mesh, source, device)
+    if error:
+        raise ValueError(f"scatter_full: rank {src} holds other parameters than the spec's: {error}")
+    out: Params = {}
+    for unit in spec:
+        buffer = None
+        if source == here:
+            assert full is not None
+            buffer = flatten_unit(full, unit, spec.padded_numel(unit)).detach().to(device)
+        out[unit.key] = _scatter_from(buffer, unit, spec, mesh, source, device)
+    return out
+
+
+# --- Gathers to one rank and scatters from one: data movement, below autograd, over c10d's own collectives. ---
+
+
+def _gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
+    """The unit's buffer on the mesh's first rank; None, and no buffer, on the others."""
+    at = dict(zip(mesh.names, coordinates(mesh, None), strict=True))
+    if any(at[name] for name in mesh.names if name not in unit.p.axes):
+        return None  # another replica
+    for name in reversed(unit.p.axes):
+        axis, group = process_group(mesh, name)
+        if group is None:
+            continue
+        rows = piece.new_empty(axis.size, len(piece)) if at[name] == 0 else None
+        dist.gather(piece.contiguous(), None if rows is None else list(rows), group=group, group_dst=0)
+        if rows is None:
+            return None
+        piece = rows.flatten()
+    return piece
+
+
+def _scatter_from(
+    buffer: Tensor | None, unit: Unit, spec: PartitionSpec, mesh: Mesh, source: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """The inverse: slices of the source's buffer along the sharded axes, then copies along the replicated ones."""
+    numel = spec.padded_numel(unit)
+    here, want = (dict(zip(mesh.names, c, strict=True)) for c in (coordinates(mesh, None), source))
+    rest = list(mesh.names)
+    for name in (*unit.p.axes, *(n for n in mesh.names if n not in unit.p.axes)):
+        axis, group = process_group(mesh, name)
+        rest.remove(name)
+        split = name in unit.p.axes
+        numel = numel // axis.size if split else numel
+        # In this step those take part that the source's data has reached, or reaches now: they sit where the source
+        # sits on every axis still to come.
+        if group is None or any(here[n] != want[n] for n in rest):
+            continue
+        out = torch.empty(numel, dtype=unit.dtype, device=device)
+        if split:
+            pieces = list(buffer.view(axis.size, numel)) if buffer is not None and here[name] == want[name] else None
+            dist.scatter(out, pieces, group=group, group_src=want[name])
+        else:
+            out = buffer if buffer is not None else out
+            dist.broadcast(out, group=group, group_src=want[name])
+        buffer = out
+    assert buffer is not None
+    return buffer
+
+
+def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str:
+    if full is None:
+        return "expected a dict of full parameters, got None"
+    if not isinstance(full, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return f"expected a dict of full parameters, got {type(full).__name__}"
+    for name, tensor in full.items():
+        if not isinstance(tensor, Tensor) or tensor.is_meta:  # pyright: ignore[reportUnnecessaryIsInstance]
+            kind = "a meta tensor" if isinstance(tensor, Tensor) else type(tensor).__name__  # pyright: ignore
+            return f"parameter '{name}': expected a tensor with data, got {kind}"
+    try:
+        flatten({name: like_meta(tensor) for name, tensor in full.items()}, spec)
+    except ValueError as error:
+        return str(error)
+    for name, tensor in full.items():
+        if name in spec.by_name and tensor.dtype != spec.by_name[name][1].dtype:
+            return f"parameter '{name}': expected {spec.by_name[name][1].dtype}, got {tensor.dtype}"
+    return ""

@@ -1,0 +1,143 @@
+"""A module's insides, replaced for the length of a call and put back: parameters, buffers, attributes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .spec import PartitionSpec, Unit
+from .tree import join
+
+__all__ = ["Owned", "Parameters", "install_buffers", "owners", "restored"]
+
+Owned = dict[nn.Module, dict[str, tuple[Unit, int]]]
+"""For each module the unit and the position in it of its own parameters, by attribute."""
+
+_CONTAINERS = tuple(
+    name
+    for name, value in vars(nn.Module()).items()
+    if isinstance(value, dict | set) and name not in ("_parameters", "_buffers")
+)
+"""Where nn.Module keeps hooks and submodules, which forward may change in place (transformers 5 adds hooks)."""
+
+
+class Parameters(dict[str, Any]):
+    """A module's ``_parameters`` for the length of a call: reading one gathers its unit."""
+
+    def __init__(
+        self,
+        original: Mapping[str, Tensor | None],
+        owned: dict[str, tuple[Unit, int]],
+        read: Callable[[Unit, int], Tensor],
+    ) -> None:
+        super().__init__(original)
+        self._owned, self._read = owned, read
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._owned:
+            return self._read(*self._owned[name])
+        return super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._owned.pop(name, None)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._owned.pop(name, None)
+        super().__delitem__(name)
+
+    def __iter__(self) -> Iterator[str]:  # overriding it keeps dict(self) from copying the originals underneath
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:  # noqa: D102
+        return self[name] if name in self else default  # noqa: SIM401  that would call itself
+
+    def items(self) -> Any:  # noqa: D102
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:  # noqa: D102
+        return [self[name] for name in self]
+
+    def copy(self) -> dict[str, Any]:  # noqa: D102
+        return dict(self.items())
+
+
+@contextlib.contextmanager
+def restored(modules: Iterable[nn.Module]) -> Generator[None]:
+    """Within this, the modules may be changed; afterwards every attribute is what it was before."""
+    saved = [(module, dict(vars(module)), _containers(module)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes, containers in saved:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for container, content in containers:
+                if container != content:
+                    container.clear()
+                    container.update(content)
+
+
+def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
+    return [(vars(module)[name], vars(module)[name].copy()) for name in _CONTAINERS if name in vars(module)]
+
+
+def owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned:
+    """For each module the unit and position of its own parameters; ValueError unless the spec was made for it."""
+    owned: Owned = {module: {} for module in modules.values()}
+    for unit in spec:
+        for i, param in enumerate(unit.params):
+            for name in param.names:
+                path, _, attr = name.rpartition(".")
+                tensor = modules[path]._parameters.get(attr) if path in modules else None
+                if tensor is None or tuple(tensor.shape) != param.shape:
+                    got = "none" if tensor is None else f"shape {list(tensor.shape)}"
+                    raise ValueError(
+                        f"parameter '{name}' of unit '{unit.key}': expected shape {list(param.shape)} in the model, "
+                        f"got {got}; was the model changed after the spec was made?"
+                    )
+                owned[modules[path]][attr] = unit, i
+    left = {
+        id(modules[path]._parameters.get(attr))
+        for path, _, attr in (name.rpartition(".") for name in spec.ignored)
+        if path in modules
+    }
+    for path, module in modules.items():
+        for attr, tensor in module._parameters.items():
+            if tensor is not None and attr not in owned[module] and id(tensor) not in left:
+                raise ValueError(
+                    f"parameter '{join(path, attr)}' is not in the spec: expected the model that it was made for; "
+                    "was the model changed after the spec was made?"
+                )
+    return owned
+
+
+def install_buffers(modules: Mapping[str, nn.Module], buffers: Mapping[str, Tensor] | None) -> Callable[[], dict[str, Tensor]]:
+    """Give every module its own ``_buffers``: the given ones, copies of the rest. What reads the given ones back."""
+    given = dict(buffers or {})
+    copies: dict[Tensor, Tensor] = {}
+    placed: list[tuple[str, nn.Module, str]] = []
+    fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
+    for path, module in modules.items():
+        mine = fresh.setdefault(module, dict(module._buffers))
+        for attr, original in module._buffers.items():
+            if join(path, attr) in given:
+                mine[attr] = given.pop(join(path, attr))
+                placed.append((join(path, attr), module, attr))
+            elif original is not None and mine[attr] is original:
+                mine[attr] = copies.setdefault(original, original) if original.is_meta else copies.get(original)
+                if mine[attr] is None:
+                    mine[attr] = copies[original] = original.clone()
+    if given:
+        raise ValueError(f"buffer '{next(iter(given))}' is not in the model: expected its buffers' names")
+    for module, mine in fresh.items():
+        vars(module)["_buffers"] = mine
+
+    def now() -> dict[str, Tensor]:
+        found = {name: module._buffers.get(attr) for name, module, attr in placed}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+    return now
