@@ -23,6 +23,7 @@ __all__ = [
     "savable",
     "saved_tensor_hooks",
     "storage_id",
+    "version",
 ]
 
 
@@ -59,6 +60,12 @@ def lower(tensor: Tensor) -> Tensor:
 def storage_id(tensor: Tensor) -> int:
     """The identity of a live storage, also of fake and meta ones, which have no address."""
     return tensor.untyped_storage()._cdata
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor was modified in place; 0 for inference tensors, which do not count and are not saved."""
+    inner = base(tensor)
+    return 0 if inner.is_inference() else inner._version
 
 
 def in_forward_ad() -> bool:

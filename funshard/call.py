@@ -34,7 +34,7 @@ from .tree import join
 __all__ = ["functional_call"]
 
 FROZEN_ALIVE = 2
-"""How many frozen units' buffers stay gathered in backward: no gradient tells when they have been used."""
+"""How many frozen units stay gathered in a backward that retains its graph: no gradient tells when they have been used."""
 
 
 def functional_call(
@@ -53,8 +53,10 @@ def functional_call(
     Each unit is gathered just before its module runs and freed after it; where the module's gradient is wanted it is
     gathered again in backward (not with ``P(reshard=False)``, nor the unit that ends the forward), and its gradient is
     reduced as soon as it is complete. Equal to calling the module with ``unshard(params, spec)``, at every order and
-    under every torch.func transform; with more than one transform around it, or a forward-mode one, what autograd
-    saves stays gathered until it is used.
+    under every torch.func transform around it. In memory, torch.func.grad frees in forward, but what its backward
+    gathers again stays until it ends, because it records itself for a second derivative (`funshard.grad` does not);
+    with more than one transform, or a forward-mode one, what autograd saves stays gathered until it is used. A
+    torch.func.grad *inside* forward needs ``P(reshard=False)``: RuntimeError otherwise.
 
     ``params`` are what `shard` gives, of any floating dtype; parameters that the spec ignores are the model's own, or
     those in ``params`` under their names. ``args`` is a tuple, or the only argument. ``method`` names another method
@@ -119,7 +121,7 @@ class _Gathered:
 
     def __init__(self, call: _Call, unit: Unit, shard: Tensor) -> None:
         self.call, self.unit, self.shard = call, unit, shard
-        self.version = _torch.base(shard)._version
+        self.version = _torch.version(shard)
         self.level = _torch.level()
         full = gather_unit(shard, unit, call.mesh, reduce=call.reduce)
         self.views = unflatten_unit(full, unit)
@@ -146,20 +148,20 @@ class _Gathered:
     def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         """A saved view of the buffer, gathered again if need be."""
         if self.buffer is None:
-            if _torch.base(self.shard)._version != self.version:
+            if _torch.version(self.shard) != self.version:
                 raise RuntimeError(
                     f"the shard of unit '{self.unit.key}' was modified in place between forward and backward: "
-                    f"expected version {self.version}, got {_torch.base(self.shard)._version}; update after backward"
+                    f"expected version {self.version}, got {_torch.version(self.shard)}; update after backward"
                 )
+            if not self.trained:
+                if len(self.call.frozen) == FROZEN_ALIVE and (oldest := self.call.frozen.popleft()()):
+                    oldest.release()
+                self.call.frozen.append(weakref.ref(self))
             if self.level:  # one level below this graph, where the shard may itself be differentiated
                 self.buffer = gather_unit(_torch.lower(self.shard), self.unit, self.call.mesh, reduce=self.call.reduce)
             else:
                 with torch.no_grad():
                     self.buffer = gather_unit(self.shard.detach(), self.unit, self.call.mesh, reduce=self.call.reduce)
-            if not self.trained:
-                self.call.frozen.append(self)
-                if len(self.call.frozen) > FROZEN_ALIVE:
-                    self.call.frozen.popleft().release()
         return self.buffer.as_strided(shape, stride, offset)
 
 
@@ -178,7 +180,7 @@ class _Call:
         self.live: dict[int, _Gathered] = {}  # by storage: what pack recognises
         self.scopes: list[list[_Gathered]] = [[]]
         self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
-        self.frozen: deque[_Gathered] = deque()
+        self.frozen: deque[weakref.ref[_Gathered]] = deque()  # gathered in backward; the notes own them
 
     def gather(self, unit: Unit) -> _Gathered:
         """The unit, gathered now or still alive."""

@@ -1,0 +1,221 @@
+"""The memory law: which gathered buffers are alive at every moment of a step, watched by their storages."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from collective_log import world
+from parity import WAYS, numbers
+from peer_models import Net, chain
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funshard as fs
+
+PLAIN = [way for way in sorted(WAYS) if way != "torch.func"]
+
+
+class Alive(TorchDispatchMode):
+    """Elements of gathered and of unreduced buffers that are alive after each op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: list[tuple[weakref.ref[Any], int]] = []
+        self.unreduced: list[tuple[weakref.ref[Any], int]] = []
+        self.peak = self.peak_unreduced = 0
+
+    def now(self) -> list[int]:
+        """The sizes of the gathered buffers that are alive."""
+        return [numel for ref, numel in self.gathered if ref() is not None]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name == "_c10d_functional::all_gather_into_tensor":
+            self.gathered.append((weakref.ref(out.untyped_storage()), out.numel()))
+        if name == "_c10d_functional::reduce_scatter_tensor":
+            self.unreduced.append((weakref.ref(args[0].untyped_storage()), args[0].numel()))
+        self.peak = max(self.peak, sum(self.now()))
+        self.peak_unreduced = max(self.peak_unreduced, sum(n for ref, n in self.unreduced if ref() is not None))
+        return out
+
+
+def watched(model: nn.Module, spec: fs.PartitionSpec, way: str) -> tuple[Alive, list[int], int, int]:
+    """The watcher, what is alive when forward has ended, and the peaks of forward and of backward."""
+    params = fs.shard(model, spec)
+    at_turn: list[int] = []
+    forward_peak = 0
+    gc.disable()  # what must go, goes without the cycle collector
+    try:
+        with Alive() as alive:
+
+            def loss(params: dict[str, Tensor]) -> Tensor:
+                nonlocal forward_peak
+                y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec).sum()
+                at_turn.extend(alive.now())
+                forward_peak, alive.peak = alive.peak, sum(alive.now())
+                return y
+
+            WAYS[way](loss)(params)
+            backward_peak = alive.peak
+    finally:
+        gc.enable()
+    return alive, at_turn, forward_peak, backward_peak
+
+
+@pytest.mark.parametrize("way", PLAIN)
+def test_units_are_freed_between_forward_and_backward(way: str) -> None:
+    """Root and one block at a time; after forward the unit that ends it alone; after backward nothing."""
+    with world(4):
+        model = Net(blocks=4)
+        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+        root, block = (spec.padded_numel(spec.by_key[key]) for key in ("", "blocks.0"))
+        alive, after_forward, forward_peak, backward_peak = watched(model, spec, way)
+        assert len(alive.gathered) == 1 + 2 * 4
+        assert forward_peak == root + block
+        assert after_forward == [root]
+        assert backward_peak == max(root, block)  # the root's goes early: its first layer needs no weight for a gradient
+        assert alive.peak_unreduced == max(root, block)
+        assert alive.now() == []
+
+
+@pytest.mark.parametrize("way", PLAIN)
+def test_the_last_unit_is_kept_where_the_root_owns_nothing(way: str) -> None:
+    """Blocks alone: one at a time, and the last one waits for backward."""
+    with world(4):
+        model = chain(blocks=4)
+        spec = fs.by_path({"*": fs.P("shard")})(model).bound
+        block = spec.padded_numel(spec.by_key["0"])
+        alive, after_forward, forward_peak, backward_peak = watched(model, spec, way)
+        assert len(alive.gathered) == 4 + 3
+        assert (forward_peak, after_forward, backward_peak) == (block, [block], block)
+        assert alive.now() == []
+
+
+def test_torch_func_frees_in_forward() -> None:
+    """torch.func.grad holds what backward gathers until it ends: it records backward for a second derivative."""
+    with world(4):
+        model = Net(blocks=4)
+        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+        root, block = (spec.padded_numel(spec.by_key[key]) for key in ("", "blocks.0"))
+        alive, after_forward, forward_peak, backward_peak = watched(model, spec, "torch.func")
+        assert len(alive.gathered) == 1 + 2 * 4
+        assert (forward_peak, after_forward) == (root + block, [root])
+        assert backward_peak <= root + 4 * block
+        assert alive.now() == []
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_kept_units_live_until_their_backward(way: str) -> None:
+    """P(reshard=False): gathered once, all alive after forward, none after backward."""
+    with world(4):
+        model = Net(blocks=3)
+        spec = fs.by_path({"blocks.*": fs.P("shard", reshard=False)})(model).bound
+        alive, after_forward, _, _ = watched(model, spec, way)
+        assert len(alive.gathered) == 4
+        assert len(after_forward) == 4
+        assert alive.now() == []
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_frozen_units_are_bounded_in_backward(retain: bool) -> None:
+    """A frozen unit goes with the last op that saved it; where the graph is retained, two of them stay at most."""
+    with world(4):
+        model = Net(blocks=6)
+        model.blocks.requires_grad_(False)
+        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+        trained, frozen = fs.partition(fs.shard(model, spec), spec)
+        root, block = (spec.padded_numel(spec.by_key[key]) for key in ("", "blocks.0"))
+        params = {k: v.requires_grad_() for k, v in trained.items()}
+        with Alive() as alive:
+            y = fs.functional_call(model, fs.combine(params, frozen), (numbers(0, 0),), spec=spec).sum()
+            torch.autograd.grad(y, list(params.values()), retain_graph=retain)
+            assert len(alive.gathered) == 1 + 2 * 6
+            assert alive.peak == root + (2 if retain else 1) * block
+            del y
+            assert alive.now() == []
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_stays(mode: Callable[[], Any]) -> None:
+    """Inference holds the root and one block, and nothing afterwards."""
+    with world(4), mode():
+        model = Net(blocks=3)
+        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+        params = fs.shard(model, spec)
+        with Alive() as alive:
+            fs.functional_call(model, params, (numbers(0, 0),), spec=spec)
+        assert alive.peak == sum(spec.padded_numel(spec.by_key[key]) for key in ("", "blocks.0"))
+        assert alive.now() == []
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_exception_frees_everything(failing: int) -> None:
+    """Also between forward and backward of other units; the next call is a clean one."""
+    with world(4):
+        model = Net(blocks=3)
+        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+        params = {k: v.requires_grad_() for k, v in fs.shard(model, spec).items()}
+        hook = model.blocks[failing].register_forward_hook(lambda *_: 1 / 0)
+        with Alive() as alive:
+            with pytest.raises(ZeroDivisionError):
+                fs.functional_call(model, params, (numbers(0, 0),), spec=spec)
+            gc.collect()  # the traceback is a cycle
+            assert alive.now() == []
+            hook.remove()
+            fs.functional_call(model, params, (numbers(0, 0),), spec=spec).sum().backward()
+            assert alive.now() == []
+
+
+def test_a_graph_that_is_dropped_frees_what_it_held() -> None:
+    """A forward without a backward: the kept unit goes with the output."""
+    with world(4):
+        model = Net(blocks=3)
+        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+        params = {k: v.requires_grad_() for k, v in fs.shard(model, spec).items()}
+        with Alive() as alive:
+            y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec)
+            assert len(alive.now()) == 1
+            del y
+            assert alive.now() == []
+
+
+def test_what_user_code_holds_stays_readable() -> None:
+    """A parameter kept past its unit is an ordinary tensor: its buffer lives as long as it does, and is not gathered over."""
+    with world(4):
+        model = Net(blocks=2)
+        kept: list[Tensor] = []
+        model.blocks[0].register_forward_hook(lambda m, *_: kept.append(m.in_proj.weight))
+        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+        with Alive() as alive:
+            fs.grad(lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).sum())(fs.shard(model, spec))
+            assert len(alive.now()) == 1
+            kept[0].sum().item()
+            kept.clear()
+            assert alive.now() == []
+
+
+def step_and_forget() -> list[weakref.ref[Any]]:
+    """The storages of a model, its shards and gradients, all out of scope."""
+    model = Net(blocks=2)
+    spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+    params = fs.shard(model, spec)
+    grads = fs.grad(lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).sum())(params)
+    return [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *params.values(), *grads.values())]
+
+
+def test_dropping_everything_returns_to_the_baseline() -> None:
+    """test_fully_shard_del_memory: no cycle keeps a model, its shards or its gathered buffers alive."""
+    with world(4):
+        gc.collect()
+        gc.disable()
+        try:
+            refs = step_and_forget()
+            assert [r for r in refs if r() is not None] == []
+        finally:
+            gc.enable()
