@@ -281,7 +281,8 @@ class _Call:
             gathered = self.live.get(_torch.storage_id(inner))
             if gathered is not None and inner.dtype == gathered.shard.dtype and not (inner.is_conj() or inner.is_neg()):
                 return gathered, tensor.shape, tensor.stride(), tensor.storage_offset()
-        return tensor, tensor._version
+        # Detached: a node that saves its own output would otherwise hold itself. Autograd adds the graph again.
+        return tensor.detach() if tensor.requires_grad else tensor, tensor._version
 
     @staticmethod
     def unpack(note: object) -> Tensor:

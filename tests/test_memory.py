@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import funshard as fs
 
 PLAIN = [way for way in sorted(WAYS) if way != "torch.func"]
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    """What must go, goes without the cycle collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Alive(TorchDispatchMode):
@@ -50,21 +62,17 @@ def watched(model: nn.Module, spec: fs.PartitionSpec, way: str) -> tuple[Alive, 
     params = fs.shard(model, spec)
     at_turn: list[int] = []
     forward_peak = 0
-    gc.disable()  # what must go, goes without the cycle collector
-    try:
-        with Alive() as alive:
+    with no_collector(), Alive() as alive:
 
-            def loss(params: dict[str, Tensor]) -> Tensor:
-                nonlocal forward_peak
-                y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec).sum()
-                at_turn.extend(alive.now())
-                forward_peak, alive.peak = alive.peak, sum(alive.now())
-                return y
+        def loss(params: dict[str, Tensor]) -> Tensor:
+            nonlocal forward_peak
+            y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec).sum()
+            at_turn.extend(alive.now())
+            forward_peak, alive.peak = alive.peak, sum(alive.now())
+            return y
 
-            WAYS[way](loss)(params)
-            backward_peak = alive.peak
-    finally:
-        gc.enable()
+        WAYS[way](loss)(params)
+        backward_peak = alive.peak
     return alive, at_turn, forward_peak, backward_peak
 
 
@@ -173,16 +181,22 @@ def test_an_exception_frees_everything(failing: int) -> None:
 
 
 def test_a_graph_that_is_dropped_frees_what_it_held() -> None:
-    """A forward without a backward: the kept unit goes with the output."""
+    """A forward without a backward: the kept unit and the activations go with the output, without the cycle collector."""
     with world(4):
         model = Net(blocks=3)
+        inside: list[weakref.ref[Any]] = []
+        model.blocks[1].out_proj.register_forward_pre_hook(
+            lambda _, args: inside.append(weakref.ref(args[0].untyped_storage()))
+        )
         spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
         params = {k: v.requires_grad_() for k, v in fs.shard(model, spec).items()}
-        with Alive() as alive:
+        with no_collector(), Alive() as alive:
             y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec)
             assert len(alive.now()) == 1
+            assert inside[0]() is not None
             del y
             assert alive.now() == []
+            assert inside[0]() is None
 
 
 def test_what_user_code_holds_stays_readable() -> None:
@@ -211,11 +225,5 @@ def step_and_forget() -> list[weakref.ref[Any]]:
 
 def test_dropping_everything_returns_to_the_baseline() -> None:
     """test_fully_shard_del_memory: no cycle keeps a model, its shards or its gathered buffers alive."""
-    with world(4):
-        gc.collect()
-        gc.disable()
-        try:
-            refs = step_and_forget()
-            assert [r for r in refs if r() is not None] == []
-        finally:
-            gc.enable()
+    with world(4), no_collector():
+        assert [ref for ref in step_and_forget() if ref() is not None] == []
