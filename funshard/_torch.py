@@ -24,6 +24,7 @@ __all__ = [
     "saved_tensor_hooks",
     "storage_id",
     "version",
+    "without_graph",
 ]
 
 
@@ -55,6 +56,16 @@ def base(tensor: Tensor) -> Tensor:
 def lower(tensor: Tensor) -> Tensor:
     """The tensor as the transform below sees it: without the outermost wrapper of a running torch.func.grad."""
     return _functorch.get_unwrapped(tensor) if _functorch.is_gradtrackingtensor(tensor) else tensor
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """The same values with the graph of the running torch.func.grad cut off, or that of plain autograd outside of it.
+
+    ``detach`` inside a transform cuts those of all levels. Pinned by ``test_without_graph_cuts_one_level``.
+    """
+    if _functorch.is_gradtrackingtensor(tensor):
+        return _functorch._wrap_for_grad(_functorch.get_unwrapped(tensor), _functorch.maybe_get_level(tensor))
+    return tensor.detach()
 
 
 def storage_id(tensor: Tensor) -> int:

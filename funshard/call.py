@@ -281,8 +281,9 @@ class _Call:
             gathered = self.live.get(_torch.storage_id(inner))
             if gathered is not None and inner.dtype == gathered.shard.dtype and not (inner.is_conj() or inner.is_neg()):
                 return gathered, tensor.shape, tensor.stride(), tensor.storage_offset()
-        # Detached: a node that saves its own output would otherwise hold itself. Autograd adds the graph again.
-        return tensor.detach() if tensor.requires_grad else tensor, tensor._version
+        # Without its graph: a node that saves its own output would hold itself. Autograd adds the graph again.
+        kept = _torch.without_graph(tensor) if tensor.requires_grad else tensor
+        return kept, _torch.version(tensor)
 
     @staticmethod
     def unpack(note: object) -> Tensor:
@@ -290,9 +291,9 @@ class _Call:
         what, *rest = cast("tuple[Any, ...]", note)
         if isinstance(what, _Gathered):
             return what.view(*rest)
-        if what._version != rest[0]:
+        if _torch.version(what) != rest[0]:
             raise RuntimeError(
                 f"a tensor of shape {list(what.shape)} needed for gradient computation was modified in place: "
-                f"it is at version {what._version}, expected version {rest[0]}"
+                f"it is at version {_torch.version(what)}, expected version {rest[0]}"
             )
         return what

@@ -92,8 +92,8 @@ def unshard(
 
     Differentiable at every order: the gradient of a shard is its slice of the mean over ranks of the full gradients,
     or of their sum with ``reduce="sum"``. Where nothing is to be gathered (``P()``, one rank) the buffer is the shard
-    itself. ``units`` are the keys of units to gather, all of them by default; those of
-    an ignored parameter in ``shards`` pass through.
+    itself. ``units`` are the keys of units to gather, all of them by default; an ignored parameter in ``shards`` passes
+    through.
 
     Raises ValueError, naming the unit, for shards that do not fit the spec, before any communication.
     """

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
+from funshard import _torch
 
 PLAIN = [way for way in sorted(WAYS) if way != "torch.func"]
 
@@ -197,6 +198,24 @@ def test_a_graph_that_is_dropped_frees_what_it_held() -> None:
             del y
             assert alive.now() == []
             assert inside[0]() is None
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_activations_go_with_the_step(way: str) -> None:
+    """Outputs that their own nodes save (tanh) are in no cycle, under torch.func either."""
+    with world(4), no_collector():
+        model = Net(blocks=3)
+        inside: list[weakref.ref[Any]] = []
+
+        def note(_: nn.Module, args: tuple[Tensor]) -> None:
+            inside.append(weakref.ref(_torch.base(args[0]).untyped_storage()))
+
+        for block in model.blocks:
+            block.out_proj.register_forward_pre_hook(note)
+        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+        WAYS[way](lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).sum())(fs.shard(model, spec))
+        assert len(inside) == 3
+        assert [ref for ref in inside if ref() is not None] == []
 
 
 def test_what_user_code_holds_stays_readable() -> None:

@@ -193,3 +193,13 @@ def test_transforms_refuse_hooks_outside() -> None:
         _torch.saved_tensor_hooks(lambda t: t, lambda t: t),
     ):
         grad(torch.sum)(torch.ones(2))
+
+
+def test_without_graph_cuts_one_level() -> None:
+    """`_torch.without_graph` keeps the derivative of the level below, which ``detach`` inside a transform loses."""
+    x = torch.tensor(3.0, requires_grad=True)
+    kept = grad(lambda y: y * _torch.without_graph(y * y))(x)
+    lost = grad(lambda y: y * (y * y).detach())(x)
+    assert torch.autograd.grad(kept, x)[0] == 6
+    assert not lost.requires_grad
+    assert not _torch.without_graph(x * x).requires_grad
