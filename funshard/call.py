@@ -174,6 +174,7 @@ class _Call:
         self.mesh = spec.bound_mesh
         self.differentiable = torch.is_grad_enabled()
         self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
+        self.outer_reentrant = _torch.reentrant_checkpoints()
         frees = any(unit.p.reshard and spec.size(unit) > 1 for unit in spec)
         self.hooked = self.differentiable and frees and self.outer is None and _torch.savable()
         self.active: dict[str, _Gathered] = {}
@@ -185,7 +186,9 @@ class _Call:
     def gather(self, unit: Unit) -> _Gathered:
         """The unit, gathered now or still alive."""
         hook = _torch.pack_hook()
-        if hook is not self.outer and hook is not None and hook.__module__ == "torch.utils.checkpoint":
+        inside = hook is not self.outer and hook is not None and hook.__module__ == "torch.utils.checkpoint"
+        quiet = self.differentiable and not torch.is_grad_enabled()  # as in a reentrant checkpoint, or by the user's wish
+        if inside or (quiet and _torch.reentrant_checkpoints() > self.outer_reentrant):
             raise RuntimeError(
                 f"unit '{unit.key}': torch.utils.checkpoint inside functional_call would recompute with the module's own "
                 "parameters, not with these: expected none; checkpoint the functional_call as a whole"

@@ -109,3 +109,11 @@ def test_literal_patterns_beat_wildcards() -> None:
     """Where several patterns match, the one with most literal components rules; ** stands for any number of them."""
     spec = fs.by_path({"**": fs.P("a"), "*.0": fs.P("b"), "1.0": fs.P("c"), "0": fs.P("d")})(MODEL)
     assert {path: p.axis for path, p in spec.selected} == {"": "a", "0": "d", "1": "a", "1.0": "c"}
+
+
+def test_two_units_with_one_key() -> None:
+    """A module name that looks like the suffix of a mixed unit is an error, not a unit that hides another."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "a:float32": nn.Linear(2, 2)})
+    model["a"].bias.data = model["a"].bias.data.double()
+    with pytest.raises(ValueError, match=r"two units have the key 'a:float32': expected no ':' in module names"):
+        fs.by_type(nn.Linear)(model)

@@ -230,3 +230,13 @@ def test_partition_by_requires_grad_trains_only_the_trainable() -> None:
     grads = fs.grad(lambda part: fs.functional_call(model, fs.combine(part, frozen), (x,), spec=spec).sum())(trainable)
     expected = torch.autograd.grad(model(x).sum(), [model[0].bias, model[1].bias])
     torch.testing.assert_close(list(grads.values()), list(expected))
+
+
+def test_partition_of_ignored_parameters() -> None:
+    """They are frozen, whatever the predicate: no unit owns them, so nothing would reduce their gradient."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    spec = fs.ignoring(fs.by_type(nn.Linear), params=["0.bias"])(model).on({"shard": 1})
+    params = fs.shard(model, spec) | {"0.bias": model[0].bias.detach()}
+    for predicate in (None, lambda owner: True):
+        trainable, frozen = fs.partition(params, spec, predicate)
+        assert (sorted(trainable), sorted(frozen)) == (["0", "1"], ["0.bias"])

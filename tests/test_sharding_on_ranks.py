@@ -80,6 +80,42 @@ def test_ranks_with_different_models(what: str, gloo2: Pool, gloo4: Pool) -> Non
         assert re.search(DIFFERENCES[what], messages[0]), messages[0]
 
 
+def changed_after(rank: int, odd: int, what: str, flat: bool) -> str:
+    model = layers()
+    spec = fs.by_type(nn.Linear)(model)
+    bound = spec if flat else spec.on(square())
+    if rank == odd:
+        match what:
+            case "shape":
+                model[1] = nn.Linear(4, 7)
+            case "dtype":
+                model[1].bfloat16()
+            case "missing":
+                model[1] = nn.Linear(5, 7, bias=False)
+            case "new":
+                model[1].scale = nn.Parameter(torch.ones(7))
+    said = message(fs.shard, model, bound)
+    same(fs.shard(layers(), bound), fs.shard(values(layers()), bound, rank=rank))  # and nothing is out of step
+    return said
+
+
+CHANGES = {
+    "shape": r"'1\.weight' of unit '1': expected \[7, 5\] torch\.float32, got \[7, 4\]",
+    "dtype": r"'1\.bias' of unit '1': expected \[7\] torch\.float32, got \[7\] torch\.bfloat16",
+    "missing": r"'1\.bias' of unit '1' is not in the model: was it changed after the spec\?",
+    "new": r"'1\.scale' is not in the spec: expected the model that it was made for",
+}
+
+
+@pytest.mark.parametrize("what", sorted(CHANGES))
+def test_shard_of_a_model_changed_on_one_rank(what: str, gloo2: Pool, gloo4: Pool) -> None:
+    """A model that one rank alone changed after the spec was made is an error on every rank that names the parameter."""
+    runs = [gloo2.run(changed_after, 0, what, True), gloo2.run(changed_after, 1, what, True)]
+    for messages in [*runs, gloo4.run(changed_after, 3, what, False), gloo4.run(changed_after, 2, what, False)]:
+        for said in messages:
+            assert re.search(rf"parameter {CHANGES[what]}", said), said
+
+
 def bad_source(rank: int, what: str, src: int, p: P, flat: bool) -> str:
     model = layers()
     full: Params | None = values(model)

@@ -186,6 +186,24 @@ def test_checkpoint_is_seen_by_its_hooks() -> None:
     assert seen == [None, "torch.utils.checkpoint", "torch.autograd.graph"]
 
 
+def test_reentrant_checkpoint_is_seen_by_its_frame() -> None:
+    """`_torch.reentrant_checkpoints` counts those whose forward runs, and not their recomputation."""
+    seen: list[int] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(_torch.reentrant_checkpoints())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    f(x)
+    nested = lambda x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=True)  # noqa: E731
+    torch.utils.checkpoint.checkpoint(nested, nested(x), use_reentrant=True)
+    f(x)
+    assert seen == [0, 1, 2, 0]
+    nested(x).sum().backward()
+    assert seen[4:] == [1, 0]
+
+
 def test_transforms_refuse_hooks_outside() -> None:
     """torch.func.grad does not begin under saved-tensor hooks: the one transform that forward itself cannot use."""
     with (

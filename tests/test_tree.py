@@ -50,6 +50,12 @@ def test_a_tree_is_a_value(model: nn.Module) -> None:
     assert len({tree, more, fs.module_tree(twin), fs.module_tree(twin.half())}) == 4
 
 
+def test_the_tree_of_a_tree() -> None:
+    """It is the tree itself, so that a policy may be given either."""
+    tree = fs.module_tree(nn.Sequential(nn.Linear(2, 2)))
+    assert fs.module_tree(tree) is tree
+
+
 @given(MODELS)
 def test_optree_sees_parameters_as_leaves(model: nn.Module) -> None:
     """Leaves are each module's own Params, flatten and unflatten are inverse, a map keeps the structure."""

@@ -1,0 +1,224 @@
+"""Plain autograd on two real ranks: double backward, kept graphs, in-place changes, copies, complex units and autocast."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import Pool
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import funshard as fs
+
+SIZE = 2
+CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+CHECKS: list[Callable[[int], None]] = []
+
+
+def on_two_ranks(check: Callable[[int], None]) -> Callable[[int], None]:
+    CHECKS.append(check)
+    return check
+
+
+class Middle(nn.Module):
+    """Two units around an activation, and a parameter of the root."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 5, dtype=dtype), nn.Linear(5, 2, dtype=dtype)
+        self.scale = nn.Parameter(torch.randn(2, dtype=dtype))
+
+    def forward(self, x: Tensor, clobber: bool = False) -> Tensor:
+        h = torch.tanh(self.a(x))
+        out = self.b(h) * self.scale
+        if clobber:
+            h.mul_(2)
+        return out
+
+
+def xs(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(SIZE, 4, 3, generator=torch.Generator().manual_seed(5), dtype=dtype)
+
+
+def squared(out: Tensor) -> Tensor:
+    return (out.abs() ** 2).mean()
+
+
+def setting(model: nn.Module, policy: fs.Policy | None = None) -> tuple[fs.PartitionSpec, fs.Params]:
+    spec = (policy or fs.always())(model).bound
+    return spec, {k: p.requires_grad_() for k, p in fs.shard(model, spec).items()}
+
+
+def mean(gradients: Callable[[Tensor], list[Tensor]], model: nn.Module, spec: fs.PartitionSpec) -> fs.Params:
+    """This rank's shards of the mean over ranks of plain gradients, from a function of one rank's batch."""
+    each = [gradients(x) for x in xs(next(model.parameters()).dtype)]
+    names = [name for name, _ in model.named_parameters()]
+    return fs.shard({n: torch.stack(g).mean(0) for n, *g in zip(names, *each, strict=True)}, spec)
+
+
+def plain(model: nn.Module, loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], list[Tensor]]:
+    return lambda x: list(torch.autograd.grad(loss(model(x)), list(model.parameters())))
+
+
+def close(got: fs.Params, expected: fs.Params) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert_close(got[key], value, **CLOSE, msg=lambda m, key=key: f"'{key}': {m}")
+
+
+def grads_of(params: fs.Params) -> fs.Params:
+    return {k: p.grad for k, p in params.items()}
+
+
+@on_two_ranks
+def create_graph(rank: int) -> None:
+    """backward twice through: the gradient of (grad . v) is the shard of the mean Hessian-vector product."""
+    model = Middle()
+    spec, params = setting(model)
+    full_v = {n: p.detach().cos() for n, p in model.named_parameters()}
+    v = fs.shard(full_v, spec)
+
+    def plain_hvp(x: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(squared(model(x)), list(model.parameters()), create_graph=True)
+        inner = sum((g * v).sum() for g, v in zip(first, full_v.values(), strict=True))
+        return list(torch.autograd.grad(inner, list(model.parameters())))
+
+    loss = squared(fs.functional_call(model, params, xs()[rank], spec=spec))
+    with warnings.catch_warnings():  # of the cycle that is cut below
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph=True", UserWarning)
+        loss.backward(create_graph=True)
+    first = grads_of(params)
+    close({k: g.detach() for k, g in first.items()}, mean(plain(model, squared), model, spec))
+    second = torch.autograd.grad(sum((g * v[k]).sum() for k, g in first.items()), list(params.values()))
+    for p in params.values():
+        p.grad = None  # a leaf and the graph of its gradient hold each other
+    close(dict(zip(params, second, strict=True)), mean(plain_hvp, model, spec))
+
+
+@on_two_ranks
+def retain_graph(rank: int) -> None:
+    """Two backwards through one kept graph add up to twice the gradient; a third one, kept no more, is torch's error."""
+    model = Middle()
+    spec, params = setting(model)
+    loss = squared(fs.functional_call(model, params, xs()[rank], spec=spec))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    close(grads_of(params), {k: 2 * g for k, g in mean(plain(model, squared), model, spec).items()})
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+@on_two_ranks
+def two_losses(rank: int) -> None:
+    """Two losses of one forward, one backward each: their gradients add up, and each alone is right."""
+    model = Middle()
+    spec, params = setting(model)
+    out = fs.functional_call(model, params, xs()[rank], spec=spec)
+    other = lambda out: out.exp().sum()  # noqa: E731
+    each = [mean(plain(model, loss), model, spec) for loss in (squared, other)]
+    alone = torch.autograd.grad(other(out), list(params.values()), retain_graph=True)
+    close(dict(zip(params, alone, strict=True)), each[1])
+    squared(out).backward(retain_graph=True)
+    other(out).backward()
+    close(grads_of(params), {k: each[0][k] + each[1][k] for k in params})
+
+
+@on_two_ranks
+def shard_changed_before_backward(rank: int) -> None:
+    """An optimizer step between forward and backward: an error that names the unit, not gradients of other weights."""
+    model = Middle()
+    for changed in ("a", "b"):
+        spec, params = setting(model)
+        loss = squared(fs.functional_call(model, params, xs()[rank], spec=spec))
+        with torch.no_grad():
+            params[changed].add_(1)
+        if changed == "a":  # backward does not read the weight of the first layer
+            loss.backward()
+            close(grads_of(params), mean(plain(model, squared), model, spec))
+            continue
+        with pytest.raises(RuntimeError, match=rf"shard of unit '{changed}' was modified in place.*expected version \d+, got"):
+            loss.backward()
+
+
+@on_two_ranks
+def activation_changed_before_backward(rank: int) -> None:
+    """As in plain autograd, whose own check the saved-tensor hooks switch off."""
+    model = Middle()
+    spec, params = setting(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared(model(xs()[rank], True)).backward()
+    loss = squared(fs.functional_call(model, params, (xs()[rank], True), spec=spec))
+    with pytest.raises(RuntimeError, match=r"tensor of shape \[4, 5\] .* was modified in place"):
+        loss.backward()
+
+
+@on_two_ranks
+def copies(rank: int) -> None:
+    """Params and bound specs survive deepcopy and pickle; what comes out of a pickle is bound anew."""
+    model = Middle()
+    spec, params = setting(model)
+    expected = mean(plain(model, squared), model, spec)
+    copied, pickled = copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))
+    assert copied == spec == pickled
+    assert hash(copied) == hash(spec) == hash(pickled)
+    assert pickled.mesh is None
+    assert [pickled.shard_numel(unit) for unit in pickled] == [len(p) for p in params.values()]
+    with pytest.raises(ValueError, match="a pickled spec must be bound anew"):
+        fs.unshard(params, pickled)
+    bound = pickled.on(fs.collectives.Mesh.world())
+    for other, again in ((copied, copy.deepcopy(params)), (bound, pickle.loads(pickle.dumps(params)))):
+        squared(fs.functional_call(model, again, xs()[rank], spec=other)).backward()
+        close(grads_of(again), expected)
+        assert all(p.grad is None for p in params.values())
+
+
+@on_two_ranks
+def complex_units(rank: int) -> None:
+    """Complex parameters are gathered, and their gradients averaged, as pairs of real numbers."""
+    for dtype in (torch.complex64, torch.complex128):
+        model = Middle(dtype)
+        for p in (fs.P("shard"), fs.P("shard", reshard=False), fs.P()):
+            spec, params = setting(model, fs.always(p))
+            squared(fs.functional_call(model, params, xs(dtype)[rank], spec=spec)).backward()
+            for k, g in mean(plain(model, squared), model, spec).items():
+                assert params[k].grad.dtype == dtype
+                assert_close(params[k].grad, g, msg=lambda m, k=k: f"'{k}' {dtype}: {m}")
+            for by in (fs.grad, torch.func.grad):
+                f = lambda p, spec=spec: squared(fs.functional_call(model, p, xs(dtype)[rank], spec=spec))  # noqa: E731
+                got = by(f)({k: p.detach() for k, p in params.items()})
+                assert_close(got, grads_of(params))
+
+
+@on_two_ranks
+def autocast(rank: int) -> None:
+    """Under autocast to bfloat16: the outputs bit by bit, and the mean of the gradients, of plain autocast."""
+    model = Middle(torch.float32)
+    x = xs(torch.float32)
+
+    def cast(x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return call(x)
+
+    for p in (fs.P("shard"), fs.P("shard", reshard=False)):
+        spec, params = setting(model, fs.always(p))
+        out = cast(x[rank], lambda x, s=spec, p=params: fs.functional_call(model, p, x, spec=s))
+        want = cast(x[rank], model)
+        assert out.dtype == want.dtype
+        assert torch.equal(out, want)
+        squared(out).backward()
+        parameters = list(model.parameters())
+        expected = mean(lambda x: list(torch.autograd.grad(squared(cast(x, model)), parameters)), model, spec)
+        for k, g in expected.items():
+            assert params[k].grad.dtype == torch.float32
+            assert_close(params[k].grad, g, msg=lambda m, k=k: f"'{k}': {m}")
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_autograd(gloo2: Pool, check: Callable[[int], None]) -> None:
+    """Each function above with the mark, on two ranks."""
+    gloo2.run(check)
