@@ -51,6 +51,9 @@ def _wait(x: Tensor) -> Tensor:
 
 
 def _gather_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
+    if not x.is_floating_point() or x.itemsize == 1:  # as bytes: gloo moves neither int16 nor the 8-bit floats
+        raw = x.contiguous().view(torch.uint8)
+        return _wait(torch.ops._c10d_functional.all_gather_into_tensor(raw, size, name)).view(x.dtype)
     return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, name))
 
 
@@ -165,7 +168,7 @@ class _Collective(torch.autograd.Function):
     def forward(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not name:
             return _OPS[op].stack(x, root).clone()
-        if x.is_complex():  # no backend reduces complex numbers, and all of this is linear over the reals
+        if x.is_complex():  # all of this is linear over the reals, which every backend reduces
             return torch.view_as_complex(_OPS[op].group(torch.view_as_real(x.resolve_conj()), size, name, root))
         return _OPS[op].group(x, size, name, root)
 

@@ -82,6 +82,11 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
 # --- Gathers to one rank and scatters from one: data movement, below autograd, over c10d's own collectives. ---
 
 
+def _bytes(buffer: Tensor) -> Tensor:
+    """A 1-D buffer as the bytes that it is: every backend moves these, of whatever dtype."""
+    return buffer.contiguous().view(torch.uint8)
+
+
 def _gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
     """The unit's buffer on the mesh's first rank; None, and no buffer, on the others."""
     at = dict(zip(mesh.names, coordinates(mesh, None), strict=True))
@@ -91,11 +96,12 @@ def _gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
         axis, group = process_group(mesh, name)
         if group is None:
             continue
-        rows = piece.new_empty(axis.size, len(piece)) if at[name] == 0 else None
-        dist.gather(piece.contiguous(), None if rows is None else list(rows), group=group, group_dst=0)
+        raw = _bytes(piece)
+        rows = raw.new_empty(axis.size, len(raw)) if at[name] == 0 else None
+        dist.gather(raw, None if rows is None else list(rows), group=group, group_dst=0)
         if rows is None:
             return None
-        piece = rows.flatten()
+        piece = rows.flatten().view(piece.dtype)
     return piece
 
 
@@ -117,11 +123,12 @@ def _scatter_from(
             continue
         out = torch.empty(numel, dtype=unit.dtype, device=device)
         if split:
-            pieces = list(buffer.view(axis.size, numel)) if buffer is not None and here[name] == want[name] else None
-            dist.scatter(out, pieces, group=group, group_src=want[name])
+            whole = None if buffer is None or here[name] != want[name] else _bytes(buffer)
+            pieces = None if whole is None else list(whole.view(axis.size, len(whole) // axis.size))
+            dist.scatter(_bytes(out), pieces, group=group, group_src=want[name])
         else:
             out = buffer if buffer is not None else out
-            dist.broadcast(out, group=group, group_src=want[name])
+            dist.broadcast(_bytes(out), group=group, group_src=want[name])
         buffer = out
     assert buffer is not None
     return buffer

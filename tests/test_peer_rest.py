@@ -51,14 +51,6 @@ def test_str_of_an_unbound_spec_with_an_unknown_axis() -> None:
     assert table.splitlines()[-1].split() == ["total", "unbound:", "as", "on", "one", "rank", "2", "9", "0", "36"]
 
 
-def test_an_axis_of_one_rank_knows_its_rank() -> None:
-    """A mesh given as sizes knows no ranks, but of one rank there is only one."""
-    mesh = Mesh.of({"replicate": 2, "shard": 1})
-    assert (mesh["replicate"].rank, mesh["shard"].rank) == (None, 0)
-    model = nn.Linear(2, 3)
-    assert torch.equal(fs.shard(model, fs.whole()(model).on({"shard": 1}))[""][:3], model.bias)
-
-
 # --- Section 2: flat parameters. ---
 
 

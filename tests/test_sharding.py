@@ -240,3 +240,11 @@ def test_partition_of_ignored_parameters() -> None:
     for predicate in (None, lambda owner: True):
         trainable, frozen = fs.partition(params, spec, predicate)
         assert (sorted(trainable), sorted(frozen)) == (["0", "1"], ["0.bias"])
+
+
+def test_an_axis_of_one_rank_knows_its_rank() -> None:
+    """A mesh given as sizes knows no ranks, but of one rank there is only one."""
+    mesh = Mesh.of({"replicate": 2, "shard": 1})
+    assert (mesh["replicate"].rank, mesh["shard"].rank) == (None, 0)
+    model = nn.Linear(2, 3)
+    assert torch.equal(fs.shard(model, fs.whole()(model).on({"shard": 1}))[""][:3], model.bias)

@@ -287,3 +287,26 @@ def ignored(rank: int) -> None:
 def test_ignored_parameters(gloo2: Pool) -> None:
     """They are in no unit and not counted; the model's own are used, or those given under their names."""
     gloo2.run(ignored)
+
+
+DTYPES = [torch.complex64, torch.complex128, torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float16]
+
+
+def every_dtype(rank: int) -> None:
+    for dtype in DTYPES:
+        model = nn.Module()
+        values = torch.arange(6).to(dtype).view(2, 3)
+        model.register_parameter("w", nn.Parameter(values, requires_grad=False))
+        spec = fs.whole()(model)
+        shards = fs.shard(model, spec)
+        whole = {"w": values}
+        same(fs.unshard(shards, spec), whole)
+        same(fs.gather_full(shards, spec), whole)
+        first = fs.gather_full(shards, spec, rank0_only=True)
+        same(first, whole if rank == 0 else {})
+        same(fs.scatter_full(first or None, spec), shards)
+
+
+def test_l4_every_dtype_travels(gloo2: Pool) -> None:
+    """What a backend does not reduce or know is moved as bytes."""
+    gloo2.run(every_dtype)
