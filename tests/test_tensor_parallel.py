@@ -1,0 +1,68 @@
+"""Two-dimensional parallelism: shards over one mesh axis of weights that are split by hand over another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+
+import funshard as fs
+from funshard import collectives as c
+from funshard.collectives import Mesh
+
+
+class Parallel(nn.Module):
+    """An MLP whose hidden layer is split over an axis: columns of the first weight, rows of the second."""
+
+    def __init__(self, width: int, hidden: int, tp: c.Axis) -> None:
+        super().__init__()
+        self.tp = tp
+        self.up = nn.Linear(width, hidden // tp.size).double()
+        self.down = nn.Linear(hidden // tp.size, width, bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = c.vary(x, self.tp, reduce="sum")  # one value on all, used by each for its part: gradients add up
+        return c.sum_shards(self.down(torch.tanh(self.up(x))), self.tp)  # each has a part of the sum
+
+
+def train(rank: int, width: int, hidden: int, reshard: bool) -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    tp = Mesh.of(grid)["tp"]
+    at = grid.get_local_rank("shard"), grid.get_local_rank("tp")
+    plain = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width, bias=False)).double()
+    model = nn.Sequential(Parallel(width, hidden, tp))
+    with torch.no_grad():
+        model[0].up.weight.copy_(plain[0].weight.chunk(2)[at[1]])
+        model[0].up.bias.copy_(plain[0].bias.chunk(2)[at[1]])
+        model[0].down.weight.copy_(plain[2].weight.chunk(2, dim=1)[at[1]])
+    spec = fs.by_type(Parallel, p=fs.P("shard", reshard=reshard))(model).on(grid["shard"])
+    params = fs.shard(model, spec)
+    xs = torch.randn(2, 4, width, dtype=torch.float64)
+
+    def loss(params: fs.Params) -> Tensor:
+        return (fs.functional_call(model, params, (xs[at[0]],), spec=spec) ** 2).mean()
+
+    ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
+    for _ in range(5):
+        grads, value = fs.grad_and_value(loss)(params)
+        for key, p in params.items():
+            p.grad = grads[key]
+        ours.step()
+        theirs.zero_grad()
+        losses = [(plain(x) ** 2).mean() for x in xs]
+        (sum(losses) / 2).backward()
+        theirs.step()
+        torch.testing.assert_close(value, losses[at[0]].detach(), rtol=1e-9, atol=1e-12)
+    full = fs.gather_full(params, spec)
+    torch.testing.assert_close(full["0.up.weight"], plain[0].weight.detach().chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(full["0.up.bias"], plain[0].bias.detach().chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(full["0.down.weight"], plain[2].weight.detach().chunk(2, dim=1)[at[1]], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("width", "hidden"), [(3, 10), (5, 34), (17, 6)])
+def test_2d_mlp_with_nd_mesh(gloo4: Pool, width: int, hidden: int, reshard: bool) -> None:
+    """FSDP x TP: the spec on one axis of the mesh, the model's own collectives over the other, equal plain training."""
+    gloo4.run(train, width, hidden, reshard)
