@@ -106,14 +106,14 @@ def batch(source: Tensor) -> tuple[Tensor, Tensor]:
 
 torch.manual_seed(args.seed)
 model = GPT(args.layers, args.dim, args.heads, args.seq)
+p = fs.P() if args.strategy == "ddp" else fs.P("shard")
+spec = fs.by_type(Block, p=p)(model)  # on the whole world as one axis "shard"
 if args.strategy == "hsdp":
     replicas = min(args.replicas, world)
     axes = {"replicate": replicas, "shard": world // replicas}
-else:
-    axes = {"shard": world}
-mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)) if world > 1 else axes
-p = fs.P() if args.strategy == "ddp" else fs.P("shard")
-spec = fs.by_type(Block, p=p)(model).on(mesh)
+    # No name for the DeviceMesh: it would keep its process groups alive past destroy_process_group, and gloo aborts
+    # when the interpreter takes them down at exit.
+    spec = spec.on(init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)) if world > 1 else axes)
 params = {key: shard.to(device) for key, shard in fs.shard(model, spec).items()}
 model.to("meta")
 if rank == 0:

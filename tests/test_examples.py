@@ -14,19 +14,20 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = "--layers 2 --dim 32 --heads 2 --seq 32 --batch 4 --steps 30 --warmup 5 --lr 1e-2 --log-every 1 --sample 8"
 
+AT_EXIT = "terminate called without an active exception"
+"""What torch 2.13 says when gloo's threads outlive the interpreter, seldom and after all is done: worth a second run."""
+
 
 @functools.cache
 def run(ranks: int, name: str, flags: str = "") -> str:
     """The output of an example on so many ranks; AssertionError with all it said if it fails."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(launch if ranks > 1 else []), str(EXAMPLES / name), *flags.split()]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for _ in range(2):
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        if AT_EXIT not in done.stderr:
+            break
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
