@@ -7,17 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Generator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._autograd import _get_sequence_nr
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
+    "alone",
+    "backend",
     "base",
+    "beneath",
+    "graph_task",
+    "group",
     "in_forward_ad",
+    "is_wrapped",
+    "kept",
     "level",
     "lower",
     "pack_hook",
@@ -26,6 +38,7 @@ __all__ = [
     "savable",
     "saved_tensor_hooks",
     "storage_id",
+    "traced",
     "version",
     "without_graph",
 ]
@@ -49,11 +62,36 @@ def savable() -> bool:
     return depth == 0 or (depth == 1 and _functorch.peek_interpreter_stack().key() == _functorch.TransformType.Grad)
 
 
+def traced() -> bool:
+    """Whether operators are being recorded, as by make_fx: then everything has to be data flow."""
+    return get_proxy_mode() is not None
+
+
 def base(tensor: Tensor) -> Tensor:
     """The plain tensor inside the wrappers of all transforms: the one that has a storage."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
+    while is_wrapped(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether the tensor belongs to a transform."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+@contextlib.contextmanager
+def beneath() -> Generator[None]:
+    """Without gradients and beneath all transforms, where `base` tensors live.
+
+    What is computed from them inside a transform is wrapped by it and dies with it. Pinned by ``test_beneath``.
+    """
+    with torch.no_grad(), temporarily_clear_interpreter_stack() if level() else contextlib.nullcontext():
+        yield
+
+
+def graph_task() -> int:
+    """The number of the running backward pass, -1 outside of one. Pinned by ``test_graph_task``."""
+    return torch._C._current_graph_task_id()
 
 
 def lower(tensor: Tensor) -> Tensor:
@@ -71,9 +109,51 @@ def without_graph(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def kept(tensor: Tensor) -> Tensor:
+    """What saved-tensor hooks may keep in a tensor's place: itself, or itself without its graph if that keeps itself.
+
+    A node that saves its own output would hold itself. Of the C++ nodes only the newest can be saving its output; one
+    that Python defines may have made others since. Autograd adds the graph again when it unpacks. Pinned by
+    ``test_saved_outputs_hold_no_graph``.
+    """
+    if is_wrapped(tensor):
+        return without_graph(tensor)
+    node = tensor.grad_fn
+    if node is None:
+        return tensor
+    own = isinstance(node, torch.autograd.function.BackwardCFunction) or node._sequence_nr() == _get_sequence_nr() - 1
+    return tensor.detach() if own else tensor
+
+
 def storage_id(tensor: Tensor) -> int:
     """The identity of a live storage, also of fake and meta ones, which have no address."""
     return tensor.untyped_storage()._cdata
+
+
+def alone(tensor: Tensor) -> bool:
+    """Whether this tensor is all that holds its storage: no view, no other tensor, no Python object.
+
+    A buffer may be written over only then. Pinned by ``test_alone``.
+    """
+    return _holders(tensor) == _ONE_HOLDER
+
+
+def _holders(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_ONE_HOLDER = _holders(torch.empty(1))
+
+
+def group(name: str) -> dist.ProcessGroup:
+    """The process group of that name, as the functional collectives find it. Pinned by ``test_groups_by_name``."""
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateUsage]
+
+
+def backend(name: str, device: torch.device) -> str:
+    """What moves a device's tensors in the process group of that name: "gloo", "nccl", ... Pinned with `group`."""
+    return group(name)._get_backend(device).name()
 
 
 def version(tensor: Tensor) -> int:

@@ -17,7 +17,8 @@ __all__ = ["broadcast_text", "check_ranks_agree", "process_group"]
 
 def _lines(spec: PartitionSpec) -> list[str]:
     """What must be alike on all ranks, a line for each parameter."""
-    return [
+    order = [] if spec.runs is None else [f"order {', '.join(map(repr, spec.runs))}"]
+    return order + [
         f"unit '{unit.key}' {unit.p}: parameter '{min(p.names)}' {list(p.shape)} {p.dtype} order={p.order} "
         f"requires_grad={p.requires_grad}"
         for unit in spec

@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,15 +24,14 @@ from torch import Tensor, nn
 from . import _torch
 from .collectives import Reduce
 from .layout import unflatten_unit
+from .mesh import Group
+from .schedule import Schedule, Visit
 from .sharding import check_shards, gather_unit, unshard
 from .spec import PartitionSpec, Unit
 from .swap import Owned, Parameters, install_buffers, owners, restored
 from .tree import join
 
 __all__ = ["functional_call"]
-
-FROZEN_ALIVE = 2
-"""How many frozen units stay gathered in a backward that retains its graph: no gradient tells when they have been used."""
 
 
 def functional_call(
@@ -47,6 +44,8 @@ def functional_call(
     buffers: dict[str, Tensor] | None = None,
     method: str | None = None,
     reduce: Reduce = "mean",
+    prefetch: int = 1,
+    in_flight: int = 1,
 ) -> Any:
     """``model(*args, **kwargs)`` on sharded parameters: torch.func.functional_call where ``params`` are shards.
 
@@ -77,7 +76,7 @@ def functional_call(
     options: dict[str, Any] = dict(kwargs or {})
     if torch.compiler.is_compiling():
         return _by_data_flow(model, params, arguments, options, spec, buffers, method, reduce)
-    call = _Call(params, spec, reduce)
+    call = _Call(params, spec, reduce, prefetch, in_flight)
     with call.installed(model, buffers):
         out = getattr(model, method or "__call__")(*arguments, **options)
     if inspect.isgenerator(out):
@@ -92,6 +91,15 @@ def _check_supported(spec: PartitionSpec) -> None:
                 raise NotImplementedError(
                     f"unit '{unit.key}': functional_call does not apply P({name}=...) yet, got {unit.p}; leave it out"
                 )
+
+
+def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
+    """Whether gathers and reductions may run ahead and behind: nothing batches, records or differentiates twice."""
+    if _torch.traced() or _torch.in_forward_ad() or not _torch.savable():
+        return False
+    if not all(isinstance(axis, Group) for _, axis in spec.bound_mesh.axes):
+        return False
+    return not _torch.level() or not any(_torch.base(params[unit.key]).requires_grad for unit in spec)
 
 
 def _by_data_flow(
@@ -117,71 +125,37 @@ def _by_data_flow(
 
 
 class _Gathered:
-    """One gather of one unit: its parameters while it is alive, and what saved tensors turn into after that."""
+    """A unit that is gathered now: its parameters, the transforms it was gathered under, and its visit if it has one."""
 
-    def __init__(self, call: _Call, unit: Unit, shard: Tensor) -> None:
-        self.call, self.unit, self.shard = call, unit, shard
-        self.version = _torch.version(shard)
+    def __init__(self, unit: Unit, views: Sequence[Tensor], visit: Visit | None) -> None:
+        self.unit, self.views, self.visit = unit, views, visit
         self.level = _torch.level()
-        full = gather_unit(shard, unit, call.mesh, reduce=call.reduce)
-        self.views = unflatten_unit(full, unit)
-        self.storage = _torch.storage_id(_torch.base(full))
-        self.buffer: Tensor | None = None  # what backward reads, between a regather and the reduction
-        self.frees = unit.p.reshard and self.storage != _torch.storage_id(_torch.base(shard))
-        self.trained = full.requires_grad
-        if self.frees and call.hooked and self.trained:
-            this = weakref.ref(self)
-            full.register_hook(lambda _: (gathered := this()) and gathered.release())
-        self.full = full
-
-    def drop(self, *, keep_for_backward: bool) -> None:
-        """Let the forward's views go; the unit that ends the forward leaves its buffer for backward."""
-        if keep_for_backward:
-            self.buffer = _torch.lower(self.full) if self.level else self.full.detach()  # autograd adds the graph it is in
-        del self.views, self.full
-        self.call.live.pop(self.storage, None)
-
-    def release(self) -> None:
-        """The gradient of the buffer is complete: every use of it has been made."""
-        self.buffer = None
-
-    def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        """A saved view of the buffer, gathered again if need be."""
-        if self.buffer is None:
-            if _torch.version(self.shard) != self.version:
-                raise RuntimeError(
-                    f"the shard of unit '{self.unit.key}' was modified in place between forward and backward: "
-                    f"expected version {self.version}, got {_torch.version(self.shard)}; update after backward"
-                )
-            if not self.trained:
-                if len(self.call.frozen) == FROZEN_ALIVE and (oldest := self.call.frozen.popleft()()):
-                    oldest.release()
-                self.call.frozen.append(weakref.ref(self))
-            if self.level:  # one level below this graph, where the shard may itself be differentiated
-                self.buffer = gather_unit(_torch.lower(self.shard), self.unit, self.call.mesh, reduce=self.call.reduce)
-            else:
-                with torch.no_grad():
-                    self.buffer = gather_unit(self.shard.detach(), self.unit, self.call.mesh, reduce=self.call.reduce)
-        return self.buffer.as_strided(shape, stride, offset)
+        self.frees = visit.frees if visit else unit.p.reshard
+        self.storage = 0  # of the buffer, where saved tensors in it are to be replaced
 
 
 class _Call:
     """The state of one functional_call."""
 
-    def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduce: Reduce) -> None:
+    def __init__(
+        self, params: Mapping[str, Tensor], spec: PartitionSpec, reduce: Reduce, prefetch: int, in_flight: int
+    ) -> None:
         self.params, self.spec = params, spec
         self.reduce: Reduce = reduce
         self.mesh = spec.bound_mesh
         self.differentiable = torch.is_grad_enabled()
         self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
         self.outer_reentrant = _torch.reentrant_checkpoints()
+        self.level = _torch.level()
+        self.schedule = Schedule(params, spec, reduce, prefetch, in_flight) if _schedulable(params, spec) else None
+        if self.schedule and self.differentiable:
+            self.params = self.schedule.enter(params)
         frees = any(unit.p.reshard and spec.size(unit) > 1 for unit in spec)
-        self.hooked = self.differentiable and frees and self.outer is None and _torch.savable()
+        self.hooked = self.schedule is not None and self.differentiable and frees and self.outer is None
         self.active: dict[str, _Gathered] = {}
-        self.live: dict[int, _Gathered] = {}  # by storage: what pack recognises
+        self.live: dict[int, Visit] = {}  # by storage: what pack recognises
         self.scopes: list[list[_Gathered]] = [[]]
         self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
-        self.frozen: deque[weakref.ref[_Gathered]] = deque()  # gathered in backward; the notes own them
 
     def gather(self, unit: Unit) -> _Gathered:
         """The unit, gathered now or still alive."""
@@ -200,11 +174,18 @@ class _Call:
                 self.scopes[-1].append(gathered)
             return gathered
         self.free(self.pending)
+        shard = self.params[unit.key]
+        visit = self.schedule.visit(unit) if self.schedule and _torch.level() == self.level else None
         with torch.set_grad_enabled(self.differentiable):  # a gather under no_grad must serve uses outside of it
-            gathered = _Gathered(self, unit, self.params[unit.key])
+            views = (
+                visit.views(shard) if visit else unflatten_unit(gather_unit(shard, unit, self.mesh, reduce=self.reduce), unit)
+            )
+        gathered = _Gathered(unit, views, visit)
         self.active[unit.key] = gathered
-        if gathered.frees and self.hooked:
-            self.live[gathered.storage] = gathered
+        if visit and visit.frees and self.hooked:
+            assert visit.full is not None
+            gathered.storage = _torch.storage_id(visit.full)
+            self.live[gathered.storage] = visit
         self.scopes[-1].append(gathered)
         return gathered
 
@@ -212,7 +193,10 @@ class _Call:
         for gathered in many:
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]
-            gathered.drop(keep_for_backward=keep_for_backward and gathered.frees and self.hooked)
+            self.live.pop(gathered.storage, None)
+            gathered.views = ()
+            if gathered.visit:
+                gathered.visit.leave(keep=keep_for_backward and gathered.storage != 0)
         many.clear()
 
     @contextlib.contextmanager
@@ -225,7 +209,7 @@ class _Call:
             yield
         finally:
             for gathered in self.scopes.pop():
-                (self.pending if gathered.unit.p.reshard else self.scopes[0]).append(gathered)
+                (self.pending if gathered.frees else self.scopes[0]).append(gathered)
 
     @contextlib.contextmanager
     def installed(self, model: nn.Module, buffers: dict[str, Tensor] | None) -> Generator[None]:
@@ -242,10 +226,10 @@ class _Call:
                         self.gather(unit)
                     yield
             finally:
-                at_end = self.scopes[0]
-                ended_by_root = any(g.unit.p.reshard or g.unit.path == "" for g in at_end)
-                self.free(self.pending, keep_for_backward=not ended_by_root)
-                self.free(at_end, keep_for_backward=True)
+                self.free(self.pending, keep_for_backward=True)
+                self.free(self.scopes[0], keep_for_backward=True)
+                if self.schedule:
+                    self.schedule.end_forward()
                 if buffers is not None:
                     buffers.update(updated())
 
@@ -281,18 +265,17 @@ class _Call:
         """What autograd keeps instead of a tensor it saves: a note for a gathered weight, else the tensor itself."""
         inner = _torch.base(tensor)
         if type(inner) is Tensor and inner.layout is torch.strided:
-            gathered = self.live.get(_torch.storage_id(inner))
-            if gathered is not None and inner.dtype == gathered.shard.dtype and not (inner.is_conj() or inner.is_neg()):
-                return gathered, tensor.shape, tensor.stride(), tensor.storage_offset()
-        # Without its graph: a node that saves its own output would hold itself. Autograd adds the graph again.
-        kept = _torch.without_graph(tensor) if tensor.requires_grad else tensor
-        return kept, _torch.version(tensor)
+            visit = self.live.get(_torch.storage_id(inner))
+            if visit is not None and inner.dtype == visit.shard.dtype and not (inner.is_conj() or inner.is_neg()):
+                visit.noted = True
+                return visit, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return _torch.kept(tensor), _torch.version(tensor)
 
     @staticmethod
     def unpack(note: object) -> Tensor:
         """The saved tensor again. The version check is autograd's own, which hooks switch off."""
         what, *rest = cast("tuple[Any, ...]", note)
-        if isinstance(what, _Gathered):
+        if isinstance(what, Visit):
             return what.view(*rest)
         if _torch.version(what) != rest[0]:
             raise RuntimeError(

@@ -6,23 +6,21 @@ values: those that came out of a gather count with their **mean** over ranks, th
 with their **sum**. In the type lines ``[n]`` is a rank's own value, ``S[n]`` one that is a shard, and the pictures show
 three ranks.
 
-The functional ops ``torch.ops._c10d_functional`` do the work. torch.func differentiates them wrongly (grad raises, jvp
-is silently zero, vmap is silently wrong; pinned in tests/test_torch_facts.py), so they are called only inside the
-forward of the one autograd Function below.
+What the ops do is in ops.py. torch.func differentiates the functional ops of torch wrongly (grad raises, jvp is silently
+zero, vmap is silently wrong; pinned in tests/test_torch_facts.py), so they run only inside the forward of the one
+autograd Function below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .mesh import Axis, Group, Mesh, Simulated
+from .ops import OPS, Where, start
 
 __all__ = [
     "Axis",
@@ -37,124 +35,11 @@ __all__ = [
     "reduce_scatter",
     "scatter",
     "sum_shards",
+    "unvary",
     "vary",
 ]
 
 Reduce = Literal["mean", "sum"]
-
-
-# --- What each op does on a process group, and on ranks stacked in dimension 0. ---
-
-
-def _wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x)
-
-
-def _gather_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
-    if not x.is_floating_point() or x.itemsize == 1:  # as bytes: gloo moves neither int16 nor the 8-bit floats
-        raw = x.contiguous().view(torch.uint8)
-        return _wait(torch.ops._c10d_functional.all_gather_into_tensor(raw, size, name)).view(x.dtype)
-    return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, name))
-
-
-def _gather_stack(x: Tensor, root: int) -> Tensor:
-    return x.flatten(0, 1).unsqueeze(0).expand(len(x), *(-1,) * (x.dim() - 1))
-
-
-def _reduce_scatter_group(op: str) -> Callable[[Tensor, int, str, int], Tensor]:
-    return lambda x, size, name, root: _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), op, size, name))
-
-
-def _sum_stack(x: Tensor, root: int) -> Tensor:
-    return x.sum(0, keepdim=True).expand_as(x)
-
-
-def _mean_stack(x: Tensor, root: int) -> Tensor:
-    return (x.sum(0, keepdim=True) / len(x)).expand_as(x)
-
-
-def _slices(x: Tensor) -> Tensor:
-    return x.unflatten(1, (len(x), -1)) if x.shape[1] else x.new_empty(len(x), len(x), 0, *x.shape[2:])
-
-
-def _slice_stack(x: Tensor, root: int) -> Tensor:
-    return _slices(x).diagonal(dim1=0, dim2=1).movedim(-1, 0)
-
-
-def _all_reduce_group(op: str) -> Callable[[Tensor, int, str, int], Tensor]:
-    return lambda x, size, name, root: _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, name))
-
-
-def _identity_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
-    return x.view_as(x)
-
-
-def _identity_stack(x: Tensor, root: int) -> Tensor:
-    return x
-
-
-def _broadcast_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
-    return _wait(torch.ops._c10d_functional.broadcast(x.contiguous(), root, name))
-
-
-def _broadcast_stack(x: Tensor, root: int) -> Tensor:
-    return x[root : root + 1].expand_as(x)
-
-
-def _sum_to_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
-    total = _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", name))
-    here = dist.distributed_c10d._resolve_process_group(name).rank() == root  # pyright: ignore
-    return total if here else torch.zeros_like(total)
-
-
-def _sum_to_stack(x: Tensor, root: int) -> Tensor:
-    here = (torch.arange(len(x), device=x.device) == root).view(-1, *(1,) * (x.dim() - 1))
-    return torch.where(here, x.sum(0, keepdim=True), 0)
-
-
-def _all_to_all_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
-    pieces = [len(x) // size] * size
-    return _wait(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), pieces, pieces, name))
-
-
-def _all_to_all_stack(x: Tensor, root: int) -> Tensor:
-    return _slices(x).transpose(0, 1).flatten(1, 2)
-
-
-def _slice_group(x: Tensor, size: int, name: str, root: int) -> Tensor:
-    n = len(x) // size
-    return x.narrow(0, root * n, n).clone()
-
-
-@dataclass(frozen=True)
-class _Op:
-    group: Callable[[Tensor, int, str, int], Tensor]
-    stack: Callable[[Tensor, int], Tensor]
-    transpose: str
-
-
-def _scatter_stack(mean: bool) -> Callable[[Tensor, int], Tensor]:
-    return lambda x, root: _slice_stack((_mean_stack if mean else _sum_stack)(x, root), root)
-
-
-_OPS: dict[str, _Op] = {
-    "gather_mean": _Op(_gather_group, _gather_stack, "scatter_mean"),
-    "scatter_mean": _Op(_reduce_scatter_group("avg"), _scatter_stack(mean=True), "gather_mean"),
-    "gather_sum": _Op(_gather_group, _gather_stack, "scatter_sum"),
-    "scatter_sum": _Op(_reduce_scatter_group("sum"), _scatter_stack(mean=False), "gather_sum"),
-    "reduce_mean": _Op(_all_reduce_group("avg"), _mean_stack, "reduce_mean"),
-    "reduce_sum": _Op(_all_reduce_group("sum"), _sum_stack, "reduce_sum"),
-    "shards_to_sum": _Op(_all_reduce_group("sum"), _sum_stack, "sum_to_shards"),
-    "sum_to_shards": _Op(_all_reduce_group("avg"), _mean_stack, "shards_to_sum"),
-    "vary_mean": _Op(_identity_group, _identity_stack, "unvary_mean"),
-    "unvary_mean": _Op(_all_reduce_group("avg"), _mean_stack, "vary_mean"),
-    "vary_sum": _Op(_identity_group, _identity_stack, "unvary_sum"),
-    "unvary_sum": _Op(_all_reduce_group("sum"), _sum_stack, "vary_sum"),
-    "broadcast": _Op(_broadcast_group, _broadcast_stack, "sum_to"),
-    "sum_to": _Op(_sum_to_group, _sum_to_stack, "broadcast"),
-    "all_to_all": _Op(_all_to_all_group, _all_to_all_stack, "all_to_all"),
-    "slice": _Op(_slice_group, _slice_stack, "gather_mean"),
-}
 
 
 class _Collective(torch.autograd.Function):
@@ -166,11 +51,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not name:
-            return _OPS[op].stack(x, root).clone()
-        if x.is_complex():  # all of this is linear over the reals, which every backend reduces
-            return torch.view_as_complex(_OPS[op].group(torch.view_as_real(x.resolve_conj()), size, name, root))
-        return _OPS[op].group(x, size, name, root)
+        return start(op, x, Where(size, name, root))() if name else OPS[op].stack(x, root).clone()
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
@@ -179,7 +60,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rank, op, *rest = ctx.rest
-        return _Collective.apply(grad, rank, _OPS[op].transpose, *rest), None, None, None, None, None
+        return _Collective.apply(grad, rank, OPS[op].transpose, *rest), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -291,6 +172,14 @@ def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
         rank 2  a          a                                 i          g+h+i
     """
     return _apply(f"vary_{_checked(reduce, x) if x.is_floating_point() or x.is_complex() else 'sum'}", x, axis)
+
+
+def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+    """The mean (or sum) over ranks of gradients for one value that all have alike. The transpose of `vary`.
+
+    Type: ``[n] -> one value on all ranks``. Transpose: `vary`. The picture is `all_reduce`'s.
+    """
+    return _apply(f"unvary_{_checked(reduce, x)}", x, axis)
 
 
 def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:

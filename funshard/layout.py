@@ -11,7 +11,7 @@ from .mesh import Group, Mesh
 from .spec import PartitionSpec, Unit
 from .tree import Param
 
-__all__ = ["Params", "flatten", "flatten_unit", "index", "unflatten", "unflatten_unit", "views"]
+__all__ = ["Params", "flat", "flatten", "flatten_unit", "index", "unflatten", "unflatten_unit", "views"]
 
 Params = dict[str, Tensor]
 """Tensors by unit key when sharded or flattened, by parameter name when full."""
@@ -38,7 +38,7 @@ def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
 
 def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tensor:
     """The buffer of one unit, ``padded`` elements long."""
-    pieces = [_full(params, param, unit).permute(param.order).reshape(-1) for param in unit.params]
+    pieces = [flat(_full(params, param, unit), param) for param in unit.params]
     for piece, param in zip(pieces, unit.params, strict=True):
         if piece.dtype != pieces[0].dtype:
             raise ValueError(
@@ -46,6 +46,15 @@ def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tenso
                 f"'{unit.params[0].name}' has, got {piece.dtype}; one unit is one buffer of one dtype"
             )
     return torch.cat([*pieces, pieces[0].new_zeros(padded - unit.numel)])
+
+
+def flat(tensor: Tensor, param: Param) -> Tensor:
+    """A parameter, or its gradient, as it lies in the buffer."""
+    return tensor if tensor.dim() == 1 else tensor.permute(param.order).reshape(-1) if _permuted(param) else tensor.reshape(-1)
+
+
+def _permuted(param: Param) -> bool:
+    return param.order != tuple(range(len(param.order)))
 
 
 def _full(params: Mapping[str, Tensor], param: Param, unit: Unit) -> Tensor:
@@ -85,8 +94,8 @@ def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:
 
 
 def _shaped(piece: Tensor, param: Param) -> Tensor:
-    if param.order == tuple(range(len(param.shape))):
-        return piece.view(param.shape)
+    if not _permuted(param):
+        return piece if len(param.shape) == 1 else piece.view(param.shape)
     return piece.view([param.shape[d] for d in param.order]).permute([param.order.index(d) for d in range(len(param.order))])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import _torch
 from .agree import check_ranks_agree
-from .collectives import Reduce, all_gather, scatter, vary
+from .collectives import Reduce, all_gather, reduce_scatter, scatter, unvary, vary
 from .layout import Params, check_buffers, coordinates, flatten, flatten_unit, unflatten_unit
 from .mesh import Mesh
 from .spec import PartitionSpec, Unit
@@ -19,6 +19,7 @@ __all__ = [
     "combine",
     "gather_unit",
     "partition",
+    "reduce_unit",
     "reshard",
     "scatter_unit",
     "shard",
@@ -83,6 +84,18 @@ def gather_unit(piece: Tensor, unit: Unit, mesh: Mesh, *, reduce: Reduce = "mean
     for name in reversed(unit.p.axes):
         piece = all_gather(piece, mesh[name], reduce=reduce)
     return piece
+
+
+def reduce_unit(buffer: Tensor, unit: Unit, mesh: Mesh, *, reduce: Reduce = "mean") -> Tensor:
+    """This rank's slice of the mean (or sum) over ranks of a unit's full buffers. The transpose of `gather_unit`."""
+    if not unit.numel:
+        return buffer.new_empty(0)
+    for name in unit.p.axes:
+        buffer = reduce_scatter(buffer, mesh[name], reduce=reduce)
+    for name in reversed(mesh.names):
+        if name not in unit.p.axes:
+            buffer = unvary(buffer, mesh[name], reduce=reduce)
+    return buffer
 
 
 def unshard(

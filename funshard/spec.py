@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -115,6 +115,8 @@ class PartitionSpec:
     root: P
     units: tuple[Unit, ...]
     ignored: tuple[str, ...] = ()
+    runs: tuple[str, ...] | None = None
+    """The keys of the units in the order in which forward uses them, where `ordered` gave one."""
     sizes: tuple[tuple[str, int], ...] | None = None
     mesh: Mesh | None = field(default=None, compare=False, repr=False)
     by_key: Mapping[str, Unit] = field(init=False, compare=False, repr=False)
@@ -153,6 +155,25 @@ class PartitionSpec:
                 if axis not in names:
                     raise ValueError(f"unit '{unit.key}': unknown mesh axis '{axis}' in {unit.p}; expected one of {names}")
         return dataclasses.replace(self, mesh=bound, sizes=bound.sizes)
+
+    def ordered(self, names: Iterable[str]) -> PartitionSpec:
+        """This spec with the order in which forward uses its units: by it, and not the module tree's, gathers run ahead.
+
+        ``names`` are unit keys, a key once for each time that the unit is gathered; units that are not named are
+        gathered when they are used. A wrong order costs time, never correctness. `trace_order` finds it.
+
+        Raises ValueError for a name that is not a unit.
+        """
+        runs = tuple(names)
+        for name in runs:
+            if name not in self.by_key:
+                raise ValueError(f"ordered: '{name}' is not a unit: expected some of {_sample(self.by_key)}")
+        return dataclasses.replace(self, runs=runs)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The keys of the units in the order in which they are gathered ahead: `ordered`'s, or the module tree's."""
+        return tuple(self.by_key) if self.runs is None else self.runs
 
     @property
     def bound(self) -> PartitionSpec:

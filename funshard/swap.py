@@ -68,21 +68,23 @@ class Parameters(dict[str, Any]):
 @contextlib.contextmanager
 def restored(modules: Iterable[nn.Module]) -> Generator[None]:
     """Within this, the modules may be changed; afterwards every attribute is what it was before."""
-    saved = [(module, dict(vars(module)), _containers(module)) for module in modules]
+    saved: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+    for module in modules:
+        attributes = dict(vars(module))
+        filled = {name: attributes[name].copy() for name in _CONTAINERS if attributes.get(name)}  # few are not empty
+        saved.append((module, attributes, filled))
     try:
         yield
     finally:
-        for module, attributes, containers in saved:
+        for module, attributes, filled in saved:
             vars(module).clear()
             vars(module).update(attributes)
-            for container, content in containers:
-                if container != content:
+            for name in _CONTAINERS:
+                container, content = attributes.get(name), filled.get(name, ())
+                if container and container != content:
                     container.clear()
+                if content and not container:
                     container.update(content)
-
-
-def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
-    return [(vars(module)[name], vars(module)[name].copy()) for name in _CONTAINERS if name in vars(module)]
 
 
 def owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned:

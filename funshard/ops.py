@@ -1,0 +1,269 @@
+"""What each collective does: started on a process group, and computed on ranks that are stacked in dimension 0.
+
+Nothing in here knows about gradients, but for the name of every op's *transpose*. The functional ops
+``torch.ops._c10d_functional`` do the work; they return before it is done, and `start` gives what waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _torch
+
+__all__ = ["OPS", "Buffers", "Chain", "Finish", "Step", "Where", "start"]
+
+Finish = Callable[[], Tensor]
+"""Waits for a collective that was started, and gives its result. To be called once: until then its buffers live."""
+
+
+class Where(NamedTuple):
+    """Over which ranks: the size and the name of the process group, and the root of the ops that have one."""
+
+    size: int
+    name: str
+    root: int = 0
+
+
+def start(op: str, x: Tensor, where: Where, own: Tensor | None = None) -> Finish:
+    """Start an op on a process group. ``own`` is where the result goes, for a gather and (``x`` itself) an all-reduce."""
+    if not x.is_complex():
+        return OPS[op].group(x, where, own)
+    # All of this is linear over the reals, which every backend reduces.
+    finish = OPS[op].group(torch.view_as_real(x.resolve_conj()), where, None if own is None else torch.view_as_real(own))
+    return lambda: torch.view_as_complex(finish())
+
+
+def _wait(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)
+
+
+def _gather(x: Tensor, where: Where, own: Tensor | None) -> Finish:
+    if x.dtype != torch.uint8 and (not x.is_floating_point() or x.itemsize == 1):  # gloo lacks int16 and 8-bit floats
+        raw = _gather(x.contiguous().view(torch.uint8), where, None if own is None else own.view(torch.uint8))
+        return lambda: raw().view(x.dtype)
+    x = x.contiguous()
+    if own is None:
+        out = torch.ops._c10d_functional.all_gather_into_tensor(x, where.size, where.name)
+    elif _torch.backend(where.name, x.device) == "gloo":
+        return _broadcasts(x, where, own)
+    else:
+        out = torch.ops._c10d_functional.all_gather_into_tensor_out(x, where.size, where.name, out=own)
+    return lambda: _wait(out)
+
+
+def _broadcasts(x: Tensor, where: Where, own: Tensor) -> Finish:
+    """Gather as a broadcast in place from each rank: gloo's own gathers into another buffer first and copies that."""
+    pieces = own.chunk(where.size)
+    pieces[_torch.group(where.name).rank()].copy_(x)
+    under_way = [torch.ops._c10d_functional.broadcast_(piece, i, where.name) for i, piece in enumerate(pieces)]
+
+    def finish() -> Tensor:
+        for piece in under_way:
+            _wait(piece)
+        return own
+
+    return finish
+
+
+def _gather_stack(x: Tensor, root: int) -> Tensor:
+    return x.flatten(0, 1).unsqueeze(0).expand(len(x), *(-1,) * (x.dim() - 1))
+
+
+def _scatter(mean: bool) -> Callable[[Tensor, Where, Tensor | None], Finish]:
+    def group(x: Tensor, where: Where, own: Tensor | None) -> Finish:
+        if _torch.backend(where.name, x.device) == "gloo":
+            return _exchange(x, where, mean)
+        op = "avg" if mean else "sum"
+        out = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), op, where.size, where.name)
+        return lambda: _wait(out)
+
+    return group
+
+
+def _exchange(x: Tensor, where: Where, mean: bool) -> Finish:
+    """Reduce-scatter as an all-to-all and a local sum: gloo's own is an all-reduce inside, twice the bytes."""
+    n = len(x) // where.size
+    pieces = _all_to_all(x, where, None)
+
+    def finish() -> Tensor:
+        each = pieces().unflatten(0, (where.size, n))
+        total = each[0] + each[1] if where.size == 2 else each.sum(0, dtype=x.dtype)  # torch's sum of two rows is slow
+        return total.div_(where.size) if mean else total
+
+    return finish
+
+
+def _sum_stack(x: Tensor, root: int) -> Tensor:
+    return x.sum(0, keepdim=True).expand_as(x)
+
+
+def _mean_stack(x: Tensor, root: int) -> Tensor:
+    return (x.sum(0, keepdim=True) / len(x)).expand_as(x)
+
+
+def _slices(x: Tensor) -> Tensor:
+    return x.unflatten(1, (len(x), -1)) if x.shape[1] else x.new_empty(len(x), len(x), 0, *x.shape[2:])
+
+
+def _slice_stack(x: Tensor, root: int) -> Tensor:
+    return _slices(x).diagonal(dim1=0, dim2=1).movedim(-1, 0)
+
+
+def _scatter_stack(mean: bool) -> Callable[[Tensor, int], Tensor]:
+    return lambda x, root: _slice_stack((_mean_stack if mean else _sum_stack)(x, root), root)
+
+
+def _reduce(op: str) -> Callable[[Tensor, Where, Tensor | None], Finish]:
+    def group(x: Tensor, where: Where, own: Tensor | None) -> Finish:
+        reduce = torch.ops._c10d_functional.all_reduce if own is None else torch.ops._c10d_functional.all_reduce_
+        out = reduce(x.contiguous(), op, where.name)
+        return lambda: _wait(out)
+
+    return group
+
+
+def _identity(x: Tensor, where: Where, own: Tensor | None) -> Finish:
+    return lambda: x.view_as(x)
+
+
+def _identity_stack(x: Tensor, root: int) -> Tensor:
+    return x
+
+
+def _broadcast(x: Tensor, where: Where, own: Tensor | None) -> Finish:
+    out = torch.ops._c10d_functional.broadcast(x.contiguous(), where.root, where.name)
+    return lambda: _wait(out)
+
+
+def _broadcast_stack(x: Tensor, root: int) -> Tensor:
+    return x[root : root + 1].expand_as(x)
+
+
+def _sum_to(x: Tensor, where: Where, own: Tensor | None) -> Finish:
+    total = _reduce("sum")(x, where, own)
+    here = _torch.group(where.name).rank() == where.root
+    return lambda: total() if here else torch.zeros_like(total())
+
+
+def _sum_to_stack(x: Tensor, root: int) -> Tensor:
+    here = (torch.arange(len(x), device=x.device) == root).view(-1, *(1,) * (x.dim() - 1))
+    return torch.where(here, x.sum(0, keepdim=True), 0)
+
+
+def _all_to_all(x: Tensor, where: Where, own: Tensor | None) -> Finish:
+    pieces = [len(x) // where.size] * where.size
+    out = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), pieces, pieces, where.name)
+    return lambda: _wait(out)
+
+
+def _all_to_all_stack(x: Tensor, root: int) -> Tensor:
+    return _slices(x).transpose(0, 1).flatten(1, 2)
+
+
+def _slice(x: Tensor, where: Where, own: Tensor | None) -> Finish:
+    n = len(x) // where.size
+    return lambda: x.narrow(0, where.root * n, n).clone()
+
+
+@dataclass(frozen=True)
+class _Op:
+    group: Callable[[Tensor, Where, Tensor | None], Finish]
+    stack: Callable[[Tensor, int], Tensor]
+    transpose: str
+
+
+OPS: dict[str, _Op] = {
+    "gather_mean": _Op(_gather, _gather_stack, "scatter_mean"),
+    "scatter_mean": _Op(_scatter(mean=True), _scatter_stack(mean=True), "gather_mean"),
+    "gather_sum": _Op(_gather, _gather_stack, "scatter_sum"),
+    "scatter_sum": _Op(_scatter(mean=False), _scatter_stack(mean=False), "gather_sum"),
+    "reduce_mean": _Op(_reduce("avg"), _mean_stack, "reduce_mean"),
+    "reduce_sum": _Op(_reduce("sum"), _sum_stack, "reduce_sum"),
+    "shards_to_sum": _Op(_reduce("sum"), _sum_stack, "sum_to_shards"),
+    "sum_to_shards": _Op(_reduce("avg"), _mean_stack, "shards_to_sum"),
+    "vary_mean": _Op(_identity, _identity_stack, "unvary_mean"),
+    "unvary_mean": _Op(_reduce("avg"), _mean_stack, "vary_mean"),
+    "vary_sum": _Op(_identity, _identity_stack, "unvary_sum"),
+    "unvary_sum": _Op(_reduce("sum"), _sum_stack, "vary_sum"),
+    "broadcast": _Op(_broadcast, _broadcast_stack, "sum_to"),
+    "sum_to": _Op(_sum_to, _sum_to_stack, "broadcast"),
+    "all_to_all": _Op(_all_to_all, _all_to_all_stack, "all_to_all"),
+    "slice": _Op(_slice, _slice_stack, "gather_mean"),
+}
+"""Every op by its name: on a process group, on stacked ranks, and the name of its transpose."""
+
+
+Step = Callable[[Tensor, Tensor | None], Finish]
+"""Starts one collective of a `Chain` on a tensor; the second one is where the result goes, if it is to go anywhere."""
+
+
+class Buffers:
+    """Buffers that were let go, for the next to be filled: the fewer are allocated, the fewer pages fault.
+
+    Only one that nothing else holds is written over. Other devices than the CPU have allocators that do this.
+    """
+
+    def __init__(self) -> None:
+        self._spare: list[Tensor] = []
+
+    def give(self, buffer: Tensor) -> None:
+        """A buffer that is no longer needed."""
+        if buffer.device.type == "cpu":
+            self._spare.append(buffer)
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """A buffer of so many elements, of another tensor's dtype and device, with anything in it."""
+        while self._spare:
+            buffer = self._spare.pop()
+            if buffer.dtype == like.dtype and len(buffer) == numel and _torch.alone(buffer):
+                return buffer
+            del buffer
+        return like.new_empty(numel)
+
+    def clear(self) -> None:
+        """Keep none."""
+        self._spare.clear()
+
+
+class Chain:
+    """Collectives one after the other, the next started when the one before is waited for. The first starts at once.
+
+    ``own`` is where the result of the last one goes, for the ops that `start` can give one.
+    """
+
+    def __init__(self, x: Tensor, steps: Iterable[Step], own: Tensor | None = None) -> None:
+        self._x, self._steps, self._own = x, deque(steps), own
+        self._finish: Finish | None = None
+        self.advance()
+
+    def advance(self) -> None:
+        """Wait for the one that is under way and start the next."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._x = finish()
+        if self._steps:
+            step = self._steps.popleft()
+            self._finish = step(self._x, None if self._steps else self._own)
+
+    @property
+    def done(self) -> bool:
+        """Whether all have been waited for."""
+        return self._finish is None
+
+    def result(self) -> Tensor:
+        """Wait for all of them."""
+        while self._finish is not None:
+            self.advance()
+        return self._x
+
+    def __del__(self) -> None:
+        # Nobody wants it, but a collective that nobody waits for keeps its buffers for ever.
+        if getattr(self, "_finish", None) is not None:
+            self._steps.clear()
+            self.advance()

@@ -1,0 +1,85 @@
+"""Gradients on their way to being reduced, while the rest of backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _torch
+from .ops import Buffers, Chain, Step
+
+__all__ = ["BUCKET_BYTES", "Reductions"]
+
+BUCKET_BYTES = 2**22
+"""The gradients of replicated units are reduced together once they are so many: see examples/benchmarks/comm.py."""
+
+
+class Reductions:
+    """What one call's backward reduces: split units one by one, replicated ones in buckets.
+
+    ``in_flight`` is how many split units' whole gradients may be under way, ``everywhere`` the steps that reduce a
+    replicated one. What a run of backward that did not reach its end has left is not used by another.
+    """
+
+    def __init__(self, in_flight: int, everywhere: Sequence[Step], buffers: Buffers) -> None:
+        self._in_flight, self._everywhere, self._buffers = in_flight, everywhere, buffers
+        self._task = -1
+        self._forget()
+
+    def _forget(self) -> None:
+        self._whole: list[tuple[Chain, Tensor]] = []  # split units' gradients that are not reduced to slices yet
+        self._slices: list[tuple[str, Chain]] = []
+        self._buckets: list[tuple[list[str], list[int], Chain]] = []
+        self._bucket: list[tuple[str, Sequence[Tensor]]] = []
+
+    def _begin(self) -> None:
+        if self._task != _torch.graph_task():
+            self._task = _torch.graph_task()
+            self._forget()
+
+    def split(self, key: str, pieces: Sequence[Tensor], steps: Sequence[Step]) -> None:
+        """Start to reduce a unit's gradient, given in pieces, to slices. Older ones move on by a step."""
+        self._begin()
+        while len(self._whole) >= self._in_flight:
+            chain, buffer = self._whole.pop(0)
+            chain.advance()
+            self._buffers.give(buffer)
+            del buffer
+        buffer = torch.cat(tuple(pieces), out=self._buffers.take(sum(map(len, pieces)), pieces[0]))
+        chain = Chain(buffer, steps)
+        self._whole.append((chain, buffer))
+        self._slices.append((key, chain))
+
+    def replicated(self, key: str, pieces: Sequence[Tensor]) -> None:
+        """Put a unit's gradient, which every rank keeps whole, into the bucket, and reduce that once it is full."""
+        self._begin()
+        if self._bucket and self._bucket[0][1][0].dtype != pieces[0].dtype:
+            self._empty_bucket()
+        self._bucket.append((key, pieces))
+        if sum(piece.nbytes for _, pieces in self._bucket for piece in pieces) >= BUCKET_BYTES:
+            self._empty_bucket()
+
+    def _empty_bucket(self) -> None:
+        if not self._bucket:
+            return
+        keys = [key for key, _ in self._bucket]
+        lengths = [sum(map(len, pieces)) for _, pieces in self._bucket]
+        buffer = torch.cat([piece for _, pieces in self._bucket for piece in pieces])
+        self._bucket = []
+        self._buckets.append((keys, lengths, Chain(buffer, self._everywhere)))
+
+    def collect(self) -> dict[str, Tensor]:
+        """Wait for everything that this run of backward started: the gradients by unit key, summed over visits."""
+        self._begin()
+        self._empty_bucket()
+        parts = [(key, chain.result()) for key, chain in self._slices]
+        for keys, lengths, chain in self._buckets:
+            total = chain.result()
+            parts += zip(keys, total.split(lengths) if len(keys) > 1 else [total], strict=True)
+        self._forget()
+        out: dict[str, Tensor] = {}
+        for key, grad in parts:
+            out[key] = out[key] + grad if key in out else grad
+        return out
