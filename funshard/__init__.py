@@ -1,7 +1,7 @@
 """Fully sharded data parallel training for PyTorch as pure functions, in the style of JAX, on torch.func."""
 
 from . import collectives, policies, testing
-from .call import functional_call
+from .call import functional_call, trace_order
 from .full import gather_full, scatter_full
 from .layout import Params, flatten, unflatten, views
 from .policies import (
@@ -58,6 +58,7 @@ __all__ = [
     "scatter_full",
     "shard",
     "testing",
+    "trace_order",
     "unflatten",
     "unshard",
     "views",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._autograd import _get_sequence_nr
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import CheckpointFunction
@@ -28,6 +29,7 @@ __all__ = [
     "graph_task",
     "group",
     "in_forward_ad",
+    "is_fake",
     "is_wrapped",
     "kept",
     "level",
@@ -60,6 +62,11 @@ def savable() -> bool:
     """
     depth = level()
     return depth == 0 or (depth == 1 and _functorch.peek_interpreter_stack().key() == _functorch.TransformType.Grad)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor has a shape and no data."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def traced() -> bool:
@@ -148,7 +155,7 @@ _ONE_HOLDER = _holders(torch.empty(1))
 
 def group(name: str) -> dist.ProcessGroup:
     """The process group of that name, as the functional collectives find it. Pinned by ``test_groups_by_name``."""
-    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateUsage]
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
 def backend(name: str, device: torch.device) -> str:

@@ -20,6 +20,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from . import _torch
 from .collectives import Reduce
@@ -31,7 +33,7 @@ from .spec import PartitionSpec, Unit
 from .swap import Owned, Parameters, install_buffers, owners, restored
 from .tree import join
 
-__all__ = ["functional_call"]
+__all__ = ["functional_call", "trace_order"]
 
 
 def functional_call(
@@ -57,6 +59,12 @@ def functional_call(
     with more than one transform, or a forward-mode one, what autograd saves stays gathered until it is used. A
     torch.func.grad *inside* forward needs ``P(reshard=False)``: RuntimeError otherwise.
 
+    While one unit computes, the next ``prefetch`` ones are gathered (in ``spec.order``, in backward in the reverse of
+    what forward did) and the gradients of the last ``in_flight`` ones are reduced. So besides the units whose modules
+    are running, ``prefetch`` gathered buffers are alive, and ``in_flight + 1`` gradients that are not reduced. A unit
+    that is gathered ahead and not used costs its bytes. Gradients of replicated units are reduced in buckets. All
+    of this is for process groups; under more than one transform everything waits where it is.
+
     ``params`` are what `shard` gives, of any floating dtype; parameters that the spec ignores are the model's own, or
     those in ``params`` under their names. ``args`` is a tuple, or the only argument. ``method`` names another method
     than forward. ``buffers`` are used in place of the model's, and updates land in that dict, as in torch; the model's
@@ -72,6 +80,8 @@ def functional_call(
     spec = spec.bound
     check_shards(params, spec)
     _check_supported(spec)
+    _check_count("prefetch", prefetch, 0)
+    _check_count("in_flight", in_flight, 1)
     arguments: tuple[Any, ...] = args if isinstance(args, tuple) else (args,)
     options: dict[str, Any] = dict(kwargs or {})
     if torch.compiler.is_compiling():
@@ -91,6 +101,55 @@ def _check_supported(spec: PartitionSpec) -> None:
                 raise NotImplementedError(
                     f"unit '{unit.key}': functional_call does not apply P({name}=...) yet, got {unit.p}; leave it out"
                 )
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def trace_order(
+    model: nn.Module,
+    spec: PartitionSpec,
+    args: object = (),
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    method: str | None = None,
+) -> tuple[str, ...]:
+    """The keys of the units in the order in which the forward of ``model`` gathers them, for `PartitionSpec.ordered`.
+
+    Runs the forward once on shapes alone: nothing is computed, gathered or sent, the parameters are not read, and the
+    model is left as it was. It may be on the meta device, and the spec's mesh does not matter. A unit is named once
+    for each time that it is gathered. ``args``, ``kwargs`` and ``method`` are those of `functional_call`.
+
+    Raises RuntimeError where forward depends on the values of tensors: then give the order by hand, or none.
+    """
+    spec = spec.on({axis: 2 for unit in spec for axis in unit.p.axes})
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+
+        def fake(x: Tensor) -> Tensor:
+            return torch.empty(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
+
+        device = next((b.device for b in model.buffers() if not b.is_meta), torch.device("cpu"))
+        params = {u.key: torch.empty(spec.shard_numel(u), dtype=u.dtype, device=device) for u in spec}
+        named = dict(model.named_parameters(remove_duplicate=False))
+        params |= {name: fake(named[name]) for name in spec.ignored if name in named}
+        arguments, options = pytree.tree_map_only(
+            Tensor, fake, (args if isinstance(args, tuple) else (args,), dict(kwargs or {}))
+        )
+        call = _Call(params, spec, "mean", 0, 1)
+        assert call.schedule
+        try:
+            with call.installed(model, {name: fake(b) for name, b in model.named_buffers()}):
+                getattr(model, method or "__call__")(*arguments, **options)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise RuntimeError(
+                f"trace_order: forward depends on the values of tensors ({error}): expected one that runs on shapes alone; "
+                "give the order of the units to spec.ordered by hand"
+            ) from error
+    return tuple(key for key in call.schedule.visited if call.schedule.routes[key].gather)
 
 
 def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
@@ -177,9 +236,10 @@ class _Call:
         shard = self.params[unit.key]
         visit = self.schedule.visit(unit) if self.schedule and _torch.level() == self.level else None
         with torch.set_grad_enabled(self.differentiable):  # a gather under no_grad must serve uses outside of it
-            views = (
-                visit.views(shard) if visit else unflatten_unit(gather_unit(shard, unit, self.mesh, reduce=self.reduce), unit)
-            )
+            if visit:
+                views = visit.parameters(shard)
+            else:
+                views = unflatten_unit(gather_unit(shard, unit, self.mesh, reduce=self.reduce), unit)
         gathered = _Gathered(unit, views, visit)
         self.active[unit.key] = gathered
         if visit and visit.frees and self.hooked:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .mesh import Axis, Group, Mesh, Simulated
-from .ops import OPS, Where, start
+from .ops import OPS, Where, no_group, start
 
 __all__ = [
     "Axis",
@@ -89,10 +89,7 @@ def _apply(op: str, x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     if axis.size == 1:
         return x
     if not axis.name:
-        raise ValueError(
-            f"an axis of {axis.size} ranks without a process group cannot communicate: expected a DeviceMesh axis "
-            "or a Simulated one; bind the spec with .on(mesh) (a pickled spec must be bound anew)"
-        )
+        raise no_group(axis.size)
     # A view of x, never the differentiated leaf itself (torch 2.13: Dynamo can otherwise lose a custom backward).
     return _on_group(x.view_as(x), op, axis.size, axis.name, root)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,11 +21,13 @@ class Group:
     """An axis over a process group: its size, this process's rank in it and the group's name.
 
     Without a name it is only a size: shapes can be computed, nothing can be sent. One rank needs no name.
+    ``reductions`` is the name of another process group over the same ranks for functional_call's reductions.
     """
 
     size: int
     rank: int | None = None
     name: str = ""
+    reductions: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +67,16 @@ class Mesh:
         groups = [mesh.get_group(i) for i in range(mesh.ndim)]
         axes = (Group(mesh.size(i), mesh.get_local_rank(i), g.group_name) for i, g in enumerate(groups))
         return Mesh(tuple(zip(names, axes, strict=True)), mesh.device_type)
+
+    def reducing_over(self, other: Mesh) -> Mesh:
+        """This mesh with another one's process groups for reductions. ValueError unless both are over the same axes."""
+        if self.sizes != other.sizes:
+            raise ValueError(f"reductions: expected a mesh of the same axes {dict(self.sizes)}, got {dict(other.sizes)}")
+        axes = [
+            (name, replace(axis, reductions=second.name) if isinstance(axis, Group) and isinstance(second, Group) else axis)
+            for (name, axis), (_, second) in zip(self.axes, other.axes, strict=True)
+        ]
+        return replace(self, axes=tuple(axes))
 
     @staticmethod
     def world() -> Mesh:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import _torch
 
-__all__ = ["OPS", "Buffers", "Chain", "Finish", "Step", "Where", "start"]
+__all__ = ["OPS", "Buffers", "Chain", "Finish", "Step", "Where", "no_group", "start"]
 
 Finish = Callable[[], Tensor]
 """Waits for a collective that was started, and gives its result. To be called once: until then its buffers live."""
@@ -30,8 +30,21 @@ class Where(NamedTuple):
     root: int = 0
 
 
+def no_group(size: int) -> ValueError:
+    """The error for an axis that is only a size."""
+    return ValueError(
+        f"an axis of {size} ranks without a process group cannot communicate: expected a DeviceMesh axis "
+        "or a Simulated one; bind the spec with .on(mesh) (a pickled spec must be bound anew)"
+    )
+
+
 def start(op: str, x: Tensor, where: Where, own: Tensor | None = None) -> Finish:
-    """Start an op on a process group. ``own`` is where the result goes, for a gather and (``x`` itself) an all-reduce."""
+    """Start an op on a process group. ``own`` is where the result goes, for a gather and (``x`` itself) an all-reduce.
+
+    Raises ValueError without a process group.
+    """
+    if not where.name:
+        raise no_group(where.size)
     if not x.is_complex():
         return OPS[op].group(x, where, own)
     # All of this is linear over the reals, which every backend reduces.

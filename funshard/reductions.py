@@ -19,12 +19,12 @@ BUCKET_BYTES = 2**22
 class Reductions:
     """What one call's backward reduces: split units one by one, replicated ones in buckets.
 
-    ``in_flight`` is how many split units' whole gradients may be under way, ``everywhere`` the steps that reduce a
-    replicated one. What a run of backward that did not reach its end has left is not used by another.
+    ``in_flight`` is how many split units' whole gradients may be under way. What a run of backward that did not reach
+    its end has left is not used by another.
     """
 
-    def __init__(self, in_flight: int, everywhere: Sequence[Step], buffers: Buffers) -> None:
-        self._in_flight, self._everywhere, self._buffers = in_flight, everywhere, buffers
+    def __init__(self, in_flight: int, buffers: Buffers) -> None:
+        self._in_flight, self._buffers = in_flight, buffers
         self._task = -1
         self._forget()
 
@@ -32,7 +32,7 @@ class Reductions:
         self._whole: list[tuple[Chain, Tensor]] = []  # split units' gradients that are not reduced to slices yet
         self._slices: list[tuple[str, Chain]] = []
         self._buckets: list[tuple[list[str], list[int], Chain]] = []
-        self._bucket: list[tuple[str, Sequence[Tensor]]] = []
+        self._bucket: list[tuple[str, Sequence[Tensor], Sequence[Step]]] = []
 
     def _begin(self) -> None:
         if self._task != _torch.graph_task():
@@ -52,23 +52,24 @@ class Reductions:
         self._whole.append((chain, buffer))
         self._slices.append((key, chain))
 
-    def replicated(self, key: str, pieces: Sequence[Tensor]) -> None:
+    def replicated(self, key: str, pieces: Sequence[Tensor], steps: Sequence[Step]) -> None:
         """Put a unit's gradient, which every rank keeps whole, into the bucket, and reduce that once it is full."""
         self._begin()
         if self._bucket and self._bucket[0][1][0].dtype != pieces[0].dtype:
             self._empty_bucket()
-        self._bucket.append((key, pieces))
-        if sum(piece.nbytes for _, pieces in self._bucket for piece in pieces) >= BUCKET_BYTES:
+        self._bucket.append((key, pieces, steps))
+        if sum(piece.nbytes for _, pieces, _ in self._bucket for piece in pieces) >= BUCKET_BYTES:
             self._empty_bucket()
 
     def _empty_bucket(self) -> None:
         if not self._bucket:
             return
-        keys = [key for key, _ in self._bucket]
-        lengths = [sum(map(len, pieces)) for _, pieces in self._bucket]
-        buffer = torch.cat([piece for _, pieces in self._bucket for piece in pieces])
+        keys = [key for key, _, _ in self._bucket]
+        lengths = [sum(map(len, pieces)) for _, pieces, _ in self._bucket]
+        steps = self._bucket[0][2]  # a replicated unit's are over all axes
+        buffer = torch.cat([piece for _, pieces, _ in self._bucket for piece in pieces])
         self._bucket = []
-        self._buckets.append((keys, lengths, Chain(buffer, self._everywhere)))
+        self._buckets.append((keys, lengths, Chain(buffer, steps)))
 
     def collect(self) -> dict[str, Tensor]:
         """Wait for everything that this run of backward started: the gradients by unit key, summed over visits."""

@@ -11,9 +11,9 @@ Every rank starts and waits in the same order, as long as it runs the same progr
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,9 +35,42 @@ FROZEN_ALIVE = 2
 """How many frozen units stay gathered in a backward that retains its graph: no gradient tells when they have been used."""
 
 
-def _step(op: str, axis: Group, *, in_place: bool = False) -> Step:
-    where = Where(axis.size, axis.name)
-    return lambda x, own: start(op, x, where, x if in_place else own)
+@dataclass(frozen=True)
+class _Route:
+    """How a unit travels: the length of its whole buffer, the steps of its gather and of its reduction, and over what."""
+
+    padded: int
+    connected: bool
+    gather: tuple[Step, ...]
+    reduce: tuple[Step, ...]
+
+
+def _routes(spec: PartitionSpec, reduce: Reduce) -> dict[str, _Route]:
+    """Every unit's route; made once for a spec."""
+    if (known := spec.derived.get(("routes", reduce))) is not None:
+        return known
+    axes = {name: axis for name, axis in spec.bound_mesh.axes if isinstance(axis, Group) and axis.size > 1}
+
+    def step(op: str, name: str, *, reduces: bool = False, in_place: bool = False) -> Step:
+        axis = axes[name]
+        where = Where(axis.size, axis.reductions or axis.name if reduces else axis.name)
+        return lambda x, own: start(op, x, where, x if in_place else own)
+
+    routes: dict[str, _Route] = {}
+    for unit in spec:
+        split = [name for name in unit.p.axes if name in axes] if unit.numel else []
+        rest = [name for name in reversed(axes) if name not in split] if unit.numel else []
+        routes[unit.key] = _Route(
+            spec.padded_numel(unit),
+            all(axis.name for axis in axes.values()),
+            tuple(step(f"gather_{reduce}", name) for name in reversed(split)),
+            (
+                *(step(f"scatter_{reduce}", name, reduces=True) for name in split),
+                *(step(f"unvary_{reduce}", name, reduces=True, in_place=True) for name in rest),
+            ),
+        )
+    spec.derived["routes", reduce] = routes
+    return routes
 
 
 class Schedule:
@@ -47,57 +80,19 @@ class Schedule:
         self, shards: Mapping[str, Tensor], spec: PartitionSpec, reduce: Reduce, prefetch: int, in_flight: int
     ) -> None:
         self.shards = {key: _torch.base(shards[key]).detach() for key in spec.by_key}
-        self.spec, self.mesh, self.reduce, self.prefetch = spec, spec.bound_mesh, reduce, prefetch
-        self._axes = {name: axis for name, axis in self.mesh.axes if isinstance(axis, Group) and axis.size > 1}
+        self.spec, self._prefetch = spec, prefetch
+        self.reduce: Reduce = reduce
+        self.routes = _routes(spec, reduce)
         self.buffers = Buffers()
-        self.reductions = Reductions(in_flight, self._over_replicas(()), self.buffers)
+        self.reductions = Reductions(in_flight, self.buffers)
         self._order = spec.order
-        self._positions: dict[str, list[int]] = {}
-        for i, key in enumerate(self._order):
-            self._positions.setdefault(key, []).append(i)
-        self._position = -1
-        self._visited: set[str] = set()
+        self._position = -1  # in that order
         self._open: set[str] = set()
         self._ahead: dict[str, Visit] = {}
-        self._left: list[weakref.ref[Visit]] = []  # in the order in which forward left them
-        self._here = -1  # where in it backward is
+        self.visited: list[str] = []
+        self._left: list[weakref.ref[Visit]] = []  # visits, in the order in which forward left them
+        self._here = -1  # where in that order backward is
         self._frozen: deque[weakref.ref[Visit]] = deque()
-
-    # --- what goes over the wire ---
-
-    def split(self, unit: Unit) -> list[str]:
-        """The axes over which the unit is split among several ranks, outermost first."""
-        return [name for name in unit.p.axes if name in self._axes] if unit.numel else []
-
-    def gather(self, unit: Unit, shard: Tensor) -> Chain:
-        """Start to gather a unit."""
-        steps = [_step(f"gather_{self.reduce}", self._axes[name]) for name in reversed(self.split(unit))]
-        return Chain(shard, steps, self.buffers.take(self.spec.padded_numel(unit), shard) if steps else None)
-
-    def _over_replicas(self, split: Sequence[str]) -> list[Step]:
-        rest = [name for name in reversed(self.mesh.names) if name in self._axes and name not in split]
-        return [_step(f"unvary_{self.reduce}", self._axes[name], in_place=True) for name in rest]
-
-    def reduced(self, unit: Unit, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The reduced gradient of a unit's shard, or None where it will be in ``reductions``."""
-        like = self.shards[unit.key]
-        pieces = [
-            like.new_zeros(param.numel) if grad is None else flat(grad, param)
-            for grad, param in zip(grads, unit.params, strict=True)
-        ]
-        if padding := self.spec.padded_numel(unit) - unit.numel:
-            pieces.append(like.new_zeros(padding))
-        split = self.split(unit)
-        if split:
-            steps = [_step(f"scatter_{self.reduce}", self._axes[name]) for name in split]
-            self.reductions.split(unit.key, pieces, [*steps, *self._over_replicas(split)])
-        elif self._axes and unit.numel:
-            self.reductions.replicated(unit.key, pieces)
-        else:
-            return torch.cat(pieces)
-        return None
-
-    # --- forward ---
 
     def enter(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The shards as the call is to use them: what is reduced in backward arrives at them together, at its end."""
@@ -106,20 +101,20 @@ class Schedule:
             return dict(shards)
         return {**shards, **dict(zip(keys, _Entry.apply(self, keys, *(shards[key] for key in keys)), strict=True))}
 
+    # --- forward ---
+
     def visit(self, unit: Unit) -> Visit:
         """The unit, gathered; the next ones are under way."""
         visit = self._ahead.pop(unit.key, None) or Visit(self, unit)
-        self._visited.add(unit.key)
         self._open.add(unit.key)
-        positions = self._positions.get(unit.key, [])
-        i = bisect_right(positions, self._position)
-        if i < len(positions):
-            self._position = positions[i]
+        self.visited.append(unit.key)
+        if unit.key in self._order[self._position + 1 :]:
+            self._position = self._order.index(unit.key, self._position + 1)
         for key in self._order[self._position + 1 :]:
-            if len(self._ahead) >= self.prefetch:
+            if len(self._ahead) >= self._prefetch:
                 break
-            done = key in self._open or key in self._ahead or (key in self._visited and not self.spec.runs)
-            if not done and self.split(self.spec.by_key[key]):
+            again = key in self._open or key in self._ahead or (self.spec.runs is None and key in self.visited)
+            if self.routes[key].gather and not again:
                 self._ahead[key] = Visit(self, self.spec.by_key[key])
         self.buffers.clear()
         visit.arrive()
@@ -149,7 +144,7 @@ class Schedule:
         visit.start_again()
         ahead = 0
         for earlier in reversed(self._left[: visit.index]):
-            if ahead >= self.prefetch:
+            if ahead >= self._prefetch:
                 break
             other = earlier()
             if other is not None and other.noted:
@@ -160,8 +155,29 @@ class Schedule:
     def bound_frozen(self, visit: Visit) -> None:
         """A frozen unit was gathered in backward: let the oldest of them go if they are too many."""
         if len(self._frozen) == FROZEN_ALIVE and (oldest := self._frozen.popleft()()):
-            oldest.buffer = None
+            oldest.release()
         self._frozen.append(weakref.ref(visit))
+
+    def reduced(self, unit: Unit, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """The reduced gradient of a unit's shard, or None where it will be in ``reductions``."""
+        like, route = self.shards[unit.key], self.routes[unit.key]
+        pieces = _pieces(unit, grads, route.padded, like)
+        if route.gather:
+            self.reductions.split(unit.key, pieces, route.reduce)
+        elif route.reduce:
+            self.reductions.replicated(unit.key, pieces, route.reduce)
+        else:
+            return torch.cat(pieces)
+        return None
+
+
+def _pieces(unit: Unit, grads: Sequence[Tensor | None], padded: int, like: Tensor) -> list[Tensor]:
+    """What to join to the gradient of a unit's buffer."""
+    pieces = [
+        like.new_zeros(param.numel) if grad is None else flat(grad, param)
+        for grad, param in zip(grads, unit.params, strict=True)
+    ]
+    return [*pieces, like.new_zeros(padded - unit.numel)] if padded > unit.numel else pieces
 
 
 class Visit:
@@ -170,36 +186,56 @@ class Visit:
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
         self.schedule, self.unit = schedule, unit
         self.shard = schedule.shards[unit.key]
-        self._version = _torch.version(self.shard)
-        self.frees = unit.p.reshard and bool(schedule.split(unit))
-        self.index = -1
+        self.route = schedule.routes[unit.key]
+        self.frees = unit.p.reshard and bool(self.route.gather)
+        self.index = -1  # its place among those that forward left
         self.noted = False  # whether backward may ask for it
-        self.trained = False
-        self.full: Tensor | None = None
-        self.buffer: Tensor | None = None  # what backward reads, from when it is gathered again to the reduction
+        self.full: Tensor | None = None  # in forward
+        self.buffer: Tensor | None = None  # in backward, from when it is gathered again until its gradient is complete
+        self.chain: Chain | None = None  # on its way
+        self._trained = False
+        self._version = _torch.version(self.shard)
+        self._gather()
+
+    def _gather(self) -> None:
         with _torch.beneath():
-            self.chain: Chain | None = schedule.gather(unit, self.shard)
+            own = self.schedule.buffers.take(self.route.padded, self.shard) if self.route.gather else None
+            if own is not None and not self.route.connected and _torch.is_fake(own):  # shapes can be computed
+                self.chain = Chain(own, ())
+            else:
+                self.chain = Chain(self.shard, self.route.gather, own)
+
+    def _arrived(self) -> Tensor:
+        assert self.chain is not None
+        with _torch.beneath():
+            chain, self.chain = self.chain, None
+            return chain.result()
 
     def arrive(self) -> None:
         """Wait for the buffer."""
-        assert self.chain is not None
-        with _torch.beneath():
-            self.full, self.chain = self.chain.result(), None
+        self.full = self._arrived()
 
-    def views(self, shard: Tensor) -> Sequence[Tensor]:
-        """The unit's parameters; their gradient arrives at this shard."""
+    def parameters(self, shard: Tensor) -> Sequence[Tensor]:
+        """The unit's parameters; their gradient goes to this shard."""
         assert self.full is not None
-        self.trained = torch.is_grad_enabled() and shard.requires_grad
-        return _Parameters.apply(shard, self) if self.trained else unflatten_unit(self.full, self.unit)
+        self._trained = torch.is_grad_enabled() and shard.requires_grad
+        return _Parameters.apply(shard, self) if self._trained else unflatten_unit(self.full, self.unit)
 
     def leave(self, *, keep: bool) -> None:
         """Forward is done with it: let the buffer go, or keep it for backward."""
-        self.buffer = self.full if keep else None
-        if self.frees and not keep:
-            assert self.full is not None
+        assert self.full is not None
+        if keep:
+            self.buffer = self.full
+        elif self.frees:
             self.schedule.buffers.give(self.full)
         self.full = None
         self.schedule.leave(self)
+
+    def release(self) -> None:
+        """Backward is done with it, or it is to be gathered once more."""
+        if self.frees and self.buffer is not None:
+            self.schedule.buffers.give(self.buffer)
+        self.buffer = None
 
     def start_again(self) -> None:
         """Start to gather it for backward, if it is not there and not under way."""
@@ -210,33 +246,25 @@ class Visit:
                 f"the shard of unit '{self.unit.key}' was modified in place between forward and backward: "
                 f"expected version {self._version}, got {_torch.version(self.shard)}; update after backward"
             )
-        with _torch.beneath():
-            self.chain = self.schedule.gather(self.unit, self.shard)
+        self._gather()
 
     def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         """A view of the buffer that autograd saved, gathered again if need be."""
         self.schedule.approach(self)
         if self.buffer is None:
             self.start_again()
-            assert self.chain is not None
-            with _torch.beneath():
-                self.buffer, self.chain = self.chain.result(), None
-            if not self.trained:
+            self.buffer = self._arrived()
+            if not self._trained:
                 self.schedule.bound_frozen(self)
         return self.buffer.as_strided(shape, stride, offset)
 
     def reduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient of the shard from those of the parameters: every use of the buffer has been made."""
-        if self.buffer is not None and self.frees:
-            self.schedule.buffers.give(self.buffer)
-        self.buffer = None
-        present = [grad for grad in grads if grad is not None]
-        if any(_torch.base(g) is not g or (torch.is_grad_enabled() and g.requires_grad) for g in present):
-            pieces = [  # by data flow: someone may differentiate again
-                self.shard.new_zeros(p.numel) if g is None else flat(g, p) for g, p in zip(grads, self.unit.params, strict=True)
-            ]
-            padding = self.shard.new_zeros(self.schedule.spec.padded_numel(self.unit) - self.unit.numel)
-            return reduce_unit(torch.cat([*pieces, padding]), self.unit, self.schedule.mesh, reduce=self.schedule.reduce)
+        """The gradient of the shard from those of the parameters, after which nobody asks for the buffer."""
+        self.release()
+        tracked = torch.is_grad_enabled()
+        if any(g is not None and (_torch.is_wrapped(g) or (tracked and g.requires_grad)) for g in grads):
+            buffer = torch.cat(_pieces(self.unit, grads, self.route.padded, self.shard))  # it may be differentiated again
+            return reduce_unit(buffer, self.unit, self.schedule.spec.bound_mesh, reduce=self.schedule.reduce)
         with torch.no_grad():
             return self.schedule.reduced(self.unit, grads)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -123,6 +123,8 @@ class PartitionSpec:
     """The units by their keys."""
     by_name: Mapping[str, tuple[Unit, Param]] = field(init=False, compare=False, repr=False)
     """The owner of every parameter, under each of its names."""
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What follows from this very spec and is dear to compute, such as `size` of every unit, for as long as it lives."""
 
     def __post_init__(self) -> None:
         names = {name: (unit, param) for unit in self.units for param in unit.params for name in param.names}
@@ -143,12 +145,17 @@ class PartitionSpec:
         """The module paths that are units, the root's ``""`` among them."""
         return tuple(dict.fromkeys(("", *(path for path, _ in self.selected))))
 
-    def on(self, mesh: DeviceMesh | Mesh | Mapping[str, int | Axis]) -> PartitionSpec:
+    def on(
+        self, mesh: DeviceMesh | Mesh | Mapping[str, int | Axis], *, reductions: DeviceMesh | Mesh | None = None
+    ) -> PartitionSpec:
         """This spec on a mesh: a `DeviceMesh`, or axis names with their sizes where no rank is to talk to another.
 
-        Raises ValueError, naming the unit, for an axis that the mesh does not have.
+        ``reductions`` is a second mesh over the same ranks whose process groups functional_call reduces gradients over:
+        on NCCL, backward's gathers then overlap with them.
+
+        Raises ValueError, naming the unit, for an axis that the mesh does not have, or for another second mesh.
         """
-        bound = Mesh.of(mesh)
+        bound = Mesh.of(mesh) if reductions is None else Mesh.of(mesh).reducing_over(Mesh.of(reductions))
         names = tuple(name for name, _ in bound.axes)
         for unit in self.units:
             for axis in unit.p.axes:
@@ -188,8 +195,12 @@ class PartitionSpec:
 
     def size(self, unit: Unit) -> int:
         """In how many slices the unit's buffer is split."""
-        sizes = dict(self.bound.sizes or ())
-        return torch.Size(sizes[axis] for axis in unit.p.axes).numel()
+        if (known := self.derived.get(("size", unit.p))) is None:
+            spec = self.bound
+            sizes = dict(spec.sizes or ())
+            known = torch.Size(sizes[axis] for axis in unit.p.axes).numel()
+            spec.derived["size", unit.p] = known
+        return known
 
     def shard_numel(self, unit: Unit) -> int:
         """Elements of one rank's slice of the unit, padding included: the same on every rank."""
@@ -208,7 +219,7 @@ class PartitionSpec:
 
     def __getstate__(self) -> dict[str, object]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**fields, "mesh": None}
+        return {**fields, "mesh": None, "derived": {}}
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("unit", "P", "parameters", "numel", "padding", "bytes per rank")]

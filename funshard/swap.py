@@ -81,9 +81,8 @@ def restored(modules: Iterable[nn.Module]) -> Generator[None]:
             vars(module).update(attributes)
             for name in _CONTAINERS:
                 container, content = attributes.get(name), filled.get(name, ())
-                if container and container != content:
+                if container is not None and (container or content) and container != content:
                     container.clear()
-                if content and not container:
                     container.update(content)
 
 

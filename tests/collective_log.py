@@ -14,7 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 
-SHORT = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+SHORT = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce_": "all_reduce",
+}
 
 
 class Sent(NamedTuple):

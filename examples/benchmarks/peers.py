@@ -203,7 +203,9 @@ def main() -> None:
         rows.append([mode, *cells, f"{statistics.median(times[mode]) * 1e3:.0f}", peak])
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     for row in rows:
-        print("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))))
+        print(
+            "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        )
     figures = {
         mode: {
             **{f"over {base}": round(ratio(times, mode, base)[1], 4) for base in bases},
