@@ -153,8 +153,8 @@ def trace_order(
 
 
 def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
-    """Whether gathers and reductions may run ahead and behind: nothing batches, records or differentiates twice."""
-    if _torch.traced() or _torch.in_forward_ad() or not _torch.savable():
+    """Whether gathers and reductions may run ahead and behind: nothing batches them or differentiates them twice."""
+    if _torch.in_forward_ad() or not _torch.savable():
         return False
     if not all(isinstance(axis, Group) for _, axis in spec.bound_mesh.axes):
         return False

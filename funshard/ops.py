@@ -45,6 +45,8 @@ def start(op: str, x: Tensor, where: Where, own: Tensor | None = None) -> Finish
     """
     if not where.name:
         raise no_group(where.size)
+    if _torch.traced():
+        own = None  # what is recorded is to be functional
     if not x.is_complex():
         return OPS[op].group(x, where, own)
     # All of this is linear over the reals, which every backend reduces.

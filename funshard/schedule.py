@@ -91,7 +91,7 @@ class Schedule:
         self._ahead: dict[str, Visit] = {}
         self.visited: list[str] = []
         self._left: list[weakref.ref[Visit]] = []  # visits, in the order in which forward left them
-        self._here = -1  # where in that order backward is
+        self._here, self._task = 0, -1  # where in that order which run of backward is
         self._frozen: deque[weakref.ref[Visit]] = deque()
 
     def enter(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -135,12 +135,15 @@ class Schedule:
 
     def approach(self, visit: Visit) -> None:
         """Backward has come to this visit: gather it and, ahead of their use, those that forward left before it."""
-        if self._here == visit.index:
+        if self._task != _torch.graph_task():
+            self._task, self._here = _torch.graph_task(), len(self._left)
+        if visit.index >= self._here:  # where it is, or back in a unit around the one where it was
             return
-        for passed in self._left[visit.index + 1 : max(self._here, 0)]:
+        for passed in self._left[visit.index + 1 : self._here]:
             if (other := passed()) is not None:
                 other.chain = None
         self._here = visit.index
+        self._hold(visit)
         visit.start_again()
         ahead = 0
         for earlier in reversed(self._left[: visit.index]):
@@ -152,11 +155,20 @@ class Schedule:
                 ahead += 1
         self.buffers.clear()
 
-    def bound_frozen(self, visit: Visit) -> None:
-        """A frozen unit was gathered in backward: let the oldest of them go if they are too many."""
+    def _hold(self, visit: Visit) -> None:
+        """Let the oldest frozen unit that backward has come to go if there are too many: no gradient would tell when."""
+        if visit.trained or any(ref() is visit for ref in self._frozen):
+            return
         if len(self._frozen) == FROZEN_ALIVE and (oldest := self._frozen.popleft()()):
             oldest.release()
         self._frozen.append(weakref.ref(visit))
+
+    def collect(self) -> dict[str, Tensor]:
+        """The reduced gradients of this backward, by unit key."""
+        with _torch.beneath():
+            reduced = self.reductions.collect()
+        self.buffers.clear()
+        return reduced
 
     def reduced(self, unit: Unit, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The reduced gradient of a unit's shard, or None where it will be in ``reductions``."""
@@ -193,13 +205,15 @@ class Visit:
         self.full: Tensor | None = None  # in forward
         self.buffer: Tensor | None = None  # in backward, from when it is gathered again until its gradient is complete
         self.chain: Chain | None = None  # on its way
-        self._trained = False
+        self.trained = False
         self._version = _torch.version(self.shard)
         self._gather()
 
     def _gather(self) -> None:
         with _torch.beneath():
-            own = self.schedule.buffers.take(self.route.padded, self.shard) if self.route.gather else None
+            own = (
+                self.schedule.buffers.take(self.route.padded, self.shard) if self.route.gather and not _torch.traced() else None
+            )
             if own is not None and not self.route.connected and _torch.is_fake(own):  # shapes can be computed
                 self.chain = Chain(own, ())
             else:
@@ -218,8 +232,8 @@ class Visit:
     def parameters(self, shard: Tensor) -> Sequence[Tensor]:
         """The unit's parameters; their gradient goes to this shard."""
         assert self.full is not None
-        self._trained = torch.is_grad_enabled() and shard.requires_grad
-        return _Parameters.apply(shard, self) if self._trained else unflatten_unit(self.full, self.unit)
+        self.trained = torch.is_grad_enabled() and shard.requires_grad
+        return _Parameters.apply(shard, self) if self.trained else unflatten_unit(self.full, self.unit)
 
     def leave(self, *, keep: bool) -> None:
         """Forward is done with it: let the buffer go, or keep it for backward."""
@@ -254,8 +268,6 @@ class Visit:
         if self.buffer is None:
             self.start_again()
             self.buffer = self._arrived()
-            if not self._trained:
-                self.schedule.bound_frozen(self)
         return self.buffer.as_strided(shape, stride, offset)
 
     def reduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -301,8 +313,7 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with _torch.beneath():
-            reduced = ctx.schedule.reductions.collect()
+        reduced = ctx.schedule.collect()
         out = [
             reduced.get(key) if grad is None else grad + reduced[key] if key in reduced else grad
             for key, grad in zip(ctx.keys, grads, strict=True)
