@@ -27,6 +27,8 @@ _CONTAINERS = tuple(
 class Parameters(dict[str, Any]):
     """A module's ``_parameters`` for the length of a call: reading one gathers its unit."""
 
+    __slots__ = ("_owned", "_read")
+
     def __init__(
         self,
         original: Mapping[str, Tensor | None],
@@ -68,10 +70,14 @@ class Parameters(dict[str, Any]):
 @contextlib.contextmanager
 def restored(modules: Iterable[nn.Module]) -> Generator[None]:
     """Within this, the modules may be changed; afterwards every attribute is what it was before."""
-    saved: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+    saved: list[tuple[nn.Module, dict[str, Any], dict[str, Any] | None]] = []
     for module in modules:
         attributes = dict(vars(module))
-        filled = {name: attributes[name].copy() for name in _CONTAINERS if attributes.get(name)}  # few are not empty
+        filled = None
+        for name in _CONTAINERS:
+            if attributes.get(name):  # few have anything in them
+                filled = filled or {}
+                filled[name] = attributes[name].copy()
         saved.append((module, attributes, filled))
     try:
         yield
@@ -80,7 +86,7 @@ def restored(modules: Iterable[nn.Module]) -> Generator[None]:
             vars(module).clear()
             vars(module).update(attributes)
             for name in _CONTAINERS:
-                container, content = attributes.get(name), filled.get(name, ())
+                container, content = attributes.get(name), filled.get(name, ()) if filled else ()
                 if container is not None and (container or content) and container != content:
                     container.clear()
                     container.update(content)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torch.utils.checkpoint
+from collective_log import world
 from ranks import Pool
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _functorch
 from torch.func import grad, jvp
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -221,3 +226,125 @@ def test_without_graph_cuts_one_level() -> None:
     assert torch.autograd.grad(kept, x)[0] == 6
     assert not lost.requires_grad
     assert not _torch.without_graph(x * x).requires_grad
+
+
+# --- What the schedule relies on ---
+
+
+def test_groups_by_name() -> None:
+    """A process group is found by its name, and says what moves a device's tensors."""
+    with world(3, rank=2):
+        group = dist.group.WORLD
+        assert group is not None
+        assert _torch.group(group.group_name).rank() == 2
+        assert _torch.backend(group.group_name, torch.device("cpu")) == "fake"
+
+
+def test_beneath() -> None:
+    """Beneath the transforms plain tensors stay plain; inside one, what is computed from them belongs to it."""
+    plain = torch.ones(3)
+
+    def f(x: Tensor) -> Tensor:
+        with _torch.beneath():
+            inside.append(plain * 2)
+            assert _torch.level() == 0
+            assert not torch.is_grad_enabled()
+        assert _torch.level() == 1
+        outside.append(plain * 2)
+        return (x * inside[0]).sum()
+
+    inside: list[Tensor] = []
+    outside: list[Tensor] = []
+    assert torch.equal(torch.func.grad(f)(plain), 2 * plain)
+    assert not _torch.is_wrapped(inside[0])
+    assert _torch.is_wrapped(outside[0])
+
+
+def test_graph_task() -> None:
+    """Every run of backward has its own number, and outside there is none."""
+    seen: list[int] = []
+    x = torch.ones(3, requires_grad=True)
+    y = (2 * x).sum()
+    y.register_hook(lambda _: seen.append(_torch.graph_task()))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert _torch.graph_task() == -1
+    assert len({-1, *seen}) == 3
+
+
+def test_alone() -> None:
+    """A tensor is alone until a view, another tensor, an array or a Python storage holds its storage as well."""
+    x = torch.empty(6)
+    assert _torch.alone(x)
+    w = torch.ones(6, requires_grad=True)
+    for hold in (
+        lambda: x[2:],
+        lambda: x.detach(),
+        lambda: x.untyped_storage(),
+        lambda: x.numpy(),
+        lambda: (w * x[:6]).sum(),  # a saved tensor
+    ):
+        held = hold()
+        assert not _torch.alone(x)
+        del held
+        assert _torch.alone(x)
+
+
+SAVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "tanh": torch.tanh,
+    "softmax": lambda x: x.softmax(-1),
+    "attention": lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "norm": lambda x: x.norm(),
+    "cumprod": lambda x: x.cumprod(0),
+    "in place": lambda x: (x * 1).exp_(),
+    "chain": lambda x: x.exp().exp().sigmoid().sqrt(),
+    "max": lambda x: x.max(0)[0],
+    "lstm": lambda x: LSTM(x)[0],
+    "custom": lambda x: Nested.apply(x),
+}
+LSTM = nn.LSTM(4, 4)
+
+
+class Nested(torch.autograd.Function):
+    """Saves its output, after it has made other nodes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x.detach().requires_grad_().exp().sum()
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_saved_outputs_hold_no_graph(name: str) -> None:
+    """What `kept` keeps frees everything without the collector, and gives the gradients of plain autograd."""
+    x = torch.rand(4, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(SAVES[name](x).sum(), x)
+    saved: list[weakref.ref[Any]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        what = _torch.kept(tensor)
+        if tensor.untyped_storage()._cdata != x.untyped_storage()._cdata and not isinstance(tensor, nn.Parameter):
+            saved.append(weakref.ref(what.untyped_storage()))
+        return what
+
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = SAVES[name](x)
+        (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        torch.testing.assert_close(grad, expected)
+        y = grad = None
+        kept = [ref for ref in saved if ref() is not None]
+        assert kept == []
+    finally:
+        gc.enable()
