@@ -106,6 +106,7 @@ class Schedule:
     def visit(self, unit: Unit) -> Visit:
         """The unit, gathered; the next ones are under way."""
         visit = self._ahead.pop(unit.key, None) or Visit(self, unit)
+        visit.arrive()  # before the next ones start: they would share the wire
         self._open.add(unit.key)
         self.visited.append(unit.key)
         if unit.key in self._order[self._position + 1 :]:
@@ -117,7 +118,6 @@ class Schedule:
             if self.routes[key].gather and not again:
                 self._ahead[key] = Visit(self, self.spec.by_key[key])
         self.buffers.clear()
-        visit.arrive()
         return visit
 
     def leave(self, visit: Visit) -> None:
@@ -144,7 +144,7 @@ class Schedule:
                 other.chain = None
         self._here = visit.index
         self._hold(visit)
-        visit.start_again()
+        visit.come_back()
         ahead = 0
         for earlier in reversed(self._left[: visit.index]):
             if ahead >= self._prefetch:
@@ -262,13 +262,17 @@ class Visit:
             )
         self._gather()
 
-    def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        """A view of the buffer that autograd saved, gathered again if need be."""
-        self.schedule.approach(self)
+    def come_back(self) -> Tensor:
+        """The buffer in backward, gathered again if need be."""
         if self.buffer is None:
             self.start_again()
             self.buffer = self._arrived()
-        return self.buffer.as_strided(shape, stride, offset)
+        return self.buffer
+
+    def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        """A view of the buffer that autograd saved."""
+        self.schedule.approach(self)
+        return self.come_back().as_strided(shape, stride, offset)
 
     def reduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The gradient of the shard from those of the parameters, after which nobody asks for the buffer."""

@@ -1,10 +1,27 @@
-"""The models of the benchmarks, and a free port."""
+"""What the benchmarks share: models, training steps to compare, a count of what a step does, a table and a free port."""
 
+import argparse
+import contextlib
+import json
 import socket
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funshard as fs
+
+Step = Callable[[Tensor, Tensor], object]
 
 
 class Block(nn.Module):
@@ -39,3 +56,225 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, dim: int, heads: int, kv_heads: int, ffn: int) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.q, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(dim, kv_heads * self.head_dim, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(dim, ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(ffn, dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (part(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        x = x + self.out(h.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embeddings of [batch, heads, seq, dim]: each pair (x[i], x[i + dim/2]) turned by its angle."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+class Llama(nn.Module):
+    """A Llama without buffers; by default of 953 million parameters."""
+
+    def __init__(
+        self,
+        layers: int = 16,
+        dim: int = 2048,
+        heads: int = 32,
+        ffn: int = 5632,
+        vocab: int = 32000,
+        kv_heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.token = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(LlamaBlock(dim, heads, kv_heads or heads, ffn) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.token(x)
+        exponent = torch.arange(0, self.head_dim, 2, device=x.device) / self.head_dim
+        angles = torch.outer(torch.arange(x.shape[1], device=x.device).float(), 500000.0**-exponent)
+        cos, sin = angles.cos().to(h.dtype), angles.sin().to(h.dtype)
+        for block in self.blocks:
+            h = block(h, cos, sin)
+        return self.head(self.norm(h))
+
+
+def loss_of(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def plain(model: nn.Module) -> Step:
+    """The step of a module that reduces its gradients by itself, if they are reduced at all."""
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss_of(model(x), y).backward()
+        for p in model.parameters():
+            p.grad = None
+
+    return step
+
+
+def fsdp2(model: nn.Module, mesh: dist.DeviceMesh, *, reshard: bool = True) -> Step:
+    """The step of FSDP2 with each of ``model.blocks``, and the rest, as a unit."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    return plain(fully_shard(model, mesh=mesh, reshard_after_forward=reshard))
+
+
+def funshard(model: nn.Module, spec: fs.PartitionSpec, grad: Callable[..., Any] = fs.grad_and_value) -> Step:
+    """The step of funshard with a spec that is bound to a mesh."""
+    params = fs.shard(model, spec)
+    model.to("meta")
+
+    def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(fs.functional_call(model, params, (x,), spec=spec), y)
+
+    return lambda x, y: grad(loss)(params, x, y)
+
+
+@contextlib.contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """A process group of any size in one process: its collectives return at once, what they return means nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Sent(NamedTuple):
+    """One collective: what, the tensor that goes in and the one that comes out."""
+
+    op: str
+    input: Tensor
+    output: Tensor
+
+    @property
+    def input_bytes(self) -> int:
+        return self.input.nbytes
+
+    @property
+    def output_bytes(self) -> int:
+        return self.output.nbytes
+
+
+GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+COPIES = {"aten::cat", "aten::clone", "aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "fsdp::split_with_sizes_copy"}
+
+
+def sent(name: str, args: Sequence[Any], out: Any) -> Sent | None:
+    """The collective that an operator was, of torch's functional ones and of those that torch.distributed calls."""
+    if name.startswith("_c10d_functional::all_gather_into_tensor"):
+        return Sent(GATHER, args[0], out)
+    if name == "_c10d_functional::reduce_scatter_tensor":
+        return Sent(SCATTER, args[0], out)
+    if name in ("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_"):
+        return Sent(REDUCE, args[0], out)
+    if name == "c10d::_allgather_base_":
+        return Sent(GATHER, args[1], args[0])
+    if name == "c10d::_reduce_scatter_base_":
+        return Sent(SCATTER, args[1], args[0])
+    if name == "c10d::allreduce_":
+        (x,) = args[0]
+        return Sent(REDUCE, x, x)
+    if name.startswith(("c10d::", "_c10d_functional::")) and name != "_c10d_functional::wait_tensor":
+        raise NotImplementedError(f"{name} is not counted")
+    return None
+
+
+class Work(TorchDispatchMode):
+    """A count of the operators that are dispatched (not the profiler's), what they send, and the bytes they copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()  # that go in and come out, by collective
+        self.copied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # count what it does to its local tensor
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._schema.name
+        if name.startswith("profiler::"):
+            return out
+        self.ops[name] += 1
+        if (one := sent(name, args, out)) is not None:
+            self.send(one)
+        elif name == "_c10d_functional::wait_tensor":
+            self.wait(args[0])
+        elif name == "fsdp::all_gather_copy_in":
+            self.copied += sum(x.nbytes for x in args[0])
+        elif name.endswith("::chunk_cat"):
+            self.copied += kwargs["out"].nbytes
+        elif name in COPIES:
+            written = kwargs.get("out", args[0] if func._schema.is_mutable else out)
+            self.copied += sum(x.nbytes for x in pytree.tree_leaves(written))
+        return out
+
+    def send(self, one: Sent) -> None:
+        """A collective was started."""
+        self.ops[one.op] += 1
+        self.bytes[f"into {one.op}"] += one.input_bytes
+        self.bytes[f"out of {one.op}"] += one.output_bytes
+
+    def wait(self, tensor: Tensor) -> None:
+        """A functional collective's result was waited for."""
+
+    @property
+    def dispatched(self) -> int:
+        """How many operators."""
+        return sum(n for name, n in self.ops.items() if "::" in name)
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives."""
+        return sum(self.ops[op] for op in (GATHER, SCATTER, REDUCE))
+
+
+def work_of(step: Step, x: Tensor, y: Tensor) -> Work:
+    """What one step does, after another one."""
+    step(x, y)
+    with Work() as work:
+        step(x, y)
+    return work
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4)
+    return low, middle, high
+
+
+def report(head: Sequence[str], rows: Sequence[Sequence[str]], figures: object, args: argparse.Namespace) -> None:
+    """Print a table and, as one line of JSON, the figures; those into ``args.json`` instead if it names a file."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    for row in (head, *rows):
+        cells = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        print("  ".join(cells).rstrip())
+    name = Path(sys.argv[0]).stem
+    text = json.dumps({"benchmark": name, "torch": torch.__version__, "arguments": vars(args), "figures": figures})
+    if args.json:
+        Path(args.json).write_text(text + "\n")
+    else:
+        print(text)

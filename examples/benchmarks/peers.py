@@ -18,89 +18,50 @@ import json
 import os
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
-from common import GPT, Block, free_port
+from common import GPT, Block, Step, free_port, fsdp2, funshard, plain, quartiles, report
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import funshard as fs
 
-Step = Callable[[Tensor, Tensor], object]
-
-
-def loss_of(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-def backward_of(model: nn.Module) -> Step:
-    """The step of a module that reduces its gradients by itself."""
-
-    def step(x: Tensor, y: Tensor) -> None:
-        loss_of(model(x), y).backward()
-        for p in model.parameters():
-            p.grad = None
-
-    return step
-
-
-def plain(model: nn.Module) -> Step:
-    return backward_of(model)
-
 
 def ddp(model: nn.Module) -> Step:
-    return backward_of(nn.parallel.DistributedDataParallel(model))
+    return plain(nn.parallel.DistributedDataParallel(model))
 
 
 def fsdp1(model: nn.Module) -> Step:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    return backward_of(
-        FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
-    )
+    return plain(FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu")))
 
 
-def fsdp2(reshard: bool) -> Callable[[nn.Module], Step]:
-    def build(model: nn.Module) -> Step:
-        from torch.distributed.fsdp import fully_shard
-
-        for block in model.blocks:
-            fully_shard(block, reshard_after_forward=reshard)
-        return backward_of(fully_shard(model, reshard_after_forward=reshard))
-
-    return build
+def sharded(p: fs.P, grad: Callable = fs.grad_and_value) -> Callable[[nn.Module], Step]:
+    return lambda model: funshard(model, fs.by_type(Block, p=p)(model).bound, grad)
 
 
-def funshard(p: fs.P, grad: Callable = fs.grad_and_value) -> Callable[[nn.Module], Step]:
-    def build(model: nn.Module) -> Step:
-        spec = fs.by_type(Block, p=p)(model).bound
-        params = fs.shard(model, spec)
-        model.to("meta")
-
-        def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
-            return loss_of(fs.functional_call(model, params, (x,), spec=spec), y)
-
-        return lambda x, y: grad(loss)(params, x, y)
-
-    return build
+def fully_sharded(reshard: bool) -> Callable[[nn.Module], Step]:
+    return lambda model: fsdp2(model, dist.init_device_mesh("cpu", (dist.get_world_size(),)), reshard=reshard)
 
 
 MODES: dict[str, Callable[[nn.Module], Step]] = {
     "plain": plain,
     "DDP": ddp,
     "FSDP1": fsdp1,
-    "FSDP2": fsdp2(reshard=True),
-    "FSDP2 keep": fsdp2(reshard=False),
-    "fs": funshard(fs.P("shard")),
-    "fs keep": funshard(fs.P("shard", reshard=False)),
-    "fs P()": funshard(fs.P()),
-    "fs torch.func": funshard(fs.P("shard"), torch.func.grad_and_value),
+    "FSDP2": fully_sharded(reshard=True),
+    "FSDP2 keep": fully_sharded(reshard=False),
+    "fs": sharded(fs.P("shard")),
+    "fs keep": sharded(fs.P("shard", reshard=False)),
+    "fs P()": sharded(fs.P()),
+    "fs torch.func": sharded(fs.P("shard"), torch.func.grad_and_value),
 }
 
 
@@ -162,11 +123,7 @@ def measure(rank: int, args: argparse.Namespace) -> dict:
 
 def ratio(times: dict[str, list[float]], mode: str, base: str) -> tuple[float, float, float]:
     """Lower quartile, median, upper quartile of the ratios within rounds."""
-    ratios = [a / b for a, b in zip(times[mode], times[base], strict=True)]
-    if len(ratios) < 2:
-        return ratios[0], ratios[0], ratios[0]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return low, middle, high
+    return quartiles([a / b for a, b in zip(times[mode], times[base], strict=True)])
 
 
 def main() -> None:
@@ -184,41 +141,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
     args = parser.parse_args()
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "result.json")
-        mp.start_processes(run, (args, free_port(), out), nprocs=args.ranks, start_method="spawn")
-        with open(out) as file:
-            result = json.load(file)
+        out = Path(folder, "result.json")
+        mp.start_processes(run, (args, free_port(), str(out)), nprocs=args.ranks, start_method="spawn")
+        result = json.loads(out.read_text())
     times, peaks = result["times"], result["peaks"]
     modes = args.modes.split(",")
     bases = [base for base in ("FSDP2", "DDP", "plain") if base in modes]
-    print(f"{result['parameters']:,} parameters, {args.ranks} ranks, torch {torch.__version__}; step time over ...")
-    head = ["mode", *(f"{base} (spread)" for base in bases), "median ms", "peak MB"]
-    rows = [head]
+    rows, figures = [], {}
     for mode in modes:
         cells = ["{1:.3f} ({0:.2f}-{2:.2f})".format(*ratio(times, mode, base)) for base in bases]
-        peak = f"{peaks[mode] / 1e6:.1f}" if peaks else "-"
-        rows.append([mode, *cells, f"{statistics.median(times[mode]) * 1e3:.0f}", peak])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    for row in rows:
-        print(
-            "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        )
-    figures = {
-        mode: {
-            **{f"over {base}": round(ratio(times, mode, base)[1], 4) for base in bases},
-            "peak bytes": peaks.get(mode),
-        }
-        for mode in modes
-    }
-    text = json.dumps({"benchmark": "peers", "torch": torch.__version__, "arguments": vars(args), "figures": figures})
-    if args.json:
-        with open(args.json, "w") as file:
-            file.write(text + "\n")
-    else:
-        print(text)
+        milliseconds = f"{statistics.median(times[mode]) * 1e3:.0f}"
+        rows.append([mode, *cells, milliseconds, f"{peaks[mode] / 1e6:.1f}" if peaks else "-"])
+        over = {f"over {base}": round(ratio(times, mode, base)[1], 4) for base in bases}
+        figures[mode] = {**over, "peak bytes": peaks.get(mode)}
+    print(f"{result['parameters']:,} parameters, {args.ranks} ranks; step time over ... (spread)")
+    report(["mode", *bases, "median ms", "peak MB"], rows, figures, args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,194 @@
+"""The benchmarks run at their smallest sizes, give figures for every mode, and count what they say they count."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils import _pytree as pytree
+
+BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
+LAYERS, DIM, SEQ, VOCAB = 3, 16, 8, 256
+GPT = f"--layers {LAYERS} --dim {DIM} --heads 2 --seq {SEQ} --batch 1"
+PEERS = "--rounds 1 --warmup 1 --layers 1 --dim 32 --heads 2 --seq 16 --batch 1 --modes plain,DDP,FSDP2,fs --no-memory"
+LLAMA = "--layers 1 --dim 16 --heads 2 --ffn 32 --vocab 32 --seq 4 --batch 1"
+CPU = f"--device cpu --backend gloo --dtype float32 {LLAMA} --rounds 1 --warmup 0"
+
+UNITS = LAYERS + 1
+BLOCK = 4 * (12 * DIM * DIM + 13 * DIM)
+"""Bytes of a block: four matrices of 12 dim^2 elements with 9 dim biases, and two norms of 2 dim each."""
+ROOT = 4 * (2 * VOCAB * DIM + SEQ * DIM + 2 * DIM)
+"""Bytes of the rest: embedding, head, positions and a norm."""
+
+AT_EXIT = "terminate called without an active exception"
+"""What torch 2.13 says when gloo's threads outlive the interpreter, seldom and after all is done: worth a second run."""
+
+
+@functools.cache
+def run(name: str, flags: str) -> tuple[str, dict[str, Any]]:
+    """What a benchmark prints, and its last line as JSON; AssertionError with all it said if it fails."""
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, str(BENCHMARKS / f"{name}.py"), *shlex.split(flags)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if AT_EXIT not in done.stderr:
+            break
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["benchmark"] == name
+    return done.stdout, result
+
+
+def numbers(figures: object) -> list[float]:
+    """Every figure; None stands for one that this machine does not have."""
+    return [x for x in pytree.tree_leaves(figures) if isinstance(x, (int, float))]
+
+
+def all_finite(figures: object) -> bool:
+    return bool(numbers(figures)) and all(map(math.isfinite, numbers(figures)))
+
+
+def test_peers() -> None:
+    """Every mode has a ratio to every base, 1 to itself and not to all."""
+    table, result = run("peers", PEERS)
+    figures = result["figures"]
+    bases = ["plain", "DDP", "FSDP2"]
+    assert list(figures) == [*bases, "fs"]
+    for mode in figures:
+        assert f"\n{mode} " in table
+        for base in bases:
+            assert 0 < figures[mode][f"over {base}"] < math.inf
+            assert figures[mode][f"over {base}"] == 1 or mode != base
+    assert len({figures[mode]["over plain"] for mode in figures}) > 1
+
+
+def comm() -> dict[str, dict[str, Any]]:
+    return run("comm", f"--ranks 8 {GPT}")[1]["figures"]["8"]
+
+
+def test_comm_has_every_mode() -> None:
+    """Eight modes, each with finite figures and a row."""
+    table, result = run("comm", f"--ranks 8 {GPT}")
+    assert result["arguments"]["modes"].split(",") == list(comm())
+    assert len(comm()) == 8
+    for mode, figures in comm().items():
+        assert f"\n{mode} " in table
+        assert all_finite(figures)
+
+
+@pytest.mark.parametrize("mode", ["fs", "fs HSDP", "fs torch.func", "fs keep"])
+def test_comm_of_sharded_modes(mode: str) -> None:
+    """U gathers in forward; U - 2 in backward, without root and last block, or none where they are kept; U reductions."""
+    figures = comm()[mode]
+    gathered = 2 * (LAYERS * BLOCK + ROOT) - BLOCK - ROOT if mode != "fs keep" else LAYERS * BLOCK + ROOT
+    assert figures["units"] == UNITS
+    assert figures["parameter bytes"] == LAYERS * BLOCK + ROOT
+    assert figures["all-gathers"] == (UNITS if mode == "fs keep" else UNITS + UNITS - 2)
+    assert figures["gathered bytes"] == gathered
+    assert figures["gathered"] == figures["gathered limit"] == pytest.approx(gathered / (LAYERS * BLOCK + ROOT))
+    assert figures["reduce-scatters"] == UNITS
+    assert figures["reduced bytes"] == LAYERS * BLOCK + ROOT
+    assert figures["all-reduces"] == (UNITS if mode == "fs HSDP" else 0)
+    assert figures["all-reduced"] == (1 / 4 if mode == "fs HSDP" else 0)  # slices of four ranks
+    assert figures["of 3U"] == (figures["all-gathers"] + UNITS + figures["all-reduces"]) / (3 * UNITS)
+    assert figures["copied"] == 1  # one concatenation before each reduction
+
+
+def test_comm_of_replicated_and_peer_modes() -> None:
+    """P() sends its parameters' bytes once and together; FSDP2 gathers and reduces too, and copies more; plain is silent."""
+    figures = comm()
+    assert {name: figures["fs P()"][name] for name in ("all-gathers", "reduce-scatters", "all-reduces", "all-reduced")} == {
+        "all-gathers": 0,
+        "reduce-scatters": 0,
+        "all-reduces": 1,
+        "all-reduced": 1,
+    }
+    assert [figures[mode]["all-gathers"] for mode in ("FSDP2", "FSDP2 keep")] == [2 * UNITS, UNITS]
+    for mode in ("FSDP2", "FSDP2 keep"):
+        assert figures[mode]["reduce-scatters"] == UNITS
+        assert figures[mode]["reduced bytes"] >= LAYERS * BLOCK + ROOT
+        assert figures[mode]["copied"] > 2
+        assert figures[mode]["ops"] > 1
+    assert figures["plain"]["ops"] == 1
+    assert not any(figures["plain"][name] for name in ("all-gathers", "reduce-scatters", "all-reduces", "copied"))
+
+
+def test_comm_order() -> None:
+    """Each collective is waited for once and after its start, gathers run one unit ahead, and each has its unit."""
+    order = run("comm", f"--order --ranks 8 {GPT}")[1]["figures"]["order"]
+    blocks = [f"blocks.{i}" for i in range(LAYERS)]
+
+    def units(part: str, what: str, op: str) -> list[str]:
+        return [unit for *event, unit in order if event == [part, what, op]]
+
+    assert units("forward", "start", "all_gather") == units("forward", "wait", "all_gather") == ["(root)", *blocks]
+    again = blocks[-2::-1]
+    assert units("backward", "start", "all_gather") == units("backward", "wait", "all_gather") == again
+    for what in ("start", "wait"):
+        assert sorted(units("backward", what, "reduce_scatter")) == sorted(["(root)", *blocks])
+    assert len(order) == 2 * (len(blocks) + 1 + len(again) + len(blocks) + 1)
+    for this, following in zip(["(root)", *blocks], blocks, strict=False):
+        arrived = order.index(["forward", "wait", "all_gather", this])
+        assert order[arrived + 1] == ["forward", "start", "all_gather", following]
+    for part, what, op, unit in order:
+        assert what == "start" or order.index([part, "start", op, unit]) < order.index([part, what, op, unit])
+
+
+def test_comm_buckets() -> None:
+    """A time and a throughput for each size, which agree."""
+    figures = run("comm", "--buckets --sizes 1,64 --rounds 2 --warmup 1")[1]["figures"]
+    assert list(figures) == ["1 KiB", "64 KiB"]
+    assert all_finite(figures)
+    for size, one in zip((1024, 65536), figures.values(), strict=True):
+        assert one["MB/s"] * one["ms"] * 1e3 == pytest.approx(size)
+
+
+def test_scale() -> None:
+    """Rows of every number of units and ranks, and of a Llama of 405 billion parameters."""
+    table, result = run("scale", "--units 2,5 --ranks 8,16384 --rounds 1")
+    figures = result["figures"]
+    assert all(all_finite(one) for one in figures)
+    rows = {(one["what"], one["units"], one["ranks"]) for one in figures}
+    assert {("Llama 405B: spec", 127, None), ("Llama 405B: on", 127, 16384), ("Llama 405B: str", 127, 16384)} < rows
+    small = {(what, units, 8) for what in ("shard", "forward", "step") for units in (2, 5)}
+    on = {("on", units, ranks) for units in (2, 5) for ranks in (8, 16384)}
+    assert small | on | {("spec", 2, None), ("spec", 5, None)} < rows
+    assert len(rows) == len(figures) == len(table.splitlines()) - 2
+
+
+def test_gpu_runs_without_one() -> None:
+    """Every mode on one rank and on a fake group, but for peak memory; funshard copies each gradient once."""
+    table, result = run("gpu", f"{CPU} --compiler aot_eager")
+    modes = result["arguments"]["modes"].split(",")
+    assert "failed" not in table
+    for part in ("1", "8"):
+        figures = result["figures"][part]
+        assert list(figures) == modes
+        for one in figures.values():
+            assert one["ms"] > 0
+            assert len(one["over plain"]) == len(one["over FSDP2"]) == 3
+            assert all_finite(one)
+        assert [figures[mode]["copied"] for mode in ("plain", "fs", "fs keep", "fs torch.func")] == [0, 1, 1, 1]
+
+
+def test_gpu_says_what_failed() -> None:
+    """A mode that cannot run has its error in its row, and the others have their figures."""
+    table, result = run("gpu", f"{CPU} --parts 1 --modes 'plain,fs compiled,fs' --compiler none_such")
+    figures = result["figures"]["1"]
+    assert "none_such" in figures["fs compiled"]["failed"]
+    assert f"failed: {figures['fs compiled']['failed']}" in table
+    assert "over plain" in figures["fs"]
+    assert all_finite(figures["fs"])
