@@ -1,0 +1,950 @@
+"""The schedule: gathers start ahead of their use and reductions end behind it, in an order that is written down."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_log import Collectives, world
+from models import unchanged
+from parity import WAYS, average_gradients, numbers
+from peer_models import MLP, Net, Order, Outer, chain, frozen
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funshard as fs
+from funshard import P, reductions
+from funshard.mesh import Mesh
+
+PLAIN = [way for way in WAYS if way != "torch.func"]
+AHEAD = [0, 1, 2]
+
+
+class Blocks(Net):
+    """A root around blocks that all have other sizes, so that a length names its unit."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList([MLP(5, 11 + 2 * i) for i in range(blocks)])
+
+
+def blocks_alone(blocks: int = 5) -> nn.Sequential:
+    """The same without a root."""
+    return nn.Sequential(*Blocks(blocks).blocks)
+
+
+class Nested(nn.Module):
+    """A unit in a unit, then one beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Outer(), MLP(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+class SideBySide(nn.Module):
+    """The middle unit's output is not in the loss: cut off, or left out."""
+
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        self.cut, self.a, self.b, self.c = cut, MLP(5, 11), MLP(5, 7), MLP(5, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.a(x)
+        side = self.b(x)
+        return self.c(x), side.detach() if self.cut else side
+
+
+def inner(spec: fs.PartitionSpec) -> dict[int, str]:
+    """By the width inside of a unit's MLP, which no other tensor has, the unit's key; innermost units first."""
+    widths = {max(max(p.shape) for p in unit.params): unit.key for unit in spec if unit.path}
+    return dict(sorted(widths.items(), reverse=True))
+
+
+class Events(TorchDispatchMode):
+    """What a call does, in order: "gather 0" and "there 0", "compute 0", "reduce 0" and "reduced 0", by unit key."""
+
+    def __init__(self, spec: fs.PartitionSpec) -> None:
+        super().__init__()
+        self.now: list[str] = []
+        self.forward = self.now
+        self.backward: list[str] = []
+        self.widths = inner(spec)
+        self.shards = {spec.shard_numel(unit): unit.key for unit in spec}
+        self.whole = {spec.padded_numel(unit): unit.key for unit in spec}
+        assert len(self.shards) == len(self.whole) == len(spec)
+        assert len(self.widths) == sum(unit.path != "" for unit in spec)
+        self.under_way: dict[int, str] = {}
+
+    def turn(self) -> None:
+        self.now = self.backward
+
+    def add(self, what: str, key: str) -> None:
+        event = f"{what} {key.rpartition('blocks.')[2] or 'root'}"
+        if what != "compute" or self.now[-1:] != [event]:
+            self.now.append(event)
+
+    def started(self, what: str, result: str, key: str, out: Tensor) -> None:
+        self.add(what, key)
+        self.under_way[out.untyped_storage()._cdata] = f"{result} {key}"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if name in ("mm", "addmm"):
+            sizes = {size for x in args for size in x.shape}
+            self.add("compute", next((key for width, key in self.widths.items() if width in sizes), ""))
+        out = func(*args, **(kwargs or {}))
+        if name.startswith("all_gather_into_tensor"):
+            self.started("gather", "there", self.shards[args[0].numel()], out)
+        elif name == "reduce_scatter_tensor":
+            self.started("reduce", "reduced", self.whole[args[0].numel()], out)
+        elif name == "wait_tensor":
+            self.add(*self.under_way.pop(args[0].untyped_storage()._cdata).split(" "))
+        else:
+            assert func.namespace not in ("_c10d_functional", "c10d"), name
+        return out
+
+
+def recorded(model: nn.Module, spec: fs.PartitionSpec, way: str = "fs", **options: int) -> Events:
+    """One step's events."""
+    params = fs.shard(model, spec)
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, **options)
+        events.turn()
+        return (y if isinstance(y, Tensor) else y[0]).sum()
+
+    with Events(spec) as events:
+        WAYS[way](loss)(params)
+    assert not events.under_way  # nothing that was started is forgotten
+    return events
+
+
+def lines(text: str) -> list[str]:
+    """Events as one writes them down: of several units, "gather 0 1"."""
+    out = []
+    for event in text.replace("\n", ",").split(","):
+        what, *keys = event.split()
+        out += [f"{what} {key}" for key in keys]
+    return out
+
+
+FORWARD = {
+    0: """gather root, there root, compute root, gather 0, there 0, compute 0, gather 1, there 1, compute 1
+          gather 2, there 2, compute 2, compute root""",
+    1: """gather root, there root, gather 0, compute root, there 0, gather 1, compute 0, there 1, gather 2, compute 1
+          there 2, compute 2, compute root""",
+    2: """gather root, there root, gather 0 1, compute root, there 0, gather 2, compute 0, there 1, compute 1
+          there 2, compute 2, compute root""",
+}
+BACKWARD = {
+    0: """compute root, compute 2, reduce 2, gather 1, there 1, compute 1, reduced 2, reduce 1
+          gather 0, there 0, compute 0, reduced 1, reduce 0, compute root, reduced 0, reduce root, reduced root""",
+    1: """compute root, gather 1, compute 2, reduce 2, there 1, gather 0, compute 1, reduced 2, reduce 1
+          there 0, compute 0, reduced 1, reduce 0, compute root, reduced 0, reduce root, reduced root""",
+    2: """gather 1, compute root, gather 0, compute 2, reduce 2, there 1, compute 1, reduced 2, reduce 1
+          there 0, compute 0, reduced 1, reduce 0, compute root, reduced 0, reduce root, reduced root""",
+}
+
+
+@pytest.mark.parametrize("prefetch", AHEAD)
+@pytest.mark.parametrize("way", PLAIN)
+def test_the_events_of_a_step(way: str, prefetch: int) -> None:
+    """Three blocks and a root, word by word; the root and the last block stay for backward."""
+    with world(8):
+        model, spec = Blocks(), fs.by_type(MLP)(Blocks()).bound
+        for _ in range(3):
+            events = recorded(model, spec, way, prefetch=prefetch)
+            assert events.forward == lines(FORWARD[prefetch])
+            assert events.backward == lines(BACKWARD[prefetch])
+
+
+@pytest.mark.parametrize("prefetch", AHEAD)
+def test_two_forwards_and_one_backward(prefetch: int) -> None:
+    """Each call has a schedule of its own: the events of one step's forward twice, then of its backward twice."""
+    with world(8):
+        model = Blocks()
+        spec = fs.by_type(MLP)(model).bound
+        params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
+        with Events(spec) as events:
+            call = lambda x: fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch).sum()  # noqa: E731
+            losses = [call(numbers(0, step)) for step in range(2)]
+            events.turn()
+            torch.autograd.backward(losses)
+        assert events.forward == 2 * lines(FORWARD[prefetch])
+        assert events.backward == 2 * lines(BACKWARD[prefetch])
+
+
+@pytest.mark.parametrize("prefetch", AHEAD)
+def test_the_events_of_a_step_under_torch_func(prefetch: int) -> None:
+    """Gathers are as ahead as without it; a reduction, which may be differentiated again, waits where it is."""
+    expected = []
+    for event in lines(BACKWARD[prefetch]):
+        what, key = event.split()
+        expected += {"reduce": [event, f"reduced {key}"], "reduced": []}.get(what, [event])
+    with world(8):
+        events = recorded(Blocks(), fs.by_type(MLP)(Blocks()).bound, "torch.func", prefetch=prefetch)
+        assert events.forward == lines(FORWARD[prefetch])
+        assert events.backward == expected
+
+
+def test_one_ahead_and_one_in_flight_is_the_default() -> None:
+    with world(8):
+        spec = fs.by_type(MLP)(Blocks()).bound
+        default, explicit = recorded(Blocks(), spec), recorded(Blocks(), spec, prefetch=1, in_flight=1)
+        assert (default.forward, default.backward) == (explicit.forward, explicit.backward)
+
+
+@pytest.mark.parametrize("prefetch", AHEAD)
+def test_kept_units_are_ahead_in_forward_and_not_gathered_in_backward(prefetch: int) -> None:
+    """P(reshard=False): forward is the same, backward only computes and reduces."""
+    with world(8):
+        events = recorded(Blocks(), fs.by_type(MLP, p=P("shard", reshard=False))(Blocks()).bound, prefetch=prefetch)
+        assert events.forward == lines(FORWARD[prefetch])
+        assert events.backward == lines(
+            """compute root, compute 2, reduce 2, compute 1, reduced 2, reduce 1, compute 0, reduced 1, reduce 0
+               compute root, reduced 0, reduce root, reduced root"""
+        )
+
+
+CHAINS: dict[str, Callable[[], nn.Module]] = {"Blocks": lambda: Blocks(5), "blocks_alone": blocks_alone}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3, 9])
+@pytest.mark.parametrize("name", CHAINS)
+def test_each_gather_overlaps_with_the_computation_before_it(name: str, prefetch: int) -> None:
+    """In both directions a gather starts just before the unit ``prefetch`` places earlier computes, and ends at its use."""
+    with world(8):
+        model = CHAINS[name]()
+        spec = fs.by_type(MLP)(model).bound
+        forward = [key.rpartition("blocks.")[2] or "root" for key in spec.order]
+        backward = sorted(forward, reverse=True)  # the root, which ends the forward, begins it
+        events = recorded(model, spec, prefetch=prefetch)
+        for log, used in ((events.forward, forward), (events.backward, backward)):
+            computes = [log.index(f"compute {key}") for key in used]
+            for i, key in enumerate(used):
+                if f"gather {key}" not in log:
+                    assert log is events.backward
+                    assert i < (2 if name == "Blocks" else 1)  # what forward has kept
+                    continue
+                start, there = log.index(f"gather {key}"), log.index(f"there {key}")
+                assert start < computes[max(i - prefetch, 0)]
+                assert i <= prefetch or start > computes[i - prefetch - 1]
+                assert there < computes[i]
+                assert i == 0 or there > computes[i - 1]
+            under_way = [sum(e.startswith("gather ") - e.startswith("there ") for e in log[:n]) for n in range(len(log))]
+            assert max(under_way) <= max(prefetch, 1)  # none starts while another one is awaited
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3, 9])
+@pytest.mark.parametrize("way", PLAIN)
+def test_each_reduction_overlaps_with_the_computation_after_it(way: str, in_flight: int) -> None:
+    """A reduction is awaited after the backward of the unit ``in_flight`` places later, and so many are under way at most."""
+    with world(8):
+        events = recorded(blocks_alone(), fs.by_type(MLP)(blocks_alone()).bound, way, in_flight=in_flight).backward
+        for i in range(5):
+            reduced = events.index(f"reduced {i}")
+            assert reduced > events.index(f"reduce {i}")
+            assert reduced > events.index(f"reduce {max(i - in_flight + 1, 0)}")
+            assert reduced > events.index(f"compute {max(i - in_flight, 0)}")
+        count = [sum(e.startswith("reduce ") - e.startswith("reduced ") for e in events[:n]) for n in range(len(events))]
+        assert max(count) == min(in_flight, 5)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+def test_what_backward_does_not_read_is_not_gathered_ahead(prefetch: int) -> None:
+    """The first layer's weight makes no gradient of its input, and a unit of such layers alone is not gathered again."""
+    with world(8):
+        model = nn.Sequential(nn.Linear(5, 5).double(), MLP(5, 7), MLP(5, 8))
+        spec = fs.by_path({"*": P("shard")})(model).bound
+        events = recorded(model, spec, prefetch=prefetch)
+        assert gathered(events.forward) == Counter("012")
+        assert gathered(events.backward) == Counter("1")
+
+
+class Whole(TorchDispatchMode):
+    """How many buffers are alive that a reduce-scatter has read, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, weakref.ref[Any]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "_c10d_functional::reduce_scatter_tensor":
+            storage = args[0].untyped_storage()
+            self.seen[storage._cdata] = weakref.ref(storage)
+        out = func(*args, **(kwargs or {}))
+        self.most = max(self.most, sum(ref() is not None for ref in self.seen.values()))
+        return out
+
+
+@pytest.mark.parametrize("same_sizes", [True, False])
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_whole_gradients_alive(in_flight: int, same_sizes: bool) -> None:
+    """At most one more than are in flight, and none when backward has ended."""
+    with world(8):
+        model = Net(6) if same_sizes else Blocks(6)
+        spec = fs.by_type(MLP)(model).bound
+        params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
+        y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, in_flight=in_flight).sum()
+        with Whole() as whole:
+            y.backward()
+        assert in_flight <= whole.most <= in_flight + 1
+        assert [ref for ref in whole.seen.values() if ref() is not None] == []
+
+
+# --- the order ---
+
+
+def visits(order: str) -> list[str]:
+    return ["root", *(name for i, name in enumerate(order) if order[i - 1 : i] != name)]
+
+
+def gathered(events: list[str]) -> Counter[str]:
+    return Counter(event.partition(" ")[2] for event in events if event.startswith("gather "))
+
+
+ORDERS = ["abc", "bca", "cba", "abab", "aab", "ac", "b", "abcabc", "aabbcc", "cac", ""]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_tree_order_wastes_little(order: str, prefetch: int) -> None:
+    """Whatever order forward has: every visit is gathered, at most ``prefetch`` units in vain, and none again in backward."""
+    with world(8):
+        spec = fs.by_type(MLP)(Order(order)).bound
+        events = recorded(Order(order), spec, prefetch=prefetch)
+        used = Counter(visits(order))
+        wasted = gathered(events.forward) - used
+        assert used - gathered(events.forward) == Counter()
+        assert wasted.total() <= prefetch
+        assert set(wasted.values()) <= {1}
+        assert gathered(events.backward) == Counter(visits(order)[1:-1])  # the last one and the root have stayed
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_traced_order_wastes_nothing(order: str, prefetch: int) -> None:
+    """Each visit is gathered once, started as soon as what is ``prefetch`` visits earlier is there."""
+    with world(8):
+        spec = fs.by_type(MLP)(Order(order)).bound
+        spec = spec.ordered(fs.trace_order(Order(order), spec, numbers(0, 0)))
+        used = visits(order)
+        assert [key or "root" for key in spec.order] == used
+        events = recorded(Order(order), spec, prefetch=prefetch).forward
+        there = [i for i, event in enumerate(events) if event.startswith("there ")]
+        starts = [i for i, event in enumerate(events) if event.startswith("gather ")]
+        assert [events[i].partition(" ")[2] for i in there] == used
+        assert gathered(events) == Counter(used)
+        open_again = {i for i in range(2, len(used)) if used[i] in used[max(i - prefetch, 0) : i]}
+        if not open_again:  # a unit is not gathered a second time while it is in use
+            assert [events[i].partition(" ")[2] for i in starts] == used
+            for i, start in enumerate(starts[1:], 1):
+                after = max(i - max(prefetch, 1), 0)
+                assert there[after] < start < there[after + 1]
+
+
+@pytest.mark.parametrize("prefetch", AHEAD)
+def test_nested_units_are_ahead(prefetch: int) -> None:
+    """The inner unit is gathered while the outer one computes, in either direction, and no unit twice."""
+    with world(8):
+        spec = fs.by_type(MLP)(Nested()).bound
+        assert fs.trace_order(Nested(), spec, numbers(0, 0)) == ("first", "first.inner", "last")
+        events = recorded(Nested(), spec, prefetch=prefetch)
+        forward = {
+            0: """gather first, there first, compute first, gather first.inner, there first.inner, compute first.inner
+                  compute first, gather last, there last, compute last""",
+            1: """gather first, there first, gather first.inner, compute first, there first.inner, gather last
+                  compute first.inner, compute first, there last, compute last""",
+            2: """gather first, there first, gather first.inner, gather last, compute first, there first.inner
+                  compute first.inner, compute first, there last, compute last""",
+        }
+        assert events.forward == lines(forward[prefetch])
+        assert gathered(events.backward) == Counter(["first", "first.inner"])
+        again = [events.backward.index(f"{what} first") for what in ("gather", "there", "compute")]
+        assert again == sorted(again)
+        assert (again[0] < events.backward.index("compute last")) == (prefetch > 0)
+
+
+@pytest.mark.parametrize("order", [[], ["a"], ["", "c", "b", "a"], ["a", "a", "a", "a"], ["b", "", "b", "c", "b"]], ids=str)
+def test_a_wrong_order_bounds_what_is_wasted(order: list[str]) -> None:
+    """Units that are gathered in vain are so once, and those that are not named are gathered when they are used."""
+    with world(8):
+        spec = fs.by_type(MLP)(Order("abcab")).bound.ordered(order)
+        events = recorded(Order("abcab"), spec, prefetch=2)
+        used = Counter(visits("abcab"))
+        assert used - gathered(events.forward) == Counter()
+        assert (gathered(events.forward) - used).total() <= 2
+        assert gathered(events.backward) == Counter("abca")
+
+
+# --- backward that does not come to what was gathered for it ---
+
+
+class Storages(TorchDispatchMode):
+    """Weak references to what was gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refs: list[weakref.ref[Any]] = []
+
+    @property
+    def alive(self) -> int:
+        return len({id(ref()) for ref in self.refs if ref() is not None})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name.startswith("_c10d_functional::all_gather_into_tensor"):
+            self.refs.append(weakref.ref(out.untyped_storage()))
+        return out
+
+
+@pytest.mark.parametrize("prefetch", AHEAD)
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_unit_that_backward_leaves_out(cut: bool, prefetch: int) -> None:
+    """_unused_in_backward: gathered in vain at most, freed, not reduced; and a second backward does the same."""
+    with world(8):
+        model = SideBySide(cut)
+        spec = fs.by_type(MLP)(model).bound
+        params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
+        with Storages() as storages, Events(spec) as events:
+            y, side = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, prefetch=prefetch)
+            runs = []
+            for _ in range(2):
+                events.now = []
+                torch.autograd.grad(y.sum(), list(params.values()), retain_graph=True, allow_unused=True)
+                runs.append(events.now)
+                assert not events.under_way
+                assert storages.alive == 0
+        for n, run in enumerate(runs):
+            wanted = Counter("ac" if n else "a") + Counter("b" if prefetch and not cut else "")
+            assert gathered(run) == wanted
+            assert [event for event in run if event.startswith("reduce ")] == ["reduce c", "reduce a"]
+        del side
+
+
+# --- trace_order and ordered ---
+
+
+class WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.norm, self.early = nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x
+        return self.late(self.norm(self.early(x)))
+
+    def other(self, x: Tensor, *, twice: bool) -> Tensor:
+        return self.early(self.late(self.early(x)) if twice else x)
+
+
+class Depends(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.a = how, nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "branch":
+            return self.a(x) if x.sum() > 0 else x
+        if self.how == "item":
+            return self.a(x) * x.sum().item()
+        return self.a(x[x > 0].view(-1, 1).expand(-1, 5))
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_trace_order_names_what_forward_gathers(where: str) -> None:
+    """In the order of use, also of another method; on any device, without a process group, and nothing is changed."""
+    model = WithBuffers().to(where)
+    x = torch.randn(4, 5, device=where)
+    spec = fs.always()(model)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    attributes = {module: dict(vars(module)) for module in model.modules()}
+    with unchanged(model) if where == "cpu" else contextlib.nullcontext(), Collectives() as sent:
+        assert fs.trace_order(model, spec, (x,)) == fs.trace_order(model, spec, x) == ("early", "norm", "late")
+        assert fs.trace_order(model, spec, x, {"twice": True}, method="other") == ("early", "late", "early")
+        assert fs.trace_order(model, spec, x, {"twice": False}, method="other") == ("early",)
+    assert sent.all == []
+    assert all(vars(module) == attributes[module] for module in model.modules())
+    if where == "cpu":
+        assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+
+
+def test_trace_order_runs_nothing_and_sends_nothing() -> None:
+    """In a world of ranks as well: no collective, no operator on real tensors, and the spec's mesh does not matter."""
+    with world(8):
+        unbound = fs.by_type(MLP)(Order("bca"))
+        model = Order("bca")
+        for p in model.parameters():
+            p.data.fill_(torch.inf)
+        with unchanged(model), Collectives() as sent:
+            orders = {
+                fs.trace_order(model, spec, numbers(0, 0))
+                for spec in (unbound, unbound.bound, unbound.on({"shard": 3}), unbound.ordered(["c"]))
+            }
+        assert orders == {("", "b", "c", "a")}
+        assert sent.all == []
+
+
+def test_trace_order_leaves_out_what_is_not_gathered() -> None:
+    """Replicated units and ignored parameters travel nowhere."""
+    model = Blocks()
+    policy = fs.override(fs.by_type(MLP), fs.by_path({"blocks.1": P()}))
+    assert fs.trace_order(model, policy(model), numbers(0, 0)) == ("", "blocks.0", "blocks.2")
+    ignoring = fs.ignoring(fs.by_type(MLP), modules=["blocks.0"])
+    assert fs.trace_order(model, ignoring(model), numbers(0, 0)) == ("", "blocks.1", "blocks.2")
+
+
+@pytest.mark.parametrize("how", ["branch", "item", "shape"])
+def test_trace_order_refuses_what_depends_on_values(how: str) -> None:
+    """With the advice to give the order by hand; the model is as it was."""
+    model = Depends(how)
+    with unchanged(model), pytest.raises(RuntimeError, match="trace_order: forward depends on the values of tensors"):
+        fs.trace_order(model, fs.always()(model), torch.randn(4, 5))
+
+
+def test_ordered_specs_are_other_specs() -> None:
+    """Equal, hashed and pickled by their order; an unknown name is named."""
+    spec = fs.by_type(MLP)(Order("bca"))
+    assert spec.order == ("", "a", "b", "c")
+    ordered = spec.ordered(iter(["", "b", "c", "a"]))
+    assert ordered.order == ("", "b", "c", "a")
+    assert spec.order == ("", "a", "b", "c")
+    assert ordered != spec
+    assert ordered != spec.ordered(["", "b", "a", "c"])
+    assert ordered == spec.ordered(["", "b", "c", "a"])
+    assert len({spec, ordered, spec.ordered(["", "b", "c", "a"]), spec.ordered([])}) == 3
+    assert pickle.loads(pickle.dumps(ordered)) == copy.deepcopy(ordered) == ordered
+    assert pickle.loads(pickle.dumps(ordered)).order == ordered.order
+    assert ordered.on({"shard": 4}).order == ordered.order
+    with pytest.raises(ValueError, match=r"ordered: 'blocks' is not a unit: expected some of '', 'a', 'b', 'c'"):
+        spec.ordered(["a", "blocks"])
+
+
+def shard_in_different_orders(rank: int) -> None:
+    spec = fs.by_type(MLP)(Order("abc")).bound
+    fs.shard(Order("abc"), spec.ordered(["a", "b"]))
+    with pytest.raises(
+        ValueError, match=r"different models: expected, as on its rank 0, order 'a', 'b'; got on rank 1 order 'b'"
+    ):
+        fs.shard(Order("abc"), spec.ordered(["a", "b"] if rank == 0 else ["b", "a"]))
+
+
+def test_ranks_must_agree_on_the_order(gloo2: Pool) -> None:
+    """Gathers ahead in different orders would meet each other's data: every rank raises."""
+    gloo2.run(shard_in_different_orders)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [
+        ("prefetch", -1, ValueError),
+        ("in_flight", 0, ValueError),
+        ("in_flight", -2, ValueError),
+        *((name, value, TypeError) for name in ("prefetch", "in_flight") for value in (1.5, True, None, "1")),
+    ],
+)
+def test_options_are_checked(option: str, value: object, error: type[Exception]) -> None:
+    """By name, before anything is sent."""
+    with world(8):
+        spec = fs.by_type(MLP)(Blocks()).bound
+        params = fs.shard(Blocks(), spec)
+        options = cast("Any", {option: value})
+        with Collectives() as sent, pytest.raises(error, match=f"^{option}: expected .* got {value!r}"):
+            fs.functional_call(Blocks(), params, numbers(0, 0), spec=spec, **options)
+        assert sent.all == []
+
+
+# --- values, on real ranks ---
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "Net": Net,
+    "Blocks": Blocks,
+    "Order": lambda: Order("abcab"),
+    "Nested": Nested,
+    "frozen": lambda: frozen(Net(), "first", "blocks.0", "blocks.2"),
+}
+
+
+def step(model: nn.Module, spec: fs.PartitionSpec, way: str, x: Tensor, **options: Any) -> dict[str, Tensor]:
+    """The gradients of the spec's trained units."""
+    trained, rest = fs.partition(fs.shard(model, spec), spec)
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return (fs.functional_call(model, fs.combine(params, rest), (x,), spec=spec, **options) ** 2).mean()
+
+    return WAYS[way](loss)(trained)[0]
+
+
+def plain(model: nn.Module, spec: fs.PartitionSpec, x: Tensor, rank: int) -> dict[str, Tensor]:
+    """The same of the model itself, averaged over the ranks by hand."""
+    model = copy.deepcopy(model)
+    (model(x) ** 2).mean().backward()
+    shards = fs.shard(average_gradients(model), spec, rank=rank)
+    return {unit.key: shards[unit.key] for unit in spec if unit.requires_grad}
+
+
+def identical(got: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> None:
+    assert got.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(got[key], tensor), (what, key)
+
+
+def close(got: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> None:
+    assert got.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert_close(got[key], tensor, msg=lambda m, key=key: f"{what} '{key}': {m}")
+
+
+def every_schedule(rank: int, name: str, p: P) -> None:
+    model, x = MODELS[name](), numbers(rank, 0)
+    spec = fs.by_type(MLP, p=p)(model).bound
+    expected = plain(model, spec, x, rank)
+    for way in ("fs", "backward"):
+        first = step(model, spec, way, x, prefetch=0, in_flight=1)
+        close(first, expected, way)
+        for prefetch, in_flight in product(range(4), range(1, 4)):
+            got = step(model, spec, way, x, prefetch=prefetch, in_flight=in_flight)
+            identical(got, first, (way, prefetch, in_flight))
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_schedule_gives_the_same_gradients(gloo2: Pool, name: str, p: P) -> None:
+    """Bit by bit for every prefetch and in_flight, and those of the plain model averaged by hand."""
+    gloo2.run(every_schedule, name, p)
+
+
+def every_order(rank: int, order: str, way: str) -> None:
+    model, x = Order(order), numbers(rank, 0)
+    spec = fs.by_type(MLP)(model).bound
+    first = step(model, spec, way, x, prefetch=0)
+    close(first, plain(model, spec, x, rank), way)
+    traced = fs.trace_order(model, spec, x)
+    wrong: list[tuple[str, ...]] = [traced[::-1], (), ("a",) * 4, ("c", "b"), ("b", "", "b", "c", "b"), traced * 2]
+    for prefetch, names in product((1, 2, 5), (traced, *wrong)):
+        identical(step(model, spec.ordered(names), way, x, prefetch=prefetch), first, (prefetch, names))
+    identical(step(model, spec, way, x, prefetch=2), first, "the tree's order")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("order", ["bca", "abab", "aab", "ac"])
+def test_a_wrong_order_costs_no_correctness(gloo2: Pool, order: str, way: str) -> None:
+    """Right, reversed, too short and nonsensical orders: the gradients of prefetch=0 and of the plain model."""
+    gloo2.run(every_order, order, way)
+
+
+class Groups(TorchDispatchMode):
+    """The process groups by what goes over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[str, set[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and (name := func._schema.name.partition("::")[2]) != "wait_tensor":
+            self.of.setdefault(name.rstrip("_"), set()).add(args[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def over_two_meshes(rank: int, p: P) -> None:
+    first, second = (DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("shard",)) for _ in range(2))
+    one, two = first.get_group().group_name, second.get_group().group_name
+    assert one != two
+    model, x = Net(), numbers(rank, 0)
+    policy = fs.by_type(MLP, p=p)(model)
+    expected = step(model, policy.on(first), "fs", x)
+    spec = policy.on(first, reductions=second)
+    for way, prefetch in product(WAYS, (0, 1)):
+        trained = fs.shard(model, spec)
+        with Groups() as groups:
+            y = WAYS[way](
+                lambda q, prefetch=prefetch: (fs.functional_call(model, q, (x,), spec=spec, prefetch=prefetch) ** 2).mean()
+            )
+            got, _ = y(trained)
+        close(got, expected, way)
+        if way != "torch.func":
+            moved = {"broadcast": {one}, "all_to_all_single": {two}} if p.axes else {"all_reduce": {two}}
+            assert groups.of == moved
+
+
+@pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
+def test_reductions_over_a_second_mesh(gloo2: Pool, p: P) -> None:
+    """The gradients are the same; gathers go over the first mesh's group, reductions over the second's."""
+    gloo2.run(over_two_meshes, p)
+
+
+def test_the_second_mesh_has_the_same_axes() -> None:
+    mesh = Mesh.of({"shard": 4})
+    spec = fs.by_type(MLP)(Net())
+    for other in ({"shard": 2}, {"other": 4}, {"replicate": 1, "shard": 4}):
+        with pytest.raises(ValueError, match="reductions: expected a mesh of the same axes"):
+            spec.on(mesh, reductions=Mesh.of(other))
+
+
+class Reduced(TorchDispatchMode):
+    """Length and dtype of everything that is all-reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[int, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("_c10d_functional::all_reduce"):
+            self.sent.append((args[0].numel(), args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+class Cast(nn.Module):
+    """Layers of alternating dtypes."""
+
+    def __init__(self, dtypes: list[torch.dtype]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5).to(dtype) for dtype in dtypes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x.double()
+
+
+def reduced(rank: int, model: nn.Module, bucket: int, way: str) -> list[tuple[int, torch.dtype]]:
+    x = numbers(rank, 0)
+    spec = fs.always(p=P())(model).bound
+    with mock.patch.object(reductions, "BUCKET_BYTES", bucket), Reduced() as log:
+        got = step(model, spec, way, x)
+    close(got, plain(model, spec, x, rank), bucket)
+    return log.sent
+
+
+def buckets(rank: int, way: str) -> None:
+    wide = torch.float64
+    layers = [30] * 4
+    model = Cast([wide] * 4)
+    assert reduced(rank, model, reductions.BUCKET_BYTES, way) == [(sum(layers), wide)]
+    assert reduced(rank, model, 1, way) == [(n, wide) for n in layers]
+    assert reduced(rank, model, 30 * 8, way) == [(n, wide) for n in layers]
+    assert reduced(rank, model, 30 * 8 + 1, way) == [(60, wide)] * 2
+    narrow = torch.float32
+    assert reduced(rank, Cast([wide, wide, narrow]), 2**20, way) == [(30, narrow), (60, wide)]
+    assert reduced(rank, Cast([wide, narrow, wide]), 2**20, way) == [(30, wide), (30, narrow), (30, wide)]
+
+
+@pytest.mark.parametrize("way", PLAIN)
+def test_replicated_units_are_reduced_in_buckets(gloo2: Pool, way: str) -> None:
+    """Units of one dtype together until they are BUCKET_BYTES, of two dtypes never; the gradients are the plain ones."""
+    gloo2.run(buckets, way)
+
+
+def interrupted(rank: int, p: P) -> None:
+    model, x = Net(), numbers(rank, 0)
+    spec = fs.by_type(MLP, p=p)(model).bound
+    expected = plain(model, spec, x, rank)
+    failing = -1
+    ran: list[int] = []
+
+    def watch(i: int) -> Callable[..., None]:
+        def in_backward(grad: Tensor) -> None:
+            ran.append(i)
+            if i == failing:
+                raise ZeroDivisionError
+
+        def in_forward(_: nn.Module, args: object, out: Tensor) -> None:
+            out.register_hook(in_backward)
+
+        return in_forward
+
+    for i, block in enumerate(model.blocks):
+        block.register_forward_hook(watch(i))
+    for failing_now, prefetch in product(range(3), range(3)):
+        params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
+        loss = (fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch) ** 2).mean()
+        failing = failing_now
+        for _ in range(2):
+            ran.clear()
+            with pytest.raises(ZeroDivisionError):
+                loss.backward(retain_graph=True)
+            assert ran == [2, 1, 0][: 3 - failing_now]
+            assert all(shard.grad is None for shard in params.values())
+        failing = -1
+        for _ in range(2):
+            got = torch.autograd.grad(loss, list(params.values()), retain_graph=True)
+            close(dict(zip(params, got, strict=True)), expected, (failing_now, prefetch))
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
+def test_an_interrupted_backward_leaves_nothing(gloo2: Pool, p: P) -> None:
+    """A hook that raises between two units: the next backward on the same graph adds nothing of that one."""
+    gloo2.run(interrupted, p)
+
+
+# --- memory ---
+
+
+@dataclass
+class Moment:
+    """What is alive after an op: the units gathered, how many gradients are unreduced, and what runs."""
+
+    gathered: list[str]
+    unreduced: int
+    bytes: int
+    event: str
+    running: set[str] = field(default_factory=set)
+
+
+class Memory(TorchDispatchMode):
+    """Every moment of a step. A buffer is what it was last filled with: a gathered unit or a gradient to reduce."""
+
+    def __init__(self, model: nn.Module, spec: fs.PartitionSpec) -> None:
+        super().__init__()
+        self.forward: list[Moment] = []
+        self.backward: list[Moment] = []
+        self.now = self.forward
+        self.widths, self.spec = inner(spec), spec
+        self.shards = {spec.shard_numel(unit): unit.key for unit in spec}
+        self.whole = {spec.padded_numel(unit): unit.key for unit in spec}
+        self.buffers: dict[int, tuple[weakref.ref[Any], str | None]] = {}
+        self.running = [""]
+        self.left: set[str] = set()  # until the next one is there
+        self.entered = False
+        for path in dict.fromkeys(unit.path for unit in spec if unit.path):
+            module = model.get_submodule(path)
+            module.register_forward_pre_hook(lambda *_, path=path: self.enter(path))
+            module.register_forward_hook(lambda *_: self.left.add(self.running.pop()))
+
+    def enter(self, path: str) -> None:
+        self.running.append(path)
+        self.entered = True
+
+    def fill(self, out: Tensor, unit: str | None) -> None:
+        self.buffers[out.untyped_storage()._cdata] = weakref.ref(out.untyped_storage()), unit
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name, event = func._schema.name.partition("::")[2], ""
+        if name.startswith("all_gather_into_tensor"):
+            event = f"gather {self.shards[args[0].numel()]}"
+            self.fill(out, self.shards[args[0].numel()])
+        elif name == "cat" and self.now is self.backward:
+            self.fill(out, None)
+        elif name == "reduce_scatter_tensor":
+            event = f"reduce {self.whole[args[0].numel()]}"
+            self.fill(args[0], None)
+        elif name in ("mm", "addmm"):
+            sizes = {size for x in args for size in x.shape}
+            event = f"compute {next((key for width, key in self.widths.items() if width in sizes), '')}"
+            if self.entered:
+                self.left.clear()
+            self.entered = False
+        self.note(event)
+        return out
+
+    def note(self, event: str) -> None:
+        units = [unit for ref, unit in self.buffers.values() if ref() is not None]
+        gathered = [unit for unit in units if unit is not None]
+        total = sum(ref().nbytes() for ref, _ in self.buffers.values() if ref() is not None)
+        self.now.append(Moment(gathered, units.count(None), total, event, {*self.running, *self.left}))
+
+    def turn(self) -> None:
+        self.note("turn")
+        self.now = self.backward
+
+
+def say_what_runs_in_backward(moments: list[Moment], kept: list[str]) -> None:
+    """A unit runs from when the one before it has computed its last until its gradient is reduced."""
+    begun = set(kept)
+    for moment in moments:
+        what, _, key = moment.event.partition(" ")
+        if what == "compute":
+            begun.add(key)
+        elif what == "reduce":
+            begun.discard(key)
+        moment.running = set(begun)
+    following = ""
+    for moment in reversed(moments):
+        if moment.event.startswith("compute "):
+            following = moment.event.partition(" ")[2]
+        else:
+            moment.running.add(following)
+
+
+MEMORY: dict[str, Callable[[], nn.Module]] = {
+    "blocks_alone": blocks_alone,
+    "Blocks": lambda: Blocks(6),
+    "Nested": Nested,
+    **{f"Order {order}": (lambda order=order: Order(order)) for order in ORDERS if order},
+}
+
+
+def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, prefetch: int, in_flight: int) -> Memory:
+    params = fs.shard(model, spec)
+    with Memory(model, spec) as memory:
+
+        def loss(params: dict[str, Tensor]) -> Tensor:
+            y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, prefetch=prefetch, in_flight=in_flight).sum()
+            memory.turn()
+            return y
+
+        WAYS[way](loss)(params)
+    memory.note("end")
+    return memory
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("prefetch", AHEAD)
+@pytest.mark.parametrize("name", MEMORY)
+def test_only_the_next_units_are_gathered_besides_those_that_run(name: str, prefetch: int, traced: bool) -> None:
+    """At every moment, in either direction: the units that run (one that ended until the next begins) and ``prefetch`` more.
+
+    In forward no unit is there twice.
+    """
+    with world(8):
+        model = MEMORY[name]()
+        spec = fs.by_type(MLP)(model).bound
+        spec = spec.ordered(fs.trace_order(model, spec, numbers(0, 0))) if traced else spec
+        for way in PLAIN:
+            memory = watched(copy.deepcopy(model), spec, way, prefetch, 1)
+            kept = memory.forward[-1].gathered
+            assert set(kept) <= {"", fs.trace_order(model, spec, numbers(0, 0))[-1]}
+            say_what_runs_in_backward(memory.backward, kept)
+            for moment in (*memory.forward, *memory.backward):
+                others = Counter(moment.gathered) - Counter(moment.running)
+                assert others.total() <= prefetch, (way, moment)
+            assert all(len(set(moment.gathered)) == len(moment.gathered) for moment in memory.forward)
+            assert (memory.backward[-1].gathered, memory.backward[-1].unreduced) == ([], 0)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("prefetch", AHEAD)
+@pytest.mark.parametrize("same_sizes", [True, False])
+def test_what_is_gathered_and_unreduced_together(same_sizes: bool, prefetch: int, in_flight: int) -> None:
+    """At most prefetch + 1 units gathered and in_flight + 1 unreduced, in buffers and in bytes."""
+    with world(8):
+        model = chain(7) if same_sizes else blocks_alone(7)
+        spec = fs.by_type(MLP)(model).bound
+        sizes = sorted(8 * spec.padded_numel(unit) for unit in spec)
+        memory = watched(model, spec, "backward", prefetch, in_flight)
+        most = prefetch + 1 + in_flight + 1
+        for moment in (*memory.forward, *memory.backward):
+            assert len(moment.gathered) <= prefetch + 1
+            assert moment.unreduced <= in_flight + 1
+            assert moment.bytes <= sum(sizes[-most:])
+        assert max(len(m.gathered) for m in memory.forward) == prefetch + 1
+        assert max(len(m.gathered) for m in memory.backward) == prefetch + 1
