@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from . import _torch
@@ -63,7 +63,8 @@ def functional_call(
     what forward did) and the gradients of the last ``in_flight`` ones are reduced. So besides the units whose modules
     are running, ``prefetch`` gathered buffers are alive, and ``in_flight + 1`` gradients that are not reduced. A unit
     that is gathered ahead and not used costs its bytes. Gradients of replicated units are reduced in buckets. All
-    of this is for process groups; under more than one transform everything waits where it is.
+    of this is for process groups: under torch.func.grad reductions wait where they start, under more than one
+    transform gathers do too.
 
     ``params`` are what `shard` gives, of any floating dtype; parameters that the spec ignores are the model's own, or
     those in ``params`` under their names. ``args`` is a tuple, or the only argument. ``method`` names another method
@@ -144,10 +145,10 @@ def trace_order(
         try:
             with call.installed(model, {name: fake(b) for name, b in model.named_buffers()}):
                 getattr(model, method or "__call__")(*arguments, **options)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except RuntimeError as error:
             raise RuntimeError(
-                f"trace_order: forward depends on the values of tensors ({error}): expected one that runs on shapes alone; "
-                "give the order of the units to spec.ordered by hand"
+                f"trace_order: expected a forward that runs on shapes alone, got {type(error).__name__}: {error}; "
+                "if it depends on the values of tensors, give the order of the units to spec.ordered by hand"
             ) from error
     return tuple(key for key in call.schedule.visited if call.schedule.routes[key].gather)
 
@@ -327,8 +328,7 @@ class _Call:
         if type(inner) is Tensor and inner.layout is torch.strided:
             visit = self.live.get(_torch.storage_id(inner))
             if visit is not None and inner.dtype == visit.shard.dtype and not (inner.is_conj() or inner.is_neg()):
-                visit.noted = True
-                return visit, tensor.shape, tensor.stride(), tensor.storage_offset()
+                return visit, visit.note(), tensor.shape, tensor.stride(), tensor.storage_offset()
         return _torch.kept(tensor), _torch.version(tensor)
 
     @staticmethod
@@ -336,7 +336,7 @@ class _Call:
         """The saved tensor again. The version check is autograd's own, which hooks switch off."""
         what, *rest = cast("tuple[Any, ...]", note)
         if isinstance(what, Visit):
-            return what.view(*rest)
+            return what.view(*rest[1:])
         if _torch.version(what) != rest[0]:
             raise RuntimeError(
                 f"a tensor of shape {list(what.shape)} needed for gradient computation was modified in place: "

@@ -69,9 +69,18 @@ class Mesh:
         return Mesh(tuple(zip(names, axes, strict=True)), mesh.device_type)
 
     def reducing_over(self, other: Mesh) -> Mesh:
-        """This mesh with another one's process groups for reductions. ValueError unless both are over the same axes."""
+        """This mesh with another one's process groups for reductions.
+
+        Raises ValueError unless both are over the same axes, and where the second has no group of its own.
+        """
         if self.sizes != other.sizes:
             raise ValueError(f"reductions: expected a mesh of the same axes {dict(self.sizes)}, got {dict(other.sizes)}")
+        for (name, axis), (_, second) in zip(self.axes, other.axes, strict=True):
+            if isinstance(axis, Group) and axis.size > 1 and axis == second:
+                raise ValueError(
+                    f"reductions: expected other process groups, got the same one for axis '{name}' (init_device_mesh gives "
+                    "one for the same ranks); make it by DeviceMesh.from_group(torch.distributed.new_group(...), ...)"
+                )
         axes = [
             (name, replace(axis, reductions=second.name) if isinstance(axis, Group) and isinstance(second, Group) else axis)
             for (name, axis), (_, second) in zip(self.axes, other.axes, strict=True)

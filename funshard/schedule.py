@@ -10,6 +10,7 @@ Every rank starts and waits in the same order, as long as it runs the same progr
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -106,19 +107,25 @@ class Schedule:
     def visit(self, unit: Unit) -> Visit:
         """The unit, gathered; the next ones are under way."""
         visit = self._ahead.pop(unit.key, None) or Visit(self, unit)
-        visit.arrive()  # before the next ones start: they would share the wire
         self._open.add(unit.key)
         self.visited.append(unit.key)
-        if unit.key in self._order[self._position + 1 :]:
-            self._position = self._order.index(unit.key, self._position + 1)
-        for key in self._order[self._position + 1 :]:
-            if len(self._ahead) >= self._prefetch:
-                break
-            again = key in self._open or key in self._ahead or (self.spec.runs is None and key in self.visited)
-            if self.routes[key].gather and not again:
-                self._ahead[key] = Visit(self, self.spec.by_key[key])
+        following = self._following(unit.key)
+        if not following:
+            self.buffers.clear()
+        visit.arrive()  # before the next ones start: they would share the wire
+        for key in following:
+            self._ahead[key] = Visit(self, self.spec.by_key[key])
         self.buffers.clear()
         return visit
+
+    def _following(self, key: str) -> list[str]:
+        """The units to gather ahead, now that forward has come to this one."""
+        if key in self._order[self._position + 1 :]:
+            self._position = self._order.index(key, self._position + 1)
+        free = max(self._prefetch - len(self._ahead), 0)
+        known = {*self._open, *self._ahead}
+        nexts = (key for key in self._order[self._position + 1 :] if key not in known and self.routes[key].gather)
+        return list(dict.fromkeys(itertools.islice(nexts, free)))
 
     def leave(self, visit: Visit) -> None:
         """Forward is done with the unit."""
@@ -144,14 +151,12 @@ class Schedule:
                 other.chain = None
         self._here = visit.index
         self._hold(visit)
-        visit.come_back()
+        visit.again()
         ahead = 0
         for earlier in reversed(self._left[: visit.index]):
             if ahead >= self._prefetch:
                 break
-            other = earlier()
-            if other is not None and other.noted:
-                other.start_again()
+            if (other := earlier()) is not None and other.start_again():
                 ahead += 1
         self.buffers.clear()
 
@@ -192,6 +197,15 @@ def _pieces(unit: Unit, grads: Sequence[Tensor | None], padded: int, like: Tenso
     return [*pieces, like.new_zeros(padded - unit.numel)] if padded > unit.numel else pieces
 
 
+class _Lease:
+    """A gathered buffer in backward. What autograd saved in it holds the lease, and a visit only knows it."""
+
+    __slots__ = ("__weakref__", "buffer")
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+
+
 class Visit:
     """One gather of one unit: on its way, there, noted by what autograd saved, and gathered again in backward."""
 
@@ -201,9 +215,8 @@ class Visit:
         self.route = schedule.routes[unit.key]
         self.frees = unit.p.reshard and bool(self.route.gather)
         self.index = -1  # its place among those that forward left
-        self.noted = False  # whether backward may ask for it
         self.full: Tensor | None = None  # in forward
-        self.buffer: Tensor | None = None  # in backward, from when it is gathered again until its gradient is complete
+        self._lease: weakref.ref[_Lease] | None = None  # in backward
         self.chain: Chain | None = None  # on its way
         self.trained = False
         self._version = _torch.version(self.shard)
@@ -238,41 +251,54 @@ class Visit:
     def leave(self, *, keep: bool) -> None:
         """Forward is done with it: let the buffer go, or keep it for backward."""
         assert self.full is not None
-        if keep:
-            self.buffer = self.full
+        if keep and (lease := self._leased()):
+            lease.buffer = self.full
         elif self.frees:
             self.schedule.buffers.give(self.full)
         self.full = None
         self.schedule.leave(self)
 
-    def release(self) -> None:
-        """Backward is done with it, or it is to be gathered once more."""
-        if self.frees and self.buffer is not None:
-            self.schedule.buffers.give(self.buffer)
-        self.buffer = None
+    def note(self) -> _Lease:
+        """What to hold for as long as backward may ask for the buffer."""
+        lease = self._leased() or _Lease()
+        self._lease = weakref.ref(lease)
+        return lease
 
-    def start_again(self) -> None:
-        """Start to gather it for backward, if it is not there and not under way."""
-        if self.buffer is not None or self.chain is not None:
-            return
+    def _leased(self) -> _Lease | None:
+        return self._lease() if self._lease else None
+
+    def release(self) -> None:
+        """Every use of the buffer has been made, or it is to be gathered once more."""
+        lease = self._leased()
+        if lease and lease.buffer is not None:
+            self.schedule.buffers.give(lease.buffer)
+            lease.buffer = None
+
+    def start_again(self) -> bool:
+        """Start to gather it for backward, if it is not there or under way. False if nobody will ask for it."""
+        lease = self._leased()
+        if lease is None or lease.buffer is not None or self.chain is not None:
+            return lease is not None
         if _torch.version(self.shard) != self._version:
             raise RuntimeError(
                 f"the shard of unit '{self.unit.key}' was modified in place between forward and backward: "
                 f"expected version {self._version}, got {_torch.version(self.shard)}; update after backward"
             )
         self._gather()
+        return True
 
-    def come_back(self) -> Tensor:
+    def again(self) -> Tensor:
         """The buffer in backward, gathered again if need be."""
-        if self.buffer is None:
+        lease = self.note()
+        if lease.buffer is None:
             self.start_again()
-            self.buffer = self._arrived()
-        return self.buffer
+            lease.buffer = self._arrived()
+        return lease.buffer
 
     def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         """A view of the buffer that autograd saved."""
         self.schedule.approach(self)
-        return self.come_back().as_strided(shape, stride, offset)
+        return self.again().as_strided(shape, stride, offset)
 
     def reduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The gradient of the shard from those of the parameters, after which nobody asks for the buffer."""

@@ -164,7 +164,7 @@ class PartitionSpec:
         return dataclasses.replace(self, mesh=bound, sizes=bound.sizes)
 
     def ordered(self, names: Iterable[str]) -> PartitionSpec:
-        """This spec with the order in which forward uses its units: by it, and not the module tree's, gathers run ahead.
+        """This spec with the order in which forward uses its units: gathers run ahead by it, and not by the units' names.
 
         ``names`` are unit keys, a key once for each time that the unit is gathered; units that are not named are
         gathered when they are used. A wrong order costs time, never correctness. `trace_order` finds it.
@@ -179,7 +179,7 @@ class PartitionSpec:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The keys of the units in the order in which they are gathered ahead: `ordered`'s, or the module tree's."""
+        """The keys of the units in the order in which they are gathered ahead: `ordered`'s, or that of their names."""
         return tuple(self.by_key) if self.runs is None else self.runs
 
     @property

@@ -149,6 +149,23 @@ def test_frozen_units_are_bounded_in_backward(retain: bool) -> None:
             assert alive.now() == []
 
 
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_gradient_of_the_input_alone_holds_no_more(prefetch: int, trained: bool) -> None:
+    """Where no gradient of a unit tells that it has been used: it goes with the last op that saved it."""
+    with world(4):
+        model = chain(blocks=6)
+        spec = fs.by_path({"*": fs.P("shard")})(model).bound
+        params = {k: v.requires_grad_(trained) for k, v in fs.shard(model, spec).items()}
+        x = numbers(0, 0).requires_grad_()
+        with no_collector(), Alive() as alive:
+            y = fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch).sum()
+            alive.peak = 0
+            torch.autograd.grad(y, x)
+            assert alive.peak == (1 + prefetch) * spec.padded_numel(spec.by_key["0"])
+            assert alive.now() == []
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_nothing_stays(mode: Callable[[], Any]) -> None:
     """Inference holds the root, one block and the next, and nothing afterwards."""
