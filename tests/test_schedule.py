@@ -516,7 +516,10 @@ def test_trace_order_leaves_out_what_is_not_gathered() -> None:
 def test_trace_order_refuses_what_depends_on_values(how: str) -> None:
     """With the advice to give the order by hand; the model is as it was."""
     model = Depends(how)
-    with unchanged(model), pytest.raises(RuntimeError, match="trace_order: expected a forward that runs on shapes.*spec.ordered by hand"):
+    with (
+        unchanged(model),
+        pytest.raises(RuntimeError, match="trace_order: expected a forward that runs on shapes.*spec.ordered by hand"),
+    ):
         fs.trace_order(model, fs.always()(model), torch.randn(4, 5))
 
 
