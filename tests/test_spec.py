@@ -320,3 +320,18 @@ def test_str_of_a_spec_is_a_table() -> None:
         "total       replicate=2 x shard=4                                       7  2,039      113           2,072\n"
         "ignored: 2.bias"
     )
+
+
+def test_what_is_derived_belongs_to_one_spec() -> None:
+    """What a spec keeps of itself is not carried to another mesh, another order, a pickle or an equal spec."""
+    spec = fs.whole()(nn.Linear(8, 8))
+    one = spec.on({"shard": 2})
+    unit = one.units[0]
+    assert one.size(unit) == 2
+    assert one.derived
+    for other, size in ((one.on({"shard": 8}), 8), (one.ordered([""]), 2), (pickle.loads(pickle.dumps(one)), 2)):
+        assert not other.derived
+        assert other.size(unit) == size
+    assert one.size(unit) == 2
+    assert spec.on({"shard": 2}) == one
+    assert hash(spec.on({"shard": 2})) == hash(one)
