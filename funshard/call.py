@@ -52,12 +52,13 @@ def functional_call(
     """``model(*args, **kwargs)`` on sharded parameters: torch.func.functional_call where ``params`` are shards.
 
     Each unit is gathered just before its module runs and freed after it; where the module's gradient is wanted it is
-    gathered again in backward (not with ``P(reshard=False)``, nor what is still there when forward ends: the root's unit
-    and the last one to run), and its gradient is reduced as soon as it is complete. Equal to calling the module with ``unshard(params, spec)``, at every order and
-    under every torch.func transform around it. In memory, torch.func.grad frees in forward, but what its backward
-    gathers again stays until it ends, because it records itself for a second derivative (`funshard.grad` does not);
-    with more than one transform, or a forward-mode one, what autograd saves stays gathered until it is used. A
-    torch.func.grad *inside* forward needs ``P(reshard=False)``: RuntimeError otherwise.
+    gathered again in backward (not with ``P(reshard=False)``, nor what is still there when forward ends: the root's
+    unit and the last one to run), and its gradient is reduced as soon as it is complete. Equal to calling the module
+    with ``unshard(params, spec)``, at every order and under every torch.func transform around it. In memory,
+    torch.func.grad frees in forward, but what its backward gathers again stays until it ends, because it records itself
+    for a second derivative (`funshard.grad` does not); with more than one transform, or a forward-mode one, what
+    autograd saves stays gathered until it is used. A torch.func.grad *inside* forward needs ``P(reshard=False)``:
+    RuntimeError otherwise.
 
     While one unit computes, the next ``prefetch`` ones are gathered (in ``spec.order``, in backward in the reverse of
     what forward did) and the gradients of the last ``in_flight`` ones are reduced. So besides the units whose modules
