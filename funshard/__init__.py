@@ -1,9 +1,10 @@
 """Fully sharded data parallel training for PyTorch as pure functions, in the style of JAX, on torch.func."""
 
 from . import collectives, policies, testing
-from .call import functional_call, trace_order
+from .call import functional_call
 from .full import gather_full, scatter_full
 from .layout import Params, flatten, unflatten, views
+from .order import trace_order
 from .policies import (
     Policy,
     always,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._autograd import _get_sequence_nr
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import CheckpointFunction
@@ -26,6 +26,7 @@ __all__ = [
     "backend",
     "base",
     "beneath",
+    "fake_mode",
     "graph_task",
     "group",
     "in_forward_ad",
@@ -69,8 +70,19 @@ def is_fake(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and no data.
+
+    Pinned, as `is_fake`, by ``test_trace_order_names_what_forward_gathers``.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def traced() -> bool:
-    """Whether operators are being recorded, as by make_fx: then everything has to be data flow."""
+    """Whether operators are being recorded, as by make_fx: then everything has to be data flow.
+
+    Pinned by ``test_fully_shard_compile_graph``.
+    """
     return get_proxy_mode() is not None
 
 
@@ -112,7 +124,7 @@ def without_graph(tensor: Tensor) -> Tensor:
     ``detach`` inside a transform cuts those of all levels. Pinned by ``test_without_graph_cuts_one_level``.
     """
     if _functorch.is_gradtrackingtensor(tensor):
-        return _functorch._wrap_for_grad(_functorch.get_unwrapped(tensor), _functorch.maybe_get_level(tensor))
+        return _functorch._wrap_for_grad(lower(tensor), _functorch.maybe_get_level(tensor))
     return tensor.detach()
 
 

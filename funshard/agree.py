@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import _torch
 from .collectives import all_gather
 from .mesh import Group, Mesh
 from .spec import PartitionSpec
@@ -87,4 +88,4 @@ def process_group(mesh: Mesh, name: str) -> tuple[Group, dist.ProcessGroup | Non
     assert isinstance(axis, Group)
     if axis.size > 1 and not axis.name:
         raise ValueError(f"axis '{name}' of {axis.size} ranks has no process group: bind the spec with .on(mesh)")
-    return axis, dist.distributed_c10d._resolve_process_group(axis.name) if axis.size > 1 else None  # pyright: ignore
+    return axis, _torch.group(axis.name) if axis.size > 1 else None

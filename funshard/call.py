@@ -20,8 +20,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from . import _torch
 from .collectives import Reduce
@@ -33,7 +31,7 @@ from .spec import PartitionSpec, Unit
 from .swap import Owned, Parameters, install_buffers, owners, restored
 from .tree import join
 
-__all__ = ["functional_call", "trace_order"]
+__all__ = ["Call", "arguments", "functional_call"]
 
 
 def functional_call(
@@ -84,16 +82,18 @@ def functional_call(
     _check_supported(spec)
     _check_count("prefetch", prefetch, 0)
     _check_count("in_flight", in_flight, 1)
-    arguments: tuple[Any, ...] = args if isinstance(args, tuple) else (args,)
-    options: dict[str, Any] = dict(kwargs or {})
+    given = arguments(args, kwargs)
     if torch.compiler.is_compiling():
-        return _by_data_flow(model, params, arguments, options, spec, buffers, method, reduce)
-    call = _Call(params, spec, reduce, prefetch, in_flight)
-    with call.installed(model, buffers):
-        out = getattr(model, method or "__call__")(*arguments, **options)
+        return _by_data_flow(model, params, *given, spec, buffers, method, reduce)
+    out = Call(params, spec, reduce, prefetch, in_flight).run(model, *given, buffers, method)
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
     return out
+
+
+def arguments(args: object, kwargs: Mapping[str, object] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call the model with: ``args`` is a tuple, or the only argument."""
+    return args if isinstance(args, tuple) else (args,), dict(kwargs or {})
 
 
 def _check_supported(spec: PartitionSpec) -> None:
@@ -110,48 +110,6 @@ def _check_count(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name}: expected a whole number, got {value!r}")
     if value < least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
-
-
-def trace_order(
-    model: nn.Module,
-    spec: PartitionSpec,
-    args: object = (),
-    kwargs: Mapping[str, object] | None = None,
-    *,
-    method: str | None = None,
-) -> tuple[str, ...]:
-    """The keys of the units in the order in which the forward of ``model`` gathers them, for `PartitionSpec.ordered`.
-
-    Runs the forward once on shapes alone: nothing is computed, gathered or sent, the parameters are not read, and the
-    model is left as it was. It may be on the meta device, and the spec's mesh does not matter. A unit is named once
-    for each time that it is gathered. ``args``, ``kwargs`` and ``method`` are those of `functional_call`.
-
-    Raises RuntimeError where forward depends on the values of tensors: then give the order by hand, or none.
-    """
-    spec = spec.on({axis: 2 for unit in spec for axis in unit.p.axes})
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-
-        def fake(x: Tensor) -> Tensor:
-            return torch.empty(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
-
-        device = next((b.device for b in model.buffers() if not b.is_meta), torch.device("cpu"))
-        params = {u.key: torch.empty(spec.shard_numel(u), dtype=u.dtype, device=device) for u in spec}
-        named = dict(model.named_parameters(remove_duplicate=False))
-        params |= {name: fake(named[name]) for name in spec.ignored if name in named}
-        arguments, options = pytree.tree_map_only(
-            Tensor, fake, (args if isinstance(args, tuple) else (args,), dict(kwargs or {}))
-        )
-        call = _Call(params, spec, "mean", 0, 1)
-        assert call.schedule
-        try:
-            with call.installed(model, {name: fake(b) for name, b in model.named_buffers()}):
-                getattr(model, method or "__call__")(*arguments, **options)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"trace_order: expected a forward that runs on shapes alone, got {type(error).__name__}: {error}; "
-                "if it depends on the values of tensors, give the order of the units to spec.ordered by hand"
-            ) from error
-    return tuple(key for key in call.schedule.visited if call.schedule.routes[key].gather)
 
 
 def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
@@ -191,11 +149,11 @@ class _Gathered:
     def __init__(self, unit: Unit, views: Sequence[Tensor], visit: Visit | None) -> None:
         self.unit, self.views, self.visit = unit, views, visit
         self.level = _torch.level()
-        self.frees = visit.frees if visit else unit.p.reshard
+        self.frees = visit.route.frees if visit else unit.p.reshard
         self.storage = 0  # of the buffer, where saved tensors in it are to be replaced
 
 
-class _Call:
+class Call:
     """The state of one functional_call."""
 
     def __init__(
@@ -211,12 +169,24 @@ class _Call:
         self.schedule = Schedule(params, spec, reduce, prefetch, in_flight) if _schedulable(params, spec) else None
         if self.schedule and self.differentiable:
             self.params = self.schedule.enter(params)
-        frees = any(unit.p.reshard and spec.size(unit) > 1 for unit in spec)
-        self.hooked = self.schedule is not None and self.differentiable and frees and self.outer is None
+        frees = self.schedule is not None and self.schedule.routes.frees
+        self.hooked = self.differentiable and frees and self.outer is None
         self.active: dict[str, _Gathered] = {}
         self.live: dict[int, Visit] = {}  # by storage: what pack recognises
         self.scopes: list[list[_Gathered]] = [[]]
         self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
+
+    def run(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        buffers: dict[str, Tensor] | None,
+        method: str | None,
+    ) -> Any:
+        """The model, or another of its methods than forward, called on the parameters."""
+        with self.installed(model, buffers):
+            return getattr(model, method or "__call__")(*args, **kwargs)
 
     def gather(self, unit: Unit) -> _Gathered:
         """The unit, gathered now or still alive."""
@@ -244,7 +214,7 @@ class _Call:
                 views = unflatten_unit(gather_unit(shard, unit, self.mesh, reduce=self.reduce), unit)
         gathered = _Gathered(unit, views, visit)
         self.active[unit.key] = gathered
-        if visit and visit.frees and self.hooked:
+        if visit and visit.route.frees and self.hooked:
             assert visit.full is not None
             gathered.storage = _torch.storage_id(visit.full)
             self.live[gathered.storage] = visit
@@ -252,6 +222,7 @@ class _Call:
         return gathered
 
     def free(self, many: list[_Gathered], *, keep_for_backward: bool = False) -> None:
+        """Let go of these, or leave their buffers to backward."""
         for gathered in many:
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]

@@ -6,8 +6,7 @@ Nothing in here knows about gradients, but for the name of every op's *transpose
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from . import _torch
 
-__all__ = ["OPS", "Buffers", "Chain", "Finish", "Step", "Where", "no_group", "start"]
+__all__ = ["OPS", "Finish", "Where", "no_group", "start"]
 
 Finish = Callable[[], Tensor]
 """Waits for a collective that was started, and gives its result. To be called once: until then its buffers live."""
@@ -216,73 +215,3 @@ OPS: dict[str, _Op] = {
     "slice": _Op(_slice, _slice_stack, "gather_mean"),
 }
 """Every op by its name: on a process group, on stacked ranks, and the name of its transpose."""
-
-
-Step = Callable[[Tensor, Tensor | None], Finish]
-"""Starts one collective of a `Chain` on a tensor; the second one is where the result goes, if it is to go anywhere."""
-
-
-class Buffers:
-    """Buffers that were let go, for the next to be filled: the fewer are allocated, the fewer pages fault.
-
-    Only one that nothing else holds is written over. Other devices than the CPU have allocators that do this.
-    """
-
-    def __init__(self) -> None:
-        self._spare: list[Tensor] = []
-
-    def give(self, buffer: Tensor) -> None:
-        """A buffer that is no longer needed."""
-        if buffer.device.type == "cpu":
-            self._spare.append(buffer)
-
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """A buffer of so many elements, of another tensor's dtype and device, with anything in it."""
-        while self._spare:
-            buffer = self._spare.pop()
-            if buffer.dtype == like.dtype and len(buffer) == numel and _torch.alone(buffer):
-                return buffer
-            del buffer
-        return like.new_empty(numel)
-
-    def clear(self) -> None:
-        """Keep none."""
-        self._spare.clear()
-
-
-class Chain:
-    """Collectives one after the other, the next started when the one before is waited for. The first starts at once.
-
-    ``own`` is where the result of the last one goes, for the ops that `start` can give one.
-    """
-
-    def __init__(self, x: Tensor, steps: Iterable[Step], own: Tensor | None = None) -> None:
-        self._x, self._steps, self._own = x, deque(steps), own
-        self._finish: Finish | None = None
-        self.advance()
-
-    def advance(self) -> None:
-        """Wait for the one that is under way and start the next."""
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._x = finish()
-        if self._steps:
-            step = self._steps.popleft()
-            self._finish = step(self._x, None if self._steps else self._own)
-
-    @property
-    def done(self) -> bool:
-        """Whether all have been waited for."""
-        return self._finish is None
-
-    def result(self) -> Tensor:
-        """Wait for all of them."""
-        while self._finish is not None:
-            self.advance()
-        return self._x
-
-    def __del__(self) -> None:
-        # Nobody wants it, but a collective that nobody waits for keeps its buffers for ever.
-        if getattr(self, "_finish", None) is not None:
-            self._steps.clear()
-            self.advance()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
-from .ops import Buffers, Chain, Step
+from .wire import Buffers, Chain, Step
 
 __all__ = ["BUCKET_BYTES", "Reductions"]
 
@@ -33,6 +33,7 @@ class Reductions:
         self._slices: list[tuple[str, Chain]] = []
         self._buckets: list[tuple[list[str], list[int], Chain]] = []
         self._bucket: list[tuple[str, Sequence[Tensor], Sequence[Step]]] = []
+        self._bucket_bytes = 0
 
     def _begin(self) -> None:
         if self._task != _torch.graph_task():
@@ -58,7 +59,8 @@ class Reductions:
         if self._bucket and self._bucket[0][1][0].dtype != pieces[0].dtype:
             self._empty_bucket()
         self._bucket.append((key, pieces, steps))
-        if sum(piece.nbytes for _, pieces, _ in self._bucket for piece in pieces) >= BUCKET_BYTES:
+        self._bucket_bytes += sum(piece.nbytes for piece in pieces)
+        if self._bucket_bytes >= BUCKET_BYTES:
             self._empty_bucket()
 
     def _empty_bucket(self) -> None:
@@ -68,7 +70,7 @@ class Reductions:
         lengths = [sum(map(len, pieces)) for _, pieces, _ in self._bucket]
         steps = self._bucket[0][2]  # a replicated unit's are over all axes
         buffer = torch.cat([piece for _, pieces, _ in self._bucket for piece in pieces])
-        self._bucket = []
+        self._bucket, self._bucket_bytes = [], 0
         self._buckets.append((keys, lengths, Chain(buffer, steps)))
 
     def collect(self) -> dict[str, Tensor]:

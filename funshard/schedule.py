@@ -10,11 +10,12 @@ Every rank starts and waits in the same order, as long as it runs the same progr
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,54 +25,15 @@ from torch.autograd.function import FunctionCtx
 from . import _torch
 from .collectives import Reduce
 from .layout import flat, unflatten_unit
-from .mesh import Group
-from .ops import Buffers, Chain, Step, Where, start
 from .reductions import Reductions
 from .sharding import reduce_unit
 from .spec import PartitionSpec, Unit
+from .wire import Buffers, Chain, routes
 
 __all__ = ["Schedule", "Visit"]
 
 FROZEN_ALIVE = 2
 """How many frozen units stay gathered in a backward that retains its graph: no gradient tells when they have been used."""
-
-
-@dataclass(frozen=True)
-class _Route:
-    """How a unit travels: the length of its whole buffer, the steps of its gather and of its reduction, and over what."""
-
-    padded: int
-    connected: bool
-    gather: tuple[Step, ...]
-    reduce: tuple[Step, ...]
-
-
-def _routes(spec: PartitionSpec, reduce: Reduce) -> dict[str, _Route]:
-    """Every unit's route; made once for a spec."""
-    if (known := spec.derived.get(("routes", reduce))) is not None:
-        return known
-    axes = {name: axis for name, axis in spec.bound_mesh.axes if isinstance(axis, Group) and axis.size > 1}
-
-    def step(op: str, name: str, *, reduces: bool = False, in_place: bool = False) -> Step:
-        axis = axes[name]
-        where = Where(axis.size, axis.reductions or axis.name if reduces else axis.name)
-        return lambda x, own: start(op, x, where, x if in_place else own)
-
-    routes: dict[str, _Route] = {}
-    for unit in spec:
-        split = [name for name in unit.p.axes if name in axes] if unit.numel else []
-        rest = [name for name in reversed(axes) if name not in split] if unit.numel else []
-        routes[unit.key] = _Route(
-            spec.padded_numel(unit),
-            all(axis.name for axis in axes.values()),
-            tuple(step(f"gather_{reduce}", name) for name in reversed(split)),
-            (
-                *(step(f"scatter_{reduce}", name, reduces=True) for name in split),
-                *(step(f"unvary_{reduce}", name, reduces=True, in_place=True) for name in rest),
-            ),
-        )
-    spec.derived["routes", reduce] = routes
-    return routes
 
 
 class Schedule:
@@ -83,7 +45,7 @@ class Schedule:
         self.shards = {key: _torch.base(shards[key]).detach() for key in spec.by_key}
         self.spec, self._prefetch = spec, prefetch
         self.reduce: Reduce = reduce
-        self.routes = _routes(spec, reduce)
+        self.routes = routes(spec, reduce)
         self.buffers = Buffers()
         self.reductions = Reductions(in_flight, self.buffers)
         self._order = spec.order
@@ -120,12 +82,12 @@ class Schedule:
 
     def _following(self, key: str) -> list[str]:
         """The units to gather ahead, now that forward has come to this one."""
-        if key in self._order[self._position + 1 :]:
+        with contextlib.suppress(ValueError):  # it is not among those to come
             self._position = self._order.index(key, self._position + 1)
-        free = max(self._prefetch - len(self._ahead), 0)
-        known = {*self._open, *self._ahead}
-        nexts = (key for key in self._order[self._position + 1 :] if key not in known and self.routes[key].gather)
-        return list(dict.fromkeys(itertools.islice(nexts, free)))
+        places = range(bisect_right(self.routes.gathered, self._position), len(self.routes.gathered))
+        nexts = (self._order[self.routes.gathered[i]] for i in places)
+        unknown = (key for key in nexts if key not in self._open and key not in self._ahead)
+        return list(dict.fromkeys(itertools.islice(unknown, max(self._prefetch - len(self._ahead), 0))))
 
     def leave(self, visit: Visit) -> None:
         """Forward is done with the unit."""
@@ -153,10 +115,10 @@ class Schedule:
         self._hold(visit)
         visit.again()
         ahead = 0
-        for earlier in reversed(self._left[: visit.index]):
+        for i in range(visit.index - 1, -1, -1):
             if ahead >= self._prefetch:
                 break
-            if (other := earlier()) is not None and other.start_again():
+            if (other := self._left[i]()) is not None and other.start_again():
                 ahead += 1
         self.buffers.clear()
 
@@ -177,7 +139,7 @@ class Schedule:
 
     def reduced(self, unit: Unit, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The reduced gradient of a unit's shard, or None where it will be in ``reductions``."""
-        like, route = self.shards[unit.key], self.routes[unit.key]
+        like, route = self.shards[unit.key], self.routes.of[unit.key]
         pieces = _pieces(unit, grads, route.padded, like)
         if route.gather:
             self.reductions.split(unit.key, pieces, route.reduce)
@@ -212,8 +174,7 @@ class Visit:
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
         self.schedule, self.unit = schedule, unit
         self.shard = schedule.shards[unit.key]
-        self.route = schedule.routes[unit.key]
-        self.frees = unit.p.reshard and bool(self.route.gather)
+        self.route = schedule.routes.of[unit.key]
         self.index = -1  # its place among those that forward left
         self.full: Tensor | None = None  # in forward
         self._lease: weakref.ref[_Lease] | None = None  # in backward
@@ -227,7 +188,7 @@ class Visit:
             own = (
                 self.schedule.buffers.take(self.route.padded, self.shard) if self.route.gather and not _torch.traced() else None
             )
-            if own is not None and not self.route.connected and _torch.is_fake(own):  # shapes can be computed
+            if own is not None and not self.schedule.routes.connected and _torch.is_fake(own):  # shapes can be computed
                 self.chain = Chain(own, ())
             else:
                 self.chain = Chain(self.shard, self.route.gather, own)
@@ -253,7 +214,7 @@ class Visit:
         assert self.full is not None
         if keep and (lease := self._leased()):
             lease.buffer = self.full
-        elif self.frees:
+        elif self.route.frees:
             self.schedule.buffers.give(self.full)
         self.full = None
         self.schedule.leave(self)

@@ -1,0 +1,139 @@
+"""How units travel between ranks: the steps of a spec's gathers and reductions, chains of them, and their buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from . import _torch
+from .collectives import Reduce
+from .mesh import Group
+from .ops import Finish, Where, start
+from .spec import PartitionSpec
+
+__all__ = ["Buffers", "Chain", "Route", "Routes", "Step", "routes"]
+
+Step = Callable[[Tensor, Tensor | None], Finish]
+"""Starts one collective of a `Chain` on a tensor; the second one is where the result goes, if it is to go anywhere."""
+
+
+class Buffers:
+    """Buffers that were let go, for the next to be filled: the fewer are allocated, the fewer pages fault.
+
+    Only one that nothing else holds is written over. Other devices than the CPU have allocators that do this.
+    """
+
+    def __init__(self) -> None:
+        self._spare: list[Tensor] = []
+
+    def give(self, buffer: Tensor) -> None:
+        """A buffer that is no longer needed."""
+        if buffer.device.type == "cpu":
+            self._spare.append(buffer)
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """A buffer of so many elements, of another tensor's dtype and device, with anything in it."""
+        while self._spare:
+            buffer = self._spare.pop()
+            if buffer.dtype == like.dtype and len(buffer) == numel and _torch.alone(buffer):
+                return buffer
+            del buffer
+        return like.new_empty(numel)
+
+    def clear(self) -> None:
+        """Keep none."""
+        self._spare.clear()
+
+
+class Chain:
+    """Collectives one after the other, the next started when the one before is waited for. The first starts at once.
+
+    ``own`` is where the result of the last one goes, for the ops that `start` can give one.
+    """
+
+    def __init__(self, x: Tensor, steps: Iterable[Step], own: Tensor | None = None) -> None:
+        self._x, self._steps, self._own = x, deque(steps), own
+        self._finish: Finish | None = None
+        self.advance()
+
+    def advance(self) -> None:
+        """Wait for the one that is under way and start the next."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._x = finish()
+        if self._steps:
+            step = self._steps.popleft()
+            self._finish = step(self._x, None if self._steps else self._own)
+
+    def result(self) -> Tensor:
+        """Wait for all of them."""
+        while self._finish is not None:
+            self.advance()
+        return self._x
+
+    def __del__(self) -> None:
+        # Nobody wants it, but a collective that nobody waits for keeps its buffers for ever.
+        if getattr(self, "_finish", None) is not None:
+            self._steps.clear()
+            self.advance()
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a unit travels: the length of its whole buffer, and the steps of its gather and of its reduction."""
+
+    padded: int
+    gather: tuple[Step, ...]
+    reduce: tuple[Step, ...]
+    frees: bool
+    """Whether its buffer goes between forward and backward."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Every unit's route by its key."""
+
+    of: dict[str, Route]
+    gathered: tuple[int, ...]
+    """The places in ``spec.order`` of the units that are gathered."""
+    connected: bool
+    """Whether every axis has a process group."""
+    frees: bool
+    """Whether any buffer goes between forward and backward."""
+
+
+def routes(spec: PartitionSpec, reduce: Reduce) -> Routes:
+    """The routes of a spec's units, made once for a spec."""
+    if (known := spec.derived.get(("routes", reduce))) is not None:
+        return known
+    axes = {name: axis for name, axis in spec.bound_mesh.axes if isinstance(axis, Group) and axis.size > 1}
+
+    def step(op: str, name: str, *, reduces: bool = False, in_place: bool = False) -> Step:
+        axis = axes[name]
+        where = Where(axis.size, axis.reductions or axis.name if reduces else axis.name)
+        return lambda x, own: start(op, x, where, x if in_place else own)
+
+    of: dict[str, Route] = {}
+    for unit in spec:
+        split = [name for name in unit.p.axes if name in axes] if unit.numel else []
+        rest = [name for name in reversed(axes) if name not in split] if unit.numel else []
+        of[unit.key] = Route(
+            spec.padded_numel(unit),
+            tuple(step(f"gather_{reduce}", name) for name in reversed(split)),
+            (
+                *(step(f"scatter_{reduce}", name, reduces=True) for name in split),
+                *(step(f"unvary_{reduce}", name, reduces=True, in_place=True) for name in rest),
+            ),
+            unit.p.reshard and bool(split),
+        )
+    made = Routes(
+        of,
+        tuple(i for i, key in enumerate(spec.order) if of[key].gather),
+        all(axis.name for axis in axes.values()),
+        any(route.frees for route in of.values()),
+    )
+    spec.derived["routes", reduce] = made
+    return made
