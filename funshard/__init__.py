@@ -20,9 +20,10 @@ from .policies import (
     override,
     whole,
 )
+from .remat import remat
 from .sharding import combine, partition, reshard, shard, unshard
 from .spec import P, PartitionSpec, Precision, Unit
-from .transforms import grad, grad_and_value
+from .transforms import grad, grad_and_value, hvp
 from .tree import ModuleTree, Param, module_tree
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "gather_full",
     "grad",
     "grad_and_value",
+    "hvp",
     "ignoring",
     "mark",
     "marked",
@@ -55,6 +57,7 @@ __all__ = [
     "override",
     "partition",
     "policies",
+    "remat",
     "reshard",
     "scatter_full",
     "shard",

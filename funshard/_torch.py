@@ -26,6 +26,7 @@ __all__ = [
     "backend",
     "base",
     "beneath",
+    "differentiates",
     "fake_mode",
     "graph_task",
     "group",
@@ -35,6 +36,7 @@ __all__ = [
     "kept",
     "level",
     "lower",
+    "overwrite",
     "pack_hook",
     "reentrant_checkpoints",
     "reparametrized",
@@ -54,6 +56,11 @@ def level() -> int:
     whether it is nested. Pinned by ``test_level_counts_transforms``.
     """
     return _functorch.maybe_current_level() or 0
+
+
+def differentiates() -> bool:
+    """Whether anything may take a derivative of what is computed now."""
+    return torch.is_grad_enabled() or level() > 0 or in_forward_ad()
 
 
 def savable() -> bool:
@@ -106,6 +113,26 @@ def beneath() -> Generator[None]:
     """
     with torch.no_grad(), temporarily_clear_interpreter_stack() if level() else contextlib.nullcontext():
         yield
+
+
+def overwrite(target: Tensor, source: Tensor) -> None:
+    """Put values into a tensor, as kernels do with buffers: torch.func refuses ``copy_`` to what was made outside of it.
+
+    Where vmap has batched one of them, ``copy_`` decides. Pinned by ``test_buffers_of_recomputed_modules``.
+    """
+    if _batched(target) or _batched(source):
+        target.copy_(source)
+        return
+    with beneath():
+        base(target).copy_(base(source))
+
+
+def _batched(tensor: Tensor) -> bool:
+    while is_wrapped(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
 
 
 def graph_task() -> int:

@@ -25,10 +25,11 @@ from . import _torch
 from .collectives import Reduce
 from .layout import unflatten_unit
 from .mesh import Group
+from .recompute import recomputed
 from .schedule import Schedule, Visit
 from .sharding import check_shards, gather_unit, unshard
 from .spec import PartitionSpec, Unit
-from .swap import Owned, Parameters, install_buffers, owners, restored
+from .swap import Attributes, Parameters, Place, install_buffers, restored
 from .tree import join
 
 __all__ = ["Call", "arguments", "functional_call"]
@@ -55,8 +56,9 @@ def functional_call(
     with ``unshard(params, spec)``, at every order and under every torch.func transform around it. In memory,
     torch.func.grad frees in forward, but what its backward gathers again stays until it ends, because it records itself
     for a second derivative (`funshard.grad` does not); with more than one transform, or a forward-mode one, what
-    autograd saves stays gathered until it is used. A torch.func.grad *inside* forward needs ``P(reshard=False)``:
-    RuntimeError otherwise.
+    autograd saves stays gathered until it is used. Not so a module with ``P(remat=True)``: in every derivative, of any
+    order, it is gathered and run again (`funshard.remat`, whose conditions are then the module's), and one such unit is
+    alive at a time. A torch.func.grad *inside* forward needs ``P(reshard=False)``: RuntimeError otherwise.
 
     While one unit computes, the next ``prefetch`` ones are gathered (in ``spec.order``, in backward in the reverse of
     what forward did) and the gradients of the last ``in_flight`` ones are reduced. So besides the units whose modules
@@ -72,7 +74,8 @@ def functional_call(
     every attribute of the model and its submodules is what it was before: what forward stored on ``self`` is gone,
     so return what you want to keep.
 
-    Inside torch.compile the whole tree is gathered by data flow and the compiler decides what lives how long.
+    Inside torch.compile the whole tree is gathered by data flow and the compiler decides what lives how long; ``remat`` is
+    then left to it as well.
 
     Raises ValueError, naming the path, for params that do not fit the spec, a model that the spec was not made for, or
     unknown buffers, before any communication.
@@ -85,7 +88,7 @@ def functional_call(
     given = arguments(args, kwargs)
     if torch.compiler.is_compiling():
         return _by_data_flow(model, params, *given, spec, buffers, method, reduce)
-    out = Call(params, spec, reduce, prefetch, in_flight).run(model, *given, buffers, method)
+    out = Call(Place.of(model, spec), params, spec, reduce, prefetch, in_flight).run(*given, buffers, method)
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
     return out
@@ -98,7 +101,7 @@ def arguments(args: object, kwargs: Mapping[str, object] | None) -> tuple[tuple[
 
 def _check_supported(spec: PartitionSpec) -> None:
     for unit in spec:
-        for name in ("precision", "remat", "offload"):
+        for name in ("precision", "offload"):
             if getattr(unit.p, name):
                 raise NotImplementedError(
                     f"unit '{unit.key}': functional_call does not apply P({name}=...) yet, got {unit.p}; leave it out"
@@ -154,13 +157,20 @@ class _Gathered:
 
 
 class Call:
-    """The state of one functional_call."""
+    """The state of one functional_call, or of one run of a module in it that is recomputed."""
 
     def __init__(
-        self, params: Mapping[str, Tensor], spec: PartitionSpec, reduce: Reduce, prefetch: int, in_flight: int
+        self,
+        place: Place,
+        params: Mapping[str, Tensor],
+        spec: PartitionSpec,
+        reduce: Reduce,
+        prefetch: int,
+        in_flight: int,
     ) -> None:
-        self.params, self.spec = params, spec
+        self.place, self.params, self.spec = place, params, spec
         self.reduce: Reduce = reduce
+        self.ahead = prefetch, in_flight
         self.mesh = spec.bound_mesh
         self.differentiable = torch.is_grad_enabled()
         self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
@@ -176,17 +186,10 @@ class Call:
         self.scopes: list[list[_Gathered]] = [[]]
         self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
 
-    def run(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        buffers: dict[str, Tensor] | None,
-        method: str | None,
-    ) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], buffers: dict[str, Tensor] | None, method: str | None) -> Any:
         """The model, or another of its methods than forward, called on the parameters."""
-        with self.installed(model, buffers):
-            return getattr(model, method or "__call__")(*args, **kwargs)
+        with self.installed(buffers):
+            return getattr(self.place.modules[""], method or "__call__")(*args, **kwargs)
 
     def gather(self, unit: Unit) -> _Gathered:
         """The unit, gathered now or still alive."""
@@ -245,14 +248,15 @@ class Call:
                 (self.pending if gathered.frees else self.scopes[0]).append(gathered)
 
     @contextlib.contextmanager
-    def installed(self, model: nn.Module, buffers: dict[str, Tensor] | None) -> Generator[None]:
-        """The model with gathered parameters; as it was, to the last attribute, afterwards."""
-        modules = dict(model.named_modules(remove_duplicate=False))
-        owned = owners(modules, self.spec)
+    def installed(self, buffers: dict[str, Tensor] | None, attributes: Attributes | None = None) -> Generator[None]:
+        """The modules with gathered parameters, and with other attributes where there are any; as they were afterwards."""
         hooks = _torch.saved_tensor_hooks(self.pack, self.unpack) if self.hooked else contextlib.nullcontext()
-        with restored(owned):
-            updated = install_buffers(modules, buffers)
-            roots = self._install_parameters(modules, owned)
+        with restored(self.place.owned) as before:
+            for module, others in (attributes or {}).items():
+                vars(module).clear()
+                vars(module).update(others)
+            updated = install_buffers(self.place.modules, buffers)
+            roots = self._install_parameters(attributes or before)
             try:
                 with hooks:
                     for unit in roots:
@@ -266,21 +270,24 @@ class Call:
                 if buffers is not None:
                     buffers.update(updated())
 
-    def _install_parameters(self, modules: Mapping[str, nn.Module], owned: Owned) -> list[Unit]:
-        """Put the gathering mappings and the scopes into the modules; the root's units are left to the caller."""
-        for module, attributes in owned.items():
-            vars(module)["_parameters"] = Parameters(module._parameters, attributes, self.read)
+    def _install_parameters(self, before: Attributes) -> list[Unit]:
+        """Put the gathering mappings and the scopes into the modules; the units of the place itself are left to the caller."""
+        modules = self.place.modules
+        for module, attributes in self.place.owned.items():
+            vars(module)["_parameters"] = Parameters(module._parameters, dict(attributes), self.read)
         for name in self.spec.ignored:
             if name in self.params:
                 path, _, attr = name.rpartition(".")
                 modules[path]._parameters[attr] = cast("nn.Parameter", self.params[name])
-        by_path: dict[str, list[Unit]] = {}
+        by_path: dict[str, list[Unit]] = {path: [] for path in self.spec.recomputed}
         for unit in self.spec:
             by_path.setdefault(unit.path, []).append(unit)
-        roots = by_path.pop("", [])
         for path, units in by_path.items():
-            vars(modules[path])["forward"] = self._scoped(modules[path].forward, units)
-        return roots
+            if path in self.spec.recomputed:
+                vars(modules[path])["forward"] = self._recomputed(path, before, self._scoped(modules[path].forward, units))
+            elif path in modules and path != self.place.path:
+                vars(modules[path])["forward"] = self._scoped(modules[path].forward, units)
+        return [] if self.place.path in self.spec.recomputed else by_path.get(self.place.path, [])
 
     def read(self, unit: Unit, i: int) -> Tensor:
         """The unit's i-th parameter."""
@@ -293,6 +300,39 @@ class Call:
                 return forward(*args, **kwargs)
 
         return run
+
+    def _recomputed(self, path: str, before: Attributes, scoped: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(scoped)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not _torch.differentiates():
+                return scoped(*args, **kwargs)
+            place = self.place.within(path)
+            spec = self.spec.within(path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()})
+            return recomputed(inside, place, before, self._params_of(place, spec), spec, args, kwargs)
+
+        def inside(
+            attributes: Attributes,
+            params: Mapping[str, Tensor],
+            spec: PartitionSpec,
+            buffers: dict[str, Tensor],
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> tuple[Any, Attributes]:
+            place = self.place.within(path)
+            with Call(place, params, spec, self.reduce, *self.ahead).installed(buffers, attributes):
+                out = place.modules[path].forward(*args, **kwargs)
+                return out, {module: dict(vars(module)) for module in place.owned}
+
+        return run
+
+    def _params_of(self, place: Place, spec: PartitionSpec) -> dict[str, Tensor]:
+        """The shards of these units, and the ignored parameters."""
+        shards = {key: self.params[key] for key in spec.by_key}
+        for name in spec.ignored:
+            path, _, attr = name.rpartition(".")
+            if path in place.modules and (tensor := place.modules[path]._parameters.get(attr)) is not None:
+                shards[name] = tensor
+        return shards
 
     def pack(self, tensor: Tensor) -> object:
         """What autograd keeps instead of a tensor it saves: a note for a gathered weight, else the tensor itself."""

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 from . import _torch
 from .call import Call, arguments
 from .spec import PartitionSpec
+from .swap import Place
 
 __all__ = ["trace_order"]
 
@@ -42,10 +43,10 @@ def trace_order(
         named = dict(model.named_parameters(remove_duplicate=False))
         params |= {name: fake(named[name]) for name in spec.ignored if name in named}
         positional, keywords = pytree.tree_map_only(Tensor, fake, arguments(args, kwargs))
-        call = Call(params, spec, "mean", 0, 1)
+        call = Call(Place.of(model, spec), params, spec, "mean", 0, 1)
         assert call.schedule
         try:
-            call.run(model, positional, keywords, {name: fake(b) for name, b in model.named_buffers()}, method)
+            call.run(positional, keywords, {name: fake(b) for name, b in model.named_buffers()}, method)
         except RuntimeError as error:
             raise RuntimeError(
                 f"trace_order: expected a forward that runs on shapes alone, got {type(error).__name__}: {error}; "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .mesh import Axis, Mesh
-from .tree import ModuleTree, Param, natural_key
+from .tree import ModuleTree, Param, is_within, natural_key
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -144,6 +144,30 @@ class PartitionSpec:
     def paths(self) -> tuple[str, ...]:
         """The module paths that are units, the root's ``""`` among them."""
         return tuple(dict.fromkeys(("", *(path for path, _ in self.selected))))
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The paths of the modules with ``P(remat=True)``, which run again for their derivatives: "" for the model.
+
+        What no selected path owns is recomputed only where nothing is selected, as by ``whole(P(remat=True))``.
+        """
+        chosen = self.selected or (("", self.root),)
+        return tuple(path for path, p in chosen if p.remat)
+
+    def within(self, path: str, keys: Iterable[str]) -> PartitionSpec:
+        """The part of this spec for the insides of one of its modules, which uses the units of these keys."""
+        keys = set(keys)
+        if (known := self.derived.get(("within", path))) is None or set(known.by_key) != keys:
+            known = dataclasses.replace(
+                self,
+                selected=tuple((inner, p) for inner, p in self.selected if inner != path and is_within(inner, path)),
+                root=dataclasses.replace(self.root, remat=False),
+                units=tuple(unit for unit in self.units if unit.key in keys),
+                ignored=tuple(name for name in self.ignored if is_within(name, path)),
+                runs=None if self.runs is None else tuple(key for key in self.runs if key in keys),
+            )
+            self.derived["within", path] = known
+        return known
 
     def on(
         self, mesh: DeviceMesh | Mesh | Mapping[str, int | Axis], *, reductions: DeviceMesh | Mesh | None = None

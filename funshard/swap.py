@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 from .spec import PartitionSpec, Unit
 from .tree import join
 
-__all__ = ["Owned", "Parameters", "install_buffers", "owners", "restored"]
+__all__ = ["CONTAINERS", "Attributes", "Parameters", "Place", "install_buffers", "restored"]
 
-Owned = dict[nn.Module, dict[str, tuple[Unit, int]]]
-"""For each module the unit and the position in it of its own parameters, by attribute."""
+Attributes = dict[nn.Module, dict[str, Any]]
+"""Of each module what ``vars`` gives."""
 
-_CONTAINERS = tuple(
+CONTAINERS = tuple(
     name
     for name, value in vars(nn.Module()).items()
     if isinstance(value, dict | set) and name not in ("_parameters", "_buffers")
@@ -67,34 +68,54 @@ class Parameters(dict[str, Any]):
         return dict(self.items())
 
 
+@dataclass(frozen=True)
+class Place:
+    """A module of a model: its path, all modules in it by each of their paths, and which units own what of them."""
+
+    path: str
+    modules: Mapping[str, nn.Module]
+    owned: dict[nn.Module, dict[str, tuple[Unit, int]]]
+    """For each module the unit and position in it of its own parameters, by attribute."""
+
+    @classmethod
+    def of(cls, model: nn.Module, spec: PartitionSpec) -> Place:
+        """The whole model; ValueError unless the spec was made for it."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        return cls("", modules, _owners(modules, spec))
+
+    def within(self, path: str) -> Place:
+        """One of its modules."""
+        modules = dict(self.modules[path].named_modules(prefix=path, remove_duplicate=False))
+        return Place(path, modules, {module: self.owned[module] for module in modules.values()})
+
+
 @contextlib.contextmanager
-def restored(modules: Iterable[nn.Module]) -> Generator[None]:
-    """Within this, the modules may be changed; afterwards every attribute is what it was before."""
+def restored(modules: Iterable[nn.Module]) -> Generator[Attributes]:
+    """Within this, the modules may be changed; afterwards every attribute is what it was before, which it gives."""
     saved: list[tuple[nn.Module, dict[str, Any], dict[str, Any] | None]] = []
     for module in modules:
         attributes = dict(vars(module))
         filled = None
-        for name in _CONTAINERS:
+        for name in CONTAINERS:
             if attributes.get(name):  # few have anything in them
                 filled = filled or {}
                 filled[name] = attributes[name].copy()
         saved.append((module, attributes, filled))
     try:
-        yield
+        yield {module: attributes for module, attributes, _ in saved}
     finally:
         for module, attributes, filled in saved:
             vars(module).clear()
             vars(module).update(attributes)
-            for name in _CONTAINERS:
+            for name in CONTAINERS:
                 container, content = attributes.get(name), filled.get(name, ()) if filled else ()
                 if container is not None and (container or content) and container != content:
                     container.clear()
                     container.update(content)
 
 
-def owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned:
-    """For each module the unit and position of its own parameters; ValueError unless the spec was made for it."""
-    owned: Owned = {module: {} for module in modules.values()}
+def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Module, dict[str, tuple[Unit, int]]]:
+    owned: dict[nn.Module, dict[str, tuple[Unit, int]]] = {module: {} for module in modules.values()}
     for unit in spec:
         for i, param in enumerate(unit.params):
             for name in param.names:

@@ -1,4 +1,4 @@
-"""grad and grad_and_value: torch.func's, in one plain autograd pass where nothing outside can differentiate again."""
+"""grad and grad_and_value, torch.func's in one plain autograd pass where nothing outside differentiates again; and hvp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 
 from . import _torch
 
-__all__ = ["grad", "grad_and_value"]
+__all__ = ["grad", "grad_and_value", "hvp"]
 
 
 def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -58,6 +58,37 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
         return result, ((value, pytree.tree_map_only(Tensor, torch.Tensor.detach, aux)) if has_aux else value)
 
     return wrapper
+
+
+def hvp(f: Callable[[Any], Tensor], params: Any, v: Any) -> Any:
+    """The Hessian of the scalar ``f`` at ``params`` times ``v``: a tree like ``params``, shards from shards.
+
+    Forward over reverse: ``jvp`` of ``grad``, which is exact on shards. With the loss of this rank's batch it is this
+    rank's slice of the product with the Hessian of the mean loss over ranks. Close over the batch.
+
+    >>> import torch, funshard as fs
+    >>> fs.hvp(lambda p: (p["w"] ** 3).sum(), {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 1.0])})
+    {'w': tensor([ 6., 12.])}
+
+    Raises ValueError, naming the path, where ``v`` is not a tree of tensors of the shapes and dtypes of ``params``; and
+    what `grad` raises. Of torch's attention kernels only the math one has a second derivative
+    (``torch.nn.attention.sdpa_kernel``).
+    """
+    _check_like(params, v)
+    return torch.func.jvp(grad(f), (params,), (v,))[1]
+
+
+def _check_like(params: object, v: object) -> None:
+    expected = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(params)[0]}
+    got = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(v)[0]}
+    for path in expected.keys() | got.keys():
+        kinds = [_kind(tree[path]) if path in tree else "none" for tree in (expected, got)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"hvp: v{path}: expected {kinds[0]} as in params, got {kinds[1]}")
+
+
+def _kind(leaf: object) -> str:
+    return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
 def _differentiated_outside(arguments: object) -> bool:

@@ -28,6 +28,11 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+def is_within(name: str, path: str) -> bool:
+    """Whether the name is the module path itself or that of something inside it."""
+    return not path or name == path or name.startswith(f"{path}.")
+
+
 @dataclass(frozen=True)
 class Param:
     """What is known of a parameter without its values.

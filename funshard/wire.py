@@ -13,6 +13,7 @@ from .collectives import Reduce
 from .mesh import Group
 from .ops import Finish, Where, start
 from .spec import PartitionSpec
+from .tree import is_within
 
 __all__ = ["Buffers", "Chain", "Route", "Routes", "Step", "routes"]
 
@@ -98,7 +99,8 @@ class Routes:
 
     of: dict[str, Route]
     gathered: tuple[int, ...]
-    """The places in ``spec.order`` of the units that are gathered."""
+    """The places in ``spec.order`` of the units that are gathered, but not those that are recomputed: they gather by
+    themselves."""
     connected: bool
     """Whether every axis has a process group."""
     frees: bool
@@ -129,9 +131,14 @@ def routes(spec: PartitionSpec, reduce: Reduce) -> Routes:
             ),
             unit.p.reshard and bool(split),
         )
+
+    def inside(key: str) -> bool:
+        return any(is_within(spec.by_key[key].path, path) for path in recomputed)
+
+    recomputed = spec.recomputed
     made = Routes(
         of,
-        tuple(i for i, key in enumerate(spec.order) if of[key].gather),
+        tuple(i for i, key in enumerate(spec.order) if of[key].gather and not inside(key)),
         all(axis.name for axis in axes.values()),
         any(route.frees for route in of.values()),
     )

@@ -1,0 +1,439 @@
+"""Law G4: remat is invisible in values, at every order; and what it is for: what stays alive does not grow with the model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from collective_log import world
+from gradient_cases import assert_shards_of_mean, cases, inputs, penalty, values
+from hypothesis import given
+from ranks import Pool
+from test_memory import Alive, no_collector
+from test_real_ranks import MODEL, Block, data
+from torch import Tensor, nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
+from torch.testing import assert_close
+
+import funshard as fs
+
+W = torch.randn(4, 4, dtype=torch.float64)
+X = torch.randn(3, 4, dtype=torch.float64)
+V = W.cos()
+Function = Callable[..., Any]
+
+
+def layer(w: Tensor, x: Tensor) -> Tensor:
+    return (torch.tanh(x @ w) @ w).sin()
+
+
+def squared(f: Function) -> Function:
+    return lambda w, x: (f(w, x) ** 2).sum()
+
+
+def hvp(f: Function) -> Function:
+    return lambda w: jvp(lambda w: grad(squared(f))(w, X), (w,), (V,))[1]
+
+
+def thrice_by_plain_autograd(f: Function) -> tuple[Tensor, ...]:
+    w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
+    out = []
+    loss = squared(f)(w, x)
+    for _ in range(3):
+        out += torch.autograd.grad(loss, (w, x), create_graph=True)
+        loss = sum((g**2).sum() for g in out[-2:])
+    return tuple(t.detach() for t in out)
+
+
+ORDERS: dict[str, Callable[[Function], Any]] = {
+    "value": lambda f: f(W, X),
+    "grad": lambda f: grad(squared(f), argnums=(0, 1))(W, X),
+    "vjp": lambda f: vjp(f, W, X)[1](X),
+    "jvp": lambda f: jvp(f, (W, X), (V, X.cos())),
+    "jvp of jvp": lambda f: jvp(lambda w: jvp(lambda w: f(w, X), (w,), (V,))[1], (W,), (V,)),
+    "jvp of grad": lambda f: hvp(f)(W),
+    "grad of grad": lambda f: grad(lambda w: (grad(squared(f))(w, X) ** 3).sum())(W),
+    "vjp of vjp": lambda f: vjp(lambda w: vjp(f, w, X)[1](X)[0], W)[1](V),
+    "third": lambda f: grad(lambda w: (hvp(f)(w) ** 2).sum())(W),
+    "vmap of grad": lambda f: torch.vmap(grad(squared(f)), (None, 0))(W, torch.stack([X, 2 * X])),
+    "grad of vmap": lambda f: grad(lambda w: torch.vmap(lambda x: squared(f)(w, x), 1)(torch.stack([X, 2 * X], 1)).prod())(W),
+    "jacrev": lambda f: jacrev(f)(W, X),
+    "jacfwd": lambda f: jacfwd(f)(W, X),
+    "hessian": lambda f: hessian(squared(f))(W, X),
+    "plain autograd": thrice_by_plain_autograd,
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_equals_the_function_at_every_order(order: str) -> None:
+    calls = 0
+
+    def counted(w: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return layer(w, x)
+
+    assert_close(ORDERS[order](fs.remat(counted)), ORDERS[order](layer), rtol=1e-11, atol=1e-11)
+    assert calls > (order != "value")
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+def test_random_numbers_are_those_of_the_first_run(randomness: str) -> None:
+    """Dropout in the function, in grad and in vmap of grad; and what is drawn afterwards."""
+
+    def dropped(w: Tensor, x: Tensor) -> Tensor:
+        return layer(w, torch.nn.functional.dropout(x, 0.5))
+
+    def results(f: Function) -> tuple[Any, ...]:
+        torch.manual_seed(3)
+        xs = torch.stack([X, X, X])
+        each = torch.vmap(grad(squared(f)), (None, 0), randomness=randomness)(W, xs)
+        return each, grad(squared(f))(W, X), thrice_by_plain_autograd(f), torch.rand(3)
+
+    got = results(fs.remat(dropped))
+    assert_close(got, results(dropped))
+    assert torch.equal(got[0][0], got[0][1]) == (randomness == "same")
+
+
+def test_autocast_is_that_of_the_first_run() -> None:
+    """Backward outside of autocast runs the function inside of it."""
+    seen: list[torch.dtype] = []
+
+    def product(w: Tensor, x: Tensor) -> Tensor:
+        seen.append((x @ w).dtype)
+        return x @ w
+
+    w = W.float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = fs.remat(product)(w, X.float())
+    out.float().sum().backward()
+    assert seen == [torch.bfloat16, torch.bfloat16]
+
+
+def test_any_pytree_goes_in_and_out() -> None:
+    """Constants, whole numbers, None, keywords, an argument that comes back."""
+
+    def f(tree: Mapping[str, Any], scale: float, *, flag: bool) -> Any:
+        return {"out": tree["w"] @ tree["x"].T * scale, "same": tree["x"], "where": tree["x"] > 0}, flag, None
+
+    args = ({"w": W, "x": X}, 3.0)
+    got, expected = fs.remat(f)(*args, flag=True), f(*args, flag=True)
+    assert_close(got[0], expected[0])
+    assert got[1:] == (True, None)
+    loss = lambda f: lambda w: (f({"w": w, "x": X}, 3.0, flag=False)[0]["out"] ** 2).sum()  # noqa: E731
+    assert_close(grad(loss(fs.remat(f)))(W), grad(loss(f))(W))
+    with torch.no_grad():
+        assert fs.remat(f)(*args, flag=True)[0]["same"] is X
+
+
+class Opaque:
+    def __init__(self, tensor: Tensor) -> None:
+        self.held = [tensor]
+
+
+def test_hidden_tensors_are_refused() -> None:
+    """They would be constants in silence."""
+    with pytest.raises(TypeError, match="got an argument of Opaque with tensors inside; register the class"):
+        fs.remat(lambda o: o.held[0])(Opaque(W))
+    with pytest.raises(TypeError, match="got a result of Opaque with tensors inside"):
+        fs.remat(Opaque)(W)
+
+
+def test_only_arguments_are_kept() -> None:
+    """What the function computes on its way is gone when it returns, and when its derivative has been computed."""
+    inner: list[weakref.ref[Tensor]] = []
+
+    def f(w: Tensor) -> Tensor:
+        h = torch.tanh(w)
+        inner.append(weakref.ref(h))
+        return (h**2).sum()
+
+    for order in (1, 2):
+        w = W.clone().requires_grad_()
+        with no_collector():
+            out = fs.remat(f)(w)
+            assert inner[-1]() is None
+            for _ in range(order):
+                (out,) = torch.autograd.grad(out.sum(), w, create_graph=True)
+                assert [ref for ref in inner if ref() is not None] == []
+
+
+# --- P(remat=True) ---
+
+
+def rematerialized(policy: fs.Policy, *, every: bool) -> fs.Policy:
+    """The policy's units, all or every second one recomputed."""
+
+    def chosen(model: Any) -> fs.PartitionSpec:
+        spec = policy(model)
+        paths = {p: dict(spec.selected)[p] for p in dict(spec.selected)} or {"": spec.root}
+        again = {
+            path: fs.P(p.axis, remat=True, reshard=p.reshard, align=p.align)
+            for i, (path, p) in enumerate(paths.items())
+            if every or i % 2
+        }
+        return fs.override(policy, fs.by_path(again, p=spec.root))(model) if again else spec
+
+    return chosen
+
+
+TRANSFORMS = {
+    "grad": lambda loss, p, v: grad(loss)(p),
+    "fs.grad": lambda loss, p, v: fs.grad(loss)(p),
+    "grad of grad": lambda loss, p, v: grad(lambda p: penalty(grad(loss)(p)))(p),
+    "hvp": lambda loss, p, v: fs.hvp(loss, p, v),
+}
+
+
+@pytest.mark.parametrize("every", [True, False], ids=["all", "some"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@given(case=cases())
+def test_recomputed_units_are_invisible(transform: str, every: bool, case: Any) -> None:
+    """Any model, any policy, any mesh: the shards of the reference's derivative."""
+    model, policy, sizes = case
+    exact = transform in ("grad", "fs.grad")
+    assert_shards_of_mean((model, rematerialized(policy, every=every), sizes), TRANSFORMS[transform], exact=exact)
+
+
+class Tanh(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def twice_by_plain_autograd(loss: Function, params: fs.Params, v: fs.Params) -> None:
+    leaves = [p.clone().requires_grad_() for p in params.values()]
+    first = torch.autograd.grad(loss(dict(zip(params, leaves, strict=True))), leaves, create_graph=True)
+    torch.autograd.grad(sum((g**2).sum() for g in first), leaves)
+
+
+MEMORY: dict[str, tuple[int, Callable[..., Any]]] = {
+    "grad": (1, TRANSFORMS["grad"]),
+    "fs.grad": (1, TRANSFORMS["fs.grad"]),
+    "grad of grad": (2, TRANSFORMS["grad of grad"]),
+    "jvp of grad": (2, TRANSFORMS["hvp"]),
+    "double backward": (2, twice_by_plain_autograd),
+    "third": (3, lambda loss, p, v: grad(lambda p: penalty(fs.hvp(loss, p, v)))(p)),
+}
+"""For each transform, how many gathered buffers of one unit are alive at once: as many as its order."""
+
+
+@pytest.mark.parametrize("blocks", [3, 6])
+@pytest.mark.parametrize("transform", MEMORY)
+def test_gathered_buffers_alive_do_not_grow_with_the_model(transform: str, blocks: int) -> None:
+    """ZeRO-3 memory at every order: the buffers of one block, at most one for each order, however many blocks."""
+    order, compute = MEMORY[transform]
+    with world(4):
+        model = nn.Sequential(*(Tanh(4) for _ in range(blocks)))
+        spec = fs.by_type(Tanh, p=fs.P("shard", remat=True))(model).bound
+        params = fs.shard(model, spec)
+        x = torch.randn(3, 4, dtype=torch.float64)
+        with no_collector(), Alive() as alive:
+            compute(lambda p: (fs.functional_call(model, p, (x,), spec=spec) ** 2).sum(), params, params)
+        assert alive.peak == order * spec.padded_numel(spec.by_key["0"])
+        assert alive.now() == []
+
+
+def counted_runs(policy: fs.Policy, way: Function) -> int:
+    runs = 0
+
+    class Counting(Tanh):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal runs
+            runs += 1
+            return super().forward(x)
+
+    model = nn.Sequential(Counting(2), Counting(2))
+    spec = policy(model).bound
+    way(lambda p: fs.functional_call(model, p, torch.ones(1, 2, dtype=torch.float64), spec=spec).sum())(fs.shard(model, spec))
+    return runs
+
+
+def test_how_often_a_module_runs() -> None:
+    """Once more for its gradient; not at all where nothing is differentiated; the root only where it is the unit."""
+    again = fs.P(remat=True)
+    assert counted_runs(fs.by_type(Tanh, p=again), fs.grad) == 4
+    assert counted_runs(fs.by_type(Tanh, p=fs.P()), fs.grad) == 2
+    assert counted_runs(fs.whole(again), fs.grad) == 4
+    assert counted_runs(fs.by_path({"0": again}), fs.grad) == 3
+    with torch.no_grad():
+        assert counted_runs(fs.by_type(Tanh, p=again), lambda f: f) == 2
+
+
+class Batch(nn.Module):
+    """A unit with statistics, a counter and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.linear = nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(self.drop(self.norm(x)))
+
+
+def test_buffers_of_recomputed_modules() -> None:
+    """Statistics move once for a step, and random numbers are those of the first run, as without remat."""
+    results = []
+    for remat in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Batch(), Batch())
+        spec = fs.by_type(Batch, p=fs.P(remat=remat))(model).bound
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        x = torch.randn(5, 4)
+
+        def loss(p: fs.Params, model=model, spec=spec, buffers=buffers, x=x) -> Tensor:
+            return (fs.functional_call(model, p, x, spec=spec, buffers=buffers) ** 2).sum()
+
+        before = {name: vars(module).copy() for name, module in model.named_modules()}
+        grads = fs.grad(loss)(fs.shard(model, spec))
+        assert before == {name: vars(module) for name, module in model.named_modules()}
+        assert buffers["0.norm.num_batches_tracked"] == 1
+        assert not torch.equal(buffers["0.norm.running_mean"], torch.zeros(4))
+        results.append((grads, buffers, torch.rand(2)))
+    assert_close(*results)
+
+
+class Stores(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what, self.kept = nn.Linear(2, 2), what, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        if self.what == "attribute":
+            self.aux = out.sum()
+        elif self.what == "list":
+            self.kept.append(out.sum())
+        elif self.what == "count":
+            self.count = len(out)
+        elif self.what == "reads":
+            out = out + self.given
+        return out
+
+
+class Around(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner = Stores(what)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inner.what == "reads":
+            self.inner.given = 2 * x
+        out = self.inner(x)
+        return out * self.inner.count if self.inner.what == "count" else out
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "attribute",
+            "module 'inner' has P.remat=True. and stores a tensor in its attribute 'aux', where it would have no gradient",
+        ),
+        ("list", "module 'inner' has P.remat=True. and stores a tensor in its attribute 'kept'"),
+        ("reads", "module 'inner' has P.remat=True. and reads a tensor of the running computation from its attribute 'given'"),
+    ],
+)
+def test_tensors_pass_by_arguments_and_results(what: str, message: str) -> None:
+    """Anything else would be a constant in silence. The module is as it was."""
+    model = Around(what)
+    spec = fs.by_path({"inner": fs.P(remat=True)})(model).bound
+    x = torch.ones(1, 2, requires_grad=True)
+    before = {name: vars(module).copy() for name, module in model.named_modules()}
+    with pytest.raises(RuntimeError, match=message):
+        fs.grad(lambda p: fs.functional_call(model, p, x, spec=spec).sum())(fs.shard(model, spec))
+    model.inner.kept.clear()
+    assert before == {name: vars(module) for name, module in model.named_modules()}
+
+
+def test_other_attributes_pass() -> None:
+    """What forward counts on itself is there for the modules around it."""
+    model = Around("count")
+    spec = fs.by_path({"inner": fs.P(remat=True)})(model).bound
+    params = fs.shard(model, spec)
+    got = fs.grad(lambda p: fs.functional_call(model, p, torch.ones(3, 2), spec=spec).sum())(params)
+    assert_close(got["inner"], torch.full_like(got["inner"], 9.0))
+    assert not hasattr(model.inner, "count")
+
+
+def test_ignored_and_tied_parameters_have_gradients() -> None:
+    """A recomputed module with a weight of a unit outside of it, and one that no unit owns."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "c": nn.Linear(3, 3)}).double()
+    model["b"].weight = model["a"].weight
+    model.forward = lambda x: model["c"](torch.tanh(model["b"](torch.tanh(model["a"](x)))))
+    x = torch.randn(2, 3, dtype=torch.float64)
+    results = []
+    for remat in (False, True):
+        base = fs.by_path({"b": fs.P(remat=remat), "c": fs.P(remat=remat)}, p=fs.P())
+        spec = fs.ignoring(base, params=["c.bias"])(model).bound
+        params = fs.shard(model, spec)
+        model["c"].bias.grad = None
+        full = {k: p.requires_grad_() for k, p in params.items()}
+        loss = (fs.functional_call(model, full, x, spec=spec) ** 2).sum()
+        loss.backward()
+        results.append(({k: p.grad for k, p in full.items()}, model["c"].bias.grad.clone()))
+    assert_close(*results)
+    assert results[0][1].abs().sum() > 0
+
+
+def on_real_ranks(rank: int, p: fs.P) -> dict[str, Any]:
+    spec = fs.by_type(Block, p=p)(MODEL).bound
+    params, x = fs.shard(MODEL, spec), data(2)[rank]
+
+    def loss(params: fs.Params) -> Tensor:
+        return (fs.functional_call(MODEL, params, x, spec=spec) ** 2).sum()
+
+    leaves = {k: t.clone().requires_grad_() for k, t in params.items()}
+    loss(leaves).backward()
+    return {
+        "plain": {k: t.grad for k, t in leaves.items()},
+        **{name: transform(loss, params, {k: t.cos() for k, t in params.items()}) for name, transform in TRANSFORMS.items()},
+    }
+
+
+@pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", reshard=False), fs.P()], ids=str)
+def test_recomputed_units_on_real_ranks(gloo2: Pool, p: fs.P) -> None:
+    """The same gradients, products and penalties as without remat."""
+    again = fs.P(p.axis, reshard=p.reshard, remat=True)
+    for got, expected in zip(gloo2.run(on_real_ranks, again), gloo2.run(on_real_ranks, p), strict=True):
+        assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_inside_simulated_ranks_and_around_them() -> None:
+    """A spec is an argument: its ranks take part in every transform, in whichever order."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    xs = torch.randn(3, 4, 2, dtype=torch.float64)
+
+    def loss(params: fs.Params, x: Tensor, spec: fs.PartitionSpec) -> Tensor:
+        return (fs.functional_call(model, params, x, spec=spec) ** 2).sum()
+
+    def total(f: Function) -> Function:
+        def one(full: fs.Params) -> Function:
+            def rank(mesh: Any, x: Tensor) -> Tensor:
+                spec = fs.always()(model).on(mesh)
+                return f(fs.shard(full, spec), x, spec)
+
+            return rank
+
+        return lambda full: fs.testing.spmd(one(full), 3)(xs).sum()
+
+    assert_close(grad(total(fs.remat(loss)))(full), grad(total(loss))(full))
+
+
+def test_inputs_of_the_laws() -> None:
+    """The random cases above do have recomputed units, of more than one element."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    spec = rematerialized(fs.by_type(nn.Linear), every=False)(model)
+    assert spec.recomputed == ("1",)
+    assert rematerialized(fs.whole(), every=True)(model).recomputed == ("",)
+    assert inputs({"shard": 2}).shape == (2,)
+    assert values(model)["0.weight"].shape == (2, 2)
