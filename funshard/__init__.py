@@ -5,6 +5,7 @@ from .call import functional_call
 from .full import gather_full, scatter_full
 from .layout import Params, flatten, unflatten, views
 from .order import trace_order
+from .per_sample import per_sample_grads
 from .policies import (
     Policy,
     always,
@@ -56,6 +57,7 @@ __all__ = [
     "module_tree",
     "override",
     "partition",
+    "per_sample_grads",
     "policies",
     "remat",
     "reshard",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 __all__ = [
     "alone",
     "backend",
+    "backward_early",
     "base",
     "beneath",
     "differentiates",
@@ -32,6 +33,7 @@ __all__ = [
     "group",
     "in_forward_ad",
     "is_fake",
+    "is_over",
     "is_wrapped",
     "kept",
     "level",
@@ -105,6 +107,11 @@ def is_wrapped(tensor: Tensor) -> bool:
     return _functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_over(tensor: Tensor) -> bool:
+    """Whether the transform that the tensor belongs to has ended. Pinned by ``test_a_pullback_gives_plain_tensors``."""
+    return _functorch.is_dead_tensor_wrapper(tensor)
+
+
 @contextlib.contextmanager
 def beneath() -> Generator[None]:
     """Without gradients and beneath all transforms, where `base` tensors live.
@@ -113,6 +120,22 @@ def beneath() -> Generator[None]:
     """
     with torch.no_grad(), temporarily_clear_interpreter_stack() if level() else contextlib.nullcontext():
         yield
+
+
+def backward_early(tensors: Iterable[Tensor]) -> None:
+    """Have backward come to all that these were made from as soon as it can.
+
+    By itself it goes back in the order in which forward ran, so to what was made before all else it comes last, and
+    until then every gradient waits. Pinned by ``test_backward_early``.
+    """
+    for tensor in tensors:
+        node = tensor.grad_fn
+        while node is not None and node.next_functions and node._sequence_nr() != _EARLY:
+            node._set_sequence_nr(_EARLY)  # pyright: ignore[reportAttributeAccessIssue]
+            node = node.next_functions[0][0]
+
+
+_EARLY = 2**62
 
 
 def overwrite(target: Tensor, source: Tensor) -> None:

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from . import _torch
 from .collectives import Reduce
-from .layout import unflatten_unit
+from .layout import check_buffers, unflatten_unit, whole_unit
 from .mesh import Group
 from .recompute import recomputed
 from .schedule import Schedule, Visit
-from .sharding import check_shards, gather_unit, unshard
+from .sharding import gather_unit, unshard
 from .spec import PartitionSpec, Unit
 from .swap import Attributes, Parameters, Place, install_buffers, restored
 from .tree import join
@@ -67,12 +67,13 @@ def functional_call(
     of this is for process groups: under torch.func.grad reductions wait where they start, under more than one
     transform gathers do too.
 
-    ``params`` are what `shard` gives, of any floating dtype; parameters that the spec ignores are the model's own, or
-    those in ``params`` under their names. ``args`` is a tuple, or the only argument. ``method`` names another method
-    than forward. ``buffers`` are used in place of the model's, and updates land in that dict, as in torch; the model's
-    own buffers are never changed: without ``buffers`` the call works on copies. After the call, also when it raises,
-    every attribute of the model and its submodules is what it was before: what forward stored on ``self`` is gone,
-    so return what you want to keep.
+    ``params`` are what `shard` gives, of any floating dtype. In the place of a unit's shard its full parameters may stand
+    under their names, as `unshard` gives them: then nothing is gathered or reduced for it. Parameters that the spec
+    ignores are the model's own, or those in ``params`` under their names. ``args`` is a tuple, or the only argument.
+    ``method`` names another method than forward. ``buffers`` are used in place of the model's, and updates land in that
+    dict, as in torch; the model's own buffers are never changed: without ``buffers`` the call works on copies. After the
+    call, also when it raises, every attribute of the model and its submodules is what it was before: what forward stored
+    on ``self`` is gone, so return what you want to keep.
 
     Inside torch.compile the whole tree is gathered by data flow and the compiler decides what lives how long; ``remat`` is
     then left to it as well.
@@ -81,7 +82,7 @@ def functional_call(
     unknown buffers, before any communication.
     """
     spec = spec.bound
-    check_shards(params, spec)
+    _check_params(params, spec)
     _check_supported(spec)
     _check_count("prefetch", prefetch, 0)
     _check_count("in_flight", in_flight, 1)
@@ -97,6 +98,18 @@ def functional_call(
 def arguments(args: object, kwargs: Mapping[str, object] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What to call the model with: ``args`` is a tuple, or the only argument."""
     return args if isinstance(args, tuple) else (args,), dict(kwargs or {})
+
+
+def _check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
+    """ValueError or TypeError unless there is of each unit the shard, or the full parameters."""
+    full = {unit.key: unit for unit in spec if whole_unit(params, unit) is not None}
+    names = {name for unit in full.values() for param in unit.params for name in param.names}
+    for key in params:
+        if key in spec.by_name and key not in names:
+            unit = spec.by_name[key][0].key
+            raise ValueError(f"parameter '{key}': expected the shard of its unit '{unit}' or its full parameters, got both")
+    shards = {key: tensor for key, tensor in params.items() if key not in names} if names else params
+    check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec if unit.key not in full})
 
 
 def _check_supported(spec: PartitionSpec) -> None:
@@ -121,7 +134,13 @@ def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
         return False
     if not all(isinstance(axis, Group) for _, axis in spec.bound_mesh.axes):
         return False
-    return not _torch.level() or not any(_torch.base(params[unit.key]).requires_grad for unit in spec)
+    return not _torch.level() or not any(_torch.base(params[unit.key]).requires_grad for unit in spec if unit.key in params)
+
+
+def _sharded(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:
+    """The part of the spec whose units ``params`` holds as shards."""
+    keys = spec.by_key.keys() & params.keys()
+    return spec if len(keys) == len(spec) else spec.within("", keys)
 
 
 def _by_data_flow(
@@ -134,12 +153,13 @@ def _by_data_flow(
     method: str | None,
     reduce: Reduce,
 ) -> Any:
-    full = unshard(params, spec, reduce=reduce)
+    sharded = _sharded(params, spec)
+    full = dict(params) | unshard({key: params[key] for key in sharded.by_key}, sharded, reduce=reduce)
     tensors = {name: full[name] for name in spec.ignored if name in full}
     for path, module in model.named_modules():  # each once: two names of one attribute would not be put back right
         for name in (join(path, attr) for attr in module._parameters):
             if name in spec.by_name:
-                tensors[name] = full[spec.by_name[name][1].name]
+                tensors[name] = next(full[other] for other in spec.by_name[name][1].names if other in full)
     if buffers is None:
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with _torch.reparametrized(model, tensors | buffers):
@@ -149,9 +169,8 @@ def _by_data_flow(
 class _Gathered:
     """A unit that is gathered now: its parameters, the transforms it was gathered under, and its visit if it has one."""
 
-    def __init__(self, unit: Unit, views: Sequence[Tensor], visit: Visit | None) -> None:
-        self.unit, self.views, self.visit = unit, views, visit
-        self.level = _torch.level()
+    def __init__(self, unit: Unit, views: Sequence[Tensor], visit: Visit | None, level: int) -> None:
+        self.unit, self.views, self.visit, self.level = unit, views, visit, level
         self.frees = visit.route.frees if visit else unit.p.reshard
         self.storage = 0  # of the buffer, where saved tensors in it are to be replaced
 
@@ -176,12 +195,14 @@ class Call:
         self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
         self.outer_reentrant = _torch.reentrant_checkpoints()
         self.level = _torch.level()
-        self.schedule = Schedule(params, spec, reduce, prefetch, in_flight) if _schedulable(params, spec) else None
+        ahead = _schedulable(params, spec)
+        self.schedule = Schedule(params, _sharded(params, spec), reduce, prefetch, in_flight) if ahead else None
         if self.schedule and self.differentiable:
             self.params = self.schedule.enter(params)
         frees = self.schedule is not None and self.schedule.routes.frees
         self.hooked = self.differentiable and frees and self.outer is None
-        self.active: dict[str, _Gathered] = {}
+        full = ((unit, whole_unit(params, unit)) for unit in spec)
+        self.active = {unit.key: _Gathered(unit, views, None, level=0) for unit, views in full if views is not None}
         self.live: dict[int, Visit] = {}  # by storage: what pack recognises
         self.scopes: list[list[_Gathered]] = [[]]
         self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
@@ -215,7 +236,7 @@ class Call:
                 views = visit.parameters(shard)
             else:
                 views = unflatten_unit(gather_unit(shard, unit, self.mesh, reduce=self.reduce), unit)
-        gathered = _Gathered(unit, views, visit)
+        gathered = _Gathered(unit, views, visit, _torch.level())
         self.active[unit.key] = gathered
         if visit and visit.route.frees and self.hooked:
             assert visit.full is not None
@@ -326,13 +347,14 @@ class Call:
         return run
 
     def _params_of(self, place: Place, spec: PartitionSpec) -> dict[str, Tensor]:
-        """The shards of these units, and the ignored parameters."""
-        shards = {key: self.params[key] for key in spec.by_key}
+        """The shards, or full parameters, of these units, and the ignored parameters."""
+        names = [name for unit in spec for name in (unit.key, *(name for param in unit.params for name in param.names))]
+        params = {name: self.params[name] for name in names if name in self.params}
         for name in spec.ignored:
             path, _, attr = name.rpartition(".")
             if path in place.modules and (tensor := place.modules[path]._parameters.get(attr)) is not None:
-                shards[name] = tensor
-        return shards
+                params[name] = tensor
+        return params
 
     def pack(self, tensor: Tensor) -> object:
         """What autograd keeps instead of a tensor it saves: a note for a gathered weight, else the tensor itself."""

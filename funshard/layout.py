@@ -11,7 +11,7 @@ from .mesh import Group, Mesh
 from .spec import PartitionSpec, Unit
 from .tree import Param
 
-__all__ = ["Params", "flat", "flatten", "flatten_unit", "index", "unflatten", "unflatten_unit", "views"]
+__all__ = ["Params", "flat", "flatten", "flatten_unit", "index", "unflatten", "unflatten_unit", "views", "whole_unit"]
 
 Params = dict[str, Tensor]
 """Tensors by unit key when sharded or flattened, by parameter name when full."""
@@ -67,6 +67,16 @@ def _full(params: Mapping[str, Tensor], param: Param, unit: Unit) -> Tensor:
             f"got {list(tensor.shape)}; was the model changed after the spec was made?"
         )
     return tensor
+
+
+def whole_unit(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor] | None:
+    """The unit's full parameters if they are in ``params``, under any of their names, in the place of its buffer.
+
+    Raises ValueError, naming the parameter, where only some are, or with another shape.
+    """
+    if unit.key in params or not any(name in params for param in unit.params for name in param.names):
+        return None
+    return [_full(params, param, unit) for param in unit.params]
 
 
 def unflatten(buffers: Mapping[str, Tensor], spec: PartitionSpec) -> Params:

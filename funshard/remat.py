@@ -22,7 +22,7 @@ from . import _torch
 from .mesh import Mesh, Simulated
 from .spec import PartitionSpec
 
-__all__ = ["remat"]
+__all__ = ["Surroundings", "remat"]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -175,7 +175,7 @@ class _Again:
         _check_open(leaves, "an argument")
         self._f, self._treedef = f, treedef
         self._leaves = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._surroundings: _Surroundings | None = None
+        self._surroundings: Surroundings | None = None
         self._out: tuple[list[Any], pytree.TreeSpec] | None = None
 
     @staticmethod
@@ -191,7 +191,7 @@ class _Again:
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self._treedef)
         if self._surroundings is None:
-            self._surroundings = _Surroundings(xs)
+            self._surroundings = Surroundings(xs)
             out = self._f(*args, **kwargs)
         else:
             with self._surroundings.again():
@@ -236,11 +236,12 @@ def _check_open(leaves: Iterable[object], what: str) -> None:
             )
 
 
-class _Surroundings:
+class Surroundings:
     """What a run depends on beside its arguments: the random number generators and autocast."""
 
-    def __init__(self, xs: Sequence[Tensor]) -> None:
-        self._devices = sorted({(x.device.type, x.device.index) for x in xs if x.device.type not in ("cpu", "meta")})
+    def __init__(self, leaves: Iterable[object]) -> None:
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+        self._devices = sorted((device.type, device.index) for device in devices if device.type not in ("cpu", "meta"))
         self._random = torch.get_rng_state()
         self._on_devices = [torch.get_device_module(kind).get_rng_state(index) for kind, index in self._devices]
         self._casts = [
@@ -250,6 +251,7 @@ class _Surroundings:
 
     @contextlib.contextmanager
     def again(self) -> Generator[None]:
+        """For a run that is to see them as they were."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.set_rng_state(self._random)

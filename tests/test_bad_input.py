@@ -51,8 +51,26 @@ BAD_PARAMS: dict[str, tuple[Params, type[Exception], str]] = {
 def test_params_that_do_not_fit_the_spec(reader: str, bad: str) -> None:
     """Everything that takes shards says which unit is wrong, what it expected and what it got."""
     params, error, match = BAD_PARAMS[bad]
+    if (reader, bad) == ("functional_call", "full"):  # it takes these as well
+        assert torch.equal(READERS[reader](params), MODEL(X))
+        return
     with pytest.raises(error, match=match):
         READERS[reader](params)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({**PARAMS, "1.weight": FULL["1.weight"]}, r"parameter '1\.weight': expected the shard of its unit '1' or .* got both"),
+        ({"0": PARAMS["0"], "1.weight": X}, r"parameter '1\.weight' of unit '1': expected shape \[2, 4\], got \[1, 3\]"),
+        ({"1": PARAMS["1"], "0.bias": FULL["0.bias"]}, r"parameter '0\.weight' of unit '0' is missing"),
+    ],
+    ids=["twice", "shape", "some"],
+)
+def test_full_parameters_that_do_not_fit_the_spec(params: Params, message: str) -> None:
+    """functional_call takes a unit's full parameters in the place of its shard: all of them, and not beside it."""
+    with pytest.raises(ValueError, match=message):
+        READERS["functional_call"](params)
 
 
 def changed(change: Callable[[nn.Module], object]) -> nn.Module:

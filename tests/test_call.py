@@ -340,6 +340,23 @@ def parameters_read_outside_of_their_unit(rank: int) -> None:
     right(rank, Model())
 
 
+@on_two_ranks
+def full_parameters_in_the_place_of_shards(rank: int) -> None:
+    """What `unshard` gives, of some units or of all: the gradient of this rank's loss for them, the mean for the others."""
+    model, spec, params, x = setting(rank)
+    local = torch.func.grad(lambda p: squared(torch.func.functional_call(model, p, (x,))))(fs.unshard(params, spec))
+    expected = fs.grad(lambda p: squared(fs.functional_call(model, p, x, spec=spec)))(params)
+    for remat in (False, True):
+        again = fs.by_type(nn.Linear, p=fs.P("shard", remat=remat))(model).bound
+        for units in (["a"], ["", "b"], ["", "a", "b"]):
+            full = fs.unshard(params, spec, units=units)
+            mixed = {**full, **{key: shard for key, shard in params.items() if key not in units}}
+            want = {key: local[key] if key in full else expected[key] for key in mixed}
+            for by in (fs.grad, torch.func.grad):
+                got = by(lambda p, again=again: squared(fs.functional_call(model, p, x, spec=again)))(mixed)
+                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_call(gloo2: Pool, check: Callable[[int], None]) -> None:
     """Each function above with the mark, on two ranks."""

@@ -1,0 +1,189 @@
+"""per_sample_grads: each sample's own gradient, and the clipped and noisy mean of them that is private (DP-SGD)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
+
+from . import _torch
+from .collectives import Reduce, all_reduce, broadcast
+from .layout import Params, check_buffers, unflatten_unit
+from .mesh import Simulated
+from .remat import Surroundings
+from .sharding import gather_unit, scatter_unit
+from .spec import PartitionSpec, Unit
+from .transforms import grad
+
+__all__ = ["per_sample_grads"]
+
+
+def per_sample_grads(
+    f: Callable[..., Tensor],
+    params: Mapping[str, Tensor],
+    batch: object,
+    *,
+    spec: PartitionSpec,
+    clip: float | None = None,
+    noise: float | None = None,
+    generator: torch.Generator | None = None,
+    reduce: Reduce = "mean",
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> Params:
+    """The gradient of ``f(params, *sample)`` for each sample of this rank's batch; or their private mean.
+
+    ``f`` is the loss of one sample, with `functional_call` on its first argument. ``batch`` is a tuple of its other
+    arguments, or the only one, each tensor with one more dimension, the first. Parameters are gathered outside of vmap,
+    so that no sample meets another rank's (``vmap(grad(f))`` on shards is the mean over ranks of their i-th samples'
+    gradients).
+
+    Without ``clip``: ``vmap(grad(f), (None, 0))(unshard(params, spec), batch)``, by parameter name, of shape [samples,
+    *parameter's]; as much memory as that is.
+
+    With ``clip``: shards, by unit key, of the sum over all samples of all ranks of their gradients, each scaled down to a
+    2-norm over all of ``params`` of at most ``clip``; plus, with ``noise``, normal numbers of standard deviation ``noise *
+    clip``, the same ones at any number of ranks; and with ``reduce="mean"`` all of it over the number of samples. In two
+    passes: one for the norms, which holds the samples' gradients of one unit at a time, and one plain gradient of the
+    weighted losses, which is reduced once. Without a graph. Abadi et al., Deep Learning with Differential Privacy, 2016;
+    two passes as in Lee and Kifer, Scaling up Differentially Private Deep Learning with Fast Per-Example Gradient
+    Clipping, 2021.
+
+    ``params`` may hold some of the units (`partition`); ``f`` closes over the rest. The noise comes from a seed that rank
+    0 draws from ``generator``, or from torch's own, and sends. ``randomness`` and ``chunk_size`` are torch.vmap's: what
+    dropout in ``f`` does ("same" or "different" for each sample), and how many samples at once.
+
+    Raises ValueError, before any communication, for params that are no shards of the spec's units, a batch that is empty
+    or whose tensors differ in their first dimension, ``noise`` without ``clip``, a ``clip`` that is not positive and a
+    negative ``noise``.
+    """
+    spec = spec.bound
+    mesh = spec.bound_mesh
+    units = [unit for unit in spec if unit.key in params]
+    check_buffers(params, spec, {unit.key: spec.shard_numel(unit) for unit in units})
+    args = batch if isinstance(batch, tuple) else (batch,)
+    samples = _check_batch(args)
+    _check_privacy(clip, noise)
+
+    def of_samples(fn: Callable[..., Any], full: Mapping[str, Tensor]) -> Any:
+        dims = (None, *(0 for _ in args))
+        return torch.vmap(fn, dims, randomness=randomness, chunk_size=chunk_size)(full, *args)
+
+    if clip is None:
+        buffers = {unit.key: gather_unit(params[unit.key], unit, mesh) for unit in units}
+        return of_samples(torch.func.grad(f), _full(buffers, units))
+
+    params = {unit.key: params[unit.key].detach() for unit in units}
+    surroundings = Surroundings(pytree.tree_leaves(args))
+
+    def probed(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
+        return f(_full({key: _Probe.apply(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
+
+    buffers = {unit.key: gather_unit(params[unit.key], unit, mesh) for unit in units}
+    squares: Mapping[str, Tensor] = of_samples(torch.func.grad(probed), {unit.key: _zero(params[unit.key]) for unit in units})
+    buffers.clear()
+    norms = torch.stack(list(squares.values())).sum(0).sqrt()
+    weights = (clip / (norms + 1e-6)).clamp(max=1)
+
+    def weighted(params: Mapping[str, Tensor]) -> Tensor:
+        buffers = {unit.key: gather_unit(params[unit.key], unit, mesh, reduce="sum") for unit in units}
+        return (of_samples(f, _full(buffers, units)) * weights).sum()
+
+    with surroundings.again():  # dropout as in the first pass
+        grads: Params = grad(weighted)(params)
+    if noise:
+        drawn = _normal(units, spec, params, generator)
+        grads = {key: g + noise * clip * next(drawn) for key, g in grads.items()}
+    if reduce == "mean":
+        total = torch.tensor(float(samples), device=mesh.device)
+        for name in mesh.names:
+            total = all_reduce(total, mesh[name], reduce="sum")
+        grads = {key: (g / total).to(g.dtype) for key, g in grads.items()}
+    return grads
+
+
+class _Probe(torch.autograd.Function):
+    """A unit's buffer; the "gradient" of the probe is the squared norm of the buffer's, which goes no further."""
+
+    @staticmethod
+    def forward(buffer: Tensor, probe: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return buffer.view_as(buffer)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.dtype = inputs[1].dtype  # pyright: ignore[reportAttributeAccessIssue]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.no_grad():  # torch.func would keep every gradient for a second derivative
+            return None, torch.linalg.vector_norm(grad, dtype=_wide(grad.dtype)).to(ctx.dtype) ** 2
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, buffer: Tensor, probe: Tensor) -> tuple[Tensor, int | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return buffer.view_as(buffer), in_dims[0]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _zero(like: Tensor) -> Tensor:
+    return like.new_zeros((), dtype=_wide(like.dtype).to_real())
+
+
+def _full(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Params:
+    """The full parameters by name, as views of these buffers, whose gradients are used up as soon as they are complete."""
+    full: Params = {}
+    for unit in units:
+        views = unflatten_unit(buffers[unit.key], unit)
+        _torch.backward_early(views)
+        full |= zip((param.name for param in unit.params), views, strict=True)
+    return full
+
+
+def _normal(
+    units: Iterable[Unit], spec: PartitionSpec, params: Mapping[str, Tensor], generator: torch.Generator | None
+) -> Iterator[Tensor]:
+    """This rank's slice of standard normal numbers for each unit, the same ones at any number of ranks."""
+    mesh = spec.bound_mesh
+    device = next(iter(params.values())).device
+    with _torch.beneath():
+        seed = torch.randint(2**62, (), generator=generator, device=generator.device if generator else None).to(device)
+        for name in mesh.names:
+            if not isinstance(mesh[name], Simulated):  # whose ranks are one process
+                seed = broadcast(seed, mesh[name])
+        source = torch.Generator(device).manual_seed(int(seed))
+    for unit in units:
+        with _torch.beneath():
+            whole = torch.zeros(spec.padded_numel(unit), dtype=params[unit.key].dtype, device=device)
+            real = torch.view_as_real(whole) if whole.is_complex() else whole
+            real[: unit.numel].normal_(generator=source)
+        yield scatter_unit(whole, unit, mesh)
+
+
+def _check_batch(args: tuple[object, ...]) -> int:
+    """The number of samples."""
+    sizes = {
+        pytree.keystr(path): len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else None
+        for path, leaf in pytree.tree_flatten_with_path(args)[0]
+    }
+    first = next(iter(sizes.items()), ("", None))
+    for path, size in sizes.items():
+        if size is None:
+            raise ValueError(f"per_sample_grads: batch{path}: expected a tensor with the samples in its first dimension")
+        if size != first[1]:
+            raise ValueError(f"per_sample_grads: batch{path}: expected {first[1]} samples as in batch{first[0]}, got {size}")
+    if not first[1]:
+        raise ValueError("per_sample_grads: expected a batch of at least one sample, got none")
+    return first[1]
+
+
+def _check_privacy(clip: float | None, noise: float | None) -> None:
+    if clip is not None and not clip > 0:
+        raise ValueError(f"per_sample_grads: expected a positive clip, got {clip}")
+    if noise is not None and (clip is None or noise < 0):
+        raise ValueError(f"per_sample_grads: expected a noise of at least 0, in units of clip, got {noise} with clip={clip}")

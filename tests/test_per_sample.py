@@ -1,0 +1,338 @@
+"""per_sample_grads equals the single-process per-sample gradients, clipped or not, at any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gradient_cases import Case, cases
+from hypothesis import given
+from ranks import Pool
+from test_memory import no_collector
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funshard as fs
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(width, width), nn.LayerNorm(width), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.drop(self.linear(x))))
+
+
+def network() -> nn.Module:
+    """Two blocks that run twice, on weights that they share in part."""
+    torch.manual_seed(1)
+    a, b = Block(5), Block(5)
+    b.linear.weight = a.linear.weight
+    return nn.Sequential(nn.Linear(3, 5), a, b, a, nn.Linear(5, 2)).double().eval()
+
+
+MODEL = network()
+FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
+RANKS, SAMPLES = 3, 4
+X, Y = torch.randn(RANKS, SAMPLES, 7, 3, dtype=torch.float64), torch.randn(RANKS, SAMPLES, 7, 2, dtype=torch.float64)
+POLICIES = {
+    "blocks": fs.by_type(Block),
+    "kept": fs.by_type(Block, p=fs.P("shard", reshard=False)),
+    "remat": fs.by_type(Block, p=fs.P("shard", remat=True)),
+    "always": fs.always(),
+    "replicated": fs.by_type(Block, p=fs.P()),
+    "mixed": fs.by_path({"1": fs.P(), "4": fs.P("shard")}),
+}
+
+
+def reference(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
+    # of a copy: torch 2.13 leaves its tensors in a tied parameter of a module that is registered twice
+    return ((torch.func.functional_call(copy.deepcopy(MODEL), params, (x,)) - y) ** 2).sum()
+
+
+def loss_on(spec: fs.PartitionSpec, model: nn.Module = MODEL) -> Callable[..., Tensor]:
+    return lambda params, x, y: ((fs.functional_call(model, params, x, spec=spec) - y) ** 2).sum()
+
+
+def clipped(each: fs.Params, clip: float) -> fs.Params:
+    norms = sum((g.reshape(len(g), -1) ** 2).sum(1) for g in each.values()).sqrt()
+    scale = (clip / (norms + 1e-6)).clamp(max=1)
+    return {name: torch.einsum("b...,b->...", g, scale) for name, g in each.items()}
+
+
+EACH = vmap(grad(reference), (None, 0, 0))(FULL, X.flatten(0, 1), Y.flatten(0, 1))
+CLIP = float(sum((g.flatten(1) ** 2).sum(1) for g in EACH.values()).sqrt().median())
+"""Half of the samples are clipped."""
+
+
+def results(policy: fs.Policy, **options: Any) -> Callable[..., Any]:
+    def rank(mesh: Any, x: Tensor, y: Tensor) -> fs.Params:
+        spec = policy(MODEL).on(mesh)
+        return fs.per_sample_grads(loss_on(spec), fs.shard(FULL, spec), (x, y), spec=spec, **options)
+
+    return rank
+
+
+def shards_of(full: fs.Params, policy: fs.Policy, sizes: Any = RANKS) -> fs.Params:
+    ranks = torch.zeros(sizes if isinstance(sizes, int) else torch.Size(sizes.values()).numel())
+    return fs.testing.spmd(lambda mesh, _: fs.shard(full, policy(MODEL).on(mesh)), sizes)(ranks)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_sample_has_its_gradient(policy: str) -> None:
+    """By name, of this rank's samples only, whatever the sharding."""
+    got = fs.testing.spmd(results(POLICIES[policy]), RANKS)(X, Y)
+    assert_close({name: g.flatten(0, 1) for name, g in got.items()}, EACH, **CLOSE)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_sum_of_clipped_gradients(policy: str, reduce: str) -> None:
+    """Shards of it. Weights that are used several times count with their whole gradient."""
+    got = fs.testing.spmd(results(POLICIES[policy], clip=CLIP, reduce=reduce), RANKS)(X, Y)
+    over = RANKS * SAMPLES if reduce == "mean" else 1
+    expected = {name: g / over for name, g in clipped(EACH, CLIP).items()}
+    assert_close(got, shards_of(expected, POLICIES[policy]), **CLOSE)
+
+
+def test_a_large_clip_is_the_gradient_of_the_sum() -> None:
+    got = fs.testing.spmd(results(POLICIES["blocks"], clip=1e9, reduce="sum"), RANKS)(X, Y)
+    full = grad(lambda p: vmap(reference, (None, 0, 0))(p, X.flatten(0, 1), Y.flatten(0, 1)).sum())(FULL)
+    assert_close(got, shards_of(full, POLICIES["blocks"]), **CLOSE)
+
+
+@given(case=cases())
+def test_any_model(case: Case) -> None:
+    """Random models, policies and meshes: each rank's samples, and the clipped sum of all."""
+    model, policy, sizes = case
+    ranks = torch.Size(sizes.values()).numel()
+    full = fs.testing.integers_like(model, high=1)
+    xs = torch.arange(1, 2 * ranks + 1).double().view(ranks, 2)
+    each = vmap(grad(lambda p, x: torch.func.functional_call(copy.deepcopy(model), p, (x,))), (None, 0))(full, xs.flatten())
+
+    def rank(mesh: Any, x: Tensor) -> tuple[fs.Params, fs.Params]:
+        spec = policy(model).on(mesh)
+
+        def f(params: fs.Params, x: Tensor) -> Tensor:
+            return fs.functional_call(model, params, x, spec=spec)
+
+        shards = fs.shard(full, spec)
+        return (
+            fs.per_sample_grads(f, shards, x, spec=spec),
+            fs.per_sample_grads(f, shards, x, spec=spec, clip=2.0, reduce="sum"),
+        )
+
+    got, total = fs.testing.spmd(rank, sizes)(xs)
+    assert_close({name: g.flatten(0, 1) for name, g in got.items()}, each, **CLOSE)
+    expected = clipped(each, 2.0)
+    want = fs.testing.spmd(lambda mesh, _: fs.shard(expected, policy(model).on(mesh)), sizes)(xs)
+    assert_close(total, want, **CLOSE)
+
+
+def test_some_of_the_units() -> None:
+    """The norm is over those that are given; f closes over the others."""
+    policy = POLICIES["always"]
+
+    def rank(mesh: Any, x: Tensor, y: Tensor) -> fs.Params:
+        spec = policy(MODEL).on(mesh)
+        trained, frozen = fs.partition(fs.shard(FULL, spec), spec, lambda unit: unit.path.startswith("4"))
+        loss = loss_on(spec)
+        return fs.per_sample_grads(
+            lambda p, x, y: loss(fs.combine(p, frozen), x, y), trained, (x, y), spec=spec, clip=CLIP / 2, reduce="sum"
+        )
+
+    got = fs.testing.spmd(rank, RANKS)(X, Y)
+    last = clipped({name: g for name, g in EACH.items() if name.startswith("4")}, CLIP / 2)
+    expected = shards_of({**FULL, **last}, policy)
+    assert got.keys() == {"4"}
+    assert_close(got["4"], expected["4"], **CLOSE)
+
+
+def noise_of(policy: fs.Policy, sizes: Any, seeds: list[int] | None = None, **options: Any) -> fs.Params:
+    """What noise adds, in multiples of clip."""
+    count = sizes if isinstance(sizes, int) else torch.Size(sizes.values()).numel()
+    x, y = X.flatten(0, 1)[:count, None], Y.flatten(0, 1)[:count, None]
+
+    def rank(mesh: Any, x: Tensor, y: Tensor) -> fs.Params:
+        generator = torch.Generator().manual_seed(7)
+        with_noise = results(policy, clip=2.0, noise=3.0, generator=generator, reduce="sum", **options)(mesh, x, y)
+        without = results(policy, clip=2.0, reduce="sum")(mesh, x, y)
+        return {key: (with_noise[key] - without[key]) / 6 for key in without}
+
+    return fs.testing.spmd(rank, sizes)(x, y)
+
+
+def test_noise_is_the_same_at_any_number_of_ranks() -> None:
+    """Independent normal numbers for all parameters; none in the padding; replicas alike."""
+    policy = POLICIES["blocks"]
+    specs = {n: policy(MODEL).on({"shard": n}) for n in (1, 2, 5)}
+    alone, on_two, on_five = (
+        fs.unflatten({key: z.flatten() for key, z in noise_of(policy, n).items()}, spec) for n, spec in specs.items()
+    )
+    assert_close(on_two, alone, **CLOSE)
+    assert_close(on_five, alone, **CLOSE)
+    padded = {unit.key: unit.numel for unit in specs[5] if specs[5].padded_numel(unit) > unit.numel}
+    assert padded
+    drawn = noise_of(policy, 5)
+    assert all(drawn[key].flatten()[numel:].abs().max() < 1e-12 for key, numel in padded.items())
+    hybrid = noise_of(policy, {"replicate": 2, "shard": 2})
+    for z in hybrid.values():
+        assert_close(z[:2], z[2:], **CLOSE)
+    numbers = torch.cat([z.flatten() for z in alone.values()])
+    assert abs(numbers.mean()) < 4 / len(numbers) ** 0.5
+    assert abs(numbers.std() - 1) < 4 / len(numbers) ** 0.5
+    assert len(numbers.unique()) == len(numbers)
+
+
+def test_dropout_is_the_same_in_both_passes() -> None:
+    """A clip that every gradient meets: each has that norm, which it has not if the two passes drop other values."""
+    model = network().train()
+    spec = fs.always()(model).bound
+    x, y = X[0], Y[0]
+    loss = loss_on(spec, model)
+    for randomness in ("same", "different"):
+        torch.manual_seed(2)
+        each = fs.per_sample_grads(loss, fs.shard(model, spec), (x, y), spec=spec, randomness=randomness)
+        torch.manual_seed(2)
+        got = fs.per_sample_grads(
+            loss, fs.shard(model, spec), (x, y), spec=spec, randomness=randomness, clip=CLIP, reduce="sum"
+        )
+        after = torch.rand(3)
+        assert_close(got, fs.shard(clipped(each, CLIP), spec), **CLOSE)
+        torch.manual_seed(2)
+        fs.per_sample_grads(loss, fs.shard(model, spec), (x, y), spec=spec, randomness=randomness)
+        assert torch.equal(torch.rand(3), after)  # numbers are drawn once
+    with pytest.raises(RuntimeError, match="randomness"):
+        fs.per_sample_grads(loss, fs.shard(model, spec), (x, y), spec=spec)
+
+
+def test_chunks_change_nothing() -> None:
+    spec = fs.always()(MODEL).bound
+    shards = fs.shard(MODEL, spec)
+    for options in ({}, {"clip": CLIP}):
+        whole = fs.per_sample_grads(loss_on(spec), shards, (X[0], Y[0]), spec=spec, **options)
+        in_chunks = fs.per_sample_grads(loss_on(spec), shards, (X[0], Y[0]), spec=spec, chunk_size=3, **options)
+        assert_close(in_chunks, whole, **CLOSE)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made here hold at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = weakref.ref(storage), storage.nbytes()
+        self.alive = {key: held for key, held in self.alive.items() if held[0]() is not None}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
+        return out
+
+
+def test_clipping_never_holds_all_gradients_of_all_samples() -> None:
+    """One unit's at a time: the peak hardly grows with the number of units, where that of all of them does."""
+    samples, width = 16, 24
+    unit_bytes = (width * width + width) * 8
+
+    def peak(blocks: int, **options: Any) -> int:
+        model = nn.Sequential(*(nn.Linear(width, width, dtype=torch.float64) for _ in range(blocks)))
+        spec = fs.always()(model).bound
+        shards = fs.shard(model, spec)
+        x = torch.randn(samples, 1, width, dtype=torch.float64)
+        with no_collector(), Peak() as mode:
+            fs.per_sample_grads(
+                lambda p, x: fs.functional_call(model, p, x, spec=spec).sin().sum(), shards, x, spec=spec, **options
+            )
+        return mode.peak
+
+    few, many = peak(3, clip=1.0), peak(9, clip=1.0)
+    assert few > samples * unit_bytes  # it does hold those of one
+    assert many - few < 6 * 4 * unit_bytes  # the buffers, their gradients, activations
+    assert peak(9) - peak(3) >= 6 * samples * unit_bytes
+
+
+def on_real_ranks(rank: int) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, policy in POLICIES.items():
+        spec = policy(MODEL).bound
+        shards = {k: p.requires_grad_() for k, p in fs.shard(FULL, spec).items()}
+        for options in ({}, {"clip": CLIP}, {"clip": CLIP, "noise": 0.5}):
+            generator = torch.Generator().manual_seed(5 + rank)  # only rank 0's matters
+            grads = fs.per_sample_grads(loss_on(spec), shards, (X[rank], Y[rank]), spec=spec, generator=generator, **options)
+            assert all(g.requires_grad != bool(options) for g in grads.values())
+            out[f"{name} {options}"] = {key: g.detach() for key, g in grads.items()}
+    return out
+
+
+def test_real_ranks_agree_with_simulated_ones(gloo2: Pool) -> None:
+    """The noise too."""
+
+    def simulated(mesh: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+        return {
+            f"{name} {options}": results(policy, generator=torch.Generator().manual_seed(5), **options)(mesh, x, y)
+            for name, policy in POLICIES.items()
+            for options in ({}, {"clip": CLIP}, {"clip": CLIP, "noise": 0.5})
+        }
+
+    expected = fs.testing.spmd(simulated, 2)(X[:2], Y[:2])
+    for rank, real in enumerate(gloo2.run(on_real_ranks)):
+        for name, tree in real.items():
+            assert_close(tree, {key: z[rank] for key, z in expected[name].items()}, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": (X[0], Y[0, :2])}, r"batch\[1\]: expected 4 samples as in batch\[0\], got 2"),
+        ({"batch": (X[0, :0], Y[0, :0])}, "expected a batch of at least one sample, got none"),
+        ({"batch": (X[0], 3)}, r"batch\[1\]: expected a tensor with the samples in its first dimension"),
+        ({"params": {"nothing": X}}, "unit 'nothing' is not in the spec"),
+        ({"clip": 0.0}, "expected a positive clip, got 0.0"),
+        ({"noise": 1.0}, "expected a noise of at least 0, in units of clip, got 1.0 with clip=None"),
+        ({"clip": 1.0, "noise": -1.0}, "got -1.0 with clip=1.0"),
+    ],
+    ids=["sizes", "empty", "no tensor", "unknown unit", "clip", "noise alone", "negative noise"],
+)
+def test_errors(changes: dict[str, Any], message: str) -> None:
+    """Before any communication: the mesh has no process group."""
+    spec = fs.always()(MODEL).on({"shard": 2})
+    options = {"params": fs.shard(FULL, spec, rank=0), "batch": (X[0], Y[0])} | changes
+    with pytest.raises(ValueError, match=message):
+        fs.per_sample_grads(loss_on(spec), options.pop("params"), options.pop("batch"), spec=spec, **options)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of its hooks
+def test_opacus_agrees() -> None:
+    """The clipped mean of Opacus, the peer, on one process."""
+    opacus = pytest.importorskip("opacus")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    x, y = torch.randn(6, 3), torch.randn(6, 2)
+    spec = fs.always()(model).bound
+
+    def f(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
+        return ((fs.functional_call(model, params, x, spec=spec) - y) ** 2).sum()
+
+    got = fs.per_sample_grads(f, fs.shard(model, spec), (x, y), spec=spec, clip=1.5)
+    peer = opacus.GradSampleModule(model)
+    optimizer = opacus.optimizers.DPOptimizer(
+        torch.optim.SGD(peer.parameters()), noise_multiplier=0.0, max_grad_norm=1.5, expected_batch_size=6
+    )
+    ((peer(x) - y) ** 2).sum(1).mean().backward()
+    optimizer.pre_step()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    assert_close(got, fs.shard(expected, spec), rtol=1e-5, atol=1e-6)
