@@ -72,6 +72,11 @@ class _Collective(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, x: Tensor, rank: Tensor | None, *rest: Any) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dim, rank_dim = in_dims[:2]
         if rank_dim is not None:  # the simulated axis itself: its ranks come to dimension 0
+            if info.batch_size != rest[1]:
+                raise ValueError(
+                    f"a simulated axis of {rest[1]} ranks: expected all of them in one vmap, got {info.batch_size}; "
+                    "a vmap with chunk_size cannot be an axis"
+                )
             stacked = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             return _Collective.apply(stacked, None, *rest), 0
         return _Collective.apply(x.movedim(dim, -1), rank, *rest), x.dim() - 1
@@ -168,7 +173,7 @@ def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
         rank 1  a    ->    a                                 h    ->    g+h+i   (/ 3)
         rank 2  a          a                                 i          g+h+i
     """
-    return _apply(f"vary_{_checked(reduce, x) if x.is_floating_point() or x.is_complex() else 'sum'}", x, axis)
+    return _apply(f"vary_{_checked(reduce, x)}" if x.is_floating_point() or x.is_complex() else "vary_sum", x, axis)
 
 
 def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
@@ -223,14 +228,12 @@ def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
     not known.
     """
     _divisible("scatter", x, axis)
-    if isinstance(axis, Simulated):
-        if rank is not None:
-            return x.unflatten(0, (axis.size, -1))[rank].clone()
+    if isinstance(axis, Simulated) and rank is None:
         return _apply("slice", x, axis)
-    here = axis.rank if rank is None else rank
+    here = rank if rank is not None or isinstance(axis, Simulated) else axis.rank
     if here is None or not 0 <= here < axis.size:
         raise ValueError(f"scatter: expected a rank in 0..{axis.size - 1}, got {here}; give rank= or bind a DeviceMesh")
-    if axis.name and rank is None and axis.size > 1:
+    if isinstance(axis, Group) and axis.name and rank is None and axis.size > 1:
         return _apply("slice", x, axis, here)
     n = len(x) // axis.size
     return x.narrow(0, here * n, n).clone()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from . import _torch
 
@@ -51,6 +52,12 @@ def start(op: str, x: Tensor, where: Where, own: Tensor | None = None) -> Finish
     # All of this is linear over the reals, which every backend reduces.
     finish = OPS[op].group(torch.view_as_real(x.resolve_conj()), where, None if own is None else torch.view_as_real(own))
     return lambda: torch.view_as_complex(finish())
+
+
+# As wait_tensor is: torch.func.linearize computes in advance what depends on constants alone, and of a gather of frozen
+# parameters it took the part that starts it without the one that waits. Pinned by test_linearize_folds_no_collective.
+for _op in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"):
+    has_side_effect(getattr(torch.ops._c10d_functional, _op).default)
 
 
 def _wait(x: Tensor) -> Tensor:
@@ -118,7 +125,7 @@ def _exchange(x: Tensor, where: Where, mean: bool) -> Finish:
 
 
 def _sum_stack(x: Tensor, root: int) -> Tensor:
-    return x.sum(0, keepdim=True).expand_as(x)
+    return x.sum(0, keepdim=True, dtype=x.dtype).expand_as(x)
 
 
 def _mean_stack(x: Tensor, root: int) -> Tensor:
@@ -171,7 +178,7 @@ def _sum_to(x: Tensor, where: Where, own: Tensor | None) -> Finish:
 
 def _sum_to_stack(x: Tensor, root: int) -> Tensor:
     here = (torch.arange(len(x), device=x.device) == root).view(-1, *(1,) * (x.dim() - 1))
-    return torch.where(here, x.sum(0, keepdim=True), 0)
+    return torch.where(here, x.sum(0, keepdim=True, dtype=x.dtype), 0)
 
 
 def _all_to_all(x: Tensor, where: Where, own: Tensor | None) -> Finish:

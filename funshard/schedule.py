@@ -43,6 +43,7 @@ class Schedule:
         self, shards: Mapping[str, Tensor], spec: PartitionSpec, reduce: Reduce, prefetch: int, in_flight: int
     ) -> None:
         self.shards = {key: _torch.base(shards[key]).detach() for key in spec.by_key}
+        self._witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
         self.spec, self._prefetch = spec, prefetch
         self.reduce: Reduce = reduce
         self.routes = routes(spec, reduce)
@@ -121,6 +122,10 @@ class Schedule:
             if (other := self._left[i]()) is not None and other.start_again():
                 ahead += 1
         self.buffers.clear()
+
+    def is_over(self) -> bool:
+        """Whether the transform in which the call was made has ended, as when the pullback of a vjp runs."""
+        return self._witness is not None and _torch.is_over(self._witness)
 
     def _hold(self, visit: Visit) -> None:
         """Let the oldest frozen unit that backward has come to go if there are too many: no gradient would tell when."""
@@ -259,6 +264,8 @@ class Visit:
     def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         """A view of the buffer that autograd saved."""
         self.schedule.approach(self)
+        if self.schedule.is_over():  # nothing can differentiate what this node of the graph computes with it
+            torch.set_grad_enabled(False)  # until the engine goes on to the next node
         return self.again().as_strided(shape, stride, offset)
 
     def reduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:

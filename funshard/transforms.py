@@ -70,21 +70,26 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any) -> Any:
     >>> fs.hvp(lambda p: (p["w"] ** 3).sum(), {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 1.0])})
     {'w': tensor([ 6., 12.])}
 
-    Raises ValueError, naming the path, where ``v`` is not a tree of tensors of the shapes and dtypes of ``params``; and
-    what `grad` raises. Of torch's attention kernels only the math one has a second derivative
-    (``torch.nn.attention.sdpa_kernel``).
+    Raises ValueError, naming the path, where ``v`` has not the tensors of ``params``, by shape and dtype; and what `grad`
+    raises. Of torch's attention kernels only the math one has a second derivative (``torch.nn.attention.sdpa_kernel``).
     """
-    _check_like(params, v)
-    return torch.func.jvp(grad(f), (params,), (v,))[1]
+    _check_leaves(params)
+    leaves, treedef = pytree.tree_flatten(params)
+    direction = pytree.tree_unflatten(_like(params, v), treedef)
+    if not leaves:
+        return direction
+    return torch.func.jvp(torch.func.grad(lambda p: _split(f(p), has_aux=False)[0]), (params,), (direction,))[1]
 
 
-def _check_like(params: object, v: object) -> None:
+def _like(params: object, v: object) -> list[Tensor]:
+    """The tensors of ``v`` in the order of those of ``params``."""
     expected = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(params)[0]}
     got = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(v)[0]}
-    for path in expected.keys() | got.keys():
+    for path in (*expected, *got):
         kinds = [_kind(tree[path]) if path in tree else "none" for tree in (expected, got)]
         if kinds[0] != kinds[1]:
             raise ValueError(f"hvp: v{path}: expected {kinds[0]} as in params, got {kinds[1]}")
+    return [got[path] for path in expected]
 
 
 def _kind(leaf: object) -> str:

@@ -1,0 +1,455 @@
+"""Many models, many steps, many products: ensembles, MAML, Hessian-vector products and what is solved with them, on shards.
+
+Each law is a function of a loss, a point, a direction and an inner product; it gives on shards, with the loss of each
+rank's batch, the shards of what it (or a plain reference) gives on full parameters with the mean loss. Random models,
+policies and meshes of simulated ranks, and two real ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from collective_log import Collectives, world
+from gradient_cases import Case, agree, assert_shards_of_mean, cases, inputs, mean_loss, models, penalty, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Pool
+from torch import Tensor, nn
+from torch.func import grad, vjp, vmap
+
+import funshard as fs
+from funshard.collectives import Mesh
+
+Tree = Mapping[str, Tensor]
+Loss = Callable[..., Tensor]
+"""``loss(params, scale=1)``: of this rank's input times ``scale``, and a penalty on shards."""
+Dot = Callable[[Tree, Tree], Tensor]
+
+RATE = 2**-5
+
+
+def plain_dot(a: Tree, b: Tree) -> Tensor:
+    return sum((a[k] * b[k]).sum() for k in a)
+
+
+def dot_of(spec: fs.PartitionSpec) -> Dot:
+    """The inner product of the full trees from shards: slices add up over the ranks that they are split over."""
+
+    def dot(a: Tree, b: Tree) -> Tensor:
+        total = torch.zeros(())
+        for unit in spec:
+            part = (a[unit.key] * b[unit.key]).sum()
+            for name in unit.p.axes:
+                part = fs.collectives.sum_shards(part, spec.bound_mesh[name])
+            total = total + part
+        return total
+
+    return dot
+
+
+def rank_loss(model: nn.Module, spec: fs.PartitionSpec, x: Tensor) -> Loss:
+    return lambda p, scale=1: fs.functional_call(model, p, x * scale, spec=spec) + penalty(p)
+
+
+def full_loss(model: nn.Module, xs: Tensor) -> Loss:
+    return lambda t, scale=1: mean_loss(model, xs * scale)(t)
+
+
+def by_reverse(f: Loss, p: Tree, v: Tree) -> fs.Params:
+    """H v as the gradient of grad . v, without forward mode."""
+    return grad(lambda p: plain_dot(grad(f)(p), v))(p)
+
+
+def moved(p: Tree, rate: Any, grads: Tree) -> fs.Params:
+    return {k: p[k] - rate * g for k, g in grads.items()}
+
+
+def descended(f: Loss, p: Tree, steps: int, rate: Any = RATE, scale: Any = 1, by: Any = fs.grad) -> fs.Params:
+    for _ in range(steps):
+        p = moved(p, rate, by(f)(p, scale))
+    return p
+
+
+def conjugate_gradients(apply: Callable[[fs.Params], Tree], b: fs.Params, dot: Dot, steps: int) -> fs.Params:
+    """A fixed number of steps, so that it can be batched; without a residual they do nothing."""
+    x, r, p = {k: torch.zeros_like(t) for k, t in b.items()}, b, b
+    rr = dot(r, r)
+    for _ in range(steps):
+        ap = apply(p)
+        x, r = moved(x, -rr / dot(p, ap).clamp_min(1e-60), p), moved(r, rr / dot(p, ap).clamp_min(1e-60), ap)
+        rr, old = dot(r, r), rr
+        p = moved(r, -rr / old.clamp_min(1e-60), p)
+    return x
+
+
+def stack(*trees: Tree) -> fs.Params:
+    return {k: torch.stack([tree[k] for tree in trees]) for k in trees[0]}
+
+
+def member(tree: Tree, i: int) -> fs.Params:
+    return {k: t[i] for k, t in tree.items()}
+
+
+RATES, SCALES = torch.tensor([RATE, RATE / 2]).double(), torch.tensor([1, -0.5]).double()
+"""Of two members of an ensemble, or of two tasks."""
+
+
+def squared_hessian(f: Loss, p: Tree, hvp: Callable[..., fs.Params]) -> Callable[[fs.Params], fs.Params]:
+    """H H + 1: positive definite whatever the loss."""
+    return lambda v: moved(v, -1, hvp(f, p, hvp(f, p, v)))
+
+
+def strengthened(f: Loss) -> Callable[[Tree, Tree], Tensor]:
+    return lambda p, s: f(p) + sum((s[k] * p[k] ** 2).sum() for k in p)
+
+
+def hypergradient(f: Loss, p: Tree, s: Tree, dot: Dot, hvp: Callable[..., fs.Params]) -> fs.Params:
+    """Through the mixed derivative, of a strength for each element."""
+    g = strengthened(f)
+    q = conjugate_gradients(squared_hessian(lambda p: g(p, s), p, hvp), grad(f)(p), dot, 2)
+    return vjp(lambda s: grad(g)(p, s), s)[1](q)[0]
+
+
+class Law(NamedTuple):
+    """On shards, and on full parameters by plain torch.func: each of a loss, two trees and an inner product."""
+
+    sharded: Callable[[Loss, fs.Params, fs.Params, Dot], fs.Params]
+    plain: Callable[[Loss, fs.Params, fs.Params, Dot], fs.Params]
+
+
+def both(law: Callable[..., fs.Params]) -> Law:
+    """One law that is given the Hessian-vector product to use."""
+    return Law(lambda *args: law(*args, fs.hvp), lambda *args: law(*args, by_reverse))
+
+
+def maml(steps: int) -> Law:
+    def law(f: Loss, p: fs.Params, v: fs.Params, dot: Dot) -> fs.Params:
+        return fs.grad(lambda p: f(descended(f, p, steps)))(p)
+
+    def plain(f: Loss, p: fs.Params, v: fs.Params, dot: Dot) -> fs.Params:
+        return grad(lambda p: f(descended(f, p, steps, by=grad)))(p)
+
+    return Law(law, plain)
+
+
+def over_tasks(f: Loss, p: fs.Params, scale: Any) -> Tensor:
+    return f(descended(f, p, 2, scale=scale, by=grad), -scale)
+
+
+def quartic(f: Loss, dot: Dot) -> Loss:
+    """With the global norm to the fourth, which couples every rank and unit."""
+    return lambda p: f(p) + dot(p, p) ** 2
+
+
+LAWS = {
+    "hvp of a global norm": both(lambda f, p, v, dot, hvp: hvp(quartic(f, dot), p, v)),
+    "hvp of many directions": Law(
+        lambda f, p, v, dot: member(vmap(lambda v: fs.hvp(f, p, v))(stack(v, p)), 1),
+        lambda f, p, v, dot: by_reverse(f, p, p),
+    ),
+    "hvp at many points": Law(
+        lambda f, p, v, dot: member(vmap(lambda p, v: fs.hvp(f, p, v))(stack(p, v), stack(v, p)), 1),
+        lambda f, p, v, dot: by_reverse(f, v, p),
+    ),
+    "hvp through a step": both(lambda f, p, v, dot, hvp: hvp(lambda p: f(descended(f, p, 1, by=grad)), p, v)),
+    "gradient of v.Hv": both(lambda f, p, v, dot, hvp: grad(lambda p: dot(v, hvp(f, p, v)))(p)),
+    "ensemble of two": Law(
+        lambda f, p, v, dot: member(vmap(lambda p: descended(f, p, 3))(stack(p, v)), 1),
+        lambda f, p, v, dot: descended(f, v, 3, by=grad),
+    ),
+    "ensemble with its own data and rates": Law(
+        lambda f, p, v, dot: member(
+            vmap(lambda p, rate, scale: descended(f, p, 3, rate, scale))(stack(p, v), RATES, SCALES), 1
+        ),
+        lambda f, p, v, dot: descended(f, v, 3, RATES[1], SCALES[1], by=grad),
+    ),
+    "ensemble of MAML": Law(
+        lambda f, p, v, dot: member(vmap(fs.grad(lambda p: f(descended(f, p, 1))))(stack(p, v)), 1),
+        lambda f, p, v, dot: grad(lambda p: f(descended(f, p, 1, by=grad)))(v),
+    ),
+    "MAML, 1 step": maml(1),
+    "MAML, 2 steps": maml(2),
+    "MAML, 3 steps": maml(3),
+    "MAML over tasks": Law(
+        lambda f, p, v, dot: fs.grad(lambda p: vmap(lambda s: over_tasks(f, p, s))(SCALES).mean())(p),
+        lambda f, p, v, dot: grad(lambda p: (over_tasks(f, p, SCALES[0]) + over_tasks(f, p, SCALES[1])) / 2)(p),
+    ),
+    "MAML with learned rates": Law(
+        lambda f, p, v, dot: fs.grad(lambda r: f({k: p[k] - r[k] * g for k, g in fs.grad(f)(p).items()}))(v),
+        lambda f, p, v, dot: grad(lambda r: f({k: p[k] - r[k] * g for k, g in grad(f)(p).items()}))(v),
+    ),
+    "conjugate gradients": both(
+        lambda f, p, v, dot, hvp: conjugate_gradients(squared_hessian(f, p, hvp), v, dot, 3),
+    ),
+    "implicit gradient": both(hypergradient),
+}
+each_law = pytest.mark.parametrize("name", LAWS)
+
+
+@each_law
+@settings(max_examples=10)
+@given(case=cases(models(1)))
+def test_laws(name: str, case: Case) -> None:
+    model, policy, sizes = case
+    xs = inputs(sizes, exact=False)
+    t, v = (values(model, seed, exact=False) for seed in (0, 1))
+
+    def run(mesh: Mesh, x: Tensor) -> fs.Params:
+        spec = policy(model).on(mesh)
+        return LAWS[name].sharded(rank_loss(model, spec, x), fs.shard(t, spec), fs.shard(v, spec), dot_of(spec))
+
+    expected = LAWS[name].plain(full_loss(model, xs), t, v, plain_dot)
+    want = fs.testing.spmd(lambda mesh, _: fs.shard(expected, policy(model).on(mesh)), sizes)(xs)
+    agree(fs.testing.spmd(run, sizes)(xs), want, exact=False)
+
+
+def law_on_this_rank(rank: int, name: str, model: nn.Module, spec: fs.PartitionSpec, expected: fs.Params) -> None:
+    spec = spec.bound
+    p, v = (fs.shard(values(model, seed, exact=False), spec) for seed in (0, 1))
+    f = rank_loss(model, spec, inputs({"shard": 2}, exact=False)[rank])
+    agree(LAWS[name].sharded(f, p, v, dot_of(spec)), fs.shard(expected, spec), exact=False)
+
+
+@each_law
+@settings(max_examples=5)
+@given(data=st.data())
+def test_laws_on_real_ranks(gloo2: Pool, name: str, data: st.DataObject) -> None:
+    model = data.draw(models(1))
+    policy = data.draw(fs.testing.policies(model))
+    t, v = (values(model, seed, exact=False) for seed in (0, 1))
+    expected = LAWS[name].plain(full_loss(model, inputs({"shard": 2}, exact=False)), t, v, plain_dot)
+    gloo2.run(law_on_this_rank, name, model, policy(model), expected)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "real"])
+@given(case=cases())
+def test_hvp_is_shards_of_the_mean_hessian_times_the_vector(case: Case, exact: bool) -> None:
+    """The reference is a gradient of a gradient; bit by bit on whole numbers."""
+    assert_shards_of_mean(case, lambda f, p, v: fs.hvp(f, p, v), by_reverse, exact=exact)
+
+
+@settings(max_examples=25)
+@given(case=cases())
+def test_hvp_is_symmetric_and_linear(case: Case) -> None:
+    """u.Hv and v.Hu are, on every rank, the unsharded number; H(2u - 3v) = 2Hu - 3Hv."""
+    model, policy, sizes = case
+    xs = inputs(sizes, exact=False)
+    t, u, v = (values(model, seed, exact=False) for seed in range(3))
+
+    def run(mesh: Mesh, x: Tensor) -> tuple[Tensor, Tensor, fs.Params, fs.Params]:
+        spec = policy(model).on(mesh)
+        f, dot = rank_loss(model, spec, x), dot_of(spec)
+        p, a, b = (fs.shard(tree, spec) for tree in (t, u, v))
+        ha, hb = fs.hvp(f, p, a), fs.hvp(f, p, b)
+        combined = fs.hvp(f, p, {k: 2 * a[k] - 3 * b[k] for k in p})
+        return dot(a, hb), dot(b, ha), combined, {k: 2 * ha[k] - 3 * hb[k] for k in p}
+
+    one, other, combined, parts = fs.testing.spmd(run, sizes)(xs)
+    expected = plain_dot(u, by_reverse(mean_loss(model, xs), t, v)).expand(len(xs)).double()
+    for got in (one, other):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-9, atol=1e-9)
+    agree(combined, parts, exact=False)
+
+
+@given(case=cases())
+def test_inner_products_of_shards(case: Case) -> None:
+    """Slices add up, what is replicated counts once, on whole numbers; and the gradient of t.t is 2t, sharded."""
+    model, policy, sizes = case
+    t, v = (values(model, seed) for seed in (0, 1))
+
+    def run(mesh: Mesh, _: Tensor) -> tuple[Tensor, fs.Params, fs.Params]:
+        spec = policy(model).on(mesh)
+        p, dot = fs.shard(t, spec), dot_of(spec)
+        return dot(p, fs.shard(v, spec)), fs.grad(lambda p: dot(p, p))(p), {k: 2 * x for k, x in p.items()}
+
+    ranks = math.prod(sizes.values())
+    products, gradient, twice = fs.testing.spmd(run, sizes)(torch.zeros(ranks))
+    assert products.tolist() == [float(plain_dot(t, v))] * ranks
+    agree(gradient, twice)
+
+
+class Convex(nn.Module):
+    """Multinomial logistic regression on the inputs and their squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.direct, self.squares = nn.Linear(3, 4), nn.Linear(3, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.direct(x) + self.squares(x**2)
+
+
+CONVEX = Convex().double()
+POLICIES = {
+    "whole": fs.whole(),
+    "linear": fs.by_type(nn.Linear),
+    "replicated": fs.whole(fs.P()),
+    "mixed": fs.by_path({"direct": fs.P("shard", align=4), "squares": fs.P()}),
+}
+SAMPLES = 12
+
+
+def convex_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """To train on and to validate."""
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(2, SAMPLES, 3, generator=generator).double(), torch.randint(4, (2, SAMPLES), generator=generator)
+    return x[0], y[0], x[1], y[1]
+
+
+def exact_hypergradient(spec: fs.PartitionSpec) -> tuple[fs.Params, fs.Params]:
+    """The minimum by Newton's method with a dense Hessian, and the gradient of the validation loss there.
+
+    Of a logarithm of a strength for each unit. One step of Newton's method from the minimum, with the step's matrix
+    held, has the derivative of the minimum itself.
+    """
+    x, y, x_val, y_val = convex_data()
+    owner = {name: unit.key for name, (unit, _) in spec.by_name.items()}
+    names = [name for name, _ in CONVEX.named_parameters()]
+    shapes = [p.shape for p in CONVEX.parameters()]
+
+    def tree(w: Tensor) -> fs.Params:
+        pieces = w.split([shape.numel() for shape in shapes])
+        return {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
+
+    def training(w: Tensor, s: Tree) -> Tensor:
+        t = tree(w)
+        fit = F.cross_entropy(torch.func.functional_call(CONVEX, t, (x,)), y)
+        return fit + sum(s[owner[name]].exp() / 2 * (p**2).sum() for name, p in t.items())
+
+    def newton(w: Tensor, s: Tree) -> Tensor:
+        return w - torch.linalg.solve(torch.func.hessian(training)(w, s).detach(), grad(training)(w, s))
+
+    s = {unit.key: torch.tensor(0.1 + 0.1 * i).log().double() for i, unit in enumerate(spec)}
+    w = torch.zeros(sum(shape.numel() for shape in shapes)).double()
+    for _ in range(12):
+        w = newton(w, s)
+    assert grad(training)(w, s).norm() < 1e-14
+    matrix = torch.func.hessian(training)(w, s)
+
+    def validation(s: Tree) -> Tensor:
+        end = tree(w - torch.linalg.solve(matrix, grad(training)(w, s)))
+        return F.cross_entropy(torch.func.functional_call(CONVEX, end, (x_val,)), y_val)
+
+    return tree(w), grad(validation)(s)
+
+
+def sharded_hypergradient(mesh: Mesh, policy: fs.Policy, minimum: fs.Params, samples: list[Tensor]) -> fs.Params:
+    """By conjugate gradients on shards, from each rank's samples."""
+    spec = policy(CONVEX).on(mesh)
+    dot = dot_of(spec)
+    x, y, x_val, y_val = samples
+    params = fs.shard(minimum, spec)
+    s = {unit.key: torch.tensor(0.1 + 0.1 * i).log().double() for i, unit in enumerate(spec)}
+
+    def call(p: fs.Params, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(fs.functional_call(CONVEX, p, (x,), spec=spec), y)
+
+    def training(p: fs.Params, s: Tree) -> Tensor:
+        return call(p, x, y) + sum(s[k].exp() / 2 * (w**2).sum() for k, w in p.items())
+
+    b = fs.grad(call)(params, x_val, y_val)
+    q = conjugate_gradients(lambda v: fs.hvp(lambda p: training(p, s), params, v), b, dot, 32)
+    parts = vjp(lambda s: fs.grad(training)(params, s), s)[1](q)[0]
+    for unit in spec:
+        for name in unit.p.axes:
+            parts[unit.key] = fs.collectives.sum_shards(parts[unit.key], mesh[name])
+    return {k: -g for k, g in parts.items()}
+
+
+def assert_exact(got: Tree, expected: Tree) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value.expand_as(got[key]), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_hypergradient_is_the_exact_one(policy: fs.Policy, sizes: dict[str, int]) -> None:
+    """Of a strength for each unit, through the minimum of training: as with a dense Hessian and all samples at once."""
+    minimum, expected = exact_hypergradient(policy(CONVEX).on({"shard": 1}))
+    ranks = math.prod(sizes.values())
+    split = [torch.stack(part.chunk(ranks)) for part in convex_data()]
+    got = fs.testing.spmd(lambda mesh, *samples: sharded_hypergradient(mesh, policy, minimum, list(samples)), sizes)(*split)
+    assert_exact(got, expected)
+
+
+def hypergradient_on_this_rank(rank: int, minimum: fs.Params, name: str) -> fs.Params:
+    samples = [part.chunk(2)[rank] for part in convex_data()]
+    return sharded_hypergradient(Mesh.world(), POLICIES[name], minimum, samples)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_hypergradient_is_the_exact_one_on_real_ranks(gloo2: Pool, name: str) -> None:
+    minimum, expected = exact_hypergradient(POLICIES[name](CONVEX).on({"shard": 1}))
+    for got in gloo2.run(hypergradient_on_this_rank, minimum, name):
+        assert_exact(got, expected)
+
+
+def squared(spec: fs.PartitionSpec) -> Loss:
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+    return lambda p: (torch.tanh(fs.functional_call(CONVEX, p, (x,), spec=spec)) ** 2).mean()
+
+
+@pytest.mark.parametrize("members", [2, 5])
+def test_an_ensemble_sends_as_often_as_one_member(members: int) -> None:
+    """A vmapped step has each collective of one member's step once, of all members' bytes."""
+    with world(4):
+        spec = fs.by_type(nn.Linear)(CONVEX).bound
+        shards = fs.shard(CONVEX, spec)
+        alone, together = Collectives(), Collectives()
+        with alone:
+            grad(squared(spec))(shards)
+        with together:
+            vmap(grad(squared(spec)))({k: p.expand(members, -1) for k, p in shards.items()})
+    assert {one.op for one in alone.all} == {"all_gather", "reduce_scatter"}
+    assert sorted((one.op, members * one.numel) for one in alone.all) == sorted((one.op, one.numel) for one in together.all)
+
+
+V = {"direct": torch.ones(8).double(), "squares": torch.ones(6).double()}
+WRONG = {
+    "missing": ({"direct": V["direct"]}, r"v\['squares'\]: expected \[6\] torch.float64 as in params, got none"),
+    "unknown": (V | {"more": V["direct"]}, r"v\['more'\]: expected none as in params, got \[8\] torch.float64"),
+    "shape": (V | {"direct": torch.ones(7).double()}, r"v\['direct'\]: expected \[8\] torch.float64 .*, got \[7\]"),
+    "full": (V | {"direct": torch.ones(16).double()}, r"v\['direct'\]: expected \[8\] torch.float64 .*, got \[16\]"),
+    "dtype": (V | {"direct": torch.ones(8)}, r"v\['direct'\]: expected \[8\] torch.float64 .*, got \[8\] torch.float32"),
+    "number": (V | {"direct": 1.0}, r"v\['direct'\]: expected \[8\] torch.float64 as in params, got float"),
+    "nothing": (V | {"direct": None}, r"v\['direct'\]: expected \[8\] torch.float64 as in params, got NoneType"),
+}
+
+
+@pytest.mark.parametrize(("v", "message"), WRONG.values(), ids=WRONG)
+def test_hvp_names_what_is_wrong_before_anything_is_sent(v: Any, message: str) -> None:
+    with world(2):
+        spec = fs.by_type(nn.Linear)(CONVEX).bound
+        shards = fs.shard(CONVEX, spec)
+        assert {k: p.shape for k, p in shards.items()} == {k: p.shape for k, p in V.items()}
+        with Collectives() as sent:
+            with pytest.raises(ValueError, match=message):
+                fs.hvp(squared(spec), shards, v)
+            assert not sent.all
+            fs.hvp(squared(spec), shards, V)
+        assert sent.all
+
+
+def test_hvp_of_what_has_no_curvature() -> None:
+    """Zeros, never None: a linear loss, one of part of the parameters, and a constant."""
+    spec = fs.by_type(nn.Linear)(CONVEX).bound
+    shards = fs.shard(CONVEX, spec)
+    v = {k: torch.ones_like(p) for k, p in shards.items()}
+    part = fs.hvp(lambda p: (p["direct"] ** 2).sum(), shards, v)
+    agree(part, {"direct": 2 * v["direct"], "squares": 0 * v["squares"]})
+    for flat in (lambda p: p["direct"].sum(), lambda p: torch.ones(())):
+        agree(fs.hvp(flat, shards, v), {k: 0 * p for k, p in shards.items()})
+
+
+def test_hvp_is_the_dense_hessian_times_the_vector() -> None:
+    spec = fs.whole()(CONVEX).bound
+    shards = fs.shard(CONVEX, spec)
+    v = {"": torch.randn_like(shards[""])}
+    dense = torch.func.hessian(lambda p: squared(spec)({"": p}))(shards[""])
+    torch.testing.assert_close(fs.hvp(squared(spec), shards, v)[""], dense @ v[""], rtol=1e-12, atol=1e-14)

@@ -1,0 +1,194 @@
+"""What the peer's tests say of torch.func and of compiled training, with the strategies and transforms beside theirs.
+
+The jvp without a warm-up (TestFullyShardMixedPrecisionJVP), FSDP1's test_fsdp_compile, and what
+test_fully_shard_compile asserts of the graph's inputs. The first cases of each are in test_peer_compile.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from collective_log import world
+from parity import next_token, same, sharded_call, tokens
+from peer_models import Block, Transformer
+from ranks import Pool
+from torch import Tensor, nn
+from torch._dynamo.testing import EagerAndRecordGraphs
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.distributed import init_device_mesh
+from torch.func import jvp, vmap
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+from funshard import P
+from funshard.collectives import Mesh
+
+BF16 = torch.bfloat16
+STRATEGIES = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}
+
+
+def by_jvp(f: Callable[[Tensor], Tensor], one: Tensor) -> tuple[Tensor, Tensor | None]:
+    return jvp(f, (one,), (one,))
+
+
+def by_dual_numbers(f: Callable[[Tensor], Tensor], one: Tensor) -> tuple[Tensor, Tensor | None]:
+    with dual_level():
+        out = unpack_dual(f(make_dual(one, one)))
+    return out.primal, out.tangent
+
+
+def by_jvp_in_vmap(f: Callable[[Tensor], Tensor], one: Tensor) -> tuple[Tensor, Tensor | None]:
+    out, tangent = vmap(lambda s: jvp(f, (s,), (one,)))(one.expand(3))
+    return out[1], tangent[1]
+
+
+def by_jvp_in_jvp(f: Callable[[Tensor], Tensor], one: Tensor) -> tuple[Tensor, Tensor | None]:
+    (out, _), (tangent, _) = jvp(lambda s: jvp(f, (s,), (one,)), (one,), (one,))
+    return out, tangent
+
+
+TRANSFORMS = {f.__name__: f for f in (by_jvp, by_dual_numbers, by_jvp_in_vmap, by_jvp_in_jvp)}
+
+
+def meta_linears() -> tuple[nn.Module, fs.Params]:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).to(BF16)
+    return model, {name: torch.ones(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
+
+
+LINEARS = meta_linears()
+
+
+def tangents(mesh: Mesh, strategy: str, how: str) -> Any:
+    """Of a function that runs both units and ignores its argument, of one that uses it, and of the weights."""
+    model, full = LINEARS
+    spec = fs.always(STRATEGIES[strategy])(model).on(mesh)
+    params = fs.shard(full, spec)
+    x, one = torch.ones(2, 4, dtype=BF16), torch.ones((), dtype=BF16)
+
+    def call(params: fs.Params, scale: Tensor | float = 1.0) -> Tensor:
+        return fs.functional_call(model, params, (scale * x,), spec=spec)
+
+    run = TRANSFORMS[how]
+    ignored = run(lambda scale: call(params), one)
+    used = run(lambda scale: call(params, scale), one)
+    weights = run(lambda scale: call({k: scale * p for k, p in params.items()}), one)
+    return ignored, used, weights
+
+
+def check_tangents(results: Any, how: str) -> None:
+    """By hand, in bf16: six hidden units of 4 + 1, and a bias, are 31."""
+    ignored, used, weights = results
+    for out, _ in (ignored, used, weights):
+        assert out.dtype == BF16
+        assert torch.equal(out, torch.full((2, 4), 31.0, dtype=BF16))
+    assert ignored[1] is not None or how == "by_dual_numbers"  # torch itself gives None there
+    zeros = torch.zeros(2, 4, dtype=BF16)
+    for tangent, expected in (
+        (zeros if ignored[1] is None else ignored[1], zeros),
+        (used[1], zeros + 24),  # 6 * 4
+        (weights[1], zeros + 61),  # 30 twice, once for each layer's weights, and the second bias
+    ):
+        assert tangent.dtype == BF16
+        assert torch.equal(tangent, expected)
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("how", [how for how in TRANSFORMS if how != "by_dual_numbers"])  # torch has no vmap rule for these
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_warmup_jvp_on_simulated_ranks(strategy: str, how: str, sizes: dict[str, int]) -> None:
+    """Forward mode past units that have nothing to do with it is zeros in bf16, with every strategy and no step before it."""
+    ranks = torch.Size(sizes.values()).numel()
+    out = fs.testing.spmd(lambda mesh, _: plain(tangents(mesh, strategy, how)), sizes)(torch.zeros(ranks))
+    for rank in range(ranks):
+        check_tangents(pytree.tree_map(lambda t, rank=rank: t[rank], out), how)
+
+
+def plain(results: Any) -> Any:
+    """Zeros in place of None, which vmap does not return."""
+    return tuple((out, torch.zeros_like(out) if tangent is None else tangent) for out, tangent in results)
+
+
+def tangents_on_group(rank: int, strategy: str, how: str) -> Any:
+    return plain(tangents(Mesh.world(), strategy, how))
+
+
+@pytest.mark.parametrize("how", TRANSFORMS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_warmup_jvp_on_a_process_group(gloo2: Pool, strategy: str, how: str) -> None:
+    """The same on two real ranks."""
+    for results in gloo2.run(tangents_on_group, strategy, how):
+        check_tangents(results, how)
+
+
+def compiled_losses(rank: int, strategy: str, mesh: tuple[int, ...]) -> None:
+    """Ten iterations of Adam in eager mode over a compiled loss, by autograd and by fs.grad, beside the eager run."""
+    model = Transformer(1)
+    names = ("replicate", "shard")[-len(mesh) :]
+    spec = fs.by_type(Block, p=STRATEGIES[strategy])(model).on(init_device_mesh("cpu", mesh, mesh_dim_names=names))
+
+    def loss(params: fs.Params, ids: Tensor) -> Tensor:
+        return next_token(sharded_call(model, params, spec), ids)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+
+    def backward(params: fs.Params, ids: Tensor) -> tuple[fs.Params, Tensor]:
+        value = compiled(params, ids)
+        return dict(zip(params, torch.autograd.grad(value, list(params.values())), strict=True)), value.detach()
+
+    def run(gradient: Callable[..., tuple[fs.Params, Tensor]]) -> tuple[list[Tensor], fs.Params]:
+        params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
+        optimizer, losses = torch.optim.Adam(params.values(), lr=1e-2), []
+        for i in range(10):
+            grads, value = gradient(params, tokens(rank, i % 2))
+            losses.append(value.detach())
+            for key, p in params.items():
+                p.grad = grads[key].detach()
+            optimizer.step()
+        return losses, {key: p.detach() for key, p in params.items()}
+
+    losses, params = run(grad_and_value_of_plain(loss))
+    assert losses[-1] < losses[1] < losses[0] + 1  # it trains
+    for gradient in (backward, grad_and_value_of_plain(compiled)):
+        theirs, trained = run(gradient)
+        assert_close(torch.stack(theirs), torch.stack(losses))
+        same(trained, params, "parameters")
+
+
+def grad_and_value_of_plain(f: Callable[..., Tensor]) -> Callable[..., tuple[fs.Params, Tensor]]:
+    """fs.grad_and_value with respect to shards that an optimizer holds."""
+    return lambda params, ids: fs.grad_and_value(f)({key: p.detach() for key, p in params.items()}, ids)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fsdp_compile_losses(gloo2: Pool, strategy: str) -> None:
+    """A compiled loss in an eager loop: ten losses and the parameters after them are the eager ones."""
+    gloo2.run(compiled_losses, strategy, (2,))
+
+
+def test_hsdp_compile_losses(gloo4: Pool) -> None:
+    """The same on a mesh of two axes (HYBRID_SHARD)."""
+    gloo4.run(compiled_losses, "reshard", (2, 2))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiled_graph_takes_shards_alone(strategy: str) -> None:
+    """One graph whose inputs are the shards and the batch: no unsharded parameter, nor a module's own, is an input of it."""
+    with world(4):
+        model = Transformer(1)
+        spec = fs.by_type(Block, p=STRATEGIES[strategy])(model).bound
+        params, ids = fs.shard(model, spec), tokens(0, 0)
+        torch._dynamo.reset()
+        seen = EagerAndRecordGraphs()
+        step = fs.grad(lambda params, ids: next_token(sharded_call(model, params, spec), ids))
+        torch.compile(step, fullgraph=True, backend=seen)(params, ids)
+    (graph,) = seen.graphs
+    inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    shapes = sorted(tuple(t.shape) for t in inputs if isinstance(t, Tensor))
+    assert shapes == sorted(tuple(t.shape) for t in [*params.values(), ids])
+    assert not list(graph.parameters())

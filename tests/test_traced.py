@@ -1,0 +1,568 @@
+"""Sharded code that torch records or rewrites: make_fx, torch.export, linearize, functionalize, and Jacobians."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from operator import getitem
+from typing import Any
+
+import pytest
+import torch
+from collective_log import SHORT, Collectives, world
+from parity import WAYS
+from ranks import Pool
+from test_real_ranks import Block
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp
+from torch.fx.experimental.const_fold import split_const_subgraphs
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+from funshard import P
+from funshard.collectives import Mesh
+
+State = tuple[fs.Params, fs.Params, fs.Params, Tensor]
+STRATEGIES = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}
+LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 5), Block(5), Block(5), nn.Linear(5, 2)).double()
+
+
+MODEL = model()
+
+
+def batch(rank: int, step: int, rows: int = 4) -> Tensor:
+    seed = 7 + rank + 100 * step
+    return torch.randn(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def spec_on(strategy: str, mesh: Mesh | None = None) -> fs.PartitionSpec:
+    spec = fs.by_type(Block, p=STRATEGIES[strategy])(MODEL)
+    return spec.on(mesh) if mesh else spec.bound
+
+
+def square(y: Tensor) -> Tensor:
+    return (y**2).mean()
+
+
+def sharded(spec: fs.PartitionSpec) -> Callable[[fs.Params, Tensor], Tensor]:
+    return lambda params, x: square(fs.functional_call(MODEL, params, (x,), spec=spec))
+
+
+def sgd(state: State, grads: fs.Params) -> State:
+    params, m, v, t = state
+    m = {k: 0.9 * m[k] + g for k, g in grads.items()}
+    return {k: p - LR * m[k] for k, p in params.items()}, m, v, t + 1
+
+
+def adamw(state: State, grads: fs.Params) -> State:
+    params, m, v, t = state
+    t = t + 1
+    m = {k: BETAS[0] * m[k] + (1 - BETAS[0]) * g for k, g in grads.items()}
+    v = {k: BETAS[1] * v[k] + (1 - BETAS[1]) * g * g for k, g in grads.items()}
+    step = {k: m[k] / (1 - BETAS[0] ** t) / ((v[k] / (1 - BETAS[1] ** t)).sqrt() + EPS) for k in grads}
+    return {k: p * (1 - LR * DECAY) - LR * step[k] for k, p in params.items()}, m, v, t
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[State, fs.Params], State], Callable[[Any], torch.optim.Optimizer]]] = {
+    "sgd": (sgd, lambda ps: torch.optim.SGD(ps, lr=LR, momentum=0.9)),
+    "adamw": (adamw, lambda ps: torch.optim.AdamW(ps, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)),
+}
+
+
+def start(full: nn.Module, spec: fs.PartitionSpec) -> State:
+    params = fs.shard(full, spec)
+    m, v = ({k: torch.zeros_like(p) for k, p in params.items()} for _ in range(2))  # make_fx takes one tensor for one input
+    return params, m, v, torch.zeros((), dtype=torch.float64)
+
+
+def check_traced_training(rank: int, ranks: int, spec: fs.PartitionSpec, way: str, optimizer: str) -> None:
+    """A step recorded once trains another model as the eager step does, and as torch's own optimizer the plain one."""
+    update, theirs = OPTIMIZERS[optimizer]
+
+    def step(state: State, x: Tensor) -> tuple[State, Tensor]:
+        grads, value = WAYS[way](lambda p: sharded(spec)(p, x))(state[0])
+        return update(state, grads), value
+
+    graph = make_fx(step)(start(MODEL, spec), batch(rank, 0))
+    plain = copy.deepcopy(MODEL)
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.copy_(p.flip(0))
+    eager = traced = start(plain, spec)
+    optim = theirs(plain.parameters())
+    for i in range(1, 4):
+        eager, expected = step(eager, batch(rank, i))
+        traced, value = graph(traced, batch(rank, i))
+        losses = [square(plain(batch(r, i))) for r in range(ranks)]
+        assert_close(value, losses[rank].detach())
+        assert_close(value, expected, rtol=1e-13, atol=0)
+        optim.zero_grad()
+        (sum(losses) / ranks).backward()
+        optim.step()
+        for a, b in zip(pytree.tree_leaves(traced), pytree.tree_leaves(eager), strict=True):
+            assert_close(a, b, rtol=1e-13, atol=1e-15)
+        for key, shard in fs.shard(plain, spec).items():
+            assert_close(traced[0][key], shard, msg=lambda m, key=key: f"{key} after step {i}: {m}")
+
+
+def traced_training(rank: int, strategy: str, way: str, optimizer: str) -> None:
+    check_traced_training(rank, 2, spec_on(strategy), way, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["fs", "torch.func"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_traced_training(gloo2: Pool, strategy: str, way: str, optimizer: str) -> None:
+    """make_fx of a whole step, gradients and update, trains from other parameters on other batches."""
+    gloo2.run(traced_training, strategy, way, optimizer)
+
+
+def hsdp() -> Mesh:
+    return Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def traced_hsdp(rank: int, way: str) -> None:
+    check_traced_training(rank, 4, spec_on("reshard", hsdp()), way, "adamw")
+
+
+@pytest.mark.parametrize("way", ["fs", "torch.func"])
+def test_traced_hsdp_training(gloo4: Pool, way: str) -> None:
+    """The same over a mesh of two axes."""
+    gloo4.run(traced_hsdp, way)
+
+
+def recorded(graph: torch.fx.Graph) -> list[str]:
+    """The collectives in a graph; nothing but operators may be in it."""
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert all(isinstance(target, torch._ops.OpOverload) for target in targets if target is not getitem)
+    names = [t._schema.name.partition("::") for t in targets if isinstance(t, torch._ops.OpOverload)]
+    assert {namespace for namespace, *_ in names} <= {"aten", "_c10d_functional"}
+    sent = [name for namespace, _, name in names if namespace == "_c10d_functional"]
+    assert sent.count("wait_tensor") * 2 == len(sent)
+    return [SHORT.get(name, name) for name in sent if name != "wait_tensor"]
+
+
+@pytest.mark.parametrize("way", ["fs", "torch.func"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_traced_hsdp_step_sends_what_the_eager_one_does(strategy: str, way: str) -> None:
+    """On a mesh of two axes: the same collectives, in the same order, one update and all."""
+    with world(8):
+        mesh = Mesh.of(init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard")))
+        spec = spec_on(strategy, mesh)
+
+        def step(state: State, x: Tensor) -> tuple[State, Tensor]:
+            grads, value = WAYS[way](lambda p: sharded(spec)(p, x))(state[0])
+            return adamw(state, grads), value
+
+        state = start(MODEL, spec)
+        with Collectives() as sent:
+            step(state, batch(0, 0))
+        ops = recorded(make_fx(step)(state, batch(0, 0)).graph)
+    assert ops == [s.op for s in sent.all]
+    assert Counter(ops)["all_reduce"] > 0
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm = Block(3), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.block(x))
+
+
+def traced_buffers(rank: int) -> None:
+    module = Normed().double()
+    spec = fs.by_type(Block)(module).bound
+    params = fs.shard(module, spec)
+
+    def step(params: fs.Params, buffers: fs.Params, x: Tensor) -> tuple[Any, ...]:
+        updated = {name: b.clone() for name, b in buffers.items()}  # they are written in place
+
+        def loss(params: fs.Params) -> Tensor:
+            return square(fs.functional_call(module, params, (x,), spec=spec, buffers=updated).cos())
+
+        return fs.grad_and_value(loss)(params), updated
+
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    graph = make_fx(step)(params, buffers, batch(rank, 0))
+    for i in range(1, 4):
+        plain = {name: b.clone() for name, b in buffers.items()}
+        torch.func.functional_call(module, plain, (batch(rank, i),))
+        expected, _ = step(params, buffers, batch(rank, i))
+        got, buffers = graph(params, buffers, batch(rank, i))
+        assert_close(got, expected, rtol=1e-13, atol=1e-15)
+        assert_close(buffers, plain)
+    assert buffers["norm.num_batches_tracked"] == 3
+
+
+def test_traced_buffers(gloo2: Pool) -> None:
+    """Running statistics go in and come out of a traced step like anything else."""
+    gloo2.run(traced_buffers)
+
+
+# --- torch.export ---
+
+
+class Forward(nn.Module):
+    """The sharded forward as a module without parameters of its own: they are inputs."""
+
+    def __init__(self, spec: fs.PartitionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, params: fs.Params, x: Tensor) -> Tensor:
+        return fs.functional_call(MODEL, params, (x,), spec=self.spec)
+
+
+def exported(spec: fs.PartitionSpec, x: Tensor, strict: bool) -> tuple[torch.export.ExportedProgram, fs.Params]:
+    """The forward for any number of rows."""
+    params = fs.shard(MODEL, spec)
+    shapes = (dict.fromkeys(params), {0: torch.export.Dim("rows", min=2)})
+    with warnings.catch_warnings():  # strict export warns of any torch.func.functional_call on a module from outside
+        warnings.filterwarnings("ignore", "While compiling, we found certain side effects", UserWarning)
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        return torch.export.export(Forward(spec), (params, x), dynamic_shapes=shapes, strict=strict), params
+
+
+def export_equals_eager(rank: int, strategy: str, strict: bool) -> None:
+    spec = spec_on(strategy)
+    program, params = exported(spec, batch(rank, 0), strict)
+    other, x = {k: p.cos() for k, p in params.items()}, batch(rank, 1, rows=9)
+    expected = fs.functional_call(MODEL, other, (x,), spec=spec)
+    assert_close(expected, torch.func.functional_call(MODEL, fs.unshard(other, spec), (x,)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        saved = io.BytesIO()
+        torch.export.save(program, saved)
+        saved.seek(0)
+        for each in (program, program.run_decompositions(), torch.export.load(saved)):
+            assert torch.equal(each.module()(other, x), expected)
+            assert not each.constants
+            assert not each.state_dict
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_export_equals_eager(gloo2: Pool, strategy: str, strict: bool) -> None:
+    """An exported forward, decomposed or saved and loaded too, on other shards and another number of rows."""
+    gloo2.run(export_equals_eager, strategy, strict)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_export_is_plain_operators(strategy: str, strict: bool) -> None:
+    """One gather for each sharded unit, in the order of the model, and nothing of funshard's or torch.func's."""
+    with world(4):
+        program, params = exported(spec_on(strategy), batch(0, 0), strict)
+        assert recorded(program.graph) == ["all_gather"] * (0 if strategy == "replicate" else len(params))
+        sizes = [n.args[1] for n in program.graph.nodes if "all_gather" in str(n.target)]
+        assert set(sizes) <= {4}
+
+
+def export_differentiated(rank: int) -> None:
+    spec = spec_on("reshard")
+    program, params = exported(spec, batch(rank, 0), False)
+    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        module = program.module()
+    square(module(leaves, batch(rank, 1))).backward()
+    expected = fs.grad(sharded(spec))(params, batch(rank, 1))
+    for key, leaf in leaves.items():
+        assert_close(leaf.grad, 2 * expected[key])
+    with pytest.raises(RuntimeError, match="setup_context"):
+        grad(lambda p: square(module(p, batch(rank, 1))))(params)
+
+
+def test_an_exported_forward_is_differentiated_by_torch(gloo2: Pool) -> None:
+    """A fact about torch: what was exported is raw collectives, whose gradients torch adds up over ranks, not averages.
+
+    torch.func.grad of them raises. So an exported forward is for inference; export a traced step to train.
+    """
+    gloo2.run(export_differentiated)
+
+
+def exported_step(rank: int, strategy: str) -> None:
+    spec = spec_on(strategy)
+    params = fs.shard(MODEL, spec)
+
+    def step(params: fs.Params, x: Tensor) -> tuple[fs.Params, Tensor]:
+        grads, value = fs.grad_and_value(sharded(spec))(params, x)
+        return {k: p - LR * grads[k] for k, p in params.items()}, value
+
+    program = torch.export.export(make_fx(step)(params, batch(rank, 0)), (params, batch(rank, 0)))
+    other = {k: p.cos() for k, p in params.items()}
+    assert_close(program.module()(other, batch(rank, 1)), step(other, batch(rank, 1)), rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_traced_step_can_be_exported(gloo2: Pool, strategy: str) -> None:
+    """torch.export of the graph that make_fx gives of a step with its gradients."""
+    gloo2.run(exported_step, strategy)
+
+
+class Twice(torch.autograd.Function):
+    """The least of custom Functions."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return Twice.apply(g)
+
+
+class GradOf(nn.Module):
+    def __init__(self, f: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, params: Any, x: Tensor) -> Any:
+        return grad(self.f)(params, x)
+
+
+def test_export_takes_no_grad_of_a_custom_function() -> None:
+    """A fact about torch: torch.func.grad over any custom Function does not export, so neither does a sharded step."""
+    with world(2):
+        spec = spec_on("reshard")
+        params = fs.shard(MODEL, spec)
+        for f, p in ((lambda p, x: (Twice.apply(p) * x).sum(), torch.ones(3)), (sharded(spec), params)):
+            with pytest.raises(AssertionError, match=r"ProxyTorchDispatchMode.*not registered"):
+                torch.export.export(GradOf(f), (p, batch(0, 0)), strict=False)
+
+
+# --- torch.func.linearize ---
+
+
+def linearized(rank: int, strategy: str) -> None:
+    spec = spec_on(strategy)
+    params, x = fs.shard(MODEL, spec), batch(rank, 0)
+    loss = sharded(spec)
+    v, w = ({k: f(p) for k, p in params.items()} for f in (torch.sin, torch.exp))
+    functions = [lambda p: loss(p, x), lambda p: grad(loss)(p, x), lambda p: fs.grad_and_value(loss)(p, x)]
+    for f in functions:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node", UserWarning)
+            value, tangent = linearize(f, params)
+            for direction in (v, w, v):
+                expected = jvp(f, (params,), (direction,))
+                assert all(t.any() for t in pytree.tree_leaves(expected[1]))
+                assert_close((value, tangent(direction)), expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_linearize_is_jvp(gloo2: Pool, strategy: str) -> None:
+    """linearize of a sharded loss and of its gradient is jvp, in many directions."""
+    gloo2.run(linearized, strategy)
+
+
+def folded(strategy: str) -> tuple[list[str], list[str]]:
+    """Of what linearize records of a sharded loss: what it computes once and keeps, and what each call computes."""
+    with world(2):
+        spec = spec_on(strategy)
+        params, x = fs.shard(MODEL, spec), batch(0, 0)
+        graph = make_fx(lambda v: jvp(lambda p: sharded(spec)(p, x), (params,), (v,))[1])({k: p + 1 for k, p in params.items()})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node", UserWarning)
+            split = split_const_subgraphs(graph)
+    kept = split.const_subgraph_module.graph if split.const_subgraph_module else torch.fx.Graph()
+    return (
+        *([n.target._schema.name.partition("::")[2] for n in g.nodes if "c10d" in str(n.target)] for g in (kept, split.graph)),
+    )
+
+
+@pytest.mark.parametrize("strategy", ["reshard", "keep"])
+def test_linearize_folds_no_collective(strategy: str) -> None:
+    """Each call of what it gives gathers parameters and tangents. Folded, a gather would lose the wait for it."""
+    once, always = folded(strategy)
+    assert once == []
+    assert always.count("all_gather_into_tensor") == always.count("wait_tensor") == 6
+
+
+# --- torch.func.functionalize ---
+
+
+def test_functionalize_takes_no_custom_function() -> None:
+    """A fact about torch: it has no rule for them, so a sharded call has none either, and says so."""
+    with world(2):
+        spec = spec_on("reshard")
+        params, x = fs.shard(MODEL, spec), batch(0, 0)
+        for f in (
+            lambda: functionalize(Twice.apply)(torch.ones(2)),
+            lambda: functionalize(lambda p: fs.functional_call(MODEL, p, (x,), spec=spec))(params),
+            lambda: functionalize(fs.grad(sharded(spec)))(params, x),
+            lambda: grad(functionalize(sharded(spec)))(params, x),
+            lambda: make_fx(functionalize(sharded(spec)))(params, x),
+        ):
+            with pytest.raises(RuntimeError, match="Functionalize rule for custom_function_call"):
+                f()
+
+
+def functionalized(rank: int, strategy: str, way: str) -> None:
+    spec = spec_on(strategy)
+    params, x = fs.shard(MODEL, spec), batch(rank, 0)
+    f = lambda params, x: WAYS[way](lambda p: sharded(spec)(p, x))(params)  # noqa: E731
+    graph = make_fx(f)(params, x)
+    again = make_fx(functionalize(graph, remove="mutations_and_views"))(params, x)
+    for node in again.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            assert not node.target._schema.is_mutable
+    other = {k: p.cos() for k, p in params.items()}
+    expected = f(other, batch(rank, 1))
+    for g in (functionalize(graph), again):
+        assert_close(g(other, batch(rank, 1)), expected, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("way", ["fs", "torch.func"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_functionalize_of_a_traced_step(gloo2: Pool, strategy: str, way: str) -> None:
+    """What make_fx recorded can be functionalized, run or recorded again: without any mutation, and the same."""
+    gloo2.run(functionalized, strategy, way)
+
+
+# --- Jacobians ---
+
+SMALL = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+
+
+def small(full: fs.Params, x: Tensor) -> Tensor:
+    return torch.func.functional_call(SMALL, full, (x,))
+
+
+def full_parameters() -> fs.Params:
+    return {
+        name: torch.linspace(-1, 1, p.numel(), dtype=p.dtype).sin().view(p.shape) + i / 5
+        for i, (name, p) in enumerate(SMALL.named_parameters())
+    }
+
+
+def jacobians(mesh: Mesh, x: Tensor) -> dict[str, Any]:
+    """One rank's derivatives, with respect to shards, gathered parameters and inputs."""
+    spec = fs.always()(SMALL).on(mesh)
+    one = fs.whole()(SMALL).on(mesh)  # a single buffer
+    params = fs.shard(full_parameters(), spec)
+    shard = fs.shard(full_parameters(), one)[""]
+    full = fs.unshard(params, spec)
+
+    def outputs(x: Tensor) -> Tensor:
+        return fs.functional_call(SMALL, params, (x,), spec=spec).flatten()
+
+    def of_shard(shard: Tensor) -> Tensor:
+        return fs.functional_call(SMALL, {"": shard}, (x,), spec=one).flatten()
+
+    return {
+        "reverse": jacrev(lambda p: small(p, x))(full),
+        "forward": jacfwd(lambda p: small(p, x))(full),
+        "hessian": hessian(lambda p: square(small(p, x)))(full),
+        "mean hessian": pytree.tree_map(
+            lambda h: fs.collectives.all_reduce(h, mesh["shard"]), hessian(lambda p: square(small(p, x)))(full)
+        ),
+        "product": fs.hvp(
+            lambda p: square(fs.functional_call(SMALL, p, (x,), spec=spec)), params, fs.shard(directions(), spec)
+        ),
+        "inputs reverse": jacrev(outputs)(x),
+        "inputs forward": jacfwd(outputs)(x),
+        "inputs hessian": hessian(lambda x: square(outputs(x)))(x),
+        "shards reverse": jacrev(of_shard)(shard),
+        "shards forward": jacfwd(of_shard)(shard),
+        "shards hessian": hessian(lambda s: square(of_shard(s)))(shard),
+    }
+
+
+def directions() -> fs.Params:
+    return {name: p.cos() for name, p in full_parameters().items()}
+
+
+def agree(got: Any, expected: Any, what: str) -> None:
+    """Trees of dicts in any order of keys."""
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            agree(got[key], value, f"{what} {key}")
+    else:
+        assert_close(got, expected, rtol=1e-10, atol=1e-12, msg=lambda m: f"{what}: {m}")
+
+
+def check_jacobians(mine: dict[str, Any], rank: int, ranks: int) -> None:
+    xs, full = [batch(r, 0) for r in range(ranks)], full_parameters()
+    x = xs[rank]
+    one = fs.whole()(SMALL).on({"shard": ranks})
+
+    def mean(p: fs.Params) -> Tensor:
+        return sum(square(small(p, x)) for x in xs) / ranks
+
+    def same(name: str, expected: Any) -> None:
+        agree(mine[name], expected, name)
+
+    expected = jacrev(lambda p: small(p, x))(full)
+    same("reverse", expected)
+    same("forward", expected)
+    same("hessian", hessian(lambda p: square(small(p, x)))(full))
+    mean_hessian = hessian(mean)(full)
+    same("mean hessian", mean_hessian)
+    product = {
+        a: sum(torch.tensordot(mean_hessian[a][b], v, v.dim()) for b, v in directions().items()) for a in full
+    }  # fmt: skip
+    same("product", fs.shard(product, fs.always()(SMALL).on({"shard": ranks}), rank=rank))
+    same("inputs reverse", jacrev(lambda x: small(full, x).flatten())(x))
+    same("inputs forward", jacrev(lambda x: small(full, x).flatten())(x))
+    same("inputs hessian", hessian(lambda x: square(small(full, x)))(x))
+
+    buffer = fs.flatten(full, one)[""]
+    of_buffer = lambda b, x: small(fs.unflatten({"": b}, one), x).flatten()  # noqa: E731
+    n = len(buffer) // ranks
+    own = slice(rank * n, (rank + 1) * n)
+    rows = [jacrev(of_buffer)(buffer, x) for x in xs]
+    same("shards reverse", (sum(rows) / ranks)[:, own])
+    same("shards forward", sum(rows[rank][:, q * n : (q + 1) * n] for q in range(ranks)))
+    whole = hessian(lambda b: sum(square(of_buffer(b, x)) for x in xs) / ranks)(buffer)
+    same("shards hessian", sum(whole[own, q * n : (q + 1) * n] for q in range(ranks)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_jacobians_on_simulated_ranks(ranks: int) -> None:
+    """Of gathered parameters and of inputs: the plain model's. Of shards: sums over every rank's basis, as the README says.
+
+    With respect to a shard, jacrev is this slice of the mean Jacobian over ranks, jacfwd the sum of this rank's
+    Jacobian over all slices, and hessian the sum over the slices of this slice's rows of the mean Hessian.
+    """
+    out = fs.testing.spmd(jacobians, ranks)(torch.stack([batch(r, 0) for r in range(ranks)]))
+    for rank in range(ranks):
+        check_jacobians(pytree.tree_map(lambda t, rank=rank: t[rank], out), rank, ranks)
+
+
+def jacobians_on_group(rank: int) -> dict[str, Any]:
+    return jacobians(Mesh.world(), batch(rank, 0))
+
+
+def test_jacobians_on_a_process_group(gloo2: Pool) -> None:
+    """The same on two real ranks."""
+    for rank, mine in enumerate(gloo2.run(jacobians_on_group)):
+        check_jacobians(mine, rank, 2)
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
+def test_a_pullback_gives_plain_tensors(p: P) -> None:
+    """What torch.func.vjp returned, and so jacrev, gives tensors without a graph when nothing that went in has one."""
+    with world(2):
+        spec = fs.always(p)(SMALL).bound
+        params = fs.shard(full_parameters(), spec)
+        y, pullback = vjp(lambda params, x: fs.functional_call(SMALL, params, (x,), spec=spec), params, batch(0, 0))
+        grads, x_grad = pullback(torch.ones_like(y))
+        assert not any(g.requires_grad for g in [*grads.values(), x_grad])

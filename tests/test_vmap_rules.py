@@ -1,0 +1,641 @@
+"""The vmap rule of every collective, under any nesting of ordinary vmaps and mesh axes, against loops over lists."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from collective_log import Collectives, world
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import unchanged
+from ranks import Pool
+from test_real_ranks import Block
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.func import grad, jvp, vjp, vmap
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+from funshard import collectives as c
+from funshard.collectives import Axis, Mesh, Simulated
+
+Item = list[Tensor]  # what each rank of one axis has
+
+
+def joined(xs: Item) -> Item:
+    return [torch.cat(xs) for _ in xs]
+
+
+def total(xs: Item) -> Item:
+    out = torch.zeros_like(xs[0])
+    for x in xs:
+        out = out + x
+    return [out for _ in xs]
+
+
+def slices(xs: Item) -> Item:
+    return [x[r * len(x) // len(xs) : (r + 1) * len(x) // len(xs)] for r, x in enumerate(xs)]
+
+
+def mean(xs: Item) -> Item:
+    return [x / len(xs) for x in xs]
+
+
+def exchanged(xs: Item) -> Item:
+    pieces = [slices([x] * len(xs)) for x in xs]
+    return [torch.cat([piece[r] for piece in pieces]) for r in range(len(xs))]
+
+
+def only(xs: Item, root: int) -> Item:
+    return [x if r == root else torch.zeros_like(x) for r, x in enumerate(xs)]
+
+
+class Collective(NamedTuple):
+    """The function, what the picture in its docstring shows, its transpose's, and that one's transpose if it is another."""
+
+    run: Callable[[Tensor, Axis], Tensor]
+    picture: Callable[[Item], Item]
+    transpose: Callable[[Item], Item]
+    again: Callable[[Item], Item] | None = None
+
+
+COLLECTIVES = {
+    "all_gather": Collective(c.all_gather, joined, lambda xs: mean(slices(total(xs)))),
+    "all_gather sum": Collective(lambda x, a: c.all_gather(x, a, reduce="sum"), joined, lambda xs: slices(total(xs))),
+    "reduce_scatter": Collective(c.reduce_scatter, lambda xs: mean(slices(total(xs))), joined),
+    "reduce_scatter sum": Collective(lambda x, a: c.reduce_scatter(x, a, reduce="sum"), lambda xs: slices(total(xs)), joined),
+    "all_reduce": Collective(c.all_reduce, lambda xs: mean(total(xs)), lambda xs: mean(total(xs))),
+    "all_reduce sum": Collective(lambda x, a: c.all_reduce(x, a, reduce="sum"), total, total),
+    "sum_shards": Collective(c.sum_shards, total, lambda xs: mean(total(xs))),
+    "vary": Collective(c.vary, list, lambda xs: mean(total(xs))),
+    "vary sum": Collective(lambda x, a: c.vary(x, a, reduce="sum"), list, total),
+    "unvary": Collective(c.unvary, lambda xs: mean(total(xs)), list),
+    "unvary sum": Collective(lambda x, a: c.unvary(x, a, reduce="sum"), total, list),
+    "broadcast": Collective(c.broadcast, lambda xs: [xs[0] for _ in xs], lambda xs: only(total(xs), 0)),
+    "broadcast last": Collective(
+        lambda x, a: c.broadcast(x, a, src=a.size - 1),
+        lambda xs: [xs[-1] for _ in xs],
+        lambda xs: only(total(xs), len(xs) - 1),
+    ),
+    "all_to_all": Collective(c.all_to_all, exchanged, exchanged),
+    "scatter": Collective(c.scatter, slices, joined, lambda xs: mean(slices(total(xs)))),
+}
+
+WAYS: dict[str, Callable[[Collective], tuple[Callable[[Tensor, Axis], Tensor], Callable[[Item], Item]]]] = {
+    "value": lambda op: (op.run, op.picture),
+    "transpose": lambda op: (
+        lambda x, a: (lambda y, back: back(y)[0])(*vjp(lambda x: op.run(x, a), x)),
+        lambda xs: op.transpose(op.picture(xs)),
+    ),
+    "tangent": lambda op: (
+        lambda x, a: jvp(lambda x: op.run(x, a), (x,), (x + 1,))[1],
+        lambda xs: op.picture([x + 1 for x in xs]),
+    ),
+    "transpose of the transpose": lambda op: (
+        lambda x, a: vjp(lambda y: vjp(lambda x: op.run(x, a), x)[1](y)[0], op.run(x, a))[1](x)[0],
+        op.again or op.picture,
+    ),
+}
+"""What is computed inside all vmaps, and the same by the pictures."""
+
+
+class Level(NamedTuple):
+    """One vmap, outermost first: ``axis`` names the mesh axis that it simulates, "" for an ordinary one.
+
+    ``in_dim`` None: the same for all entries. What is not batched leaves vmap by dimension 0 (torch 2.13: no other works).
+    """
+
+    size: int
+    in_dim: int | None
+    out_dim: int
+    axis: str = ""
+
+
+Index = tuple[int, ...]
+
+
+class Case(NamedTuple):
+    """A collective over ``over`` on an item of this shape for every index into ``levels``."""
+
+    op: str
+    way: str
+    over: str
+    shape: tuple[int, ...]
+    levels: tuple[Level, ...]
+
+
+def item(case: Case, index: Index) -> Tensor:
+    """What the entry at an index holds: whole numbers that all ranks of up to six divide."""
+    seen = [0 if level.in_dim is None else i for level, i in zip(case.levels, index, strict=True)]
+    seed = 1 + sum(i * 7**k for k, i in enumerate(seen))
+    return 60 * torch.randint(-9, 9, case.shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def stacked(case: Case, index: Index = ()) -> Tensor:
+    """The items, each level's in its in_dim."""
+    if len(index) == len(case.levels):
+        return item(case, index)
+    level = case.levels[len(index)]
+    if level.in_dim is None:
+        return stacked(case, (*index, 0))
+    return torch.stack([stacked(case, (*index, i)) for i in range(level.size)], level.in_dim)
+
+
+def unstacked(levels: tuple[Level, ...], out: Tensor) -> dict[Index, Tensor]:
+    """The results by index, each level's from its out_dim."""
+    if not levels:
+        return {(): out}
+    level, *rest = levels
+    assert out.shape[level.out_dim] == level.size
+    return {
+        (i, *index): value
+        for i in range(level.size)
+        for index, value in unstacked(tuple(rest), out.select(level.out_dim, i)).items()
+    }
+
+
+def nest(levels: Sequence[Level], axes: Mapping[str, Axis], f: Callable[..., Any], x: Tensor) -> Tensor:
+    """``f(axes, x)`` under vmaps, those of an axis by a Simulated one."""
+    if not levels:
+        return f(axes, x)
+    level, *rest = levels
+
+    def one(i: Tensor, x: Tensor) -> Tensor:
+        here = {level.axis: Simulated(level.size, i)} if level.axis else {}
+        return nest(rest, {**axes, **here}, f, x)
+
+    return vmap(one, in_dims=(0, level.in_dim), out_dims=level.out_dim)(torch.arange(level.size), x)
+
+
+def expected(case: Case, picture: Callable[[Item], Item]) -> dict[Index, Tensor]:
+    """Every entry's result, by a loop over all that is not the axis, and a list over the axis."""
+    at = [level.axis for level in case.levels].index(case.over)
+    out: dict[Index, Tensor] = {}
+    for index in itertools.product(*(range(level.size) for level in case.levels)):
+        if index[at] == 0:
+            ranks = [(*index[:at], r, *index[at + 1 :]) for r in range(case.levels[at].size)]
+            out.update(zip(ranks, picture([item(case, rank) for rank in ranks]), strict=True))
+    return out
+
+
+def check(case: Case) -> None:
+    f, picture = WAYS[case.way](COLLECTIVES[case.op])
+    out = nest(case.levels, {}, lambda axes, x: f(x, axes[case.over]), stacked(case))
+    agree(case, unstacked(case.levels, out), expected(case, picture))
+
+
+def agree(case: Case, got: Mapping[Index, Tensor], want: Mapping[Index, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for index, value in want.items():
+        assert torch.equal(got[index], value), f"{case}: at {index} expected {value}, got {got[index]}"
+
+
+def dims(count: int) -> st.SearchStrategy[int]:
+    return st.integers(-count, count - 1)
+
+
+@st.composite
+def cases(draw: st.DrawFn, real: dict[str, int] | None = None, op: str = "", way: str = "") -> Case:
+    """Up to three ordinary vmaps around, inside and between the axes, in and out of any dimension, negative ones too.
+
+    ``real`` axes are process groups: the first levels, outside of every vmap.
+    """
+    sizes = real or draw(st.sampled_from([{"a": 1}, {"a": 2}, {"a": 3}, {"a": 2, "b": 3}, {"a": 2, "b": 2}]))
+    op, way = op or draw(st.sampled_from(sorted(COLLECTIVES))), way or draw(st.sampled_from(sorted(WAYS)))
+    over = draw(st.sampled_from(sorted(sizes)))
+    shape = (sizes[over] ** 2, *draw(st.lists(st.sampled_from([1, 2, 3]), max_size=2)))
+    names = draw(st.permutations([*([] if real else sizes), *[""] * draw(st.integers(1, 3))]))
+    levels: list[Level] = []
+    count = len(shape)
+    for i, name in enumerate(reversed(names)):  # inside out: a level adds a dimension to what is inside
+        in_dim = draw(st.one_of(st.none(), dims(count + 1)))
+        count += in_dim is not None
+        out_dim = 0 if in_dim is None and name != over else draw(dims(len(shape) + i + 1))
+        levels.insert(0, Level(sizes[name] if name else draw(st.integers(1, 3)), in_dim, out_dim, name))
+    ranks = [Level(size, 0, 0, name) for name, size in (real or {}).items()]
+    return Case(op, way, over, shape, (*ranks, *levels))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("op", COLLECTIVES)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_any_nesting(op: str, way: str, data: st.DataObject) -> None:
+    """Every collective and its derivatives, at every entry, are what a loop over the batches gives.
+
+    Mesh axes outside, inside and between ordinary vmaps, the ranks' own dimension anywhere, over one axis of two.
+    """
+    check(data.draw(cases(op=op, way=way)))
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_every_dimension(op: str) -> None:
+    """One vmap inside and one outside the ranks, from and to every dimension of 2- and 3-D inputs, or from none."""
+    for shape in [(4,), (4, 3)]:
+        count = len(shape) + 1
+        for in_dim, out_dim in itertools.product([None, *range(-count, count)], range(-count, count)):
+            inside = Level(3, in_dim, 0 if in_dim is None else out_dim)
+            check(Case(op, "value", "a", shape, (Level(2, 0, 0, "a"), inside)))
+            check(Case(op, "value", "a", shape, (Level(3, 0, 0), Level(2, in_dim, out_dim, "a"))))
+
+
+@functools.cache
+def real_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+    return Mesh.of(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+
+
+def on_groups(rank: int, cases: list[Case], sizes: dict[str, int]) -> list[Tensor]:
+    """This rank's results of cases whose first levels are the axes of a real mesh."""
+    mesh = real_mesh(tuple(sizes.values()), tuple(sizes))
+    index = tuple(int(i) for i in torch.arange(math.prod(sizes.values())).view(*sizes.values()).eq(rank).nonzero()[0])
+    return [
+        nest(
+            case.levels[len(sizes) :],
+            dict(mesh.axes),
+            lambda axes, x: WAYS[case.way](COLLECTIVES[case.op])[0](x, axes[case.over]),
+            stacked(case, index),
+        )
+        for case in cases
+    ]
+
+
+def check_on_groups(pool: Pool, many: list[Case], sizes: dict[str, int]) -> None:
+    answers = pool.run(on_groups, many, sizes)
+    for k, case in enumerate(many):
+        got: dict[Index, Tensor] = {}
+        for at, answer in zip(itertools.product(*map(range, sizes.values())), answers, strict=True):
+            got |= {at + index: value for index, value in unstacked(case.levels[len(sizes) :], answer[k]).items()}
+        agree(case, got, expected(case, WAYS[case.way](COLLECTIVES[case.op])[1]))
+
+
+@settings(max_examples=20)
+@given(many=st.lists(cases({"a": 2}), min_size=8, max_size=8))
+def test_any_nesting_on_a_process_group(gloo2: Pool, many: list[Case]) -> None:
+    """The same where the axis is two processes, under one to three vmaps."""
+    check_on_groups(gloo2, many, {"a": 2})
+
+
+@settings(max_examples=5)
+@given(many=st.lists(cases({"a": 2, "b": 2}), min_size=8, max_size=8))
+def test_any_nesting_on_a_mesh_of_groups(gloo4: Pool, many: list[Case]) -> None:
+    """The same over either axis of a real mesh of two axes."""
+    check_on_groups(gloo4, many, {"a": 2, "b": 2})
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_every_dimension_on_a_process_group(gloo2: Pool, op: str) -> None:
+    """One vmap on each of two processes, from and to every dimension of 2- and 3-D inputs, or from none."""
+    many = []
+    for shape in [(4,), (4, 3)]:
+        count = len(shape) + 1
+        for in_dim, out_dim in itertools.product([None, *range(-count, count)], range(-count, count)):
+            inside = Level(3, in_dim, 0 if in_dim is None else out_dim)
+            many.append(Case(op, "value", "a", shape, (Level(2, 0, 0, "a"), inside)))
+    check_on_groups(gloo2, many, {"a": 2})
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 5, 7])
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_chunks_around_the_ranks(op: str, chunk_size: int) -> None:
+    """vmap in chunks, inside and outside the ranks, is vmap: the chunks are of the batch, never of the axis."""
+    f, picture, *_ = COLLECTIVES[op]
+    levels = (Level(2, 0, 0, "a"), Level(5, 1, 0))
+    case = Case(op, "value", "a", (4, 3), levels)
+    on_ranks = fs.testing.spmd(lambda mesh, x: vmap(lambda x: f(x, mesh["shard"]), 1, chunk_size=chunk_size)(x), 2)
+    agree(case, unstacked(levels, on_ranks(stacked(case))), expected(case, picture))
+    case = case._replace(levels=levels[::-1])
+    around = vmap(fs.testing.spmd(lambda mesh, x: f(x, mesh["shard"]), 2), 1, chunk_size=chunk_size)
+    agree(case, unstacked(case.levels, around(stacked(case))), expected(case, picture))
+
+
+@pytest.mark.parametrize(("chunk_size", "sends"), [(None, 1), (1, 5), (2, 3), (5, 1), (7, 1)])
+def test_one_collective_for_each_chunk(chunk_size: int | None, sends: int) -> None:
+    """Over a process group a batch is sent at once, in chunks as many times as there are chunks."""
+    with world(2), Collectives() as sent:
+        vmap(lambda x: c.all_gather(x, Mesh.world()["shard"]), chunk_size=chunk_size)(torch.ones(5, 3))
+    assert [s.op for s in sent.all] == ["all_gather"] * sends
+    assert sum(s.numel for s in sent.all) == 15
+
+
+def chunked(rank: int, op: str, chunk_size: int) -> Tensor:
+    case = Case(op, "value", "a", (4, 3), (Level(2, 0, 0, "a"), Level(5, 1, 0)))
+    f = lambda x: COLLECTIVES[op].run(x, Mesh.world()["shard"])  # noqa: E731
+    return vmap(f, 1, chunk_size=chunk_size)(stacked(case, (rank,)))
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "scatter", "all_to_all"])
+def test_chunks_on_a_process_group(gloo2: Pool, op: str) -> None:
+    """The same on real ranks."""
+    case = Case(op, "value", "a", (4, 3), (Level(2, 0, 0, "a"), Level(5, 1, 0)))
+    got = unstacked(case.levels, torch.stack(gloo2.run(chunked, op, 2)))
+    agree(case, got, expected(case, COLLECTIVES[op].picture))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.complex128, torch.int64]
+LEVELS = (Level(2, 0, 0, "a"), Level(3, -1, 1), Level(2, 0, -1))
+
+
+def of_dtypes(rank: int, case: Case) -> list[Tensor]:
+    f = lambda axes, x: COLLECTIVES[case.op].run(x, axes["a"])  # noqa: E731
+    axes = {"a": Mesh.world()["shard"]}
+    return [nest(LEVELS[1:], axes, f, stacked(case, (rank,)).to(dtype)) for dtype in DTYPES]
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter sum", "all_reduce sum", "broadcast", "all_to_all", "scatter"])
+def test_dtypes(gloo2: Pool, op: str) -> None:
+    """Two vmaps over values of any dtype, that is kept, on simulated and on real ranks."""
+    case = Case(op, "value", "a", (4, 3), LEVELS)
+    answers = gloo2.run(of_dtypes, case)
+    for k, dtype in enumerate(DTYPES):
+        want = {at: value.to(dtype) for at, value in expected(case, COLLECTIVES[op].picture).items()}
+        f = lambda axes, x: COLLECTIVES[op].run(x, axes["a"])  # noqa: E731
+        for out in (torch.stack([answer[k] for answer in answers]), nest(LEVELS, {}, f, stacked(case).to(dtype))):
+            assert out.dtype == dtype
+            agree(case, unstacked(LEVELS, out), want)
+
+
+def test_an_axis_in_chunks_is_an_error() -> None:
+    """A vmap in chunks cannot be an axis: the ranks would see some of the others only."""
+    with pytest.raises(ValueError, match="4 ranks"):
+        vmap(lambda i, x: c.all_reduce(x, Simulated(4, i), reduce="sum"), chunk_size=2)(torch.arange(4), torch.ones(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+@pytest.mark.parametrize("op", ["all_reduce sum", "reduce_scatter sum", "sum_shards", "unvary sum"])
+def test_sums_of_small_integers_keep_their_dtype(op: str, dtype: torch.dtype) -> None:
+    """As they do over process groups."""
+    out = fs.testing.spmd(lambda mesh, x: COLLECTIVES[op].run(x, mesh["shard"]), 2)(torch.ones(2, 4, dtype=dtype))
+    assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("rank", [2, -1])
+def test_scatter_of_a_rank_that_is_none(rank: int) -> None:
+    """ValueError, as on a process group."""
+    with pytest.raises(ValueError, match=r"expected a rank in 0\.\.1"):
+        fs.testing.spmd(lambda mesh, x: c.scatter(x, mesh["shard"], rank=rank), 2)(torch.ones(2, 4))
+
+
+# --- Random numbers ---
+
+
+def dropped(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.5)
+
+
+def same_everywhere(x: Tensor) -> bool:
+    return bool((x == x[:1]).all())
+
+
+def all_different(x: Tensor) -> bool:
+    """Whether no two entries of dimension 0 are alike."""
+    return len({tuple(row.flatten().tolist()) for row in x}) == len(x)
+
+
+WIDE = 64  # two masks of so many entries are never alike by chance
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_draw_their_own_numbers(sizes: dict[str, int], shared: bool) -> None:
+    """Every simulated rank drops other entries, also of what all ranks share, and the same again from the same seed."""
+    ranks = math.prod(sizes.values())
+    x = torch.ones(WIDE)
+
+    def run() -> Tensor:
+        torch.manual_seed(5)
+        return fs.testing.spmd(lambda mesh, own: dropped(x if shared else own), sizes)(x.expand(ranks, WIDE))
+
+    assert all_different(run())
+    assert torch.equal(run(), run())
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_randomness_of_a_vmap_beside_the_ranks(outside: bool) -> None:
+    """ "error" raises although the ranks may draw; "same" gives each rank one mask for all entries; "different" all others."""
+    spmd, batch, own = fs.testing.spmd, torch.ones(3, 2, WIDE), torch.ones(2, 3, WIDE)
+
+    def masks(randomness: str) -> Tensor:
+        """[rank, entry, ...]"""
+        if outside:
+            return vmap(spmd(lambda mesh, x: dropped(x), 2), randomness=randomness)(batch).transpose(0, 1)
+        return spmd(lambda mesh, x: vmap(dropped, randomness=randomness)(x), 2)(own)
+
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        masks("error")
+    same = masks("same")
+    assert all(same_everywhere(entries) for entries in same)
+    assert all_different(same[:, 0])
+    assert all_different(masks("different").flatten(0, 1))
+
+
+class Dropping(nn.Module):
+    """Two units, the second one's outputs dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 3, bias=False), nn.Linear(3, WIDE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.second(self.first(x)), 0.5)
+
+
+def gradient_with_mask(mesh: Mesh, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The gradient of ones (all is positive, so what is zero was dropped), and what was kept."""
+    spec = fs.always()(DROPPING).on(mesh)
+    params = fs.shard({name: torch.ones(p.shape) for name, p in DROPPING.named_parameters()}, spec)
+
+    def loss(params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        y = fs.functional_call(DROPPING, params, (x,), spec=spec)
+        return y.sum(), y
+
+    grads, y = fs.grad(loss, has_aux=True)(params)
+    return grads, y != 0
+
+
+DROPPING = Dropping()
+BATCHES = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+
+
+def check_dropout_gradient(kept: Tensor, grads: dict[str, Tensor]) -> None:
+    """``kept`` [rank, output], ``grads`` [rank, slice]: the mean over ranks of each rank's gradient under its own mask."""
+    hidden = BATCHES.sum(1)  # of every hidden unit, on each rank
+    second = sum(2.0 * kept[r][:, None] * hidden[r] * torch.ones(3) for r in range(2)) / 2
+    first = sum(2.0 * kept[r].sum() * BATCHES[r] * torch.ones(3, 1) for r in range(2)) / 2
+    assert torch.equal(grads["second"].flatten(), second.flatten())
+    assert torch.equal(grads["first"].flatten(), first.flatten())
+
+
+def test_dropout_in_a_sharded_model() -> None:
+    """Backward drops what forward dropped, on each rank its own."""
+    grads, kept = fs.testing.spmd(gradient_with_mask, 2)(BATCHES)
+    assert all_different(kept)
+    check_dropout_gradient(kept, grads)
+
+
+def dropout_on_group(rank: int) -> tuple[dict[str, Tensor], Tensor]:
+    torch.manual_seed(rank)
+    return gradient_with_mask(Mesh.world(), BATCHES[rank])
+
+
+def test_dropout_on_a_process_group(gloo2: Pool) -> None:
+    """The same on real ranks that were seeded apart."""
+    answers = gloo2.run(dropout_on_group)
+    kept = torch.stack([kept for _, kept in answers])
+    assert all_different(kept)
+    check_dropout_gradient(kept, {k: torch.stack([grads[k] for grads, _ in answers]) for k in answers[0][0]})
+
+
+def randomness_on_group(rank: int) -> list[Tensor]:
+    torch.manual_seed(rank)
+    spec = fs.always()(DROPPING).bound
+    params = fs.shard({name: torch.ones(p.shape) for name, p in DROPPING.named_parameters()}, spec)
+    run = lambda x: fs.functional_call(DROPPING, params, (x,), spec=spec)  # noqa: E731
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        vmap(run)(torch.ones(3, 2))
+    return [vmap(run, randomness=how)(torch.ones(3, 2)) for how in ("same", "different")]
+
+
+def test_randomness_of_vmap_on_a_process_group(gloo2: Pool) -> None:
+    """The three modes of vmap over a sharded model with dropout, on each real rank by itself."""
+    same, different = (torch.stack(x) for x in zip(*gloo2.run(randomness_on_group), strict=True))
+    assert all(same_everywhere(entries) for entries in same)
+    assert all_different(same[:, 0])
+    assert all_different(different.flatten(0, 1))
+
+
+# --- functional_call ---
+
+MEMBERS, ENTRIES, RANKS = 3, 2, 2
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 5), Block(5), nn.Linear(5, 2)).double()
+
+
+MODEL = model()
+ENSEMBLE = {
+    name: torch.randn(MEMBERS, *p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(i))
+    for i, (name, p) in enumerate(MODEL.named_parameters())
+}
+XS = torch.randn(RANKS, ENTRIES, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+
+def member(m: int) -> dict[str, Tensor]:
+    return {name: p[m] for name, p in ENSEMBLE.items()}
+
+
+def plain(full: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.func.functional_call(MODEL, full, (x,))
+
+
+SPECS = {
+    "fsdp": fs.by_type(Block),
+    "zero2": fs.by_type(Block, p=fs.P("shard", reshard=False)),
+    "ddp": fs.whole(fs.P()),
+}
+
+
+def ensemble_shards(spec: fs.PartitionSpec) -> dict[str, Tensor]:
+    """[member, ...]"""
+    many = [fs.shard(member(m), spec) for m in range(MEMBERS)]
+    return {key: torch.stack([one[key] for one in many]) for key in many[0]}
+
+
+def ensemble(mesh: Mesh, x: Tensor, policy: str) -> dict[str, Any]:
+    """Members by entries on one rank, x is [entry, 4, 3]: values, gradients, and Hessian-vector products of all."""
+    spec = SPECS[policy](MODEL).on(mesh)
+    params = ensemble_shards(spec)
+    directions = {k: p.cos() for k, p in params.items()}
+
+    def call(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return fs.functional_call(MODEL, p, (x,), spec=spec)
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (call(p, x) ** 2).mean()
+
+    def product(p: dict[str, Tensor], v: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        return jvp(lambda p: grad(loss)(p, x), (p,), (v,))[1]
+
+    return {
+        "members, entries": vmap(vmap(call, (None, 0)), (0, None))(params, x),
+        "entries, members": vmap(vmap(call, (0, None)), (None, 0), out_dims=1)(params, x),
+        "in chunks": vmap(vmap(call, (None, 0), chunk_size=1), (0, None), chunk_size=2)(params, x),
+        "gradients": vmap(vmap(grad(loss), (None, 0)), (0, None))(params, x),
+        "fs gradients": vmap(vmap(fs.grad(loss), (0, None)), (None, 0), out_dims=1)(params, x),
+        "products": vmap(vmap(product, (None, None, 0)), (0, 0, None))(params, directions, x),
+    }
+
+
+def check_ensemble(mine: dict[str, Any], rank: int, policy: str) -> None:
+    """One rank's results against loops over members and entries of the plain model."""
+    spec = SPECS[policy](MODEL).on({"shard": RANKS})
+
+    def mean(full: dict[str, Tensor], i: int) -> Tensor:
+        return sum((plain(full, XS[r, i]) ** 2).mean() for r in range(RANKS)) / RANKS
+
+    def here(tree: dict[str, Tensor]) -> dict[str, Tensor]:
+        return fs.shard(tree, spec, rank=rank)
+
+    for m, i in itertools.product(range(MEMBERS), range(ENTRIES)):
+        for name in ("members, entries", "entries, members", "in chunks"):
+            assert_close(mine[name][m, i], plain(member(m), XS[rank, i]))
+        v = {key: buffer.cos() for key, buffer in fs.flatten(member(m), spec).items()}
+        gradient = lambda full, i=i: grad(mean)(full, i)  # noqa: E731
+        direction = fs.unflatten(v, spec)
+        hv = jvp(gradient, (member(m),), ({name: direction[name] for name in ENSEMBLE},))[1]
+        for name, want in {"gradients": gradient(member(m)), "fs gradients": gradient(member(m)), "products": hv}.items():
+            for key, shard in here(want).items():
+                assert_close(mine[name][key][m, i], shard, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", SPECS)
+def test_ensembles_by_data_by_ranks(policy: str) -> None:
+    """vmap over stacked parameters times vmap over data inside the ranks: loops over members, entries and ranks."""
+    with unchanged(MODEL):
+        out = fs.testing.spmd(lambda mesh, x: ensemble(mesh, x, policy), RANKS)(XS)
+    for rank in range(RANKS):
+        check_ensemble(pytree.tree_map(lambda t, rank=rank: t[rank], out), rank, policy)
+
+
+def ensemble_on_group(rank: int, policy: str) -> dict[str, Any]:
+    return ensemble(Mesh.world(), XS[rank], policy)
+
+
+@pytest.mark.parametrize("policy", SPECS)
+def test_ensembles_by_data_on_a_process_group(gloo2: Pool, policy: str) -> None:
+    """The same on two real ranks."""
+    for rank, mine in enumerate(gloo2.run(ensemble_on_group, policy)):
+        check_ensemble(mine, rank, policy)
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
+def test_ranks_inside_ensembles(sizes: dict[str, int]) -> None:
+    """The ranks between two vmaps, and the sharding inside of one: each member's gradients are shards of its mean ones."""
+    ranks = math.prod(sizes.values())
+    xs = torch.randn(ranks, ENTRIES, 4, 3, dtype=torch.float64)
+    spec_of = lambda mesh: fs.by_type(Block)(MODEL).on(mesh)  # noqa: E731
+
+    def each(full: dict[str, Tensor]) -> Any:
+        def on_rank(mesh: Mesh, x: Tensor) -> Any:
+            spec = spec_of(mesh)
+            params = fs.shard(full, spec)
+            loss = lambda p, x: (fs.functional_call(MODEL, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
+            return vmap(lambda x: fs.grad_and_value(loss)(params, x))(x)
+
+        return fs.testing.spmd(on_rank, sizes)(xs)
+
+    grads, values = vmap(each)(ENSEMBLE)
+    for m, r, i in itertools.product(range(MEMBERS), range(ranks), range(ENTRIES)):
+        assert_close(values[m, r, i], (plain(member(m), xs[r, i]) ** 2).mean())
+        mean = lambda full, i=i: sum((plain(full, x[i]) ** 2).mean() for x in xs) / ranks  # noqa: E731
+        for key, shard in fs.shard(grad(mean)(member(m)), spec_of(sizes), rank=r).items():
+            assert_close(grads[key][m, r, i], shard, rtol=1e-10, atol=1e-12)
