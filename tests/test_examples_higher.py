@@ -1,0 +1,287 @@
+"""The examples of higher orders: what they say, on any number of ranks, is what plain torch says on the joined batch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import math
+import re
+import runpy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import Pool
+from test_examples import EXAMPLES, run
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import funshard as fs
+
+NAMES = ["dp_sgd.py", "sharpness.py", "maml.py", "ensemble.py", "implicit.py"]
+
+
+def numbers(output: str) -> list[float]:
+    """Every number with decimals, in order."""
+    return [float(x) for x in re.findall(r"-?\d+\.\d{5,}", output)]
+
+
+def column(output: str, name: str) -> list[float]:
+    """What the progress lines say."""
+    return [float(x) for x in re.findall(rf"^step .* {name} ([\d.]+)", output, re.MULTILINE)]
+
+
+def names_of(name: str) -> dict[str, Any]:
+    """The names that an example defines, run in this process on the ranks that there are."""
+    with mock.patch.object(dist, "destroy_process_group"), contextlib.redirect_stdout(io.StringIO()):
+        return runpy.run_path(str(EXAMPLES / name))
+
+
+alone = functools.cache(names_of)
+"""The names that an example defines on one rank: with the joined batch."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_print_what_one_prints(name: str) -> None:
+    """To 1e-6: the same model and batch in total, in float64; and each of them checks itself."""
+    one, two = run(1, name), run(2, name)
+    assert "1 ranks" in one
+    assert "2 ranks" in two
+    assert len(numbers(one)) >= 4
+    assert numbers(two) == pytest.approx(numbers(one), rel=1e-6)
+
+
+# --- sharpness ---
+
+
+def test_sharpness_on_three_ranks_is_that_on_one() -> None:
+    one, three = run(1, "sharpness.py"), run(3, "sharpness.py")
+    assert len(column(one, "sharpness")) == 3
+    assert column(three, "sharpness") == pytest.approx(column(one, "sharpness"), rel=1e-6)
+
+
+def by_power_iteration(loss: Any, params: list[Tensor], steps: int) -> float:
+    """The eigenvalue of largest magnitude, by plain double backward."""
+    grads = torch.autograd.grad(loss, params, create_graph=True)
+    v = [torch.randn_like(p) for p in params]
+    value = 0.0
+    for _ in range(steps):
+        norm = torch.cat([x.flatten() for x in v]).norm()
+        v = [x / norm for x in v]
+        hv = torch.autograd.grad(grads, params, v, retain_graph=True)
+        value = sum((a * b).sum() for a, b in zip(v, hv, strict=True)).item()
+        v = list(hv)
+    return value
+
+
+def test_sharpness_is_the_top_eigenvalue_of_the_unsharded_loss() -> None:
+    """Plain gradient descent and plain power iteration give the losses and the sharpness (that of step 0 is not apart)."""
+    given, output = alone("sharpness.py"), run(1, "sharpness.py")
+    torch.manual_seed(0)
+    model = given["GPT"]().double()
+    params = list(model.parameters())
+    losses, tops = [], []
+    with sdpa_kernel(SDPBackend.MATH):
+        for step in range(given["STEPS"] + 1):
+            loss = F.cross_entropy(model(given["x"]).flatten(0, 1), given["y"].flatten())
+            if step % given["EVERY"] == 0:
+                losses.append(loss.item())
+                tops.append(by_power_iteration(loss, params, 80) if step else None)
+            with torch.no_grad():
+                for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+                    p -= given["LR"] * g
+    assert column(output, "loss") == pytest.approx(losses, rel=1e-9)
+    assert column(output, "sharpness")[1:] == pytest.approx(tops[1:], rel=1e-6)
+
+
+def test_gradient_descent_sharpens() -> None:
+    """The loss falls while the sharpness rises towards 2 / LR."""
+    output = run(1, "sharpness.py")
+    losses, tops = column(output, "loss"), column(output, "sharpness")
+    assert losses == sorted(losses, reverse=True)
+    assert tops == sorted(tops)
+    assert tops[0] < 2
+    assert 7 < tops[-1] < 10
+
+
+# --- MAML ---
+
+
+def plain_meta_gradient(given: dict[str, Any]) -> fs.Params:
+    """Task by task, by plain double backward through the steps."""
+    names = list(given["full"])
+    leaves = [p.clone().requires_grad_() for p in given["full"].values()]
+    support, query = given["batch"]
+    total = torch.zeros(())
+    for i in range(given["TASKS"]):
+        fast = leaves
+        for _ in range(given["K_STEPS"]):
+            out = torch.func.functional_call(given["model"], dict(zip(names, fast, strict=True)), (support[0][i],))
+            grads = torch.autograd.grad(((out - support[1][i]) ** 2).mean(), fast, create_graph=True)
+            fast = [p - given["INNER_LR"] * g for p, g in zip(fast, grads, strict=True)]
+        out = torch.func.functional_call(given["model"], dict(zip(names, fast, strict=True)), (query[0][i],))
+        total = total + ((out - query[1][i]) ** 2).mean() / given["TASKS"]
+    return dict(zip(names, torch.autograd.grad(total, leaves), strict=True))
+
+
+def close(got: fs.Params, expected: fs.Params) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def meta_gradient_on_this_rank(rank: int) -> tuple[fs.Params, fs.Params]:
+    given = names_of("maml.py")
+    shards = fs.shard(given["full"], given["spec"])
+    meta_gradient = fs.grad(given["meta_loss"])(shards, given["share"](given["batch"]))
+    return fs.gather_full(meta_gradient, given["spec"]), plain_meta_gradient(given)
+
+
+def test_meta_gradient_on_real_ranks(gloo2: Pool) -> None:
+    for got, expected in gloo2.run(meta_gradient_on_this_rank):
+        assert max(g.abs().max() for g in expected.values()) > 0.1
+        close(got, expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_meta_gradient_on_simulated_ranks(ranks: int) -> None:
+    """The example's own loss, with the spec bound to a simulated mesh."""
+    given = alone("maml.py")
+    (x, y), (x_query, y_query) = given["batch"]
+    shares = [torch.stack(part.chunk(ranks, 1)) for part in (x, y, x_query, y_query)]
+
+    def run_on(mesh: fs.collectives.Mesh, *shares: Tensor) -> fs.Params:
+        spec = given["spec"].on(mesh)
+        call = lambda params, x: fs.functional_call(given["model"], params, (x,), spec=spec)  # noqa: E731
+        loss = functools.partial(given["meta_loss"], batch=[shares[:2], shares[2:]], call=call)
+        return fs.unshard(fs.grad(loss)(fs.shard(given["full"], spec)), spec)
+
+    got = fs.testing.spmd(run_on, ranks)(*shares)
+    for rank in range(ranks):
+        close({k: g[rank] for k, g in got.items()}, plain_meta_gradient(given))
+
+
+def test_maml_learns_to_learn() -> None:
+    losses = column(run(1, "maml.py"), "steps")
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] / 3
+
+
+# --- ensembles ---
+
+
+def members_on_this_rank(rank: int) -> list[fs.Params]:
+    given = names_of("ensemble.py")
+    return [fs.gather_full({k: p[i] for k, p in given["together"].items()}, given["spec"]) for i in range(len(given["RATES"]))]
+
+
+def test_members_on_real_ranks_are_the_models_trained_alone(gloo2: Pool) -> None:
+    """Each by plain autograd on the joined batches."""
+    given = alone("ensemble.py")
+    torch.manual_seed(0)
+    expected = []
+    for model, rate in zip([given["build"]() for _ in given["RATES"]], given["RATES"], strict=True):
+        params = list(model.parameters())
+        for batch in given["batches"][: given["STEPS"]]:
+            grads = torch.autograd.grad(F.cross_entropy(model(batch[:, :-1]), batch[:, -1]), params)
+            with torch.no_grad():
+                for p, g in zip(params, grads, strict=True):
+                    p -= rate * g
+        expected.append({name: p.detach() for name, p in model.named_parameters()})
+    for members in gloo2.run(members_on_this_rank):
+        assert len(members) == 4
+        for got, want in zip(members, expected, strict=True):
+            close(got, want)
+
+
+def test_the_ensemble_is_better_than_its_members() -> None:
+    output = run(1, "ensemble.py")
+    single, ensemble = (float(x) for x in re.search(r"a member ([\d.]+), the ensemble ([\d.]+)", output).groups())
+    assert ensemble < single - 0.02
+    first, last = (numbers(line) for line in re.findall("^step.*", output, re.MULTILINE)[::3])
+    assert all(end < start - 1.5 for start, end in zip(first, last, strict=True))
+
+
+# --- implicit differentiation ---
+
+
+def hypergradient_on_this_rank(rank: int) -> tuple[fs.Params, fs.Params, fs.Params]:
+    given = names_of("implicit.py")
+    full = fs.gather_full(given["params"], given["spec"])
+    return full, given["strengths"], given["hypergradient"](given["params"], given["strengths"])
+
+
+def dense_hypergradient(given: dict[str, Any], full: fs.Params, strengths: fs.Params) -> fs.Params:
+    """By the Hessian of multinomial regression, written out and solved; asserts that ``full`` is the minimum of training."""
+    tables = [name for name in full if name != "bias"]
+    weights = torch.cat([full["bias"][None], *(full[name] for name in tables)])  # [1 + 256 * distances, kinds]
+
+    def features(x: Tensor) -> Tensor:
+        return torch.cat([torch.ones(len(x), 1), *(F.one_hot(byte.long(), 256) for byte in x.unbind(-1))], 1).double()
+
+    a, a_val = features(given["x"]), features(given["x_val"])
+    each = torch.tensor([strengths[""], *(strengths[name.removesuffix(".weight")] for name in tables)]).exp()
+    strength = each.repeat_interleave(torch.tensor([1] + [256] * len(tables)))
+
+    def slope(a: Tensor, y: Tensor) -> Tensor:
+        return a.T @ ((a @ weights).softmax(-1) - F.one_hot(y, weights.shape[1])) / len(a)
+
+    assert (slope(a, given["y"]) + strength[:, None] * weights).norm() < 1e-8
+    p = (a @ weights).softmax(-1)
+    curvature = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]) / len(a)
+    hessian = (
+        torch.einsum("nkl,ni,nj->ikjl", curvature, a, a).flatten(2).flatten(0, 1)
+        + strength.repeat_interleave(weights.shape[1]).diag()
+    )
+    q = torch.linalg.solve(hessian, slope(a_val, given["y_val"]).flatten()).view_as(weights)
+    parts = -(strength[:, None] * weights * q).sum(1)
+    sums = [part.sum() for part in parts.split([1] + [256] * len(tables))]
+    return dict(zip(["", *(name.removesuffix(".weight") for name in tables)], sums, strict=True))
+
+
+def test_hypergradient_on_real_ranks_is_that_of_a_dense_solve(gloo2: Pool) -> None:
+    for full, strengths, got in gloo2.run(hypergradient_on_this_rank):
+        expected = dense_hypergradient(alone("implicit.py"), full, strengths)
+        assert min(g.abs() for g in expected.values()) > 1e-3
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_hypergradients_lead_to_a_better_validation_loss() -> None:
+    losses = column(run(1, "implicit.py"), "loss")
+    assert len(losses) == 3
+    assert losses[0] > losses[1] > losses[2]
+    assert losses[2] < losses[0] - 0.05
+
+
+# --- dp_sgd ---
+
+
+def test_private_training_learns() -> None:
+    """The loss falls, and what is spent grows."""
+    losses, spent = column(run(2, "dp_sgd.py"), "loss"), column(run(2, "dp_sgd.py"), "epsilon")
+    assert losses[-1] < losses[0] - 1
+    assert sorted(spent) == spent
+    assert spent[0] > 0
+
+
+def test_privacy_spent_on_whole_batches_is_that_of_the_gaussian_mechanism() -> None:
+    """With every sample in every batch its Renyi divergence of order a is a / (2 noise^2)."""
+    epsilon = alone("dp_sgd.py")["epsilon"]
+    for steps, noise, delta in ((1, 2.0, 1e-5), (20, 5.0, 1e-6)):
+        bounds = [
+            steps * a / (2 * noise**2) + math.log((a - 1) / a) - (math.log(delta) + math.log(a)) / (a - 1)
+            for a in range(2, 128)
+        ]
+        assert epsilon(steps, 1 - 1e-12, noise, delta) == pytest.approx(min(bounds), rel=1e-6)
+
+
+def test_privacy_spent_is_what_opacus_says() -> None:
+    accountants = pytest.importorskip("opacus.accountants.analysis.rdp")
+    epsilon = alone("dp_sgd.py")["epsilon"]
+    orders = list(range(2, 128))
+    for steps, rate, noise, delta in ((60, 0.001, 0.8, 1e-6), (500, 0.02, 1.1, 1e-5)):
+        rdp = accountants.compute_rdp(q=rate, noise_multiplier=noise, steps=steps, orders=orders)
+        expected, _ = accountants.get_privacy_spent(orders=orders, rdp=rdp, delta=delta)
+        assert epsilon(steps, rate, noise, delta) == pytest.approx(expected, rel=1e-9)
