@@ -305,7 +305,7 @@ class Call:
             by_path.setdefault(unit.path, []).append(unit)
         for path, units in by_path.items():
             if path in self.spec.recomputed:
-                vars(modules[path])["forward"] = self._recomputed(path, before, self._scoped(modules[path].forward, units))
+                vars(modules[path])["forward"] = self._recomputed(path, before, modules[path].forward, units)
             elif path in modules and path != self.place.path:
                 vars(modules[path])["forward"] = self._scoped(modules[path].forward, units)
         return [] if self.place.path in self.spec.recomputed else by_path.get(self.place.path, [])
@@ -322,14 +322,21 @@ class Call:
 
         return run
 
-    def _recomputed(self, path: str, before: Attributes, scoped: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(scoped)
+    def _recomputed(self, path: str, before: Attributes, forward: Callable[..., Any], units: list[Unit]) -> Callable[..., Any]:
+        scoped = self._scoped(forward, units)
+
+        @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if not _torch.differentiates():
                 return scoped(*args, **kwargs)
             place = self.place.within(path)
             spec = self.spec.within(path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()})
-            return recomputed(inside, place, before, self._params_of(place, spec), spec, args, kwargs)
+            params = self._params_of(place, spec)
+            if not self.schedule or _torch.level() != self.level:
+                return recomputed(inside, place, before, params, spec, (), args, kwargs)
+            with self.scope(units):
+                visits = [gathered.visit for gathered in self.scopes[-1] if gathered.visit]
+                return recomputed(inside, place, before, params, spec, visits, args, kwargs)
 
         def inside(
             attributes: Attributes,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree of what modules keep
 
 from . import _torch
-from .layout import Params
+from .layout import Params, unflatten_unit
 from .remat import remat
+from .schedule import Visit
 from .spec import PartitionSpec
 from .swap import CONTAINERS, Attributes, Place
 from .tree import join
@@ -32,49 +34,86 @@ def recomputed(
     before: Attributes,
     params: Mapping[str, Tensor],
     spec: PartitionSpec,
+    visits: Sequence[Visit],
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
     """The result of the module at this place, of which only the arguments are kept.
 
-    ``before`` are the attributes of the model before the call that runs. Buffers that a run changes are changed once,
-    and so are attributes; tensors come in by the arguments and leave by the result: RuntimeError otherwise.
+    ``before`` are the attributes of the model before the call that runs, ``visits`` its own units where the schedule has
+    gathered them. Buffers that a run changes are changed once, and so are attributes; tensors come in by the arguments
+    and leave by the result: RuntimeError otherwise.
     """
-    attributes = _entered(place, before)
-    known = {id(tensor) for module in place.owned for _, tensor in _kept(attributes[module])}
     buffers: dict[Tensor, list[str]] = {}
     for path, module in place.modules.items():
         for attr, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.setdefault(buffer, []).append(join(path, attr))
-    changed: Attributes = {}
-    first = True
+    run = _Runs(inside, place, before, list(buffers.values()), visits)
+    out, written = remat(run)(params, tuple(buffer.clone() for buffer in buffers), spec, args, kwargs)
+    for i, buffer in written.items():
+        _torch.overwrite(list(buffers)[i], buffer)
+    for module, new in run.changed.items():
+        vars(module).update(new)
+    return out
 
-    def run(
-        params: Mapping[str, Tensor], given: tuple[Tensor, ...], spec: PartitionSpec, args: Args, kwargs: Kwargs
+
+class _Runs:
+    """The module as a function of all that it is made of. ``buffers`` are the names of each of its buffers."""
+
+    def __init__(
+        self, inside: Inside, place: Place, before: Attributes, buffers: list[list[str]], visits: Sequence[Visit]
+    ) -> None:
+        self._inside, self._place, self._buffers = inside, place, buffers
+        self._attributes = _entered(place, before)
+        self._known = {id(tensor) for module in place.owned for _, tensor in _kept(self._attributes[module])}
+        self._first, self._last = True, False
+        self._visits = visits
+        # Plain autograd's backward runs it with these; more than that gathers by itself.
+        self._leases = [visit.hold() for visit in visits] if not _torch.level() else []
+        self.changed: Attributes = {}
+
+    def __call__(
+        self, params: Mapping[str, Tensor], given: tuple[Tensor, ...], spec: PartitionSpec, args: Args, kwargs: Kwargs
     ) -> tuple[Any, dict[int, Tensor]]:
-        nonlocal first
         copies = [buffer.clone() for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
-        now = {name: copy for copy, names in zip(copies, buffers.values(), strict=True) for name in names}
-        out, after = inside(attributes, params, spec, now, args, kwargs)
-        if first:
-            changed.update(_changed(place, attributes, known, after))
-            first = False
+        now = {name: copy for copy, names in zip(copies, self._buffers, strict=True) for name in names}
+        out, after = self._inside(self._attributes, self._gathered(params), spec, now, args, kwargs)
+        if self._first:
+            self.changed = _changed(self._place, self._attributes, self._known, after)
+            self._first = False
         written: dict[int, Tensor] = {}
-        for i, (copy, version, names) in enumerate(zip(copies, versions, buffers.values(), strict=True)):
+        for i, (copy, version, names) in enumerate(zip(copies, versions, self._buffers, strict=True)):
             # kernels write running statistics without telling the version; under vmap they refuse to
             silent = copy.is_floating_point() and not _torch.level()
             if silent or now[names[0]] is not copy or _torch.version(copy) != version:
                 written[i] = now[names[0]]
         return out, written
 
-    out, written = remat(run)(params, tuple(buffer.clone() for buffer in buffers), spec, args, kwargs)
-    for i, buffer in written.items():
-        _torch.overwrite(list(buffers)[i], buffer)
-    for module, new in changed.items():
-        vars(module).update(new)
-    return out
+    def _gathered(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The full parameters in the place of the shards that the schedule gathers, in the first and in the last run."""
+        params = dict(params)
+        for visit in self._visits if self._first or self._last else ():
+            shard = params.pop(visit.unit.key)
+            views = visit.parameters_again(shard) if self._last else unflatten_unit(visit.buffer, visit.unit)
+            params |= zip((param.name for param in visit.unit.params), views, strict=True)
+        return params
+
+    @contextlib.contextmanager
+    def last_run(self) -> Generator[None]:
+        """For the run that plain autograd's backward makes: gathered ahead, reduced behind."""
+        if not self._leases:
+            yield
+            return
+        self._last = True
+        try:
+            with self._visits[0].schedule.part_of_backward():
+                yield
+        finally:
+            self._last = False
+            for visit in self._visits:
+                visit.release()
 
 
 def _entered(place: Place, before: Attributes) -> Attributes:

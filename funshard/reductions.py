@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _torch
 from .wire import Buffers, Chain, Step
 
 __all__ = ["BUCKET_BYTES", "Reductions"]
@@ -19,8 +18,7 @@ BUCKET_BYTES = 2**22
 class Reductions:
     """What one call's backward reduces: split units one by one, replicated ones in buckets.
 
-    ``in_flight`` is how many split units' whole gradients may be under way. What a run of backward that did not reach
-    its end has left is not used by another.
+    ``in_flight`` is how many split units' whole gradients may be under way.
     """
 
     def __init__(self, in_flight: int, buffers: Buffers) -> None:
@@ -35,14 +33,14 @@ class Reductions:
         self._bucket: list[tuple[str, Sequence[Tensor], Sequence[Step]]] = []
         self._bucket_bytes = 0
 
-    def _begin(self) -> None:
-        if self._task != _torch.graph_task():
-            self._task = _torch.graph_task()
+    def begin(self, task: int) -> None:
+        """What follows is of the run of backward of this number; what another one left, that did not end, is forgotten."""
+        if self._task != task:
+            self._task = task
             self._forget()
 
     def split(self, key: str, pieces: Sequence[Tensor], steps: Sequence[Step]) -> None:
         """Start to reduce a unit's gradient, given in pieces, to slices. Older ones move on by a step."""
-        self._begin()
         while len(self._whole) >= self._in_flight:
             chain, buffer = self._whole.pop(0)
             chain.advance()
@@ -55,7 +53,6 @@ class Reductions:
 
     def replicated(self, key: str, pieces: Sequence[Tensor], steps: Sequence[Step]) -> None:
         """Put a unit's gradient, which every rank keeps whole, into the bucket, and reduce that once it is full."""
-        self._begin()
         if self._bucket and self._bucket[0][1][0].dtype != pieces[0].dtype:
             self._empty_bucket()
         self._bucket.append((key, pieces, steps))
@@ -75,7 +72,6 @@ class Reductions:
 
     def collect(self) -> dict[str, Tensor]:
         """Wait for everything that this run of backward started: the gradients by unit key, summed over visits."""
-        self._begin()
         self._empty_bucket()
         parts = [(key, chain.result()) for key, chain in self._slices]
         for keys, lengths, chain in self._buckets:

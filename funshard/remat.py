@@ -78,8 +78,12 @@ class _Remat(torch.autograd.Function):
         given = tuple(grad is not None for grad in grads)
         if not any(given) or not any(wanted):
             return (None,) * (1 + len(wanted))
-        out = _Remat.apply(_Vjp(ctx.fn, wanted, given), *ctx.saved_tensors, *(g for g in grads if g is not None))
-        return None, *_spread(out, wanted)
+        vjp = _Vjp(ctx.fn, wanted, given)
+        operands = *ctx.saved_tensors, *(g for g in grads if g is not None)
+        if isinstance(ctx.fn, _Again) and not torch.is_grad_enabled() and not _torch.level():
+            with ctx.fn.last_run():
+                return None, *_spread(vjp.plain(operands), wanted)
+        return None, *_spread(_Remat.apply(vjp, *operands), wanted)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -97,7 +101,7 @@ def _continuous(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _spread(some: Iterable[Tensor], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def _spread(some: Iterable[Tensor | None], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """One for each True, None for each False."""
     values = iter(some)
     return tuple(next(values) if there else None for there in mask)
@@ -123,19 +127,28 @@ class _Vjp:
     given: tuple[bool, ...]
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        xs, cotangents = operands[: len(self.wanted)], operands[len(self.wanted) :]
-        part = _partial(self.fn, xs, self.wanted, self.given)
-        free = [x for x, wanted in zip(xs, self.wanted, strict=True) if wanted]
-        if _torch.level() or _torch.in_forward_ad():
-            return torch.func.vjp(part, *free)[1](cotangents)
+        if not _torch.level() and not _torch.in_forward_ad():
+            xs = (x for x, wanted in zip(operands, self.wanted, strict=False) if wanted)
+            return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(xs, self.plain(operands), strict=True))
+        part, free, cotangents = self._split(operands)
+        return torch.func.vjp(part, *free)[1](cotangents)
+
+    def plain(self, operands: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """The same by plain autograd, which frees as it goes: beneath all transforms. None for zero."""
+        part, free, cotangents = self._split(operands)
         again = torch.is_grad_enabled() and any(x.requires_grad for x in operands)  # a derivative of this one is under way
-        with torch.enable_grad():  # beneath all transforms plain autograd does, and frees as it goes
+        with torch.enable_grad():
             free = [x.view_as(x) if again and x.requires_grad else x.detach().requires_grad_() for x in free]
             pairs = [(out, g) for out, g in zip(part(*free), cotangents, strict=True) if out.requires_grad]
             if not pairs:
-                return tuple(torch.zeros_like(x) for x in free)
+                return (None,) * len(free)
             outs, cotangents = zip(*pairs, strict=True)
-            return torch.autograd.grad(outs, free, cotangents, create_graph=again, allow_unused=True, materialize_grads=True)
+            return torch.autograd.grad(outs, free, cotangents, create_graph=again, allow_unused=True)
+
+    def _split(self, operands: Sequence[Tensor]) -> tuple[Flat, list[Tensor], tuple[Tensor, ...]]:
+        xs, cotangents = operands[: len(self.wanted)], operands[len(self.wanted) :]
+        part = _partial(self.fn, xs, self.wanted, self.given)
+        return part, [x for x, wanted in zip(xs, self.wanted, strict=True) if wanted], tuple(cotangents)
 
 
 @dataclass(frozen=True)
@@ -174,6 +187,8 @@ class _Again:
     def __init__(self, f: Callable[..., Any], leaves: list[Any], treedef: pytree.TreeSpec) -> None:
         _check_open(leaves, "an argument")
         self._f, self._treedef = f, treedef
+        self.last_run: Callable[[], contextlib.AbstractContextManager[None]] = getattr(f, "last_run", contextlib.nullcontext)
+        """What to run it in where plain autograd runs it for its gradient, once and for all."""
         self._leaves = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._surroundings: Surroundings | None = None
         self._out: tuple[list[Any], pytree.TreeSpec] | None = None

@@ -15,7 +15,7 @@ import itertools
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class Schedule:
         self.visited: list[str] = []
         self._left: list[weakref.ref[Visit]] = []  # visits, in the order in which forward left them
         self._here, self._task = 0, -1  # where in that order which run of backward is
+        self._around: int | None = None  # that run, while one inside it runs
         self._frozen: deque[weakref.ref[Visit]] = deque()
 
     def enter(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -103,10 +104,23 @@ class Schedule:
 
     # --- backward ---
 
+    def task(self) -> int:
+        """The number of this run of backward; what it runs inside itself is part of it."""
+        return _torch.graph_task() if self._around is None else self._around
+
+    @contextlib.contextmanager
+    def part_of_backward(self) -> Generator[None]:
+        """Within this, backward runs a part of itself as a backward of its own."""
+        outer, self._around = self._around, self.task()
+        try:
+            yield
+        finally:
+            self._around = outer
+
     def approach(self, visit: Visit) -> None:
         """Backward has come to this visit: gather it and, ahead of their use, those that forward left before it."""
-        if self._task != _torch.graph_task():
-            self._task, self._here = _torch.graph_task(), len(self._left)
+        if self._task != self.task():
+            self._task, self._here = self.task(), len(self._left)
         if visit.index >= self._here:  # where it is, or back in a unit around the one where it was
             return
         for passed in self._left[visit.index + 1 : self._here]:
@@ -137,6 +151,7 @@ class Schedule:
 
     def collect(self) -> dict[str, Tensor]:
         """The reduced gradients of this backward, by unit key."""
+        self.reductions.begin(self.task())
         with _torch.beneath():
             reduced = self.reductions.collect()
         self.buffers.clear()
@@ -146,6 +161,7 @@ class Schedule:
         """The reduced gradient of a unit's shard, or None where it will be in ``reductions``."""
         like, route = self.shards[unit.key], self.routes.of[unit.key]
         pieces = _pieces(unit, grads, route.padded, like)
+        self.reductions.begin(self.task())
         if route.gather:
             self.reductions.split(unit.key, pieces, route.reduce)
         elif route.reduce:
@@ -209,10 +225,28 @@ class Visit:
         self.full = self._arrived()
 
     def parameters(self, shard: Tensor) -> Sequence[Tensor]:
-        """The unit's parameters; their gradient goes to this shard."""
-        assert self.full is not None
+        """The unit's parameters in forward; their gradient goes to this shard."""
         self.trained = torch.is_grad_enabled() and shard.requires_grad
-        return _Parameters.apply(shard, self) if self.trained else unflatten_unit(self.full, self.unit)
+        return self._views(shard)
+
+    def parameters_again(self, shard: Tensor) -> Sequence[Tensor]:
+        """The unit's parameters in backward, for its module to run again."""
+        self.schedule.approach(self)
+        self.again()
+        return self._views(shard)
+
+    def _views(self, shard: Tensor) -> Sequence[Tensor]:
+        if torch.is_grad_enabled() and shard.requires_grad:
+            return _Parameters.apply(shard, self)
+        return unflatten_unit(self.buffer, self.unit)
+
+    @property
+    def buffer(self) -> Tensor:
+        """The gathered buffer, while it is there."""
+        lease = self._leased()
+        buffer = self.full if self.full is not None else lease.buffer if lease else None
+        assert buffer is not None
+        return buffer
 
     def leave(self, *, keep: bool) -> None:
         """Forward is done with it: let the buffer go, or keep it for backward."""
@@ -230,6 +264,13 @@ class Visit:
         self._lease = weakref.ref(lease)
         return lease
 
+    def hold(self) -> _Lease:
+        """What a module holds that is to run again in backward, with this buffer."""
+        lease = self.note()
+        if not self.route.frees:
+            lease.buffer = self.full
+        return lease
+
     def _leased(self) -> _Lease | None:
         return self._lease() if self._lease else None
 
@@ -237,7 +278,8 @@ class Visit:
         """Every use of the buffer has been made, or it is to be gathered once more."""
         lease = self._leased()
         if lease and lease.buffer is not None:
-            self.schedule.buffers.give(lease.buffer)
+            if self.route.gather:
+                self.schedule.buffers.give(lease.buffer)
             lease.buffer = None
 
     def start_again(self) -> bool:
@@ -284,8 +326,7 @@ class _Parameters(torch.autograd.Function):
 
     @staticmethod
     def forward(shard: Tensor, visit: Visit) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        assert visit.full is not None
-        return tuple(unflatten_unit(shard if visit.full is visit.shard else visit.full, visit.unit))
+        return tuple(unflatten_unit(shard if visit.buffer is visit.shard else visit.buffer, visit.unit))
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:

@@ -99,8 +99,7 @@ class Routes:
 
     of: dict[str, Route]
     gathered: tuple[int, ...]
-    """The places in ``spec.order`` of the units that are gathered, but not those that are recomputed: they gather by
-    themselves."""
+    """The places in ``spec.order`` of the units that are gathered, but not those inside of modules that are recomputed."""
     connected: bool
     """Whether every axis has a process group."""
     frees: bool
@@ -133,7 +132,7 @@ def routes(spec: PartitionSpec, reduce: Reduce) -> Routes:
         )
 
     def inside(key: str) -> bool:
-        return any(is_within(spec.by_key[key].path, path) for path in recomputed)
+        return any(is_within(at := spec.by_key[key].path, path) and at != path for path in recomputed)
 
     recomputed = spec.recomputed
     made = Routes(

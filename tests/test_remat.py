@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective_log import world
+from collective_log import Collectives, gathers, scatters, world
 from gradient_cases import assert_shards_of_mean, cases, inputs, penalty, values
 from hypothesis import given
 from ranks import Pool
@@ -215,10 +215,10 @@ def twice_by_plain_autograd(loss: Function, params: fs.Params, v: fs.Params) -> 
 
 MEMORY: dict[str, tuple[int, Callable[..., Any]]] = {
     "grad": (1, TRANSFORMS["grad"]),
-    "fs.grad": (1, TRANSFORMS["fs.grad"]),
+    "fs.grad": (2, TRANSFORMS["fs.grad"]),  # one of them holds the gradient that is being reduced
     "grad of grad": (2, TRANSFORMS["grad of grad"]),
     "jvp of grad": (2, TRANSFORMS["hvp"]),
-    "double backward": (2, twice_by_plain_autograd),
+    "double backward": (3, twice_by_plain_autograd),  # and the last block, which forward leaves to backward
     "third": (3, lambda loss, p, v: grad(lambda p: penalty(fs.hvp(loss, p, v)))(p)),
 }
 """For each transform, how many gathered buffers of one unit are alive at once: as many as its order."""
@@ -235,8 +235,23 @@ def test_gathered_buffers_alive_do_not_grow_with_the_model(transform: str, block
         params = fs.shard(model, spec)
         x = torch.randn(3, 4, dtype=torch.float64)
         with no_collector(), Alive() as alive:
-            compute(lambda p: (fs.functional_call(model, p, (x,), spec=spec) ** 2).sum(), params, params)
+            compute(lambda p: (fs.functional_call(model, p, (x,), spec=spec, prefetch=0) ** 2).sum(), params, params)
         assert alive.peak == order * spec.padded_numel(spec.by_key["0"])
+        assert alive.now() == []
+
+
+def test_recomputed_units_are_gathered_ahead() -> None:
+    """By plain autograd, in forward and in backward: one ahead, reduced one behind, and the last one stays."""
+    with world(4):
+        model = nn.Sequential(*(Tanh(4) for _ in range(4)))
+        spec = fs.by_type(Tanh, p=fs.P("shard", remat=True))(model).bound
+        params, x = fs.shard(model, spec), torch.randn(3, 4, dtype=torch.float64)
+        with no_collector(), Alive() as alive, Collectives() as log:
+            fs.grad(lambda p: (fs.functional_call(model, p, (x,), spec=spec) ** 2).sum())(params)
+        gather, scatter = gathers(spec, "0"), scatters(spec, "0")
+        behind = 3 * [*gather, *scatter]  # 2 is gathered and 3 runs and is reduced, 1 is gathered and 2 runs, and so on
+        assert log.all == [*4 * gather, *behind, *scatter]
+        assert alive.peak <= 3 * spec.padded_numel(spec.by_key["0"])
         assert alive.now() == []
 
 
