@@ -118,7 +118,7 @@ def _exchange(x: Tensor, where: Where, mean: bool) -> Finish:
     def finish() -> Tensor:
         received = _wait(out)
         others = received if where.size == 2 else received.unflatten(0, (-1, n)).sum(0, dtype=x.dtype)
-        total = others + mine
+        total = others.add_(mine)
         return total.div_(where.size) if mean else total
 
     return finish

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,15 @@ def test_peers() -> None:
             assert 0 < figures[mode][f"over {base}"] < math.inf
             assert figures[mode][f"over {base}"] == 1 or mode != base
     assert len({figures[mode]["over plain"] for mode in figures}) > 1
+
+
+@pytest.mark.skipif(not shutil.which("g++") and not os.environ.get("CXX"), reason="inductor needs a C++ compiler")
+def test_peers_compiled() -> None:
+    """Compiled modes run when asked for; a base that is not asked for has no column."""
+    modes = ["plain", "plain compiled", "FSDP2 compiled", "fs", "fs compiled"]
+    _, result = run("peers", PEERS.replace("plain,DDP,FSDP2,fs", f"'{','.join(modes)}'"))
+    assert list(result["figures"]) == modes
+    assert all(0 < one["over plain"] < math.inf and "over FSDP2" not in one for one in result["figures"].values())
 
 
 def comm() -> dict[str, dict[str, Any]]:

@@ -11,6 +11,10 @@ medians over rounds of the ratio to another mode *in the same round*: a shared m
 the profiler's record of every allocation, at rest (parameters, shards, buckets) included; measured apart from the time.
 
 "plain" is autograd on each rank's own batch without any communication: the limit.
+
+The compiled modes run if they are asked for (--modes 'plain,plain compiled,fs,fs compiled,FSDP2,FSDP2 compiled'): inductor
+takes a minute or more for each. "plain compiled" is torch.compile of the model, "FSDP2 compiled" of each block before
+`fully_shard`, "fs compiled" is the whole step by `fs.compile`.
 """
 
 import argparse
@@ -26,11 +30,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import GPT, Block, Step, free_port, fsdp2, funshard, plain, quartiles, report
+from common import GPT, Block, Step, free_port, fsdp2, funshard, loss_of, plain, quartiles, report
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import funshard as fs
+from funshard.compile import compile
 
 
 def ddp(model: nn.Module) -> Step:
@@ -48,6 +53,31 @@ def sharded(p: fs.P, grad: Callable = fs.grad_and_value) -> Callable[[nn.Module]
     return lambda model: funshard(model, fs.by_type(Block, p=p)(model).bound, grad)
 
 
+def compiled(p: fs.P) -> Callable[[nn.Module], Step]:
+    def build(model: nn.Module) -> Step:
+        spec = fs.by_type(Block, p=p)(model).bound
+        params = fs.shard(model, spec)
+        model.to("meta")
+
+        def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
+            return loss_of(fs.functional_call(model, params, (x,), spec=spec), y)
+
+        step = compile(fs.grad_and_value(loss))
+        return lambda x, y: step(params, x, y)
+
+    return build
+
+
+def plain_compiled(model: nn.Module) -> Step:
+    return plain(torch.compile(model, fullgraph=True))
+
+
+def fsdp2_compiled(model: nn.Module) -> Step:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, fullgraph=True)
+    return fully_sharded(reshard=True)(model)
+
+
 def fully_sharded(reshard: bool) -> Callable[[nn.Module], Step]:
     return lambda model: fsdp2(model, dist.init_device_mesh("cpu", (dist.get_world_size(),)), reshard=reshard)
 
@@ -63,6 +93,13 @@ MODES: dict[str, Callable[[nn.Module], Step]] = {
     "fs P()": sharded(fs.P()),
     "fs torch.func": sharded(fs.P("shard"), torch.func.grad_and_value),
 }
+COMPILED: dict[str, Callable[[nn.Module], Step]] = {
+    "plain compiled": plain_compiled,
+    "FSDP2 compiled": fsdp2_compiled,
+    "fs compiled": compiled(fs.P("shard")),
+    "fs keep compiled": compiled(fs.P("shard", reshard=False)),
+}
+ALL = MODES | COMPILED
 
 
 def peak_bytes(build: Callable[[nn.Module], Step], make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor]) -> int:
@@ -105,8 +142,8 @@ def measure(rank: int, args: argparse.Namespace) -> dict:
         return GPT(args.layers, args.dim, args.heads, args.seq)
 
     modes = args.modes.split(",")
-    peaks = {mode: peak_bytes(MODES[mode], make, (x, y)) for mode in modes} if args.memory else {}
-    steps = {mode: MODES[mode](make()) for mode in modes}
+    peaks = {mode: peak_bytes(ALL[mode], make, (x, y)) for mode in modes} if args.memory else {}
+    steps = {mode: ALL[mode](make()) for mode in modes}
     times: dict[str, list[float]] = {mode: [] for mode in modes}
     order = random.Random(0)
     for round_ in range(args.warmup + args.rounds):
@@ -132,7 +169,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="compute threads of each rank")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--modes", default=",".join(MODES), help="of " + ", ".join(MODES))
+    parser.add_argument("--modes", default=",".join(MODES), help="of " + ", ".join(ALL))
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--dim", type=int, default=384)

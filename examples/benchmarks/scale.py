@@ -7,9 +7,9 @@
 "spec": the policy on a module on the meta device; "on": the spec on a mesh of so many ranks, by sizes, and the length of
 every slice; "str": the table of the spec. They need no process group, so any number of ranks will do; "Llama 405B" is
 its shapes (126 layers) on 16,384 ranks. The rest is on a fake process group of 8, with tensors so small that only Python
-counts: "shard"; "forward" is functional_call under no_grad; "step" is fs.grad, forward and backward. Of these two the
-time of the plain module is subtracted, round by round. All are medians over rounds,
-with Python's cyclic garbage collector off, as in timeit; "per unit" should stay what it is as units are added.
+counts: "shard"; "forward" is functional_call under no_grad; "step" is fs.grad, forward and backward, and "step P()" the
+same with replicated units. Of these the time of the plain module is subtracted, round by round. All are medians over
+rounds, with Python's cyclic garbage collector off, as in timeit; "per unit" should stay what it is as units are added.
 """
 
 import argparse
@@ -77,7 +77,8 @@ def call_rows(units: int, rounds: int) -> list[dict]:
     spec = fs.by_type(Block)(model).on(init_device_mesh("cpu", (8,)))
     sharding = median(lambda: fs.shard(model, spec), rounds)
     params = fs.shard(model, spec)
-    step, base = funshard(model, spec), plain(reference)
+    base, step = plain(reference), funshard(model, spec)
+    replicated = funshard(tiny(units), fs.by_type(Block, p=fs.P())(model).on(init_device_mesh("cpu", (8,))))
 
     def row(what: str, time: float) -> dict:
         return {"what": what, "units": len(spec), "ranks": 8, "seconds": time}
@@ -90,6 +91,7 @@ def call_rows(units: int, rounds: int) -> list[dict]:
         row("shard", sharding),
         row("forward", forward),
         row("step", beyond(lambda: step(x, y), lambda: base(x, y), rounds)),
+        row("step P()", beyond(lambda: replicated(x, y), lambda: base(x, y), rounds)),
     ]
 
 
