@@ -2,6 +2,7 @@
 
 from . import collectives, policies, testing
 from .call import functional_call
+from .compile import compile
 from .full import gather_full, scatter_full
 from .layout import Params, flatten, unflatten, views
 from .order import trace_order
@@ -43,6 +44,7 @@ __all__ = [
     "by_type",
     "collectives",
     "combine",
+    "compile",
     "custom",
     "flatten",
     "full_precision",

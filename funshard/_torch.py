@@ -18,6 +18,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.traceback import annotate
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -284,6 +285,14 @@ def reentrant_checkpoints() -> int:
         count += frame.f_code is code
         frame = frame.f_back
     return count
+
+
+def noted(**notes: object) -> contextlib.AbstractContextManager[None]:
+    """A context in which torch.compile writes these notes on the nodes of what it traces, under ``meta["custom"]``.
+
+    Pinned by ``test_every_phase_gathers_what_was_let_go``.
+    """
+    return annotate(notes)
 
 
 def reparametrized(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:

@@ -154,7 +154,11 @@ def _by_data_flow(
     reduce: Reduce,
 ) -> Any:
     sharded = _sharded(params, spec)
-    full = dict(params) | unshard({key: params[key] for key in sharded.by_key}, sharded, reduce=reduce)
+    full = dict(params)
+    for reshard in (True, False):  # noted for fs.compile, which gathers the former again in backward
+        units = [unit.key for unit in sharded if unit.p.reshard is reshard]
+        with _torch.noted(funshard_reshard=reshard):
+            full |= unshard({key: params[key] for key in sharded.by_key}, sharded, units=units, reduce=reduce)
     tensors = {name: full[name] for name in spec.ignored if name in full}
     for path, module in model.named_modules():  # each once: two names of one attribute would not be put back right
         for name in (join(path, attr) for attr in module._parameters):

@@ -112,8 +112,6 @@ class _Runs:
                 yield
         finally:
             self._last = False
-            for visit in self._visits:
-                visit.release()
 
 
 def _entered(place: Place, before: Attributes) -> Attributes:

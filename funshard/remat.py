@@ -73,7 +73,6 @@ class _Remat(torch.autograd.Function):
         ctx.kinds = tuple(_continuous(x) for x in output)  # pyright: ignore[reportAttributeAccessIssue]
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])
-        ctx.mark_non_differentiable(*(x for x in output if not _continuous(x)))
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -92,8 +91,8 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         given = tuple(t is not None for t in tangents)
-        dense = [torch.zeros_like(t) if t._is_zerotensor() else t for t in tangents if t is not None]
-        return _spread(_Remat.apply(_Jvp(ctx.fn, given, ctx.kinds), *ctx.saved_tensors, *dense), ctx.kinds)
+        operands = *ctx.saved_tensors, *(t for t in tangents if t is not None)
+        return _spread(_Remat.apply(_Jvp(ctx.fn, given, ctx.kinds), *operands), ctx.kinds)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, fn: Flat, *xs: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -53,6 +53,7 @@ ORDERS: dict[str, Callable[[Function], Any]] = {
     "grad": lambda f: grad(squared(f), argnums=(0, 1))(W, X),
     "vjp": lambda f: vjp(f, W, X)[1](X),
     "jvp": lambda f: jvp(f, (W, X), (V, X.cos())),
+    "jvp of zero": lambda f: jvp(f, (W, X), (V, torch._efficientzerotensor(X.shape, dtype=X.dtype))),
     "jvp of jvp": lambda f: jvp(lambda w: jvp(lambda w: f(w, X), (w,), (V,))[1], (W,), (V,)),
     "jvp of grad": lambda f: hvp(f)(W),
     "grad of grad": lambda f: grad(lambda w: (grad(squared(f))(w, X) ** 3).sum())(W),
@@ -252,6 +253,24 @@ def test_recomputed_units_are_gathered_ahead() -> None:
         behind = 3 * [*gather, *scatter]  # 2 is gathered and 3 runs and is reduced, 1 is gathered and 2 runs, and so on
         assert log.all == [*4 * gather, *behind, *scatter]
         assert alive.peak <= 3 * spec.padded_numel(spec.by_key["0"])
+        assert alive.now() == []
+
+
+@pytest.mark.parametrize("ways", ["frozen", "kept"])
+def test_recomputed_units_that_are_frozen_or_kept(ways: str) -> None:
+    """No gradient tells when a frozen unit has been used: it goes when its module has run. A kept one is gathered once."""
+    with world(4):
+        model = nn.Sequential(*(Tanh(4) for _ in range(5)))
+        model.requires_grad_(ways == "kept")
+        model[0].requires_grad_(True)
+        spec = fs.by_type(Tanh, p=fs.P("shard", remat=True, reshard=ways == "frozen"))(model).bound
+        trained, frozen = fs.partition(fs.shard(model, spec), spec)
+        x = torch.randn(3, 4, dtype=torch.float64)
+        with no_collector(), Alive() as alive, Collectives() as log:
+            fs.grad(lambda p: fs.functional_call(model, fs.combine(p, frozen), (x,), spec=spec).sum())(trained)
+        gathered = [sent for sent in log.all if sent.op == "all_gather"]
+        blocks = alive.peak / spec.padded_numel(spec.by_key["0"])
+        assert (len(gathered), blocks <= 3) == ((9, True) if ways == "frozen" else (5, False))
         assert alive.now() == []
 
 
