@@ -50,8 +50,13 @@ def compile(
     dtypes; results are the elements of a returned tuple, or the one thing returned. Other results must not be views of
     donated tensors: clone them.
 
-    >>> train = fs.compile(step, donate=(0, 1))
-    >>> params, state, loss = train(params, state, batch)
+    >>> import torch, funshard as fs
+    >>> halve = fs.compile(lambda params: {key: p / 2 for key, p in params.items()}, donate=0, backend="aot_eager")
+    >>> given = {"w": torch.tensor([2.0])}
+    >>> halve(given)
+    {'w': tensor([1.])}
+    >>> given
+    {'w': tensor([1.])}
 
     ``backend`` is "inductor", "aot_eager" (the graph as it is, without a compiler: for tests), or a function of an FX
     graph of ATen operators and its inputs that returns what runs it. ``mode`` and ``options`` are torch.compile's and

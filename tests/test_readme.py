@@ -7,6 +7,8 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -30,13 +32,14 @@ def blocks(language: str) -> list[str]:
     return ["\n" * text.count("\n", 0, block.start(1)) + block.group(1) for block in found]
 
 
-def test_readme_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_python_blocks_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every python block runs, in order, in one namespace; what is printed is what the text block after it shows."""
     python = blocks("python")
     assert len(python) >= 8
-    namespace: dict[str, object] = {"__name__": "readme"}
+    readme = types.ModuleType("readme")
+    monkeypatch.setitem(sys.modules, "readme", readme)  # where the compiler looks for its names
     for block in python:
-        exec(compile(block, str(README), "exec"), namespace)
+        exec(compile(block, str(README), "exec"), vars(readme))
     assert capsys.readouterr().out.strip() in {block.strip() for block in blocks("text")}
 
 

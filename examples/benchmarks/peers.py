@@ -14,10 +14,12 @@ the profiler's record of every allocation, at rest (parameters, shards, buckets)
 
 The compiled modes run if they are asked for (--modes 'plain,plain compiled,fs,fs compiled,FSDP2,FSDP2 compiled'): inductor
 takes a minute or more for each. "plain compiled" is torch.compile of the model, "FSDP2 compiled" of each block before
-`fully_shard`, "fs compiled" is the whole step by `fs.compile`.
+`fully_shard`, "fs compiled" is the whole step by `fs.compile`. So do the modes that run each block again in backward
+(--modes 'FSDP2 remat,fs remat,fs torch.func remat'): torch.utils.checkpoint for torch, ``P(remat=True)`` for funshard.
 """
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -33,6 +35,7 @@ import torch.multiprocessing as mp
 from common import GPT, Block, Step, free_port, fsdp2, funshard, loss_of, plain, quartiles, report
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import funshard as fs
 from funshard.compile import compile
@@ -68,6 +71,15 @@ def compiled(p: fs.P) -> Callable[[nn.Module], Step]:
     return build
 
 
+def checkpointed(build: Callable[[nn.Module], Step]) -> Callable[[nn.Module], Step]:
+    def wrapped(model: nn.Module) -> Step:
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        return build(model)
+
+    return wrapped
+
+
 def plain_compiled(model: nn.Module) -> Step:
     return plain(torch.compile(model, fullgraph=True))
 
@@ -99,7 +111,13 @@ COMPILED: dict[str, Callable[[nn.Module], Step]] = {
     "fs compiled": compiled(fs.P("shard")),
     "fs keep compiled": compiled(fs.P("shard", reshard=False)),
 }
-ALL = MODES | COMPILED
+REMAT: dict[str, Callable[[nn.Module], Step]] = {
+    "plain remat": checkpointed(plain),
+    "FSDP2 remat": checkpointed(fully_sharded(reshard=True)),
+    "fs remat": sharded(fs.P("shard", remat=True)),
+    "fs torch.func remat": sharded(fs.P("shard", remat=True), torch.func.grad_and_value),
+}
+ALL = MODES | COMPILED | REMAT
 
 
 def peak_bytes(build: Callable[[nn.Module], Step], make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor]) -> int:
