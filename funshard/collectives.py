@@ -83,20 +83,21 @@ class _Collective(torch.autograd.Function):
 
 
 @torch.compiler.allow_in_graph
-def _on_group(x: Tensor, op: str, size: int, name: str, root: int) -> Tensor:
-    # torch 2.13: Dynamo, inlining the Function, can lose its backward. Pinned by test_compiled_equals_eager.
-    return _Collective.apply(x, None, op, size, name, root)
+def _primitive(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int) -> Tensor:
+    # torch 2.13: Dynamo, inlining the Function, can lose its backward, and it knows no vmap rule. Pinned by
+    # test_compiled_equals_eager and test_matrix.py.
+    return _Collective.apply(x, rank, op, size, name, root)
 
 
 def _apply(op: str, x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     if isinstance(axis, Simulated):
-        return _Collective.apply(x, axis.rank, op, axis.size, "", root)
+        return _primitive(x, axis.rank, op, axis.size, "", root)
     if axis.size == 1:
         return x
     if not axis.name:
         raise no_group(axis.size)
     # A view of x, never the differentiated leaf itself (torch 2.13: Dynamo can otherwise lose a custom backward).
-    return _on_group(x.view_as(x), op, axis.size, axis.name, root)
+    return _primitive(x.view_as(x), None, op, axis.size, axis.name, root)
 
 
 def _divisible(what: str, x: Tensor, axis: Axis) -> None:

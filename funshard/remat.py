@@ -65,7 +65,8 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def forward(fn: Flat, *xs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return fn(*xs)
+        # an argument that comes back is another tensor than the argument
+        return tuple(r.view_as(r) if any(r is x for x in xs) else r for r in fn(*xs))
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
@@ -217,8 +218,7 @@ class _Again:
         results, treedef = pytree.tree_flatten(out)
         _check_open(results, "a result")
         self._out = [_HOLE if isinstance(result, Tensor) else result for result in results], treedef
-        # an argument that comes back is another tensor than the argument
-        return tuple(r.view_as(r) if any(r is x for x in xs) else r for r in results if isinstance(r, Tensor))
+        return tuple(result for result in results if isinstance(result, Tensor))
 
     def result(self, tensors: Iterable[Tensor]) -> Any:
         """The result of ``f`` with these tensors in it."""

@@ -135,6 +135,14 @@ class Opaque:
         self.held = [tensor]
 
 
+def test_derivatives_that_are_their_arguments() -> None:
+    """The gradient of a sum is the cotangent itself."""
+    add = lambda b, x: b + x  # noqa: E731
+    for f in (fs.remat(add), add):
+        got = grad(lambda b, f=f: (grad(lambda b: (f(b, X) ** 2).sum())(b) ** 3).sum())(X)
+        assert_close(got, 3 * (4 * X) ** 2 * 2)
+
+
 def test_hidden_tensors_are_refused() -> None:
     """They would be constants in silence."""
     with pytest.raises(TypeError, match="got an argument of Opaque with tensors inside; register the class"):

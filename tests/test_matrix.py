@@ -1,0 +1,516 @@
+"""Every transform with every strategy, on simulated and on real ranks, is plain autograd on the whole model.
+
+The cells of README's table: `table` makes it of what is tested here, and ``python tests/test_matrix.py`` prints it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.func import grad, grad_and_value, jvp, vjp
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+from funshard import P
+
+DIGITS = 9
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width + 2), nn.Linear(width + 2, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def network() -> nn.Module:
+    """Two blocks with a weight in common, one of them run twice; no number of ranks divides every unit."""
+    torch.manual_seed(1)
+    a, b = Block(5), Block(5)
+    b.up.weight = a.up.weight
+    return nn.Sequential(nn.Linear(3, 5), a, b, a, nn.Linear(5, 2)).double()
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+MODEL = network()
+FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
+DIRECTION = {name: numbers(*p.shape, seed=i) for i, (name, p) in enumerate(FULL.items())}
+X = numbers(8, 4, 3, seed=100)
+COTANGENT = numbers(8, 4, 2, seed=101)
+CLIP = 3.0
+WEIGHTS = numbers(3, seed=102)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What the policy gives each block, and the mesh for a number of ranks; the real one is a DeviceMesh of that shape."""
+
+    p: P
+    real: int = 2
+    meshes: Mapping[int, Mapping[str, int]] | None = None
+
+    def sizes(self, ranks: int) -> dict[str, int]:
+        return {"shard": ranks} if self.meshes is None else dict(self.meshes[ranks])
+
+    def position(self, ranks: int, rank: int) -> tuple[int, int]:
+        """How many slices a buffer has, and which one is this rank's."""
+        shards = self.sizes(ranks)["shard"] if self.p.axis else 1
+        return shards, rank % shards
+
+
+HYBRID = {2: (2, 1), 3: (1, 3), 4: (2, 2), 8: (2, 4)}
+STRATEGIES = {
+    '`P("shard")`': Strategy(P("shard")),
+    "`reshard=False`": Strategy(P("shard", reshard=False)),
+    "`remat=True`": Strategy(P("shard", remat=True)),
+    "`P()`": Strategy(P()),
+    "HSDP": Strategy(P("shard"), 4, {n: {"replicate": r, "shard": s} for n, (r, s) in HYBRID.items()}),
+}
+SIMULATED = (2, 3, 8)
+
+
+def plain(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    # of a copy: torch 2.13 leaves its tensors in a tied parameter of a module that is registered twice
+    return torch.func.functional_call(copy.deepcopy(MODEL), dict(params), (x,))
+
+
+def square(y: Tensor) -> Tensor:
+    return (y**2).mean()
+
+
+def gradient(f: Callable[[fs.Params], Tensor], at: Mapping[str, Tensor]) -> fs.Params:
+    """By torch.autograd, with a graph for the next one."""
+    leaves = {name: t if t.requires_grad else t.detach().requires_grad_() for name, t in at.items()}
+    return dict(zip(leaves, torch.autograd.grad(f(leaves), list(leaves.values()), create_graph=True), strict=True))
+
+
+def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    return sum(((t * b[k]).sum() for k, t in a.items()), torch.zeros((), dtype=torch.float64))
+
+
+def cubes(tree: Mapping[str, Tensor]) -> Tensor:
+    return sum(((t**3).sum() for t in tree.values()), torch.zeros((), dtype=torch.float64))
+
+
+def clipped(g: fs.Params) -> fs.Params:
+    scale = min(1.0, CLIP / (norm(g) + 1e-6))
+    return {name: t * scale for name, t in g.items()}
+
+
+def norm(g: fs.Params) -> float:
+    return float(dot(g, g).detach()) ** 0.5
+
+
+class Reference:
+    """The derivatives of the ranks' losses, and of their mean, with respect to the whole model's parameters."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.outputs = [plain(FULL, x) for x in X[:ranks]]
+        self.values = [square(y) for y in self.outputs]
+
+    def mean(self, params: fs.Params) -> Tensor:
+        return torch.stack([square(plain(params, x)) for x in X[: self.ranks]]).mean()
+
+    @functools.cached_property
+    def gradient(self) -> fs.Params:
+        return gradient(self.mean, FULL)
+
+    @functools.cached_property
+    def pulled_back(self) -> fs.Params:
+        pairs = list(zip(X[: self.ranks], COTANGENT, strict=False))
+        return gradient(lambda p: torch.stack([(plain(p, x) * c).sum() for x, c in pairs]).mean(), FULL)
+
+    @functools.cached_property
+    def tangents(self) -> list[Tensor]:
+        return [dot(gradient(lambda p: square(plain(p, x)), FULL), DIRECTION) for x in X[: self.ranks]]
+
+    @functools.cached_property
+    def hessian_product(self) -> fs.Params:
+        return gradient(lambda p: dot(gradient(self.mean, p), DIRECTION), FULL)
+
+    @functools.cached_property
+    def penalised(self) -> fs.Params:
+        """Of the mean loss and the sum of its gradient's cubes."""
+        return gradient(lambda p: self.mean(p) + cubes(gradient(self.mean, p)), FULL)
+
+    @functools.cached_property
+    def elsewhere(self) -> list[fs.Params]:
+        pairs = zip(stack_of(FULL, DIRECTION), WEIGHTS, strict=True)
+        return [gradient(lambda p: weight * self.mean(p), params) for params, weight in pairs]
+
+    @functools.cached_property
+    def samples(self) -> list[list[fs.Params]]:
+        return [[gradient(lambda p: square(plain(p, sample)), FULL) for sample in x] for x in X[: self.ranks]]
+
+    @functools.cached_property
+    def private(self) -> fs.Params:
+        return mean_of([clipped(g) for own in self.samples for g in own])
+
+
+def stack_of(params: fs.Params, v: fs.Params) -> list[fs.Params]:
+    """Three models."""
+    return [params, v, {k: p - v[k] for k, p in params.items()}]
+
+
+def stacked(trees: Iterable[fs.Params]) -> fs.Params:
+    trees = list(trees)
+    return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
+
+
+def mean_of(trees: Iterable[fs.Params]) -> fs.Params:
+    return {name: t.mean(0) for name, t in stacked(trees).items()}
+
+
+reference = functools.cache(Reference)
+
+
+State = tuple[fs.Params, fs.Params, Tensor, Tensor]
+"""Shards of parameters and of a direction, this rank's batch and a cotangent of its outputs; stacked if simulated."""
+OnRanks = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""``on(fn)(*args)`` is ``fn(spec, *args)`` as each rank runs it."""
+Cut = Callable[[fs.Params], fs.Params]
+"""This rank's shards of full parameters."""
+
+
+def loss_on(spec: fs.PartitionSpec) -> Callable[[fs.Params, Tensor], Tensor]:
+    return lambda params, x: square(fs.functional_call(MODEL, params, x, spec=spec))
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What runs on the ranks, and what the whole model has in its place, for one rank."""
+
+    run: Callable[[OnRanks, State], Any]
+    equals: Callable[[Reference, Cut, int], Any]
+
+
+def inside(transform: Callable[..., Any]) -> Callable[[OnRanks, State], Any]:
+    """``transform(loss of the parameters, parameters, direction)`` as each rank runs it."""
+
+    def run(on: OnRanks, state: State) -> Any:
+        return on(lambda spec, p, v, x, _: transform(lambda p: loss_on(spec)(p, x), p, v))(*state)
+
+    return run
+
+
+def pulled_back(on: OnRanks, state: State) -> Any:
+    def rank(spec: fs.PartitionSpec, p: fs.Params, v: fs.Params, x: Tensor, cotangent: Tensor) -> Any:
+        y, pullback = vjp(lambda p: fs.functional_call(MODEL, p, x, spec=spec), p)
+        return y, pullback(cotangent)[0]
+
+    return on(rank)(*state)
+
+
+def of_many_models(loss: Callable[[fs.Params], Tensor], p: fs.Params, v: fs.Params) -> fs.Params:
+    return torch.vmap(grad(lambda p, weight: weight * loss(p)))(stacked(stack_of(p, v)), WEIGHTS)
+
+
+def of_each_sample(**options: Any) -> Callable[[OnRanks, State], Any]:
+    def run(on: OnRanks, state: State) -> Any:
+        return on(lambda spec, p, v, x, _: fs.per_sample_grads(loss_on(spec), p, x, spec=spec, **options))(*state)
+
+    return run
+
+
+def by_plain_autograd(order: int) -> Callable[[OnRanks, State], Any]:
+    """Around the ranks, whose losses add up: each has its own backward."""
+
+    def run(on: OnRanks, state: State) -> Any:
+        params, _, x, _ = state
+        leaves = {k: t.clone().requires_grad_() for k, t in params.items()}
+        loss = on(lambda spec, p, x: loss_on(spec)(p, x))(leaves, x).sum()
+        if order == 2:
+            first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+            loss = loss + cubes(dict(zip(leaves, first, strict=True)))
+        loss.backward()
+        return {k: t.grad for k, t in leaves.items()}
+
+    return run
+
+
+def step(spec: fs.PartitionSpec, p: fs.Params, x: Tensor) -> tuple[fs.Params, Tensor]:
+    return fs.grad_and_value(loss_on(spec))(p, x)
+
+
+def elsewhere(params: fs.Params, x: Tensor) -> tuple[fs.Params, Tensor]:
+    """Other arguments to record a step with: none of them must be found in it."""
+    return {k: t.cos() for k, t in params.items()}, x.flip(-1)
+
+
+def compiled(on: OnRanks, state: State) -> Any:
+    params, _, x, _ = state
+    torch._dynamo.reset()
+    once = torch.compile(on(step), fullgraph=True, backend="aot_eager")
+    once(*elsewhere(params, x))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        return once(params, x)
+
+
+def recorded(on: OnRanks, state: State) -> Any:
+    params, _, x, _ = state
+    return make_fx(on(step))(*elsewhere(params, x))(params, x)
+
+
+TRANSFORMS = {
+    "`grad`": Transform(
+        inside(lambda loss, p, v: grad(loss)(p)),
+        lambda of, cut, rank: cut(of.gradient),
+    ),
+    "`grad_and_value`": Transform(
+        inside(lambda loss, p, v: grad_and_value(loss)(p)),
+        lambda of, cut, rank: (cut(of.gradient), of.values[rank]),
+    ),
+    "`fs.grad`": Transform(
+        inside(lambda loss, p, v: fs.grad(loss)(p)),
+        lambda of, cut, rank: cut(of.gradient),
+    ),
+    "`vjp`": Transform(
+        pulled_back,
+        lambda of, cut, rank: (of.outputs[rank], cut(of.pulled_back)),
+    ),
+    "`jvp`": Transform(
+        inside(lambda loss, p, v: jvp(loss, (p,), (v,))),
+        lambda of, cut, rank: (of.values[rank], of.tangents[rank]),
+    ),
+    "`jvp` of `grad`, `fs.hvp`": Transform(
+        inside(lambda loss, p, v: (jvp(grad(loss), (p,), (v,)), fs.hvp(loss, p, v))),
+        lambda of, cut, rank: ((cut(of.gradient), cut(of.hessian_product)), cut(of.hessian_product)),
+    ),
+    "`grad` of `grad`": Transform(
+        inside(lambda loss, p, v: grad(lambda p: loss(p) + cubes(grad(loss)(p)))(p)),
+        lambda of, cut, rank: cut(of.penalised),
+    ),
+    "`vmap` over parameters": Transform(
+        inside(of_many_models),
+        lambda of, cut, rank: stacked(cut(g) for g in of.elsewhere),
+    ),
+    "`per_sample_grads`": Transform(
+        of_each_sample(),
+        lambda of, cut, rank: stacked(of.samples[rank]),
+    ),
+    "`per_sample_grads(clip=)`": Transform(
+        of_each_sample(clip=CLIP),
+        lambda of, cut, rank: cut(of.private),
+    ),
+    "plain autograd": Transform(
+        by_plain_autograd(1),
+        lambda of, cut, rank: cut(of.gradient),
+    ),
+    "double backward": Transform(
+        by_plain_autograd(2),
+        lambda of, cut, rank: cut(of.penalised),
+    ),
+    "`torch.compile`": Transform(
+        compiled,
+        lambda of, cut, rank: (cut(of.gradient), of.values[rank]),
+    ),
+    "`make_fx`": Transform(
+        recorded,
+        lambda of, cut, rank: (cut(of.gradient), of.values[rank]),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """An error that running this on each simulated rank raises, which is torch's, and what README says of it."""
+
+    run: Callable[[OnRanks, State], Any]
+    error: type[Exception]
+    message: str
+    note: str
+
+
+def compiled_on_each(on: OnRanks, state: State) -> Any:
+    params, _, x, _ = state
+    torch._dynamo.reset()
+    rank = lambda spec, p, x: torch.compile(functools.partial(step, spec), fullgraph=True, backend="aot_eager")(p, x)  # noqa: E731
+    return on(rank)(params, x)
+
+
+def autograd_on_each(on: OnRanks, state: State) -> Any:
+    def rank(spec: fs.PartitionSpec, p: fs.Params, x: Tensor) -> Any:
+        return loss_on(spec)({k: t.requires_grad_() for k, t in p.items()}, x)
+
+    params, _, x, _ = state
+    return on(rank)(params, x)
+
+
+AROUND = Limit(
+    autograd_on_each,
+    RuntimeError,
+    "You are attempting to call Tensor.requires_grad_() (or perhaps using torch.autograd.functional.* APIs) inside of a "
+    "function being transformed by a functorch transform. ",
+    "On simulated ranks: around `spmd`. Inside, `requires_grad_` is a RuntimeError of torch's.",
+)
+LIMITS = {
+    "plain autograd": AROUND,
+    "double backward": AROUND,
+    "`torch.compile`": Limit(
+        compiled_on_each,
+        torch._dynamo.exc.Unsupported,
+        "Calling torch.func.vmap(compiled_fn) function from eager mode is not supported. ",
+        "On simulated ranks: around `spmd`. Inside, a compiled function is a RuntimeError of torch's (pytorch issue 128711).",
+    ),
+}
+"""Of transforms, whatever the strategy."""
+
+
+def table() -> str:
+    """README's table, in markdown, with its caption and notes."""
+    notes = list(dict.fromkeys(limit.note for limit in LIMITS.values()))
+    marks = {note: "¹²³⁴⁵"[i] for i, note in enumerate(notes)}
+    alone, hybrid = (STRATEGIES[name] for name in ("`P()`", "HSDP"))
+    shape = " x ".join(map(str, hybrid.sizes(hybrid.real).values()))
+    counts = f"{', '.join(map(str, SIMULATED[:-1]))} and {SIMULATED[-1]}"
+    caption = (
+        f"*Exact* is equal, to 1e-{DIGITS} in float64, to plain autograd of the unsharded model's loss, the mean over ranks "
+        f"(values, tangents and samples are each rank's own); on {counts} simulated ranks and on {alone.real} real ones, "
+        f"for HSDP on {shape}."
+    )
+    rows = [["", *STRATEGIES], ["---"] * (1 + len(STRATEGIES))]
+    for name in TRANSFORMS:
+        cell = "exact" + marks[LIMITS[name].note] if name in LIMITS else "exact"
+        rows.append([name, *(cell for _ in STRATEGIES)])
+    lines = ["| " + " | ".join(row).strip() + " |" for row in rows]
+    return "\n".join([caption, "", *lines, *(f"\n{mark} {note}" for note, mark in marks.items())])
+
+
+def without_ticks(name: str) -> str:
+    return name.replace("`", "")
+
+
+def policy(strategy: str) -> fs.PartitionSpec:
+    return fs.by_type(Block, p=STRATEGIES[strategy].p)(MODEL)
+
+
+def start(spec: fs.PartitionSpec, x: Tensor, cotangent: Tensor) -> State:
+    return fs.shard(FULL, spec), fs.shard(DIRECTION, spec), x, cotangent
+
+
+def simulated(strategy: str, ranks: int) -> tuple[OnRanks, State]:
+    spec = policy(strategy)
+
+    def on(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return fs.testing.spmd(lambda mesh, *args: fn(spec.on(mesh), *args), STRATEGIES[strategy].sizes(ranks))
+
+    state = on(start)(X[:ranks], COTANGENT[:ranks])
+    return on, pytree.tree_map(Tensor.contiguous, state)
+
+
+def slices(full: fs.Params, strategy: str, ranks: int, rank: int) -> fs.Params:
+    """A rank's piece of each unit's parameters, end to end, with zeros behind them: `shard`, written out."""
+    count, index = STRATEGIES[strategy].position(ranks, rank)
+    out = {}
+    for unit in policy(strategy):
+        buffer = torch.cat([full[param.name].flatten() for param in unit.params])
+        padded = nn.functional.pad(buffer, (0, -len(buffer) % count))
+        out[unit.key] = padded.chunk(count)[index]
+    return out
+
+
+def check(got: Any, transform: str, strategy: str, ranks: int, rank: int) -> None:
+    cut = functools.partial(slices, strategy=strategy, ranks=ranks, rank=rank)
+    expected = TRANSFORMS[transform].equals(reference(ranks), cut, rank)
+    assert any(t.abs().max() > 1e-3 for t in pytree.tree_leaves(expected))
+    assert_close(got, detached(expected), rtol=10**-DIGITS, atol=10**-DIGITS)
+
+
+def check_each(stacked: Any, transform: str, strategy: str, ranks: int) -> None:
+    for rank in range(ranks):
+        mine = pytree.tree_map(lambda t, rank=rank: t[rank], detached(stacked))
+        check(mine, transform, strategy, ranks, rank)
+
+
+def detached(tree: Any) -> Any:
+    return pytree.tree_map(lambda t: t.detach(), tree)
+
+
+@pytest.mark.parametrize("ranks", SIMULATED)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=without_ticks)
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=without_ticks)
+def test_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
+    """Each rank has its slices of the derivative of the mean loss; what torch refuses there, it refuses in these words."""
+    on, state = simulated(strategy, ranks)
+    limit = LIMITS.get(transform)
+    if limit:
+        with pytest.raises(limit.error) as raised:
+            limit.run(on, state)
+        assert type(raised.value) is limit.error
+        assert limit.message in str(raised.value)
+    check_each(TRANSFORMS[transform].run(on, state), transform, strategy, ranks)
+
+
+def on_real_ranks(rank: int, strategy: str) -> dict[str, Any]:
+    """Of every transform the result, or why there is none."""
+    sizes = STRATEGIES[strategy].sizes(STRATEGIES[strategy].real)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    spec = policy(strategy).on(mesh)
+    state = start(spec, X[rank], COTANGENT[rank])
+    out: dict[str, Any] = {}
+    for name, transform in TRANSFORMS.items():
+        out[name] = result_or_traceback(transform, lambda fn: functools.partial(fn, spec), state)
+    return out
+
+
+def result_or_traceback(transform: Transform, on: OnRanks, state: State) -> Any:
+    try:
+        return detached(transform.run(on, state))
+    except Exception:
+        return traceback.format_exc()
+
+
+@pytest.fixture(scope="module", params=STRATEGIES, ids=without_ticks)
+def real(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
+    """Every transform with one strategy, on all real ranks."""
+    pool: Pool = request.getfixturevalue(f"gloo{STRATEGIES[request.param].real}")
+    return request.param, pool.run(on_real_ranks, request.param)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=without_ticks)
+def test_real_ranks(real: tuple[str, list[dict[str, Any]]], transform: str) -> None:
+    """The same over a process group, whatever the transform."""
+    strategy, results = real
+    for rank, mine in enumerate(results):
+        assert not isinstance(mine[transform], str), mine[transform]
+        check(mine[transform], transform, strategy, len(results), rank)
+
+
+def test_the_cells_are_not_trivial() -> None:
+    """Units are padded, ranks differ, some samples are clipped, and some not."""
+    sizes = [sum(param.numel for param in unit.params) for unit in policy("`P()`")]
+    assert all(any(size % ranks for size in sizes) for ranks in SIMULATED)
+    of = reference(2)
+    assert len({float(v.detach()) for v in of.values}) == 2
+    for n in (2, 3, 4, 8):
+        norms = [norm(g) for own in reference(n).samples for g in own]
+        assert min(norms) < CLIP < max(norms)
+
+
+def test_readme_has_the_table() -> None:
+    """Word for word."""
+    readme = Path(__file__).parent.parent / "README.md"
+    assert table() in readme.read_text(), f"README.md should have:\n\n{table()}"
+
+
+if __name__ == "__main__":
+    print(table())
