@@ -62,8 +62,8 @@ def level() -> int:
 
 
 def differentiates() -> bool:
-    """Whether anything may take a derivative of what is computed now."""
-    return torch.is_grad_enabled() or level() > 0 or in_forward_ad()
+    """Whether something may come back to what is computed now for its derivative; plain forward-mode AD never does."""
+    return level() > 0 or (torch.is_grad_enabled() and not in_forward_ad())
 
 
 def savable() -> bool:

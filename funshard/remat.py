@@ -84,7 +84,7 @@ class _Remat(torch.autograd.Function):
             return (None,) * (1 + len(wanted))
         vjp = _Vjp(ctx.fn, wanted, given)
         operands = *ctx.saved_tensors, *(g for g in grads if g is not None)
-        if isinstance(ctx.fn, _Again) and not torch.is_grad_enabled() and not _torch.level():
+        if isinstance(ctx.fn, _Again) and not (torch.is_grad_enabled() or _torch.level() or _torch.in_forward_ad()):
             with ctx.fn.last_run():
                 return None, *_spread(vjp.plain(operands), wanted)
         return None, *_spread(_Remat.apply(vjp, *operands), wanted)

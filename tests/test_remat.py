@@ -15,6 +15,7 @@ from ranks import Pool
 from test_memory import Alive, no_collector
 from test_real_ranks import MODEL, Block, data
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 from torch.testing import assert_close
 
@@ -79,6 +80,18 @@ def test_equals_the_function_at_every_order(order: str) -> None:
 
     assert_close(ORDERS[order](fs.remat(counted)), ORDERS[order](layer), rtol=1e-11, atol=1e-11)
     assert calls > (order != "value")
+
+
+def test_plain_forward_mode() -> None:
+    """It keeps nothing, so there is nothing to run again; over reverse mode too."""
+    for f in (layer, fs.remat(layer)):
+        w = W.clone().requires_grad_()
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(w, V)
+            out = f(dual, X)
+            (g,) = torch.autograd.grad((out**2).sum(), dual)
+            tangents = forward_ad.unpack_dual(out).tangent, forward_ad.unpack_dual(g).tangent
+        assert_close(tangents, (jvp(lambda w: layer(w, X), (W,), (V,))[1], hvp(layer)(W)))
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
@@ -434,9 +447,11 @@ def on_real_ranks(rank: int, p: fs.P) -> dict[str, Any]:
         return (fs.functional_call(MODEL, params, x, spec=spec) ** 2).sum()
 
     leaves = {k: t.clone().requires_grad_() for k, t in params.items()}
-    loss(leaves).backward()
+    value = loss(leaves)
+    value.backward(retain_graph=True)
+    value.backward()
     return {
-        "plain": {k: t.grad for k, t in leaves.items()},
+        "plain, twice": {k: t.grad for k, t in leaves.items()},
         **{name: transform(loss, params, {k: t.cos() for k, t in params.items()}) for name, transform in TRANSFORMS.items()},
     }
 

@@ -122,25 +122,33 @@ ALL = MODES | COMPILED | REMAT
 
 
 def peak_bytes(build: Callable[[nn.Module], Step], make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor]) -> int:
-    """The most bytes that tensors hold in a step, after one to warm up; what is at rest included.
-
-    A first step that compiles is not recorded: the profiler miscounts meanwhile.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as before:
-        step = build(make())
-        if build not in COMPILED.values():
-            step(*batch)
+    """The most bytes that tensors hold in a step, after one to warm up; what is at rest included."""
     if build in COMPILED.values():
-        step(*batch)
+        return peak_bytes_compiled(build, make, batch)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        step = build(make())
         step(*batch)
-    return held(before)[-1] + max(held(record))
+        with torch.profiler.record_function("measured"):
+            step(*batch)
+    begin = next(event.start_ns() for event in record.profiler.kineto_results.events() if event.name() == "measured")
+    return max(bytes_ for at, bytes_ in held(record) if at >= begin)
 
 
-def held(record: profile) -> list[int]:
-    """Bytes allocated since the record began, after each allocation and release."""
-    events = sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    return [0, *itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]")]
+def peak_bytes_compiled(build: Callable[[nn.Module], Step], make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor]) -> int:
+    """The same, with the first step, which compiles, between two records: the profiler miscounts meanwhile."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as building:
+        step = build(make())
+    step(*batch)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as stepping:
+        step(*batch)
+    return held(building)[-1][1] + max(bytes_ for _, bytes_ in held(stepping))
+
+
+def held(record: profile) -> list[tuple[int, int]]:
+    """When memory was allocated or released, and how many bytes more than at the start of the record are held then."""
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return list(zip((e.start_ns() for e in events), itertools.accumulate(e.nbytes() for e in events), strict=True))
 
 
 def run(rank: int, args: argparse.Namespace, port: int, out: str) -> None:
