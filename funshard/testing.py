@@ -27,7 +27,8 @@ def spmd(fn: Callable[..., Any], size: int | Mapping[str, int]) -> Callable[...,
     ``fn`` takes the mesh (bind specs to it with ``.on(mesh)``) and this rank's arguments; tensors among the arguments
     of ``spmd(...)`` have the ranks in dimension 0, row by row for a mesh of several axes, and so have the results.
     ``size`` is the size of one axis "shard", or axis names with sizes. Everything that torch.func offers works inside
-    and outside. Close over what all ranks share.
+    and outside. Close over what all ranks share. Random numbers are each rank's own; a vmap of your own inside has the
+    ``randomness`` that you give it, and with ``chunk_size`` it cannot be an axis (ValueError).
 
     >>> import funshard as fs
     >>> fs.testing.spmd(lambda mesh, x: fs.collectives.all_gather(x, mesh["shard"]), 2)(torch.tensor([[1], [2]]))

@@ -14,8 +14,8 @@ of CUDA events; "launch ms" is until the step's Python returns, the device still
 maximum during a step with no other mode on the device, parameters included. "copied" is what copies and concatenations
 write beyond the plain step's, over the bytes of the parameters; unknown where a compiler hides it.
 
-"FSDP2 compiled" compiles each block before `fully_shard`, "fs compiled" is the whole step in one graph. A mode that
-fails says so in its row.
+"FSDP2 compiled" compiles each block before `fully_shard`, "fs compiled" is the whole step in one graph by `fs.compile`.
+A mode that fails says so in its row.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def sharded(p: fs.P, grad: Callable[..., Any] = fs.grad_and_value) -> Build:
 
 
 def fs_compiled(model: nn.Module, mesh: DeviceMesh, compiler: str) -> Step:
-    return torch.compile(sharded(fs.P("shard"))(model, mesh, compiler), fullgraph=True, backend=compiler)
+    return fs.compile(sharded(fs.P("shard"))(model, mesh, compiler), backend=compiler)
 
 
 MODES: dict[str, Build] = {
