@@ -1,38 +1,24 @@
-"""functional_call: a module on sharded parameters, one unit gathered at a time.
-
-How a unit comes and goes. For the length of the call every module's ``_parameters`` is a mapping that hands out views
-of the gathered buffer of the owning unit, and gathers it if nobody has. A unit is gathered when its module is entered
-(or, used from outside, when first touched) and let go when the module that was running then is left. Letting go is
-dropping a reference: nothing is ever resized or freed by hand, so whatever user code still holds stays readable.
-
-What would hold the buffer until backward is autograd, which saves weights. Saved-tensor hooks put a note in their
-place: this view of that unit. When backward asks for it, the unit is gathered again, once, and let go when the
-gradient of its buffer is complete, which is also when that gradient is reduce-scattered.
-"""
+"""functional_call: a module on sharded parameters, one unit gathered at a time (gathering.py)."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import _torch
 from .collectives import Reduce
-from .layout import check_buffers, unflatten_unit, whole_unit
-from .mesh import Group
-from .recompute import recomputed
-from .schedule import Schedule, Visit
-from .sharding import gather_unit, unshard
-from .spec import PartitionSpec, Unit
-from .swap import Attributes, Parameters, Place, install_buffers, restored
+from .gathering import Call, sharded
+from .layout import check_buffers, whole_unit
+from .sharding import unshard
+from .spec import PartitionSpec
+from .swap import Place
 from .tree import join
 
-__all__ = ["Call", "arguments", "functional_call"]
+__all__ = ["arguments", "functional_call"]
 
 
 def functional_call(
@@ -128,21 +114,6 @@ def _check_count(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
-def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
-    """Whether gathers and reductions may run ahead and behind: nothing batches them or differentiates them twice."""
-    if _torch.in_forward_ad() or not _torch.savable():
-        return False
-    if not all(isinstance(axis, Group) for _, axis in spec.bound_mesh.axes):
-        return False
-    return not _torch.level() or not any(_torch.base(params[unit.key]).requires_grad for unit in spec if unit.key in params)
-
-
-def _sharded(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:
-    """The part of the spec whose units ``params`` holds as shards."""
-    keys = spec.by_key.keys() & params.keys()
-    return spec if len(keys) == len(spec) else spec.within("", keys)
-
-
 def _by_data_flow(
     model: nn.Module,
     params: Mapping[str, Tensor],
@@ -153,12 +124,12 @@ def _by_data_flow(
     method: str | None,
     reduce: Reduce,
 ) -> Any:
-    sharded = _sharded(params, spec)
+    part = sharded(params, spec)
     full = dict(params)
     for reshard in (True, False):  # noted for fs.compile, which gathers the former again in backward
-        units = [unit.key for unit in sharded if unit.p.reshard is reshard]
+        units = [unit.key for unit in part if unit.p.reshard is reshard]
         with _torch.noted(funshard_reshard=reshard):
-            full |= unshard({key: params[key] for key in sharded.by_key}, sharded, units=units, reduce=reduce)
+            full |= unshard({key: params[key] for key in part.by_key}, part, units=units, reduce=reduce)
     tensors = {name: full[name] for name in spec.ignored if name in full}
     for path, module in model.named_modules():  # each once: two names of one attribute would not be put back right
         for name in (join(path, attr) for attr in module._parameters):
@@ -168,223 +139,3 @@ def _by_data_flow(
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with _torch.reparametrized(model, tensors | buffers):
         return getattr(model, method)(*args, **kwargs) if method else model(*args, **kwargs)
-
-
-class _Gathered:
-    """A unit that is gathered now: its parameters, the transforms it was gathered under, and its visit if it has one."""
-
-    def __init__(self, unit: Unit, views: Sequence[Tensor], visit: Visit | None, level: int) -> None:
-        self.unit, self.views, self.visit, self.level = unit, views, visit, level
-        self.frees = visit.route.frees if visit else unit.p.reshard
-        self.storage = 0  # of the buffer, where saved tensors in it are to be replaced
-
-
-class Call:
-    """The state of one functional_call, or of one run of a module in it that is recomputed."""
-
-    def __init__(
-        self,
-        place: Place,
-        params: Mapping[str, Tensor],
-        spec: PartitionSpec,
-        reduce: Reduce,
-        prefetch: int,
-        in_flight: int,
-    ) -> None:
-        self.place, self.params, self.spec = place, params, spec
-        self.reduce: Reduce = reduce
-        self.ahead = prefetch, in_flight
-        self.mesh = spec.bound_mesh
-        self.differentiable = torch.is_grad_enabled()
-        self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
-        self.outer_reentrant = _torch.reentrant_checkpoints()
-        self.level = _torch.level()
-        ahead = _schedulable(params, spec)
-        self.schedule = Schedule(params, _sharded(params, spec), reduce, prefetch, in_flight) if ahead else None
-        if self.schedule and self.differentiable:
-            self.params = self.schedule.enter(params)
-        frees = self.schedule is not None and self.schedule.routes.frees
-        self.hooked = self.differentiable and frees and self.outer is None
-        full = ((unit, whole_unit(params, unit)) for unit in spec)
-        self.active = {unit.key: _Gathered(unit, views, None, level=0) for unit, views in full if views is not None}
-        self.live: dict[int, Visit] = {}  # by storage: what pack recognises
-        self.scopes: list[list[_Gathered]] = [[]]
-        self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], buffers: dict[str, Tensor] | None, method: str | None) -> Any:
-        """The model, or another of its methods than forward, called on the parameters."""
-        with self.installed(buffers):
-            return getattr(self.place.modules[""], method or "__call__")(*args, **kwargs)
-
-    def gather(self, unit: Unit) -> _Gathered:
-        """The unit, gathered now or still alive."""
-        hook = _torch.pack_hook()
-        inside = hook is not self.outer and hook is not None and hook.__module__ == "torch.utils.checkpoint"
-        quiet = self.differentiable and not torch.is_grad_enabled()  # as in a reentrant checkpoint, or by the user's wish
-        if inside or (quiet and _torch.reentrant_checkpoints() > self.outer_reentrant):
-            raise RuntimeError(
-                f"unit '{unit.key}': torch.utils.checkpoint inside functional_call would recompute with the module's own "
-                "parameters, not with these: expected none; checkpoint the functional_call as a whole"
-            )
-        gathered = self.active.get(unit.key)
-        if gathered is not None and gathered.level <= _torch.level():
-            if gathered in self.pending:
-                self.pending.remove(gathered)
-                self.scopes[-1].append(gathered)
-            return gathered
-        self.free(self.pending)
-        shard = self.params[unit.key]
-        visit = self.schedule.visit(unit) if self.schedule and _torch.level() == self.level else None
-        with torch.set_grad_enabled(self.differentiable):  # a gather under no_grad must serve uses outside of it
-            if visit:
-                views = visit.parameters(shard)
-            else:
-                views = unflatten_unit(gather_unit(shard, unit, self.mesh, reduce=self.reduce), unit)
-        gathered = _Gathered(unit, views, visit, _torch.level())
-        self.active[unit.key] = gathered
-        if visit and visit.route.frees and self.hooked:
-            assert visit.full is not None
-            gathered.storage = _torch.storage_id(visit.full)
-            self.live[gathered.storage] = visit
-        self.scopes[-1].append(gathered)
-        return gathered
-
-    def free(self, many: list[_Gathered], *, keep_for_backward: bool = False) -> None:
-        """Let go of these, or leave their buffers to backward."""
-        for gathered in many:
-            if self.active.get(gathered.unit.key) is gathered:
-                del self.active[gathered.unit.key]
-            self.live.pop(gathered.storage, None)
-            gathered.views = ()
-            if gathered.visit:
-                gathered.visit.leave(keep=keep_for_backward and gathered.storage != 0)
-        many.clear()
-
-    @contextlib.contextmanager
-    def scope(self, units: list[Unit]) -> Generator[None]:
-        """A module's run: its units are gathered at the start, and what was gathered meanwhile is freed at the end."""
-        self.scopes.append([])
-        try:
-            for unit in units:
-                self.gather(unit)
-            yield
-        finally:
-            for gathered in self.scopes.pop():
-                (self.pending if gathered.frees else self.scopes[0]).append(gathered)
-
-    @contextlib.contextmanager
-    def installed(self, buffers: dict[str, Tensor] | None, attributes: Attributes | None = None) -> Generator[None]:
-        """The modules with gathered parameters, and with other attributes where there are any; as they were afterwards."""
-        hooks = _torch.saved_tensor_hooks(self.pack, self.unpack) if self.hooked else contextlib.nullcontext()
-        with restored(self.place.owned) as before:
-            for module, others in (attributes or {}).items():
-                vars(module).clear()
-                vars(module).update(others)
-            updated = install_buffers(self.place.modules, buffers)
-            roots = self._install_parameters(attributes or before)
-            try:
-                with hooks:
-                    for unit in roots:
-                        self.gather(unit)
-                    yield
-            finally:
-                self.free(self.pending, keep_for_backward=True)
-                self.free(self.scopes[0], keep_for_backward=True)
-                if self.schedule:
-                    self.schedule.end_forward()
-                if buffers is not None:
-                    buffers.update(updated())
-
-    def _install_parameters(self, before: Attributes) -> list[Unit]:
-        """Put the gathering mappings and the scopes into the modules; the units of the place itself are left to the caller."""
-        modules = self.place.modules
-        for module, attributes in self.place.owned.items():
-            vars(module)["_parameters"] = Parameters(module._parameters, dict(attributes), self.read)
-        for name in self.spec.ignored:
-            if name in self.params:
-                path, _, attr = name.rpartition(".")
-                modules[path]._parameters[attr] = cast("nn.Parameter", self.params[name])
-        by_path: dict[str, list[Unit]] = {path: [] for path in self.spec.recomputed}
-        for unit in self.spec:
-            by_path.setdefault(unit.path, []).append(unit)
-        for path, units in by_path.items():
-            if path in self.spec.recomputed:
-                vars(modules[path])["forward"] = self._recomputed(path, before, modules[path].forward, units)
-            elif path in modules and path != self.place.path:
-                vars(modules[path])["forward"] = self._scoped(modules[path].forward, units)
-        return [] if self.place.path in self.spec.recomputed else by_path.get(self.place.path, [])
-
-    def read(self, unit: Unit, i: int) -> Tensor:
-        """The unit's i-th parameter."""
-        return self.gather(unit).views[i]
-
-    def _scoped(self, forward: Callable[..., Any], units: list[Unit]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.scope(units):
-                return forward(*args, **kwargs)
-
-        return run
-
-    def _recomputed(self, path: str, before: Attributes, forward: Callable[..., Any], units: list[Unit]) -> Callable[..., Any]:
-        scoped = self._scoped(forward, units)
-
-        @functools.wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not _torch.differentiates():
-                return scoped(*args, **kwargs)
-            place = self.place.within(path)
-            spec = self.spec.within(path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()})
-            params = self._params_of(place, spec)
-            if not self.schedule or _torch.level() != self.level:
-                return recomputed(inside, place, before, params, spec, (), args, kwargs)
-            with self.scope(units):
-                visits = [gathered.visit for gathered in self.scopes[-1] if gathered.visit]
-                return recomputed(inside, place, before, params, spec, visits, args, kwargs)
-
-        def inside(
-            attributes: Attributes,
-            params: Mapping[str, Tensor],
-            spec: PartitionSpec,
-            buffers: dict[str, Tensor],
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-        ) -> tuple[Any, Attributes]:
-            place = self.place.within(path)
-            with Call(place, params, spec, self.reduce, *self.ahead).installed(buffers, attributes):
-                out = place.modules[path].forward(*args, **kwargs)
-                return out, {module: dict(vars(module)) for module in place.owned}
-
-        return run
-
-    def _params_of(self, place: Place, spec: PartitionSpec) -> dict[str, Tensor]:
-        """The shards, or full parameters, of these units, and the ignored parameters."""
-        names = [name for unit in spec for name in (unit.key, *(name for param in unit.params for name in param.names))]
-        params = {name: self.params[name] for name in names if name in self.params}
-        for name in spec.ignored:
-            path, _, attr = name.rpartition(".")
-            if path in place.modules and (tensor := place.modules[path]._parameters.get(attr)) is not None:
-                params[name] = tensor
-        return params
-
-    def pack(self, tensor: Tensor) -> object:
-        """What autograd keeps instead of a tensor it saves: a note for a gathered weight, else the tensor itself."""
-        inner = _torch.base(tensor)
-        if type(inner) is Tensor and inner.layout is torch.strided:
-            visit = self.live.get(_torch.storage_id(inner))
-            if visit is not None and inner.dtype == visit.shard.dtype and not (inner.is_conj() or inner.is_neg()):
-                return visit, visit.note(), tensor.shape, tensor.stride(), tensor.storage_offset()
-        return _torch.kept(tensor), _torch.version(tensor)
-
-    @staticmethod
-    def unpack(note: object) -> Tensor:
-        """The saved tensor again. The version check is autograd's own, which hooks switch off."""
-        what, *rest = cast("tuple[Any, ...]", note)
-        if isinstance(what, Visit):
-            return what.view(*rest[1:])
-        if _torch.version(what) != rest[0]:
-            raise RuntimeError(
-                f"a tensor of shape {list(what.shape)} needed for gradient computation was modified in place: "
-                f"it is at version {_torch.version(what)}, expected version {rest[0]}"
-            )
-        return what

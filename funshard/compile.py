@@ -154,9 +154,11 @@ _KEEP_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False, 
 
 
 def _options(mode: str | None) -> dict[str, Any]:
+    if mode is None:
+        return {}
     from torch._inductor import list_mode_options  # here, because the compiler takes a second to import
 
-    return list_mode_options(mode) if mode else {}
+    return list_mode_options(mode)
 
 
 def _check_donated(args: tuple[Any, ...], donate: tuple[int, ...]) -> Counter[int]:

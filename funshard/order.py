@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from . import _torch
-from .call import Call, arguments
+from .call import arguments
+from .gathering import Call
 from .spec import PartitionSpec
 from .swap import Place
 
