@@ -1,6 +1,6 @@
 """Fully sharded data parallel training for PyTorch as pure functions, in the style of JAX, on torch.func."""
 
-from . import collectives, policies, testing
+from . import collectives, optim, policies, testing
 from .call import functional_call
 from .compile import compile
 from .full import gather_full, scatter_full
@@ -57,6 +57,7 @@ __all__ = [
     "mark",
     "marked",
     "module_tree",
+    "optim",
     "override",
     "partition",
     "per_sample_grads",

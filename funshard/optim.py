@@ -1,0 +1,77 @@
+"""Around the update: norms of what is sharded like the parameters, and clipping by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .collectives import all_gather, sum_shards
+from .layout import Params
+from .spec import PartitionSpec
+
+__all__ = ["clip_by_global_norm", "global_norm"]
+
+
+def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2.0) -> Tensor:
+    """The p-norm of all elements of the whole tensors, a scalar that is the same on every rank: of a gradient, say.
+
+    ``tree`` holds this rank's shards by unit key, or full tensors by parameter name, which every rank has alike; some
+    units or all. Slices are added up over the axes that a unit is split over, replicated ones count once. In float32 at
+    least. One collective of a scalar for each set of axes. Differentiable at every order; with respect to shards it
+    counts, as `collectives.sum_shards` does, once for all ranks. Equal to ``torch.nn.utils.get_total_norm`` of the
+    gathered tree.
+
+    Raises ValueError, naming it, for a key that is neither, and for a p that is not positive.
+    """
+    if not p > 0:
+        raise ValueError(f"global_norm: expected a positive p, or inf, got {p}")
+    spec = spec.bound
+    parts: dict[tuple[str, ...], list[Tensor]] = {}
+    for key, tensor in tree.items():
+        if key not in spec.by_key and key not in spec.by_name:
+            raise ValueError(f"'{key}' is no unit and no parameter of the spec: expected some of {list(spec.by_key)[:8]}")
+        axes = spec.by_key[key].p.axes if key in spec.by_key else ()
+        parts.setdefault(axes, []).append(_of_elements(tensor, p))
+    totals: list[Tensor] = []
+    for axes, values in parts.items():
+        total = _together(torch.stack(values), p)
+        for axis in (spec.bound_mesh[name] for name in axes):
+            total = all_gather(total[None], axis).amax() if p == math.inf else sum_shards(total, axis)
+        totals.append(total)
+    if not totals:
+        return torch.zeros(())
+    total = _together(torch.stack(totals), p)
+    return total if p == math.inf else total ** (1 / p)
+
+
+def clip_by_global_norm(
+    tree: Mapping[str, Tensor], max_norm: float | Tensor, spec: PartitionSpec, *, p: float = 2.0
+) -> tuple[Params, Tensor]:
+    """``(the tree scaled to a norm of at most max_norm, its norm before)``, in the tensors' own dtypes.
+
+    The norm is `global_norm`'s, and the scale min(1, max_norm / (norm + 1e-6)), as in ``torch.nn.utils.clip_grad_norm_``
+    of the gathered tree. A norm that is not finite makes everything not finite, as there: look at it before the update.
+
+    >>> import torch, funshard as fs
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> fs.optim.clip_by_global_norm({"": torch.tensor([3.0, 4.0])}, 1.0, fs.whole()(model))
+    ({'': tensor([0.6000, 0.8000])}, tensor(5.))
+
+    Raises what `global_norm` raises.
+    """
+    norm = global_norm(tree, spec, p=p)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1)
+    return {key: tensor * scale.to(tensor.device, tensor.dtype) for key, tensor in tree.items()}, norm
+
+
+def _of_elements(tensor: Tensor, p: float) -> Tensor:
+    """The sum of the elements' p-th powers, or the largest."""
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).abs()
+    return _together(wide.flatten() if p == math.inf else wide**p, p)
+
+
+def _together(values: Tensor, p: float) -> Tensor:
+    return values.sum() if p < math.inf or not values.numel() else values.amax()

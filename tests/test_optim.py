@@ -1,0 +1,149 @@
+"""global_norm and clip_by_global_norm agree with torch's on the gathered tree, however it is sharded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pool
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard.optim import clip_by_global_norm, global_norm
+
+MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).double()
+NORMS = [0.5, 1.0, 2.0, 3.0, math.inf]
+POLICIES = {
+    "sharded": fs.always(),
+    "mixed": fs.by_path({"0": fs.P(), "1": fs.P("shard")}),
+    "replicated": fs.whole(fs.P()),
+}
+HYBRID = fs.by_path({"0": fs.P(("replicate", "shard")), "1": fs.P("replicate"), "2": fs.P()})
+"""Every set of axes."""
+
+
+def gradients(seed: int = 0) -> fs.Params:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in MODEL.named_parameters()}
+
+
+GRADIENTS = gradients()
+
+
+def clipped_by_torch(full: fs.Params, max_norm: float, p: float) -> tuple[fs.Params, Tensor]:
+    """The peer."""
+    holders = {name: nn.Parameter(torch.zeros_like(g)) for name, g in full.items()}
+    for name, holder in holders.items():
+        holder.grad = full[name].clone()
+    norm = torch.nn.utils.clip_grad_norm_(list(holders.values()), max_norm, p)
+    return {name: holder.grad for name, holder in holders.items()}, norm
+
+
+def check(mesh: Any, policy: fs.Policy, max_norm: float, p: float, want: fs.Params) -> tuple[fs.Params, Tensor, fs.Params]:
+    """What we get on this rank, and this rank's shards of what torch gives."""
+    spec = policy(MODEL).on(mesh)
+    return *clip_by_global_norm(fs.shard(GRADIENTS, spec), max_norm, spec, p=p), fs.shard(want, spec)
+
+
+def agrees_on_simulated_ranks(policy: fs.Policy, sizes: dict[str, int], max_norm: float, p: float) -> None:
+    want, norm = clipped_by_torch(GRADIENTS, max_norm, p)
+    ranks = torch.zeros(math.prod(sizes.values()))
+    got, got_norm, want_shards = fs.testing.spmd(lambda mesh, _: check(mesh, policy, max_norm, p, want), sizes)(ranks)
+    assert_close(got, want_shards, rtol=1e-11, atol=1e-13)
+    assert_close(got_norm, norm.expand(len(ranks)))
+
+
+@pytest.mark.parametrize("p", NORMS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_clipping_is_torchs(policy: str, p: float) -> None:
+    """On one, two and five simulated ranks, whether the norm is above the bound or below it."""
+    for size in (1, 2, 5):
+        for max_norm in (0.1, 1e9):
+            agrees_on_simulated_ranks(POLICIES[policy], {"shard": size}, max_norm, p)
+
+
+@pytest.mark.parametrize("p", NORMS)
+def test_every_set_of_axes(p: float) -> None:
+    agrees_on_simulated_ranks(HYBRID, {"replicate": 2, "shard": 3}, 0.1, p)
+
+
+def on_real_ranks(rank: int) -> None:
+    for p in NORMS:
+        want, norm = clipped_by_torch(GRADIENTS, 0.1, p)
+        for policy in POLICIES.values():
+            got, got_norm, want_shards = check(fs.collectives.Mesh.world(), policy, 0.1, p, want)
+            assert_close(got, want_shards, rtol=1e-11, atol=1e-13)
+            assert_close(got_norm, norm)
+
+
+def test_real_ranks(gloo2: Pool) -> None:
+    gloo2.run(on_real_ranks)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_differentiable(policy: str, p: float) -> None:
+    """The gradient and a Hessian-vector product of the norm are the shards of the whole tree's."""
+
+    def whole(full: fs.Params) -> Tensor:
+        return torch.linalg.vector_norm(torch.cat([g.flatten() for g in full.values()]), p) ** 3
+
+    full, v = GRADIENTS, gradients(1)
+    expected = torch.func.grad(whole)(full), fs.hvp(whole, full, v)
+
+    def rank(mesh: Any, _: Tensor) -> Any:
+        spec = POLICIES[policy](MODEL).on(mesh)
+        shards, direction = fs.shard(full, spec), fs.shard(v, spec)
+
+        def norm(shards: fs.Params) -> Tensor:
+            return global_norm(shards, spec, p=p) ** 3
+
+        return (
+            (torch.func.grad(norm)(shards), fs.hvp(norm, shards, direction)),
+            tuple(fs.shard(tree, spec) for tree in expected),
+        )
+
+    got, want = fs.testing.spmd(rank, 2)(torch.zeros(2))
+    spec = POLICIES[policy](MODEL).on({"shard": 2})
+    for got_tree, want_tree in zip(got, want, strict=True):
+        for unit in spec:  # in the padding |x|^p has no derivative for p = 1
+            kept = unit.numel - spec.shard_numel(unit) * (len(got_tree[unit.key]) - 1) if unit.p.axes else None
+            assert_close(got_tree[unit.key][-1][:kept], want_tree[unit.key][-1][:kept])
+            assert_close(got_tree[unit.key][0], want_tree[unit.key][0])
+
+
+def test_low_precision_is_added_up_in_float32() -> None:
+    """A thousand ones in bfloat16, whose sum in bfloat16 would stop at 256."""
+    model = nn.Linear(1000, 1, bias=False, dtype=torch.bfloat16)
+    norm = global_norm({"": torch.ones(1000, dtype=torch.bfloat16)}, fs.whole()(model), p=1)
+    assert (norm, norm.dtype) == (1000, torch.float32)
+    clipped, _ = clip_by_global_norm({"": torch.ones(1000, dtype=torch.bfloat16)}, 500.0, fs.whole()(model), p=1)
+    assert clipped[""].dtype == torch.bfloat16
+
+
+def test_full_tensors_and_some_units() -> None:
+    """What every rank has whole counts once; what is not in the tree counts not at all."""
+    full = GRADIENTS
+
+    def rank(mesh: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+        spec = fs.always()(MODEL).on(mesh)
+        shards = fs.shard(full, spec)
+        mixed = {"0": shards["0"], **{name: g for name, g in full.items() if not name.startswith("0")}}
+        return global_norm(mixed, spec), global_norm({"0": shards["0"]}, spec)
+
+    everything, first = fs.testing.spmd(rank, 3)(torch.zeros(3))
+    assert_close(everything, torch.cat([g.flatten() for g in full.values()]).norm().expand(3))
+    assert_close(first, torch.cat([full["0.weight"].flatten(), full["0.bias"]]).norm().expand(3))
+    assert global_norm({}, fs.always()(MODEL)) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "p", "message"),
+    [("2", 0.0, "expected a positive p, or inf, got 0.0"), ("7", 2.0, "'7' is no unit and no parameter of the spec")],
+)
+def test_errors(key: str, p: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        global_norm({key: torch.ones(12)}, fs.always()(MODEL), p=p)
