@@ -1,6 +1,6 @@
 """Fully sharded data parallel training for PyTorch as pure functions, in the style of JAX, on torch.func."""
 
-from . import collectives, optim, policies, testing
+from . import collectives, loss_scale, optim, policies, testing
 from .call import functional_call
 from .compile import compile
 from .full import gather_full, scatter_full
@@ -54,6 +54,7 @@ __all__ = [
     "grad_and_value",
     "hvp",
     "ignoring",
+    "loss_scale",
     "mark",
     "marked",
     "module_tree",

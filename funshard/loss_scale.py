@@ -1,0 +1,105 @@
+"""Dynamic loss scaling as a state that is passed along: for gradients that float16 would flush to zero."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree  # the tree of what models return
+
+from .collectives import all_reduce
+from .layout import Params
+from .spec import PartitionSpec
+
+__all__ = ["LossScale", "init", "scale", "select", "unscale", "update"]
+
+Tree = TypeVar("Tree")
+
+
+class LossScale(NamedTuple):
+    """The state: a pytree of two scalars, the same on every rank."""
+
+    scale: Tensor
+    """float32: what losses are multiplied by."""
+    good_steps: Tensor
+    """int32: steps with finite gradients since the scale last changed."""
+
+
+def init(scale: float = 2.0**16, *, device: torch.device | str | None = None) -> LossScale:
+    """The state before the first step, as torch.amp.GradScaler's. Raises ValueError for a scale that is not positive.
+
+    >>> import torch, funshard as fs
+    >>> state = fs.loss_scale.init(4.0)
+    >>> spec = fs.whole()(torch.nn.Linear(2, 1, bias=False))
+    >>> grads, finite = fs.loss_scale.unscale(state, {"": torch.tensor([8.0, torch.inf])}, spec)
+    >>> fs.loss_scale.update(state, finite).scale
+    tensor(2.)
+    """
+    if not scale > 0:
+        raise ValueError(f"loss_scale.init: expected a positive scale, got {scale}")
+    return LossScale(torch.tensor(scale, dtype=torch.float32, device=device), torch.tensor(0, dtype=torch.int32, device=device))
+
+
+def scale(state: LossScale, outputs: Tree) -> Tree:
+    """The loss, or every tensor of a pytree of them, times the scale, in its own dtype and on its device."""
+    return pytree.tree_map_only(Tensor, lambda x: x * state.scale.to(x.device, x.dtype), outputs)
+
+
+def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) -> tuple[Params, Tensor]:
+    """``(grads over the scale, whether all of them are finite on every rank)``, in the gradients' own dtypes.
+
+    The second is a bool scalar that all ranks of the spec's mesh have alike: one all-reduce for each of its axes. Where it
+    is False leave the update out (`select`).
+    """
+    inverse = state.scale.double().reciprocal().float()
+    out = {key: (g * inverse.to(g.device)).to(g.dtype) for key, g in grads.items()}
+    bad = torch.stack([(~torch.isfinite(g)).any() for g in grads.values()]).any() if grads else torch.tensor(False)
+    ranks_with_bad = bad.float()
+    mesh = spec.bound.bound_mesh
+    for name in mesh.names:
+        ranks_with_bad = all_reduce(ranks_with_bad, mesh[name], reduce="sum")
+    return out, ranks_with_bad == 0
+
+
+def update(
+    state: LossScale,
+    finite: Tensor,
+    *,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+) -> LossScale:
+    """The state for the next step: the scale grows after so many good steps in a row, and falls after a bad one.
+
+    As torch.amp.GradScaler's ``update``, without a synchronisation. A scale that would overflow does not grow. Raises
+    ValueError for a growth factor of at most 1, a backoff factor that is not between 0 and 1, an interval under 1.
+    """
+    if not (growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1):
+        raise ValueError(
+            "loss_scale.update: expected growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= 1, got "
+            f"{growth_factor}, {backoff_factor} and {growth_interval}"
+        )
+    finite = finite.to(state.scale.device)
+    good = state.good_steps + 1
+    grows = good >= growth_interval
+    grown = state.scale * growth_factor
+    kept = torch.where(grows & torch.isfinite(grown), grown, state.scale)
+    zero = torch.zeros_like(good)
+    return LossScale(
+        torch.where(finite, kept, state.scale * backoff_factor),
+        torch.where(finite & ~grows, good, zero),
+    )
+
+
+def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
+    """``new`` where ``finite``, else ``old``: parameters and optimizer state as they were before a bad step.
+
+    Raises ValueError for trees of different structure.
+    """
+
+    def choose(a: Any, b: Any) -> Any:
+        return torch.where(finite.to(a.device), a, b) if isinstance(a, Tensor) else a
+
+    return pytree.tree_map(choose, new, old)

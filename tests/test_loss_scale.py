@@ -1,0 +1,141 @@
+"""loss_scale beside torch.amp.GradScaler, step by step, and on ranks of which one overflows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pool
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard import loss_scale as ls
+
+MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
+OPTIONS = {"growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 3}
+BAD = [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1]
+"""In which steps a gradient overflows."""
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, 3, generator=generator).double(), torch.tensor(math.inf if bad else 1.0).double()) for bad in BAD]
+
+
+def losses(call: Any, x: Tensor, factor: Tensor) -> Tensor:
+    return (call(x) ** 2).mean() * factor
+
+
+def test_training_is_that_with_grad_scaler() -> None:
+    """Scale, growth tracker, unscaled gradients and parameters after every step, bad steps left out."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
+    spec = fs.always()(model).bound
+    params = fs.shard(model, spec)
+    state = ls.init(8.0)
+    peer = torch.amp.GradScaler("cpu", init_scale=8.0, **OPTIONS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for x, factor in batches():
+        optimizer.zero_grad()
+        peer.scale(losses(model, x, factor)).backward()
+        peer.unscale_(optimizer)
+        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+        peer.step(optimizer)
+        peer.update()
+
+        current = state
+        scaled = fs.grad(
+            lambda p, x=x, factor=factor, state=current: ls.scale(
+                state, losses(lambda x: fs.functional_call(model, p, x, spec=spec), x, factor)
+            )
+        )(params)
+        grads, finite = ls.unscale(state, scaled, spec)
+        assert_close(grads, fs.shard(expected, spec), equal_nan=True)
+        params = ls.select(finite, {k: p - 0.1 * grads[k] for k, p in params.items()}, params)
+        state = ls.update(state, finite, **OPTIONS)
+
+        assert finite == bool(factor.isfinite())
+        assert state.scale == peer.get_scale()
+        assert state.good_steps == peer.state_dict()["_growth_tracker"]
+        assert_close(params, fs.shard(model, spec))
+    assert not torch.equal(model[0].weight, start["0.weight"])
+
+
+def one_overflows(mesh: Any, rank: Tensor | int, bad: int) -> tuple[fs.Params, Tensor]:
+    spec = fs.by_path({"0": fs.P("shard"), "1": fs.P()})(MODEL).on(mesh)
+    shards = fs.shard({name: p.detach() for name, p in MODEL.named_parameters()}, spec)
+    hit = torch.where(torch.as_tensor(rank) == bad, math.nan, 1.0)
+    return ls.unscale(ls.init(4.0), {"0": shards["0"] * hit, "1": shards["1"]}, spec)
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 3}, {"replicate": 2, "shard": 2}])
+def test_all_ranks_agree(sizes: dict[str, int]) -> None:
+    """A NaN in one rank's slice, also on a replica, is every rank's bad step."""
+    ranks = torch.arange(math.prod(sizes.values()))
+    for bad in (-1, 0, len(ranks) - 1):
+        grads, finite = fs.testing.spmd(lambda mesh, rank, bad=bad: one_overflows(mesh, rank, bad), sizes)(ranks)
+        assert finite.tolist() == len(ranks) * [bad < 0]
+        whole = fs.flatten({name: p.detach() for name, p in MODEL.named_parameters()}, fs.always()(MODEL).on({"shard": 1}))
+        assert_close(grads["1"][0], whole["1"] / 4)
+
+
+def on_real_ranks(rank: int) -> list[bool]:
+    return [bool(one_overflows(fs.collectives.Mesh.world(), rank, bad)[1]) for bad in (-1, 0, 1)]
+
+
+def test_real_ranks_agree(gloo2: Pool) -> None:
+    assert gloo2.run(on_real_ranks) == 2 * [[True, False, False]]
+
+
+def test_a_scale_that_would_overflow_stays() -> None:
+    state = ls.LossScale(torch.tensor(3e38), torch.tensor(0, dtype=torch.int32))
+    state = ls.update(state, torch.tensor(True), growth_interval=1)
+    assert state.scale == torch.tensor(3e38)
+    assert state.good_steps == 0
+
+
+def test_dtypes() -> None:
+    """Losses and gradients keep theirs; float16 gradients are unscaled without overflowing on the way."""
+    state = ls.init(2.0**16)
+    loss, logs = ls.scale(state, (torch.tensor(2.0**-10, dtype=torch.bfloat16), {"n": 3}))
+    assert (loss, loss.dtype, logs) == (64, torch.bfloat16, {"n": 3})
+    spec = fs.whole()(nn.Linear(2, 1, bias=False))
+    grads, finite = ls.unscale(state, {"": torch.tensor([65504.0, 2.0**-8], dtype=torch.float16)}, spec)
+    assert finite
+    assert_close(grads[""], torch.tensor([65504 / 2**16, 2.0**-24], dtype=torch.float16), rtol=0, atol=0)
+    assert ls.unscale(state, {}, spec)[1]
+
+
+def test_state_is_a_pytree_for_compiled_and_vmapped_loops() -> None:
+    """Nothing in a step looks at values."""
+
+    def run(finite: Tensor) -> ls.LossScale:
+        state = ls.init(8.0)
+        for i in range(len(BAD)):
+            state = ls.update(state, finite[i], **OPTIONS)
+        return state
+
+    good = torch.tensor(BAD) == 0
+    each = torch.vmap(run)(torch.stack([good, ~good]))
+    for i, finite in enumerate((good, ~good)):
+        assert_close(tuple(part[i] for part in each), tuple(run(finite)))
+        assert_close(tuple(torch.compile(run, fullgraph=True, backend="eager")(finite)), tuple(run(finite)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ls.init(0.0), "expected a positive scale, got 0.0"),
+        (lambda: ls.update(ls.init(), torch.tensor(True), growth_factor=1.0), "growth_factor > 1.* got 1.0"),
+        (lambda: ls.update(ls.init(), torch.tensor(True), growth_interval=0), "growth_interval >= 1.* and 0"),
+        (lambda: ls.select(torch.tensor(True), {"a": torch.ones(1)}, {"b": torch.ones(1)}), "keys|Node|mismatch"),
+    ],
+    ids=["scale", "growth", "interval", "trees"],
+)
+def test_errors(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
