@@ -41,6 +41,7 @@ __all__ = [
     "lower",
     "overwrite",
     "pack_hook",
+    "push_saved_tensor_hooks",
     "reentrant_checkpoints",
     "reparametrized",
     "savable",
@@ -262,6 +263,17 @@ def saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[objec
     finally:
         if message is not None:
             torch._C._autograd._saved_tensors_hooks_disable(message)  # pyright: ignore
+
+
+def push_saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[object], Tensor]) -> None:
+    """Saved-tensor hooks for the rest of one node of a backward that is running, to be called from within it.
+
+    Nothing takes them away: autograd puts thread-local state back after each node. Pinned by
+    ``test_hooks_for_the_rest_of_a_node``.
+    """
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:  # pyright: ignore
+        torch._C._autograd._saved_tensors_hooks_enable()  # pyright: ignore
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # pyright: ignore
 
 
 def pack_hook() -> Callable[[Tensor], object] | None:

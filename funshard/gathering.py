@@ -25,7 +25,7 @@ from .collectives import Reduce
 from .layout import unflatten_unit, whole_unit
 from .mesh import Group
 from .recompute import recomputed
-from .schedule import Schedule, Visit
+from .schedule import Schedule, Visit, pack, unpack
 from .sharding import gather_unit
 from .spec import PartitionSpec, Unit
 from .swap import Attributes, Parameters, Place, install_buffers, restored
@@ -153,7 +153,8 @@ class Call:
     @contextlib.contextmanager
     def installed(self, buffers: dict[str, Tensor] | None, attributes: Attributes | None = None) -> Generator[None]:
         """The modules with gathered parameters, and with other attributes where there are any; as they were afterwards."""
-        hooks = _torch.saved_tensor_hooks(self.pack, self.unpack) if self.hooked else contextlib.nullcontext()
+        notes = functools.partial(pack, self.live)
+        hooks = _torch.saved_tensor_hooks(notes, unpack) if self.hooked else contextlib.nullcontext()
         with restored(self.place.owned) as before:
             for module, others in (attributes or {}).items():
                 vars(module).clear()
@@ -244,25 +245,3 @@ class Call:
             if path in place.modules and (tensor := place.modules[path]._parameters.get(attr)) is not None:
                 params[name] = tensor
         return params
-
-    def pack(self, tensor: Tensor) -> object:
-        """What autograd keeps instead of a tensor it saves: a note for a gathered weight, else the tensor itself."""
-        inner = _torch.base(tensor)
-        if type(inner) is Tensor and inner.layout is torch.strided:
-            visit = self.live.get(_torch.storage_id(inner))
-            if visit is not None and inner.dtype == visit.shard.dtype and not (inner.is_conj() or inner.is_neg()):
-                return visit, visit.note(), tensor.shape, tensor.stride(), tensor.storage_offset()
-        return _torch.kept(tensor), _torch.version(tensor)
-
-    @staticmethod
-    def unpack(note: object) -> Tensor:
-        """The saved tensor again. The version check is autograd's own, which hooks switch off."""
-        what, *rest = cast("tuple[Any, ...]", note)
-        if isinstance(what, Visit):
-            return what.view(*rest[1:])
-        if _torch.version(what) != rest[0]:
-            raise RuntimeError(
-                f"a tensor of shape {list(what.shape)} needed for gradient computation was modified in place: "
-                f"it is at version {_torch.version(what)}, expected version {rest[0]}"
-            )
-        return what

@@ -11,12 +11,13 @@ Every rank starts and waits in the same order, as long as it runs the same progr
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from .sharding import reduce_unit
 from .spec import PartitionSpec, Unit
 from .wire import Buffers, Chain, routes
 
-__all__ = ["Schedule", "Visit"]
+__all__ = ["Schedule", "Visit", "pack", "unpack"]
 
 FROZEN_ALIVE = 2
 """How many frozen units stay gathered in a backward that retains its graph: no gradient tells when they have been used."""
@@ -308,7 +309,10 @@ class Visit:
         self.schedule.approach(self)
         if self.schedule.is_over():  # nothing can differentiate what this node of the graph computes with it
             torch.set_grad_enabled(False)  # until the engine goes on to the next node
-        return self.again().as_strided(shape, stride, offset)
+        buffer = self.again()
+        if torch.is_grad_enabled() and self.route.frees:  # what this node computes with it may save it once more
+            _torch.push_saved_tensor_hooks(functools.partial(pack, {_torch.storage_id(buffer): self}), unpack)
+        return buffer.as_strided(shape, stride, offset)
 
     def reduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The gradient of the shard from those of the parameters, after which nobody asks for the buffer."""
@@ -319,6 +323,32 @@ class Visit:
             return reduce_unit(buffer, self.unit, self.schedule.spec.bound_mesh, reduce=self.schedule.reduce)
         with torch.no_grad():
             return self.schedule.reduced(self.unit, grads)
+
+
+def pack(live: Mapping[int, Visit], tensor: Tensor) -> object:
+    """What autograd keeps instead of a tensor it saves: a note for a gathered weight, else the tensor itself.
+
+    ``live`` are the visits whose buffers are there, by storage.
+    """
+    inner = _torch.base(tensor)
+    if type(inner) is Tensor and inner.layout is torch.strided:
+        visit = live.get(_torch.storage_id(inner))
+        if visit is not None and inner.dtype == visit.shard.dtype and not (inner.is_conj() or inner.is_neg()):
+            return visit, visit.note(), tensor.shape, tensor.stride(), tensor.storage_offset()
+    return _torch.kept(tensor), _torch.version(tensor)
+
+
+def unpack(note: object) -> Tensor:
+    """The saved tensor again. The version check is autograd's own, which hooks switch off."""
+    what, *rest = cast("tuple[Any, ...]", note)
+    if isinstance(what, Visit):
+        return what.view(*rest[1:])
+    if _torch.version(what) != rest[0]:
+        raise RuntimeError(
+            f"a tensor of shape {list(what.shape)} needed for gradient computation was modified in place: "
+            f"it is at version {_torch.version(what)}, expected version {rest[0]}"
+        )
+    return what
 
 
 class _Parameters(torch.autograd.Function):

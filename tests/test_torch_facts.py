@@ -272,6 +272,30 @@ def test_graph_task() -> None:
     assert len({-1, *seen}) == 3
 
 
+@pytest.mark.parametrize("by", [torch.func.grad, None], ids=["torch.func", "plain"])
+def test_hooks_for_the_rest_of_a_node(by: Callable[..., Any] | None) -> None:
+    """Hooks that are pushed while a node unpacks see what that node saves for a second derivative, and no other does."""
+    saved: list[str] = []
+
+    def push(tensor: Tensor) -> Tensor:
+        _torch.push_saved_tensor_hooks(lambda t: (saved.append("here"), t)[1], lambda t: t)
+        return tensor
+
+    def f(x: Tensor) -> Tensor:
+        y = x.sin()  # its backward comes later and saves, too
+        with _torch.saved_tensor_hooks(lambda t: t, push):
+            return (y @ x).sum()
+
+    x = torch.ones(2, 2, requires_grad=by is None)
+    got = by(f)(x.detach()) if by else torch.autograd.grad(f(x), x, create_graph=True)[0]
+    torch.testing.assert_close(got.detach(), grad(lambda x: (x.sin() @ x).sum())(torch.ones(2, 2)))
+    assert saved
+    count = len(saved)
+    assert _torch.pack_hook() is None
+    (torch.ones(2, requires_grad=True) ** 2).sum().backward()
+    assert len(saved) == count
+
+
 def test_backward_early() -> None:
     """Backward comes to what was made first when its gradient is complete, under torch.func.grad too; else last."""
     for early in (False, True):
