@@ -183,15 +183,16 @@ class Call:
             if name in self.params:
                 path, _, attr = name.rpartition(".")
                 modules[path]._parameters[attr] = cast("nn.Parameter", self.params[name])
-        by_path: dict[str, list[Unit]] = {path: [] for path in self.spec.recomputed}
+        again = self.spec.recomputed
+        by_path: dict[str, list[Unit]] = {path: [] for path in again}
         for unit in self.spec:
             by_path.setdefault(unit.path, []).append(unit)
         for path, units in by_path.items():
-            if path in self.spec.recomputed:
+            if path in again:
                 vars(modules[path])["forward"] = self._recomputed(path, before, modules[path].forward, units)
             elif path in modules and path != self.place.path:
                 vars(modules[path])["forward"] = self._scoped(modules[path].forward, units)
-        return [] if self.place.path in self.spec.recomputed else by_path.get(self.place.path, [])
+        return [] if self.place.path in again else by_path.get(self.place.path, [])
 
     def read(self, unit: Unit, i: int) -> Tensor:
         """The unit's i-th parameter."""
@@ -215,24 +216,24 @@ class Call:
             place = self.place.within(path)
             spec = self.spec.within(path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()})
             params = self._params_of(place, spec)
+
+            def inside(
+                attributes: Attributes,
+                params: Mapping[str, Tensor],
+                spec: PartitionSpec,
+                buffers: dict[str, Tensor],
+                args: tuple[Any, ...],
+                kwargs: dict[str, Any],
+            ) -> tuple[Any, Attributes]:
+                with Call(place, params, spec, self.reduce, *self.ahead).installed(buffers, attributes):
+                    out = place.modules[path].forward(*args, **kwargs)
+                    return out, {module: dict(vars(module)) for module in place.owned}
+
             if not self.schedule or _torch.level() != self.level:
                 return recomputed(inside, place, before, params, spec, (), args, kwargs)
             with self.scope(units):
                 visits = [gathered.visit for gathered in self.scopes[-1] if gathered.visit]
                 return recomputed(inside, place, before, params, spec, visits, args, kwargs)
-
-        def inside(
-            attributes: Attributes,
-            params: Mapping[str, Tensor],
-            spec: PartitionSpec,
-            buffers: dict[str, Tensor],
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-        ) -> tuple[Any, Attributes]:
-            place = self.place.within(path)
-            with Call(place, params, spec, self.reduce, *self.ahead).installed(buffers, attributes):
-                out = place.modules[path].forward(*args, **kwargs)
-                return out, {module: dict(vars(module)) for module in place.owned}
 
         return run
 

@@ -11,6 +11,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from . import _torch
+from .call import arguments
 from .collectives import Reduce, all_reduce, broadcast
 from .layout import Params, check_buffers, unflatten_unit
 from .mesh import Simulated
@@ -65,7 +66,7 @@ def per_sample_grads(
     mesh = spec.bound_mesh
     units = [unit for unit in spec if unit.key in params]
     check_buffers(params, spec, {unit.key: spec.shard_numel(unit) for unit in units})
-    args = batch if isinstance(batch, tuple) else (batch,)
+    args, _ = arguments(batch, None)
     samples = _check_batch(args)
     _check_privacy(clip, noise)
 
