@@ -67,14 +67,6 @@ def training(params, strengths):
     return fit + sum(strengths[key].exp() / 2 * (p**2).sum() for key, p in params.items())
 
 
-def dot(a, b):
-    """The inner product of what is sharded like the parameters: slices add up over ranks, whole units count once."""
-    slices, whole = (
-        sum((a[unit.key] * b[unit.key]).sum() for unit in spec if bool(unit.p.axes) == split) for split in (True, False)
-    )
-    return fs.collectives.sum_shards(slices, axis) + whole
-
-
 def axpy(a, x, y):
     return {key: a * x[key] + y[key] for key in x}
 
@@ -82,13 +74,13 @@ def axpy(a, x, y):
 def solve(params, strengths, b, tolerance=TOLERANCE):
     """The inverse of the training loss's Hessian times b, by conjugate gradients, to a relative tolerance."""
     x, r = {key: torch.zeros_like(t) for key, t in b.items()}, b
-    p, rr = r, dot(r, r)
+    p, rr = r, fs.optim.vdot(r, r, spec)
     end = rr * tolerance**2
     while rr > end:
         hp = fs.hvp(lambda w: training(w, strengths), params, p)
-        step = rr / dot(p, hp)
+        step = rr / fs.optim.vdot(p, hp, spec)
         x, r = axpy(step, p, x), axpy(-step, hp, r)
-        rr, old = dot(r, r), rr
+        rr, old = fs.optim.vdot(r, r, spec), rr
         p = axpy(rr / old, p, r)
     return x
 
@@ -96,7 +88,7 @@ def solve(params, strengths, b, tolerance=TOLERANCE):
 def minimum(params, strengths):
     """Where training ends, by Newton's method from a starting point."""
     grads = fs.grad(training)(params, strengths)
-    while dot(grads, grads).sqrt() > TOLERANCE:
+    while fs.optim.global_norm(grads, spec) > TOLERANCE:
         params = axpy(-1, solve(params, strengths, grads, 1e-3), params)
         grads = fs.grad(training)(params, strengths)
     return params

@@ -65,27 +65,19 @@ def loss(params):
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-def dot(a, b):
-    """The inner product of what is sharded like the parameters: slices add up over ranks, whole units count once."""
-    slices, whole = (
-        sum((a[unit.key] * b[unit.key]).sum() for unit in spec if bool(unit.p.axes) == split) for split in (True, False)
-    )
-    return fs.collectives.sum_shards(slices, axis) + whole
-
-
 def sharpness(params):
     """The top eigenvalue and how many Hessian-vector products it took: Lanczos, orthogonalised against all its vectors."""
     v = fs.grad(loss)(params)  # a start that is sharded already, and the same on any number of ranks
-    norm = dot(v, v).sqrt()
+    norm = fs.optim.global_norm(v, spec)
     basis = {key: (g / norm)[None] for key, g in v.items()}  # one more row for every step
     tridiagonal = torch.zeros(LONGEST + 1, LONGEST + 1, dtype=torch.float64)
     for n in range(1, LONGEST + 1):
         w = fs.hvp(loss, params, {key: q[-1] for key, q in basis.items()})
         for _ in range(2):  # once leaves rounding errors, twice is enough
-            along = torch.vmap(dot, (0, None))(basis, w)  # all inner products in one sum over ranks
+            along = torch.vmap(fs.optim.vdot, (0, None, None))(basis, w, spec)  # all inner products in one sum over ranks
             w = {key: w[key] - along @ q for key, q in basis.items()}
             tridiagonal[n - 1, n - 1] += along[-1]
-        norm = dot(w, w).sqrt()
+        norm = fs.optim.global_norm(w, spec)
         values, vectors = torch.linalg.eigh(tridiagonal[:n, :n])
         if norm * vectors[-1, -1].abs() < TOLERANCE * values[-1]:  # the length of H u - value * u
             break

@@ -1,4 +1,4 @@
-"""Around the update: norms of what is sharded like the parameters, and clipping by them."""
+"""Around the update: norms and inner products of what is sharded like the parameters, clipping, torch's optimizers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from .collectives import all_gather, sum_shards
 from .layout import Params
 from .spec import PartitionSpec
+from .torch_optim import Optimizer, State, from_torch
 
-__all__ = ["clip_by_global_norm", "global_norm"]
+__all__ = ["Optimizer", "State", "clip_by_global_norm", "from_torch", "global_norm", "vdot"]
 
 
 def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2.0) -> Tensor:
@@ -28,23 +29,30 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
     """
     if not p > 0:
         raise ValueError(f"global_norm: expected a positive p, or inf, got {p}")
-    spec = spec.bound
-    parts: dict[tuple[str, ...], list[Tensor]] = {}
-    for key, tensor in tree.items():
-        if key not in spec.by_key and key not in spec.by_name:
-            raise ValueError(f"'{key}' is no unit and no parameter of the spec: expected some of {list(spec.by_key)[:8]}")
-        axes = spec.by_key[key].p.axes if key in spec.by_key else ()
-        parts.setdefault(axes, []).append(_of_elements(tensor, p))
-    totals: list[Tensor] = []
-    for axes, values in parts.items():
-        total = _together(torch.stack(values), p)
-        for axis in (spec.bound_mesh[name] for name in axes):
-            total = all_gather(total[None], axis).amax() if p == math.inf else sum_shards(total, axis)
-        totals.append(total)
-    if not totals:
-        return torch.zeros(())
-    total = _together(torch.stack(totals), p)
+    total = _over_ranks({key: _of_elements(tensor, p) for key, tensor in tree.items()}, spec, p)
     return total if p == math.inf else total ** (1 / p)
+
+
+def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
+    """The inner product of the whole tensors that two trees are slices of: a scalar, the same on every rank.
+
+    Trees, dtype, collectives and derivatives are those of `global_norm`. Equal to ``torch.vdot`` of the gathered trees:
+    where complex, ``a`` is conjugated.
+
+    >>> import torch, funshard as fs
+    >>> spec = fs.whole()(torch.nn.Linear(2, 1, bias=False))
+    >>> fs.optim.vdot({"": torch.tensor([1.0, 2.0])}, {"": torch.tensor([3.0, 4.0])}, spec)
+    tensor(11.)
+
+    Raises ValueError, naming it, for a key that is neither unit nor parameter, that only one of them has, or whose
+    tensors have two shapes.
+    """
+    for key in [*a, *b]:
+        if key not in a or key not in b:
+            raise ValueError(f"vdot: '{key}' is in {'a' if key in a else 'b'} only: expected trees of the same keys")
+        if a[key].shape != b[key].shape:
+            raise ValueError(f"vdot: '{key}': expected tensors of one shape, got {list(a[key].shape)} and {list(b[key].shape)}")
+    return _over_ranks({key: (_wide(tensor).conj() * _wide(b[key])).sum() for key, tensor in a.items()}, spec)
 
 
 def clip_by_global_norm(
@@ -67,9 +75,30 @@ def clip_by_global_norm(
     return {key: tensor * scale.to(tensor.device, tensor.dtype) for key, tensor in tree.items()}, norm
 
 
+def _over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0) -> Tensor:
+    """The sum of a scalar of each unit or parameter, or their maximum: over its ranks where a unit is split."""
+    spec = spec.bound
+    parts: dict[tuple[str, ...], list[Tensor]] = {}
+    for key, value in values.items():
+        if key not in spec.by_key and key not in spec.by_name:
+            raise ValueError(f"'{key}' is no unit and no parameter of the spec: expected some of {list(spec.by_key)[:8]}")
+        parts.setdefault(spec.by_key[key].p.axes if key in spec.by_key else (), []).append(value)
+    totals: list[Tensor] = []
+    for axes, of_units in parts.items():
+        total = _together(torch.stack(of_units), p)
+        for axis in (spec.bound_mesh[name] for name in axes):
+            total = all_gather(total[None], axis).amax() if p == math.inf else sum_shards(total, axis)
+        totals.append(total)
+    return _together(torch.stack(totals), p) if totals else torch.zeros(())
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def _of_elements(tensor: Tensor, p: float) -> Tensor:
     """The sum of the elements' p-th powers, or the largest."""
-    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).abs()
+    wide = _wide(tensor).abs()
     return _together(wide.flatten() if p == math.inf else wide**p, p)
 
 

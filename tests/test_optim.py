@@ -1,4 +1,4 @@
-"""global_norm and clip_by_global_norm agree with torch's on the gathered tree, however it is sharded."""
+"""global_norm, clip_by_global_norm and vdot agree with torch's on the gathered tree, however it is sharded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import funshard as fs
-from funshard.optim import clip_by_global_norm, global_norm
+from funshard.optim import clip_by_global_norm, global_norm, vdot
 
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).double()
 NORMS = [0.5, 1.0, 2.0, 3.0, math.inf]
@@ -147,3 +147,95 @@ def test_full_tensors_and_some_units() -> None:
 def test_errors(key: str, p: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         global_norm({key: torch.ones(12)}, fs.always()(MODEL), p=p)
+
+
+# --- vdot ---
+
+
+def dotted(a: fs.Params, b: fs.Params) -> Tensor:
+    """The peer."""
+    return torch.vdot(*(torch.cat([tree[name].flatten() for name in GRADIENTS]) for tree in (a, b)))
+
+
+def complex_like(full: fs.Params) -> fs.Params:
+    return {name: torch.complex(g, g.flip(0)) for name, g in full.items()}
+
+
+@pytest.mark.parametrize("values", [dict, complex_like])
+@pytest.mark.parametrize(
+    ("policy", "sizes"),
+    [*((policy, {"shard": n}) for policy in POLICIES.values() for n in (1, 2, 5)), (HYBRID, {"replicate": 2, "shard": 3})],
+)
+def test_vdot_is_torchs(policy: fs.Policy, sizes: dict[str, int], values: Any) -> None:
+    a, b = values(GRADIENTS), values(gradients(1))
+
+    def rank(mesh: Any, _: Tensor) -> Tensor:
+        spec = policy(MODEL).on(mesh)
+        return vdot(fs.shard(a, spec), fs.shard(b, spec), spec)
+
+    ranks = math.prod(sizes.values())
+    assert_close(fs.testing.spmd(rank, sizes)(torch.zeros(ranks)), dotted(a, b).expand(ranks))
+
+
+def vdot_on_real_ranks(rank: int) -> None:
+    for values in (dict, complex_like):
+        a, b = values(GRADIENTS), values(gradients(1))
+        for policy in POLICIES.values():
+            spec = policy(MODEL)
+            assert_close(vdot(fs.shard(a, spec), fs.shard(b, spec), spec), dotted(a, b))
+
+
+def test_vdot_on_real_ranks(gloo2: Pool) -> None:
+    gloo2.run(vdot_on_real_ranks)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_vdot_is_differentiable(policy: str) -> None:
+    """The gradient of a function of it in both arguments, and a Hessian-vector product, are the shards of the whole's."""
+    a, b, v = (gradients(seed) for seed in range(3))
+
+    def rank(mesh: Any, _: Tensor) -> Any:
+        spec = POLICIES[policy](MODEL).on(mesh)
+
+        def of_shards(x: fs.Params, y: fs.Params) -> Tensor:
+            return vdot(x, y, spec) ** 3 + vdot(x, x, spec)
+
+        x, y, direction = (fs.shard(tree, spec) for tree in (a, b, v))
+        got = (*torch.func.grad(of_shards, (0, 1))(x, y), fs.hvp(lambda x: of_shards(x, y), x, direction))
+        return got, tuple(fs.shard(tree, spec) for tree in wanted)
+
+    def whole(x: fs.Params, y: fs.Params) -> Tensor:
+        return dotted(x, y) ** 3 + dotted(x, x)
+
+    wanted = (*torch.func.grad(whole, (0, 1))(a, b), fs.hvp(lambda x: whole(x, b), a, v))
+    got, expected = fs.testing.spmd(rank, 3)(torch.zeros(3))
+    assert_close(got, expected)
+
+
+def test_vdot_of_full_tensors_some_units_and_nothing() -> None:
+    spec = fs.always()(MODEL)
+    a, b = fs.shard(GRADIENTS, spec), fs.shard(gradients(1), spec)
+    mixed = [
+        {"0": shards["0"], **{n: g for n, g in full.items() if n[0] != "0"}}
+        for shards, full in ((a, GRADIENTS), (b, gradients(1)))
+    ]
+    assert_close(vdot(mixed[0], mixed[1], spec), dotted(GRADIENTS, gradients(1)))
+    assert_close(vdot({"0": a["0"]}, {"0": b["0"]}, spec), a["0"] @ b["0"])
+    assert vdot({}, {}, spec) == 0
+    low = {"": torch.ones(1001, dtype=torch.bfloat16)}
+    wide = vdot(low, low, fs.whole()(nn.Linear(1001, 1, bias=False, dtype=torch.bfloat16)))
+    assert (wide.item(), wide.dtype) == (1001, torch.float32)  # which bfloat16 rounds
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ({"0": 20}, {"0": 20, "1": 30}, "'1' is in b only"),
+        ({"0": 20, "1": 30}, {"0": 20}, "'1' is in a only"),
+        ({"0": 20}, {"0": 1}, r"'0': expected tensors of one shape, got \[20\] and \[1\]"),
+        ({"7": 20}, {"7": 20}, "'7' is no unit and no parameter of the spec"),
+    ],
+)
+def test_vdot_errors(a: dict[str, int], b: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vdot(*({key: torch.ones(n) for key, n in tree.items()} for tree in (a, b)), fs.always()(MODEL))

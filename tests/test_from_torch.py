@@ -1,0 +1,673 @@
+"""from_torch: torch's optimizers on shards are torch's on the whole tensors, and pure."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from ranks import Pool
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funshard as fs
+from funshard.optim import from_torch
+from funshard.optim_checks import ELEMENTWISE
+
+SIZES = {"shard": 3}
+CASES: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5, "dampening": 0.3}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5, "dampening": 0.3, "fused": True}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
+    (torch.optim.Adam, {"lr": 0.1, "fused": True, "maximize": True}),
+    (torch.optim.AdamW, {"lr": 0.1, "foreach": True}),
+    (torch.optim.AdamW, {"lr": 0.1, "fused": True, "amsgrad": True}),
+    (torch.optim.RMSprop, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
+    (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    (torch.optim.Adagrad, {"fused": True}),
+    (torch.optim.Adadelta, {"weight_decay": 0.1}),
+    (torch.optim.Adamax, {"foreach": True}),
+    (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    (torch.optim.RAdam, {"weight_decay": 0.1}),
+    (torch.optim.ASGD, {"t0": 1.0, "lambd": 0.1}),
+    (torch.optim.Rprop, {"lr": 0.1}),
+]
+NAMES = [f"{cls.__name__}-{'-'.join(options)}" for cls, options in CASES]
+every_case = pytest.mark.parametrize(("cls", "options"), CASES, ids=NAMES)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)).double()
+
+
+def numbers(module: nn.Module, seed: int) -> fs.Params:
+    """A tree of the parameters' shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) for n, p in module.named_parameters()}
+
+
+def by_torch(
+    cls: Any, options: dict[str, Any], start: fs.Params, steps: int, of: Callable[[str], dict[str, Any]] | None = None
+) -> fs.Params:
+    """The peer: torch's optimizer on full tensors, with the gradients of `gradients`."""
+    params = {name: nn.Parameter(tensor.clone()) for name, tensor in start.items()}
+    optimizer = cls([{"params": [p], **(of(name) if of else {})} for name, p in params.items()], **options)
+    for step in range(steps):
+        for (name, p), grad in zip(params.items(), gradients(start, step).values(), strict=True):
+            assert name in start
+            p.grad = grad
+        optimizer.step()
+    return {name: p.detach() for name, p in params.items()}
+
+
+def gradients(like: fs.Params, step: int) -> fs.Params:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for n, t in like.items()}
+
+
+def on_ranks(cls: Any, spec: fs.PartitionSpec, start: fs.Params, steps: int, **options: Any) -> fs.Params:
+    """The same on every rank's shards, one rank after the other, joined again."""
+    ranks = torch.Size(size for _, size in spec.sizes or ()).numel()
+    trees: list[fs.Params] = []
+    for rank in range(ranks):
+        init, update = from_torch(cls, spec=spec, rank=rank, **options)
+        params = fs.shard(start, spec, rank=rank)
+        state = init(params)
+        structure = pytree.tree_structure(state)
+        for step in range(steps):
+            params, state = update(fs.shard(gradients(start, step), spec, rank=rank), state, params)
+            assert pytree.tree_structure(state) == structure
+        trees.append(params)
+    joined: fs.Params = {}
+    for unit in spec:
+        slices = {fs.layout.index(unit, spec.bound_mesh, fs.layout.coordinates(spec.bound_mesh, r)): r for r in range(ranks)}
+        joined[unit.key] = torch.cat([trees[slices[i]][unit.key] for i in range(spec.size(unit))])
+        assert not joined[unit.key][unit.numel :].any()  # the padding
+    return fs.unflatten(joined, spec)
+
+
+@every_case
+def test_the_same_tensors(cls: Any, options: dict[str, Any]) -> None:
+    """Bitwise, without a spec, on tensors of any shape."""
+    start = numbers(model(), 1)
+    for donate in (False, True):
+        init, update = from_torch(cls, donate=donate, **options)
+        params = {name: tensor.clone() for name, tensor in start.items()}
+        state = init(params)
+        for step in range(4):
+            params, state = update(gradients(start, step), state, params)
+        assert_close(params, by_torch(cls, options, start, 4), rtol=0, atol=0)
+
+
+@every_case
+@pytest.mark.parametrize("policy", [fs.whole(), fs.by_path({"0": fs.P("shard", align=4), "2": fs.P()})])
+def test_shards(cls: Any, options: dict[str, Any], policy: fs.Policy) -> None:
+    """Law L5: a step on shards is the shard of a step."""
+    module = model()
+    start = numbers(module, 1)
+    got = on_ranks(cls, policy(module).on(SIZES), start, 4, **options)
+    assert_close(got, by_torch(cls, options, start, 4), rtol=1e-14, atol=1e-15)
+
+
+def own_options(module: nn.Module, choices: list[dict[str, Any]], seed: int) -> Callable[[str], dict[str, Any]]:
+    """Which parameter has which options, at random."""
+    names = [name for name, _ in module.named_parameters()]
+    picks = torch.randint(len(choices), (len(names),), generator=torch.Generator().manual_seed(seed)).tolist()
+    return lambda name: choices[picks[names.index(name)]]
+
+
+OWN: list[tuple[Any, dict[str, Any], list[dict[str, Any]]]] = [
+    (torch.optim.SGD, {"lr": 0.1}, [{}, {"momentum": 0.9}, {"momentum": 0.5, "dampening": 0.5}]),
+    (torch.optim.AdamW, {"fused": True}, [{}, {"weight_decay": 0.0}, {"amsgrad": True, "lr": 0.5}]),
+    (torch.optim.NAdam, {}, [{}, {"betas": (0.5, 0.9)}, {"momentum_decay": 0.1}]),
+    (torch.optim.ASGD, {"t0": 1.0}, [{}, {"lr": 0.5}, {"lambd": 0.1, "alpha": 0.5}]),
+    (torch.optim.Rprop, {}, [{}, {"lr": 0.5}, {"etas": (0.1, 1.1)}]),
+]
+
+
+@hypothesis.given(st.data(), st.sampled_from(OWN), st.integers(0, 9))
+def test_options_on_any_sharding(data: st.DataObject, case: Any, seed: int) -> None:
+    """Every parameter as in a group of its own, whatever the modules, the policy, the mesh: also where a slice has none."""
+    cls, options, choices = case
+    module = data.draw(fs.testing.modules())
+    hypothesis.assume(any(p.numel() for p in module.parameters()))
+    spec = data.draw(fs.testing.policies(module))(module).on(data.draw(fs.testing.meshes()))
+    start, own = numbers(module, 1), own_options(module, choices, seed)
+    got = on_ranks(cls, spec, start, 3, options=lambda name, param: own(name), **options)
+    assert_close({name: got[name] for name in start}, by_torch(cls, options, start, 3, own), rtol=1e-13, atol=1e-14)
+
+
+def decayed(name: str, param: fs.Param) -> dict[str, float]:
+    return {"weight_decay": 0.0} if len(param.shape) < 2 else {}
+
+
+def test_neighbours_of_equal_options_are_one_vector() -> None:
+    """The bias, the weight, and two norms as one: as few kernels as there can be, a group for each kind."""
+    module = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.LayerNorm(5))
+    spec = fs.whole()(module).on({"shard": 1})
+    stepped: list[list[int]] = []
+
+    class Seen(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:
+            stepped.append([[p.numel() for p in group["params"]] for group in self.param_groups])
+            super().step(closure)
+
+    params = fs.shard(module, spec)
+    init, update = from_torch(Seen, spec=spec, options=decayed, weight_decay=0.1, initial=lambda p: {})
+    update(params, init(params), params)
+    assert stepped == [[[5, 20], [15]]]
+
+
+def test_schedule_of_the_learning_rate() -> None:
+    """``lr`` is what a torch.optim.lr_scheduler would set, also beside an lr of a parameter's own, as a tensor as well."""
+    start = numbers(model(), 1)
+    spec = fs.whole()(model())
+    own = lambda name: {"lr": 0.5} if name.endswith("bias") else {}  # noqa: E731
+    params = {name: nn.Parameter(tensor.clone()) for name, tensor in start.items()}
+    peer = torch.optim.AdamW([{"params": [p], **own(name)} for name, p in params.items()], lr=0.1)
+    factor = lambda step: 1 / (1 + step)  # noqa: E731
+    scheduler = torch.optim.lr_scheduler.LambdaLR(peer, factor)
+    init, update = from_torch(torch.optim.AdamW, lr=0.1, spec=spec, options=lambda name, _: own(name))
+    shards = fs.shard(start, spec)
+    state = init(shards)
+    for step in range(5):
+        grads = gradients(start, step)
+        for name, p in params.items():
+            p.grad = grads[name]
+        peer.step()
+        scheduler.step()
+        lr = 0.1 * factor(step)
+        shards, state = update(
+            fs.shard(grads, spec), state, shards, lr=torch.tensor(lr, dtype=torch.float64) if step % 2 else lr
+        )
+    assert_close(fs.unshard(shards, spec), {name: p.detach() for name, p in params.items()}, rtol=1e-12, atol=0)
+
+
+# --- purity, and donation ---
+
+
+def everything(*trees: Any) -> list[Tensor]:
+    return pytree.tree_leaves(trees)
+
+
+@every_case
+def test_pure(cls: Any, options: dict[str, Any]) -> None:
+    """Nothing that goes in changes, not even a version counter, and nothing that comes out shares memory with it."""
+    params = numbers(model(), 1)
+    grads = gradients(params, 0)
+    init, update = from_torch(cls, **options)
+    state = init(params)
+    for _ in range(2):
+        before, versions = copy.deepcopy((grads, state, params)), [t._version for t in everything(grads, state, params)]
+        out = update(grads, state, params)
+        assert [t._version for t in everything(grads, state, params)] == versions
+        assert_close((grads, state, params), before, rtol=0, atol=0)
+        held = {t.untyped_storage().data_ptr() for t in everything(grads, state, params)}
+        assert not held & {t.untyped_storage().data_ptr() for t in everything(out)}
+        assert not any(t.requires_grad or t.grad is not None for t in everything(out, grads, params))
+        params, state = out
+
+
+@every_case
+def test_donated(cls: Any, options: dict[str, Any]) -> None:
+    """What comes out is what went in, written over."""
+    params = numbers(model(), 1)
+    init, update = from_torch(cls, donate=True, **options)
+    state = init(params)
+    for step in range(2):
+        new_params, new_state = update(gradients(params, step), state, params)
+        assert all(a is b for a, b in zip(everything(new_params, new_state), everything(params, state), strict=True))
+        assert all(p._version > step for p in params.values())
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of every new storage that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        fresh = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known]
+        self.bytes += [t.nbytes for t in fresh if t.nbytes > 100]
+        return out
+
+
+@pytest.mark.parametrize("own", [False, True])
+@every_case
+def test_donated_update_allocates_what_torch_does(cls: Any, options: dict[str, Any], own: bool) -> None:
+    """With options on the pieces as well: there the sum is the same, in more pieces."""
+    module = nn.Linear(50, 50)
+    spec = fs.whole()(module).on({"shard": 1})
+    params = fs.shard(module, spec)
+    holder = nn.Parameter(params[""].clone())
+    peer = cls([holder], **options)
+    rest = {"spec": spec, "options": lambda name, param: {"maximize": name == "bias"}} if own else {}
+    init, update = from_torch(cls, donate=True, **rest, **options)
+    state = init(params)
+    for _ in range(2):
+        holder.grad = torch.ones_like(holder)
+        grads = {"": torch.ones_like(holder)}
+        with Allocations() as wanted:
+            peer.step()
+        with Allocations() as got:
+            update(grads, state, params)
+    negated = 50 * 4 if own and not options.get("maximize") else 0  # of the bias
+    assert sum(got.bytes) <= sum(wanted.bytes) + 2 * negated
+
+
+def test_shared_memory_is_not_donated() -> None:
+    init, update = from_torch(torch.optim.SGD, momentum=0.9, donate=True)
+    whole = torch.ones(6)
+    halves = {"a": whole[:3], "b": whole[3:]}
+    update({"a": torch.ones(3), "b": torch.ones(3)}, init(halves), halves)
+    assert_close(whole, torch.full((6,), 1 - 1e-3))
+    state = init(halves)
+    for grads, params, message in [
+        ({"a": torch.ones(4), "b": torch.ones(4)}, {"a": whole[:4], "b": whole[2:]}, r"params\['a'\] and params\['b'\] share"),
+        (halves, halves, r"grads\['a'\] and params\['a'\] share memory"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            update(grads, init(params) if len(params["a"]) > 3 else state, params)
+    assert_close(whole, torch.full((6,), 1 - 1e-3))
+
+
+# --- which optimizers ---
+
+
+def test_every_optimizer_is_right_or_refused() -> None:
+    """All of this torch's: of halves it makes the halves of what it makes of the whole, or it is refused by name."""
+    classes = [c for c in vars(torch.optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
+    assert {torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam, torch.optim.Optimizer} <= set(classes)
+    for cls in classes:
+        if cls not in ELEMENTWISE:
+            for vouched in (None, lambda p: {}):
+                with pytest.raises(ValueError, match=f"{cls.__name__} is not known to work element by element"):
+                    from_torch(cls, initial=vouched)
+            continue
+        init, update = from_torch(cls)
+        params, grads = {"": torch.randn(4, 6)}, {"": torch.randn(4, 6) * torch.logspace(-3, 3, 4)[:, None]}
+        once = update(grads, init(params), params)
+        whole = update(grads, once[1], once[0])[0][""]
+        for rows in (slice(0, 1), slice(1, 4)):
+            part, grad = {"": params[""][rows]}, {"": grads[""][rows]}
+            once = update(grad, init(part), part)
+            assert_close(update(grad, once[1], once[0])[0][""], whole[rows])
+
+
+class Lion(torch.optim.Optimizer):
+    """A class that torch does not have, in the usual way of writing one."""
+
+    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                p.add_(state["exp_avg"].lerp(p.grad, 0.5).sign(), alpha=-group["lr"])
+                state["exp_avg"] = state["exp_avg"].lerp(p.grad, 1 - group["momentum"])
+
+
+def test_a_class_of_ones_own() -> None:
+    module = model()
+    start = numbers(module, 1)
+    spec = fs.always()(module).on(SIZES)
+    own = lambda name: {"momentum": 0.5} if name.endswith("bias") else {}  # noqa: E731
+    initial = lambda p: {"exp_avg": torch.zeros_like(p)}  # noqa: E731
+    got = on_ranks(Lion, spec, start, 4, initial=initial, options=lambda name, _: own(name), lr=0.05)
+    assert_close(got, by_torch(Lion, {"lr": 0.05}, start, 4, own), rtol=0, atol=1e-15)
+    with pytest.raises(ValueError, match=r"Lion is not known .* or initial= for a class of your own"):
+        from_torch(Lion)
+    init, update = from_torch(Lion, initial=lambda p: {})
+    params = fs.shard(start, spec, rank=0)
+    with pytest.raises(ValueError, match="the first step made 'exp_avg': expected initial= to give it"):
+        update(params, init(params), params)
+    with pytest.raises(TypeError, match=r"expected a class of optimizers such as torch.optim.AdamW, got 'Adam'"):
+        from_torch("Adam")  # pyright: ignore[reportArgumentType]
+
+
+# --- derivatives ---
+
+
+def test_derivatives_are_refused() -> None:
+    init, update = from_torch(torch.optim.SGD, momentum=0.9)
+    params, grads = {"": torch.ones(3)}, {"": torch.ones(3)}
+    state = init(params)
+
+    def of_params(p: Tensor) -> Tensor:
+        return update(grads, state, {"": p})[0][""].sum()
+
+    def of_grads(g: Tensor) -> Tensor:
+        return update({"": g}, state, params)[0][""].sum()
+
+    def of_state(s: Tensor) -> Tensor:
+        return update(grads, {"": {"momentum_buffer": s}}, params)[0][""].sum()
+
+    def forward(f: Any, x: Tensor) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            return f(torch.autograd.forward_ad.make_dual(x, x))
+
+    for f, what in [(of_params, "params['']"), (of_grads, "grads['']"), (of_state, "state['']['momentum_buffer']")]:
+        for take in (
+            lambda x, f=f: torch.func.grad(f)(x),
+            lambda x, f=f: torch.func.jvp(f, (x,), (x,)),
+            lambda x, f=f: torch.vmap(torch.func.grad(f))(x[None]),
+            lambda x, f=f: torch.func.grad(lambda x: torch.vmap(f)(x[None]).sum())(x),
+            lambda x, f=f: f(x.clone().requires_grad_()),
+            lambda x, f=f: forward(f, x),
+        ):
+            with pytest.raises(RuntimeError, match=re.escape(f"{what} takes part in a derivative") + ".*differentiable=True"):
+                take(torch.ones(3))
+    with torch.no_grad():  # says that nobody differentiates
+        assert not of_params(torch.ones(3, requires_grad=True)).requires_grad
+    with pytest.raises(ValueError, match="expected donate=False with differentiable=True"):
+        from_torch(torch.optim.SGD, donate=True, differentiable=True)
+    with pytest.raises(ValueError, match="with dampening torch cuts the first momentum off"):
+        from_torch(torch.optim.SGD, momentum=0.9, dampening=0.5, differentiable=True)
+
+
+def momentum_by_hand(full: fs.Params, target: fs.Params) -> Tensor:
+    """torch.optim.SGD(momentum=0.9, differentiable=True) cuts the first momentum off (torch 2.13)."""
+    buffers = {name: torch.zeros_like(p) for name, p in full.items()}
+    for _ in range(2):
+        buffers = {name: 0.9 * b + 2 * (full[name] - target[name]) for name, b in buffers.items()}
+        full = {name: p - (0.3 if name == "bias" else 0.1) * buffers[name] for name, p in full.items()}
+    return sum((p**3).sum() for p in full.values())
+
+
+def two_steps_of_torch(cls: Any, full: fs.Params, target: fs.Params) -> Tensor:
+    moved = {name: tensor.clone() for name, tensor in full.items()}
+    groups = [{"params": [p], **({"lr": 0.3} if name == "bias" else {})} for name, p in moved.items()]
+    peer = cls(groups, lr=0.1, differentiable=True)
+    for _ in range(2):
+        for grad, p in [(2 * (p - target[name]), p) for name, p in moved.items()]:
+            p.grad = grad.clone()
+        peer.step()
+    return sum((p**3).sum() for p in moved.values())
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop])
+def test_differentiable(cls: Any) -> None:
+    """The gradient through two updates on two ranks' shards, with options, is that of the whole."""
+    module = nn.Linear(3, 2).double()
+    start, spec = numbers(module, 1), fs.whole()(module).on({"shard": 2})
+    target = numbers(module, 2)
+    options = {"momentum": 0.9} if cls is torch.optim.SGD else {}
+
+    def own(name: str, param: fs.Param) -> dict[str, float]:
+        return {"lr": 0.3} if name == "bias" else {}
+
+    def trained(params: fs.Params, goal: fs.Params, rank: int) -> Tensor:
+        init, update = from_torch(cls, lr=0.1, differentiable=True, spec=spec, rank=rank, options=own, **options)
+        state = init(params)
+        for _ in range(2):
+            params, state = update({k: 2 * (p - goal[k]) for k, p in params.items()}, state, params)
+        return sum((p**3).sum() for p in params.values())
+
+    full = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
+    by_hand = momentum_by_hand(full, target) if cls is torch.optim.SGD else two_steps_of_torch(cls, full, target)
+    wanted = dict(zip(full, torch.autograd.grad(by_hand, list(full.values())), strict=True))
+    for rank in range(2):
+        shards, goal = (fs.shard(tree, spec, rank=rank) for tree in (start, target))
+        by_func = torch.func.grad(trained)(shards, goal, rank)
+        leaves = {key: tensor.clone().requires_grad_() for key, tensor in shards.items()}
+        by_autograd = torch.autograd.grad(trained(leaves, goal, rank), list(leaves.values()))
+        for got in (by_func, dict(zip(shards, by_autograd, strict=True))):
+            assert_close(got, fs.shard(wanted, spec, rank=rank))
+
+
+# --- what state and params may be ---
+
+
+def test_integers_empty_units_and_nothing() -> None:
+    init, update = from_torch(torch.optim.AdamW)
+    assert update({}, init({}), {}) == ({}, {})
+    params = {"count": torch.tensor([3]), "empty": torch.empty(0), "half": torch.ones(3, dtype=torch.bfloat16)}
+    grads = {key: torch.ones_like(p) for key, p in params.items() if key != "count"}
+    new, state = update(grads, init(params), params)
+    assert new["count"] is params["count"]
+    assert state["count"] == {}
+    assert {key: p.dtype for key, p in new.items()} == {key: p.dtype for key, p in params.items()}
+    holder = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    holder.grad = torch.ones_like(holder)
+    torch.optim.AdamW([holder]).step()
+    assert_close(new["half"], holder.detach(), rtol=0, atol=0)
+
+
+def test_a_frozen_and_an_integer_parameter_beside_options() -> None:
+    module = nn.Linear(3, 2)
+    module.register_parameter("table", nn.Parameter(torch.arange(5), requires_grad=False))
+    spec = fs.whole()(module).on({"shard": 2})
+    init, update = from_torch(torch.optim.SGD, lr=1.0, spec=spec, rank=1, options=decayed, weight_decay=0.5)
+    params = fs.shard(module, spec, rank=1)
+    new, _ = update({key: torch.zeros_like(p) for key, p in params.items()}, init(params), params)
+    (integers,) = (unit.key for unit in spec if unit.dtype == torch.int64)
+    assert new[integers] is params[integers]
+    pieces, old = (fs.views(tree, spec, rank=1) for tree in (new, params))
+    assert_close(pieces["weight"], old["weight"] / 2)
+    assert_close(pieces["bias"], old["bias"])
+
+
+def test_padding_is_left_alone() -> None:
+    """Poisoned, it stays poison and spreads nowhere; with eps=0 clean padding stays clean."""
+    module = nn.Linear(3, 2)
+    spec = fs.whole()(module).on(SIZES)
+    params, grads = fs.shard(module, spec, rank=2), fs.shard(numbers(module, 1), spec, rank=2)
+    init, update = from_torch(torch.optim.AdamW, spec=spec, rank=2, eps=0.0)
+    new, state = update(grads, init(params), params)
+    assert (new[""][-1], state[""]["exp_avg_sq"][-1]) == (0, 0)
+    poison = [{"": torch.cat([tree[""][:-1], torch.tensor([torch.nan])])} for tree in (grads, params)]
+    dirty, _ = update(poison[0], init(params), poison[1])
+    assert dirty[""][-1].isnan()
+    assert_close(dirty[""][:-1], new[""][:-1], rtol=0, atol=0)
+
+
+def test_state_is_a_pytree_that_a_bad_step_leaves_alone() -> None:
+    params = {"": torch.ones(3)}
+    for cls, options in CASES:
+        init, update = from_torch(cls, **options)
+        state = init(params)
+        new = update({"": torch.full((3,), torch.nan)}, state, params)
+        kept = fs.loss_scale.select(torch.tensor(False), new, (params, state))
+        assert_close(kept, (params, state), rtol=0, atol=0)
+
+
+def test_state_is_sharded_like_the_params() -> None:
+    """So that gathered by name it is torch's own, vector by vector."""
+    module = model()
+    start, spec = numbers(module, 1), fs.always()(module)
+    init, update = from_torch(torch.optim.Adam, spec=spec, options=decayed)
+    params = fs.shard(start, spec)
+    _, state = update(fs.shard(gradients(start, 0), spec), init(params), params)
+    holders = {name: nn.Parameter(tensor) for name, tensor in start.items()}
+    peer = torch.optim.Adam(holders.values())
+    for name, holder in holders.items():
+        holder.grad = gradients(start, 0)[name]
+    peer.step()
+    for what in ("exp_avg", "exp_avg_sq"):
+        full = fs.gather_full({key: values[what] for key, values in state.items()}, spec)
+        assert_close(full, {name: peer.state[holder][what] for name, holder in holders.items()})
+    assert {key: values["step"].tolist() for key, values in state.items()} == {"0": [1, 1], "1": 1, "2": [1, 1]}
+
+
+# --- ranks ---
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's loops under vmap
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("policy", [fs.always(), fs.by_path({"0": fs.P(), "2": fs.P("shard")})])
+def test_simulated_ranks(cls: Any, policy: fs.Policy) -> None:
+    """Three steps of training on three ranks are three steps on the joined batch."""
+    module = model()
+    start, xs = numbers(module, 1), torch.randn(3, 4, 3, dtype=torch.float64)
+
+    def train(mesh: Any, x: Tensor) -> fs.Params:
+        spec = policy(module).on(mesh)
+        params = fs.shard(start, spec)
+        init, update = from_torch(cls, lr=0.1, spec=spec)
+        state = init(params)
+        for _ in range(3):
+            grads = fs.grad(lambda p: fs.functional_call(module, p, (x,), spec=spec).pow(2).mean())(params)
+            params, state = update(grads, state, params)
+        return fs.unshard(params, spec)
+
+    got = fs.testing.spmd(train, 3)(xs)
+    full = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
+    peer = cls(full.values(), lr=0.1)
+    for _ in range(3):
+        peer.zero_grad()
+        torch.func.functional_call(module, full, (xs.flatten(0, 1),)).pow(2).mean().backward()
+        peer.step()
+    for name, tensor in full.items():
+        assert_close(got[name], tensor.detach().expand(3, *tensor.shape))
+
+
+def test_options_of_simulated_ranks_are_refused() -> None:
+    module = model()
+
+    def build(mesh: Any, x: Tensor) -> Tensor:
+        from_torch(torch.optim.SGD, spec=fs.whole()(module).on(mesh), options=decayed)
+        return x
+
+    with pytest.raises(ValueError, match="simulated ranks are all there at once: expected rank="):
+        fs.testing.spmd(build, 2)(torch.zeros(2))
+
+
+def with_options(rank: int) -> None:
+    module = model()
+    start = numbers(module, 1)
+    for policy in (fs.whole(), fs.by_path({"0": fs.P(), "2": fs.P("shard")})):
+        spec = policy(module)
+        init, update = from_torch(torch.optim.AdamW, spec=spec, options=decayed, weight_decay=0.5, fused=True, donate=True)
+        params = fs.shard(start, spec)
+        state = init(params)
+        for step in range(3):
+            params, state = update(fs.shard(gradients(start, step), spec), state, params)
+        own = lambda name: {} if start[name].dim() > 1 else {"weight_decay": 0.0}  # noqa: E731
+        assert_close(fs.unshard(params, spec), by_torch(torch.optim.AdamW, {"weight_decay": 0.5}, start, 3, own))
+
+
+def test_real_ranks(gloo2: Pool) -> None:
+    gloo2.run(with_options)
+
+
+# --- mistakes ---
+
+
+def bad(**changes: Any) -> Callable[[], Any]:
+    """An update of units a and b in which something is not as it should be."""
+
+    def call() -> Any:
+        init, update = from_torch(torch.optim.AdamW, donate=True)
+        params = {"a": torch.ones(2), "b": torch.ones(3)}
+        trees: dict[str, Any] = {"grads": {key: torch.ones_like(p) for key, p in params.items()}, "state": init(params)}
+        trees |= {"params": params}
+        for what, edits in changes.items():
+            for key, value in edits.items():
+                if value is None:
+                    del trees[what][key]
+                else:
+                    trees[what][key] = value(trees[what].get(key))
+        before = copy.deepcopy(params)
+        try:
+            return update(trees["grads"], trees["state"], trees["params"])
+        finally:
+            assert_close({k: t for k, t in params.items() if k in before}, {k: before[k] for k in params if k in before})
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, "unit 'b' has no gradient", bad(grads={"b": None})),
+        (ValueError, "unit 'c' has a gradient and is not in params", bad(grads={"c": lambda _: torch.ones(1)})),
+        (ValueError, "unit 'c' has a state and is not in params", bad(state={"c": lambda _: {}})),
+        (ValueError, "unit 'b' has no state", bad(state={"b": None})),
+        (ValueError, "unit 'b' has a gradient and is not in params", bad(params={"b": None})),
+        (TypeError, "gradient of unit 'a': expected a tensor, got NoneType; an unused", bad(grads={"a": lambda _: None})),
+        (
+            ValueError,
+            r"gradient of unit 'b': expected \[3\] torch.float32 .* got \[3\] torch.float64",
+            bad(grads={"b": lambda g: g.double()}),
+        ),
+        (ValueError, r"gradient of unit 'b': expected \[3\] .* got \[2\]", bad(grads={"b": lambda g: g[:2]})),
+        (
+            ValueError,
+            "gradient of unit 'a': expected a dense tensor, got torch.sparse_coo",
+            bad(grads={"a": lambda g: g.to_sparse()}),
+        ),
+        (
+            ValueError,
+            r"state of unit 'a': expected \['exp_avg', 'exp_avg_sq', 'step'\], got \['exp_avg'\]",
+            bad(state={"a": lambda s: {"exp_avg": s["exp_avg"]}}),
+        ),
+        (
+            ValueError,
+            r"'exp_avg' of unit 'a': expected shape \[2\], got \[3\]",
+            bad(state={"a": lambda s: s | {"exp_avg": torch.ones(3)}}),
+        ),
+        (
+            ValueError,
+            r"'step' of unit 'a': expected shape \[\], got \[1\]",
+            bad(state={"a": lambda s: s | {"step": torch.ones(1)}}),
+        ),
+        (TypeError, "'step' of unit 'a': expected a tensor, got int", bad(state={"a": lambda s: s | {"step": 1}})),
+        (TypeError, "unit 'a': expected a tensor, got list", bad(params={"a": lambda _: [1.0]})),
+    ],
+)
+def test_mistakes_in_update(error: type[Exception], message: str, call: Any) -> None:
+    """All found before anything is written, though everything was donated."""
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_mistakes_in_options() -> None:
+    spec = fs.whole()(model()).on(SIZES)
+    of_bias = lambda own: lambda name, _: own if name == "0.bias" else {}  # noqa: E731
+    for kwargs, error, message in [
+        ({"lr": -1.0}, ValueError, "Invalid learning rate"),
+        ({"rate": 1.0}, TypeError, "unexpected keyword argument 'rate'"),
+        ({"options": decayed}, ValueError, "options are those of a spec's parameters: expected spec="),
+        ({"spec": spec, "options": decayed}, ValueError, "does not know its rank: expected rank=0..2"),
+        ({"spec": spec, "rank": 3, "options": decayed}, ValueError, "rank 3 is not on the mesh"),
+        ({"spec": spec, "rank": 0, "options": of_bias({"rate": 1.0})}, TypeError, "options of parameter '0.bias', .*'rate'"),
+        ({"spec": spec, "rank": 0, "options": of_bias({"params": []})}, TypeError, "options of parameter '0.bias'"),
+        ({"spec": spec, "rank": 0, "options": of_bias({"eps": -1.0})}, ValueError, "options of parameter '0.bias', .*epsilon"),
+    ]:
+        with pytest.raises(error, match=message):
+            from_torch(torch.optim.AdamW, **kwargs)
+    init, update = from_torch(torch.optim.AdamW, spec=spec, rank=0)
+    with pytest.raises(ValueError, match="unit 'x' is not in the spec"):
+        init({"x": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"unit '': expected a shard of \d+ elements, got shape \[3\]"):
+        init({"": torch.ones(3)})
+    init, update = from_torch(torch.optim.SGD, lr=0.0, spec=spec, rank=0, options=of_bias({"lr": 0.1}))
+    params = fs.shard(numbers(model(), 1), spec, rank=0)
+    with pytest.raises(ValueError, match="keeps its ratio to the default one"):
+        update(params, init(params), params, lr=0.1)
+
+
+def test_all_cases_are_here() -> None:
+    assert {cls for cls, _ in CASES} == set(ELEMENTWISE)
+    assert len(set(itertools.chain(NAMES))) == len(CASES)
