@@ -1,9 +1,11 @@
 """Fully sharded data parallel training for PyTorch as pure functions, in the style of JAX, on torch.func."""
 
-from . import collectives, loss_scale, optim, policies, testing
+from . import averaging, collectives, loss_scale, optim, policies, testing
 from .call import functional_call
+from .codec import Codec
 from .compile import compile
 from .full import gather_full, scatter_full
+from .grads import reduce_grads, reduce_mean, weight_share
 from .layout import Params, flatten, unflatten, views
 from .order import trace_order
 from .per_sample import per_sample_grads
@@ -22,13 +24,15 @@ from .policies import (
     override,
     whole,
 )
+from .precision import Precision
 from .remat import remat
 from .sharding import combine, partition, reshard, shard, unshard
-from .spec import P, PartitionSpec, Precision, Unit
+from .spec import P, PartitionSpec, Unit
 from .transforms import grad, grad_and_value, hvp
 from .tree import ModuleTree, Param, module_tree
 
 __all__ = [
+    "Codec",
     "ModuleTree",
     "P",
     "Param",
@@ -39,6 +43,7 @@ __all__ = [
     "Unit",
     "always",
     "any_of",
+    "averaging",
     "by_path",
     "by_size",
     "by_type",
@@ -63,6 +68,8 @@ __all__ = [
     "partition",
     "per_sample_grads",
     "policies",
+    "reduce_grads",
+    "reduce_mean",
     "remat",
     "reshard",
     "scatter_full",
@@ -72,5 +79,6 @@ __all__ = [
     "unflatten",
     "unshard",
     "views",
+    "weight_share",
     "whole",
 ]

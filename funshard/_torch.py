@@ -23,6 +23,7 @@ from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[re
 from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
+    "FORWARD_CAN_BE_REPLACED",
     "alone",
     "backend",
     "backward_early",
@@ -305,6 +306,13 @@ def noted(**notes: object) -> contextlib.AbstractContextManager[None]:
     Pinned by ``test_every_phase_gathers_what_was_let_go``.
     """
     return annotate(notes)
+
+
+FORWARD_CAN_BE_REPLACED = torch.__version__ >= (2, 13)
+"""Whether Dynamo sees a ``forward`` that is put into a module's ``__dict__`` for a while, and leaves none behind.
+
+Pinned by ``test_casts_inside_of_a_compiled_call``.
+"""
 
 
 def reparametrized(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:

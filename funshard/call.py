@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import _torch
-from .collectives import Reduce
-from .gathering import Call, sharded
-from .layout import check_buffers, whole_unit
-from .sharding import unshard
+from .casting import buffer_dtypes, cast_around, cast_back, cast_floats, cast_params
+from .division import Divide, Reduction
+from .gathering import Call
+from .layout import check_buffers, unflatten_unit, whole_unit
 from .spec import PartitionSpec
 from .swap import Place
+from .travel import gather_unit, reduction_over
 from .tree import join
 
 __all__ = ["arguments", "functional_call"]
@@ -30,7 +32,8 @@ def functional_call(
     spec: PartitionSpec,
     buffers: dict[str, Tensor] | None = None,
     method: str | None = None,
-    reduce: Reduce = "mean",
+    reduce: Divide = "mean",
+    reduce_over: Iterable[str] | None = None,
     prefetch: int = 1,
     in_flight: int = 1,
 ) -> Any:
@@ -53,6 +56,11 @@ def functional_call(
     of this is for process groups: under torch.func.grad reductions wait where they start, under more than one
     transform gathers do too.
 
+    Gradients are reduced to their mean over ranks; with ``reduce="sum"`` to their sum, with a number to the sum over that.
+    ``reduce_over`` are the mesh axes to reduce over, all by default: over the others gradients stay each rank's own, as for
+    HSDP's micro-batches (`reduce_grads` reduces the rest later) or local SGD. `Precision` says in which dtypes units are
+    gathered, computed with and reduced, and what is cast around their modules; gradients have the shards' own.
+
     ``params`` are what `shard` gives, of any floating dtype. In the place of a unit's shard its full parameters may stand
     under their names, as `unshard` gives them: then nothing is gathered or reduced for it. Parameters that the spec
     ignores are the model's own, or those in ``params`` under their names. ``args`` is a tuple, or the only argument.
@@ -64,18 +72,20 @@ def functional_call(
     Inside torch.compile the whole tree is gathered by data flow and the compiler decides what lives how long; ``remat`` is
     then left to it as well.
 
-    Raises ValueError, naming the path, for params that do not fit the spec, a model that the spec was not made for, or
-    unknown buffers, before any communication.
+    Raises ValueError, naming the path, for params that do not fit the spec, a model that the spec was not made for,
+    unknown buffers, and axes to reduce over that do not, before any communication.
     """
     spec = spec.bound
     _check_params(params, spec)
     _check_supported(spec)
+    split = [unit for unit in spec if unit.key in params]
+    reduction = reduction_over(reduce, reduce_over, spec.bound_mesh, split)
     _check_count("prefetch", prefetch, 0)
     _check_count("in_flight", in_flight, 1)
     given = arguments(args, kwargs)
     if torch.compiler.is_compiling():
-        return _by_data_flow(model, params, *given, spec, buffers, method, reduce)
-    out = Call(Place.of(model, spec), params, spec, reduce, prefetch, in_flight).run(*given, buffers, method)
+        return _by_data_flow(model, params, *given, spec, buffers, method, reduction)
+    out = Call(Place.of(model, spec), params, spec, reduction, prefetch, in_flight).run(*given, buffers, method)
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
     return out
@@ -100,11 +110,10 @@ def _check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
 
 def _check_supported(spec: PartitionSpec) -> None:
     for unit in spec:
-        for name in ("precision", "offload"):
-            if getattr(unit.p, name):
-                raise NotImplementedError(
-                    f"unit '{unit.key}': functional_call does not apply P({name}=...) yet, got {unit.p}; leave it out"
-                )
+        if unit.p.offload:
+            raise NotImplementedError(
+                f"unit '{unit.key}': functional_call does not apply P(offload=...) yet, got {unit.p}; leave it out"
+            )
 
 
 def _check_count(name: str, value: object, least: int) -> None:
@@ -122,20 +131,51 @@ def _by_data_flow(
     spec: PartitionSpec,
     buffers: dict[str, Tensor] | None,
     method: str | None,
-    reduce: Reduce,
+    reduction: Reduction,
 ) -> Any:
-    part = sharded(params, spec)
-    full = dict(params)
-    for reshard in (True, False):  # noted for fs.compile, which gathers the former again in backward
-        units = [unit.key for unit in part if unit.p.reshard is reshard]
-        with _torch.noted(funshard_reshard=reshard):
-            full |= unshard({key: params[key] for key in part.by_key}, part, units=units, reduce=reduce)
-    tensors = {name: full[name] for name in spec.ignored if name in full}
+    full: dict[str, Tensor] = {}
+    for unit in spec:
+        if (given := whole_unit(params, unit)) is not None:
+            views = cast_params(given, unit)
+        else:
+            with _torch.noted(funshard_reshard=unit.p.reshard):  # for fs.compile, which then gathers again in backward
+                views = unflatten_unit(gather_unit(params[unit.key], unit, spec.bound_mesh, reduction, unit.p.precision), unit)
+        full |= {name: view for param, view in zip(unit.params, views, strict=True) for name in param.names}
+    full |= {name: params[name] for name in spec.ignored if name in params}
+    tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():  # each once: two names of one attribute would not be put back right
-        for name in (join(path, attr) for attr in module._parameters):
-            if name in spec.by_name:
-                tensors[name] = next(full[other] for other in spec.by_name[name][1].names if other in full)
+        tensors |= {name: full[name] for name in (join(path, attr) for attr in module._parameters) if name in full}
+    before = dict(model.named_buffers()) if buffers is None else buffers
+    dtypes = buffer_dtypes(spec)
+    now = {name: cast_floats(buffer, dtypes(name.rpartition(".")[0])) for name, buffer in before.items()}
     if buffers is None:
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with _torch.reparametrized(model, tensors | buffers):
-        return getattr(model, method)(*args, **kwargs) if method else model(*args, **kwargs)
+        now = {name: x.clone() if x is before[name] else x for name, x in now.items()}
+    with _torch.reparametrized(model, tensors | now), _casts_inside(model, spec):
+        run = getattr(model, method) if method else model
+        out = cast_around(run, spec.places[""].precision)(*args, **kwargs)
+    if buffers is not None:
+        buffers.update({name: cast_back(buffer, before[name]) for name, buffer in now.items() if buffer is not before[name]})
+    return out
+
+
+@contextlib.contextmanager
+def _casts_inside(model: nn.Module, spec: PartitionSpec) -> Generator[None]:
+    """Within this, the modules of units but the root's cast what they say they cast."""
+    own: list[tuple[dict[str, Any], Any]] = []  # by __dict__, which Dynamo leaves as it was when it is put back
+    for path, p in spec.places.items():
+        if path and p.precision:
+            if not _torch.FORWARD_CAN_BE_REPLACED:
+                raise NotImplementedError(
+                    f"unit '{path}' has a Precision: inside torch.compile, torch {torch.__version__} can cast around the whole "
+                    "model only: expected torch 2.13, or a Precision for whole(P(...)) and for no other unit"
+                )
+            module = model.get_submodule(path)
+            own.append((module.__dict__, module.__dict__.get("forward")))
+            module.__dict__["forward"] = cast_around(module.forward, p.precision)
+    try:
+        yield
+    finally:
+        for attributes, forward in own:
+            attributes.pop("forward")
+            if forward is not None:
+                attributes["forward"] = forward

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from .mesh import Axis, Group, Mesh, Simulated
+from .mesh import Axis, Group, Mesh, Simulated, axis_rank, global_rank, members
 from .ops import OPS, Where, no_group, start
 
 __all__ = [
@@ -31,7 +31,10 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "axis_rank",
     "broadcast",
+    "global_rank",
+    "members",
     "reduce_scatter",
     "scatter",
     "sum_shards",

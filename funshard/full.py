@@ -11,8 +11,9 @@ from torch import Tensor
 from .agree import broadcast_text, process_group
 from .layout import Params, coordinates, flatten, flatten_unit, unflatten_unit
 from .mesh import Mesh, Simulated
-from .sharding import check_shards, gather_unit, like_meta
+from .sharding import check_shards, like_meta
 from .spec import PartitionSpec, Unit
+from .travel import gather_unit
 
 __all__ = ["gather_full", "scatter_full"]
 

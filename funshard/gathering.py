@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch
-from .collectives import Reduce
+from .casting import buffer_dtypes, cast_around, cast_params
+from .division import Reduction
 from .layout import unflatten_unit, whole_unit
 from .mesh import Group
 from .recompute import recomputed
 from .schedule import Schedule, Visit, pack, unpack
-from .sharding import gather_unit
 from .spec import PartitionSpec, Unit
 from .swap import Attributes, Parameters, Place, install_buffers, restored
+from .travel import gather_unit
 
 __all__ = ["Call", "sharded"]
 
@@ -65,12 +66,12 @@ class Call:
         place: Place,
         params: Mapping[str, Tensor],
         spec: PartitionSpec,
-        reduce: Reduce,
+        reduction: Reduction,
         prefetch: int,
         in_flight: int,
     ) -> None:
         self.place, self.params, self.spec = place, params, spec
-        self.reduce: Reduce = reduce
+        self.reduction = reduction
         self.ahead = prefetch, in_flight
         self.mesh = spec.bound_mesh
         self.differentiable = torch.is_grad_enabled()
@@ -78,13 +79,13 @@ class Call:
         self.outer_reentrant = _torch.reentrant_checkpoints()
         self.level = _torch.level()
         ahead = _schedulable(params, spec)
-        self.schedule = Schedule(params, sharded(params, spec), reduce, prefetch, in_flight) if ahead else None
+        self.schedule = Schedule(params, sharded(params, spec), reduction, prefetch, in_flight) if ahead else None
         if self.schedule and self.differentiable:
             self.params = self.schedule.enter(params)
         frees = self.schedule is not None and self.schedule.routes.frees
         self.hooked = self.differentiable and frees and self.outer is None
         full = ((unit, whole_unit(params, unit)) for unit in spec)
-        self.active = {unit.key: _Gathered(unit, views, None, level=0) for unit, views in full if views is not None}
+        self.active = {unit.key: _Gathered(unit, cast_params(views, unit), None, level=0) for unit, views in full if views}
         self.live: dict[int, Visit] = {}  # by storage: what pack recognises
         self.scopes: list[list[_Gathered]] = [[]]
         self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
@@ -92,7 +93,8 @@ class Call:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], buffers: dict[str, Tensor] | None, method: str | None) -> Any:
         """The model, or another of its methods than forward, called on the parameters."""
         with self.installed(buffers):
-            return getattr(self.place.modules[""], method or "__call__")(*args, **kwargs)
+            run = getattr(self.place.modules[""], method or "__call__")
+            return cast_around(run, self.spec.places[""].precision)(*args, **kwargs)
 
     def gather(self, unit: Unit) -> _Gathered:
         """The unit, gathered now or still alive."""
@@ -117,7 +119,7 @@ class Call:
             if visit:
                 views = visit.parameters(shard)
             else:
-                views = unflatten_unit(gather_unit(shard, unit, self.mesh, reduce=self.reduce), unit)
+                views = unflatten_unit(gather_unit(shard, unit, self.mesh, self.reduction, unit.p.precision), unit)
         gathered = _Gathered(unit, views, visit, _torch.level())
         self.active[unit.key] = gathered
         if visit and visit.route.frees and self.hooked:
@@ -159,7 +161,8 @@ class Call:
             for module, others in (attributes or {}).items():
                 vars(module).clear()
                 vars(module).update(others)
-            updated = install_buffers(self.place.modules, buffers)
+            dtypes = None if attributes else buffer_dtypes(self.spec)  # a run inside finds them cast
+            updated = install_buffers(self.place.modules, buffers, dtypes)
             roots = self._install_parameters(attributes or before)
             try:
                 with hooks:
@@ -192,6 +195,9 @@ class Call:
                 vars(modules[path])["forward"] = self._recomputed(path, before, modules[path].forward, units)
             elif path in modules and path != self.place.path:
                 vars(modules[path])["forward"] = self._scoped(modules[path].forward, units)
+        for path, p in self.spec.places.items():
+            if p.precision and path in modules and path != self.place.path:
+                vars(modules[path])["forward"] = cast_around(modules[path].forward, p.precision)
         return [] if self.place.path in again else by_path.get(self.place.path, [])
 
     def read(self, unit: Unit, i: int) -> Tensor:
@@ -225,7 +231,7 @@ class Call:
                 args: tuple[Any, ...],
                 kwargs: dict[str, Any],
             ) -> tuple[Any, Attributes]:
-                with Call(place, params, spec, self.reduce, *self.ahead).installed(buffers, attributes):
+                with Call(place, params, spec, self.reduction, *self.ahead).installed(buffers, attributes):
                     out = place.modules[path].forward(*args, **kwargs)
                     return out, {module: dict(vars(module)) for module in place.owned}
 

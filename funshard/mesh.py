@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import _torch
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Axis", "Group", "Mesh", "Simulated"]
+__all__ = ["Axis", "Group", "Mesh", "Simulated", "axis_rank", "global_rank", "members"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,10 @@ class Mesh:
 
     @staticmethod
     def of(mesh: DeviceMesh | Mesh | Mapping[str, int | Axis]) -> Mesh:
-        """The Mesh of a `DeviceMesh`, or of axis names with sizes. An unnamed one-dimensional DeviceMesh is "shard"."""
+        """The Mesh of a `DeviceMesh`, or of axis names with sizes. An unnamed one-dimensional DeviceMesh is "shard".
+
+        Raises ValueError for several unnamed dimensions, and for ranks that do not rise along each of them.
+        """
         if isinstance(mesh, Mesh):
             return mesh
         if isinstance(mesh, Mapping):
@@ -64,6 +69,9 @@ class Mesh:
                 f"mesh of {mesh.ndim} dimensions has no names: expected one for each axis; "
                 "give mesh_dim_names to init_device_mesh"
             )
+        for i, name in enumerate(names):
+            if (mesh.mesh.diff(dim=i) <= 0).any():  # a process group counts its ranks in the order of the world's
+                raise ValueError(f"mesh axis '{name}': expected ranks that rise along it, got {mesh.mesh.tolist()}; sort them")
         groups = [mesh.get_group(i) for i in range(mesh.ndim)]
         axes = (Group(mesh.size(i), mesh.get_local_rank(i), g.group_name) for i, g in enumerate(groups))
         return Mesh(tuple(zip(names, axes, strict=True)), mesh.device_type)
@@ -116,3 +124,54 @@ class Mesh:
     def names(self) -> tuple[str, ...]:
         """The axis names, outermost first."""
         return tuple(name for name, _ in self.axes)
+
+
+def members(axis: Axis) -> tuple[int, ...]:
+    """The ranks in the world of all ranks of the axis that this one communicates with along it, itself among them.
+
+    In the order of their ranks on the axis, so that ``members(axis)[axis.rank]`` is this process. As torch's
+    ``get_process_group_ranks``. Collectives take ranks on the axis, such as ``src``; this is for the rest of
+    torch.distributed.
+
+    >>> from funshard.collectives import Mesh, members
+    >>> members(Mesh.world()["shard"])
+    (0,)
+
+    Raises ValueError for an axis that is only a size, and for a simulated one: those ranks are all in this process, and
+    count from 0 on their axis alone.
+    """
+    if isinstance(axis, Simulated):
+        raise ValueError(
+            f"a simulated axis of {axis.size} ranks is in one process: expected an axis over a process group; "
+            f"collectives take its own ranks 0..{axis.size - 1}"
+        )
+    if axis.name:
+        return tuple(dist.get_process_group_ranks(_torch.group(axis.name)))
+    if axis.size == 1:
+        return (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
+    raise ValueError(
+        f"an axis of {axis.size} ranks without a process group has no members: expected a DeviceMesh axis; "
+        "bind the spec with .on(mesh) (a pickled spec must be bound anew)"
+    )
+
+
+def global_rank(axis: Axis, rank: int) -> int:
+    """The rank in the world of the axis's rank ``rank``. Inverse of `axis_rank`; torch's ``get_global_rank``.
+
+    Raises what `members` raises, and ValueError for a rank that the axis does not have.
+    """
+    ranks = members(axis)
+    if not 0 <= rank < len(ranks):
+        raise ValueError(f"global_rank: expected a rank of the axis, 0..{len(ranks) - 1}, got {rank}")
+    return ranks[rank]
+
+
+def axis_rank(axis: Axis, global_rank: int) -> int:
+    """The rank on the axis of the world's rank ``global_rank``. Inverse of `global_rank`; torch's ``get_group_rank``.
+
+    Raises what `members` raises, and ValueError for a rank that is not one of those.
+    """
+    ranks = members(axis)
+    if global_rank not in ranks:
+        raise ValueError(f"axis_rank: expected a rank of the world that is on the axis, one of {ranks}, got {global_rank}")
+    return ranks.index(global_rank)

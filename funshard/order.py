@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from . import _torch
 from .call import arguments
+from .division import Reduction
 from .gathering import Call
 from .spec import PartitionSpec
 from .swap import Place
@@ -44,7 +45,7 @@ def trace_order(
         named = dict(model.named_parameters(remove_duplicate=False))
         params |= {name: fake(named[name]) for name in spec.ignored if name in named}
         positional, keywords = pytree.tree_map_only(Tensor, fake, arguments(args, kwargs))
-        call = Call(Place.of(model, spec), params, spec, "mean", 0, 1)
+        call = Call(Place.of(model, spec), params, spec, Reduction(), 0, 1)
         assert call.schedule
         try:
             call.run(positional, keywords, {name: fake(b) for name, b in model.named_buffers()}, method)

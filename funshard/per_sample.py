@@ -13,12 +13,13 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 from . import _torch
 from .call import arguments
 from .collectives import Reduce, all_reduce, broadcast
+from .division import Reduction
 from .layout import Params, check_buffers, unflatten_unit
 from .mesh import Simulated
 from .remat import Surroundings
-from .sharding import gather_unit, scatter_unit
 from .spec import PartitionSpec, Unit
 from .transforms import grad
+from .travel import gather_unit, scatter_unit
 
 __all__ = ["per_sample_grads"]
 
@@ -91,7 +92,7 @@ def per_sample_grads(
     weights = (clip / (norms + 1e-6)).clamp(max=1)
 
     def weighted(params: Mapping[str, Tensor]) -> Tensor:
-        buffers = {unit.key: gather_unit(params[unit.key], unit, mesh, reduce="sum") for unit in units}
+        buffers = {unit.key: gather_unit(params[unit.key], unit, mesh, Reduction("sum")) for unit in units}
         return (of_samples(f, _full(buffers, units)) * weights).sum()
 
     with surroundings.again():  # dropout as in the first pass

@@ -12,9 +12,11 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from .precision import Precision
 from .spec import P, PartitionSpec, build
 from .tree import ModuleTree, Param, module_tree
 
@@ -298,12 +300,14 @@ def _listed(what: str, items: object) -> list[object]:
 
 
 def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
-    """``policy`` with every instance of the classes a unit of its own, as around it but in full precision.
+    """``policy`` with every instance of the classes a unit of its own, as around it but computed with in float32.
 
-    For normalisation layers; without classes, batch norm (``_module_classes_to_ignore`` of MixedPrecision).
+    For normalisation layers; without classes, batch norm (``_module_classes_to_ignore`` of MixedPrecision). Where there is
+    a `Precision` around, their inputs are cast to float32 and their outputs back to the dtype that the inputs had.
     """
     _check_classes("full_precision", classes)
     kinds = classes or (_BatchNorm,)
+    full = Precision(param=torch.float32, restore_outputs=True)
 
     def inner(model: nn.Module | ModuleTree) -> PartitionSpec:
         tree = module_tree(model)
@@ -313,8 +317,8 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
         before = {"": spec.root, **chosen}
         for node in kept.nodes():
             if issubclass(node.cls, kinds):
-                around = [path for path in (*kept.dominators(node), node.path) if path in before]
-                chosen[node.path] = dataclasses.replace(before[around[-1]], precision=None)
+                around = before[[path for path in (*kept.dominators(node), node.path) if path in before][-1]]
+                chosen[node.path] = dataclasses.replace(around, precision=full if around.precision else None)
         return build(kept, chosen, spec.root)
 
     return inner

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .wire import Buffers, Chain, Step
+from .wire import Buffers, Chain, Route, Step
 
 __all__ = ["BUCKET_BYTES", "Reductions"]
 
@@ -29,9 +30,8 @@ class Reductions:
     def _forget(self) -> None:
         self._whole: list[tuple[Chain, Tensor]] = []  # split units' gradients that are not reduced to slices yet
         self._slices: list[tuple[str, Chain]] = []
-        self._buckets: list[tuple[list[str], list[int], Chain]] = []
-        self._bucket: list[tuple[str, Sequence[Tensor], Sequence[Step]]] = []
-        self._bucket_bytes = 0
+        self._buckets: list[tuple[_Bucket, Chain]] = []
+        self._filling: dict[tuple[torch.dtype, torch.dtype], _Bucket] = {}
 
     def begin(self, task: int) -> None:
         """What follows is of the run of backward of this number; what another one left, that did not end, is forgotten."""
@@ -39,46 +39,58 @@ class Reductions:
             self._task = task
             self._forget()
 
-    def split(self, key: str, pieces: Sequence[Tensor], steps: Sequence[Step]) -> None:
+    def split(self, key: str, pieces: Sequence[Tensor], route: Route) -> None:
         """Start to reduce a unit's gradient, given in pieces, to slices. Older ones move on by a step."""
         while len(self._whole) >= self._in_flight:
             chain, buffer = self._whole.pop(0)
             chain.advance()
             self._buffers.give(buffer)
             del buffer
-        buffer = torch.cat(tuple(pieces), out=self._buffers.take(sum(map(len, pieces)), pieces[0]))
-        chain = Chain(buffer, steps)
+        buffer = self._buffers.take(sum(map(len, pieces)), route.dtypes.reduce, pieces[0])
+        chain = Chain(torch.cat(tuple(pieces), out=buffer), route.reduce)
         self._whole.append((chain, buffer))
         self._slices.append((key, chain))
 
-    def replicated(self, key: str, pieces: Sequence[Tensor], steps: Sequence[Step]) -> None:
-        """Put a unit's gradient, which every rank keeps whole, into the bucket, and reduce that once it is full."""
-        if self._bucket and self._bucket[0][1][0].dtype != pieces[0].dtype:
-            self._empty_bucket()
-        self._bucket.append((key, pieces, steps))
-        self._bucket_bytes += sum(piece.nbytes for piece in pieces)
-        if self._bucket_bytes >= BUCKET_BYTES:
-            self._empty_bucket()
+    def replicated(self, key: str, pieces: Sequence[Tensor], route: Route) -> None:
+        """Put a unit's gradient, which every rank keeps whole, into the bucket of its dtypes; reduce that once it is full."""
+        dtypes = route.dtypes.reduce, route.dtype
+        bucket = self._filling.setdefault(dtypes, _Bucket(route.reduce))  # replicated units of these dtypes have the same steps
+        bucket.add(key, pieces, route.padded)
+        if bucket.numel * route.dtypes.reduce.itemsize >= BUCKET_BYTES:
+            self._reduce(self._filling.pop(dtypes), route.dtypes.reduce)
 
-    def _empty_bucket(self) -> None:
-        if not self._bucket:
-            return
-        keys = [key for key, _, _ in self._bucket]
-        lengths = [sum(map(len, pieces)) for _, pieces, _ in self._bucket]
-        steps = self._bucket[0][2]  # a replicated unit's are over all axes
-        buffer = torch.cat([piece for _, pieces, _ in self._bucket for piece in pieces])
-        self._bucket, self._bucket_bytes = [], 0
-        self._buckets.append((keys, lengths, Chain(buffer, steps)))
+    def _reduce(self, bucket: _Bucket, dtype: torch.dtype) -> None:
+        buffer = torch.cat(bucket.pieces, out=bucket.pieces[0].new_empty(bucket.numel, dtype=dtype))
+        bucket.pieces.clear()
+        self._buckets.append((bucket, Chain(buffer, bucket.steps)))
 
     def collect(self) -> dict[str, Tensor]:
         """Wait for everything that this run of backward started: the gradients by unit key, summed over visits."""
-        self._empty_bucket()
+        for (dtype, _), bucket in self._filling.items():
+            self._reduce(bucket, dtype)
         parts = [(key, chain.result()) for key, chain in self._slices]
-        for keys, lengths, chain in self._buckets:
+        for bucket, chain in self._buckets:
             total = chain.result()
-            parts += zip(keys, total.split(lengths) if len(keys) > 1 else [total], strict=True)
+            parts += zip(bucket.keys, total.split(bucket.lengths) if len(bucket.keys) > 1 else [total], strict=True)
         self._forget()
         out: dict[str, Tensor] = {}
         for key, grad in parts:
             out[key] = out[key] + grad if key in out else grad
         return out
+
+
+@dataclass
+class _Bucket:
+    """Gradients that are to be reduced together."""
+
+    steps: Sequence[Step]
+    keys: list[str] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    pieces: list[Tensor] = field(default_factory=list)
+    numel: int = 0
+
+    def add(self, key: str, pieces: Sequence[Tensor], numel: int) -> None:
+        self.keys.append(key)
+        self.lengths.append(numel)
+        self.pieces += pieces
+        self.numel += numel

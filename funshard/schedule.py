@@ -24,11 +24,12 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from . import _torch
-from .collectives import Reduce
+from .codec import Form, packed, unpacked
+from .division import Reduction
 from .layout import flat, unflatten_unit
 from .reductions import Reductions
-from .sharding import reduce_unit
 from .spec import PartitionSpec, Unit
+from .travel import reduce_unit
 from .wire import Buffers, Chain, routes
 
 __all__ = ["Schedule", "Visit", "pack", "unpack"]
@@ -41,13 +42,13 @@ class Schedule:
     """What is under way in one call and in its backward."""
 
     def __init__(
-        self, shards: Mapping[str, Tensor], spec: PartitionSpec, reduce: Reduce, prefetch: int, in_flight: int
+        self, shards: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, prefetch: int, in_flight: int
     ) -> None:
         self.shards = {key: _torch.base(shards[key]).detach() for key in spec.by_key}
         self._witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
         self.spec, self._prefetch = spec, prefetch
-        self.reduce: Reduce = reduce
-        self.routes = routes(spec, reduce)
+        self.reduction = reduction
+        self.routes = routes(spec, tuple(shard.dtype for shard in self.shards.values()), reduction)
         self.buffers = Buffers()
         self.reductions = Reductions(in_flight, self.buffers)
         self._order = spec.order
@@ -164,11 +165,11 @@ class Schedule:
         pieces = _pieces(unit, grads, route.padded, like)
         self.reductions.begin(self.task())
         if route.gather:
-            self.reductions.split(unit.key, pieces, route.reduce)
+            self.reductions.split(unit.key, pieces, route)
         elif route.reduce:
-            self.reductions.replicated(unit.key, pieces, route.reduce)
+            self.reductions.replicated(unit.key, pieces, route)
         else:
-            return torch.cat(pieces)
+            return torch.cat(pieces).to(route.dtypes.reduce).to(like.dtype)
         return None
 
 
@@ -201,25 +202,36 @@ class Visit:
         self.full: Tensor | None = None  # in forward
         self._lease: weakref.ref[_Lease] | None = None  # in backward
         self.chain: Chain | None = None  # on its way
+        self._form: Form = ()  # of what is on its way, where it is encoded
         self.trained = False
         self._version = _torch.version(self.shard)
         self._gather()
 
     def _gather(self) -> None:
+        route = self.route
         with _torch.beneath():
-            own = (
-                self.schedule.buffers.take(self.route.padded, self.shard) if self.route.gather and not _torch.traced() else None
-            )
-            if own is not None and not self.schedule.routes.connected and _torch.is_fake(own):  # shapes can be computed
-                self.chain = Chain(own, ())
+            if not self.schedule.routes.connected and _torch.is_fake(self.shard):  # shapes can be computed
+                self.chain = Chain(self.shard.new_empty(route.padded, dtype=route.dtypes.param), ())
+            elif route.codec:
+                sent, self._form = packed(route.codec.encoded(self.shard))
+                self.chain = Chain(sent, route.gather)
             else:
-                self.chain = Chain(self.shard, self.route.gather, own)
+                sent, own = self.shard.to(route.dtypes.param), None
+                if route.gather and not _torch.traced():
+                    own = self.schedule.buffers.take(route.padded, sent.dtype, sent)
+                self.chain = Chain(sent, route.gather, own)
 
     def _arrived(self) -> Tensor:
         assert self.chain is not None
+        route = self.route
         with _torch.beneath():
             chain, self.chain = self.chain, None
-            return chain.result()
+            full = chain.result()
+            if route.codec and self._form:
+                rows = full.view(route.padded // len(self.shard), -1)
+                slices = [route.codec.decoded(unpacked(row, self._form), len(self.shard)) for row in rows]
+                full = torch.cat(slices).to(route.dtypes.param)
+            return full
 
     def arrive(self) -> None:
         """Wait for the buffer."""
@@ -279,7 +291,7 @@ class Visit:
         """Every use of the buffer has been made, or it is to be gathered once more."""
         lease = self._leased()
         if lease and lease.buffer is not None:
-            if self.route.gather:
+            if self.route.made:
                 self.schedule.buffers.give(lease.buffer)
             lease.buffer = None
 
@@ -320,7 +332,8 @@ class Visit:
         tracked = torch.is_grad_enabled()
         if any(g is not None and (_torch.is_wrapped(g) or (tracked and g.requires_grad)) for g in grads):
             buffer = torch.cat(_pieces(self.unit, grads, self.route.padded, self.shard))  # it may be differentiated again
-            return reduce_unit(buffer, self.unit, self.schedule.spec.bound_mesh, reduce=self.schedule.reduce)
+            mesh, reduction = self.schedule.spec.bound_mesh, self.schedule.reduction
+            return reduce_unit(buffer, self.unit, mesh, reduction, self.unit.p.precision, self.shard.dtype)
         with torch.no_grad():
             return self.schedule.reduced(self.unit, grads)
 
@@ -333,7 +346,7 @@ def pack(live: Mapping[int, Visit], tensor: Tensor) -> object:
     inner = _torch.base(tensor)
     if type(inner) is Tensor and inner.layout is torch.strided:
         visit = live.get(_torch.storage_id(inner))
-        if visit is not None and inner.dtype == visit.shard.dtype and not (inner.is_conj() or inner.is_neg()):
+        if visit is not None and inner.dtype == visit.route.dtypes.param and not (inner.is_conj() or inner.is_neg()):
             return visit, visit.note(), tensor.shape, tensor.stride(), tensor.storage_offset()
     return _torch.kept(tensor), _torch.version(tensor)
 

@@ -9,19 +9,16 @@ from torch import Tensor, nn
 
 from . import _torch
 from .agree import check_ranks_agree
-from .collectives import Reduce, all_gather, reduce_scatter, scatter, unvary, vary
-from .layout import Params, check_buffers, coordinates, flatten, flatten_unit, unflatten_unit
-from .mesh import Mesh
+from .division import Divide, Reduction
+from .layout import Params, check_buffers, flatten, flatten_unit, unflatten_unit
 from .spec import PartitionSpec, Unit
+from .travel import gather_unit, scatter_unit
 from .tree import Param
 
 __all__ = [
     "combine",
-    "gather_unit",
     "partition",
-    "reduce_unit",
     "reshard",
-    "scatter_unit",
     "shard",
     "unshard",
 ]
@@ -58,60 +55,20 @@ def shard(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec
     return out
 
 
-def scatter_unit(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
-    """This rank's (or ``rank``'s) slice of a unit's full buffer that all ranks have alike. Inverse of `gather_unit`."""
-    if rank is not None:
-        at = coordinates(mesh, rank)
-        for name in unit.p.axes:
-            buffer = scatter(buffer, mesh[name], rank=at[mesh.names.index(name)])
-        return buffer
-    for name in unit.p.axes:
-        buffer = scatter(buffer, mesh[name])
-    return buffer
-
-
-def gather_unit(piece: Tensor, unit: Unit, mesh: Mesh, *, reduce: Reduce = "mean") -> Tensor:
-    """The full buffer of a unit from each rank's slice of it; its gradient is the reduced slice.
-
-    Gathers over the axes of ``unit.p``, and over the other axes of the mesh the buffer is replicated: FSDP, HSDP and
-    DDP are this one function. In backward the gradient is reduce-scattered first and all-reduced as a slice.
-    """
-    if not unit.numel:  # nothing to send
-        return piece.new_empty(0)
-    for name in mesh.names:
-        if name not in unit.p.axes:
-            piece = vary(piece, mesh[name], reduce=reduce)
-    for name in reversed(unit.p.axes):
-        piece = all_gather(piece, mesh[name], reduce=reduce)
-    return piece
-
-
-def reduce_unit(buffer: Tensor, unit: Unit, mesh: Mesh, *, reduce: Reduce = "mean") -> Tensor:
-    """This rank's slice of the mean (or sum) over ranks of a unit's full buffers. The transpose of `gather_unit`."""
-    if not unit.numel:
-        return buffer.new_empty(0)
-    for name in unit.p.axes:
-        buffer = reduce_scatter(buffer, mesh[name], reduce=reduce)
-    for name in reversed(mesh.names):
-        if name not in unit.p.axes:
-            buffer = unvary(buffer, mesh[name], reduce=reduce)
-    return buffer
-
-
 def unshard(
-    shards: Mapping[str, Tensor], spec: PartitionSpec, *, units: Iterable[str] | None = None, reduce: Reduce = "mean"
+    shards: Mapping[str, Tensor], spec: PartitionSpec, *, units: Iterable[str] | None = None, reduce: Divide = "mean"
 ) -> Params:
     """The full parameters by name, all alive at once, as views of one buffer per unit. Inverse of `shard`.
 
     Differentiable at every order: the gradient of a shard is its slice of the mean over ranks of the full gradients,
-    or of their sum with ``reduce="sum"``. Where nothing is to be gathered (``P()``, one rank) the buffer is the shard
-    itself. ``units`` are the keys of units to gather, all of them by default; an ignored parameter in ``shards`` passes
-    through.
+    of their sum with ``reduce="sum"``, or of that over a number. In the shards' own dtype, both ways. Where nothing is
+    to be gathered (``P()``, one rank) the buffer is the shard itself. ``units`` are the keys of units to gather, all of
+    them by default; an ignored parameter in ``shards`` passes through.
 
     Raises ValueError, naming the unit, for shards that do not fit the spec, before any communication.
     """
     spec = spec.bound
-    mesh = spec.bound_mesh
+    mesh, reduction = spec.bound_mesh, Reduction.of(reduce)
     check_shards(shards, spec)
     chosen = tuple(spec.by_key) if units is None else tuple(units)
     for key in chosen:
@@ -119,7 +76,7 @@ def unshard(
             raise ValueError(f"unit '{key}' is not in the spec: expected some of {list(spec.by_key)[:8]}")
     full: Params = {}
     for unit in (spec.by_key[key] for key in chosen):
-        tensors = unflatten_unit(gather_unit(shards[unit.key], unit, mesh, reduce=reduce), unit)
+        tensors = unflatten_unit(gather_unit(shards[unit.key], unit, mesh, reduction), unit)
         full.update(zip((p.name for p in unit.params), tensors, strict=True))
     return full | {name: shards[name] for name in spec.ignored if name in shards}
 

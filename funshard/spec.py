@@ -1,4 +1,4 @@
-"""P, Precision, Unit, PartitionSpec: frozen data that says which parameters live together and how they are split."""
+"""P, Unit, PartitionSpec: frozen data that says which parameters live together and how they are split."""
 
 from __future__ import annotations
 
@@ -10,26 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .mesh import Axis, Mesh
+from .precision import Precision
 from .tree import ModuleTree, Param, is_within, natural_key
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["P", "PartitionSpec", "Precision", "Unit", "build"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """The dtypes of a unit's values on their way: as gathered, as reduced, as output, of inputs and of buffers.
-
-    None keeps what is there. After ``MixedPrecision`` and ``MixedPrecisionPolicy`` of torch.distributed.fsdp.
-    """
-
-    param: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    output: torch.dtype | None = None
-    cast_inputs: bool = True
-    buffer: torch.dtype | None = None
+__all__ = ["P", "PartitionSpec", "Unit", "build"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +27,10 @@ class P:
     splits over several axes, the first one outermost. ``reshard`` frees the gathered buffer between forward and
     backward (ZeRO-3) or keeps it (ZeRO-2). A rank's slice is a multiple of ``align`` elements long.
 
-    Raises TypeError for an axis that is no name, ValueError for one that is named twice and for ``align < 1``.
+    ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative.
+
+    Raises TypeError for an axis that is no name and a precision that is no `Precision`, ValueError for an axis that is
+    named twice and for ``align < 1``.
     """
 
     axis: str | tuple[str, ...] | None = None
@@ -56,6 +46,8 @@ class P:
                 raise TypeError(f"P: expected an axis name, a tuple of names or None, got {self.axis!r}")
         if len(set(self.axes)) < len(self.axes):
             raise ValueError(f"P: axis named twice in {self.axis!r}: expected different mesh axes")
+        if not isinstance(self.precision, Precision | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: precision: expected a Precision or None, got {self.precision!r}")
         if self.align < 1:
             raise ValueError(f"P: expected align >= 1, got {self.align}")
 
@@ -143,7 +135,7 @@ class PartitionSpec:
     @property
     def paths(self) -> tuple[str, ...]:
         """The module paths that are units, the root's ``""`` among them."""
-        return tuple(dict.fromkeys(("", *(path for path, _ in self.selected))))
+        return tuple(self.places)
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -153,6 +145,11 @@ class PartitionSpec:
         """
         chosen = self.selected or (("", self.root),)
         return tuple(path for path, p in chosen if p.remat)
+
+    @property
+    def places(self) -> dict[str, P]:
+        """The `P` of every module path that is a unit, the root's ``""`` among them."""
+        return {"": self.root, **dict(self.selected)}
 
     def within(self, path: str, keys: Iterable[str]) -> PartitionSpec:
         """The part of this spec for the insides of one of its modules, which uses the units of these keys."""

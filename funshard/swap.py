@@ -7,8 +7,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from .casting import cast_back, cast_floats
 from .spec import PartitionSpec, Unit
 from .tree import join
 
@@ -143,29 +145,39 @@ def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Mo
     return owned
 
 
-def install_buffers(modules: Mapping[str, nn.Module], buffers: Mapping[str, Tensor] | None) -> Callable[[], dict[str, Tensor]]:
-    """Give every module its own ``_buffers``: the given ones, copies of the rest. What reads the given ones back."""
+def install_buffers(
+    modules: Mapping[str, nn.Module],
+    buffers: Mapping[str, Tensor] | None,
+    dtypes: Callable[[str], torch.dtype | None] | None = None,
+) -> Callable[[], dict[str, Tensor]]:
+    """Give every module its own ``_buffers``: the given ones, copies of the rest. What reads the given ones back.
+
+    ``dtypes`` says to what floating point buffers of the module at a path are cast; they are read back in their own.
+    """
     given = dict(buffers or {})
-    copies: dict[Tensor, Tensor] = {}
-    placed: list[tuple[str, nn.Module, str]] = []
+    copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
+    placed: list[tuple[str, nn.Module, str, Tensor]] = []
     fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
     for path, module in modules.items():
         mine = fresh.setdefault(module, dict(module._buffers))
+        cast = dtypes(path) if dtypes else None
         for attr, original in module._buffers.items():
-            if join(path, attr) in given:
-                mine[attr] = given.pop(join(path, attr))
-                placed.append((join(path, attr), module, attr))
-            elif original is not None and mine[attr] is original:
-                mine[attr] = copies.setdefault(original, original) if original.is_meta else copies.get(original)
-                if mine[attr] is None:
-                    mine[attr] = copies[original] = original.clone()
+            name = join(path, attr)
+            if name in given:
+                placed.append((name, module, attr, given[name]))
+                mine[attr] = cast_floats(given.pop(name), cast)
+            elif original is not None and mine[attr] is original and not original.is_meta:
+                dtype = cast if cast and original.is_floating_point() else original.dtype
+                if (original, dtype) not in copies:
+                    copies[original, dtype] = original.to(dtype, copy=True)
+                mine[attr] = copies[original, dtype]
     if given:
         raise ValueError(f"buffer '{next(iter(given))}' is not in the model: expected its buffers' names")
     for module, mine in fresh.items():
         vars(module)["_buffers"] = mine
 
     def now() -> dict[str, Tensor]:
-        found = {name: module._buffers.get(attr) for name, module, attr in placed}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
+        found = {name: (module._buffers.get(attr), before) for name, module, attr, before in placed}
+        return {name: cast_back(buffer, before) for name, (buffer, before) in found.items() if buffer is not None}
 
     return now

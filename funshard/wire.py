@@ -6,13 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from . import _torch
-from .collectives import Reduce
+from .codec import Codec
+from .division import Reduction, division
 from .mesh import Group
 from .ops import Finish, Where, start
-from .spec import PartitionSpec
+from .precision import Dtypes, Precision
+from .spec import PartitionSpec, Unit
 from .tree import is_within
 
 __all__ = ["Buffers", "Chain", "Route", "Routes", "Step", "routes"]
@@ -35,14 +38,14 @@ class Buffers:
         if buffer.device.type == "cpu":
             self._spare.append(buffer)
 
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """A buffer of so many elements, of another tensor's dtype and device, with anything in it."""
+    def take(self, numel: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+        """A buffer of so many elements of this dtype, on another tensor's device, with anything in it."""
         while self._spare:
             buffer = self._spare.pop()
-            if buffer.dtype == like.dtype and len(buffer) == numel and _torch.alone(buffer):
+            if buffer.dtype == dtype and len(buffer) == numel and _torch.alone(buffer):
                 return buffer
             del buffer
-        return like.new_empty(numel)
+        return like.new_empty(numel, dtype=dtype)
 
     def clear(self) -> None:
         """Keep none."""
@@ -89,6 +92,12 @@ class Route:
     padded: int
     gather: tuple[Step, ...]
     reduce: tuple[Step, ...]
+    dtype: torch.dtype
+    """The shard's."""
+    dtypes: Dtypes
+    codec: Codec | None
+    made: bool
+    """Whether its buffer is another tensor than the shard."""
     frees: bool
     """Whether its buffer goes between forward and backward."""
 
@@ -106,40 +115,68 @@ class Routes:
     """Whether any buffer goes between forward and backward."""
 
 
-def routes(spec: PartitionSpec, reduce: Reduce) -> Routes:
-    """The routes of a spec's units, made once for a spec."""
-    if (known := spec.derived.get(("routes", reduce))) is not None:
+def routes(spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Reduction) -> Routes:
+    """The routes of a spec's units, whose shards have these dtypes, made once for a spec."""
+    if (known := spec.derived.get(("routes", dtypes, reduction))) is not None:
         return known
     axes = {name: axis for name, axis in spec.bound_mesh.axes if isinstance(axis, Group) and axis.size > 1}
-
-    def step(op: str, name: str, *, reduces: bool = False, in_place: bool = False) -> Step:
-        axis = axes[name]
-        where = Where(axis.size, axis.reductions or axis.name if reduces else axis.name)
-        return lambda x, own: start(op, x, where, x if in_place else own)
-
-    of: dict[str, Route] = {}
-    for unit in spec:
-        split = [name for name in unit.p.axes if name in axes] if unit.numel else []
-        rest = [name for name in reversed(axes) if name not in split] if unit.numel else []
-        of[unit.key] = Route(
-            spec.padded_numel(unit),
-            tuple(step(f"gather_{reduce}", name) for name in reversed(split)),
-            (
-                *(step(f"scatter_{reduce}", name, reduces=True) for name in split),
-                *(step(f"unvary_{reduce}", name, reduces=True, in_place=True) for name in rest),
-            ),
-            unit.p.reshard and bool(split),
-        )
+    of = {unit.key: _route(spec, unit, axes, dtype, reduction) for unit, dtype in zip(spec, dtypes, strict=True)}
+    recomputed = spec.recomputed
 
     def inside(key: str) -> bool:
         return any(is_within(at := spec.by_key[key].path, path) and at != path for path in recomputed)
 
-    recomputed = spec.recomputed
     made = Routes(
         of,
         tuple(i for i, key in enumerate(spec.order) if of[key].gather and not inside(key)),
         all(axis.name for axis in axes.values()),
         any(route.frees for route in of.values()),
     )
-    spec.derived["routes", reduce] = made
+    spec.derived["routes", dtypes, reduction] = made
     return made
+
+
+def _route(spec: PartitionSpec, unit: Unit, axes: dict[str, Group], dtype: torch.dtype, reduction: Reduction) -> Route:
+    precision = unit.p.precision or Precision()
+    dtypes, codec = precision.resolve(dtype), precision.codec if dtype.is_floating_point and unit.numel else None
+    split = [axes[name] for name in unit.p.axes if name in axes] if unit.numel else []
+    rest = [axes[name] for name in reversed(axes) if name not in unit.p.axes and reduction.includes(name)] if unit.numel else []
+    op, before, after = division(reduction.by, torch.Size(axis.size for axis in (*split, *rest)).numel(), dtypes.reduce)
+    reduce = [_reduce(f"scatter_{op}", axis) for axis in split] + [_reduce(f"unvary_{op}", axis) for axis in rest]
+    made = bool(split) or dtypes.param != dtype or codec is not None
+    return Route(
+        spec.padded_numel(unit),
+        tuple(_gather(axis) for axis in reversed(split)),
+        _ended(reduce, before, after, dtype),
+        dtype,
+        dtypes,
+        codec,
+        made,
+        unit.p.reshard and made,
+    )
+
+
+def _gather(axis: Group) -> Step:
+    where = Where(axis.size, axis.name)
+    return lambda x, own: start("gather_mean", x, where, own)
+
+
+def _reduce(op: str, axis: Group) -> Step:
+    where = Where(axis.size, axis.reductions or axis.name)
+    return lambda x, own: start(op, x, where, x if op.startswith("unvary") else own)
+
+
+def _ended(steps: list[Step], before: float, after: float, dtype: torch.dtype) -> tuple[Step, ...]:
+    """The steps with divisions before the first and after the last, in place, and a cast at the end."""
+    if not steps:
+        return () if before == after == 1 else (lambda x, own: lambda: x.div_(before * after).to(dtype),)
+    first, last = steps[0], steps[-1]
+    if before != 1:
+        steps = [lambda x, own: first(x.div_(before), own), *steps[1:]]
+        last = steps[-1]
+
+    def end(x: Tensor, own: Tensor | None) -> Finish:
+        finish = last(x, own)
+        return lambda: (finish().div_(after) if after != 1 else finish()).to(dtype)
+
+    return (*steps[:-1], end)

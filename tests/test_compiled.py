@@ -85,3 +85,56 @@ def test_compiled_equals_eager_for_every_strategy(gloo2: Pool, which: str) -> No
 def test_traced_equals_eager(gloo2: Pool, transform: str) -> None:
     """make_fx of the step, collectives and regathers included, is the step on other inputs as well."""
     gloo2.run(traced_and_eager, transform, "blocks")
+
+
+LOW = fs.Precision(param=torch.bfloat16, reduce=torch.float32, buffer=torch.bfloat16)
+
+
+class Cast(torch.nn.Module):
+    """Modules with a precision of their own inside of one with another, a tensor made on the way, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2)
+        self.register_buffer("scale", torch.tensor([1.001, 0.5, 2.0, 3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x) * self.scale)
+        return self.last(x + torch.ones(4))  # of float32: the last layer casts
+
+
+def cast_when_compiled(rank: int, p: fs.P, which: str) -> None:
+    torch.manual_seed(0)
+    model, x = Cast(), torch.randn(2, 5, 3)[rank]
+    policy = fs.by_type(torch.nn.Linear, p=p) if which == "units" else fs.whole(p)
+    spec = fs.full_precision(fs.override(fs.whole(p), policy), torch.nn.LayerNorm)(model).bound
+    if which == "whole":
+        spec = fs.whole(p)(model).bound
+    params = fs.shard(model, spec)
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = fs.functional_call(model, params, (x,), spec=spec)
+        assert y.dtype == torch.bfloat16 or p.precision is None or p.precision.param is None
+        return y.float().square().mean()
+
+    for gradient in (fs.grad, torch.func.grad):
+        torch._dynamo.reset()
+        expected = gradient(loss)(params, x)
+        before = {path: dict(vars(module)) for path, module in model.named_modules()}
+        got = torch.compile(gradient(loss), fullgraph=True, backend="aot_eager")(params, x)
+        assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
+        for key, g in expected.items():
+            assert g.abs().sum() > 0
+            torch.testing.assert_close(got[key], g, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not fs.call._torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: Dynamo and a forward in __dict__")
+@pytest.mark.parametrize("p", [fs.P("shard", precision=LOW), fs.P(precision=LOW)], ids=["shard", "replicated"])
+def test_casts_inside_of_a_compiled_call(gloo2: Pool, p: fs.P) -> None:
+    """The same casts around modules, of buffers, gathers and reductions, bit for bit; the model is as it was."""
+    gloo2.run(cast_when_compiled, p, "units")
+
+
+def test_casts_around_a_compiled_call(gloo2: Pool) -> None:
+    """A precision of the whole model, on every torch."""
+    gloo2.run(cast_when_compiled, fs.P("shard", precision=fs.Precision(reduce=torch.bfloat16)), "whole")

@@ -19,6 +19,7 @@ import funshard as fs
 from funshard.testing import Leafy, modules
 
 BF16 = fs.Precision(param=torch.bfloat16)
+FULL = fs.Precision(param=torch.float32, restore_outputs=True)
 
 
 # --- Sizes and leaves to the numel, as in test_wrap.py. ---
@@ -127,26 +128,26 @@ class Norms(nn.Module):
 
 
 def test_a17_full_precision_changes_no_other_options() -> None:
-    """Batch norms are units without precision; torch's override also takes it from the root's own options."""
+    """Batch norms are units in full precision; torch's override also takes it from the root's own options."""
     options, model = {"mixed_precision": "bf16"}, Norms()
     wrap._run_mixed_precision_override_policy(model, [_BatchNorm], set(), options, {})
     assert options == {"mixed_precision": None}, "torch mutates the root's options"
     p = fs.P("shard", reshard=False, precision=BF16)
     spec = fs.full_precision(fs.whole(p))(model)
-    bare = fs.P("shard", reshard=False)
-    assert {unit.key: unit.p for unit in spec} == {"": p, "bn1": bare, "bn2": bare, "bn3": bare, "sync": bare}
+    full = fs.P("shard", reshard=False, precision=FULL)
+    assert {unit.key: unit.p for unit in spec} == {"": p, "bn1": full, "bn2": full, "bn3": full, "sync": full}
     assert spec.root == p
 
 
 @given(modules())
 def test_a17_full_precision_inherits_from_the_unit_around(model: nn.Module) -> None:
-    """On shared modules too: the P of the lowest unit above all places, less its precision."""
+    """On shared modules too: the P of the lowest unit above all places, but for its precision."""
     p, q = fs.P("shard", precision=BF16), fs.P("shard", precision=BF16, align=4)
     before = fs.override(fs.whole(p), fs.by_size(4, p=q))
     spec, tree = fs.full_precision(before, Leafy)(model), fs.module_tree(model)
     for unit in spec:
         leafy = tree.canonical[unit.path] in {node.path for node in tree.nodes() if node.cls is Leafy}
-        assert (unit.p.precision is None) == leafy
+        assert unit.p.precision == (FULL if leafy else BF16)
     dropped = {param.name: (u.p.align, u.p.axis) for u in spec for param in u.params}
     kept = {param.name: (u.p.align, u.p.axis) for u in before(model) for param in u.params}
     assert dropped == kept
@@ -178,10 +179,10 @@ def test_custom_policy_with_full_precision() -> None:
 
     spec = fs.full_precision(fs.custom(choose, p), _BatchNorm, nn.LayerNorm)(model)
     got = {unit.key: unit.p for unit in spec}
-    norm = fs.P(reshard=False)
+    norm = fs.P(reshard=False, precision=FULL)
     assert got == {
         **dict.fromkeys(("0", "2.1", "2.0.lin"), p),
-        "1": fs.P("shard"),
+        "1": fs.P("shard", precision=FULL),
         **{f"2.0.{name}": norm for name in ("bn1", "bn2", "bn3", "sync")},
     }
 
@@ -271,6 +272,11 @@ def test_a23_one_policy_type_serves_checkpointing() -> None:
     assert {unit.path for unit in spec if unit.p.remat} == places == {"0", "1", "2.0", "2.1"}
 
 
+def test_full_precision_of_no_precision() -> None:
+    """Where nothing is cast, nothing is to be cast back."""
+    assert all(unit.p == fs.P("shard") for unit in fs.full_precision(fs.whole())(Norms()))
+
+
 def test_mixed_precision_resnet() -> None:
     """As many full-precision units as there are batch norms, whatever the policy and although the rest is bf16."""
     with torch.device("meta"):
@@ -278,7 +284,7 @@ def test_mixed_precision_resnet() -> None:
     norms = {path for path, m in made.model.named_modules() if isinstance(m, _BatchNorm)}
     p = fs.P("shard", precision=BF16)
     for policy in (fs.whole(p), fs.always(p), fs.by_type(*made.blocks, p=p), fs.by_size(50, p=p)):
-        assert {unit.path for unit in fs.full_precision(policy)(made.model) if unit.p.precision is None} == norms
+        assert {unit.path for unit in fs.full_precision(policy)(made.model) if unit.p.precision == FULL} == norms
     assert len(norms) > 3
 
 

@@ -1,0 +1,255 @@
+"""Model averaging: parameters that drifted apart between ranks are averaged now and then, and averages over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .collectives import all_reduce
+from .layout import Params
+from .mesh import Axis, Mesh
+from .reductions import BUCKET_BYTES
+from .spec import PartitionSpec
+
+__all__ = ["Averaging", "average", "ema", "hierarchical", "init", "periodic", "reduce_over"]
+
+Axes = str | tuple[str, ...]
+"""One mesh axis, or several."""
+
+
+class Averaging(NamedTuple):
+    """The state: a pytree of one scalar, the same on every rank."""
+
+    step: Tensor
+    """int64, on the CPU, so that every rank knows without waiting for a device what is due: the steps taken."""
+
+
+def init(step: int = 0) -> Averaging:
+    """The state after so many steps. Raises ValueError for a negative number."""
+    if step < 0:
+        raise ValueError(f"averaging.init: expected a step of 0 or more, got {step}")
+    return Averaging(torch.tensor(step, dtype=torch.int64))
+
+
+def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes | None = None) -> Params:
+    """The mean of every tensor over the ranks of the mesh axes, in its own dtype: for what drifted apart on them.
+
+    ``params`` are shards by unit key, or full tensors by parameter name; some or all, the same ones on every rank. All
+    that is given is averaged (`partition` takes the trained ones), but for what is not floating point and for ignored
+    parameters. ``axes`` are, for each unit, all those that it is not split over by default: none with FSDP, whose slices
+    cannot drift apart, the replicas' with HSDP, every one for a full tensor. Differentiable at every order. Of shards it
+    is the shards of the average.
+
+    For each axis one all-reduce of every tensor from 4 MiB on, without a copy, and of the smaller ones of a dtype
+    together. ``average_parameters`` of torch.distributed.algorithms.model_averaging copies all into one buffer.
+
+    Raises ValueError, naming it, for an unknown axis, for a unit that is split over one of the axes (its ranks hold
+    different elements), and for a key that is neither a unit nor a parameter.
+    """
+    spec = spec.bound
+    return _mean(params, _over(params, spec, axes), spec.bound_mesh)
+
+
+def periodic(
+    params: Mapping[str, Tensor],
+    state: Averaging,
+    spec: PartitionSpec,
+    *,
+    period: int,
+    warmup_steps: int = 0,
+    axes: Axes | None = None,
+) -> tuple[Params, Averaging]:
+    """``(the params, averaged if that is due, the state of the next step)``, to be called after every update.
+
+    Due are step ``warmup_steps`` and every ``period``-th one after it, as with torch's ``PeriodicModelAverager``, which
+    warns of period 1; here that is what it says, the average after every step. Compiled, it is one graph for the steps in
+    which it is due and another for the rest.
+
+    >>> import torch, funshard as fs
+    >>> params, state = {"": torch.ones(2)}, fs.averaging.init()
+    >>> params, state = fs.averaging.periodic(params, state, fs.whole()(torch.nn.Linear(2, 1, bias=False)), period=4)
+    >>> state.step
+    tensor(1)
+
+    Raises what `average` raises, at every step; ValueError for a period under 1 and for negative ``warmup_steps``.
+    """
+    if period < 1 or warmup_steps < 0:
+        raise ValueError(
+            f"periodic: expected a period of 1 or more and warmup_steps of 0 or more, got {period} and {warmup_steps}"
+        )
+    spec = spec.bound
+    over = _over(params, spec, axes)
+    after = int(state.step) - warmup_steps
+    due = after >= 0 and after % period == 0
+    return _mean(params, over if due else {}, spec.bound_mesh), Averaging(state.step + 1)
+
+
+def hierarchical(
+    params: Mapping[str, Tensor],
+    state: Averaging,
+    spec: PartitionSpec,
+    *,
+    levels: Sequence[tuple[int, Axes]],
+    warmup_steps: int = 0,
+) -> tuple[Params, Averaging]:
+    """``(the params, averaged over the axes that are due, the state of the next step)``, to be called after every update.
+
+    ``levels`` are pairs of a period and mesh axes, such as ``[(2, "pair"), (8, ("quad", "pair"))]``: the longer the
+    period, the more axes. From step ``warmup_steps`` on, the last level whose period divides the step is due, and no
+    other one. As torch's ``HierarchicalModelAverager``: the steps of the warm-up count (those after it alone do in
+    `periodic`), and all levels are due at step 0.
+
+    Raises what `average` raises, for any of the levels and at every step. ValueError, naming the level, for a period
+    under 1 or not above the one before it, and for axes without all those before; for no level and for negative
+    ``warmup_steps``.
+    """
+    if not levels or warmup_steps < 0:
+        raise ValueError(
+            f"hierarchical: expected a level or more and warmup_steps of 0 or more, got {len(levels)} and {warmup_steps}"
+        )
+    last, inner = 0, frozenset[str]()
+    for i, (period, axes) in enumerate(levels):
+        if period <= last:
+            raise ValueError(
+                f"hierarchical: level {i}: expected a period above {last}, got {period}; put the shorter ones first"
+            )
+        if missing := inner.difference(_names(axes)):
+            raise ValueError(
+                f"hierarchical: level {i}: expected axes with all of {sorted(inner)}, got {axes!r}; add {sorted(missing)}"
+            )
+        last, inner = period, inner.union(_names(axes))
+    spec = spec.bound
+    over = [_over(params, spec, axes) for _, axes in levels]
+    step = int(state.step)
+    due = [tensors for (period, _), tensors in zip(levels, over, strict=True) if step >= warmup_steps and step % period == 0]
+    return _mean(params, due[-1] if due else {}, spec.bound_mesh), Averaging(state.step + 1)
+
+
+def reduce_over(state: Averaging, spec: PartitionSpec, *, start: int, local: Axes) -> tuple[str, ...]:
+    """The mesh axes to reduce this step's gradients over, outermost first: all before step ``start``, then ``local`` only.
+
+    With `periodic` from ``warmup_steps=start`` on after the update this is post-local SGD (arXiv 1808.07217), torch's
+    ``PostLocalSGDOptimizer`` and ``post_localSGD_hook``. ``local=()`` reduces nothing from ``start`` on.
+
+    Raises ValueError for an unknown axis, for a negative ``start``, and, naming it, for a unit that is split over an axis
+    that is not local: one rank's gradient of a slice is another rank's to have.
+    """
+    if start < 0:
+        raise ValueError(f"reduce_over: expected a start of 0 or more, got {start}")
+    spec = spec.bound
+    mesh = spec.bound_mesh
+    chosen = _known(local, mesh)
+    for unit in spec:
+        for name in unit.p.axes:
+            if name not in chosen:
+                raise ValueError(f"unit '{unit.key}' is split over '{name}': expected local axes with it, got {local!r}")
+    step = int(state.step)
+    return tuple(name for name in mesh.names if step < start or name in chosen)
+
+
+def ema(average: Mapping[str, Tensor], params: Mapping[str, Tensor], *, decay: float) -> Params:
+    """``decay * average + (1 - decay) * params``, in the dtypes and on the devices of ``average``.
+
+    Elementwise, without communication: of shards by any spec, or of full tensors. Start with a copy of the parameters, in
+    float32 for an average of bfloat16 ones. What is not floating point is that of ``params``. Differentiable: detach
+    parameters that require gradients. The same bits as ``torch.optim.swa_utils.get_ema_multi_avg_fn``.
+
+    >>> import torch, funshard as fs
+    >>> fs.averaging.ema({"": torch.tensor([0.0, 8.0])}, {"": torch.tensor([4.0, 4.0])}, decay=0.75)
+    {'': tensor([1., 7.])}
+
+    Raises ValueError for a decay that is not in 0..1, and, naming the key, for tensors that are not in both or differ in
+    shape.
+    """
+    if not 0 <= decay <= 1:
+        raise ValueError(f"ema: expected a decay from 0 to 1, got {decay}")
+    for key in (*average, *params):
+        if key not in average or key not in params:
+            where = "the average" if key not in average else "the params"
+            raise ValueError(f"ema: '{key}' is not in {where}: expected the same keys in both")
+        if average[key].shape != params[key].shape:
+            expected, got = list(average[key].shape), list(params[key].shape)
+            raise ValueError(f"ema: '{key}': expected shape {expected} as its average has, got {got}; are they of one spec?")
+    return {
+        key: a.lerp(params[key].to(a), 1 - decay) if _averaged(a) else params[key].to(a, copy=True)
+        for key, a in average.items()
+    }
+
+
+def _averaged(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _names(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _known(axes: Axes, mesh: Mesh) -> tuple[str, ...]:
+    for name in _names(axes):
+        if name not in mesh.names:
+            raise ValueError(f"unknown mesh axis '{name}' in {axes!r}: expected some of {mesh.names}")
+    return _names(axes)
+
+
+def _over(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes | None) -> dict[str, tuple[str, ...]]:
+    """By key, for what there is to average, the mesh axes to do it over."""
+    mesh = spec.bound_mesh
+    chosen = mesh.names if axes is None else _known(axes, mesh)
+    out: dict[str, tuple[str, ...]] = {}
+    for key, tensor in params.items():
+        if key in spec.ignored:
+            continue
+        if key not in spec.by_key and key not in spec.by_name:
+            raise ValueError(f"'{key}' is no unit and no parameter of the spec: expected some of {list(spec.by_key)[:8]}")
+        split = spec.by_key[key].p.axes if key in spec.by_key else ()
+        if axes is not None and (both := [name for name in chosen if name in split]):
+            raise ValueError(
+                f"unit '{key}' is split over '{both[0]}', where each rank has other elements: "
+                f"expected axes without it, got {axes!r}"
+            )
+        names = tuple(name for name, axis in mesh.axes if name in chosen and name not in split and axis.size > 1)
+        if names and _averaged(tensor):
+            out[key] = names
+    return out
+
+
+def _mean(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]], mesh: Mesh) -> Params:
+    out = dict(params)
+    for keys in _together(params, over):
+        first = params[keys[0]]
+        mean = first if len(keys) == 1 else torch.cat([params[key].reshape(-1) for key in keys])
+        for name in over[keys[0]]:
+            mean = _mean_over(mean, mesh[name])
+        if len(keys) == 1:
+            out[keys[0]] = mean
+            continue
+        pieces = mean.split([params[key].numel() for key in keys])
+        out |= {key: piece.reshape(params[key].shape).clone() for key, piece in zip(keys, pieces, strict=True)}
+    return out
+
+
+def _mean_over(x: Tensor, axis: Axis) -> Tensor:
+    # A sum of float16 overflows where its mean does not.
+    return all_reduce(x / axis.size, axis, reduce="sum") if x.dtype == torch.float16 else all_reduce(x, axis)
+
+
+def _together(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]]) -> Iterator[list[str]]:
+    """The keys in groups to reduce in one go: large tensors alone, small ones of the same axes, dtype and device."""
+    waiting: dict[tuple[tuple[str, ...], torch.dtype, torch.device], tuple[int, list[str]]] = {}
+    for key in sorted(over):  # in whatever order a rank has them
+        tensor = params[key]
+        if tensor.nbytes >= BUCKET_BYTES:
+            yield [key]
+            continue
+        kind = (over[key], tensor.dtype, tensor.device)
+        size, keys = waiting.pop(kind, (0, []))
+        size += tensor.nbytes
+        if size < BUCKET_BYTES:
+            waiting[kind] = (size, [*keys, key])
+        else:
+            yield [*keys, key]
+    for _, keys in waiting.values():
+        yield keys

@@ -1,0 +1,64 @@
+"""What a reduction over ranks divides by, and over which mesh axes it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import torch
+
+__all__ = ["Divide", "Reduction", "divide_factors", "division"]
+
+Divide = Literal["mean", "sum"] | float
+"""How gradients are reduced over ranks: to their mean, their sum, or their sum over a number."""
+
+
+class Reduction(NamedTuple):
+    """How gradients become those of shards, and over which mesh axes: None for all of them."""
+
+    by: Divide = "mean"
+    over: frozenset[str] | None = None
+
+    @classmethod
+    def of(cls, by: Divide, over: Iterable[str] | None = None) -> Reduction:
+        """A checked one.
+
+        Raises ValueError for a name that is neither "mean" nor "sum" and a number that is not positive and finite.
+        """
+        known = by in ("mean", "sum") if isinstance(by, str) else not isinstance(by, bool) and 0 < by < math.inf
+        if not known:
+            raise ValueError(f"reduce: expected 'mean', 'sum' or a positive number to divide the sum by, got {by!r}")
+        return cls(by, None if over is None else frozenset(over))
+
+    def includes(self, axis: str) -> bool:
+        """Whether gradients are reduced over this mesh axis."""
+        return self.over is None or axis in self.over
+
+
+def divide_factors(total: float) -> tuple[float, float]:
+    """``(before, after)``, whose product is ``total``: what to divide by before and after a sum over ranks.
+
+    The first is a power of two near its square root, so that sums of float16 neither overflow nor vanish: doubled from 1
+    on while it divides ``total`` and is below what is left. The rule of ``DefaultState._get_gradient_predivide_factor``.
+
+    >>> [divide_factors(n) for n in (1, 2, 6, 8)]
+    [(1.0, 1.0), (2.0, 1.0), (4.0, 1.5), (4.0, 2.0)]
+    """
+    before = 1.0
+    while total % before == 0 and total / before > before:
+        before *= 2
+    return before, total / before
+
+
+def division(by: Divide, ranks: int, dtype: torch.dtype) -> tuple[Literal["mean", "sum"], float, float]:
+    """``(collective, before, after)``: what collectives in this dtype take, and what is divided by before and after them.
+
+    Float16 in two parts, everything else once: ``_get_gradient_divide_factors`` of FSDP2, but that float64 needs no care.
+    """
+    if by == "sum":
+        return "sum", 1.0, 1.0
+    if by == "mean" and dtype != torch.float16:
+        return "mean", 1.0, 1.0
+    total = float(ranks if by == "mean" else by)
+    return ("sum", *divide_factors(total)) if dtype == torch.float16 else ("sum", 1.0, total)

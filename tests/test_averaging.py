@@ -1,0 +1,649 @@
+"""averaging as laws on simulated ranks, and beside torch's averagers, optimizer and hook on real ones, step by step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, cases, each_rank, on_ranks, same, stacked
+from collective_log import Collectives, world
+from hypothesis import given
+from hypothesis import strategies as st
+from parity import numbers, plain_call, squared
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging import utils
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+from funshard import averaging as av
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own, at import
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+torch.manual_seed(1)  # the same on every rank
+MODEL = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5)).double()
+REPLICATED = fs.always(fs.P())
+HYBRID = {"replicate": 2, "shard": 2}
+MIXED = fs.by_path({"0": fs.P("shard"), "1": fs.P()})
+PAIRS = {"quad": 2, "pair": 2}
+LEVELS = [(2, "pair"), (4, ("quad", "pair"))]
+
+
+def drift(params: fs.Params, *seed: int) -> fs.Params:
+    """Each moved by another amount: whole numbers, of which the mean over so few ranks is exact."""
+    generator = torch.Generator().manual_seed(hash(seed))
+    return {key: p + torch.randint(-9, 9, p.shape, generator=generator).to(p.dtype) for key, p in params.items()}
+
+
+def drifted(case: Case) -> list[fs.Params]:
+    """Each rank's shards, moved by that rank's own amount and multiplied so that every mean is whole."""
+    n = math.prod(case.sizes.values())
+    shards = each_rank(case.full, case.spec)
+    return [{key: n * p for key, p in drift(of_rank, rank).items()} for rank, of_rank in enumerate(shards)]
+
+
+def means(many: list[fs.Params], sizes: dict[str, int], over: dict[str, tuple[str, ...]]) -> list[fs.Params]:
+    """The mean of every key over its axes, on every rank."""
+    out = {}
+    for key, x in stacked(many).items():
+        grid = x.unflatten(0, tuple(sizes.values()))
+        dims = [list(sizes).index(name) for name in over[key]]
+        out[key] = (grid.mean(dims, keepdim=True) if dims else grid).expand_as(grid).flatten(0, len(sizes) - 1)
+    return [{key: x[rank] for key, x in out.items()} for rank in range(len(many))]
+
+
+@given(cases())
+def test_by_default_over_what_a_unit_is_not_split_over(case: Case) -> None:
+    """The mean over replicas, which is the same for all of them, and nothing more to average."""
+    many = drifted(case)
+    before = copy.deepcopy(many)
+    got = on_ranks(case.sizes, lambda mesh, p: av.average(p, case.spec.on(mesh)), stacked(many))
+    over = {unit.key: tuple(name for name in case.sizes if name not in unit.p.axes) for unit in case.spec}
+    again = on_ranks(case.sizes, lambda mesh, p: av.average(p, case.spec.on(mesh)), stacked(got))
+    for rank, want in enumerate(means(many, case.sizes, over)):
+        same(got[rank], want)
+        same(again[rank], want)
+        same(many[rank], before[rank])
+
+
+@given(cases(), st.data())
+def test_over_some_axes(case: Case, data: st.DataObject) -> None:
+    """As given, whatever their order; a unit that is split over one of them is an error that names it."""
+    names = tuple(data.draw(st.lists(st.sampled_from(list(case.sizes)), unique=True)))
+    axes = names[0] if len(names) == 1 and data.draw(st.booleans()) else names
+    split = [unit.key for unit in case.spec if set(names) & set(unit.p.axes)]
+    many = drifted(case)
+    for key in split:
+        with pytest.raises(ValueError, match=rf"unit '{key}' is split over '\w+'.*expected axes without it, got"):
+            av.average({key: many[0][key]}, case.spec, axes=axes)
+    many = [{key: p for key, p in of_rank.items() if key not in split} for of_rank in many]
+    if many[0]:
+        got = on_ranks(case.sizes, lambda mesh, p: av.average(p, case.spec.on(mesh), axes=axes), stacked(many))
+        for rank, want in enumerate(means(many, case.sizes, dict.fromkeys(many[0], names))):
+            same(got[rank], want)
+
+
+@given(cases())
+def test_commutes_with_sharding(case: Case) -> None:
+    """Full tensors average over every axis, by name: sharding them after it or before it is the same over replicas."""
+    n = math.prod(case.sizes.values())
+    if not case.full:
+        return
+    many = [{name: n * p for name, p in drift(case.full, rank).items()} for rank in range(n)]
+    every = on_ranks(case.sizes, lambda mesh, p: av.average(p, case.spec.on(mesh)), stacked(many))
+    for rank, want in enumerate(means(many, case.sizes, dict.fromkeys(case.full, tuple(case.sizes)))):
+        same(every[rank], want)
+    axes = tuple(name for name in case.sizes if not any(name in unit.p.axes for unit in case.spec))
+    before, after = (
+        on_ranks(case.sizes, lambda mesh, p, first=first: both_ways(p, case.spec.on(mesh), axes, first), stacked(many))
+        for first in (True, False)
+    )
+    for rank in range(n):
+        same(before[rank], after[rank])
+
+
+def both_ways(full: fs.Params, spec: fs.PartitionSpec, axes: tuple[str, ...], first: bool) -> fs.Params:
+    if first:
+        return fs.shard(av.average(full, spec, axes=axes), spec)
+    return av.average(fs.shard(full, spec), spec, axes=axes)
+
+
+def test_gradients_go_through() -> None:
+    """Of a loss at the average of two drifted replicas: that of the plain loss there, on every rank; and its HVP."""
+    xs = torch.stack([numbers(rank, 0) for rank in range(4)])
+    full = {name: p.detach() for name, p in MODEL.named_parameters()}
+    replicas = [drift(full, 0), drift(full, 1)]
+    middle = {name: (p + replicas[1][name]) / 2 for name, p in replicas[0].items()}
+    v = drift(full, 2)
+
+    def joined(p: fs.Params) -> Tensor:
+        return torch.func.functional_call(MODEL, p, (xs.flatten(0, 1),)).pow(3).mean()
+
+    expected = torch.func.grad(joined)(middle), fs.hvp(joined, middle, v)
+
+    def rank(mesh: Any, x: Tensor, mine: fs.Params) -> Any:
+        spec = MIXED(MODEL).on(mesh)
+
+        def loss(shards: fs.Params) -> Tensor:
+            here = av.average(shards, spec, axes="replicate")
+            return fs.functional_call(MODEL, here, (x,), spec=spec).pow(3).mean()
+
+        shards = fs.shard(mine, spec)
+        got = torch.func.grad(loss)(shards), fs.hvp(loss, shards, fs.shard(v, spec))
+        return got, tuple(fs.shard(tree, spec) for tree in expected)
+
+    mine = stacked([replicas[0], replicas[0], replicas[1], replicas[1]])
+    got, want = fs.testing.spmd(rank, HYBRID)(xs, mine)
+    assert_close(got, want)
+
+
+def test_dtypes() -> None:
+    """Each in its own; what is not floating point stays each rank's, and a float16 mean does not overflow."""
+    model = nn.Module()
+    for dtype in (torch.float16, torch.bfloat16, torch.complex64, torch.int64):
+        model.register_parameter(
+            f"in {str(dtype)[6:]}", nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=dtype != torch.int64)
+        )
+    ranks = torch.tensor([[1.0, 4e4], [3.0, 4e4]])
+    tensors = {name: ranks.to(p.dtype) for name, p in model.named_parameters()}
+    got = fs.testing.spmd(lambda mesh, p: av.average(p, REPLICATED(model).on(mesh)), 2)(tensors)
+    for name, p in model.named_parameters():
+        want = ranks.to(p.dtype) if name == "in int64" else torch.tensor([[2.0, 4e4]] * 2).to(p.dtype)
+        assert_close(got[name], want, rtol=0, atol=0)
+
+
+def test_ignored_parameters_stay() -> None:
+    spec = fs.ignoring(fs.whole(fs.P()), params=("0.bias",))(MODEL)
+    mine = {"": torch.stack([torch.zeros(45), torch.ones(45)]).double(), "0.bias": torch.tensor([[1.0], [2.0]])}
+    got = fs.testing.spmd(lambda mesh, p: av.average(p, spec.on(mesh)), 2)(mine)
+    assert_close(got, {"": torch.full((2, 45), 0.5).double(), "0.bias": mine["0.bias"]})
+
+
+class Many(nn.Module):
+    """A thousand small units, and two that are more than 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.ModuleList(nn.Linear(3, 3) for _ in range(1000))
+        self.low = nn.ModuleList(nn.Linear(3, 3, dtype=torch.bfloat16) for _ in range(3))
+        self.middle = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
+        self.wide = nn.ModuleList(nn.Linear(1024, 1025) for _ in range(2))
+
+
+def test_few_collectives() -> None:
+    """Small tensors travel together by dtype until they are 4 MiB, large ones alone, once for every axis."""
+    with world(8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("a", "b"))
+        spec = fs.always(fs.P())(Many()).on(mesh)
+        params = fs.shard(Many(), spec)
+        with Collectives() as sent:
+            av.average(params, spec)
+        total = sum(p.numel() for p in params.values())
+        assert all(one.op == "all_reduce" and one.bytes < 2 * 2**22 for one in sent.all)
+        assert sorted(one.ranks for one in sent.all) == 5 * [2] + 5 * [4]
+        assert sum(one.numel == params["wide.0"].numel() for one in sent.all) == 4
+        assert [sum(one.numel for one in sent.all if one.ranks == n) for n in (2, 4)] == [total, total]
+        with Collectives() as sent:
+            av.average(params, spec, axes="b")
+        assert [one.ranks for one in sent.all] == 5 * [2]
+
+
+def test_nothing_is_sent_where_nothing_can_differ() -> None:
+    """For FSDP, one rank, and no axes; nor in the steps between, whatever the axes."""
+    with world(4):
+        split, spec = fs.always()(MODEL).bound, REPLICATED(MODEL).bound
+        slices, params = fs.shard(MODEL, split), fs.shard(MODEL, spec)
+        with Collectives() as sent:
+            av.average(slices, split)
+            av.average(params, spec, axes=())
+            av.periodic(params, av.init(3), spec, period=2)
+            av.hierarchical(params, av.init(3), spec, levels=[(2, "shard")])
+            av.ema(params, params, decay=0.5)
+        assert not sent.all
+    alone = REPLICATED(MODEL).bound
+    params = fs.shard(MODEL, alone)
+    assert all(p is params[key] for key, p in av.average(params, alone).items())
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_pure(step: int) -> None:
+    """What is passed stays as it was, when something is due and when nothing is."""
+    with world(2):
+        spec = REPLICATED(MODEL).bound
+        params, state = fs.shard(MODEL, spec), av.init(step)
+        kept, tensors = copy.deepcopy(params), list(params.values())
+        for after in (
+            av.periodic(params, state, spec, period=2),
+            av.hierarchical(params, state, spec, levels=[(2, "shard")]),
+        ):
+            assert after[0] is not params
+            assert (state.step, after[1].step) == (step, step + 1)
+            assert all(p is q for p, q in zip(params.values(), tensors, strict=True))
+            same(params, kept)
+
+
+def test_results_share_no_memory() -> None:
+    """What was averaged together can be written to by itself."""
+    with world(2):
+        spec = REPLICATED(Many()).bound
+        got = av.average(fs.shard(Many(), spec), spec)
+    assert len({p.untyped_storage().data_ptr() for p in got.values()}) == len(got)
+
+
+@given(st.integers(1, 5), st.integers(0, 7))
+def test_due_when_torchs_periodic_is(period: int, warmup_steps: int) -> None:
+    if period == 1:
+        with world(2), pytest.warns(UserWarning, match="When period is 1"):
+            peer = PeriodicModelAverager(period, warmup_steps)
+    else:
+        with world(2):
+            peer = PeriodicModelAverager(period, warmup_steps)
+    state = av.init()
+    for _ in range(20):
+        assert state.step == peer.step
+        theirs = due(lambda: peer.average_parameters([parameter()]))
+        with world(2):
+            spec = fs.whole(fs.P())(nn.Linear(2, 1, bias=False)).bound
+            with Collectives() as sent:
+                _, state = av.periodic({"": torch.ones(2)}, state, spec, period=period, warmup_steps=warmup_steps)
+        assert [one.ranks for one in sent.all] == [2] * len(theirs)
+
+
+def parameter() -> nn.Parameter:
+    """One that torch's averagers do not leave out: it has a gradient."""
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    return p
+
+
+def due(step: Any) -> list[Any]:
+    """The process groups over which a step of a torch averager averages."""
+    groups: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "average_parameters_or_parameter_groups", lambda _, group: groups.append(group))
+        step()
+    return groups
+
+
+AXES = {2: "pair", 4: ("quad", "pair"), 8: ("all", "quad", "pair")}
+
+
+@given(st.sets(st.integers(2, 12), min_size=1, max_size=3), st.integers(0, 9), st.integers(0, 30))
+def test_due_where_torchs_hierarchical_is(periods: set[int], warmup_steps: int, start: int) -> None:
+    """On how many ranks in each of 25 steps, for any periods, warm-up and step to start again from."""
+    sizes = [2, 4, 8][-len(periods) :]
+    with world(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("all", "quad", "pair"))
+        spec = fs.whole(fs.P())(nn.Linear(2, 1, bias=False)).on(mesh)
+        levels = [(period, AXES[size]) for period, size in zip(sorted(periods), sizes, strict=True)]
+        peer = HierarchicalModelAverager(OrderedDict(zip(sorted(periods), sizes, strict=True)), warmup_steps)
+        peer.step, state = start, av.init(start)
+        for _ in range(25):
+            theirs = [dist.get_world_size(group) for group in due(lambda: peer.average_parameters([parameter()]))]
+            with Collectives() as sent:
+                _, state = av.hierarchical({"": torch.ones(2)}, state, spec, levels=levels, warmup_steps=warmup_steps)
+            assert [math.prod(one.ranks for one in sent.all)] == (theirs or [1])
+            assert state.step == peer.step
+
+
+def test_three_levels() -> None:
+    """torch's test_3_level_hierarchical_model_averager, values included: after each step on 8 ranks."""
+    spec = fs.whole(fs.P())(nn.Linear(3, 1, bias=False))
+    groups = {**dict.fromkeys((16, 24), 8), **dict.fromkeys((12, 20), 4), **dict.fromkeys((10, 14, 18, 22), 2)}
+    values = torch.zeros(8, 3)
+    for step in range(25):
+        values = values + torch.arange(24).view(8, 3) * (step + 1)
+
+        def rank(mesh: Any, x: Tensor, step: int = step) -> tuple[fs.Params, av.Averaging]:
+            levels = [(2, "pair"), (4, ("quad", "pair")), (8, ("all", "quad", "pair"))]
+            return av.hierarchical({"": x}, av.init(step), spec.on(mesh), levels=levels, warmup_steps=10)
+
+        got, state = fs.testing.spmd(rank, {"all": 2, "quad": 2, "pair": 2})(values)
+        size = groups.get(step, 1)
+        values = values.unflatten(0, (-1, size)).mean(1, keepdim=True).expand(-1, size, -1).flatten(0, 1)
+        assert torch.equal(got[""], values)
+        assert state.step.tolist() == 8 * [step + 1]
+
+
+def averagers_on_real_ranks(rank: int) -> None:
+    """utils.average_parameters in a group, then the two averagers: parameters after each step that moves them apart."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(PAIRS))
+    spec = REPLICATED(MODEL).on(mesh)
+    mine = {"1.bias": torch.full((5,), float(rank % 2)).double()}
+    peer = nn.Parameter(mine["1.bias"].clone())
+    utils.average_parameters(iter([peer]), mesh.get_group("pair"))
+    got = av.average(mine, spec, axes="pair")["1.bias"]
+    assert torch.equal(got, peer.detach())
+    assert got.tolist() == 5 * [0.5]
+    keys = ["0", "1"] if rank % 2 else ["1", "0"]  # a dict in an order of this rank's own
+    got = av.average({key: torch.full((3,), rank + 10.0 * int(key)) for key in keys}, spec)
+    same(got, {key: torch.full((3,), 1.5 + 10 * int(key)) for key in keys})
+
+    def periodic(params: fs.Params, state: av.Averaging) -> tuple[fs.Params, av.Averaging]:
+        return av.periodic(params, state, spec, period=4, warmup_steps=warmup)
+
+    def hierarchical(params: fs.Params, state: av.Averaging) -> tuple[fs.Params, av.Averaging]:
+        return av.hierarchical(params, state, spec, levels=LEVELS, warmup_steps=warmup)
+
+    for warmup in range(12, 16):
+        for ours, theirs in (
+            (periodic, PeriodicModelAverager(4, warmup)),
+            (hierarchical, HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup)),
+        ):
+            model = copy.deepcopy(MODEL)
+            params, state = {name: p.detach().clone() for name, p in model.named_parameters()}, av.init()
+            for step in range(20):
+                params = drift(params, rank, step)
+                params, state = ours(params, state)
+                moved = drift(dict(model.named_parameters()), rank, step)
+                for name, p in model.named_parameters():
+                    p.data, p.grad = moved[name].detach(), torch.zeros_like(p)
+                theirs.average_parameters(model.parameters())
+                assert_close(params, {name: p.detach() for name, p in model.named_parameters()}, rtol=1e-14, atol=1e-14)
+                assert state.step == theirs.step
+
+
+def test_averagers_on_real_ranks(gloo4: Pool) -> None:
+    gloo4.run(averagers_on_real_ranks)
+
+
+def compiled(rank: int) -> None:
+    """By torch.compile and fs.compile as in eager, through steps of both kinds."""
+    spec = REPLICATED(MODEL).bound
+
+    def step(params: fs.Params, state: av.Averaging) -> tuple[fs.Params, av.Averaging]:
+        params = {key: 0.9 * p + 0.01 * rank for key, p in params.items()}
+        return av.periodic(params, state, spec, period=3, warmup_steps=1)
+
+    for ours in (torch.compile(step, fullgraph=True, backend="eager"), fs.compile(step, backend="aot_eager")):
+        want = got = fs.shard(MODEL, spec), av.init()
+        for _ in range(9):
+            want, got = step(*want), ours(*got)
+            assert_close(got, want)
+
+
+def test_compiled(gloo2: Pool) -> None:
+    gloo2.run(compiled)
+
+
+def stored(state: av.Averaging) -> av.Averaging:
+    """The state out of a file in which no code is: the leaves of the pytree."""
+    leaves, structure = pytree.tree_flatten(state)
+    file = io.BytesIO()
+    torch.save(leaves, file)
+    file.seek(0)
+    return pytree.tree_unflatten(torch.load(file, weights_only=True), structure)
+
+
+def post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: tuple[str, ...]) -> None:
+    """Twenty steps of torch's optimizer over DDP with its hook, and ours, that both stop and start again at step 9."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(PAIRS))
+    spec, start = REPLICATED(MODEL).on(mesh), 5
+    model = copy.deepcopy(MODEL)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    hook = PostLocalSGDState(None, mesh.get_group("pair"), start, post_local_gradient_allreduce=bool(local))
+    ddp.register_comm_hook(hook, post_localSGD_hook)
+
+    def torchs() -> PostLocalSGDOptimizer:
+        averager = (
+            PeriodicModelAverager(3, start)
+            if levels is None
+            else HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), start)
+        )
+        return PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), averager)
+
+    optimizer = torchs()
+    params, state = {name: p.detach().clone() for name, p in MODEL.named_parameters()}, av.init()
+    momentum = {name: torch.zeros_like(p) for name, p in params.items()}
+    apart: list[bool] = []
+    for step in range(20):
+        x = numbers(rank, step)
+        optimizer.zero_grad()
+        squared(plain_call(ddp), x).backward()
+        optimizer.step()
+
+        grads = torch.func.grad(lambda p: torch.func.functional_call(MODEL, p, (x,)).pow(2).mean())(params)
+        axes = av.reduce_over(state, spec, start=start, local=local)
+        grads = av.average(grads, spec, axes=axes)
+        momentum = {name: 0.5 * momentum[name] + g for name, g in grads.items()}
+        params = {name: p - 0.1 * momentum[name] for name, p in params.items()}
+        if levels is None:
+            params, state = av.periodic(params, state, spec, period=3, warmup_steps=start)
+        else:
+            params, state = av.hierarchical(params, state, spec, levels=levels, warmup_steps=start)
+
+        assert_close(params, {name: p.detach() for name, p in model.named_parameters()}, rtol=1e-12, atol=1e-13)
+        assert state.step == optimizer.averager.step == step + 1
+        mean = av.average(params, spec)
+        apart.append(any(not torch.allclose(p, mean[name], rtol=1e-12, atol=1e-13) for name, p in params.items()))
+        if step == 9:
+            saved, optimizer = optimizer.state_dict(), torchs()
+            optimizer.load_state_dict(saved)
+            state = stored(state)
+    last = 3 if levels is None else 4
+    offset = start if levels is None else 0
+    assert apart == [step >= start and (step - offset) % last != 0 for step in range(20)]
+
+
+@pytest.mark.parametrize("local", [("pair",), ()], ids=["pairs reduce", "nobody reduces"])
+@pytest.mark.parametrize("levels", [None, LEVELS], ids=["periodic", "hierarchical"])
+def test_post_local_sgd(gloo4: Pool, levels: list[tuple[int, Any]] | None, local: tuple[str, ...]) -> None:
+    gloo4.run(post_local_sgd, levels, local)
+
+
+def test_post_local_sgd_of_shards() -> None:
+    """On HSDP: each replica trains on its own ranks' batches from step 2 on, and the replicas meet every third step."""
+    xs, start = torch.stack([numbers(rank, 0) for rank in range(4)]), 2
+    full = {name: p.detach() for name, p in MODEL.named_parameters()}
+
+    def rank(mesh: Any, x: Tensor) -> fs.Params:
+        spec = MIXED(MODEL).on(mesh)
+        params, state = fs.shard(full, spec), av.init()
+        for _ in range(8):
+            axes = av.reduce_over(state, spec, start=start, local="shard")
+            call = lambda p, axes=axes: fs.functional_call(MODEL, p, (x,), spec=spec, reduce_over=axes)  # noqa: E731
+            grads = fs.grad(lambda p, call=call: call(p).pow(2).mean())(params)
+            params = {key: p - 0.1 * grads[key] for key, p in params.items()}
+            params, state = av.periodic(params, state, spec, period=3, warmup_steps=start, axes="replicate")
+        return params
+
+    got = fs.testing.spmd(rank, HYBRID)(xs)
+    replicas = [full, full]
+    for step in range(8):
+        grads = [
+            torch.func.grad(lambda p, x=x: torch.func.functional_call(MODEL, p, (x,)).pow(2).mean())(p)
+            for p, x in zip(replicas, (xs[:2].flatten(0, 1), xs[2:].flatten(0, 1)), strict=True)
+        ]
+        if step < start:
+            grads = 2 * [{name: (g + grads[1][name]) / 2 for name, g in grads[0].items()}]
+        replicas = [{name: p - 0.1 * g[name] for name, p in mine.items()} for mine, g in zip(replicas, grads, strict=True)]
+        if step in (2, 5):
+            replicas = 2 * [{name: (p + replicas[1][name]) / 2 for name, p in replicas[0].items()}]
+    want = [fs.shard(replicas[i // 2], MIXED(MODEL).on(HYBRID), rank=i) for i in range(4)]
+    assert_close(got, stacked(want), rtol=1e-12, atol=1e-13)
+    assert not torch.equal(got["1"][0], got["1"][2])
+
+
+def test_stopping_anywhere_changes_nothing() -> None:
+    """State and params are all there is to go on from."""
+
+    def run(mesh: Any, rank: Tensor, stop: int) -> fs.Params:
+        spec = MIXED(MODEL).on(mesh)
+        params, state = fs.shard({name: p.detach() for name, p in MODEL.named_parameters()}, spec), av.init()
+        for step in range(12):
+            params = {key: p + (step + 1) * rank for key, p in params.items()}
+            params, state = av.periodic(params, state, spec, period=3, warmup_steps=2, axes="replicate")
+            if step == stop:
+                state = stored(state)
+        return params
+
+    want = fs.testing.spmd(lambda mesh, rank: run(mesh, rank, -1), HYBRID)(torch.arange(4).double())
+    for stop in range(12):
+        assert_close(
+            fs.testing.spmd(lambda mesh, rank, stop=stop: run(mesh, rank, stop), HYBRID)(torch.arange(4).double()), want
+        )
+
+
+def test_averaging_after_every_sgd_step_is_ddp() -> None:
+    """Period 1: averaging parameters is averaging gradients, for an update that is linear in them."""
+    xs = torch.stack([numbers(rank, 0) for rank in range(3)])
+
+    def run(mesh: Any, x: Tensor) -> tuple[fs.Params, fs.Params]:
+        spec = REPLICATED(MODEL).on(mesh)
+        params = fs.shard({name: p.detach() for name, p in MODEL.named_parameters()}, spec)
+        ddp, local, state = params, params, av.init()
+        for _ in range(4):
+            grads = fs.grad(lambda p: fs.functional_call(MODEL, p, (x,), spec=spec).pow(2).mean())(ddp)
+            ddp = {key: p - 0.1 * grads[key] for key, p in ddp.items()}
+            full = fs.unflatten(local, spec)
+            grads = torch.func.grad(lambda p: torch.func.functional_call(MODEL, p, (x,)).pow(2).mean())(full)
+            local = fs.flatten({name: p - 0.1 * grads[name] for name, p in full.items()}, spec)
+            local, state = av.periodic(local, state, spec, period=1)
+        return ddp, local
+
+    ddp, local = fs.testing.spmd(run, 3)(xs)
+    assert_close(local, ddp)
+
+
+def test_reduce_over() -> None:
+    spec = MIXED(MODEL).on({"a": 2, "b": 3, "shard": 2})
+    for step in range(6):
+        early = step < 4
+        for local, late in (
+            ("shard", ("shard",)),
+            (("shard", "a"), ("a", "shard")),
+            (("a", "b", "shard"), ("a", "b", "shard")),
+        ):
+            got = av.reduce_over(av.init(step), spec, start=4, local=local)
+            assert got == (("a", "b", "shard") if early else late)
+    assert av.reduce_over(av.init(4), REPLICATED(MODEL).on(PAIRS), start=4, local=()) == ()
+
+
+def moving(steps: int) -> Iterator[nn.Module]:
+    """A model that is trained."""
+    model = copy.deepcopy(MODEL)
+    for step in range(steps):
+        with torch.no_grad():
+            for p in model.parameters():
+                p += torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).double()
+        yield model
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3, 0.5, 0.999, 1.0])
+def test_ema_is_torchs_average_of_a_model(decay: float) -> None:
+    """Bit by bit over ten steps, on full tensors and on shards, which need nothing of each other."""
+    peer = AveragedModel(copy.deepcopy(MODEL), multi_avg_fn=get_ema_multi_avg_fn(decay))
+    spec = MIXED(MODEL).on(HYBRID)
+    ours: fs.Params | None = None
+    shards: list[fs.Params] = []
+    for model in moving(10):
+        peer.update_parameters(model)
+        full = {name: p.detach().clone() for name, p in model.named_parameters()}
+        now = each_rank(full, spec)
+        shards = [av.ema(a, p, decay=decay) for a, p in zip(shards, now, strict=True)] if shards else now
+        ours = full if ours is None else av.ema(ours, full, decay=decay)
+        want = {name: p.detach() for name, p in peer.module.named_parameters()}
+        same(ours, want)
+        for got, expected in zip(shards, each_rank(want, spec), strict=True):
+            same(got, expected)
+
+
+@given(cases(), st.floats(0, 1))
+def test_ema_commutes_with_sharding(case: Case, decay: float) -> None:
+    old, new = case.full, drift(case.full, 1)
+    kept = copy.deepcopy((old, new))
+    want = each_rank(av.ema(old, new, decay=decay), case.spec)
+    for got, expected in zip(
+        map(lambda a, p: av.ema(a, p, decay=decay), each_rank(old, case.spec), each_rank(new, case.spec)), want, strict=True
+    ):
+        same(got, expected)
+    for tree, before in zip((old, new), kept, strict=True):
+        same(tree, before)
+
+
+def test_ema_in_float32_of_bfloat16() -> None:
+    """Steps that bfloat16 would round away add up."""
+    peer = get_ema_avg_fn(0.999)
+    ours, theirs = {"w": torch.ones(4)}, torch.ones(4)
+    new = torch.tensor([1.0, 1.5, 2.0, -3.0], dtype=torch.bfloat16)
+    for _ in range(50):
+        ours = av.ema(ours, {"w": new}, decay=0.999)
+        theirs = peer(theirs, new.float(), 0)
+    assert ours["w"].dtype == torch.float32
+    assert_close(ours["w"], theirs)
+    assert ours["w"][1] > 1.02
+
+
+def test_ema_of_what_is_not_floating_point() -> None:
+    """The newest, in memory of its own."""
+    new = {"n": torch.tensor([3, 4])}
+    got = av.ema({"n": torch.tensor([1, 2])}, new, decay=0.5)
+    new["n"].zero_()
+    assert got["n"].tolist() == [3, 4]
+
+
+def test_ema_compiles_and_differentiates() -> None:
+    old, new = {"w": torch.ones(3)}, {"w": torch.arange(3.0)}
+    compiled = torch.compile(lambda a, p: av.ema(a, p, decay=0.75), fullgraph=True, backend="eager")
+    same(compiled(old, new), av.ema(old, new, decay=0.75))
+    by_old, by_new = torch.func.grad(lambda a, p: av.ema(a, p, decay=0.75)["w"].sum(), (0, 1))(old, new)
+    same(by_old, {"w": torch.full((3,), 0.75)})
+    same(by_new, {"w": torch.full((3,), 0.25)})
+
+
+SPEC = MIXED(MODEL).on(HYBRID)
+ONES = {"0": torch.ones(12).double(), "1": torch.ones(25).double()}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: av.average(ONES, SPEC, axes="data"), r"unknown mesh axis 'data' in 'data': expected some of \('replicate',"),
+        (lambda: av.average(ONES, SPEC, axes="shard"), r"unit '0' is split over 'shard'.* axes without it, got 'shard'"),
+        (lambda: av.average({"7": ONES["0"]}, SPEC), r"'7' is no unit and no parameter.* some of \['0', '1'\]"),
+        (lambda: av.init(-1), "expected a step of 0 or more, got -1"),
+        (lambda: av.periodic(ONES, av.init(), SPEC, period=0), "a period of 1 or more.* got 0 and 0"),
+        (lambda: av.periodic(ONES, av.init(), SPEC, period=2, warmup_steps=-1), "warmup_steps of 0 or more, got 2 and -1"),
+        (lambda: av.periodic(ONES, av.init(1), SPEC, period=2, axes="shard"), "unit '0' is split over 'shard'"),
+        (lambda: hierarchical(), "expected a level or more.* got 0 and 0"),
+        (lambda: hierarchical((2, "replicate"), warmup_steps=-1), "warmup_steps of 0 or more, got 1 and -1"),
+        (lambda: hierarchical((0, "replicate")), "level 0: expected a period above 0, got 0"),
+        (lambda: hierarchical((4, ()), (2, "replicate")), "level 1: expected a period above 4, got 2; put"),
+        (lambda: hierarchical((2, ()), (2, "replicate")), "level 1: expected a period above 2, got 2"),
+        (lambda: hierarchical((2, "replicate"), (4, ())), r"level 1: expected axes with all of \['replicate'\], got \(\); add"),
+        (lambda: hierarchical((2, "replicate"), (4, ("shard", "replicate"))), "unit '0' is split over 'shard'"),
+        (lambda: hierarchical((2, "replicate"), (4, ("data", "replicate"))), "unknown mesh axis 'data'"),
+        (lambda: av.reduce_over(av.init(), SPEC, start=-1, local="shard"), "expected a start of 0 or more, got -1"),
+        (lambda: av.reduce_over(av.init(), SPEC, start=1, local="data"), "unknown mesh axis 'data'"),
+        (lambda: av.reduce_over(av.init(), SPEC, start=1, local=()), r"unit '0' is split over 'shard': .* with it, got \(\)"),
+        (lambda: av.ema(ONES, ONES, decay=1.1), "expected a decay from 0 to 1, got 1.1"),
+        (lambda: av.ema(ONES, ONES, decay=-0.1), "expected a decay from 0 to 1, got -0.1"),
+        (lambda: av.ema(ONES, {"0": ONES["0"]}, decay=0.9), "'1' is not in the params: expected the same keys"),
+        (lambda: av.ema({"0": ONES["0"]}, ONES, decay=0.9), "'1' is not in the average"),
+        (lambda: av.ema(ONES, ONES | {"0": torch.ones(1)}, decay=0.9), r"'0': expected shape \[12\] .* got \[1\]"),
+    ],
+)  # fmt: skip
+def test_errors(call: Any, message: str) -> None:
+    """Also in steps in which nothing is averaged."""
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def hierarchical(*levels: tuple[int, Any], warmup_steps: int = 0) -> Any:
+    return av.hierarchical(ONES, av.init(1), SPEC, levels=levels, warmup_steps=warmup_steps)

@@ -1,0 +1,127 @@
+"""members, global_rank and axis_rank beside torch's, on every rank of meshes of several axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_log import world
+from ranks import Pool
+from torch import Tensor
+from torch.distributed import DeviceMesh, init_device_mesh
+
+import funshard as fs
+from funshard.collectives import Group, Mesh, axis_rank, global_rank, members
+
+MESHES = {"one axis": (4,), "two": (2, 2), "uneven": (3, 2), "three": (2, 3, 2), "an axis of one": (1, 4)}
+ASK: dict[str, Callable[[Any, int], Any]] = {
+    "members": lambda axis, _: members(axis),
+    "global_rank": global_rank,
+    "axis_rank": axis_rank,
+}
+
+
+def agree_with_torch(mesh: DeviceMesh) -> None:
+    """For every axis: the same answers about all of its ranks, and inverses."""
+    for i, (_, axis) in enumerate(Mesh.of(mesh).axes):
+        group = mesh.get_group(i)
+        ranks = members(axis)
+        assert list(ranks) == dist.get_process_group_ranks(group)
+        assert [global_rank(axis, r) for r in range(axis.size)] == [dist.get_global_rank(group, r) for r in range(axis.size)]
+        assert [axis_rank(axis, g) for g in ranks] == [dist.get_group_rank(group, g) for g in ranks]
+        assert [axis_rank(axis, global_rank(axis, r)) for r in range(axis.size)] == list(range(axis.size))
+        assert global_rank(axis, axis.rank) == dist.get_rank()
+        assert axis_rank(axis, dist.get_rank()) == axis.rank
+
+
+@pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
+def test_every_rank_of_a_mesh(shape: tuple[int, ...]) -> None:
+    """They are the rank's row of the mesh along the axis."""
+    names = tuple("abc"[: len(shape)])
+    grid = torch.arange(math.prod(shape)).view(shape)
+    for rank in range(math.prod(shape)):
+        with world(math.prod(shape), rank):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            agree_with_torch(mesh)
+            at = torch.unravel_index(torch.tensor(rank), shape)
+            for i, name in enumerate(names):
+                row = grid[tuple(slice(None) if j == i else at[j] for j in range(len(shape)))]
+                assert members(Mesh.of(mesh)[name]) == tuple(row.tolist())
+
+
+def test_a_mesh_over_some_of_the_ranks() -> None:
+    """Ranks of the world, not of the mesh."""
+    with world(8, 5):
+        mesh = DeviceMesh("cpu", [[1, 3], [5, 7]], mesh_dim_names=("a", "b"))
+        agree_with_torch(mesh)
+        assert members(Mesh.of(mesh)["b"]) == (5, 7)
+        assert members(Mesh.of(mesh)["a"]) == (1, 5)
+
+
+def test_the_world() -> None:
+    with world(3, 1):
+        assert members(Mesh.world()["shard"]) == (0, 1, 2)
+        assert members(Mesh.of({"x": 1})["x"]) == (1,)
+    assert members(Mesh.world()["shard"]) == (0,)
+    assert global_rank(Mesh.world()["shard"], 0) == axis_rank(Mesh.world()["shard"], 0) == 0
+
+
+def on_real_ranks(rank: int) -> None:
+    """Torch's broadcast takes a rank of the world, ours one of the axis: the same tensor."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("quad", "pair"))
+    agree_with_torch(mesh)
+    for name, axis in Mesh.of(mesh).axes:
+        for src in range(2):
+            theirs = torch.tensor([float(rank)])
+            dist.broadcast(theirs, global_rank(axis, src), group=mesh.get_group(name))
+            assert torch.equal(fs.collectives.broadcast(torch.tensor([float(rank)]), axis, src=src), theirs)
+
+
+def test_real_ranks(gloo4: Pool) -> None:
+    gloo4.run(on_real_ranks)
+
+
+@pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
+def test_axes_without_members(ask: Callable[[Any, int], Any]) -> None:
+    with pytest.raises(ValueError, match=r"an axis of 4 ranks without a process group has no members: expected a DeviceMesh"):
+        ask(Group(4), 0)
+    with pytest.raises(ValueError, match=r"an axis of 4 ranks without a process group"):
+        ask(Mesh.of({"shard": 4})["shard"], 0)
+
+    def simulated(mesh: Mesh, x: Tensor) -> Tensor:
+        with pytest.raises(ValueError, match=r"a simulated axis of 2 ranks is in one process.* ranks 0\.\.1"):
+            ask(mesh["shard"], 0)
+        return x
+
+    fs.testing.spmd(simulated, 2)(torch.zeros(2))
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 3])
+def test_ranks_that_are_not_there(rank: int) -> None:
+    """As with torch's, which raises ValueError too."""
+    with world(4, 1):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("quad", "pair"))
+        axis = Mesh.of(mesh)["pair"]
+        for theirs in (dist.get_global_rank, dist.get_group_rank):
+            with pytest.raises(ValueError, match="not part of group"):
+                theirs(mesh.get_group("pair"), rank)
+        with pytest.raises(ValueError, match=rf"global_rank: expected a rank of the axis, 0\.\.1, got {rank}"):
+            global_rank(axis, rank)
+        with pytest.raises(ValueError, match=rf"axis_rank: expected a rank of the world.* one of \(0, 1\), got {rank}"):
+            axis_rank(axis, rank)
+
+
+def out_of_order(rank: int) -> None:
+    for ranks in ([[3, 1], [0, 2]], [[0, 1], [3, 2]]):
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b"))
+        with pytest.raises(ValueError, match="mesh axis '.': expected ranks that rise along it, got"):
+            fs.whole(fs.P(("a", "b")))(torch.nn.Linear(4, 1)).on(mesh)
+
+
+def test_a_mesh_whose_ranks_do_not_rise(gloo4: Pool) -> None:
+    """A process group sorts its ranks, so two of them would take the same slice: an error on every rank."""
+    gloo4.run(out_of_order)

@@ -1,0 +1,217 @@
+"""Three AdamW steps of a small GPT on four real ranks: FSDP2's, DDP's and FSDP1's of the same mesh and precision."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Iterable, Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+import funshard as fs
+from funshard import P, Precision
+
+BF16, F32 = torch.bfloat16, torch.float32
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2) / k.shape[-1] ** 0.5).tril().softmax(-1)
+        x = x + self.out((scores @ v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int = 3, dim: int = 18, vocab: int = 23, seq: int = 7) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocab, dim), nn.Embedding(seq, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.token(x) + self.position.weight
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT()
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(23, (2, 8), generator=torch.Generator().manual_seed(100 * step + rank))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+
+def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def by_torch(model: nn.Module, rank: int) -> list[float]:
+    """The losses of a module that reduces its gradients by itself."""
+    optimizer, losses = adamw(model.parameters()), []
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def by_funshard(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> tuple[fs.Params, list[float]]:
+    """The full parameters afterwards, and the losses."""
+    params, losses = fs.shard(model, spec), []
+    optimizer = adamw(params.values())
+
+    def loss(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(fs.functional_call(model, params, (x,), spec=spec), y)
+
+    for step in range(STEPS):
+        grads, value = fs.grad_and_value(loss)(params, *batch(rank, step))
+        for key, p in params.items():
+            assert grads[key].dtype == p.dtype
+            p.grad = grads[key]
+        optimizer.step()
+        losses.append(value.item())
+    return fs.gather_full(params, spec), losses
+
+
+PRECISIONS: dict[str, tuple[Precision | None, MixedPrecisionPolicy, float]] = {
+    "float32": (None, MixedPrecisionPolicy(), 0),
+    "bf16": (Precision(param=BF16), MixedPrecisionPolicy(param_dtype=BF16), 1e-4),
+    "bf16, reduced in float32": (Precision(param=BF16, reduce=F32), MixedPrecisionPolicy(BF16, F32), 0),
+    "float32, reduced in bf16": (Precision(reduce=BF16), MixedPrecisionPolicy(reduce_dtype=BF16), 1e-4),
+    "bf16, output in float32": (Precision(param=BF16, reduce=F32, output=F32), MixedPrecisionPolicy(BF16, F32, F32), 0),
+}
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "fsdp": ((4,), ("shard",)),
+    "hsdp": ((2, 2), ("replicate", "shard")),
+}
+
+
+def compare(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding: float) -> None:
+    """Equal but for float32, and on average but for so much: Adam makes a step of the rounding of a small gradient."""
+    difference = torch.cat([(got[name] - p).abs().flatten() for name, p in expected.items()])
+    assert difference.max() < 1e-5 or 0 < difference.mean() < rounding, (difference.mean(), difference.max())
+
+
+def fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
+    mesh = init_device_mesh("cpu", MESHES[mesh_name][0], mesh_dim_names=MESHES[mesh_name][1])
+    precision, policy, rounding = PRECISIONS[name]
+    reference = gpt()
+    inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
+    for block in reference.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard)
+    fully_shard(reference, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    losses = by_torch(reference, rank)
+    expected = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in reference.state_dict().items()}
+    model = gpt()
+    p = P("shard", reshard=reshard, precision=precision)
+    blocks = dataclasses.replace(p, precision=precision and dataclasses.replace(precision, output=None))
+    spec = fs.override(fs.whole(p), fs.by_path({"blocks.*": blocks}))(model).on(mesh)
+    got, own = by_funshard(model, spec, rank)
+    torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=20 * rounding or 1e-5)
+    compare(got, expected, rounding)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("mesh_name", MESHES)
+def test_fsdp2(gloo4: Pool, mesh_name: str, name: str) -> None:
+    """fully_shard on the blocks and the root."""
+    gloo4.run(fsdp2, mesh_name, name, True)
+
+
+def test_fsdp2_without_reshard(gloo4: Pool) -> None:
+    gloo4.run(fsdp2, "hsdp", "bf16, reduced in float32", False)
+
+
+def ddp(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",))
+    reference = nn.parallel.DistributedDataParallel(gpt())
+    losses = by_torch(reference, rank)
+    model = gpt()
+    got, own = by_funshard(model, fs.by_type(Block, p=P())(model).on(mesh), rank)
+    torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=1e-5)
+    compare(got, reference.module.state_dict(), 0)
+
+
+def test_ddp(gloo4: Pool) -> None:
+    gloo4.run(ddp)
+
+
+FSDP1: dict[str, tuple[P, ShardingStrategy, MixedPrecision | None]] = {
+    "full": (P("shard"), ShardingStrategy.FULL_SHARD, None),
+    "grad op": (P("shard", reshard=False), ShardingStrategy.SHARD_GRAD_OP, None),
+    "none": (P(), ShardingStrategy.NO_SHARD, None),
+    "hybrid": (P("shard"), ShardingStrategy.HYBRID_SHARD, None),
+    "bf16": (
+        P("shard", precision=Precision(param=BF16, reduce=F32)),
+        ShardingStrategy.FULL_SHARD,
+        MixedPrecision(param_dtype=BF16, reduce_dtype=F32, cast_forward_inputs=True),
+    ),
+    "bf16 hybrid": (
+        P("shard", precision=Precision(param=BF16)),
+        ShardingStrategy.HYBRID_SHARD,
+        MixedPrecision(param_dtype=BF16, cast_forward_inputs=True),
+    ),
+}
+
+
+def fsdp1(rank: int, name: str) -> None:
+    p, strategy, mixed = FSDP1[name]
+    shape, names = MESHES["hsdp" if "hybrid" in name else "fsdp"]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated in favour of DDP
+        reference = FullyShardedDataParallel(
+            gpt(),
+            device_mesh=mesh,
+            sharding_strategy=strategy,
+            mixed_precision=mixed,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+    losses = by_torch(reference, rank)
+    with FullyShardedDataParallel.summon_full_params(reference):
+        expected = copy.deepcopy({n.replace("_fsdp_wrapped_module.", ""): p.detach() for n, p in reference.named_parameters()})
+    model = gpt()
+    got, own = by_funshard(model, fs.by_type(Block, p=p)(model).on(mesh), rank)
+    torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=1e-5 if mixed is None else 2e-2)
+    compare(got, expected, 1e-4 if name == "bf16 hybrid" else 0)
+
+
+@pytest.mark.parametrize("name", FSDP1)
+def test_fsdp1(gloo4: Pool, name: str) -> None:
+    gloo4.run(fsdp1, name)
