@@ -1,6 +1,6 @@
 """Fully sharded data parallel training for PyTorch as pure functions, in the style of JAX, on torch.func."""
 
-from . import averaging, collectives, loss_scale, optim, policies, testing
+from . import averaging, collectives, compress, loss_scale, optim, policies, testing
 from .call import functional_call
 from .codec import Codec
 from .compile import compile
@@ -50,6 +50,7 @@ __all__ = [
     "collectives",
     "combine",
     "compile",
+    "compress",
     "custom",
     "flatten",
     "full_precision",

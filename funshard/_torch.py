@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import annotate
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
@@ -308,7 +309,7 @@ def noted(**notes: object) -> contextlib.AbstractContextManager[None]:
     return annotate(notes)
 
 
-FORWARD_CAN_BE_REPLACED = torch.__version__ >= (2, 13)
+FORWARD_CAN_BE_REPLACED = TorchVersion(torch.__version__) >= "2.13"
 """Whether Dynamo sees a ``forward`` that is put into a module's ``__dict__`` for a while, and leaves none behind.
 
 Pinned by ``test_casts_inside_of_a_compiled_call``.

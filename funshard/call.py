@@ -154,7 +154,7 @@ def _by_data_flow(
         run = getattr(model, method) if method else model
         out = cast_around(run, spec.places[""].precision)(*args, **kwargs)
     if buffers is not None:
-        buffers.update({name: cast_back(buffer, before[name]) for name, buffer in now.items() if buffer is not before[name]})
+        buffers.update({name: cast_back(x, before[name], x) for name, x in now.items() if x is not before[name]})
     return out
 
 

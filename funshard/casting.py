@@ -21,23 +21,24 @@ __all__ = ["buffer_dtypes", "cast_around", "cast_back", "cast_floats", "cast_par
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     """The pytree with its floating point tensors in this dtype; None for no change. Looks into dataclasses as well."""
-    if dtype is None:
-        return tree
+    return tree if dtype is None else _map_floats(lambda x: x.to(dtype), tree)
 
-    def cast(leaf: Any) -> Any:
+
+def _map_floats(fn: Callable[[Tensor | PackedSequence], Tensor | PackedSequence], tree: Any) -> Any:
+    def one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+            return fn(leaf) if leaf.is_floating_point() else leaf
         if isinstance(leaf, PackedSequence):
-            return leaf.to(dtype) if leaf.data.is_floating_point() else leaf
+            return fn(leaf) if leaf.data.is_floating_point() else leaf
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             out = copy.copy(leaf)
             for field in dataclasses.fields(leaf):
                 if hasattr(leaf, field.name):
-                    object.__setattr__(out, field.name, cast_floats(getattr(leaf, field.name), dtype))  # frozen ones, too
+                    object.__setattr__(out, field.name, _map_floats(fn, getattr(leaf, field.name)))  # frozen ones, too
             return out
         return leaf
 
-    return pytree.tree_map(cast, tree)
+    return pytree.tree_map(one, tree)
 
 
 def cast_around(forward: Callable[..., Any], precision: Precision | None) -> Callable[..., Any]:
@@ -47,15 +48,24 @@ def cast_around(forward: Callable[..., Any], precision: Precision | None) -> Cal
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        output = precision.output
-        if precision.restore_outputs:
-            leaves = pytree.tree_leaves((args, kwargs))
-            output = next((x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
+        output = _first_dtype((args, kwargs)) if precision.restore_outputs else precision.output
         if precision.cast_inputs:
             args, kwargs = cast_floats((args, kwargs), precision.param)
         return cast_floats(forward(*args, **kwargs), output)
 
     return run
+
+
+def _first_dtype(tree: Any) -> torch.dtype | None:
+    """That of the first floating point tensor."""
+    dtypes: list[torch.dtype] = []
+
+    def note(x: Tensor | PackedSequence) -> Tensor | PackedSequence:
+        dtypes.append(x.data.dtype)
+        return x
+
+    _map_floats(note, tree)
+    return dtypes[0] if dtypes else None
 
 
 def cast_params(tensors: Sequence[Tensor], unit: Unit) -> Sequence[Tensor]:
@@ -77,8 +87,9 @@ def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:
     return dtype
 
 
-def cast_back(now: Tensor, before: Tensor) -> Tensor:
-    """A buffer that was cast for a call, in its own dtype again: what the call did not change is exactly as before."""
-    if now.dtype == before.dtype:
+def cast_back(now: Tensor, before: Tensor, cast: Tensor) -> Tensor:
+    """A buffer after a call that had it ``cast``, in its own dtype again: what did not change is exactly as before."""
+    if cast.dtype == before.dtype or now.dtype != cast.dtype:
         return now
-    return torch.where(now == before.to(now.dtype), before, now.to(before.dtype)) if now.shape == before.shape else now
+    wide = now.to(before.dtype)
+    return torch.where(now == before.to(now.dtype), before, wide) if now.shape == before.shape else wide

@@ -39,7 +39,8 @@ def no_group(size: int) -> ValueError:
 
 
 def start(op: str, x: Tensor, where: Where, own: Tensor | None = None) -> Finish:
-    """Start an op on a process group. ``own`` is where the result goes, for a gather and (``x`` itself) an all-reduce.
+    """Start an op on a process group. ``own`` is where the result goes, for a gather and (``x`` itself) an all-reduce. A
+    gather casts to its dtype.
 
     Raises ValueError without a process group.
     """
@@ -65,6 +66,8 @@ def _wait(x: Tensor) -> Tensor:
 
 
 def _gather(x: Tensor, where: Where, own: Tensor | None) -> Finish:
+    if own is not None and own.itemsize == 1:
+        x = x.to(own.dtype)
     if x.dtype != torch.uint8 and (not x.is_floating_point() or x.itemsize == 1):  # gloo lacks int16 and 8-bit floats
         raw = _gather(x.contiguous().view(torch.uint8), where, None if own is None else own.view(torch.uint8))
         return lambda: raw().view(x.dtype)
@@ -74,6 +77,8 @@ def _gather(x: Tensor, where: Where, own: Tensor | None) -> Finish:
     elif _torch.backend(where.name, x.device) == "gloo":
         return _broadcasts(x, where, own)
     else:
+        if x.dtype != own.dtype:  # cast on the way to where its slice will be
+            x = own.chunk(where.size)[_torch.group(where.name).rank()].copy_(x)
         out = torch.ops._c10d_functional.all_gather_into_tensor_out(x, where.size, where.name, out=own)
     return lambda: _wait(out)
 

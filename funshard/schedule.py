@@ -216,10 +216,11 @@ class Visit:
                 sent, self._form = packed(route.codec.encoded(self.shard))
                 self.chain = Chain(sent, route.gather)
             else:
-                sent, own = self.shard.to(route.dtypes.param), None
+                own = None
                 if route.gather and not _torch.traced():
-                    own = self.schedule.buffers.take(route.padded, sent.dtype, sent)
-                self.chain = Chain(sent, route.gather, own)
+                    own = self.schedule.buffers.take(route.padded, route.dtypes.param, self.shard)
+                casts = own is not None and len(route.gather) == 1  # as it writes its own slice
+                self.chain = Chain(self.shard if casts else self.shard.to(route.dtypes.param), route.gather, own)
 
     def _arrived(self) -> Tensor:
         assert self.chain is not None

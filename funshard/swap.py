@@ -156,7 +156,7 @@ def install_buffers(
     """
     given = dict(buffers or {})
     copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
-    placed: list[tuple[str, nn.Module, str, Tensor]] = []
+    placed: list[tuple[str, nn.Module, str, Tensor, Tensor]] = []
     fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
     for path, module in modules.items():
         mine = fresh.setdefault(module, dict(module._buffers))
@@ -164,8 +164,9 @@ def install_buffers(
         for attr, original in module._buffers.items():
             name = join(path, attr)
             if name in given:
-                placed.append((name, module, attr, given[name]))
-                mine[attr] = cast_floats(given.pop(name), cast)
+                before = given.pop(name)
+                mine[attr] = used = cast_floats(before, cast)
+                placed.append((name, module, attr, before, used))
             elif original is not None and mine[attr] is original and not original.is_meta:
                 dtype = cast if cast and original.is_floating_point() else original.dtype
                 if (original, dtype) not in copies:
@@ -177,7 +178,7 @@ def install_buffers(
         vars(module)["_buffers"] = mine
 
     def now() -> dict[str, Tensor]:
-        found = {name: (module._buffers.get(attr), before) for name, module, attr, before in placed}
-        return {name: cast_back(buffer, before) for name, (buffer, before) in found.items() if buffer is not None}
+        found = [(name, module._buffers.get(attr), before, used) for name, module, attr, before, used in placed]
+        return {name: cast_back(buffer, before, used) for name, buffer, before, used in found if buffer is not None}
 
     return now

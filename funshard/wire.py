@@ -147,7 +147,7 @@ def _route(spec: PartitionSpec, unit: Unit, axes: dict[str, Group], dtype: torch
     return Route(
         spec.padded_numel(unit),
         tuple(_gather(axis) for axis in reversed(split)),
-        _ended(reduce, before, after, dtype),
+        _ended(reduce, before, after, dtype) if unit.numel else (),
         dtype,
         dtypes,
         codec,

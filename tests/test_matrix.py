@@ -82,7 +82,7 @@ STRATEGIES = {
     "`reshard=False`": Strategy(P("shard", reshard=False)),
     "`remat=True`": Strategy(P("shard", remat=True)),
     "`P()`": Strategy(P()),
-    "codec": Strategy(P("shard", precision=fs.Precision(codec=fs.Codec(lambda x: (x,), lambda x: x)))),
+    "`codec=`": Strategy(P("shard", precision=fs.Precision(codec=fs.Codec(lambda x: (x,), lambda x: x)))),
     "HSDP": Strategy(P("shard"), 4, {n: {"replicate": r, "shard": s} for n, (r, s) in HYBRID.items()}),
 }
 SIMULATED = (2, 3, 8)

@@ -12,7 +12,8 @@ dispatched operators over the plain step's, without the profiler's; "copied" are
 write, beyond the plain step's.
 
 Two modes differ from "fs" in how the gradient is taken or where: "fs torch.func" is torch.func.grad_and_value, "fs HSDP"
-is on a mesh of 2 replicas. FSDP2 is `fully_shard` on each block and on the root.
+is on a mesh of 2 replicas. FSDP2 is `fully_shard` on each block and on the root. "bf16" gathers and computes in bf16 and
+reduces in float32; its "copied" is beyond the plain step in float32, so casts of activations are in it.
 
 ``--buckets`` is where BUCKET_BYTES in funshard/reductions.py comes from: from that size on, more bytes in one all-reduce
 make it hardly any faster.
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import (
+    BF16,
     GATHER,
     GPT,
     REDUCE,
@@ -64,8 +66,8 @@ def hybrid(model: nn.Module, ranks: int) -> Step:
     return funshard(model, fs.by_type(Block)(model).on(mesh))
 
 
-def torch_fsdp2(reshard: bool) -> Build:
-    return lambda model, ranks: fsdp2(model, init_device_mesh("cpu", (ranks,)), reshard=reshard)
+def torch_fsdp2(reshard: bool, precision: fs.Precision | None = None) -> Build:
+    return lambda model, ranks: fsdp2(model, init_device_mesh("cpu", (ranks,)), reshard=reshard, precision=precision)
 
 
 MODES: dict[str, Build] = {
@@ -77,7 +79,10 @@ MODES: dict[str, Build] = {
     "fs P()": sharded(fs.P()),
     "fs HSDP": hybrid,
     "fs torch.func": sharded(fs.P("shard"), torch.func.grad_and_value),
+    "FSDP2 bf16": torch_fsdp2(reshard=True, precision=BF16),
+    "fs bf16": sharded(fs.P("shard", precision=BF16)),
 }
+LOW = {"FSDP2 bf16", "fs bf16"}
 KEPT = {"FSDP2 keep", "fs keep"}
 NOT_SPLIT = {"plain", "fs P()"}
 
@@ -94,7 +99,7 @@ def gathered_limit(model: nn.Module, mode: str) -> float:
         return 0.0
     total = sum(p.numel() for p in model.parameters())
     again = sum(p.numel() for block in list(model.blocks)[:-1] for p in block.parameters())
-    return 1.0 if mode in KEPT else 1 + again / total
+    return (1.0 if mode in KEPT else 1 + again / total) * (0.5 if mode in LOW else 1)
 
 
 def counts(args: argparse.Namespace) -> None:

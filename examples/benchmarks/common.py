@@ -127,13 +127,17 @@ def plain(model: nn.Module) -> Step:
     return step
 
 
-def fsdp2(model: nn.Module, mesh: dist.DeviceMesh, *, reshard: bool = True) -> Step:
-    """The step of FSDP2 with each of ``model.blocks``, and the rest, as a unit."""
-    from torch.distributed.fsdp import fully_shard
+BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
 
+
+def fsdp2(model: nn.Module, mesh: dist.DeviceMesh, *, reshard: bool = True, precision: fs.Precision | None = None) -> Step:
+    """The step of FSDP2 with each of ``model.blocks``, and the rest, as a unit."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(precision.param, precision.reduce) if precision else MixedPrecisionPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    return plain(fully_shard(model, mesh=mesh, reshard_after_forward=reshard))
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return plain(fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy))
 
 
 def funshard(model: nn.Module, spec: fs.PartitionSpec, grad: Callable[..., Any] = fs.grad_and_value) -> Step:

@@ -15,7 +15,8 @@ the profiler's record of every allocation, at rest (parameters, shards, buckets)
 The compiled modes run if they are asked for (--modes 'plain,plain compiled,fs,fs compiled,FSDP2,FSDP2 compiled'): inductor
 takes a minute or more for each. "plain compiled" is torch.compile of the model, "FSDP2 compiled" of each block before
 `fully_shard`, "fs compiled" is the whole step by `fs.compile`. So do the modes that run each block again in backward
-(--modes 'FSDP2 remat,fs remat,fs torch.func remat'): torch.utils.checkpoint for torch, ``P(remat=True)`` for funshard.
+(--modes 'FSDP2 remat,fs remat,fs torch.func remat'): torch.utils.checkpoint for torch, ``P(remat=True)`` for funshard. And
+those that gather and compute in bf16 and reduce in float32 (--modes 'plain,plain bf16,FSDP2,FSDP2 bf16,fs,fs bf16').
 """
 
 import argparse
@@ -33,7 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import GPT, Block, Step, free_port, fsdp2, funshard, loss_of, plain, quartiles, report
+from common import BF16, GPT, Block, Step, free_port, fsdp2, funshard, loss_of, plain, quartiles, report
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -91,8 +92,12 @@ def fsdp2_compiled(model: nn.Module) -> Step:
     return fully_sharded(reshard=True)(model)
 
 
-def fully_sharded(reshard: bool) -> Callable[[nn.Module], Step]:
-    return lambda model: fsdp2(model, dist.init_device_mesh("cpu", (dist.get_world_size(),)), reshard=reshard)
+def fully_sharded(reshard: bool, precision: fs.Precision | None = None) -> Callable[[nn.Module], Step]:
+    def build(model: nn.Module) -> Step:
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        return fsdp2(model, mesh, reshard=reshard, precision=precision)
+
+    return build
 
 
 MODES: dict[str, Callable[[nn.Module], Step]] = {
@@ -118,7 +123,13 @@ REMAT: dict[str, Callable[[nn.Module], Step]] = {
     "fs remat": sharded(fs.P("shard", remat=True)),
     "fs torch.func remat": sharded(fs.P("shard", remat=True), torch.func.grad_and_value),
 }
-ALL = MODES | COMPILED | REMAT
+LOW: dict[str, Callable[[nn.Module], Step]] = {
+    "plain bf16": lambda model: plain(model.bfloat16()),
+    "FSDP2 bf16": fully_sharded(reshard=True, precision=BF16),
+    "fs bf16": sharded(fs.P("shard", precision=BF16)),
+    "fs P() bf16": sharded(fs.P(precision=BF16)),
+}
+ALL = MODES | COMPILED | REMAT | LOW
 
 
 def peak_bytes(build: Callable[[nn.Module], Step], make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor]) -> int:

@@ -1,0 +1,549 @@
+"""The laws of compressors, each on every layout: against plain means of the ranks' gradients, which no collective made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+from funshard.compress import Compressor, PowerSGD, cast, exact, post_local, powersgd, quantize, switch, unreduced
+
+MODEL = nn.Sequential(nn.Linear(6, 11), nn.Linear(11, 7), nn.Linear(7, 5, bias=False)).double()
+HSDP = {"replicate": 2, "shard": 3}
+SOME = {"0": fs.P("shard"), "1": fs.P(), "2": fs.P("shard", align=4)}
+LAYOUTS: dict[str, tuple[fs.Policy, Mapping[str, int]]] = {
+    "alone": (fs.always(), {"shard": 1}),
+    "split": (fs.always(), {"shard": 4}),
+    "replicated": (fs.by_path({"0": fs.P()}, fs.P()), {"shard": 3}),
+    "some": (fs.by_path(SOME), {"shard": 2}),
+    "hsdp": (fs.by_path(SOME), HSDP),
+    "both": (fs.by_path({"0": fs.P(("replicate", "shard"))}, fs.P(("shard", "replicate"))), HSDP),
+    "four": (fs.by_path(SOME | {"2": fs.P(("shard", "replicate"))}), {"replicate": 2, "shard": 2}),
+}
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+COMPRESSORS: dict[str, Compressor[Any]] = {
+    "exact": exact(),
+    "unreduced": unreduced(),
+    "cast": cast(torch.float16),
+    "quantize": quantize(),
+    "chunks": quantize(5),
+    "powersgd": powersgd(),
+    "rank 2": powersgd(2, warm_start=False, min_compression_rate=0.5),
+    "slices": powersgd(axes="shard", batched=True, min_compression_rate=0.5),
+    "batched": powersgd(2, batched=True, min_compression_rate=0.5),
+    "cast powersgd": cast(torch.bfloat16, powersgd()),
+    "post local": post_local(1, ()),
+}
+each_compressor = pytest.mark.parametrize("name", COMPRESSORS)
+
+
+def ranks(layout: str) -> int:
+    return math.prod(LAYOUTS[layout][1].values())
+
+
+def gradients(size: int, seed: int = 0, model: nn.Module = MODEL) -> fs.Params:
+    """Each rank's own, in dimension 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(size, *p.shape, generator=generator, dtype=p.dtype) for n, p in model.named_parameters()}
+
+
+def steps(compressor: Compressor[Any], layout: str, *grads: fs.Params) -> tuple[list[fs.Params], Any]:
+    """What every step gives, ranks in dimension 0, and the last state."""
+    policy, sizes = LAYOUTS[layout]
+
+    def rank(mesh: Any, *grads: fs.Params) -> Any:
+        spec = policy(MODEL).on(mesh)
+        state, out = compressor.init(spec), []
+        for g in grads:
+            shards, state = compressor.reduce(g, state, spec)
+            out.append(shards)
+        return out, state
+
+    return fs.testing.spmd(rank, sizes)(*grads)
+
+
+def slices(full: fs.Params, layout: str) -> fs.Params:
+    """Each rank's shards of its own full tensors, by slicing alone."""
+    policy, sizes = LAYOUTS[layout]
+    spec = policy(MODEL).on(dict(sizes))
+    each = [fs.shard({n: x[r] for n, x in full.items()}, spec, rank=r) for r in range(ranks(layout))]
+    return {key: torch.stack([shards[key] for shards in each]) for key in each[0]}
+
+
+def mean(full: fs.Params, layout: str, axes: tuple[str, ...] | None = None) -> fs.Params:
+    """Each rank's mean over the ranks that are its own but for these axes."""
+    sizes = LAYOUTS[layout][1]
+    dims = [i for i, name in enumerate(sizes) if axes is None or name in axes]
+    shaped = {n: x.unflatten(0, tuple(sizes.values())) for n, x in full.items()}
+    means = {n: (x.mean(dims, keepdim=True) if dims else x).expand_as(x) for n, x in shaped.items()}
+    return {n: x.flatten(0, len(sizes) - 1) for n, x in means.items()}
+
+
+def total(trees: list[fs.Params]) -> fs.Params:
+    return {key: torch.stack([tree[key] for tree in trees]).sum(0) for key in trees[0]}
+
+
+@each_layout
+def test_exact_is_the_mean(layout: str) -> None:
+    grads = gradients(ranks(layout))
+    [shards], _ = steps(exact(), layout, grads)
+    assert_close(shards, slices(mean(grads, layout), layout))
+
+
+@pytest.mark.parametrize("axes", [(), "replicate", "shard", ("shard", "replicate")])
+@pytest.mark.parametrize("layout", ["hsdp", "both"])
+def test_exact_over_some_axes(layout: str, axes: Any) -> None:
+    """Whatever order the unit is split in: each rank's slice is that of its own group's mean."""
+    grads = gradients(6)
+    [shards], _ = steps(exact(axes), layout, grads)
+    assert_close(shards, slices(mean(grads, layout, (axes,) if isinstance(axes, str) else axes), layout))
+
+
+@each_layout
+def test_unreduced_is_ones_own(layout: str) -> None:
+    grads = gradients(ranks(layout))
+    [shards], _ = steps(unreduced(), layout, grads)
+    assert_close(shards, slices(grads, layout), rtol=0, atol=0)
+
+
+@given(st.data())
+def test_exact_is_the_transpose_of_unshard(data: st.DataObject) -> None:
+    """For any model, policy and mesh, and so is PowerSGD of full rank."""
+    model = data.draw(fs.testing.modules())
+    policy = data.draw(fs.testing.policies(model))
+    sizes = data.draw(fs.testing.meshes(4))
+    compressors = [exact(), powersgd(9, min_compression_rate=0), powersgd(9, batched=True, min_compression_rate=0)]
+
+    def rank(mesh: Any, grads: fs.Params) -> Any:
+        spec = policy(model).on(mesh)
+        names, transpose = torch.func.vjp(lambda p: fs.unshard(p, spec), fs.shard(grads, spec))
+        cotangents = {n: next(grads[alias] for alias in spec.by_name[n][1].names if alias in grads) for n in names}
+        return [c.reduce(grads, c.init(spec), spec)[0] for c in compressors], transpose(cotangents)[0]
+
+    full = gradients(math.prod(sizes.values()), model=model)
+    if full:
+        outs, want = fs.testing.spmd(rank, sizes)(full)
+        for out in outs:
+            assert_close(out, want)
+
+
+@pytest.mark.parametrize("options", [{}, {"batched": True}, {"warm_start": False}, {"error_feedback": False}])
+@pytest.mark.parametrize("axes", [None, "shard", "replicate"])
+@each_layout
+def test_full_rank_is_exact(layout: str, axes: str | None, options: dict[str, Any]) -> None:
+    if axes not in (None, *LAYOUTS[layout][1]):
+        return
+    grads = [gradients(ranks(layout), seed) for seed in range(3)]
+    out, _ = steps(powersgd(100, axes=axes, min_compression_rate=0, **options), layout, *grads)
+    for shards, g in zip(out, grads, strict=True):
+        assert_close(shards, slices(mean(g, layout), layout))
+
+
+@each_layout
+@pytest.mark.parametrize("rank", [1, 2])
+def test_what_was_sent_and_the_error_add_up(layout: str, rank: int) -> None:
+    """Error feedback: nothing is ever lost. And something is left out, or it would be no compression."""
+    grads = [gradients(ranks(layout), seed) for seed in range(4)]
+    out, state = steps(powersgd(rank, min_compression_rate=1), layout, *grads)
+    left = {n: mean({n: e}, layout)[n].view_as(grads[0][n]) for n, e in state.error.items()}
+    assert left.keys() == {"0.weight", "1.weight", "2.weight"}  # and biases are exact
+    rest = {n: torch.zeros_like(g) for n, g in grads[0].items()}
+    wanted = slices(mean(total(grads), layout), layout)
+    sums = total(out)
+    missing = slices(rest | left, layout)
+    assert_close({key: sums[key] + missing[key] for key in sums}, wanted)
+    assert all((missing[key].abs().amax() > 0.1) for key in missing)
+
+
+@pytest.mark.parametrize("axes", [None, "replicate"])
+def test_errors_of_buffers_add_up(axes: str | None) -> None:
+    """The same where a matrix is a unit's buffer, or a slice of one."""
+    grads = [gradients(6, seed) for seed in range(4)]
+    out, state = steps(powersgd(2, axes=axes, batched=True, min_compression_rate=0.5), "hsdp", *grads)
+    wanted = slices(mean(total(grads), "hsdp"), "hsdp")
+    sums = total(out)
+    spec = LAYOUTS["hsdp"][0](MODEL).on(HSDP)
+    assert state.error.keys() == {"0", "1", "2"}
+    for unit in spec:
+        error = state.error[unit.key].flatten(1)
+        if axes is None:  # of the whole buffer: its slices
+            whole = error.mean(0)[: spec.padded_numel(unit)]
+            left = torch.stack([whole] * 6) if not unit.p.axes else whole.view(3, -1).repeat(2, 1)
+        else:
+            left = error[:, : spec.shard_numel(unit)].view(2, 3, -1).mean(0).repeat(2, 1)
+        inside = slices({n: torch.ones_like(g) for n, g in grads[0].items()}, "hsdp")[unit.key]
+        assert_close(sums[unit.key] + left * inside, wanted[unit.key])
+        assert left.abs().amax() > 0.1
+
+
+@each_compressor
+@each_layout
+def test_replicas_agree_and_padding_is_zero(layout: str, name: str) -> None:
+    """Bit for bit: or replicas drift apart. Whatever the compressor, dtypes stay."""
+    policy, sizes = LAYOUTS[layout]
+    spec = policy(MODEL).on(dict(sizes))
+    out, state = steps(COMPRESSORS[name], layout, *(gradients(ranks(layout), seed) for seed in range(2)))
+    inside = slices({n: torch.ones(ranks(layout), *p.shape) for n, p in MODEL.named_parameters()}, layout)
+    for shards in out if name not in ("unreduced", "post local") else out[:0]:
+        for unit in spec:
+            assert shards[unit.key].dtype == torch.float64
+            shaped = shards[unit.key].unflatten(0, tuple(sizes.values()))
+            for dim, axis in enumerate(sizes):
+                if axis not in unit.p.axes:
+                    atol = 1e-12 if name == "slices" else 0  # vmap's matrix products round each rank's in another way
+                    assert_close(shaped, shaped.narrow(dim, 0, 1).expand_as(shaped), rtol=0, atol=atol)
+    assert not any(shards[key][inside[key] == 0].any() for shards in out for key in inside)
+    for tensor in state.q.values() if isinstance(state, PowerSGD) else ():
+        groups = tensor.unflatten(0, tuple(sizes.values())) if name == "slices" else tensor
+        dim = len(sizes) - 1 if name == "slices" else 0
+        assert_close(groups, groups.narrow(dim, 0, 1).expand_as(groups), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["cast", "powersgd", "rank 2", "cast powersgd"])
+def test_how_units_are_split_changes_nothing(name: str) -> None:
+    """What a compressor of parameters gives is the same function of the ranks' gradients on every layout."""
+    grads = [gradients(6, seed) for seed in range(3)]
+    full = []
+    for policy, sizes in ((fs.always(), {"shard": 6}), (fs.whole(fs.P()), {"shard": 6}), LAYOUTS["hsdp"], LAYOUTS["both"]):
+
+        def rank(mesh: Any, *grads: fs.Params, policy: fs.Policy = policy) -> Any:
+            spec = policy(MODEL).on(mesh)
+            state = COMPRESSORS[name].init(spec)
+            out = []
+            for g in grads:
+                shards, state = COMPRESSORS[name].reduce(g, state, spec)
+                out.append(fs.unshard(shards, spec))
+            return out
+
+        full.append(fs.testing.spmd(rank, sizes)(*grads))
+    for other in full[1:]:
+        assert_close(other, full[0], rtol=1e-2, atol=1e-2) if "cast" in name else assert_close(other, full[0])
+
+
+@each_compressor
+def test_the_state_keeps_its_structure(name: str) -> None:
+    """And is a pytree of tensors: it can be saved, compiled and looped over."""
+    spec = fs.always()(MODEL)
+    state = COMPRESSORS[name].init(spec)
+    before = pytree.tree_flatten(state)
+    for seed in range(3):
+        grads = {n: g[0] for n, g in gradients(1, seed).items()}
+        given = pytree.tree_map(torch.clone, state)
+        kept = {n: g.clone() for n, g in grads.items()}
+        _, new = COMPRESSORS[name].reduce(grads, state, spec)
+        assert_close(state, given, rtol=0, atol=0)
+        assert_close(grads, kept, rtol=0, atol=0)
+        leaves, tree = pytree.tree_flatten(new)
+        assert tree == before[1]
+        assert [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in before[0]]
+        state = new
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each_layout
+def test_cast_is_the_mean_in_that_dtype(layout: str, dtype: torch.dtype) -> None:
+    """Of gradients that are divided first: they may be as large as the dtype's largest."""
+    grads = {n: g * 3e4 for n, g in gradients(ranks(layout)).items()}
+    grads = {n: g.clamp(-6e4, 6e4) for n, g in grads.items()}
+    [shards], _ = steps(cast(dtype), layout, grads)
+    want = slices(mean({n: g.to(dtype).double() for n, g in grads.items()}, layout), layout)
+    eps = torch.finfo(dtype).eps
+    assert_close(shards, want, rtol=0, atol=6e4 * eps * ranks(layout))
+    [again], _ = steps(exact(), layout, {n: g.to(dtype) for n, g in grads.items()})
+    assert_close(shards, {key: x.double() for key, x in again.items()}, rtol=0, atol=0)
+    assert {x.dtype for x in again.values()} == {dtype}
+
+
+def through_torch(x: Tensor, chunk: int | None) -> Tensor:
+    """What is left of a rank's buffer, by torch's observers and quantized tensors."""
+    if chunk is None:
+        observer = MinMaxObserver()
+        observer(x)
+        scale, zero = observer.calculate_qparams()
+        return torch.fake_quantize_per_tensor_affine(x, float(scale), int(zero), 0, 255)
+    rows = torch.nn.functional.pad(x, (0, -len(x) % chunk)).view(-1, chunk)
+    observer = PerChannelMinMaxObserver()
+    observer(rows)
+    scale, zero = observer.calculate_qparams()
+    return torch.fake_quantize_per_channel_affine(rows, scale, zero.int(), 0, 0, 255).flatten()[: len(x)]
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, 16, 10**6])
+@each_layout
+def test_quantized_as_by_torch(layout: str, chunk: int | None) -> None:
+    """Each slice that a rank sends is one that torch quantizes."""
+    grads = gradients(ranks(layout))
+    [shards], _ = steps(quantize(chunk), layout, grads)
+    policy, sizes = LAYOUTS[layout]
+    spec = policy(MODEL).on(dict(sizes))
+    senders = [{n: g[r] for n, g in grads.items()} for r in range(ranks(layout))]
+    for r in range(ranks(layout)):
+        own = [fs.shard(sender, spec, rank=r) for sender in senders]
+        for unit in spec:
+            size = None if chunk is None else min(chunk, spec.shard_numel(unit))
+            want = torch.stack([through_torch(shards[unit.key].float(), size) for shards in own]).mean(0)
+            assert_close(shards[unit.key][r].float(), want, rtol=1e-5, atol=1e-6)
+
+
+@given(st.floats(-20, 20), st.integers(1, 40), st.sampled_from(["both", "some", "alone"]))
+@settings(max_examples=20)
+def test_quantized_is_off_by_half_a_level_at_most(exponent: float, chunk: int, layout: str) -> None:
+    """However small or large gradients are: torch's observer rounds those of 1e-10 to zero."""
+    grads = {n: g * 10**exponent for n, g in gradients(ranks(layout)).items()}
+    [shards], _ = steps(quantize(chunk), layout, grads)
+    want = slices(mean(grads, layout), layout)
+    flat = torch.cat([g.flatten() for g in grads.values()])
+    level = (flat.amax().clamp(min=0) - flat.amin().clamp(max=0)) / 255
+    assert max((shards[key] - want[key]).abs().amax() for key in want) <= 0.5001 * level
+    assert all(shards[key].any() for key in want)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["exact", "cast", "quantize", "chunks", "powersgd", "rank 2", "batched", "cast powersgd"])
+def test_what_is_not_finite_shows(name: str, bad: float) -> None:
+    """On whichever rank: loss_scale has to see it."""
+    grads = gradients(4)
+    grads["1.weight"][2, 0, 3] = bad
+    [shards], _ = steps(COMPRESSORS[name], "split", grads)
+    assert not all(torch.isfinite(x).all() for x in shards["1"])
+
+
+def low_rank(size: int, rank: int, seed: int = 0) -> fs.Params:
+    """Gradients whose matrices are, on all ranks together, of this rank."""
+    generator = torch.Generator().manual_seed(seed)
+    out = gradients(size, seed)
+    for name, g in out.items():
+        if g.dim() == 3:
+            u, v = (torch.randn(n, rank, generator=generator, dtype=g.dtype) for n in g.shape[1:])
+            c = torch.randn(size, 1, rank, generator=generator, dtype=g.dtype)
+            out[name] = (c * u) @ v.T
+    return out
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@each_layout
+def test_low_rank_gradients_are_sent_exactly(layout: str, rank: int) -> None:
+    """Of the approximation's rank, and of a lower one: Gram-Schmidt gives columns that are not orthogonal then."""
+    for true in range(1, rank + 1):
+        grads = low_rank(ranks(layout), true)
+        out, _ = steps(powersgd(rank, min_compression_rate=0, error_feedback=False), layout, grads, grads)
+        for shards in out:
+            assert_close(shards, slices(mean(grads, layout), layout))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_gradient_of_zeros_is_one_and_does_not_last(rank: int) -> None:
+    """An unused parameter: torch's hook makes it NaN, or with an epsilon never sends it again."""
+    dead = {n: torch.zeros_like(g) for n, g in gradients(2).items()}
+    live = low_rank(2, rank)
+    out, _ = steps(powersgd(rank, min_compression_rate=0), "some", dead, dead, live)
+    assert not any(x.any() for shards in out[:2] for x in shards.values())
+    assert_close(out[2], slices(mean(live, "some"), "some"))
+
+
+def test_drawn_numbers_are_normal_and_a_function_of_seed_and_step() -> None:
+    wide = nn.Linear(20000, 3, bias=False)
+    spec = fs.whole()(wide)
+    grads = {"weight": torch.randn(3, 20000, generator=torch.Generator().manual_seed(0))}
+
+    def after(seed: int, count: int, warm_start: bool) -> Tensor:
+        compressor = powersgd(1, seed=seed, warm_start=warm_start)
+        state = compressor.init(spec)
+        for _ in range(count):
+            torch.manual_seed(count)  # no part of it
+            state = compressor.reduce(grads, state, spec)[1]
+        return state.q["weight"]
+
+    drawn = [after(seed, step, False) for seed in (0, 1, 2**32, -1) for step in range(3)]
+    for i, x in enumerate(drawn):
+        assert abs(float(x.mean())) < 4 / math.sqrt(20000)
+        assert abs(float(x.std()) - 1) < 4 / math.sqrt(2 * 20000)
+        assert abs(float((x.abs() < 0.6745).double().mean()) - 0.5) < 4 * 0.5 / math.sqrt(20000)
+        assert len(x.unique()) > 19900
+        for y in drawn[:i]:
+            assert abs(float(torch.corrcoef(torch.stack([x, y]).squeeze(-1))[0, 1])) < 4 / math.sqrt(20000)
+    assert_close(after(0, 2, False), drawn[2], rtol=0, atol=0)
+    assert_close(after(0, 0, True), drawn[0], rtol=0, atol=0)
+    assert not torch.equal(after(0, 1, True), drawn[1])
+
+
+def test_warm_start_converges_to_the_best_approximation() -> None:
+    """Steps on one gradient are subspace iterations: they end at its truncated singular value decomposition."""
+    grads = gradients(3)
+    compressor = powersgd(2, min_compression_rate=0.5, error_feedback=False)
+    out, _ = steps(compressor, "replicated", *[grads] * 60)
+    u, s, v = torch.linalg.svd(grads["0.weight"].mean(0), full_matrices=False)
+    best = (u[:, :2] * s[:2]) @ v[:2]
+    spec = LAYOUTS["replicated"][0](MODEL).on({"shard": 1})
+    first, last = (fs.unflatten({key: x[0] for key, x in out[i].items()}, spec)["0.weight"] for i in (0, -1))
+    assert_close(last, best, rtol=1e-3, atol=1e-3)
+    assert (first - best).abs().amax() > 0.1
+
+
+def test_only_what_is_smaller_is_compressed() -> None:
+    """(n + m) r rate < n m, as torch decides; and a state exists for that alone, none for frozen parameters."""
+    model = nn.ModuleDict({"a": nn.Linear(6, 11), "b": nn.Linear(4, 4), "c": nn.Conv2d(4, 9, 3), "d": nn.Linear(50, 50)})
+    model["d"].requires_grad_(False)
+    spec = fs.always()(model)
+    for rank, rate in ((1, 2.0), (1, 1.0), (2, 1.0), (2, 2.0), (3, 0.1)):
+        state = powersgd(rank, min_compression_rate=rate).init(spec)
+        shapes = {n: (len(p), p.numel() // len(p)) for n, p in model.named_parameters() if p.requires_grad}
+        ranked = {n: (*shape, min(*shape, rank)) for n, shape in shapes.items()}
+        want = {n: (a, b, r) for n, (a, b, r) in ranked.items() if (a + b) * r * rate < a * b}
+        assert {n: (len(e), *state.q[n].shape) for n, e in state.error.items()} == want
+        assert state.q.keys() == want.keys()
+        assert not powersgd(rank, min_compression_rate=rate, error_feedback=False).init(spec).error
+
+
+def test_some_units() -> None:
+    """What has no gradients is left out, and its state stays; frozen units' gradients, where there are some, are exact."""
+    model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9))
+    model[2].requires_grad_(False)
+    spec = fs.always()(model)
+    grads = {n: g[0] for n, g in gradients(1, model=model).items()}
+    compressor = powersgd()
+    state = compressor.init(spec)
+    shards, new = compressor.reduce({n: g for n, g in grads.items() if not n.startswith("0")}, state, spec)
+    assert list(shards) == ["1", "2"]
+    assert_close(shards["2"], fs.shard(grads, spec)["2"], rtol=0, atol=0)
+    assert torch.equal(new.q["0.weight"], state.q["0.weight"])
+    assert new.error["1.weight"].any()
+    assert not new.error["0.weight"].any()
+
+
+def test_tied_and_ignored_parameters() -> None:
+    """A tied parameter's gradient may have any of its names; an ignored one's is passed over."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False), "c": nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    spec = fs.ignoring(fs.whole(), params=["c.bias"])(model)
+    g = torch.randn(4, 4)
+    for name in ("a.weight", "b.weight"):
+        for c in (exact(), quantize(), powersgd(4, min_compression_rate=0)):
+            grads = {name: g, "c.weight": torch.ones(2, 2), "c.bias": torch.ones(2)}
+            shards, _ = c.reduce(grads, c.init(spec), spec)
+            assert_close(shards[""][:16], g.flatten(), rtol=0, atol=0.05)
+
+
+def test_memory_order_and_mixed_dtypes() -> None:
+    """Gradients lie where `shard` puts parameters, and keep their dtypes, also where those are not the parameters'."""
+    model = nn.ModuleDict({"a": nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last), "b": nn.Linear(8, 8).bfloat16()})
+    spec = fs.whole()(model)
+    grads = {n: g[0] for n, g in gradients(1, model=model).items()}
+    for to in (None, torch.float32, torch.bfloat16):
+        given = {n: g if to is None else g.to(to) for n, g in grads.items()}
+        for c in (exact(), powersgd(99, min_compression_rate=0), cast(torch.bfloat16), quantize(4)):
+            shards, state = c.reduce(given, c.init(spec), spec)
+            want = fs.flatten(given, spec)
+            assert_close(shards, want, rtol=0.05, atol=0.05)
+            assert [x.dtype for x in pytree.tree_leaves(state)] == [x.dtype for x in pytree.tree_leaves(c.init(spec))]
+
+
+def test_switch_and_post_local() -> None:
+    """The state counts; the one that waits does not move on."""
+    grads = [gradients(6, seed) for seed in range(4)]
+    out, state = steps(post_local(2, "shard"), "hsdp", *grads)
+    for i, (shards, g) in enumerate(zip(out, grads, strict=True)):
+        assert_close(shards, slices(mean(g, "hsdp", None if i < 2 else ("shard",)), "hsdp"))
+    assert state[0].tolist() == 6 * [4]
+    out, state = steps(switch(3, exact(), powersgd(min_compression_rate=0.5)), "hsdp", *grads)
+    late, alone = steps(powersgd(min_compression_rate=0.5), "hsdp", grads[3])
+    assert_close(out[:3], [slices(mean(g, "hsdp"), "hsdp") for g in grads[:3]])
+    assert_close(out[3:], late)
+    assert_close(state[2], alone)
+
+
+def test_powersgd_reads_no_values() -> None:
+    """One graph for all steps; the state may come from outside of spmd."""
+    spec = fs.always()(MODEL).on({"shard": 1})
+    compressor = powersgd(2, min_compression_rate=0.5, warm_start=False)
+    step = torch.compile(lambda g, s: compressor.reduce(g, s, spec), backend="eager", fullgraph=True)
+    plain = compiled = compressor.init(spec)
+    for seed in range(3):
+        grads = {n: g[0] for n, g in gradients(1, seed).items()}
+        want, plain = compressor.reduce(grads, plain, spec)
+        got, compiled = step(grads, compiled)
+        assert_close((got, compiled), (want, plain))
+
+    policy, sizes = LAYOUTS["hsdp"]
+    every = [gradients(6, seed) for seed in range(3)]
+    inside, _ = steps(compressor, "hsdp", *every)
+    state = fs.testing.spmd(lambda mesh, _: compressor.init(policy(MODEL).on(mesh)), sizes)(torch.zeros(6))
+    for want, g in zip(inside, every, strict=True):
+        got, state = fs.testing.spmd(lambda mesh, g, s: compressor.reduce(g, s, policy(MODEL).on(mesh)), sizes)(g, state)
+        assert_close(got, want)
+
+
+GOOD = {n: torch.zeros_like(p) for n, p in MODEL.named_parameters()}
+BAD: dict[str, tuple[fs.Params, type[Exception], str]] = {
+    "shards": ({"0": torch.zeros(77)}, ValueError, r"gradient '0' is not of a parameter .*unshard"),
+    "missing": ({n: g for n, g in GOOD.items() if n != "1.bias"}, ValueError, r"parameter '1.bias' of unit '1' is missing"),
+    "shape": (
+        GOOD | {"2.weight": torch.zeros(5, 8).double()},
+        ValueError,
+        r"'2.weight' .* shape \[5, 7\], got \[5, 8\]",
+    ),
+    "dtype": (
+        GOOD | {"1.bias": torch.zeros(7)},
+        ValueError,
+        r"'1.weight' of unit '1': expected torch.float32 as '1.bias' has",
+    ),
+    "integer": (
+        GOOD | {"0.bias": torch.zeros(11).int()},
+        TypeError,
+        r"'0.bias': .*floating point dtype, got torch.int32",
+    ),
+}
+
+
+@each_compressor
+@pytest.mark.parametrize("case", BAD)
+def test_bad_gradients(case: str, name: str) -> None:
+    """Named, and on a mesh that cannot communicate: so before any communication."""
+    grads, error, message = BAD[case]
+    spec = fs.always()(MODEL).on({"shard": 4})
+    with pytest.raises(error, match=message):
+        COMPRESSORS[name].reduce(grads, COMPRESSORS[name].init(spec), spec)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            powersgd(2, min_compression_rate=0),
+            r"'0.weight': expected a state whose q is \[6, 1\], got \[6, 2\]; make it by init",
+        ),
+        (powersgd(batched=True), r"'0.weight': expected a state whose q is \[6, 1\], got none"),
+        (powersgd(error_feedback=False), r"'0.weight': expected a state whose error is \[11, 6\], got none"),
+    ],
+    ids=["rank", "batched", "no error"],
+)
+def test_a_state_of_other_options(other: Compressor[PowerSGD], message: str) -> None:
+    spec = fs.always()(MODEL).on({"shard": 4})
+    with pytest.raises(ValueError, match=message):
+        powersgd().reduce(GOOD, other.init(spec), spec)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: powersgd(0), ValueError, "rank of at least 1, got 0"),
+        (lambda: quantize(0), ValueError, "at least one element, got 0"),
+        (lambda: cast(torch.int8), TypeError, "floating point dtype, got torch.int8"),
+        (lambda: powersgd(axes="slow").init(fs.always()(MODEL)), ValueError, r"unknown mesh axis 'slow' .*\('shard',\)"),
+        (lambda: exact(("shard", "x")).reduce(GOOD, (), fs.always()(MODEL)), ValueError, "unknown mesh axis 'x'"),
+    ],
+    ids=["rank", "chunk", "dtype", "axis", "axes"],
+)
+def test_bad_options(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
