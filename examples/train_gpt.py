@@ -3,6 +3,7 @@
 One rank:          python examples/train_gpt.py
 Two ranks:         torchrun --nproc-per-node 2 examples/train_gpt.py
 HSDP, DDP:         torchrun --nproc-per-node 4 examples/train_gpt.py --strategy hsdp   (or ddp)
+Mixed precision:   torchrun --nproc-per-node 2 examples/train_gpt.py --precision bf16 --micro-batches 2
 Larger, on GPUs:   torchrun --nproc-per-node 8 examples/train_gpt.py --layers 12 --dim 768 --heads 12 --seq 1024
 
 Runs on nccl where there are CUDA devices, on gloo elsewhere; without torchrun there is one rank and no process group.
@@ -26,6 +27,8 @@ import funshard as fs
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--strategy", choices=["fsdp", "hsdp", "ddp"], default="fsdp")
 parser.add_argument("--replicas", type=int, default=2, help="hsdp: the size of the axis that is replicated over")
+parser.add_argument("--precision", choices=["float32", "bf16"], default="float32", help="bf16: reduced in float32")
+parser.add_argument("--micro-batches", type=int, default=1, help="of each step, whose gradients are added up")
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--dim", type=int, default=192)
 parser.add_argument("--heads", type=int, default=6)
@@ -106,7 +109,9 @@ def batch(source: Tensor) -> tuple[Tensor, Tensor]:
 
 torch.manual_seed(args.seed)
 model = GPT(args.layers, args.dim, args.heads, args.seq)
-p = fs.P() if args.strategy == "ddp" else fs.P("shard")
+bf16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
+precision = bf16 if args.precision == "bf16" else None
+p = fs.P(None if args.strategy == "ddp" else "shard", precision=precision)
 spec = fs.by_type(Block, p=p)(model)  # on the whole world as one axis "shard"
 if args.strategy == "hsdp":
     replicas = min(args.replicas, world)
@@ -120,9 +125,26 @@ if rank == 0:
     print(spec)
 
 
-def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
-    logits = fs.functional_call(model, params, (x,), spec=spec)
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+def loss(params: fs.Params, x: Tensor, y: Tensor, reduce_over: list[str] | None = None) -> Tensor:
+    logits = fs.functional_call(model, params, (x,), spec=spec, reduce_over=reduce_over)
+    return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+
+
+def gradients(params: fs.Params) -> tuple[fs.Params, Tensor]:
+    """Of the mean over micro-batches: each reduced over the slices while its backward runs, over replicas all at once."""
+    later = [name for name in spec.bound_mesh.names if name not in p.axes and args.micro_batches > 1]
+    now = [name for name in spec.bound_mesh.names if name not in later]
+    parts = (fs.grad_and_value(loss)(params, *batch(train), now) for _ in range(args.micro_batches))
+    total, value = next(parts)
+    for grads, loss_value in parts:
+        total, value = {key: total[key] + grads[key] for key in total}, value + loss_value
+    mean = {key: grad / args.micro_batches for key, grad in total.items()} if args.micro_batches > 1 else total
+    return fs.reduce_grads(mean, spec, axes=later), value / args.micro_batches
+
+
+def decay(name: str, param: fs.Param) -> dict[str, float]:
+    """Weight decay for matrices only."""
+    return {} if len(param.shape) > 1 else {"weight_decay": 0.0}
 
 
 def over_ranks(value: Tensor) -> float:
@@ -140,25 +162,29 @@ def learning_rate(step: int) -> float:
     return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-# --- training: the shards are the optimizer's parameters ---
+# --- training: params and optimizer state go in and come out, in the same memory ---
 
-optimizer = torch.optim.AdamW(params.values(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+init, update = fs.optim.from_torch(
+    torch.optim.AdamW,
+    spec=spec,
+    options=decay,
+    lr=args.lr,
+    betas=(0.9, 0.95),
+    weight_decay=args.weight_decay,
+    fused=True,
+    donate=True,
+)
+state = init(params)
 start, losses = time.perf_counter(), []
 for step in range(args.steps):
-    x, y = batch(train)
-    grads, value = fs.grad_and_value(loss)(params, x, y)
-    for key, param in params.items():
-        param.grad = grads[key]
-    optimizer.param_groups[0]["lr"] = learning_rate(step)
-    optimizer.step()
-    optimizer.zero_grad()
+    grads, value = gradients(params)
+    params, state = update(grads, state, params, lr=learning_rate(step))
     losses.append(value)
     if step % args.log_every == 0 or step == args.steps - 1:
         mean = over_ranks(torch.stack(losses).mean())  # since the last line
         now = time.perf_counter()
-        speed = len(losses) * x.numel() * world / (now - start)
-        state = [t for s in optimizer.state.values() for t in s.values()]
-        held = sum(t.nbytes for t in [*params.values(), *state])
+        speed = len(losses) * args.micro_batches * args.batch * args.seq * world / (now - start)
+        held = sum(t.nbytes for t in [*params.values(), *(t for values in state.values() for t in values.values())])
         if rank == 0:
             print(f"step {step:5d}  loss {mean:.4f}  tokens/s {speed:,.0f}  bytes per rank {held:,}", flush=True)
         start, losses = now, []

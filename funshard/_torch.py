@@ -37,6 +37,7 @@ __all__ = [
     "in_forward_ad",
     "is_fake",
     "is_over",
+    "is_tracked",
     "is_wrapped",
     "kept",
     "level",
@@ -109,6 +110,17 @@ def base(tensor: Tensor) -> Tensor:
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether the tensor belongs to a transform."""
     return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_tracked(tensor: Tensor) -> bool:
+    """Whether autograd, torch.func or forward-mode AD follows the tensor. Pinned by ``test_derivatives_are_refused``."""
+    while is_wrapped(tensor):
+        if _functorch.is_gradtrackingtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return True
+    return in_forward_ad() and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def is_over(tensor: Tensor) -> bool:

@@ -40,8 +40,9 @@ class Codec:
     def encoded(self, piece: Tensor) -> tuple[Tensor, ...]:
         """What is sent of a slice. TypeError if that is anything but tensors."""
         tensors = self.encode(piece)
-        if not isinstance(tensors, tuple) or not all(isinstance(x, Tensor) for x in tensors):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{self}: expected encode to return a tuple of tensors, got {type(tensors).__name__}")
+        if not isinstance(tensors, tuple) or not all(isinstance(x, Tensor) for x in tensors) or not tensors:  # pyright: ignore[reportUnnecessaryIsInstance]
+            got = type(tensors).__name__ if tensors != () else "an empty one"
+            raise TypeError(f"{self}: expected encode to return a tuple of tensors, got {got}")
         return tensors
 
     def decoded(self, tensors: Iterable[Tensor], numel: int) -> Tensor:

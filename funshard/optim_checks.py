@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from . import _torch
 from .optim_groups import Layout
@@ -133,22 +132,11 @@ def named(grads: Mapping[str, Tensor], state: State, params: Mapping[str, Tensor
 def refuse_derivatives(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """RuntimeError where something would be differentiated through the update: torch's kernels lose that silently."""
     for what, tensor in tensors:
-        if _tracked(tensor):
+        if _torch.is_tracked(tensor):
             raise RuntimeError(
                 f"from_torch: {what} takes part in a derivative, which torch's kernels would lose: expected "
                 "differentiable=True, or an update under torch.no_grad() or outside of the transform"
             )
-
-
-def _tracked(tensor: Tensor) -> bool:
-    """Whether autograd, torch.func or forward-mode AD follows it. Pinned by ``test_derivatives_are_refused``."""
-    while _torch.is_wrapped(tensor):
-        if _functorch.is_gradtrackingtensor(tensor):
-            return True
-        tensor = _functorch.get_unwrapped(tensor)
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        return True
-    return _torch.in_forward_ad() and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:

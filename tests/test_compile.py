@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 import funshard as fs
-from funshard import P
+from funshard import P, _torch
 from funshard.compile import compile
 
 _found = importlib.util.spec_from_file_location(
@@ -230,6 +230,18 @@ def test_gathers_run_one_unit_ahead() -> None:
     assert order == forward + backward
 
 
+low_precision = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: casts inside of a compiled call")
+
+
+@low_precision
+def test_low_precision_has_the_same_order() -> None:
+    """The same gathers, waits, uses and reductions in the same order; half the bytes are gathered."""
+    wide, root, block = graph_of(P("shard"))
+    read, _, _ = graph_of(P("shard", precision=fs.Precision(param=torch.float32, reduce=torch.float64)))
+    assert read.of("gather", "arrive", "reduce") == wide.of("gather", "arrive", "reduce")
+    assert read.peak == (root + 2 * block) // 2
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_gathered_bytes_alive(prefetch: int) -> None:
     """Never more than the root's unit, the one that runs and ``prefetch`` others, counted to the last use of a view."""
@@ -332,12 +344,17 @@ def test_transforms_equal_eager(gloo2: Pool, which: str, transform: str) -> None
     gloo2.run(transformed, which, transform)
 
 
+LOW = fs.Precision(param=torch.float32, reduce=torch.float64)
+
+
 def trained(rank: int, which: str, strategy: str, backend: str) -> None:
     warnings.filterwarnings("ignore", IMPORT, DeprecationWarning)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, block, by_call = models(which)
-    p = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}.get(strategy, P("shard"))
+    p = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P(), "low": P("shard", precision=LOW)}.get(
+        strategy, P("shard")
+    )
     spec = fs.by_type(block, p=p)(model)
     sizes = {"replicate": 2, "shard": 2} if strategy == "hsdp" else {"shard": dist.get_world_size()}
     spec = spec.on(dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
@@ -361,7 +378,7 @@ def trained(rank: int, which: str, strategy: str, backend: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("strategy", ["reshard", "keep", "replicate"])
+@pytest.mark.parametrize("strategy", ["reshard", "keep", "replicate", pytest.param("low", marks=low_precision)])
 def test_training_equals_eager(gloo2: Pool, strategy: str) -> None:
     """Five steps with donated parameters and state, compiled once, also when other tensors are given."""
     gloo2.run(trained, "gpt", strategy, "aot_eager")

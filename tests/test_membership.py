@@ -118,7 +118,7 @@ def test_ranks_that_are_not_there(rank: int) -> None:
 def out_of_order(rank: int) -> None:
     for ranks in ([[3, 1], [0, 2]], [[0, 1], [3, 2]]):
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b"))
-        with pytest.raises(ValueError, match="mesh axis '.': expected ranks that rise along it, got"):
+        with pytest.raises(ValueError, match=r"mesh axis '.': expected ranks that rise along it, got"):
             fs.whole(fs.P(("a", "b")))(torch.nn.Linear(4, 1)).on(mesh)
 
 

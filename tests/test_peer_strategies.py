@@ -156,8 +156,8 @@ def test_fsdp2_without_reshard(gloo4: Pool) -> None:
     gloo4.run(fsdp2, "hsdp", "bf16, reduced in float32", False)
 
 
-def ddp(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",))
+def ddp(rank: int, mesh_name: str) -> None:
+    mesh = init_device_mesh("cpu", MESHES[mesh_name][0], mesh_dim_names=MESHES[mesh_name][1])
     reference = nn.parallel.DistributedDataParallel(gpt())
     losses = by_torch(reference, rank)
     model = gpt()
@@ -166,8 +166,10 @@ def ddp(rank: int) -> None:
     compare(got, reference.module.state_dict(), 0)
 
 
-def test_ddp(gloo4: Pool) -> None:
-    gloo4.run(ddp)
+@pytest.mark.parametrize("mesh_name", MESHES)
+def test_ddp(gloo4: Pool, mesh_name: str) -> None:
+    """P() over one axis or over two."""
+    gloo4.run(ddp, mesh_name)
 
 
 FSDP1: dict[str, tuple[P, ShardingStrategy, MixedPrecision | None]] = {

@@ -1,0 +1,446 @@
+"""Precision as data, its rules against torch's own, and what it casts: trees of inputs and outputs, and buffers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections import OrderedDict, defaultdict
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import unchanged
+from parity import WAYS
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.utils import _apply_to_tensors
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+import funshard as fs
+from funshard import Codec, P, Precision
+from funshard.casting import cast_around, cast_back, cast_floats
+from funshard.division import Reduction, divide_factors, division
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+FLOATS = st.sampled_from([F16, BF16, F32, F64])
+MAYBE = st.none() | FLOATS
+
+
+# --- trees ---
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Data:
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    first: Any
+    second: Any
+
+
+TENSORS = st.builds(
+    lambda dtype, seed: (torch.arange(-2, 4) * 1.37 * (seed + 1)).to(dtype),
+    st.sampled_from([F16, BF16, F32, F64, torch.int64, torch.uint8, torch.bool, torch.complex64]),
+    st.integers(0, 3),
+)
+LEAVES = TENSORS | st.none() | st.just("text") | st.just(3.5) | st.just(Pair)
+
+
+def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    keys = st.dictionaries(st.sampled_from("cab"), inner, max_size=3)
+    two = [st.builds(kind, inner, inner) for kind in (Pair, Data, Frozen)]
+    return st.one_of(st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple), keys, keys.map(OrderedDict), *two)
+
+
+TREES = st.recursive(LEAVES, _containers, max_leaves=8)
+
+
+def described(tree: Any, leaf: Any) -> Any:
+    """The tree by types, with ``leaf(tensor)`` in the place of tensors; everything else by identity or value."""
+    if isinstance(tree, Tensor):
+        return leaf(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return type(tree), *((f.name, described(getattr(tree, f.name), leaf)) for f in dataclasses.fields(tree))
+    if isinstance(tree, dict):
+        return type(tree), *((key, described(value, leaf)) for key, value in tree.items())
+    if isinstance(tree, (list, tuple)):
+        return type(tree), *(described(value, leaf) for value in tree)
+    return tree
+
+
+def exact(x: Tensor) -> tuple[torch.dtype, list[Any]]:
+    return x.dtype, x.tolist()
+
+
+@given(TREES, FLOATS)
+def test_cast_floats_is_that_of_fsdp1(tree: Any, dtype: torch.dtype) -> None:
+    """``_apply_to_tensors`` with ``_cast_fp_tensor``: types, order and all that is no float tensor stay."""
+    before = described(tree, id)
+    values = described(tree, exact)
+    got = cast_floats(tree, dtype)
+    expected = _apply_to_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+    assert described(got, exact) == described(expected, exact)
+    assert described(tree, id) == before  # the very objects
+    assert described(tree, exact) == values
+    again = cast_floats(got, dtype)
+    assert described(again, id) == described(got, id)  # nothing is left to cast
+
+
+@given(TREES)
+def test_cast_floats_to_none_is_the_identity(tree: Any) -> None:
+    assert cast_floats(tree, None) is tree
+
+
+def test_cast_floats_of_other_containers() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Lazy:
+        x: Tensor
+        y: Tensor = dataclasses.field(init=False)
+
+    x = torch.ones(2)
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    got = cast_floats(packed, BF16)
+    assert type(got) is PackedSequence
+    assert (got.data.dtype, packed.data.dtype, got.batch_sizes.dtype) == (BF16, F32, torch.int64)
+    assert cast_floats(pack_sequence([torch.ones(3, dtype=torch.int64)]), BF16).data.dtype == torch.int64
+    made = cast_floats(defaultdict(list, a=x), F16)
+    assert (type(made), made.default_factory, made["a"].dtype) == (defaultdict, list, F16)
+    lazy = cast_floats(Lazy(x), BF16)  # a field that is not set yet stays so
+    assert (lazy.x.dtype, hasattr(lazy, "y")) == (BF16, False)
+    assert cast_floats(Lazy, BF16) is Lazy
+
+
+@given(FLOATS, FLOATS)
+def test_cast_floats_is_differentiable(original: torch.dtype, dtype: torch.dtype) -> None:
+    """Gradients come back in the dtype of what was given."""
+    x = torch.ones(2, dtype=original, requires_grad=True)
+    cast_floats(Data([x], {}), dtype).first[0].sum().backward()
+    assert x.grad is not None
+    assert (x.grad.dtype, x.grad.tolist()) == (original, [1, 1])
+
+
+# --- around a module ---
+
+
+@given(MAYBE, MAYBE, FLOATS, st.booleans())
+def test_cast_around(param: torch.dtype | None, output: torch.dtype | None, given: torch.dtype, cast_inputs: bool) -> None:
+    seen: list[torch.dtype] = []
+
+    def forward(a: Data, *, b: Tensor, n: Tensor) -> dict[str, Tensor]:
+        """Of the module."""
+        seen.extend((a.first.dtype, b.dtype, n.dtype))
+        return {"out": a.first.to(BF16), "n": n}
+
+    run = cast_around(forward, Precision(param=param, output=output, cast_inputs=cast_inputs))
+    assert run.__doc__ == forward.__doc__
+    out = run(Data(torch.ones(2, dtype=given), 1), b=torch.ones(2, dtype=F64), n=torch.ones(2, dtype=torch.int32))
+    casts = param if cast_inputs else None
+    assert seen == [casts or given, casts or F64, torch.int32]
+    assert (out["out"].dtype, out["n"].dtype) == (output or BF16, torch.int32)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [None, x], lambda x: {"i": torch.ones(2, dtype=torch.int64), "x": x}])
+@pytest.mark.parametrize("given", [F16, BF16, F32, F64])
+def test_outputs_are_restored(wrap: Any, given: torch.dtype) -> None:
+    """To the dtype of the first floating point input."""
+    x = wrap(torch.ones(2, dtype=given))
+    out = cast_around(lambda a, b: torch.ones(2), Precision(param=F32, restore_outputs=True))(x, torch.ones(2, dtype=F64))
+    assert out.dtype == given
+
+
+@pytest.mark.parametrize("wrap", [lambda x: Data(3, x), lambda x: Frozen(x, x), lambda x: pack_sequence([x])])
+def test_outputs_are_restored_from_dataclasses(wrap: Any) -> None:
+    run = cast_around(lambda a: torch.ones(2, dtype=BF16), Precision(param=BF16, restore_outputs=True))
+    assert run(wrap(torch.ones(2))).dtype == F32
+
+
+def test_outputs_stay_where_no_input_is_floating() -> None:
+    run = cast_around(lambda a: torch.ones(2, dtype=BF16), Precision(param=BF16, restore_outputs=True))
+    assert run(torch.ones(2, dtype=torch.int64)).dtype == BF16
+
+
+def test_nothing_around_without_precision() -> None:
+    forward = lambda x: x  # noqa: E731
+    assert cast_around(forward, None) is forward
+    x = torch.ones(2, dtype=F64)
+    assert cast_around(forward, Precision())(x) is x
+
+
+# --- buffers ---
+
+
+SPECIAL = [0.0, -0.0, 1.0, -2.5, 1 / 3, 1e-30, 7e4, float("inf"), -float("inf"), float("nan"), 3.0000001]
+
+
+@given(st.sampled_from([F32, F64]), st.sampled_from([F16, BF16, F32]), st.lists(st.booleans(), min_size=11, max_size=11))
+def test_cast_back_is_exact_where_unchanged(original: torch.dtype, low: torch.dtype, changed: list[bool]) -> None:
+    before = torch.tensor(SPECIAL, dtype=original)
+    now = torch.where(torch.tensor(changed), before.to(low) + 100, before.to(low))
+    got = cast_back(now, before, before.to(low))
+    assert got.dtype == original
+    for i, value in enumerate(SPECIAL):
+        kept = not changed[i] or now[i] == before[i].to(low)  # as of 7e4 + 100 in bfloat16
+        assert torch.equal(got[i], before[i] if kept else now[i].to(original)) or value != value, i
+        assert torch.isnan(got[i]) == torch.isnan(before[i])
+    assert torch.equal(before.isnan(), torch.tensor(SPECIAL).isnan())
+
+
+def test_cast_back_where_the_shape_is_another() -> None:
+    got = cast_back(torch.tensor([1.5, 2, 3], dtype=BF16), torch.ones(2, dtype=F64), torch.ones(2, dtype=BF16))
+    assert (got.dtype, got.tolist()) == (F64, [1.5, 2, 3])
+
+
+class Counting(nn.Module):
+    """A linear layer between buffers: one that changes in a place, one that is read, one that counts, one set anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3) / 3)
+        self.register_buffer("running", torch.ones(3) / 3)
+        self.register_buffer("table", torch.arange(3) / 7)
+        self.register_buffer("count", torch.tensor(2**40 + 1))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.extend((self.running.dtype, self.table.dtype, self.count.dtype, self.mask.dtype))
+        with torch.no_grad():
+            self.running[1] += 1
+            self.count += 1
+        return (self.weight * x * self.table.to(x.dtype) * self.mask).sum()
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("way", ["fs", "backward"])
+@pytest.mark.parametrize("buffer", [None, BF16, F16, F64])
+def test_buffers_keep_their_dtypes(buffer: torch.dtype | None, way: str, remat: bool) -> None:
+    """Inside they are cast, integers never; outside they are what they were, bit by bit where forward left them alone."""
+    model = Counting()
+    spec = fs.whole(P("shard", remat=remat, precision=Precision(buffer=buffer)))(model)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    x = torch.arange(3.0)
+    with unchanged(model):
+        grads, _ = WAYS[way](lambda p: fs.functional_call(model, p, (x,), spec=spec, buffers=buffers))(fs.shard(model, spec))
+    assert set(zip(*[iter(model.seen)] * 4, strict=True)) == {(buffer or F32, buffer or F32, torch.int64, torch.bool)}
+    table = before["table"].to(buffer or F32).float()
+    torch.testing.assert_close(grads[""], x * table * before["mask"], rtol=1e-6, atol=0)
+    assert {name: b.dtype for name, b in buffers.items()} == {name: b.dtype for name, b in before.items()}
+    assert torch.equal(buffers["table"], before["table"])
+    assert torch.equal(buffers["mask"], before["mask"])
+    assert buffers["count"] == 2**40 + 2
+    running = before["running"].clone()
+    running[1] = (running[1].to(buffer or F32) + 1).to(F32)
+    assert torch.equal(buffers["running"], running)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("way", ["fs", "backward"])
+def test_running_statistics(way: str, mode: str) -> None:
+    """Those of a module whose parameters and buffers are in bfloat16, by hand; in eval they are not touched."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).train(mode == "train")
+    x = torch.randn(6, 4)
+    spec = fs.whole(P(precision=Precision(param=BF16, buffer=BF16)))(model)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    with unchanged(model):
+        WAYS[way](lambda p: fs.functional_call(model, p, (x,), spec=spec, buffers=buffers).float().pow(2).sum())(
+            fs.shard(model, spec)
+        )
+    reference = copy.deepcopy(model).to(BF16)
+    reference(x.to(BF16))
+    for name, expected in reference.named_buffers():
+        got, before = buffers[name], model.get_buffer(name)
+        assert got.dtype == before.dtype
+        assert torch.equal(got, expected.to(got.dtype))  # 0 and 1 are what they are in bfloat16
+        assert torch.equal(got, before) == (mode == "eval")
+
+
+def test_buffers_of_a_unit_of_its_own() -> None:
+    """Each module's are cast as the nearest unit around it says."""
+    model = nn.Sequential(Counting(), nn.Sequential(Counting()), nn.ModuleDict({"c": Counting()}))
+    model.forward = lambda x: model[0](x) + model[1](x) + model[2]["c"](x)
+    policy = fs.override(
+        fs.whole(P(precision=Precision(buffer=BF16))),
+        fs.by_path({"1": P(precision=Precision(buffer=F16)), "2.c": P(precision=Precision(param=F64))}),
+    )
+    spec = policy(model)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    fs.functional_call(model, fs.shard(model, spec), (torch.ones(3),), spec=spec, buffers=buffers)
+    assert [m.seen[0] for m in (model[0], model[1][0], model[2]["c"])] == [BF16, F16, F32]
+    assert {b.dtype for name, b in buffers.items() if "running" in name} == {F32}
+
+
+class Setting(nn.Module):
+    """Forward puts tensors of other dtypes and shapes into its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("whole", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.whole = self.whole + 0.5
+        self.cache = torch.cat([self.cache, x.to(self.cache.dtype)])
+        return self.weight.sum()
+
+
+@pytest.mark.parametrize("precision", [None, Precision(), Precision(param=BF16)])
+def test_buffers_that_are_not_cast_are_what_forward_left(precision: Precision | None) -> None:
+    model = Setting()
+    spec = fs.whole(P(precision=precision))(model)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    fs.functional_call(model, fs.shard(model, spec), (torch.full((1,), 1 / 3, dtype=F64),), spec=spec, buffers=buffers)
+    assert buffers["whole"].tolist() == [0.5, 0.5]
+    assert (buffers["cache"].dtype, buffers["cache"].shape) == (F32, (3,))
+
+
+def test_a_buffer_that_grows_comes_back_in_its_dtype() -> None:
+    model = Setting()
+    spec = fs.whole(P(precision=Precision(buffer=BF16)))(model)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    fs.functional_call(model, fs.shard(model, spec), (torch.ones(1),), spec=spec, buffers=buffers)
+    assert (buffers["cache"].dtype, buffers["cache"].tolist()) == (F32, [0, 0, 1])
+
+
+# --- Precision as data ---
+
+
+@pytest.mark.parametrize("name", ["param", "reduce", "output", "buffer"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, "float16", float, 16])
+def test_what_is_no_floating_dtype(name: str, dtype: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^Precision: {name}: expected a floating point dtype or None, got"):
+        Precision(**{name: dtype})
+
+
+def test_output_and_restore_outputs() -> None:
+    with pytest.raises(ValueError, match=r"expected output or restore_outputs, got both: output=torch\.bfloat16"):
+        Precision(output=BF16, restore_outputs=True)
+
+
+def identity(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tensors
+
+
+PRECISIONS = st.builds(
+    lambda restore, output, **rest: Precision(restore_outputs=restore, output=None if restore else output, **rest),
+    st.booleans(),
+    MAYBE,
+    param=MAYBE,
+    reduce=MAYBE,
+    cast_inputs=st.booleans(),
+    buffer=MAYBE,
+    codec=st.sampled_from([None, Codec(identity, torch.clone)]),
+)
+
+
+@given(PRECISIONS, PRECISIONS)
+def test_precision_is_a_value(a: Precision, b: Precision) -> None:
+    same = dataclasses.astuple(a) == dataclasses.astuple(b)
+    assert (a == b) == same
+    assert (hash(a) == hash(b)) == same
+    assert (P(precision=a) == P(precision=b)) == same
+    assert copy.deepcopy(a) == a
+    if a.codec is None:
+        assert pickle.loads(pickle.dumps(a)) == a
+        assert eval(repr(a), {"Precision": Precision, "torch": torch}) == a
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        a.param = F32
+
+
+def test_repr_says_what_was_given() -> None:
+    assert repr(Precision()) == "Precision()"
+    assert repr(Precision(param=BF16, cast_inputs=False)) == "Precision(param=torch.bfloat16, cast_inputs=False)"
+
+
+@given(MAYBE, MAYBE, FLOATS)
+def test_resolve_is_fsdp1s(param: torch.dtype | None, reduce: torch.dtype | None, original: torch.dtype) -> None:
+    handle = SimpleNamespace(_orig_param_dtype=original)
+    FlatParamHandle._init_param_reduce_dtypes(handle, param, reduce)
+    assert Precision(param=param, reduce=reduce).resolve(original) == (handle._fwd_bwd_param_dtype, handle._reduce_dtype)
+
+
+@given(PRECISIONS, st.sampled_from([torch.int64, torch.uint8, torch.bool, torch.complex64]))
+def test_resolve_leaves_what_is_not_floating(precision: Precision, original: torch.dtype) -> None:
+    assert precision.resolve(original) == (original, original)
+
+
+# --- division ---
+
+
+def test_divide_factors_are_fsdp1s() -> None:
+    for n in range(1, 4097):
+        before = DefaultState._get_gradient_predivide_factor(n)
+        assert divide_factors(n) == (before, n / before)
+
+
+# What a person reads off E1: a mean over so many ranks is divided by this before and this after.
+TABLE = {1: (1, 1), 2: (2, 1), 3: (2, 1.5), 4: (2, 2), 5: (2, 2.5), 6: (4, 1.5), 7: (2, 3.5), 8: (4, 2), 12: (4, 3)}
+
+
+@pytest.mark.parametrize(("n", "factors"), [*TABLE.items(), (16, (4, 4)), (32, (8, 4)), (64, (8, 8))])
+def test_divide_factors_table(n: int, factors: tuple[float, float]) -> None:
+    assert divide_factors(n) == factors
+
+
+@given(st.floats(1e-6, 1e6))
+def test_divide_factors_multiply_to_the_whole(total: float) -> None:
+    before, after = divide_factors(total)
+    assert before * after == total  # a power of two
+    assert before >= 1
+    assert before.hex().startswith("0x1.0000000000000p")
+
+
+class Ranks(NamedTuple):
+    count: int
+
+    def size(self) -> int:
+        return self.count
+
+
+@given(st.integers(1, 64), st.integers(1, 8), FLOATS, st.none() | st.sampled_from([1.0, 3.0, 8.0, 12.5]))
+def test_division_is_fsdp2s(shards: int, replicas: int, dtype: torch.dtype, factor: float | None) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+    if factor is not None and dtype in (F32, BF16):
+        return  # torch multiplies in the collective: see below
+    before, after, scatter, _ = _get_gradient_divide_factors(Ranks(shards), Ranks(replicas), dtype, "cpu", factor)
+    op, *factors = division("mean" if factor is None else factor, shards * replicas, dtype)
+    if dtype == F16:
+        assert (op, *factors) == ("sum", before, after)
+        assert scatter == ReduceOp.SUM
+    elif dtype == F64:  # torch divides in two parts what needs none: by as much in all
+        total = before * after
+        assert (op, *factors) == ("mean", 1, 1) if factor is None else (op, *factors) == ("sum", 1, total)
+        assert total == (factor or shards * replicas)
+    else:
+        assert (op, *factors, before, after) == ("mean", 1, 1, None, None)
+        assert scatter == (ReduceOp.AVG if shards * replicas > 1 else ReduceOp.SUM)
+
+
+@given(st.integers(1, 64), FLOATS, st.floats(0.1, 1e4))
+def test_division_by_a_number_is_of_the_sum(ranks: int, dtype: torch.dtype, by: float) -> None:
+    op, before, after = division(by, ranks, dtype)
+    assert (op, before * after) == ("sum", by)
+    assert before == 1 or dtype == F16
+    assert division("sum", ranks, dtype) == ("sum", 1, 1)
+
+
+@pytest.mark.parametrize("by", ["avg", 0, -1.0, float("inf"), float("nan"), True])
+def test_reductions_that_are_none(by: Any) -> None:
+    with pytest.raises(ValueError, match=r"^reduce: expected 'mean', 'sum' or a positive number to divide the sum by, got"):
+        Reduction.of(by)

@@ -1,0 +1,1496 @@
+"""Mixed precision as torch's own tests of FSDP2 and FSDP1 claim it: low-precision copies with masters kept by hand."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from collective_log import world
+from hypothesis import given
+from hypothesis import strategies as st
+from models import unchanged
+from parity import MAIN_WAYS, WAYS
+from ranks import Pool
+from test_memory import Alive, no_collector
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funshard as fs
+from funshard import Codec, P, Precision, _torch
+from funshard.division import divide_factors
+
+F16, BF16, F32, F64, I64, U8 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8
+
+
+HALF = Precision(param=F16)
+
+
+class Dtypes(TorchDispatchMode):
+    """The dtypes of what enters gathers and reductions; gloo gathers by broadcasts and reduces by exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: list[torch.dtype] = []
+        self.reduced: list[torch.dtype] = []
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "_c10d_functional" and name != "wait_tensor":
+            gathers = name.startswith(("all_gather", "broadcast"))
+            (self.gathered if gathers else self.reduced).append(args[0].dtype)
+            self.ops.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+# --- the table: what enters gathers and reductions ---
+
+
+class Layer(nn.Module):
+    def __init__(self, dtype: torch.dtype, seen: list[torch.dtype]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(5, dtype=dtype))
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.w.dtype)
+        return x * self.w * self.w
+
+
+class Stack(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+        self.a, self.b = Layer(dtype, self.seen), Layer(dtype, self.seen)
+        self.scale = nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)).sum() * self.scale.sum()
+
+
+# Of the parameters, what Precision says; entering gathers, entering reductions, of the gradients.
+ROWS: list[tuple[torch.dtype, dict[str, Any], torch.dtype, torch.dtype, torch.dtype]] = [
+    (F32, {}, F32, F32, F32),
+    (F32, {"param": BF16}, BF16, BF16, F32),
+    (F32, {"param": F16}, F16, F16, F32),
+    (F32, {"param": F64}, F64, F64, F32),
+    (F32, {"param": F32}, F32, F32, F32),
+    (F32, {"reduce": BF16}, F32, BF16, F32),
+    (F32, {"reduce": F16}, F32, F16, F32),
+    (F32, {"reduce": F64}, F32, F64, F32),
+    (F32, {"param": BF16, "reduce": F32}, BF16, F32, F32),
+    (F32, {"param": BF16, "reduce": BF16}, BF16, BF16, F32),
+    (F32, {"param": BF16, "reduce": F16}, BF16, F16, F32),
+    (F32, {"param": F16, "reduce": F32}, F16, F32, F32),
+    (F32, {"param": F16, "reduce": BF16}, F16, BF16, F32),
+    (F32, {"output": BF16}, F32, F32, F32),
+    (F32, {"buffer": F16}, F32, F32, F32),
+    (F32, {"param": BF16, "output": F32, "cast_inputs": False}, BF16, BF16, F32),
+    (F32, {"param": BF16, "reduce": F32, "restore_outputs": True}, BF16, F32, F32),
+    (F64, {}, F64, F64, F64),
+    (F64, {"param": F32}, F32, F32, F64),
+    (F64, {"param": F16}, F16, F16, F64),
+    (F64, {"param": BF16, "reduce": F32}, BF16, F32, F64),
+    (F64, {"reduce": F32}, F64, F32, F64),
+    (F64, {"reduce": F16, "buffer": BF16}, F64, F16, F64),
+    (BF16, {}, BF16, BF16, BF16),
+    (BF16, {"param": F32}, F32, F32, BF16),
+    (BF16, {"reduce": F32}, BF16, F32, BF16),
+    (BF16, {"param": F16}, F16, F16, BF16),
+    (F16, {}, F16, F16, F16),
+    (F16, {"param": BF16}, BF16, BF16, F16),
+    (F16, {"reduce": F32}, F16, F32, F16),
+    (F16, {"param": F32, "reduce": F64}, F32, F64, F16),
+]
+STRATEGIES: dict[str, tuple[P, dict[str, int]]] = {
+    "shard": (P("shard"), {"shard": 8}),
+    "replicated": (P(), {"shard": 8}),
+    "hsdp": (P("shard"), {"replicate": 2, "shard": 4}),
+}
+
+
+def hvp(f: Callable[[Any], Tensor]) -> Callable[[Any], tuple[fs.Params, Tensor]]:
+    return lambda params: (fs.hvp(f, params, {k: torch.ones_like(p) for k, p in params.items()}), torch.zeros(()))
+
+
+def grad_of_grad(f: Callable[[Any], Tensor]) -> Callable[[Any], tuple[fs.Params, Tensor]]:
+    penalty = lambda p: sum(g.float().pow(2).sum() for g in torch.func.grad(f)(p).values())  # noqa: E731
+    return torch.func.grad_and_value(penalty)
+
+
+def double_backward(f: Callable[[Any], Tensor]) -> Callable[[Any], tuple[fs.Params, Tensor]]:
+    def run(params: fs.Params) -> tuple[fs.Params, Tensor]:
+        leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
+        grads = torch.autograd.grad(f(leaves), list(leaves.values()), create_graph=True)
+        value = torch.stack([g.float().pow(2).sum() for g in grads]).sum()
+        return dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True)), value
+
+    return run
+
+
+DERIVATIVES = {way: WAYS[way] for way in MAIN_WAYS} | {
+    "hvp": hvp,
+    "grad of grad": grad_of_grad,
+    "double backward": double_backward,
+}
+
+
+@pytest.mark.parametrize("way", DERIVATIVES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_table(strategy: str, way: str) -> None:
+    """On 8 ranks; also what modules compute with, and that gradients come back as parameters are."""
+    p, sizes = STRATEGIES[strategy]
+    with world(8):
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        for original, fields, gathered, reduced, of_grads in ROWS:
+            model = Stack(original)
+            spec = fs.always(dataclasses.replace(p, precision=Precision(**fields)))(model).on(mesh)
+            params = fs.shard(model, spec)
+            x = torch.ones(5, dtype=original)
+            with Dtypes() as log:
+                loss = lambda q: fs.functional_call(model, q, (x,), spec=spec).float()  # noqa: E731
+                grads, _ = DERIVATIVES[way](loss)(params)
+            row = (original, fields)
+            assert set(log.gathered) == ({gathered} if p.axes else set()), row
+            assert set(log.reduced) == {reduced}, row
+            assert {g.dtype for g in grads.values()} == {of_grads}, row
+            assert set(model.seen) == {gathered}, row
+            assert ("all_reduce" in {op.rstrip("_") for op in log.ops}) == (strategy != "shard"), row
+            assert ("reduce_scatter_tensor" in log.ops) == (strategy != "replicated"), row
+
+
+def table_rows(rank: int, p: P) -> None:
+    for original, fields, gathered, reduced, of_grads in ROWS:
+        model = Stack(original)
+        spec = fs.always(dataclasses.replace(p, precision=Precision(**fields)))(model).bound
+        params = fs.shard(model, spec)
+        with Dtypes() as log:
+            loss = lambda q: fs.functional_call(model, q, (torch.ones(5, dtype=original),), spec=spec).float()  # noqa: E731
+            grads = fs.grad(loss)(params)
+        assert set(log.gathered) == ({gathered} if p.axes else set()), fields
+        assert set(log.reduced) == {reduced}, fields
+        assert {g.dtype for g in grads.values()} == {of_grads}, fields
+        assert all(torch.isfinite(g).all() for g in grads.values()), fields
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True), P()], ids=str)
+def test_the_table_on_real_ranks(gloo2: Pool, p: P) -> None:
+    gloo2.run(table_rows, p)
+
+
+@pytest.mark.parametrize(("original", "fields"), [(F32, {"param": BF16}), (F64, {"param": F16, "reduce": F32})])
+def test_integer_parameters_travel_as_they_are(original: torch.dtype, fields: dict[str, Any]) -> None:
+    model = nn.Bilinear(1, 1, 8).to(original)
+    model.n = nn.Parameter(torch.arange(8) + 2**40, requires_grad=False)
+    model.forward = lambda x: (model.weight.flatten() * x).sum() + (model.n - 2**40).sum()
+    with world(8):
+        spec = fs.whole(P("shard", precision=Precision(**fields)))(model).bound
+        trained, frozen = fs.partition(fs.shard(model, spec), spec)
+        with Dtypes() as log:
+            fs.grad(lambda p: fs.functional_call(model, fs.combine(p, frozen), (torch.ones(8),), spec=spec))(trained)
+        assert sorted(map(str, set(log.gathered))) == sorted(map(str, (fields["param"], U8)))  # as bytes
+        assert set(log.reduced) == {fields.get("reduce", fields["param"])}
+
+
+def test_one_rank_sends_nothing() -> None:
+    model = Stack(F32)
+    spec = fs.always(P("shard", precision=Precision(reduce=F32)))(model).on({"shard": 1})
+    params = fs.shard(model, spec, rank=0)
+    with Dtypes() as log:
+        fs.grad(lambda p: fs.functional_call(model, p, (torch.ones(5),), spec=spec))(params)
+    assert log.ops == []
+
+
+# --- no Precision is no change ---
+
+
+def nothing_changes(rank: int) -> None:
+    model = mlps()
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+    for p in (P("shard"), P(), P("shard", reshard=False), P("shard", remat=True)):
+        results = []
+        for precision in (None, Precision(), Precision(param=F32, reduce=F32, output=F32, buffer=F32)):
+            spec = fs.by_type(MLP, p=dataclasses.replace(p, precision=precision))(model)
+            params = fs.shard(model, spec)
+            with Dtypes() as log:
+                loss = lambda q: fs.functional_call(model, q, (x,), spec=spec).pow(2).mean()  # noqa: E731
+                grads, value = fs.grad_and_value(loss)(params)
+            results.append((log.ops, log.gathered, log.reduced, value, grads))
+        for other in results[1:]:
+            assert other[:3] == results[0][:3]
+            assert torch.equal(other[3], results[0][3])
+            assert all(torch.equal(g, results[0][4][k]) for k, g in other[4].items())
+
+
+def test_without_precision_nothing_changes(gloo2: Pool) -> None:
+    """The same collectives, and results bit by bit."""
+    gloo2.run(nothing_changes)
+
+
+# --- FSDP2: training with low-precision copies and masters by hand ---
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+def mlps() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(MLP(16), MLP(16), MLP(16))
+
+
+def mean_over_ranks(grad: Tensor, reduce: torch.dtype) -> Tensor:
+    """Of two ranks, of which a sum has one rounding; float16 divided before it."""
+    total = grad.to(reduce) / 2 if reduce == F16 else grad.to(reduce)
+    dist.all_reduce(total)
+    return total if reduce == F16 else total / 2
+
+
+Loss = Callable[[Callable[..., Any]], Tensor]
+"""From the model as a function to this rank's loss."""
+
+
+def by_hand(
+    model: nn.Module, masters: Mapping[str, Tensor], loss: Loss, param: torch.dtype | None, reduce: torch.dtype | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The gradients of masters, computed with copies in ``param`` and reduced in ``reduce``; and the loss."""
+    low = {n: p.detach().to(param or p.dtype).requires_grad_(p.requires_grad) for n, p in masters.items()}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(model, low, args, kwargs)
+
+    value = loss(call)
+    value.backward()
+    grads = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in low.items() if p.requires_grad}
+    return {n: mean_over_ranks(g, reduce or g.dtype).to(masters[n].dtype) for n, g in grads.items()}, value.detach()
+
+
+def check_training(
+    rank: int,
+    model: nn.Module,
+    spec: fs.PartitionSpec,
+    losses: Callable[[Callable[..., Any], int], Tensor],
+    by_hands_loss: Callable[[Callable[..., Any], int], Tensor],
+    param: torch.dtype | None,
+    reduce: torch.dtype | None,
+    way: str = "fs",
+) -> None:
+    """Three steps of Adam on masters: gradients, parameters and losses bit by bit."""
+    masters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
+    trained, frozen = fs.partition(fs.shard(model, spec), spec)
+    reference = torch.optim.Adam([p for p in masters.values() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.Adam(trained.values(), lr=1e-2)
+    with unchanged(model):
+        for step in range(3):
+            expected, expected_loss = by_hand(model, masters, lambda call: by_hands_loss(call, step), param, reduce or param)
+            sharded = lambda p: lambda *a, **k: fs.functional_call(model, fs.combine(p, frozen), a, k, spec=spec)  # noqa: E731
+            grads, value = WAYS[way](lambda p: losses(sharded(p), step))(trained)
+            assert torch.equal(value, expected_loss)
+            for name, p in masters.items():
+                p.grad = expected.get(name)
+            frozen_too = {n: expected.get(n, torch.zeros_like(p, requires_grad=False)) for n, p in masters.items()}
+            for key, g in fs.shard(frozen_too, spec).items():
+                if key in trained:
+                    assert grads[key].dtype == g.dtype
+                    torch.testing.assert_close(grads[key], g, rtol=0, atol=0)
+                    trained[key].grad = grads[key]
+            optimizer.step()
+            reference.step()
+        full = fs.gather_full(fs.combine(trained, frozen), spec)
+        for name, p in masters.items():
+            assert torch.equal(full[name], p.detach()), name
+            assert full[name].dtype == p.dtype
+
+
+def batch(rank: int, step: int, width: int = 16) -> Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def training(rank: int, p: P, precision: Precision, way: str) -> None:
+    model = mlps()
+    spec = fs.by_type(MLP, p=dataclasses.replace(p, precision=precision))(model)
+    given = precision.param or F32
+    check_training(
+        rank,
+        model,
+        spec,
+        lambda call, step: call(batch(rank, step)).float().pow(2).mean(),
+        lambda call, step: call(batch(rank, step).to(given)).to(precision.output or given).float().pow(2).mean(),
+        precision.param,
+        precision.reduce,
+        way,
+    )
+
+
+KEPT = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
+
+
+@pytest.mark.parametrize("p", KEPT, ids=str)
+@pytest.mark.parametrize("param", [BF16, F16], ids=str)
+def test_compute_dtype(gloo2: Pool, param: torch.dtype, p: P) -> None:
+    """``test_compute_dtype``."""
+    gloo2.run(training, p, Precision(param=param), "fs")
+
+
+@pytest.mark.parametrize("way", ["fs", "torch.func", "backward", "autograd.grad"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        Precision(param=BF16, reduce=F32),
+        Precision(reduce=BF16),
+        Precision(param=F16, reduce=F32, output=F32),
+        Precision(param=BF16, reduce=F16),
+        Precision(param=F64),
+    ],
+    ids=str,
+)
+def test_reduce_dtype(gloo2: Pool, precision: Precision, way: str) -> None:
+    """``test_reduce_dtype``: float32 reductions of bfloat16 gradients, and the other way round."""
+    gloo2.run(training, P("shard"), precision, way)
+
+
+def by_fully_shard(rank: int, policy: MixedPrecisionPolicy, precision: Precision, reshard: bool) -> None:
+    reference = mlps()
+    for mlp in reference:
+        fully_shard(mlp, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(reference, mp_policy=policy, reshard_after_forward=reshard)
+    theirs = torch.optim.Adam(reference.parameters(), lr=1e-2)
+    model = mlps()
+    spec = fs.by_type(MLP, p=P("shard", precision=precision, reshard=reshard))(model)
+    params = fs.shard(model, spec)
+    ours = torch.optim.Adam(params.values(), lr=1e-2)
+    for step in range(3):
+        loss = lambda call: call(batch(rank, step)).float().pow(2).mean()  # noqa: E731
+        theirs.zero_grad()
+        expected = loss(reference)
+        expected.backward()
+        grads, value = fs.grad_and_value(lambda p: loss(lambda x: fs.functional_call(model, p, (x,), spec=spec)))(params)
+        assert torch.equal(value, expected.detach())
+        full = {n: p.grad.full_tensor() for n, p in reference.named_parameters()}
+        for key, g in fs.shard(full, spec).items():
+            torch.testing.assert_close(grads[key], g, rtol=0, atol=0)
+            params[key].grad = grads[key]
+        theirs.step()
+        ours.step()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    ("param", "reduce", "output"), [(F16, None, None), (F16, F32, None), (None, F16, None), (BF16, F32, F32), (BF16, None, F32)]
+)
+def test_fully_shard_bit_by_bit(
+    gloo2: Pool, param: torch.dtype | None, reduce: torch.dtype | None, output: torch.dtype | None, reshard: bool
+) -> None:
+    """FSDP2 itself: loss, gradients and, by them, three steps."""
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+    gloo2.run(by_fully_shard, policy, Precision(param=param, reduce=reduce, output=output), reshard)
+
+
+class WithInteger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = MLP(16), MLP(16)
+        self.shift = nn.Parameter(torch.arange(16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.trained(self.frozen(x).roll(int(self.shift[3]), -1))
+
+
+def frozen_first(rank: int) -> None:
+    torch.manual_seed(0)
+    model = WithInteger()
+    model.requires_grad_(False)
+    precision = Precision(param=BF16, reduce=F32)
+    policy = fs.by_type(MLP, p=P("shard", precision=precision))
+    spec = policy(model)
+    params = fs.shard(model, spec)
+    with Dtypes() as log:
+        fs.functional_call(model, params, (batch(rank, 0),), spec=spec)
+    assert BF16 in log.gathered
+    assert log.reduced == []
+    for p in model.trained.parameters():
+        p.requires_grad_()
+    spec = policy(model)
+    trained, frozen = fs.partition(fs.shard(model, spec), spec)
+    assert {p.dtype for p in frozen.values()} == {F32, I64}
+    with Dtypes() as log:
+        loss = lambda p: fs.functional_call(model, fs.combine(p, frozen), (batch(rank, 0),), spec=spec).float().pow(2).mean()  # noqa: E731
+        grads = fs.grad(loss)(trained)
+    assert set(log.reduced) == {F32}
+    low = {n: p.detach().to(BF16).requires_grad_() if p.requires_grad else p.detach() for n, p in model.named_parameters()}
+    low |= {n: p.to(BF16) for n, p in low.items() if p.dtype == F32}
+    torch.func.functional_call(model, low, (batch(rank, 0).to(BF16),)).float().pow(2).mean().backward()
+    for key, g in grads.items():
+        names = [param.name for param in spec.by_key[key].params]
+        mean = {n: mean_over_ranks(low[n].grad, F32) if n in names else torch.zeros_like(p) for n, p in low.items()}
+        assert torch.equal(g, fs.shard({n: m.to(model.get_parameter(n).dtype) for n, m in mean.items()}, spec)[key])
+
+
+def test_reduce_dtype_after_frozen_first_forward(gloo2: Pool) -> None:
+    """``test_reduce_dtype_after_frozen_first_forward``, with an int64 parameter."""
+    gloo2.run(frozen_first)
+
+
+def accumulation(rank: int, p: P, precision: Precision) -> None:
+    model = mlps()
+    spec = fs.by_type(MLP, p=dataclasses.replace(p, precision=precision))(model)
+    params = fs.shard(model, spec)
+    given = precision.param or F32
+    total: dict[str, Tensor] = {}
+    by_hands: dict[str, Tensor] = {}
+    low = {n: q.detach().to(given) for n, q in model.named_parameters()}
+    with Dtypes() as log:
+        for step in range(3):
+            loss = lambda full: fs.functional_call(model, full, (batch(rank, step),), spec=spec).float().pow(2).mean()  # noqa: E731
+            if not log.ops:
+                full = fs.unshard(params, spec)
+                sent = len(log.ops)
+            for n, g in fs.grad(loss)(full).items():
+                total[n] = total[n] + g if n in total else g
+            assert len(log.ops) == sent
+            own = lambda q: torch.func.functional_call(model, q, (batch(rank, step).to(given),)).float().pow(2).mean()  # noqa: E731
+            for n, g in torch.func.grad(own)(low).items():
+                by_hands[n] = by_hands[n] + g.float() if n in by_hands else g.float()
+        log.reduced.clear()
+        grads = fs.reduce_grads(total, spec)
+    assert set(log.reduced) == {precision.reduce or given}
+    reduced = {n: mean_over_ranks(g, precision.reduce or given).to(F32) for n, g in by_hands.items()}
+    for key, g in fs.shard(reduced, spec).items():
+        assert total[spec.by_key[key].params[0].name].dtype == F32
+        torch.testing.assert_close(grads[key], g, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
+@pytest.mark.parametrize(
+    "precision", [Precision(param=BF16, reduce=F32), Precision(param=BF16), Precision(reduce=BF16)], ids=str
+)
+def test_gradient_accumulation(gloo2: Pool, precision: Precision, p: P) -> None:
+    """``test_grad_acc_with_reduce_dtype``: bfloat16 gradients of micro-batches add up in float32, and are reduced once."""
+    gloo2.run(accumulation, p, precision)
+
+
+# --- structured inputs and outputs ---
+
+
+@dataclasses.dataclass
+class Data:
+    x: Any
+    n: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    n: Tensor
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    n: Tensor
+
+
+def output_of_transformers(x: Tensor, n: Tensor) -> Any:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=x, attentions=(n,))
+
+
+STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "dataclass": (Data, lambda s: (s.x, s.n)),
+    "nested": (lambda x, n: Data([Data(x, None)], {"n": Frozen(n, n)}), lambda s: (s.x[0].x, s.n["n"].n)),
+    "frozen": (Frozen, lambda s: (s.x, s.n)),
+    "namedtuple": (Pair, lambda s: (s.x, s.n)),
+    "dict": (lambda x, n: {"x": x, "n": n}, lambda s: (s["x"], s["n"])),
+    "packed": (lambda x, n: PackedSequence(x, torch.tensor([2, 2])), lambda s: (s.data, s.batch_sizes)),
+    "ModelOutput": (output_of_transformers, lambda s: (s.last_hidden_state, s.attentions[0])),
+}
+WHOLE_PRECISIONS = [
+    None,
+    Precision(param=BF16),
+    Precision(param=BF16, reduce=F32),
+    Precision(param=BF16, reduce=F32, output=F32),
+]
+
+
+class Structured(nn.Module):
+    def __init__(self, kind: str, seen: list[torch.dtype]) -> None:
+        super().__init__()
+        self.linear, self.kind, self.seen = nn.Linear(16, 16), kind, seen
+
+    def forward(self, s: Any) -> Any:
+        make, take = STRUCTURES[self.kind]
+        x, n = take(s)
+        self.seen.extend((x.dtype, n.dtype))
+        return make(self.linear(x), n)
+
+
+def structured(rank: int, kind: str, precision: Precision | None, remat: bool) -> None:
+    torch.manual_seed(0)
+    seen: list[torch.dtype] = []
+    model = nn.Sequential(Structured(kind, seen), Structured(kind, seen))
+    inner = precision and dataclasses.replace(precision, output=None)
+    spec = fs.override(
+        fs.whole(P("shard", precision=precision)), fs.by_type(Structured, p=P("shard", precision=inner, remat=remat))
+    )(model)
+    make, take = STRUCTURES[kind]
+    n = torch.arange(3) + 2**40
+    param = (precision and precision.param) or F32
+
+    def ours(call: Callable[..., Any], step: int) -> Tensor:
+        given = make(batch(rank, step), n)
+        out = call(given)
+        assert type(out) is type(given)
+        assert take(given)[0].dtype == F32  # as it came
+        x, m = take(out)
+        assert x.dtype == ((precision and precision.output) or param)
+        assert torch.equal(m, take(given)[1])
+        return x.float().pow(2).mean()
+
+    def theirs(call: Callable[..., Any], step: int) -> Tensor:
+        return take(call(make(batch(rank, step).to(param), n)))[0].float().pow(2).mean()
+
+    check_training(rank, model, spec, ours, theirs, precision and precision.param, precision and precision.reduce)
+    assert set(seen) == {param, I64}
+
+
+@pytest.mark.parametrize("precision", WHOLE_PRECISIONS, ids=str)
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_structured_input_and_output(gloo2: Pool, kind: str, precision: Precision | None) -> None:
+    """``test_dataclass_input``, ``test_dataclass_output`` and what else models take and return."""
+    gloo2.run(structured, kind, precision, False)
+
+
+@pytest.mark.parametrize("kind", ["namedtuple", "dict", "packed", "ModelOutput"])
+def test_structured_input_and_output_of_recomputed_units(gloo2: Pool, kind: str) -> None:
+    gloo2.run(structured, kind, Precision(param=BF16, reduce=F32), True)
+
+
+# --- different submodules ---
+
+
+class Saved(nn.Module):
+    """The ``SaveForwardInputsModule`` of torch's tests, which can cast by itself."""
+
+    def __init__(self, name: str, seen: dict[str, list[torch.dtype]], casts: bool) -> None:
+        super().__init__()
+        self.l, self.name, self.seen, self.casts = nn.Linear(10, 10), name, seen, casts
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.setdefault(self.name, []).append(x.dtype)
+        return self.l(x.to(self.l.weight.dtype) if self.casts else x)
+
+
+class SavedModel(nn.Module):
+    def __init__(self, casts: bool = False) -> None:
+        super().__init__()
+        self.seen: dict[str, list[torch.dtype]] = {}
+        self.c1, self.c2 = Saved("c1", self.seen, casts), Saved("c2", self.seen, casts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.setdefault("model", []).append(x.dtype)
+        return self.c2(self.c1(x))
+
+
+ONE_SUBMODULE: dict[str, tuple[bool, dict[str, Precision], tuple[torch.dtype, ...]]] = {
+    "on c2": (False, {"c2": HALF}, (F32, F32, F16)),
+    "skip inputs": (True, {"c2": Precision(param=F16, cast_inputs=False)}, (F32, F32, F32)),
+    "on c1, output float32": (False, {"c1": Precision(param=F16, output=F32)}, (F32, F16, F32)),
+    "on c1, output restored": (False, {"c1": Precision(param=F16, restore_outputs=True)}, (F32, F16, F32)),
+    "different precisions": (False, {"": Precision(param=F32), "c2": HALF}, (F32, F32, F16)),
+    "on both": (False, {"c1": HALF, "c2": Precision(param=BF16)}, (F32, F16, BF16)),
+    "on the root and both": (False, {"": HALF, "c1": Precision(param=F32), "c2": HALF}, (F16, F32, F16)),
+}
+
+
+def saved_model(casts: bool, precisions: Mapping[str, Precision]) -> tuple[SavedModel, fs.PartitionSpec]:
+    model = SavedModel(casts)
+    root = fs.whole(P("shard", precision=precisions.get("")))
+    inner = {path: P("shard", precision=precision) for path, precision in precisions.items() if path}
+    return model, fs.override(root, fs.by_path(inner))(model)
+
+
+def one_submodule(rank: int, name: str) -> None:
+    casts, precisions, (whole, c1, c2) = ONE_SUBMODULE[name]
+    for way in MAIN_WAYS:
+        model, spec = saved_model(casts, precisions)
+        x = torch.ones(2, 10)
+        WAYS[way](lambda p: fs.functional_call(model, p, (x,), spec=spec).float().sum())(fs.shard(model, spec))
+        assert model.seen == {"model": [whole], "c1": [c1], "c2": [c2]}
+
+
+@pytest.mark.parametrize("name", ONE_SUBMODULE)
+def test_float16_on_one_submodule(gloo2: Pool, name: str) -> None:
+    """``test_float16_on_one_submodule`` and ``..._skip_inputs``, ``test_submodules_with_different_precisions``."""
+    gloo2.run(one_submodule, name)
+
+
+def mismatched(rank: int, precisions: dict[str, Precision]) -> None:
+    model, spec = saved_model(False, precisions)
+    params = fs.shard(model, spec)
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        fs.functional_call(model, params, (torch.ones(2, 10),), spec=spec)
+
+
+@pytest.mark.parametrize(
+    "precisions", [{"c2": Precision(param=F16, cast_inputs=False)}, {"": Precision(param=F32), "c1": HALF}]
+)
+def test_mismatches_are_torchs_errors(gloo2: Pool, precisions: dict[str, Precision]) -> None:
+    """``..._skip_inputs_error`` and ``test_submodules_with_different_precisions_error``: one that differs and runs first."""
+    gloo2.run(mismatched, precisions)
+
+
+class External(nn.Module):
+    """Makes a tensor in its forward and gives it to a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l1, self.l2 = nn.Linear(10, 10), Two()
+        self.seen: list[torch.dtype] = self.l2.seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l2(self.l1(x), y=torch.ones(2, 10))
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(10, 10)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.seen += x.dtype, y.dtype
+        return self.l(x) * y
+
+
+@pytest.mark.parametrize(
+    ("inner", "seen"),
+    [
+        (Precision(param=F16), [F16, F16]),
+        (Precision(param=F16, cast_inputs=False), [F16, F32]),
+        (None, [F16, F32]),
+        (Precision(param=BF16), [BF16, BF16]),
+    ],
+)
+def test_submodules_with_external_inputs(inner: Precision | None, seen: list[torch.dtype]) -> None:
+    """``test_submodules_with_external_inputs``: cast iff the unit that takes it casts."""
+    model = External()
+    spec = fs.override(fs.whole(P("shard", precision=HALF)), fs.by_path({"l2": P("shard", precision=inner)}))(model)
+    run = lambda p: fs.functional_call(model, p, (torch.ones(2, 10),), spec=spec).float().sum()  # noqa: E731
+    if inner is None:  # a unit of its own without precision keeps its parameters
+        with pytest.raises(RuntimeError, match="must have the same dtype"):
+            run(fs.shard(model, spec))
+    else:
+        fs.grad(run)(fs.shard(model, spec))
+    assert model.seen == seen
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("output", [None, F32])
+def test_recomputation_sees_the_same_casts(output: torch.dtype | None, way: str) -> None:
+    """``test_checkpoint_recompute_casts_forward_inputs`` and ``..._outputs``: P(remat=True)."""
+    model = SavedModel()
+    p = P("shard", remat=True, precision=Precision(param=BF16, output=output))
+    after = p if output is None else P("shard", precision=Precision(param=F32))
+    spec = fs.by_path({"c1": p, "c2": after})(model)
+    loss = lambda q: fs.functional_call(model, q, (torch.ones(2, 10),), spec=spec).float().sum()  # noqa: E731
+    WAYS[way](loss)(fs.shard(model, spec))
+    assert model.seen == {"model": [F32], "c1": [BF16, BF16], "c2": [BF16, BF16] if output is None else [F32]}
+
+
+class Methods(SavedModel):
+    def features(self, x: Tensor, *, y: Tensor) -> dict[str, Tensor]:
+        self.seen["features"] = [x.dtype, y.dtype]
+        return {"c1": self.c1(x), "y": y}
+
+
+@pytest.mark.parametrize("output", [None, F64])
+def test_other_methods_are_cast_around_too(output: torch.dtype | None) -> None:
+    model = Methods()
+    spec = fs.whole(P("shard", precision=Precision(param=BF16, output=output)))(model)
+    args, kwargs = (torch.ones(2, 10),), {"y": torch.ones(2, dtype=F64)}
+    out = fs.functional_call(model, fs.shard(model, spec), args, kwargs, spec=spec, method="features")
+    assert model.seen == {"features": [BF16, BF16], "c1": [BF16]}
+    assert {x.dtype for x in out.values()} == {output or BF16}
+
+
+# --- normalisation ---
+
+
+def norm_model(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    norms: dict[str, nn.Module] = {"layer": nn.LayerNorm(16), "batch": nn.BatchNorm1d(16), "batch2d": nn.BatchNorm2d(4)}
+    if kind == "batch2d":
+        return nn.Sequential(nn.Unflatten(1, (4, 2, 2)), nn.Conv2d(4, 4, 1), norms[kind], nn.Flatten(), nn.Linear(16, 4))
+    return nn.Sequential(nn.Linear(16, 16), norms[kind], nn.Linear(16, 4))
+
+
+def norms_in_low_precision(rank: int, kind: str, param: torch.dtype) -> None:
+    model = norm_model(kind)
+    spec = fs.whole(P("shard", precision=Precision(param=param, reduce=F32, buffer=param)))(model)
+    reference = copy.deepcopy(model)
+    for module in reference.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(param)
+    masters = dict(model.named_parameters())
+    loss = lambda call: call(batch(rank, 0)).float().pow(2).mean()  # noqa: E731
+    expected, value = by_hand(reference, masters, lambda call: loss(lambda x: call(x.to(param))), param, F32)
+    with unchanged(model):
+        grads, got = fs.grad_and_value(lambda p: loss(lambda x: fs.functional_call(model, p, (x,), spec=spec)))(
+            fs.shard(model, spec)
+        )
+    assert torch.equal(got, value)
+    for key, g in fs.shard(expected, spec).items():
+        torch.testing.assert_close(grads[key], g, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("param", [BF16, F16], ids=str)
+@pytest.mark.parametrize("kind", ["layer", "batch", "batch2d"])
+def test_norm_modules(gloo2: Pool, kind: str, param: torch.dtype) -> None:
+    """``test_norm_modules_bf16`` and ``..._fp16``: with buffers cast as parameters are."""
+    gloo2.run(norms_in_low_precision, kind, param)
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("kind", ["layer", "batch", "batch2d"])
+def test_full_precision(kind: str, way: str) -> None:
+    """``_module_classes_to_ignore``: in and out of the module's own float32, what comes after in bfloat16 again."""
+    model = norm_model(kind)
+    seen: dict[str, torch.dtype] = {}
+    norm = model[1] if kind != "batch2d" else model[2]
+    forward = norm.forward
+
+    def spied(x: Tensor) -> Tensor:
+        seen["norm"], seen["weight"] = x.dtype, norm.weight.dtype
+        return forward(x)
+
+    norm.forward = spied
+    model[-1].register_forward_pre_hook(lambda _, args: seen.update(after=args[0].dtype))
+    low = P("shard", precision=Precision(param=BF16, buffer=BF16))
+    spec = fs.full_precision(fs.whole(low), nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)(model)
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    x = batch(0, 0)
+    loss = lambda p: fs.functional_call(model, p, (x,), spec=spec, buffers=buffers).float().sum()  # noqa: E731
+    if way == "torch.func":
+        loss = lambda p: fs.functional_call(model, p, (x,), spec=spec).float().sum()  # noqa: E731
+    WAYS[way](loss)(fs.shard(model, spec))
+    assert seen == {"norm": F32, "weight": F32, "after": BF16}
+    if kind == "batch" and way != "torch.func":
+        linear = copy.deepcopy(model[0]).to(BF16)
+        plain = nn.BatchNorm1d(16)
+        plain(linear(x.to(BF16)).float())
+        assert torch.equal(buffers["1.running_mean"], plain.running_mean)
+        assert torch.equal(buffers["1.running_var"], plain.running_var)
+
+
+def test_clamp_reduce_dtype() -> None:
+    """``test_clamp_reduce_dtype``: made in bfloat16, its shards cast to float32 later, reduced in bfloat16 all the same."""
+    model = mlps().to(BF16)
+    with world(4):
+        spec = fs.by_type(MLP, p=P("shard", precision=Precision(param=BF16, reduce=BF16)))(model).bound
+        params = {k: p.float() for k, p in fs.shard(model, spec).items()}
+        with Dtypes() as log:
+            grads = fs.grad(lambda p: fs.functional_call(model, p, (batch(0, 0),), spec=spec).sum())(params)
+        assert (set(log.gathered), set(log.reduced)) == ({BF16}, {BF16})
+        assert {g.dtype for g in grads.values()} == {F32}
+
+
+# --- FSDP1 ---
+
+
+class Linear(nn.Module):
+    """``LinearMixedPrecision``: notes the dtypes that its forward and its backward see."""
+
+    def __init__(self, width: int, out: int, seen: dict[str, set[torch.dtype]]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(width, out, bias=False)
+        self.register_buffer("buffer", torch.full((1, 2), 1 / 3, dtype=F64))
+        self.register_buffer("count", torch.tensor(0))
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["input"].add(x.dtype)
+        self.seen["buffer"].add(self.buffer.dtype)
+        self.seen["param"].add(self.lin.weight.dtype)
+        self.count += 1
+        out = self.lin(x)
+        if out.requires_grad:
+            out.register_hook(lambda g: self.seen["backward"].add(g.dtype))
+        return out
+
+
+E2E: dict[
+    str, tuple[dict[str, torch.dtype], tuple[torch.dtype | None, ...]]
+] = {  # parameters, reductions, buffers: None as they are
+    "all in float16": ({"param": F16, "reduce": F16, "buffer": F16}, (F16, F16, F16)),
+    "reductions in float16": ({"reduce": F16}, (None, F16, None)),
+    "parameters and buffers in float16": ({"param": F16, "buffer": F16}, (F16, F16, F16)),
+    "none": ({}, (None, None, None)),
+    "each in another": ({"param": F16, "reduce": F32, "buffer": BF16}, (F16, F32, BF16)),
+}
+
+
+def end_to_end(rank: int, name: str, master: torch.dtype, scaled: bool, prefetch: int) -> None:
+    fields, (param, reduce, buffer) = E2E[name]
+    torch.manual_seed(0)
+    seen: dict[str, set[torch.dtype]] = {k: set() for k in ("input", "buffer", "param", "backward")}
+    model = nn.Sequential(Linear(10, 16, seen), Linear(16, 16, seen), Linear(16, 8, seen))
+    for p in model.parameters():
+        p.data = p.data.to(master)
+    spec = fs.by_type(Linear, p=P("shard", precision=Precision(**fields)))(model)
+    params = fs.shard(model, spec)
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    state = fs.loss_scale.init() if scaled else None
+    x = batch(rank, 0, 10).to(master)
+    with Dtypes() as log:
+        for _ in range(2):
+
+            def loss(p: fs.Params) -> Tensor:
+                out = fs.functional_call(model, p, (x,), spec=spec, buffers=buffers, prefetch=prefetch)
+                value = out.to(F64 if master == F64 else F32).pow(2).mean()
+                return fs.loss_scale.scale(state, value) if state is not None else value
+
+            grads = fs.grad(loss)(params)
+            assert {g.dtype for g in grads.values()} == {master}
+            if state is None:
+                params = {k: p - 0.1 * grads[k] for k, p in params.items()}
+                continue
+            scattered = list(log.reduced)
+            grads, finite = fs.loss_scale.unscale(state, grads, spec)
+            log.reduced[:] = scattered  # but for the agreement on finite
+            assert {g.dtype for g in grads.values()} == {master}
+            params = fs.loss_scale.select(finite, {k: p - 0.1 * grads[k] for k, p in params.items()}, params)
+            state = fs.loss_scale.update(state, finite)
+    compute = param or master
+    assert seen == {"input": {compute}, "buffer": {buffer or F64}, "param": {compute}, "backward": {compute}}
+    assert (set(log.gathered), set(log.reduced)) == ({compute}, {reduce or master})
+    assert {p.dtype for p in params.values()} == {p.dtype for p in fs.gather_full(params, spec).values()} == {master}
+    assert [(b.dtype, b.flatten()[0].item()) for n, b in buffers.items() if n.endswith("buffer")] == [(F64, 1 / 3)] * 3
+    assert [b.item() for n, b in buffers.items() if n.endswith("count")] == [2] * 3
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("master", [F32, F64], ids=str)
+@pytest.mark.parametrize("name", E2E)
+def test_mixed_precision_e2e(gloo2: Pool, name: str, master: torch.dtype, scaled: bool, prefetch: int) -> None:
+    """``test_mixed_precision_e2e_full_shard``: dtypes inside of forward and backward, on the wire, and of what is kept."""
+    gloo2.run(end_to_end, name, master, scaled, prefetch)
+
+
+@pytest.mark.parametrize("precision", [Precision(param=F16), Precision(param=BF16, reduce=F32), Precision(reduce=F16)], ids=str)
+def test_embedding_inputs_are_never_cast(precision: Precision) -> None:
+    """``test_mp_embedding_default``, ``..._params_and_reduce_diff``, ``..._reduce_only``."""
+    model = nn.Sequential(nn.Embedding(5, 16), nn.Linear(16, 4))
+    spec = fs.always(P("shard", precision=precision))(model)
+    ids = torch.tensor([[1, 4], [0, 1]])
+    inputs: list[torch.dtype] = []
+    model[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0].dtype))
+    grads, value = fs.grad_and_value(lambda p: fs.functional_call(model, p, (ids,), spec=spec).sum())(fs.shard(model, spec))
+    assert inputs == [I64]
+    assert value.dtype == (precision.param or F32)
+    low = {n: p.detach().to(precision.param or F32) for n, p in model.named_parameters()}
+    expected = torch.func.grad(lambda p: torch.func.functional_call(model, p, (ids,)).sum())(low)
+    reduce = precision.reduce or precision.param
+    for key, g in fs.shard({n: g.to(reduce).to(F32) for n, g in expected.items()}, spec).items():
+        assert torch.equal(grads[key], g)
+
+
+def low_gradients(rank: int) -> None:
+    model = mlps()
+    spec = fs.by_type(MLP, p=P("shard", precision=Precision(param=F16)))(model)
+    params = fs.shard(model, spec)
+    loss = lambda p: fs.functional_call(model, p, (batch(rank, 0),), spec=spec).float().pow(2).mean()  # noqa: E731
+    full, low = fs.grad(loss)(params), fs.grad(loss)({k: p.to(F16) for k, p in params.items()})
+    for key, g in full.items():
+        assert (g.dtype, low[key].dtype) == (F32, F16)
+        assert torch.equal(low[key].float(), g)
+
+
+def test_gradients_in_reduced_precision(gloo2: Pool) -> None:
+    """``test_grads_reduced_precision``: gradients of low-precision params are low, and the same numbers."""
+    gloo2.run(low_gradients)
+
+
+def evaluation(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    precise = fs.always(P("shard"))(model)
+    low = fs.always(P("shard", precision=Precision(param=BF16, buffer=BF16)))(model)
+    params = fs.shard(model, low)
+    assert all(torch.equal(p, params[k]) for k, p in fs.shard(model, precise).items())
+    x = batch(rank, 0)
+    for spec, dtype in ((low, BF16), (precise, F32), (low, BF16)):
+        seen: list[torch.dtype] = []
+        hook = model[1].register_forward_pre_hook(lambda m, _: seen.append(m.running_mean.dtype))
+        with Dtypes() as log, torch.no_grad():
+            out = fs.functional_call(model.eval(), params, (x,), spec=spec)
+        hook.remove()
+        assert set(log.gathered) == {dtype}
+        assert seen == [dtype]
+        assert torch.equal(out, copy.deepcopy(model).to(dtype)(x.to(dtype)))
+
+
+def test_full_precision_in_eval(gloo2: Pool) -> None:
+    """``test_full_precision_in_eval``, ``..._buffers`` and ``..._comm``: another spec for the same shards, and back."""
+    gloo2.run(evaluation)
+
+
+@pytest.mark.parametrize("cast_inputs", [True, False])
+def test_root_cast_inputs_in_eval(cast_inputs: bool) -> None:
+    """``test_eval_root_cast_inputs``."""
+    model = SavedModel()
+    spec = fs.whole(P("shard", precision=Precision(param=F16, cast_inputs=cast_inputs)))(model)
+    with torch.no_grad():
+        given = torch.ones(2, 10) if cast_inputs else torch.ones(2, 10, dtype=F16)
+        fs.functional_call(model.eval(), fs.shard(model, spec), (given,), spec=spec)
+    assert model.seen == {"model": [F16], "c1": [F16], "c2": [F16]}
+
+
+def input_gradients(rank: int) -> None:
+    model = mlps()
+    spec = fs.by_type(MLP, p=P("shard", precision=Precision(param=BF16)))(model)
+    params = fs.shard(model, spec)
+    x = batch(rank, 0).requires_grad_()
+    out = fs.functional_call(model, params, (x,), spec=spec)
+    assert out.dtype == BF16
+    out.float().pow(2).sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == F32
+    low = x.detach().to(BF16).requires_grad_()
+    copy.deepcopy(model).to(BF16)(low).float().pow(2).sum().backward()
+    assert torch.equal(x.grad, low.grad.float())
+
+
+def test_input_gradients_keep_the_inputs_dtype(gloo2: Pool) -> None:
+    """``test_input_grads_with_param_mixed_precision``."""
+    gloo2.run(input_gradients)
+
+
+def test_ignored_modules_are_not_cast() -> None:
+    """``test_mixed_precision_with_ignored_module``: its parameters stay, and the input that came cast does not fit."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = fs.ignoring(fs.whole(P("shard", precision=HALF)), modules=("1",))
+    spec = policy(model)
+    params = fs.shard(model, spec)
+    with unchanged(model), pytest.raises(RuntimeError, match="must have the same dtype"):
+        fs.functional_call(model, params, (torch.ones(2, 4),), spec=spec)
+
+
+def ema(rank: int) -> None:
+    model = mlps()
+    spec = fs.by_type(MLP, p=P("shard", precision=Precision(param=BF16, reduce=F32)))(model)
+    params = fs.shard(model, spec)
+    average = params
+    outs = []
+    for step in range(2):
+        loss = lambda p: fs.functional_call(model, p, (batch(rank, step),), spec=spec).float().pow(2).mean()  # noqa: E731
+        grads = fs.grad(loss)(params)
+        params = {k: p - grads[k] for k, p in params.items()}
+        average = {k: 0.5 * a + 0.5 * params[k] for k, a in average.items()}
+        with torch.no_grad():
+            out = fs.functional_call(model, average, (batch(rank, 9),), spec=spec)
+        low = {n: p.to(BF16) for n, p in fs.gather_full(average, spec).items()}
+        assert torch.equal(out, torch.func.functional_call(model, low, (batch(rank, 9).to(BF16),)))
+        outs.append(out)
+    assert not torch.equal(*outs)
+
+
+def test_train_ema_eval_flow(gloo2: Pool) -> None:
+    """``test_train_ema_eval_flow``: evaluation after an update of the average is with the new values."""
+    gloo2.run(ema)
+
+
+def pure(rank: int, precision: Precision | None, compute: torch.dtype) -> None:
+    model = mlps().half()
+    spec = fs.by_type(MLP, p=P("shard", precision=precision))(model)
+    params = fs.shard(model, spec)
+    with Dtypes() as log:
+        loss = lambda p: fs.functional_call(model, p, (batch(rank, 0).half(),), spec=spec).float().pow(2).mean()  # noqa: E731
+        grads, value = fs.grad_and_value(loss)(params)
+    assert {p.dtype for p in (*params.values(), *grads.values())} == {F16}
+    assert (set(log.gathered), set(log.reduced)) == ({compute}, {compute})
+    theirs = lambda call: call(batch(rank, 0).half().to(compute)).float().pow(2).mean()  # noqa: E731
+    expected, expected_value = by_hand(model, dict(model.named_parameters()), theirs, compute, compute)
+    assert torch.equal(value, expected_value)
+    for key, g in fs.shard(expected, spec).items():
+        torch.testing.assert_close(grads[key], g, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "compute"), [(None, F16), (HALF, F16), (Precision(param=BF16), BF16), (Precision(param=F32), F32)]
+)
+def test_pure_float16_models(gloo2: Pool, precision: Precision | None, compute: torch.dtype) -> None:
+    """``test_fp16_dtypes``: a model that is float16 by itself; a policy beats the model's dtype."""
+    gloo2.run(pure, precision, compute)
+
+
+# --- memory ---
+
+
+class Bytes(Alive):
+    """As `Alive`, in bytes, and what was sent as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Any] = []
+
+    def now(self) -> list[int]:
+        return [ref().nbytes() for ref in dict(self.gathered) if ref() is not None]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("_c10d_functional::all_gather_into_tensor"):
+            self.sent.append(weakref.ref(args[0].untyped_storage()))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True)], ids=str)
+def test_low_precision_buffers_are_freed(p: P, way: str) -> None:
+    """Gathered bytes at their peak, and after forward, are half of float32's; nothing is left of them or of what was sent."""
+    peaks = []
+    with world(4):
+        model = nn.Sequential(*[MLP(16) for _ in range(5)])
+        for precision in (None, Precision(param=BF16)):
+            spec = fs.by_path({"*": dataclasses.replace(p, precision=precision)})(model).bound
+            params = fs.shard(model, spec)
+            after_forward = []
+            with no_collector(), Bytes() as alive:
+
+                def loss(params: fs.Params) -> Tensor:
+                    y = fs.functional_call(model, params, (batch(0, 0),), spec=spec).float().sum()
+                    after_forward.append(sum(alive.now()))
+                    return y
+
+                WAYS[way](loss)(params)
+                own = {p.untyped_storage()._cdata for p in params.values()}
+                assert [ref for ref in alive.sent if ref() is not None and ref()._cdata not in own] == []
+                assert alive.now() == []
+            peaks.append((alive.peak, *after_forward))
+    assert peaks[0] == tuple(2 * n for n in peaks[1])
+    assert peaks[0][0] > 0
+
+
+class Watched(MLP):
+    """Notes the storage of the weight that it computes with."""
+
+    def __init__(self, storages: list[weakref.ref[Any]]) -> None:
+        super().__init__(16)
+        self.storages = storages
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.storages.append(weakref.ref(_torch.base(self.up.weight).untyped_storage()))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
+@pytest.mark.parametrize("codec", [False, True])
+def test_cast_and_decoded_parameters_go_after_forward(codec: bool, p: P, way: str) -> None:
+    """All but the last unit's, whose buffer may have been another's; also where nothing is gathered. Then that as well."""
+    storages: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    precision = Precision(codec=FLOAT8) if codec else Precision(param=BF16)
+    with world(4):
+        model = nn.Sequential(*[Watched(storages) for _ in range(5)])
+        spec = fs.by_path({"*": dataclasses.replace(p, precision=precision)})(model).bound
+        params = fs.shard(model, spec)
+
+        def loss(params: fs.Params) -> Tensor:
+            y = fs.functional_call(model, params, (batch(0, 0),), spec=spec).float().sum()
+            alive.extend(ref()._cdata for ref in storages if ref() is not None)
+            return y
+
+        with no_collector():
+            WAYS[way](loss)(params)
+            assert len(set(alive)) == 1
+            assert [ref() is not None for ref in storages] == [False] * 5
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("p", [P("shard"), P(), P("shard", remat=True)], ids=str)
+def test_after_a_call_the_module_is_as_before(p: P, way: str) -> None:
+    """Also when it raised, and of every dtype."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    precision = Precision(param=BF16, reduce=F32, output=F32, buffer=BF16)
+    spec = fs.always(dataclasses.replace(p, precision=precision))(model)
+    params = fs.shard(model, spec)
+    before = {k: (p, p.clone()) for k, p in params.items()}
+    for x, failing in ((torch.randn(3, 4), False), (torch.randn(3, 5), True)):
+        with unchanged(model):
+            run = lambda p, x=x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
+            if failing:
+                with pytest.raises(RuntimeError):
+                    WAYS[way](run)(params)
+            else:
+                WAYS[way](run)(params)
+    assert all(params[k] is p and torch.equal(p, value) for k, (p, value) in before.items())
+
+
+# --- float16 and the division, on simulated ranks ---
+
+
+class Dot(nn.Module):
+    """Whose gradient is its input."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * x).sum()
+
+
+def simulated(sizes: dict[str, int], p: P, xs: Tensor, **options: Any) -> Tensor:
+    """[rank, slice]: the gradient of `Dot`, which is the reduction of every rank's row."""
+    model = Dot(xs.shape[1])
+    initial = {"w": model.w.detach()}
+
+    def run(mesh: Any, x: Tensor) -> Tensor:
+        spec = fs.whole(p)(model).on(mesh)
+        return fs.grad(lambda q: fs.functional_call(model, q, (x,), spec=spec, **options))(fs.shard(initial, spec))[""]
+
+    return fs.testing.spmd(run, sizes)(xs)
+
+
+ROUGH = st.integers(1, 64).flatmap(
+    lambda n: st.tuples(st.just(n), st.integers(0, 1000), st.sampled_from([1.0, 100.0, 3000.0, 8000.0]))
+)
+
+
+@given(ROUGH, st.sampled_from([P("shard", precision=Precision(reduce=F16)), P(precision=Precision(reduce=F16))]))
+def test_float16_is_divided_in_two_parts(case: tuple[int, int, float], p: P) -> None:
+    n, seed, size = case
+    xs = ((torch.rand(n, 2 * n, generator=torch.Generator().manual_seed(seed)) + 1) * size / 2).half().float()
+    before, after = divide_factors(n)
+    expected = ((xs.half() / before).sum(0, dtype=F16) / after).float()
+    got = simulated({"shard": n}, p, xs)
+    assert torch.equal(got, expected.view(n, 2) if p.axes else expected.expand(n, -1))
+    if n * size / before < 65000:
+        assert torch.isfinite(got).all()
+    if n * size / 2 > 66000:
+        assert torch.isinf(xs.half().sum(0)).all()  # a plain sum overflows
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 1000), st.sampled_from([F16, BF16, F64]))
+def test_hsdp_is_divided_once_for_both_axes(replicas: int, shards: int, seed: int, reduce: torch.dtype) -> None:
+    n = replicas * shards
+    xs = torch.randn(n, 2 * shards, generator=torch.Generator().manual_seed(seed)) * 1000
+    got = simulated({"replicate": replicas, "shard": shards}, P("shard", precision=Precision(reduce=reduce)), xs)
+    rows = xs.to(reduce).view(replicas, shards, -1)
+    if reduce == F16:
+        before, after = divide_factors(n)
+        summed = (rows / before).sum(1, dtype=F16).sum(0, dtype=F16) / after
+    else:  # each axis takes its mean
+        summed = (rows.sum(1, dtype=reduce) / shards).sum(0, dtype=reduce) / replicas
+    assert torch.equal(got.view(replicas, shards, 2), summed.to(F32).view(shards, 2).expand(replicas, -1, -1))
+
+
+@given(st.integers(1, 9), st.sampled_from([None, F16, BF16, F64]), st.sampled_from([1.0, 3.0, 12.0, 0.7, "sum"]), st.booleans())
+def test_the_sum_over_a_number(n: int, reduce: torch.dtype | None, by: Any, sharded: bool) -> None:
+    """``test_set_reduce_scatter_divide_factor_mixed_prevision``: also where there is one rank."""
+    xs = torch.randn(n, 2 * n, generator=torch.Generator().manual_seed(n))
+    p = P("shard" if sharded else None, precision=Precision(reduce=reduce))
+    rows = xs.to(reduce or F32)
+    before, after = (1, 1) if by == "sum" else divide_factors(by) if reduce == F16 else (1, by)
+    expected = ((rows / before).sum(0, dtype=rows.dtype) / after).to(F32)
+    got = simulated({"shard": n}, p, xs, reduce=by)
+    torch.testing.assert_close(got, expected.view(n, 2) if sharded else expected.expand(n, -1), rtol=0, atol=0)
+    torch.testing.assert_close(expected, xs.sum(0) / (1 if by == "sum" else by), rtol=0.1, atol=0.1)
+
+
+def sum_over_a_number(rank: int, p: P, reduce: torch.dtype | None, by: Any) -> None:
+    model = Dot(6)
+    spec = fs.whole(dataclasses.replace(p, precision=Precision(reduce=reduce)))(model).bound
+    xs = torch.randn(2, 6, generator=torch.Generator().manual_seed(7))
+    rows = xs.to(reduce or F32)
+    before, after = (1, 1) if by == "sum" else divide_factors(by) if reduce == F16 else (1, by)
+    expected = (((rows[0] / before) + (rows[1] / before)) / after).to(F32)
+    for way in MAIN_WAYS:
+        grads, _ = WAYS[way](lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec, reduce=by))(fs.shard(model, spec))
+        assert torch.equal(grads[""], fs.shard({"w": expected}, spec)[""])
+
+
+@pytest.mark.parametrize("by", [3.0, 12.0, "sum"])
+@pytest.mark.parametrize("reduce", [None, F16, BF16])
+@pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
+def test_the_sum_over_a_number_on_real_ranks(gloo2: Pool, p: P, reduce: torch.dtype | None, by: Any) -> None:
+    gloo2.run(sum_over_a_number, p, reduce, by)
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("reduce", [None, F16, BF16])
+def test_one_real_rank_divides_by_the_number(reduce: torch.dtype | None, way: str) -> None:
+    with world(1):
+        model, x = Dot(3), torch.tensor([3.0, 4.5, 1 / 3])
+        for p in (P("shard"), P()):
+            spec = fs.whole(dataclasses.replace(p, precision=Precision(reduce=reduce)))(model).bound
+            loss = lambda q: fs.functional_call(model, q, (x,), spec=spec, reduce=3.0)  # noqa: E731
+            grads, _ = WAYS[way](loss)(fs.shard(model, spec))
+            torch.testing.assert_close(grads[""], x / 3, rtol=1e-2, atol=0)
+
+
+class Empty(nn.Module):
+    """A unit without elements beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.a, self.b = nn.ParameterList([torch.zeros(0)]), Dot(4), Dot(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + self.a(x) + self.empty[0].sum()
+
+
+def empty_units(rank: int, p: P, reduce: Any) -> None:
+    model = Empty()
+    spec = fs.always(p)(model).bound
+    xs = torch.arange(8.0).view(2, 4)
+    for way in MAIN_WAYS:
+        loss = lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec, reduce=reduce)  # noqa: E731
+        grads, _ = WAYS[way](loss)(fs.shard(model, spec))
+        expected = xs.sum(0) / (2 if reduce == "mean" else reduce)
+        shards = fs.shard({"a.w": expected, "b.w": expected, "empty.0": torch.zeros(0)}, spec)
+        assert all(torch.equal(grads[k], s) for k, s in shards.items())
+
+
+@pytest.mark.parametrize("reduce", ["mean", 4.0])
+@pytest.mark.parametrize("precision", [None, Precision(param=BF16, reduce=F32), Precision(param=F16)], ids=str)
+@pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
+def test_empty_units_divide_nothing_of_others(gloo2: Pool, p: P, precision: Precision | None, reduce: Any) -> None:
+    gloo2.run(empty_units, dataclasses.replace(p, precision=precision), reduce)
+
+
+# --- codecs ---
+
+
+def scaled_encode(x: Tensor) -> tuple[Tensor, ...]:
+    scale = x.abs().amax().clamp(min=1e-12) / 448
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+def scaled_decode(x: Tensor, scale: Tensor) -> Tensor:
+    return x.to(scale.dtype) * scale
+
+
+def blocks_encode(x: Tensor) -> tuple[Tensor, ...]:
+    """Int8 in blocks of 8, padded, a scale for each; an empty tensor says how long it was."""
+    rows = torch.cat([x, x.new_zeros(-len(x) % 8)]).view(-1, 8)
+    scales = rows.abs().amax(1).clamp(min=1e-12) / 127
+    return (rows / scales[:, None]).round().to(torch.int8), scales.half(), x.new_empty(len(x), 0)
+
+
+def blocks_decode(rows: Tensor, scales: Tensor, like: Tensor) -> Tensor:
+    return (rows.to(like.dtype) * scales[:, None].to(like.dtype)).flatten()[: len(like)]
+
+
+FLOAT8, BLOCKS = Codec(scaled_encode, scaled_decode), Codec(blocks_encode, blocks_decode)
+CODECS = {"float8": FLOAT8, "blocks": BLOCKS}
+
+
+def as_sent(codec: Codec, full: Mapping[str, Tensor], spec: fs.PartitionSpec, param: torch.dtype) -> dict[str, Tensor]:
+    """The parameters that every rank computes with: each rank's slice encoded and decoded."""
+    on = spec if spec.sizes else spec.on({"shard": 1})
+    buffers: dict[str, Tensor] = {}
+    for unit in on:
+        size = on.size(unit)
+        buffer = fs.flatten(full, on)[unit.key]
+        slices = [codec.decode(*codec.encode(piece)) for piece in buffer.chunk(size)] if unit.numel else [buffer]
+        buffers[unit.key] = torch.cat(slices).to(param)
+    return fs.unflatten(buffers, on)
+
+
+def codec_gradients(
+    codec: Codec, sizes: dict[str, int], p: P, param: torch.dtype | None, model: nn.Module, xs: Tensor
+) -> tuple[list[fs.Params], Tensor]:
+    """By hand: each rank's gradient shards, and the values."""
+    p = dataclasses.replace(p, precision=None)
+    spec = fs.by_type(MLP, p=p)(model).on(sizes)
+    full = {n: q.detach() for n, q in model.named_parameters()}
+    low = as_sent(codec, full, spec, param or F32)
+    loss = lambda q, x: torch.func.functional_call(model, q, (x.to(param or F32),)).float().pow(2).mean()  # noqa: E731
+    results = [torch.func.grad_and_value(loss)(low, x) for x in xs]
+    mean = {n: sum(g[n].float() for g, _ in results) / len(xs) for n in low}
+    return [fs.shard(mean, spec, rank=rank) for rank in range(len(xs))], torch.stack([v for _, v in results])
+
+
+MESHES = {
+    "shard": (P("shard"), {"shard": 2}),
+    "hsdp": (P("shard"), {"replicate": 2, "shard": 3}),
+    "replicated": (P(), {"shard": 2}),
+}
+
+
+@pytest.mark.parametrize("param", [None, BF16])
+@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_codec_on_simulated_ranks(codec: str, where: str, param: torch.dtype | None) -> None:
+    """Computed with what decoding gives; the gradient as if it were the shard."""
+    p, sizes = MESHES[where]
+    model = mlps()
+    ranks = torch.Size(sizes.values()).numel()
+    xs = torch.stack([batch(r, 0) for r in range(ranks)])
+    expected, values = codec_gradients(CODECS[codec], sizes, p, param, model, xs)
+    initial = {n: q.detach() for n, q in model.named_parameters()}
+    policy = fs.by_type(MLP, p=dataclasses.replace(p, precision=Precision(param=param, reduce=F32, codec=CODECS[codec])))
+
+    def run(mesh: Any, x: Tensor) -> Any:
+        spec = policy(model).on(mesh)
+        loss = lambda q: fs.functional_call(model, q, (x,), spec=spec).float().pow(2).mean()  # noqa: E731
+        return fs.grad_and_value(loss)(fs.shard(initial, spec))
+
+    grads, got = fs.testing.spmd(run, sizes)(xs)
+    close = {"rtol": 2e-2, "atol": 1e-3} if param else {"rtol": 1e-5, "atol": 1e-7}  # batched products round otherwise
+    torch.testing.assert_close(got, values, **close)
+    for rank, shards in enumerate(expected):
+        for key, g in shards.items():
+            torch.testing.assert_close(grads[key][rank], g, **close)
+
+
+def codec_on_ranks(rank: int, name: str, p: P, param: torch.dtype | None) -> None:
+    model = mlps()
+    codec = CODECS[name]
+    xs = torch.stack([batch(r, 0) for r in range(2)])
+    expected, values = codec_gradients(codec, {"shard": 2}, p, param, model, xs)
+    spec = fs.by_type(MLP, p=dataclasses.replace(p, precision=Precision(param=param, reduce=F32, codec=codec)))(model).bound
+    params = fs.shard(model, spec)
+    for way in MAIN_WAYS:
+        with Dtypes() as log, unchanged(model):
+            loss = lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec).float().pow(2).mean()  # noqa: E731
+            grads, value = WAYS[way](loss)(params)
+        assert torch.equal(value, values[rank])
+        for key, g in expected[rank].items():
+            assert torch.equal(grads[key], g), (way, key)
+        assert set(log.gathered) == ({U8} if p.axes else set())
+        assert set(log.reduced) == {F32}
+    full = fs.unshard(params, spec)  # neither cast nor encoded
+    assert all(torch.equal(full[n], q) for n, q in model.named_parameters())
+
+
+@pytest.mark.parametrize("param", [None, BF16])
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
+@pytest.mark.parametrize("codec", CODECS)
+def test_codec_on_real_ranks(gloo2: Pool, codec: str, p: P, param: torch.dtype | None) -> None:
+    gloo2.run(codec_on_ranks, codec, p, param)
+
+
+class Lengths(Dtypes):
+    """The numbers of bytes that enter gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("_c10d_functional::all_gather"):
+            self.lengths.append(args[0].numel() * args[0].itemsize)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_sent_is_encoded(codec: str) -> None:
+    """On 8 ranks: one byte an element and the scales, each tensor to a multiple of 16 bytes; in forward and in backward."""
+    with world(8):
+        model = mlps()
+        spec = fs.by_type(MLP, p=P("shard", precision=Precision(codec=CODECS[codec])))(model).bound
+        n = spec.shard_numel(spec.by_key["0"])
+        assert n == (16 * 32 * 2 + 16 + 32) / 8
+        params = fs.shard(model, spec)
+        with Lengths() as log, torch.no_grad():
+            fs.functional_call(model, params, (batch(0, 0),), spec=spec)
+        up = lambda x: (x + 15) // 16 * 16  # noqa: E731
+        whole = {"float8": up(n) + 16, "blocks": up((n + 7) // 8 * 8) + up(2 * ((n + 7) // 8))}[codec]
+        assert log.lengths == [whole] * 3
+        assert whole < 2 * n
+
+
+TUPLE, ELEMENTS = "expected encode to return a tuple of tensors", r"expected decode to return 4 elements, got shape \[%s\]"
+CODEC_ERRORS: dict[str, tuple[Codec, type[Exception], str]] = {
+    "a list": (Codec(lambda x: [x], lambda x: x), TypeError, TUPLE + ", got list"),
+    "a tensor": (Codec(lambda x: x, lambda x: x), TypeError, TUPLE + ", got Tensor"),
+    "no tensor": (Codec(lambda x: (x, 3), lambda x, n: x), TypeError, TUPLE),
+    "nothing": (Codec(lambda x: (), lambda: torch.ones(4)), TypeError, TUPLE + ", got an empty one"),
+    "too few": (Codec(lambda x: (x,), lambda x: x[1:]), ValueError, ELEMENTS % "3"),
+    "two-dimensional": (Codec(lambda x: (x,), lambda x: x[None]), ValueError, ELEMENTS % "1, 4"),
+}
+
+
+@pytest.mark.parametrize("name", CODEC_ERRORS)
+def test_codec_errors(name: str) -> None:
+    codec, error, match = CODEC_ERRORS[name]
+    model = Dot(8)
+    with world(2):
+        spec = fs.whole(P("shard", precision=Precision(codec=codec)))(model).bound
+        params = fs.shard(model, spec)
+        run = lambda q: fs.functional_call(model, q, (torch.ones(8),), spec=spec)  # noqa: E731
+        with pytest.raises(error, match=match):
+            run(params)
+        with pytest.raises(error, match=match):
+            fs.hvp(run, params, params)  # by data flow
+
+    def simulate(mesh: Any, x: Tensor) -> Tensor:
+        on = fs.whole(P("shard", precision=Precision(codec=codec)))(model).on(mesh)
+        return fs.functional_call(model, fs.shard({"w": model.w.detach()}, on), (x,), spec=on)
+
+    with pytest.raises(error, match=match):
+        fs.testing.spmd(simulate, 2)(torch.ones(2, 8))
+
+
+def test_codec_leaves_empty_units_and_integers_alone() -> None:
+    """Neither is encoded."""
+    model = Empty()
+    model.register_parameter("n", nn.Parameter(torch.arange(8), requires_grad=False))
+    seen: list[tuple[torch.dtype, int]] = []
+
+    def encode(x: Tensor) -> tuple[Tensor, ...]:
+        seen.append((x.dtype, len(x)))
+        return scaled_encode(x)
+
+    with world(2):
+        spec = fs.always(P("shard", precision=Precision(codec=Codec(encode, scaled_decode))))(model).bound
+        params = fs.shard(model, spec)
+        fs.functional_call(model, params, (torch.ones(4),), spec=spec)
+        some, rest = fs.partition(params, spec)
+        fs.hvp(lambda p: fs.functional_call(model, fs.combine(p, rest), (torch.ones(4),), spec=spec), some, some)
+        assert set(seen) == {(F32, 2)}
+
+
+def test_codec_is_straight_through_at_second_order() -> None:
+    """An HVP on simulated ranks: that of the plain function at what decoding gives."""
+    model = mlps()
+    sizes = {"shard": 2}
+    spec = fs.by_type(MLP)(model).on(sizes)
+    initial = {n: q.detach() for n, q in model.named_parameters()}
+    low = as_sent(FLOAT8, initial, spec, F32)
+    v = {n: torch.randn_like(q) for n, q in low.items()}
+    xs = torch.stack([batch(r, 0) for r in range(2)])
+
+    def mean(q: dict[str, Tensor]) -> Tensor:
+        return torch.stack([torch.func.functional_call(model, q, (x,)).pow(2).mean() for x in xs]).mean()
+
+    expected = torch.func.jvp(torch.func.grad(mean), (low,), (v,))[1]
+
+    def run(mesh: Any, x: Tensor) -> Any:
+        on = fs.by_type(MLP, p=P("shard", precision=Precision(codec=FLOAT8)))(model).on(mesh)
+        loss = lambda q: fs.functional_call(model, q, (x,), spec=on).pow(2).mean()  # noqa: E731
+        return fs.hvp(loss, fs.shard(initial, on), fs.shard(v, on))
+
+    got = fs.testing.spmd(run, sizes)(xs)
+    for rank in range(2):
+        for key, g in fs.shard(expected, spec, rank=rank).items():
+            torch.testing.assert_close(got[key][rank], g, rtol=1e-4, atol=1e-6)
