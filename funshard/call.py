@@ -43,9 +43,8 @@ def functional_call(
     gathered again in backward (not with ``P(reshard=False)``, nor what is still there when forward ends: the root's
     unit and the last one to run), and its gradient is reduced as soon as it is complete. Equal to calling the module
     with ``unshard(params, spec)``, at every order and under every torch.func transform around it. In memory, all of this
-    holds for plain autograd and under one torch.func.grad. With more than one transform, or a forward-mode one, what
-    autograd saves stays gathered until it is used; so does, from the first backward to the second, what a double
-    backward of plain autograd has gathered. Not so a module with ``P(remat=True)``: in every derivative, of any
+    holds for plain autograd, its double backward too, and under one torch.func.grad. With more than one transform, or a
+    forward-mode one, what autograd saves stays gathered until it is used. Not so a module with ``P(remat=True)``: in every derivative, of any
     order, it is gathered and run again (`funshard.remat`, whose conditions are then the module's), and one such unit is
     alive at a time. A torch.func.grad *inside* forward needs ``P(reshard=False)``: RuntimeError otherwise.
 

@@ -34,8 +34,9 @@ from .wire import Buffers, Chain, routes
 
 __all__ = ["Schedule", "Visit", "pack", "unpack"]
 
-FROZEN_ALIVE = 2
-"""How many frozen units stay gathered in a backward that retains its graph: no gradient tells when they have been used."""
+UNTOLD_ALIVE = 2
+"""How many units stay gathered in backward where no gradient tells when they have been used: frozen ones, and those that
+the backward of a backward reads before it comes back to them."""
 
 
 class Schedule:
@@ -59,7 +60,7 @@ class Schedule:
         self._left: list[weakref.ref[Visit]] = []  # visits, in the order in which forward left them
         self._here, self._task = 0, -1  # where in that order which run of backward is
         self._around: int | None = None  # that run, while one inside it runs
-        self._frozen: deque[weakref.ref[Visit]] = deque()
+        self._untold: deque[weakref.ref[Visit]] = deque()
 
     def enter(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The shards as the call is to use them: what is reduced in backward arrives at them together, at its end."""
@@ -129,7 +130,8 @@ class Schedule:
             if (other := passed()) is not None:
                 other.chain = None
         self._here = visit.index
-        self._hold(visit)
+        if not visit.trained:
+            self.hold(visit)
         visit.again()
         ahead = 0
         for i in range(visit.index - 1, -1, -1):
@@ -143,13 +145,13 @@ class Schedule:
         """Whether the transform in which the call was made has ended, as when the pullback of a vjp runs."""
         return self._witness is not None and _torch.is_over(self._witness)
 
-    def _hold(self, visit: Visit) -> None:
-        """Let the oldest frozen unit that backward has come to go if there are too many: no gradient would tell when."""
-        if visit.trained or any(ref() is visit for ref in self._frozen):
+    def hold(self, visit: Visit) -> None:
+        """Let the oldest of the units go that were gathered again where no gradient tells when they have been used."""
+        if any(ref() is visit for ref in self._untold):
             return
-        if len(self._frozen) == FROZEN_ALIVE and (oldest := self._frozen.popleft()()):
+        if len(self._untold) == UNTOLD_ALIVE and (oldest := self._untold.popleft()()):
             oldest.release()
-        self._frozen.append(weakref.ref(visit))
+        self._untold.append(weakref.ref(visit))
 
     def collect(self) -> dict[str, Tensor]:
         """The reduced gradients of this backward, by unit key."""
@@ -317,14 +319,17 @@ class Visit:
             lease.buffer = self._arrived()
         return lease.buffer
 
-    def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        """A view of the buffer that autograd saved."""
+    def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int, *, by_backward: bool) -> Tensor:
+        """A view of the buffer that autograd saved, in forward or in a backward that recorded itself."""
         self.schedule.approach(self)
+        if by_backward:
+            self.schedule.hold(self)
         if self.schedule.is_over():  # nothing can differentiate what this node of the graph computes with it
             torch.set_grad_enabled(False)  # until the engine goes on to the next node
         buffer = self.again()
         if torch.is_grad_enabled() and self.route.frees:  # what this node computes with it may save it once more
-            _torch.push_saved_tensor_hooks(functools.partial(pack, {_torch.storage_id(buffer): self}), unpack)
+            noted = functools.partial(pack, {_torch.storage_id(buffer): self}, by_backward=True)
+            _torch.push_saved_tensor_hooks(noted, unpack)
         return buffer.as_strided(shape, stride, offset)
 
     def reduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -339,16 +344,16 @@ class Visit:
             return self.schedule.reduced(self.unit, grads)
 
 
-def pack(live: Mapping[int, Visit], tensor: Tensor) -> object:
+def pack(live: Mapping[int, Visit], tensor: Tensor, *, by_backward: bool = False) -> object:
     """What autograd keeps instead of a tensor it saves: a note for a gathered weight, else the tensor itself.
 
-    ``live`` are the visits whose buffers are there, by storage.
+    ``live`` are the visits whose buffers are there, by storage; ``by_backward`` whether it is a backward that saves.
     """
     inner = _torch.base(tensor)
     if type(inner) is Tensor and inner.layout is torch.strided:
         visit = live.get(_torch.storage_id(inner))
         if visit is not None and inner.dtype == visit.route.dtypes.param and not (inner.is_conj() or inner.is_neg()):
-            return visit, visit.note(), tensor.shape, tensor.stride(), tensor.storage_offset()
+            return visit, visit.note(), by_backward, tensor.shape, tensor.stride(), tensor.storage_offset()
     return _torch.kept(tensor), _torch.version(tensor)
 
 
@@ -356,7 +361,7 @@ def unpack(note: object) -> Tensor:
     """The saved tensor again. The version check is autograd's own, which hooks switch off."""
     what, *rest = cast("tuple[Any, ...]", note)
     if isinstance(what, Visit):
-        return what.view(*rest[1:])
+        return what.view(*rest[2:], by_backward=rest[1])
     if _torch.version(what) != rest[0]:
         raise RuntimeError(
             f"a tensor of shape {list(what.shape)} needed for gradient computation was modified in place: "

@@ -116,6 +116,34 @@ def test_kept_units_live_until_their_backward(way: str) -> None:
         assert alive.now() == []
 
 
+class Curved(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_a_double_backward_holds_no_more(blocks: int) -> None:
+    """In both backwards three units at most, however many there are: the second goes over them forth and back."""
+    with world(4):
+        model = nn.Sequential(*[Curved(5) for _ in range(blocks)])
+        spec = fs.by_path({"*": fs.P("shard")})(model).bound
+        unit = spec.padded_numel(spec.by_key["0"])
+        params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
+        with no_collector(), Alive() as alive:
+            value = fs.functional_call(model, params, (numbers(0, 0),), spec=spec).square().sum()
+            grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
+            assert alive.peak <= 3 * unit
+            alive.peak = 0
+            torch.autograd.grad(sum((g**2).sum() for g in grads), list(params.values()))
+            assert 0 < alive.peak <= 3 * unit
+            del value, grads
+            assert alive.now() == []
+
+
 @pytest.mark.parametrize("retain", [False, True])
 def test_frozen_units_are_bounded_in_backward(retain: bool) -> None:
     """A frozen unit goes with the last op that saved it; where the graph is retained, two of them stay at most."""
