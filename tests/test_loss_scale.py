@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
+from parity import numbers, same, sharded_call, squared
+from peer_models import MLP, Net
 from ranks import Pool
 from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import funshard as fs
@@ -89,6 +95,97 @@ def on_real_ranks(rank: int) -> list[bool]:
 
 def test_real_ranks_agree(gloo2: Pool) -> None:
     assert gloo2.run(on_real_ranks) == 2 * [[True, False, False]]
+
+
+MESHES = {"fsdp": ((4,), ("shard",)), "hsdp": ((2, 2), ("replicate", "shard"))}
+
+
+def beside_fully_shard(rank: int, mesh_name: str, bad: int) -> None:
+    shape, names = MESHES[mesh_name]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = Net()
+    peer = copy.deepcopy(model)
+    for block in peer.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(peer, mesh=mesh)
+    spec = fs.by_type(MLP)(model).on(mesh)
+    params, state = fs.shard(model, spec), ls.init(8.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    optimizer = torch.optim.SGD(peer.parameters(), lr=0.1)
+    scales = []
+    for step in range(4):
+        x = numbers(rank, step)
+        optimizer.zero_grad()
+        scaler.scale(squared(peer, x)).backward()
+        now = state
+        scaled = fs.grad(lambda p: ls.scale(now, squared(sharded_call(model, p, spec), x)))(params)
+        if step == 1 and rank == bad:
+            scaled["blocks.0"][0] = math.inf
+        if step == 1 and bad >= 0 and rank % shape[-1] == bad % shape[-1]:  # FSDP2's replicas do not ask each other
+            peer.blocks[0].in_proj.weight.grad.to_local()[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        grads, finite = ls.unscale(state, scaled, spec)
+        assert finite == (step != 1 or bad < 0)  # on every rank
+        before = params
+        params = ls.select(finite, {key: p - 0.1 * grads[key] for key, p in params.items()}, params)
+        assert all(torch.equal(params[key], p) for key, p in before.items()) == (not finite)
+        state = ls.update(state, finite, growth_interval=2)
+        assert state.scale == scaler.get_scale()
+        scales.append(state.scale.item())
+        same(fs.gather_full(params, spec), {name: p.full_tensor() for name, p in peer.named_parameters()}, "parameters")
+    assert scales == ([8, 16, 16, 32] if bad < 0 else [8, 4, 4, 8])
+
+
+@pytest.mark.parametrize("bad", [-1, 0, 2])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_gradient_scaler(gloo4: Pool, mesh: str, bad: int) -> None:
+    """Infinity in one rank's slice: every rank skips the step and backs off, as GradScaler beside FSDP2; else all step."""
+    gloo4.run(beside_fully_shard, mesh, bad)
+
+
+def parity_with_ddp(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1, bias=False)).double()
+    spec = fs.always()(model).bound
+    peer = DistributedDataParallel(copy.deepcopy(model))
+    params, state = fs.shard(model, spec), ls.init(8.0)
+    assert [piece.numel() for piece in fs.views(params, spec).values()] == [1 - rank] * 2  # the other rank owns nothing
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, **OPTIONS)
+    optimizer = torch.optim.SGD(peer.parameters(), lr=0.1)
+    for step, bad in enumerate(BAD):
+        x = numbers(rank, step, 1)
+        factor = math.inf if bad and rank == step % 2 else 1.0
+        optimizer.zero_grad()
+        scaler.scale(squared(peer, x) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        now = state
+        scaled = fs.grad(lambda p: ls.scale(now, squared(sharded_call(model, p, spec), x) * factor))(params)
+        grads, finite = ls.unscale(state, scaled, spec)
+        assert finite == (not bad)
+        params = ls.select(finite, {key: p - 0.1 * grads[key] for key, p in params.items()}, params)
+        state = ls.update(state, finite, **OPTIONS)
+        assert state.scale == scaler.get_scale()
+        expected = {name.removeprefix("module."): p.detach() for name, p in peer.named_parameters()}
+        same(fs.gather_full(params, spec), expected, "parameters")
+
+
+def test_ddp_parity_with_grad_scaler(gloo2: Pool) -> None:
+    """One-element layers, of which a rank owns none: it learns of the other's infinity, as DDP does."""
+    gloo2.run(parity_with_ddp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_grad_scaling(dtype: torch.dtype) -> None:
+    """Nested lists and tuples of outputs are scaled as GradScaler scales them."""
+    outputs = [torch.rand(3).to(dtype), (torch.rand(()).to(dtype), [torch.rand(2, 2).to(dtype)])]
+    expected = torch.amp.GradScaler("cpu", init_scale=16.0).scale(outputs)
+    got = ls.scale(ls.init(16.0), outputs)
+    assert isinstance(got, list)
+    assert isinstance(got[1], tuple)
+    leaves = lambda tree: [tree[0], tree[1][0], tree[1][1][0]]  # noqa: E731
+    for mine, theirs in zip(leaves(got), leaves(expected), strict=True):
+        assert_close(mine, theirs.to(dtype), rtol=0, atol=0)
 
 
 def test_a_scale_that_would_overflow_stays() -> None:

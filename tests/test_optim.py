@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
+from collective_log import Collectives, world
+from parity import numbers, same, sharded_call, squared
+from peer_models import MLP, Net
 from ranks import Pool
 from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import funshard as fs
@@ -147,6 +154,141 @@ def test_full_tensors_and_some_units() -> None:
 def test_errors(key: str, p: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         global_norm({key: torch.ones(12)}, fs.always()(MODEL), p=p)
+
+
+# --- torch's own claims for clipping ---
+
+FULL = {"FULL_SHARD": fs.P("shard"), "SHARD_GRAD_OP": fs.P("shard", reshard=False), "NO_SHARD": fs.P()}
+PARITY = {
+    **{name: fs.by_type(MLP, p=p) for name, p in FULL.items()},
+    "mixed": fs.override(fs.by_type(MLP), fs.by_path({"blocks.1": fs.P()})),
+}
+
+
+def parity_with_ddp(rank: int, strategy: str, max_norm: float, p: float) -> None:
+    model = Net()
+    peer = DistributedDataParallel(copy.deepcopy(model))
+    spec = PARITY[strategy](model).bound
+    params = fs.shard(model, spec)
+    ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(peer.parameters(), lr=1e-2)
+    for step in range(4):
+        x = numbers(rank, step)
+        theirs.zero_grad()
+        expected = squared(peer, x)
+        expected.backward()
+        grads, value = fs.grad_and_value(lambda params: squared(sharded_call(model, params, spec), x))(params)
+        assert_close(value, expected.detach())
+        if step == 0:  # so that it bites
+            grads = {key: 100 * g for key, g in grads.items()}
+            for q in peer.parameters():
+                q.grad *= 100
+        norm = torch.nn.utils.clip_grad_norm_(peer.parameters(), max_norm, p)
+        clipped, got = clip_by_global_norm(grads, max_norm, spec, p=p)
+        assert_close(got, norm)
+        assert (norm > max_norm) == (step == 0)
+        full = {name.removeprefix("module."): q for name, q in peer.named_parameters()}
+        same(clipped, fs.shard({name: q.grad for name, q in full.items()}, spec, rank=rank), "clipped")
+        for key, shard in params.items():
+            shard.grad = clipped[key]
+        ours.step()
+        theirs.step()
+        same(params, fs.shard({name: q.detach() for name, q in full.items()}, spec, rank=rank), "parameters")
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("strategy", PARITY)
+def test_ddp_parity(gloo2: Pool, strategy: str, p: float) -> None:
+    """Clipped and stepped beside DDP: a step whose gradients are multiplied by 100, and three more."""
+    gloo2.run(parity_with_ddp, strategy, {1.0: 25.0, 2.0: 2.5, math.inf: 1.0}[p], p)
+
+
+def beside_fully_shard(rank: int, p: float) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Net()
+    peer, max_norm = copy.deepcopy(model), 0.01
+    for block in peer.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(peer, mesh=mesh)
+    squared(peer, numbers(rank, 0)).backward()
+    spec = fs.by_type(MLP)(model).on(mesh)
+    grads = fs.grad(lambda params: squared(sharded_call(model, params, spec), numbers(rank, 0)))(fs.shard(model, spec))
+    norm = torch.nn.utils.clip_grad_norm_(peer.parameters(), max_norm, p)
+    clipped, got = clip_by_global_norm(grads, max_norm, spec, p=p)
+    assert_close(got, norm.full_tensor())
+    before, after = (fs.gather_full(tree, spec) for tree in (grads, clipped))
+    same(after, {name: q.grad.full_tensor() for name, q in peer.named_parameters()}, "clipped")
+    size = lambda g: torch.linalg.vector_norm(g.flatten(), p)  # noqa: E731
+    assert any(size(g) > max_norm for g in before.values())
+    assert all(size(g) <= max_norm for g in [*after.values(), *fs.views(clipped, spec).values()] if g.numel())
+    assert all((g[before[name] != 0] != before[name][before[name] != 0]).all() for name, g in after.items())
+
+
+@pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
+def test_clip_grad_norm_beside_fully_shard(gloo4: Pool, p: float) -> None:
+    """On 2 x 2 the norm and the gradients are FSDP2's; all of them, and all slices, are within the bound after."""
+    gloo4.run(beside_fully_shard, p)
+
+
+COUNTS: dict[str, tuple[fs.Policy, list[int]]] = {
+    "HSDP": (fs.always(), [4]),
+    "FSDP over both": (fs.always(fs.P(("replicate", "shard"))), [4, 2]),
+    "DDP": (fs.always(fs.P()), []),
+    "each its own": (fs.by_path({"0": fs.P("shard"), "1": fs.P(), "2": fs.P("shard")}), [4]),
+}
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("name", COUNTS)
+def test_one_collective_of_a_scalar_for_each_axis(name: str, p: float) -> None:
+    """For all units together, over the axes that they are split over: none over replicas, which FSDP2 asks too."""
+    policy, ranks = COUNTS[name]
+    with world(8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        spec = policy(MODEL).on(mesh)
+        shards = fs.shard(GRADIENTS, spec)
+        with Collectives() as sent:
+            clip_by_global_norm(shards, 1.0, spec, p=p)
+    assert sorted(s.ranks for s in sent.all) == sorted(ranks)
+    assert {(s.op, s.numel) for s in sent.all} <= {("all_gather" if p == math.inf else "all_reduce", 1)}
+
+
+def low_precision(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).half()
+    spec = fs.always()(model).bound
+    full = {name: 10 * g.half() for name, g in GRADIENTS.items()}
+    for p in (1.0, 2.0, math.inf):
+        want, norm = clipped_by_torch({name: g.float() for name, g in full.items()}, 2.5, p)
+        clipped, got = clip_by_global_norm(fs.shard(full, spec), 2.5, spec, p=p)
+        assert got.dtype == torch.float32  # FSDP1's is float16
+        assert_close(got, norm)
+        for name, g in fs.gather_full(clipped, spec).items():
+            assert g.dtype == torch.float16
+            assert_close(g, want[name].half())
+        for piece in fs.views(clipped, spec).values():
+            assert not len(piece) or torch.linalg.vector_norm(piece.float(), p) <= 2.5
+
+
+def test_low_precision_grads(gloo2: Pool) -> None:
+    """Gradients in float16 stay so and are within the bound on every rank; their norm is added up in float32."""
+    gloo2.run(low_precision)
+
+
+def without_gradients(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False)).float()
+    spec = fs.always()(model).bound
+    assert clip_by_global_norm({}, 1.0, spec)[0] == {}
+    assert clip_by_global_norm({}, 1.0, spec)[1].dtype == torch.float32
+    full = {"0.weight": torch.zeros(1, 3), "1.weight": torch.full((1, 1), 3.0)}
+    shards = fs.shard(full, spec)
+    assert (fs.views(shards, spec)["1.weight"].numel() == 1) == (rank == 0)  # the other rank has padding alone
+    clipped, norm = clip_by_global_norm(shards, 1.0, spec)
+    assert norm == 3
+    assert_close(fs.gather_full(clipped, spec)["1.weight"], torch.ones(1, 1))
+
+
+def test_no_gradients(gloo2: Pool) -> None:
+    """Nothing has norm 0 in float32, and a rank that owns none of a gradient has the norm of the others."""
+    gloo2.run(without_gradients)
 
 
 # --- vdot ---

@@ -1,0 +1,450 @@
+"""HSDP and meshes: torch's own claims (test_train_parity_hsdp, test_fsdp_hybrid_shard), on four real ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_log import Collectives, Sent, gather, reduce, scatter, world
+from collective_log import step as sent_by
+from parity import WAYS, check_parity, next_token, numbers, plain_call, same, sharded_call, squared, tokens
+from peer_models import MLP, Block, Net, Transformer
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard import P
+from funshard.collectives import Mesh, broadcast
+
+NAMES = ("replicate", "shard")
+BOTH = P(NAMES)
+
+
+def grid() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+
+
+def uneven(dim: int) -> nn.Module:
+    """The model of ``test_train_parity_hsdp``."""
+    norm = nn.LayerNorm(dim, bias=False).double()
+    return nn.Sequential(norm, MLP(dim, 3 * dim), MLP(dim, dim), MLP(dim, 3 * dim))
+
+
+# --- parity ---
+
+
+def hsdp(rank: int, dim: int, p: P, at_last: bool, way: str) -> None:
+    model = uneven(dim)
+    spec = fs.by_type(MLP, p=p)(model).on(grid())
+    params, plain = fs.shard(model, spec), copy.deepcopy(model)
+    ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
+    axes = ["shard"] if at_last else None
+    for step in range(5):
+        total: fs.Params = {}
+        for micro in range(3):
+            xs = [numbers(r, 10 * step + micro, dim) for r in range(4)]
+            call = lambda p, x: fs.functional_call(model, p, x, spec=spec, reduce_over=axes)  # noqa: E731
+            grads, value = WAYS[way](lambda p: squared(lambda x: call(p, x), xs[rank]))(params)
+            total = {key: total[key] + g if total else g for key, g in grads.items()}
+            assert_close(value, squared(plain_call(plain), xs[rank]).detach())
+        if at_last:
+            total = fs.reduce_grads(total, spec, axes=["replicate"])
+        theirs.zero_grad(set_to_none=step % 2 == 0)
+        for micro in range(3):
+            squared(plain, torch.cat([numbers(r, 10 * step + micro, dim) for r in range(4)])).backward()
+        same(total, fs.shard({name: q.grad for name, q in plain.named_parameters()}, spec, rank=rank), f"gradient at {step}")
+        for key, shard in params.items():
+            shard.grad = total[key]
+        ours.step()
+        theirs.step()
+        full = {name: q.detach() for name, q in plain.named_parameters()}
+        same(params, fs.shard(full, spec, rank=rank), f"parameters after step {step}")
+
+
+SETTINGS = [P("shard"), P("shard", reshard=False), P("shard", remat=True)]
+
+
+@pytest.mark.parametrize("at_last", [False, True])
+@pytest.mark.parametrize("p", SETTINGS, ids=str)
+@pytest.mark.parametrize("dim", [3, 16, 17])
+def test_train_parity_hsdp(gloo4: Pool, dim: int, p: P, at_last: bool) -> None:
+    """Five iterations of three micro-batches on 2 x 2, the all-reduce for each or once: plain autograd on the joined batch."""
+    for way in ("fs", "torch.func") if dim == 17 else ("fs",):
+        gloo4.run(hsdp, dim, p, at_last, way)
+
+
+def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = 5) -> tuple[list[Tensor], fs.Params]:
+    """The losses and the trained parameters of a transformer."""
+    torch.manual_seed(0)
+    model = Transformer()
+    spec = fs.by_type(Block, p=p)(model).on(mesh)
+    params, losses = fs.shard(model, spec), []
+    adam = torch.optim.Adam(params.values(), lr=1e-2)
+    for step in range(steps):
+        grads, value = fs.grad_and_value(lambda p: next_token(sharded_call(model, p, spec), tokens(rank, step)))(params)
+        for key, shard in params.items():
+            shard.grad = grads[key]
+        adam.step()
+        losses.append(value)
+    return losses, fs.gather_full(params, spec)
+
+
+def hybrid_as_full(rank: int) -> None:
+    losses, full = trained(rank, line(), P("shard"))
+    for p in (P("shard"), P("shard", reshard=False), BOTH, P(NAMES[::-1]), P("replicate"), P()):
+        hybrid_losses, hybrid = trained(rank, grid(), p)
+        for got, want in zip(hybrid_losses, losses, strict=True):
+            assert_close(got, want)
+        same(hybrid, full, f"{p}: parameters")
+
+
+def test_fsdp_hybrid_shard_parity(gloo4: Pool) -> None:
+    """Losses of five Adam iterations, and the parameters, are those of FSDP over the four ranks: by every P of the mesh."""
+    gloo4.run(hybrid_as_full)
+
+
+def both_axes(rank: int) -> None:
+    model = Net()
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    one, two = fs.by_type(MLP)(model).on(line()), fs.by_type(MLP, p=BOTH)(model).on(grid())
+    a, b = fs.shard(full, one), fs.shard(full, two)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    hybrid = fs.by_type(MLP)(model).on(grid())
+    assert {key: len(shard) for key, shard in fs.shard(full, hybrid).items()} == {u.key: -(-u.numel // 2) for u in hybrid}
+    check_parity(rank, model, two, steps=3)
+
+
+def test_split_over_both_axes_is_fsdp(gloo4: Pool) -> None:
+    """P(("replicate", "shard")): bit for bit the shards of one axis of four, and its parity."""
+    gloo4.run(both_axes)
+
+
+MIXED = {"tokens": P("shard"), "positions": P("shard", reshard=False), "layers.*": BOTH, "output": P()}
+"""An HSDP embedding, FSDP blocks, a DDP head; what is left is the root's."""
+
+
+def mixed(rank: int, way: str, root: P) -> None:
+    model = Transformer()
+    spec = fs.by_path(MIXED, p=root)(model).on(grid())
+    assert {unit.key: unit.p for unit in spec if "layers" not in unit.key} == {
+        "": root,
+        **{key: p for key, p in MIXED.items() if "layers" not in key},
+    }
+    assert [spec.size(unit) for unit in spec if unit.path.startswith("layers")] == [4] * 3
+    check_parity(rank, model, spec, tokens, next_token, way=way, steps=3)
+
+
+@pytest.mark.parametrize("root", [P("shard"), P("replicate"), P()], ids=str)
+@pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
+def test_each_unit_its_own_strategy(gloo4: Pool, way: str, root: P) -> None:
+    """FSDP blocks, a DDP head and an HSDP embedding of one model on one mesh."""
+    gloo4.run(mixed, way, root)
+
+
+def test_what_each_strategy_sends() -> None:
+    """On 2 x 4: blocks over all ranks in two stages, the embedding within four and as a slice over two, the head over all."""
+    with world(8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=NAMES)
+        model = nn.Sequential(*(nn.Linear(5, 5, bias=False).double() for _ in range(3)))
+        spec = fs.by_path({"0": P("shard"), "1": BOTH, "2": P()})(model).on(mesh)
+        sent = sent_by(model, spec)
+    n = spec.shard_numel(spec.by_key["1"])
+    block = [Sent("all_gather", n, 8 * n, 4), Sent("all_gather", 4 * n, 32 * n, 2)]
+    assert sent.forward == [gather(spec, "0"), *block]
+    head = [reduce(spec, "2", 4), reduce(spec, "2", 2)]
+    reduced = [Sent("reduce_scatter", 8 * n, 64 * n, 2), Sent("reduce_scatter", 4 * n, 32 * n, 4)]
+    assert Counter(s for s in sent.backward if s.op != "all_gather") == Counter(
+        [*head, *reduced, scatter(spec, "0"), reduce(spec, "0", 2)]
+    )
+
+
+# --- three axes ---
+
+CUBE = {"pod": 2, "replicate": 2, "shard": 2}
+SUBSETS = [None, "pod", "replicate", "shard", ("pod", "shard"), ("shard", "replicate"), ("pod", "replicate", "shard")]
+
+
+@pytest.mark.parametrize("axis", SUBSETS, ids=str)
+def test_three_axes(axis: Any) -> None:
+    """Eight simulated ranks: split over any of three axes, gradients are the slices of the mean over all of them."""
+    model = Net(2)
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    xs = torch.stack([numbers(rank, 0) for rank in range(8)])
+    policy = fs.by_type(MLP, p=P(axis))
+
+    def run(mesh: Mesh, x: Tensor) -> Any:
+        spec = policy(model).on(mesh)
+        return fs.grad(lambda p: squared(sharded_call(model, p, spec), x))(fs.shard(full, spec))
+
+    got = fs.testing.spmd(run, CUBE)(xs)
+    mean = torch.func.grad(lambda t: squared(lambda x: torch.func.functional_call(model, t, (x,)), xs.flatten(0, 1)))(full)
+    spec = policy(model).on(CUBE)
+    for rank in range(8):
+        for key, expected in fs.shard(mean, spec, rank=rank).items():
+            assert_close(got[key][rank], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_three_axes_send(way: str) -> None:
+    """HSDP with two axes of replicas: slices are all-reduced over each of them, innermost first."""
+    with world(24):
+        mesh = init_device_mesh("cpu", (2, 3, 4), mesh_dim_names=tuple(CUBE))
+        spec = fs.whole()(MLP(5)).on(mesh)
+        sent = sent_by(MLP(5), spec, way)
+    assert sent.forward == [gather(spec, "")]
+    assert sent.backward == [scatter(spec, ""), reduce(spec, "", 3), reduce(spec, "", 2)]
+
+
+def cube_on_ranks(rank: int) -> None:
+    for shape in ((2, 1, 2), (1, 2, 2), (2, 2, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(CUBE))
+        for axis in ("shard", ("pod", "shard"), "replicate"):
+            check_parity(rank, Net(2), fs.by_type(MLP, p=P(axis))(Net(2)).on(mesh), steps=2)
+
+
+def test_three_axes_on_real_ranks(gloo4: Pool) -> None:
+    gloo4.run(cube_on_ranks)
+
+
+# --- replicas that differ ---
+
+
+class Counting(Net):
+    """Counts its calls, and the mean of its inputs, in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0.0).double())
+        self.register_buffer("mean", torch.zeros(5).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return super().forward(x)
+
+
+def different_replicas(rank: int, src: int) -> None:
+    mesh = grid()
+    axes = Mesh.of(mesh)
+    replica = mesh.get_local_rank("replicate")
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        models.append(Counting())
+    model, chosen = models[replica], models[src]
+    spec = fs.by_type(MLP)(model).on(mesh)
+    model.calls += rank
+    params, buffers = fs.shard(model, spec), dict(model.named_buffers())
+    assert torch.equal(params[""], fs.shard(chosen, spec)[""]) == (replica == src)
+    params = {key: broadcast(shard, axes["replicate"], src=src) for key, shard in params.items()}
+    buffers = {name: broadcast(broadcast(b, axes["replicate"], src=src), axes["shard"]) for name, b in buffers.items()}
+    expected = {name: p.detach() for name, p in chosen.named_parameters()}
+    assert all(torch.equal(shard, fs.shard(expected, spec, rank=rank)[key]) for key, shard in params.items())
+    assert buffers["calls"] == 2 * src  # the first rank of that replica
+    full = fs.unshard(params, spec)
+    assert all(torch.equal(full[name], p) for name, p in expected.items())
+
+    plain = copy.deepcopy(chosen)
+    ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        loss = lambda p: squared(lambda x: fs.functional_call(model, p, x, spec=spec, buffers=buffers), numbers(rank, step))  # noqa: E731
+        grads = fs.grad(loss)(params)
+        theirs.zero_grad()
+        sum(squared(plain, numbers(r, step)) / 4 for r in range(4)).backward()
+        for key, shard in params.items():
+            shard.grad = grads[key]
+        ours.step()
+        theirs.step()
+    assert buffers["calls"] == 2 * src + 3
+    assert model.calls == rank  # its own are as they were
+    same(fs.gather_full(params, spec), {name: p.detach() for name, p in plain.named_parameters()}, "trained")
+
+
+@pytest.mark.parametrize("src", [0, 1])
+def test_hsdp_broadcast_across_replicas(gloo4: Pool, src: int) -> None:
+    """Replicas of two models, and buffers of four: after a broadcast over the replicas all train as one."""
+    gloo4.run(different_replicas, src)
+
+
+def rank_values(rank: int) -> None:
+    model = Net()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(rank)
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    for p in (P("shard"), BOTH, P()):
+        spec = fs.by_type(MLP, p=p)(model).on(grid())
+        for src in (0, 3):
+            params = fs.scatter_full(full if rank == src else None, spec, src=src)
+            got = fs.gather_full(params, spec)
+            assert all(torch.equal(t, torch.full_like(full[name], src)) for name, t in got.items())
+            assert all(torch.equal(v, torch.full_like(v, src)) for v in fs.views(params, spec).values())
+
+
+def test_hsdp_sync_module_state(gloo4: Pool) -> None:
+    """Weights of each rank's number: everywhere those of the rank that is written from."""
+    gloo4.run(rank_values)
+
+
+class Plain(nn.Module):
+    """The MLP of FSDP2's tests."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.out_proj(torch.relu(self.in_proj(x))))
+
+
+def subgroups(groups: list[list[int]], rank: int) -> Any:
+    """This rank's of these groups, which every rank makes."""
+    made = [dist.new_group(ranks) for ranks in groups]
+    return made[next(i for i, ranks in enumerate(groups) if rank in ranks)]
+
+
+def own_all_reduce(rank: int) -> None:
+    intra, inter = subgroups([[0, 1], [2, 3]], rank), subgroups([[0, 2], [1, 3]], rank)
+    replica = rank // 2
+    model = Plain(10)
+    nn.init.constant_(model.in_proj.weight, 1.0 * replica)
+    nn.init.constant_(model.out_proj.weight, 2.0 * replica)
+    expected = {
+        "in_proj.weight": torch.arange(0.0, 100, 10).repeat(40, 1),
+        "out_proj.weight": torch.full((10, 40), 22.5),
+    }
+    x = torch.arange(10.0).view(1, 10)
+    call = lambda p, spec: fs.functional_call(model, p, x, spec=spec).sum()  # noqa: E731
+    within = fs.whole()(model).on(DeviceMesh.from_group(intra, "cpu", mesh_dim_names=("shard",)))
+    params = fs.shard(model, within)
+    grads = fs.grad(lambda p: call(p, within))(params)
+    for g in grads.values():
+        dist.all_reduce(g, group=inter, op=dist.ReduceOp.AVG)
+    want = fs.shard(expected, within, rank=rank % 2)
+    assert torch.equal(grads[""], want[""])
+    hybrid = fs.whole()(model).on(grid())
+    assert torch.equal(fs.shard(model, hybrid)[""], params[""])
+    assert torch.equal(fs.grad(lambda p: call(p, hybrid))(params)[""], want[""])
+    peer = fully_shard(copy.deepcopy(model), mesh=grid())
+    peer(x).sum().backward()
+    for name, p in peer.named_parameters():
+        assert torch.equal(p.grad.full_tensor(), expected[name])
+
+
+def test_custom_hsdp_all_reduce_hook(gloo4: Pool) -> None:
+    """FSDP within pairs and the user's own all-reduce between them is HSDP: 22.5 everywhere and 0, 10, ..., 90."""
+    gloo4.run(own_all_reduce)
+
+
+# --- meshes ---
+
+
+def from_groups(rank: int, dims: int) -> None:
+    if dims == 1:
+        made = DeviceMesh.from_group(dist.new_group(range(4)), "cpu", mesh_dim_names=("shard",))
+        mesh = line()
+    else:
+        groups = [subgroups([[0, 2], [1, 3]], rank), subgroups([[0, 1], [2, 3]], rank)]
+        made = DeviceMesh.from_group(groups, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=NAMES)
+        mesh = grid()
+    assert Mesh.of(made).sizes == Mesh.of(mesh).sizes
+    assert Mesh.of(made)["shard"].name != Mesh.of(mesh)["shard"].name
+    for p in (P("shard"), P("shard", reshard=False), P()):
+        losses, full = trained(rank, made, p)
+        expected_losses, expected = trained(rank, mesh, p)
+        assert all(map(torch.equal, losses, expected_losses))
+        assert all(torch.equal(full[name], t) for name, t in expected.items())
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_process_group_init(gloo4: Pool, dims: int) -> None:
+    """``test_1d_process_group_init``, ``test_2d_...``: a mesh of groups that exist trains bit for bit as a new one."""
+    gloo4.run(from_groups, dims)
+
+
+def resumed(rank: int, p: P) -> None:
+    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+
+    def make(seed: int, p: P) -> tuple[nn.Module, fs.PartitionSpec, fs.Params]:
+        torch.manual_seed(seed)
+        model = Transformer()
+        spec = fs.by_type(Block, p=p)(model).on(grid())
+        return model, spec, fs.shard(model, spec)
+
+    def train(model: nn.Module, spec: fs.PartitionSpec, params: fs.Params, state: Any, steps: range) -> Any:
+        for step in steps:
+            grads = fs.grad(lambda p: next_token(sharded_call(model, p, spec), tokens(rank, step)))(params)
+            params, state = update(grads, state, params)
+        return params, state
+
+    def field(state: Any, name: str) -> fs.Params:
+        return {key: values[name] for key, values in state.items()}
+
+    model, spec, params = make(0, P("shard"))
+    params, state = train(model, spec, params, init(params), range(3))
+    expected, expected_state = train(model, spec, params, state, range(3, 5))
+    file = io.BytesIO()
+    names = ("exp_avg", "exp_avg_sq")
+    torch.save((fs.gather_full(params, spec), [fs.gather_full(field(state, name), spec) for name in names]), file)
+    file.seek(0)
+    full, moments = torch.load(file, weights_only=True)
+
+    other, other_spec, fresh = make(1, p)
+    assert not torch.equal(fs.gather_full(fresh, other_spec)["output.weight"], full["output.weight"])
+    fresh = fs.scatter_full(full if rank == 0 else None, other_spec, src=0)
+    fresh_state = init(fresh)
+    for name, moment in zip(names, moments, strict=True):
+        for key, shard in fs.scatter_full(moment, other_spec).items():
+            fresh_state[key][name] = shard
+    steps = next(iter(state.values()))["step"]
+    for values in fresh_state.values():
+        values["step"] = steps.clone()
+    got, got_state = train(other, other_spec, fresh, fresh_state, range(3, 5))
+    same(fs.gather_full(got, other_spec), fs.gather_full(expected, spec), "parameters")
+    for name in names:
+        ours, theirs = (fs.gather_full(field(s, name), on) for s, on in ((got_state, other_spec), (expected_state, spec)))
+        same(ours, theirs, name)
+    if p == P("shard"):
+        assert all(torch.equal(got[key], shard) for key, shard in expected.items())
+
+
+@pytest.mark.parametrize("p", [P("shard"), BOTH, P("replicate", reshard=False), P()], ids=str)
+def test_hsdp_save_load_state_dict(gloo4: Pool, p: P) -> None:
+    """Parameters and optimizer state of HSDP, saved whole, go on in a fresh model: bit for bit in HSDP, and elsewhere."""
+    gloo4.run(resumed, p)
+
+
+def test_invalid_meshes() -> None:
+    """Two dimensions without names, and axes that are not there, are errors that name them before anything is sent."""
+    model = Net()
+    with world(8):
+        unnamed = init_device_mesh("cpu", (2, 4))
+        one, named = init_device_mesh("cpu", (8,)), init_device_mesh("cpu", (2, 4), mesh_dim_names=NAMES)
+        with Collectives() as log:
+            with pytest.raises(ValueError, match="mesh of 2 dimensions has no names: expected one for each axis; give mesh_"):
+                fs.by_type(MLP)(model).on(unnamed)
+            calls: list[Callable[[], object]] = [
+                lambda: fs.by_type(MLP, p=BOTH)(model).on(one),
+                lambda: fs.shard(model, fs.by_type(MLP, p=BOTH)(model)),  # the whole world is one axis
+                lambda: fs.by_type(MLP, p=P("replicate"))(model).bound,
+            ]
+            for call in calls:
+                with pytest.raises(ValueError, match=r"unit '': unknown mesh axis 'replicate' in .* one of \('shard',\)"):
+                    call()
+            with pytest.raises(ValueError, match="unit 'head': unknown mesh axis 'model'"):
+                fs.by_path({"head": P("model")})(model).on(named)
+            assert fs.by_type(MLP)(model).on(one).sizes == (("shard", 8),)
+        assert not log.all
