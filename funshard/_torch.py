@@ -15,7 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._autograd import _get_sequence_nr
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch.eager_transforms import grad_increment_nesting
+from torch._functorch.pyfunctorch import (
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+    temporarily_pop_interpreter_stack,
+)
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import annotate
@@ -26,10 +31,12 @@ from torch.utils.checkpoint import CheckpointFunction
 __all__ = [
     "FORWARD_CAN_BE_REPLACED",
     "alone",
+    "at_level",
     "backend",
     "backward_early",
     "base",
     "beneath",
+    "derivatives_alone",
     "differentiates",
     "fake_mode",
     "graph_task",
@@ -41,6 +48,7 @@ __all__ = [
     "is_wrapped",
     "kept",
     "level",
+    "level_of",
     "lower",
     "overwrite",
     "pack_hook",
@@ -49,10 +57,14 @@ __all__ = [
     "reparametrized",
     "savable",
     "saved_tensor_hooks",
+    "seen_from",
     "storage_id",
     "traced",
+    "unchanged",
     "version",
     "without_graph",
+    "wrapped",
+    "wrapped_for_dead",
 ]
 
 
@@ -110,6 +122,54 @@ def base(tensor: Tensor) -> Tensor:
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether the tensor belongs to a transform."""
     return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def level_of(tensor: Tensor) -> int:
+    """The level of the transform that the tensor belongs to, 0 for none, -1 for one that has ended."""
+    return _functorch.maybe_get_level(tensor) if is_wrapped(tensor) else 0
+
+
+def seen_from(tensor: Tensor, level: int) -> Tensor:
+    """The tensor as this level sees it: without the wrappers of those above, or of those that have ended."""
+    while level_of(tensor) > max(level, 0) or is_over(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+@contextlib.contextmanager
+def at_level(target: int) -> Generator[None]:
+    """Beneath the transforms above this level. With `seen_from` and `wrapped` pinned by ``test_weights_of_every_level``."""
+    with contextlib.ExitStack() as stack:
+        while level() > max(target, 0):
+            stack.enter_context(temporarily_pop_interpreter_stack())
+        yield
+
+
+def wrapped(tensor: Tensor, level: int) -> Tensor:
+    """A constant of this level, 0 for none: as a graph's saved tensor it keeps what the levels below know of it."""
+    return _functorch._wrap_for_grad(tensor, level) if level else tensor
+
+
+def wrapped_for_dead(tensor: Tensor) -> Tensor:
+    """The same for a level that has ended: the wrapper is another one's that ends here, and gives way to what is inside."""
+    with grad_increment_nesting() as level:
+        return _functorch._wrap_for_grad(tensor, level)
+
+
+def derivatives_alone() -> bool:
+    """Whether every torch.func transform that runs is a grad, vjp or jvp."""
+    kinds = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
+    return all(interpreter.key() in kinds for interpreter in retrieve_all_functorch_interpreters())
+
+
+def unchanged(tensor: Tensor, version_: int) -> Tensor:
+    """A tensor that hooks kept. The version check is autograd's own, which hooks switch off."""
+    if version(tensor) != version_:
+        raise RuntimeError(
+            f"a tensor of shape {list(tensor.shape)} needed for gradient computation was modified in place: "
+            f"it is at version {version(tensor)}, expected version {version_}"
+        )
+    return tensor
 
 
 def is_tracked(tensor: Tensor) -> bool:

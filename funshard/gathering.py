@@ -25,6 +25,7 @@ from .casting import buffer_dtypes, cast_around, cast_params
 from .division import Reduction
 from .layout import unflatten_unit, whole_unit
 from .mesh import Group
+from .nested import Nested
 from .recompute import recomputed
 from .schedule import Schedule, Visit, pack, unpack
 from .spec import PartitionSpec, Unit
@@ -43,6 +44,12 @@ def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
     return not _torch.level() or not any(_torch.base(params[unit.key]).requires_grad for unit in spec if unit.key in params)
 
 
+def _nestable(spec: PartitionSpec) -> bool:
+    """Whether what the transforms that run save can be gathered again by each of them."""
+    groups = all(isinstance(axis, Group) for _, axis in spec.bound_mesh.axes)
+    return _torch.level() > 0 and groups and _torch.derivatives_alone() and not _torch.traced()
+
+
 def sharded(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:
     """The part of the spec whose units ``params`` holds as shards."""
     keys = spec.by_key.keys() & params.keys()
@@ -52,10 +59,10 @@ def sharded(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:
 class _Gathered:
     """A unit that is gathered now: its parameters, the transforms it was gathered under, and its visit if it has one."""
 
-    def __init__(self, unit: Unit, views: Sequence[Tensor], visit: Visit | None, level: int) -> None:
+    def __init__(self, unit: Unit, views: Sequence[Tensor], visit: Visit | None, level: int, storage: int) -> None:
         self.unit, self.views, self.visit, self.level = unit, views, visit, level
         self.frees = visit.route.frees if visit else unit.p.reshard
-        self.storage = 0  # of the buffer, where saved tensors in it are to be replaced
+        self.storage = storage  # of the buffer, where saved tensors in it are to be replaced; else 0
 
 
 class Call:
@@ -69,6 +76,8 @@ class Call:
         reduction: Reduction,
         prefetch: int,
         in_flight: int,
+        *,
+        again: bool = True,
     ) -> None:
         self.place, self.params, self.spec = place, params, spec
         self.reduction = reduction
@@ -84,8 +93,11 @@ class Call:
             self.params = self.schedule.enter(params)
         frees = self.schedule is not None and self.schedule.routes.frees
         self.hooked = self.differentiable and frees and self.outer is None
+        self.nested = Nested() if again and self.differentiable and not ahead and not self.outer and _nestable(spec) else None
         full = ((unit, whole_unit(params, unit)) for unit in spec)
-        self.active = {unit.key: _Gathered(unit, cast_params(views, unit), None, level=0) for unit, views in full if views}
+        self.active = {
+            unit.key: _Gathered(unit, cast_params(views, unit), None, level=0, storage=0) for unit, views in full if views
+        }
         self.live: dict[int, Visit] = {}  # by storage: what pack recognises
         self.scopes: list[list[_Gathered]] = [[]]
         self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
@@ -115,19 +127,27 @@ class Call:
         self.free(self.pending)
         shard = self.params[unit.key]
         visit = self.schedule.visit(unit) if self.schedule and _torch.level() == self.level else None
+        storage = 0
         with torch.set_grad_enabled(self.differentiable):  # a gather under no_grad must serve uses outside of it
             if visit:
                 views = visit.parameters(shard)
+                if visit.route.frees and self.hooked:
+                    assert visit.full is not None
+                    storage = _torch.storage_id(visit.full)
+                    self.live[storage] = visit
             else:
-                views = unflatten_unit(gather_unit(shard, unit, self.mesh, self.reduction, unit.p.precision), unit)
-        gathered = _Gathered(unit, views, visit, _torch.level())
+                make = self._data_flow(unit)
+                buffer = make(shard)
+                views = unflatten_unit(buffer, unit)
+                if self.nested and unit.p.reshard and self.spec.size(unit) > 1 and _torch.level() == self.level:
+                    storage = self.nested.gathered(shard, buffer, make)
+        gathered = _Gathered(unit, views, visit, _torch.level(), storage)
         self.active[unit.key] = gathered
-        if visit and visit.route.frees and self.hooked:
-            assert visit.full is not None
-            gathered.storage = _torch.storage_id(visit.full)
-            self.live[gathered.storage] = visit
         self.scopes[-1].append(gathered)
         return gathered
+
+    def _data_flow(self, unit: Unit) -> Callable[[Tensor], Tensor]:
+        return lambda shard: gather_unit(shard, unit, self.mesh, self.reduction, unit.p.precision)
 
     def free(self, many: list[_Gathered], *, keep_for_backward: bool = False) -> None:
         """Let go of these, or leave their buffers to backward."""
@@ -135,6 +155,8 @@ class Call:
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]
             self.live.pop(gathered.storage, None)
+            if self.nested:
+                self.nested.live.pop(gathered.storage, None)
             gathered.views = ()
             if gathered.visit:
                 gathered.visit.leave(keep=keep_for_backward and gathered.storage != 0)
@@ -155,8 +177,8 @@ class Call:
     @contextlib.contextmanager
     def installed(self, buffers: dict[str, Tensor] | None, attributes: Attributes | None = None) -> Generator[None]:
         """The modules with gathered parameters, and with other attributes where there are any; as they were afterwards."""
-        notes = functools.partial(pack, self.live)
-        hooks = _torch.saved_tensor_hooks(notes, unpack) if self.hooked else contextlib.nullcontext()
+        notes = self.nested.hooks() if self.nested else (functools.partial(pack, self.live), unpack)
+        hooks = _torch.saved_tensor_hooks(*notes) if self.hooked or self.nested else contextlib.nullcontext()
         with restored(self.place.owned) as before:
             for module, others in (attributes or {}).items():
                 vars(module).clear()
@@ -231,7 +253,7 @@ class Call:
                 args: tuple[Any, ...],
                 kwargs: dict[str, Any],
             ) -> tuple[Any, Attributes]:
-                with Call(place, params, spec, self.reduction, *self.ahead).installed(buffers, attributes):
+                with Call(place, params, spec, self.reduction, *self.ahead, again=False).installed(buffers, attributes):
                     out = place.modules[path].forward(*args, **kwargs)
                     return out, {module: dict(vars(module)) for module in place.owned}
 

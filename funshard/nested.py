@@ -1,0 +1,102 @@
+"""Weights that stacks of transforms save, gathered again by each of their backwards.
+
+Under several torch.func transforms, or one around plain autograd, a saved weight is a tensor of one level, and its value is
+one of the level below, with a graph or a tangent there. The note in its place says which view of which unit it was at which
+level. The backward of that level gathers the unit's shard once more as the level below sees it, so the gather is a part of
+what is differentiated there: exact at every order. No gradient tells when the last use has been made, so the units that were
+gathered last stay, and no others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from . import _torch
+
+__all__ = ["Nested"]
+
+ALIVE = 2
+"""How many units stay gathered in the backwards of a call."""
+
+
+class Nested:
+    """The gathers of one call that its backwards make again."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, _Gather] = {}  # by storage: what pack recognises
+        self._recent: deque[tuple[_Gather, int, Tensor]] = deque(maxlen=ALIVE)
+        with _torch.beneath():
+            empty = torch.empty(0)
+        self._levels = [_torch.wrapped(empty, level) for level in range(1, _torch.level() + 1)]  # to know when each is over
+
+    def gathered(self, shard: Tensor, buffer: Tensor, gather: Callable[[Tensor], Tensor]) -> int:
+        """A buffer is there. Gives its storage, by which to say that it is left."""
+        storage = _torch.storage_id(_torch.base(buffer))
+        self.live[storage] = _Gather(self, shard, gather)
+        return storage
+
+    def recent(self, gather: _Gather, level: int) -> Tensor:
+        """The buffer as a level sees it, gathered again if it is not among the last ones."""
+        for other, at, buffer in self._recent:
+            if other is gather and at == level:
+                return buffer
+        buffer = gather.again(level)
+        self._recent.append((gather, level, buffer))
+        return buffer
+
+    def is_over(self, level: int) -> bool:
+        """Whether the transform of this level has ended, as when the pullback of a vjp runs."""
+        return level > 0 and _torch.is_over(self._levels[level - 1])
+
+    def hooks(self) -> tuple[Callable[[Tensor], object], Callable[[object], Tensor]]:
+        """Saved-tensor hooks for the forward."""
+        return functools.partial(_pack, self.live), _unpack
+
+
+class _Gather:
+    """A gather that can be made again as any level sees it."""
+
+    def __init__(self, call: Nested, shard: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
+        self._call, self._shard, self._gather = call, shard, gather
+        self._version = _torch.version(shard)
+
+    def again(self, level: int) -> Tensor:
+        if _torch.version(self._shard) != self._version:
+            raise RuntimeError(
+                f"a shard of {len(self._shard)} elements was modified in place between forward and backward: expected version "
+                f"{self._version}, got {_torch.version(self._shard)}; update after backward"
+            )
+        with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
+            return self._gather(_torch.seen_from(self._shard, level))
+
+    def view(self, level: int, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        """A view of the buffer that the graph of this level has saved."""
+        buffer = self._call.recent(self, level - 1)
+        if torch.is_grad_enabled():  # what this node computes with it may save it once more
+            again = functools.partial(_pack, {_torch.storage_id(_torch.base(buffer)): self})
+            _torch.push_saved_tensor_hooks(again, _unpack)
+        with _torch.at_level(level - 1), torch.set_grad_enabled(level > 0):
+            view = buffer.as_strided(shape, stride, offset)
+        return _torch.wrapped_for_dead(view) if self._call.is_over(level) else _torch.wrapped(view, level)
+
+
+def _pack(live: Mapping[int, _Gather], tensor: Tensor) -> object:
+    """What autograd keeps instead of a tensor that a level saves: a note for a gathered weight, else the tensor itself."""
+    inner = _torch.base(tensor)
+    level = _torch.level_of(tensor)
+    if level >= 0 and type(inner) is Tensor and inner.layout is torch.strided and not (inner.is_conj() or inner.is_neg()):
+        gather = live.get(_torch.storage_id(inner))
+        if gather is not None:
+            return gather, level, tensor.shape, tensor.stride(), tensor.storage_offset()
+    return _torch.kept(tensor), _torch.version(tensor)
+
+
+def _unpack(note: object) -> Tensor:
+    what, *rest = cast("tuple[Any, ...]", note)
+    return what.view(*rest) if isinstance(what, _Gather) else _torch.unchanged(what, *rest)

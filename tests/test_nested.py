@@ -1,0 +1,185 @@
+"""Stacks of transforms on real ranks gather a saved weight again in each of their backwards: exact, and no unit stays."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from collective_log import world
+from ranks import Pool
+from test_memory import Alive, Curved, no_collector
+from torch import Tensor, nn
+from torch.func import grad, jvp, vjp
+
+import funshard as fs
+from funshard import P, _torch
+
+Tree = Mapping[str, Tensor]
+Loss = Callable[[Any], Tensor]
+
+
+class Mixer(nn.Module):
+    """Weights that are saved as they are, transposed, as slices, twice, and in another module."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width + 2), nn.Linear(width + 2, width)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x)) @ self.down.weight.t()
+        return x * self.scale + self.down(self.up(h)) * self.scale[:1] + h @ self.up.weight[:-2].sin()
+
+
+def network(blocks: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    parts = [Mixer(4) for _ in range(blocks)]
+    parts[1].down.weight = parts[0].down.weight
+    return nn.Sequential(nn.Linear(3, 4), *parts, parts[0], nn.Linear(4, 2)).double()
+
+
+def total(tree: Tree) -> Tensor:
+    return sum(((g**2).sum() for g in tree.values()), torch.zeros((), dtype=torch.float64))
+
+
+def dot(a: Tree, b: Tree) -> Tensor:
+    return sum(((a[key] * b[key]).sum() for key in a), torch.zeros((), dtype=torch.float64))
+
+
+def pulled(f: Loss, p: Tree) -> Tree:
+    """A gradient by a pullback that is called when its transform has ended."""
+    value, pull = vjp(f, p)
+    return pull(torch.full_like(value, 2))[0]
+
+
+def by_autograd(f: Loss, p: Tree) -> fs.Params:
+    leaves = {key: t.detach().requires_grad_() for key, t in p.items()}
+    return dict(zip(leaves, torch.autograd.grad(f(leaves), list(leaves.values())), strict=True))
+
+
+def pushed(f: Callable[[Tree], Any], p: Tree, v: Tree) -> Any:
+    return jvp(f, (p,), (v,))[1]
+
+
+def both(f: Loss, p: Tree) -> Loss:
+    return lambda q: f(q) + f({key: p[key] * t for key, t in q.items()})
+
+
+STACKS: dict[str, Callable[[Loss, Tree, Tree], Tree]] = {
+    "grad of grad": lambda f, p, v: grad(lambda p: total(grad(f)(p)))(p),
+    "grad of grad . v": lambda f, p, v: grad(lambda p: dot(grad(f)(p), v))(p),
+    "fs.grad of grad": lambda f, p, v: fs.grad(lambda p: total(grad(f)(p)))(p),
+    "autograd of grad": lambda f, p, v: by_autograd(lambda p: total(grad(f)(p)), p),
+    "grad of grad of grad": lambda f, p, v: grad(lambda p: dot(grad(lambda p: total(grad(f)(p)))(p), v))(p),
+    "jvp of grad": lambda f, p, v: pushed(grad(f), p, v),
+    "grad of jvp": lambda f, p, v: grad(lambda p: pushed(f, p, v))(p),
+    "jvp of jvp of grad": lambda f, p, v: pushed(lambda p: pushed(grad(f), p, v), p, v),
+    "grad of jvp of grad": lambda f, p, v: grad(lambda p: total(pushed(grad(f), p, v)))(p),
+    "grad of a pullback": lambda f, p, v: grad(lambda p: total(pulled(f, p)))(p),
+    "autograd of a pullback": lambda f, p, v: by_autograd(lambda p: total(pulled(f, p)), p),
+    "jvp of a pullback": lambda f, p, v: pushed(lambda p: pulled(f, p), p, v),
+    "pulled back after all": lambda f, p, v: vjp(lambda p: pulled(f, p), p)[1](dict(v))[0],
+    "two calls in one": lambda f, p, v: grad(lambda p: total(grad(both(f, p))(p)))(p),
+}
+
+
+def exact(rank: int, name: str, p: P) -> None:
+    model = network()
+    full = {key: t.detach() for key, t in model.named_parameters()}
+    generator = torch.Generator().manual_seed(1)
+    direction = {key: torch.randn(t.shape, dtype=t.dtype, generator=generator) for key, t in full.items()}
+    xs = torch.randn(2, 5, 3, dtype=torch.float64, generator=generator)
+    spec = fs.by_type(Mixer, p=p)(model).bound
+
+    def loss(params: Tree) -> Tensor:
+        return fs.functional_call(model, params, (xs[rank],), spec=spec).square().mean()
+
+    def mean(params: Tree) -> Tensor:  # of a copy: torch 2.13 leaves its tensors in a module that is registered twice
+        outs = (torch.func.functional_call(copy.deepcopy(model), dict(params), (x,)) for x in xs)
+        return torch.stack([y.square().mean() for y in outs]).mean()
+
+    got = STACKS[name](loss, fs.shard(full, spec), fs.shard(direction, spec))
+    for key, t in fs.shard(STACKS[name](mean, full, direction), spec).items():
+        assert t.abs().sum() > 0
+        torch.testing.assert_close(got[key], t, rtol=1e-9, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x / 2, x - x / 2
+
+
+SENT = fs.Precision(codec=fs.Codec(halves, torch.add))
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", precision=SENT)], ids=["plain", "codec"])
+@pytest.mark.parametrize("name", STACKS)
+def test_every_stack_is_exact(gloo2: Pool, name: str, p: P) -> None:
+    """Beside the same stack on full parameters and the mean of the ranks' losses, and with weights saved in every way."""
+    gloo2.run(exact, name, p)
+
+
+def held(name: str, blocks: int) -> tuple[float, int]:
+    """Gathered units alive at most, and how many gathers."""
+    with world(4):
+        model = nn.Sequential(*[Curved(5) for _ in range(blocks)])
+        spec = fs.by_path({"*": P("shard")})(model).bound
+        params = fs.shard(model, spec)
+        v = {key: torch.ones_like(p) for key, p in params.items()}
+        x = torch.ones(4, 5, dtype=torch.float64)
+        with no_collector(), Alive() as alive:
+            STACKS[name](lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum(), params, v)
+        return alive.peak / spec.padded_numel(spec.by_key["0"]), len(alive.gathered)
+
+
+@pytest.mark.parametrize(("name", "most"), [("fs.grad of grad", 3), ("autograd of grad", 3), ("jvp of grad", 6)])
+def test_no_unit_stays(name: str, most: int) -> None:
+    """As many at 8 blocks as at 4: one that runs and those that were gathered last, with tangents twice as many."""
+    assert held(name, 4)[0] == held(name, 8)[0] == most
+
+
+def test_each_derivative_gathers_again() -> None:
+    """Less than a gather for each unit in each of three passes over it, and one for the cotangent of its gradient."""
+    counts = [held("fs.grad of grad", blocks)[1] for blocks in (4, 8)]
+    assert counts[1] - counts[0] == 4 * 5
+
+
+def shard_in_place(rank: int) -> None:
+    model = nn.Sequential(*[Curved(5) for _ in range(3)])
+    spec = fs.by_path({"*": P("shard")})(model).bound
+    params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
+    x = torch.ones(4, 5, dtype=torch.float64)
+    value = total(grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum())(params))
+    with torch.no_grad():
+        params["1"].mul_(2)
+    with pytest.raises(RuntimeError, match="a shard of 15 elements was modified in place between forward and backward"):
+        value.backward()
+
+
+def test_a_shard_that_has_changed_is_an_error(gloo2: Pool) -> None:
+    gloo2.run(shard_in_place)
+
+
+def test_weights_of_every_level() -> None:
+    """What nested.py stands on: a tensor of a level below, wrapped for one above, keeps its graph and its tangent there."""
+
+    def inner(y: Tensor, z: Tensor) -> Tensor:  # at level 2
+        with _torch.at_level(1):
+            below = _torch.seen_from(y, 1) * 3
+        assert _torch.level_of(below) == 1
+        again = _torch.wrapped(below, 2)
+        assert (_torch.level_of(again), _torch.level()) == (2, 2)
+        return again * z
+
+    def outer(y: Tensor) -> Tensor:  # at level 1
+        return grad(lambda z: inner(y, z))(torch.ones(()))  # 3 y
+
+    assert grad(outer)(torch.ones(())) == 3
+    assert jvp(outer, (torch.ones(()),), (torch.full((), 2.0),))[1] == 6
+
+    def ended(y: Tensor) -> Tensor:
+        return _torch.wrapped_for_dead(y * 3) * 2
+
+    assert grad(ended)(torch.ones(())) == 6
