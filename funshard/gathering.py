@@ -147,7 +147,9 @@ class Call:
         return gathered
 
     def _data_flow(self, unit: Unit) -> Callable[[Tensor], Tensor]:
-        return lambda shard: gather_unit(shard, unit, self.mesh, self.reduction, unit.p.precision)
+        """From the unit's shard to its buffer, differentiable."""
+        mesh, reduction = self.mesh, self.reduction  # and not this call, which notes in a graph would hold
+        return lambda shard: gather_unit(shard, unit, mesh, reduction, unit.p.precision)
 
     def free(self, many: list[_Gathered], *, keep_for_backward: bool = False) -> None:
         """Let go of these, or leave their buffers to backward."""

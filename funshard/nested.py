@@ -10,6 +10,7 @@ gathered last stay, and no others.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -30,7 +31,8 @@ class Nested:
 
     def __init__(self) -> None:
         self.live: dict[int, _Gather] = {}  # by storage: what pack recognises
-        self._recent: deque[tuple[_Gather, int, Tensor]] = deque(maxlen=ALIVE)
+        self._count = itertools.count()
+        self._recent: deque[tuple[int, int, Tensor]] = deque(maxlen=ALIVE)  # by number: what is in it must not hold this
         with _torch.beneath():
             empty = torch.empty(0)
         self._levels = [_torch.wrapped(empty, level) for level in range(1, _torch.level() + 1)]  # to know when each is over
@@ -38,16 +40,16 @@ class Nested:
     def gathered(self, shard: Tensor, buffer: Tensor, gather: Callable[[Tensor], Tensor]) -> int:
         """A buffer is there. Gives its storage, by which to say that it is left."""
         storage = _torch.storage_id(_torch.base(buffer))
-        self.live[storage] = _Gather(self, shard, gather)
+        self.live[storage] = _Gather(self, next(self._count), shard, gather)
         return storage
 
     def recent(self, gather: _Gather, level: int) -> Tensor:
         """The buffer as a level sees it, gathered again if it is not among the last ones."""
-        for other, at, buffer in self._recent:
-            if other is gather and at == level:
+        for *which, buffer in self._recent:
+            if which == [gather.number, level]:
                 return buffer
         buffer = gather.again(level)
-        self._recent.append((gather, level, buffer))
+        self._recent.append((gather.number, level, buffer))
         return buffer
 
     def is_over(self, level: int) -> bool:
@@ -62,11 +64,13 @@ class Nested:
 class _Gather:
     """A gather that can be made again as any level sees it."""
 
-    def __init__(self, call: Nested, shard: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, call: Nested, number: int, shard: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
+        self.number = number
         self._call, self._shard, self._gather = call, shard, gather
         self._version = _torch.version(shard)
 
     def again(self, level: int) -> Tensor:
+        """The buffer as a level sees it; RuntimeError if the shard has been modified in place since."""
         if _torch.version(self._shard) != self._version:
             raise RuntimeError(
                 f"a shard of {len(self._shard)} elements was modified in place between forward and backward: expected version "

@@ -131,6 +131,7 @@ def held(name: str, blocks: int) -> tuple[float, int]:
         x = torch.ones(4, 5, dtype=torch.float64)
         with no_collector(), Alive() as alive:
             STACKS[name](lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum(), params, v)
+            assert alive.now() == []
         return alive.peak / spec.padded_numel(spec.by_key["0"]), len(alive.gathered)
 
 

@@ -20,10 +20,11 @@ from funshard import P
 
 def jvp_past_a_unit(rank: int, reshard: bool) -> None:
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).bfloat16()
-    spec = fs.always(P("shard", reshard=reshard))(model).bound
-    params = fs.shard({name: torch.ones(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}, spec)
-    x = torch.ones(2, 4, dtype=torch.bfloat16)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    policy = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
+    spec = fs.always(P("shard", reshard=reshard, precision=policy))(model).bound
+    params = fs.shard({name: torch.ones(p.shape) for name, p in model.named_parameters()}, spec)
+    x = torch.ones(2, 4)
 
     def ignoring(scale: Tensor) -> Tensor:
         return fs.functional_call(model, params, x, spec=spec)
@@ -31,7 +32,7 @@ def jvp_past_a_unit(rank: int, reshard: bool) -> None:
     def using(scale: Tensor) -> Tensor:
         return fs.functional_call(model, params, scale * x, spec=spec)
 
-    one = torch.ones((), dtype=torch.bfloat16)
+    one = torch.ones(())
     out, tangent = torch.func.jvp(ignoring, (one,), (one,))
     assert (out.shape, out.dtype, tangent.dtype) == ((2, 4), torch.bfloat16, torch.bfloat16)
     assert torch.equal(tangent, torch.zeros_like(out))
@@ -42,7 +43,7 @@ def jvp_past_a_unit(rank: int, reshard: bool) -> None:
 
 @pytest.mark.parametrize("reshard", [False, True])
 def test_no_warmup_jvp(gloo2: Pool, reshard: bool) -> None:
-    """jvp over what the function ignores while it runs a unit, with no step before it: bf16 zeros; and over what it uses."""
+    """jvp over what the function ignores while it runs a bf16 unit, no step before it: zeros; and over what it uses."""
     gloo2.run(jvp_past_a_unit, reshard)
 
 
