@@ -90,13 +90,22 @@ def comm() -> dict[str, dict[str, Any]]:
 
 
 def test_comm_has_every_mode() -> None:
-    """Eight modes, each with finite figures and a row."""
+    """Ten modes, each with finite figures and a row."""
     table, result = run("comm", f"--ranks 8 {GPT}")
     assert result["arguments"]["modes"].split(",") == list(comm())
-    assert len(comm()) == 8
+    assert len(comm()) == 10
     for mode, figures in comm().items():
         assert f"\n{mode} " in table
         assert all_finite(figures)
+
+
+def test_comm_of_low_precision() -> None:
+    """Half the bytes of each gather, the same gathers, and reductions in float32: as FSDP2's, less its second of two units."""
+    low, wide, peer = (comm()[mode] for mode in ("fs bf16", "fs", "FSDP2 bf16"))
+    assert low["gathered bytes"] == wide["gathered bytes"] / 2 < peer["gathered bytes"]
+    assert low["gathered"] == low["gathered limit"]
+    assert low["reduced bytes"] == wide["reduced bytes"] == peer["reduced bytes"]
+    assert low["all-gathers"] == wide["all-gathers"] == peer["all-gathers"] - 2
 
 
 @pytest.mark.parametrize("mode", ["fs", "fs HSDP", "fs torch.func", "fs keep"])
