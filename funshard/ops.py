@@ -39,10 +39,9 @@ def no_group(size: int) -> ValueError:
 
 
 def start(op: str, x: Tensor, where: Where, own: Tensor | None = None) -> Finish:
-    """Start an op on a process group. ``own`` is where the result goes, for a gather and (``x`` itself) an all-reduce. A
-    gather casts to its dtype.
+    """Start an op on a process group. Raises ValueError without one.
 
-    Raises ValueError without a process group.
+    ``own`` is where the result goes, for a gather, which casts to its dtype, and (``x`` itself) for an all-reduce.
     """
     if not where.name:
         raise no_group(where.size)
