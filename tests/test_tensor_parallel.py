@@ -27,7 +27,8 @@ class Parallel(nn.Module):
         return c.sum_shards(self.down(torch.tanh(self.up(x))), self.tp)  # each has a part of the sum
 
 
-def train(rank: int, width: int, hidden: int, reshard: bool) -> None:
+def split(width: int, hidden: int, reshard: bool) -> tuple[nn.Module, nn.Module, fs.PartitionSpec, c.Axis, tuple[int, int]]:
+    """A plain MLP, this rank's part of it, the spec of that, the other axis, and where this rank is."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     tp = Mesh.of(grid)["tp"]
     at = grid.get_local_rank("shard"), grid.get_local_rank("tp")
@@ -37,7 +38,11 @@ def train(rank: int, width: int, hidden: int, reshard: bool) -> None:
         model[0].up.weight.copy_(plain[0].weight.chunk(2)[at[1]])
         model[0].up.bias.copy_(plain[0].bias.chunk(2)[at[1]])
         model[0].down.weight.copy_(plain[2].weight.chunk(2, dim=1)[at[1]])
-    spec = fs.by_type(Parallel, p=fs.P("shard", reshard=reshard))(model).on(grid["shard"])
+    return plain, model, fs.by_type(Parallel, p=fs.P("shard", reshard=reshard))(model).on(grid["shard"]), tp, at
+
+
+def train(rank: int, width: int, hidden: int, reshard: bool) -> None:
+    plain, model, spec, _, at = split(width, hidden, reshard)
     params = fs.shard(model, spec)
     xs = torch.randn(2, 4, width, dtype=torch.float64)
 
@@ -66,3 +71,23 @@ def train(rank: int, width: int, hidden: int, reshard: bool) -> None:
 def test_2d_mlp_with_nd_mesh(gloo4: Pool, width: int, hidden: int, reshard: bool) -> None:
     """FSDP x TP: the spec on one axis of the mesh, the model's own collectives over the other, equal plain training."""
     gloo4.run(train, width, hidden, reshard)
+
+
+def clip(rank: int, p: float) -> None:
+    plain, model, spec, tp, at = split(5, 34, reshard=True)
+    xs = torch.randn(2, 4, 5, dtype=torch.float64)
+    sum((plain(x) ** 2).mean() for x in xs).div(2).backward()
+    grads = fs.grad(lambda q: (fs.functional_call(model, q, (xs[at[0]],), spec=spec) ** 2).mean())(fs.shard(model, spec))
+    norm = torch.linalg.vector_norm(c.all_gather(fs.optim.global_norm(grads, spec, p=p)[None], tp), p)
+    most = norm.item() / 3
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), most, p), rtol=1e-9, atol=0)
+    scaled = {key: g * (most / (norm + 1e-6)).clamp(max=1) for key, g in grads.items()}
+    full = fs.gather_full(scaled, spec)
+    torch.testing.assert_close(full["0.up.weight"], plain[0].weight.grad.chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(full["0.down.weight"], plain[2].weight.grad.chunk(2, dim=1)[at[1]], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
+def test_clip_grad_norm_2d(gloo4: Pool, p: float) -> None:
+    """The spec's norm is of this rank's part of the model; the norm of those over the other axis is the whole model's."""
+    gloo4.run(clip, p)
