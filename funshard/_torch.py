@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,7 @@ __all__ = [
     "traced",
     "unchanged",
     "version",
+    "viewed",
     "without_graph",
     "wrapped",
     "wrapped_for_dead",
@@ -160,6 +162,25 @@ def derivatives_alone() -> bool:
     """Whether every torch.func transform that runs is a grad, vjp or jvp."""
     kinds = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
     return all(interpreter.key() in kinds for interpreter in retrieve_all_functorch_interpreters())
+
+
+class Noted(Protocol):
+    """What stands for the views of a buffer of this dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+Note = TypeVar("Note", bound=Noted)
+
+
+def viewed(tensor: Tensor, live: Mapping[int, Note]) -> Note | None:
+    """Which of these buffers, by storage, a tensor sees by shape, strides and offset alone; None for any other tensor."""
+    inner = base(tensor)
+    if type(inner) is not Tensor or inner.layout is not torch.strided or inner.is_conj() or inner.is_neg():
+        return None
+    note = live.get(storage_id(inner))
+    return note if note is not None and inner.dtype == note.dtype else None
 
 
 def unchanged(tensor: Tensor, version_: int) -> Tensor:

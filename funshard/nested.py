@@ -40,7 +40,7 @@ class Nested:
     def gathered(self, shard: Tensor, buffer: Tensor, gather: Callable[[Tensor], Tensor]) -> int:
         """A buffer is there. Gives its storage, by which to say that it is left."""
         storage = _torch.storage_id(_torch.base(buffer))
-        self.live[storage] = _Gather(self, next(self._count), shard, gather)
+        self.live[storage] = _Gather(self, next(self._count), shard, buffer.dtype, gather)
         return storage
 
     def recent(self, gather: _Gather, level: int) -> Tensor:
@@ -64,8 +64,10 @@ class Nested:
 class _Gather:
     """A gather that can be made again as any level sees it."""
 
-    def __init__(self, call: Nested, number: int, shard: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
-        self.number = number
+    def __init__(
+        self, call: Nested, number: int, shard: Tensor, dtype: torch.dtype, gather: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.number, self.dtype = number, dtype
         self._call, self._shard, self._gather = call, shard, gather
         self._version = _torch.version(shard)
 
@@ -92,12 +94,9 @@ class _Gather:
 
 def _pack(live: Mapping[int, _Gather], tensor: Tensor) -> object:
     """What autograd keeps instead of a tensor that a level saves: a note for a gathered weight, else the tensor itself."""
-    inner = _torch.base(tensor)
     level = _torch.level_of(tensor)
-    if level >= 0 and type(inner) is Tensor and inner.layout is torch.strided and not (inner.is_conj() or inner.is_neg()):
-        gather = live.get(_torch.storage_id(inner))
-        if gather is not None:
-            return gather, level, tensor.shape, tensor.stride(), tensor.storage_offset()
+    if level >= 0 and (gather := _torch.viewed(tensor, live)) is not None:
+        return gather, level, tensor.shape, tensor.stride(), tensor.storage_offset()
     return _torch.kept(tensor), _torch.version(tensor)
 
 

@@ -257,6 +257,11 @@ class Visit:
         return unflatten_unit(self.buffer, self.unit)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The gathered buffer's."""
+        return self.route.dtypes.param
+
+    @property
     def buffer(self) -> Tensor:
         """The gathered buffer, while it is there."""
         lease = self._leased()
@@ -349,11 +354,8 @@ def pack(live: Mapping[int, Visit], tensor: Tensor, *, by_backward: bool = False
 
     ``live`` are the visits whose buffers are there, by storage; ``by_backward`` whether it is a backward that saves.
     """
-    inner = _torch.base(tensor)
-    if type(inner) is Tensor and inner.layout is torch.strided:
-        visit = live.get(_torch.storage_id(inner))
-        if visit is not None and inner.dtype == visit.route.dtypes.param and not (inner.is_conj() or inner.is_neg()):
-            return visit, visit.note(), by_backward, tensor.shape, tensor.stride(), tensor.storage_offset()
+    if (visit := _torch.viewed(tensor, live)) is not None:
+        return visit, visit.note(), by_backward, tensor.shape, tensor.stride(), tensor.storage_offset()
     return _torch.kept(tensor), _torch.version(tensor)
 
 

@@ -121,6 +121,38 @@ def test_every_stack_is_exact(gloo2: Pool, name: str, p: P) -> None:
     gloo2.run(exact, name, p)
 
 
+class Rotation(nn.Module):
+    """Complex numbers, which are saved as pairs of real ones and conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.shift = (nn.Parameter(torch.randn(3, dtype=torch.complex128)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(self.turn) * torch.view_as_real(self.shift) * x + (self.turn.conj() * self.shift).abs().sum()
+
+
+def exact_in_complex(rank: int, name: str) -> None:
+    model = nn.Sequential(Rotation(), nn.Linear(2, 2).double(), Rotation())
+    spec = fs.by_type(Rotation, nn.Linear)(model).bound
+    full = {key: t.detach() for key, t in model.named_parameters()}
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2)
+    stack = {
+        "fs.grad of grad": lambda f, p: fs.grad(lambda p: sum((g * g.conj()).real.sum() for g in grad(f)(p).values()))(p),
+        "jvp of grad": lambda f, p: pushed(grad(f), p, p),
+    }[name]
+    got = stack(lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum(), fs.shard(full, spec))
+    expected = stack(lambda p: torch.func.functional_call(model, p, (x,)).square().sum(), full)
+    for key, t in fs.shard(expected, spec).items():
+        torch.testing.assert_close(got[key], t, rtol=1e-9, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("name", ["fs.grad of grad", "jvp of grad"])
+def test_views_in_another_dtype(gloo2: Pool, name: str) -> None:
+    """What is saved of a unit in another dtype than its own is no view that could be taken of it again."""
+    gloo2.run(exact_in_complex, name)
+
+
 def held(name: str, blocks: int) -> tuple[float, int]:
     """Gathered units alive at most, and how many gathers."""
     with world(4):
