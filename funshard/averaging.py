@@ -10,14 +10,11 @@ from torch import Tensor
 
 from .collectives import all_reduce
 from .layout import Params
-from .mesh import Axis, Mesh
+from .mesh import Axes, Axis, Mesh
 from .reductions import BUCKET_BYTES
-from .spec import PartitionSpec
+from .spec import PartitionSpec, Unit
 
 __all__ = ["Averaging", "average", "ema", "hierarchical", "init", "periodic", "reduce_over"]
-
-Axes = str | tuple[str, ...]
-"""One mesh axis, or several."""
 
 
 class Averaging(NamedTuple):
@@ -34,7 +31,7 @@ def init(step: int = 0) -> Averaging:
     return Averaging(torch.tensor(step, dtype=torch.int64))
 
 
-def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes | None = None) -> Params:
+def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = None) -> Params:
     """The mean of every tensor over the ranks of the mesh axes, in its own dtype: for what drifted apart on them.
 
     ``params`` are shards by unit key, or full tensors by parameter name; some or all, the same ones on every rank. All
@@ -60,7 +57,7 @@ def periodic(
     *,
     period: int,
     warmup_steps: int = 0,
-    axes: Axes | None = None,
+    axes: Axes = None,
 ) -> tuple[Params, Averaging]:
     """``(the params, averaged if that is due, the state of the next step)``, to be called after every update.
 
@@ -110,18 +107,19 @@ def hierarchical(
         raise ValueError(
             f"hierarchical: expected a level or more and warmup_steps of 0 or more, got {len(levels)} and {warmup_steps}"
         )
+    spec = spec.bound
     last, inner = 0, frozenset[str]()
     for i, (period, axes) in enumerate(levels):
         if period <= last:
             raise ValueError(
                 f"hierarchical: level {i}: expected a period above {last}, got {period}; put the shorter ones first"
             )
-        if missing := inner.difference(_names(axes)):
+        names = spec.bound_mesh.chosen(axes)
+        if missing := inner.difference(names):
             raise ValueError(
                 f"hierarchical: level {i}: expected axes with all of {sorted(inner)}, got {axes!r}; add {sorted(missing)}"
             )
-        last, inner = period, inner.union(_names(axes))
-    spec = spec.bound
+        last, inner = period, inner.union(names)
     over = [_over(params, spec, axes) for _, axes in levels]
     step = int(state.step)
     due = [tensors for (period, _), tensors in zip(levels, over, strict=True) if step >= warmup_steps and step % period == 0]
@@ -140,14 +138,13 @@ def reduce_over(state: Averaging, spec: PartitionSpec, *, start: int, local: Axe
     if start < 0:
         raise ValueError(f"reduce_over: expected a start of 0 or more, got {start}")
     spec = spec.bound
-    mesh = spec.bound_mesh
-    chosen = _known(local, mesh)
+    chosen = spec.bound_mesh.chosen(local)
     for unit in spec:
         for name in unit.p.axes:
             if name not in chosen:
                 raise ValueError(f"unit '{unit.key}' is split over '{name}': expected local axes with it, got {local!r}")
     step = int(state.step)
-    return tuple(name for name in mesh.names if step < start or name in chosen)
+    return spec.bound_mesh.names if step < start else chosen
 
 
 def ema(average: Mapping[str, Tensor], params: Mapping[str, Tensor], *, decay: float) -> Params:
@@ -183,28 +180,16 @@ def _averaged(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _names(axes: Axes) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def _known(axes: Axes, mesh: Mesh) -> tuple[str, ...]:
-    for name in _names(axes):
-        if name not in mesh.names:
-            raise ValueError(f"unknown mesh axis '{name}' in {axes!r}: expected some of {mesh.names}")
-    return _names(axes)
-
-
-def _over(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes | None) -> dict[str, tuple[str, ...]]:
+def _over(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict[str, tuple[str, ...]]:
     """By key, for what there is to average, the mesh axes to do it over."""
     mesh = spec.bound_mesh
-    chosen = mesh.names if axes is None else _known(axes, mesh)
+    chosen = mesh.chosen(axes)
     out: dict[str, tuple[str, ...]] = {}
     for key, tensor in params.items():
         if key in spec.ignored:
             continue
-        if key not in spec.by_key and key not in spec.by_name:
-            raise ValueError(f"'{key}' is no unit and no parameter of the spec: expected some of {list(spec.by_key)[:8]}")
-        split = spec.by_key[key].p.axes if key in spec.by_key else ()
+        owner = spec.owner(key)
+        split = owner.p.axes if isinstance(owner, Unit) else ()
         if axes is not None and (both := [name for name in chosen if name in split]):
             raise ValueError(
                 f"unit '{key}' is split over '{both[0]}', where each rank has other elements: "

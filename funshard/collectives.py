@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from . import _torch
 from .mesh import Axis, Group, Mesh, Simulated, axis_rank, global_rank, members
 from .ops import OPS, Where, no_group, start
 
@@ -37,6 +38,7 @@ __all__ = [
     "members",
     "reduce_scatter",
     "scatter",
+    "sum_over",
     "sum_shards",
     "unvary",
     "vary",
@@ -45,7 +47,7 @@ __all__ = [
 Reduce = Literal["mean", "sum"]
 
 
-class _Collective(torch.autograd.Function):
+class _Collective(_torch.Function):
     """One linear map over an axis: a process group's (``name``), or that of ranks stacked in dimension 0 (no name).
 
     ``rank`` is a Simulated axis's rank, None on a group. It is the operand that is batched at the simulated axis's own
@@ -157,6 +159,13 @@ def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
         rank 2  c          a+b+c
     """
     return _apply(f"reduce_{_checked(reduce, x)}", x, axis)
+
+
+def sum_over(x: Tensor, mesh: Mesh) -> Tensor:
+    """The sum over all ranks of a mesh, by an `all_reduce` for each of its axes."""
+    for name in mesh.names:
+        x = all_reduce(x, mesh[name], reduce="sum")
+    return x
 
 
 def sum_shards(x: Tensor, axis: Axis) -> Tensor:

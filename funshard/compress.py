@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from .collectives import all_gather, all_to_all
-from .compressor import Axes, Compressor, buffer_of, exactly, given_grads, other_axes, over_axes, reduced, size_of
+from .compressor import Compressor, buffer_of, exactly, given_grads, other_axes, over_axes, reduced, size_of
 from .layout import Params
+from .mesh import Axes
 from .powersgd import PowerSGD, powersgd
 from .spec import PartitionSpec, Unit
 

@@ -9,12 +9,13 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from .collectives import reduce_scatter, scatter, unvary
+from .collectives import scatter
 from .layout import Params, flatten_unit, whole_unit
+from .mesh import Axes
 from .spec import PartitionSpec, Unit
+from .travel import reduce_over
 
 __all__ = [
-    "Axes",
     "Compressor",
     "buffer_of",
     "exactly",
@@ -28,8 +29,6 @@ __all__ = [
 ]
 
 S = TypeVar("S")
-Axes = str | tuple[str, ...] | None
-"""Mesh axes by name; None for all of them."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,7 @@ class Compressor(Generic[S]):
 def over_axes(axes: Axes, spec: PartitionSpec) -> tuple[PartitionSpec, tuple[str, ...]]:
     """The bound spec, and the axes in its mesh's order."""
     spec = spec.bound
-    names = spec.bound_mesh.names
-    chosen = names if axes is None else (axes,) if isinstance(axes, str) else axes
-    for name in chosen:
-        if name not in names:
-            raise ValueError(f"compress: unknown mesh axis '{name}' in axes={axes!r}: expected some of {names}")
-    return spec, tuple(name for name in names if name in chosen)
+    return spec, spec.bound_mesh.chosen(axes)
 
 
 def other_axes(over: tuple[str, ...], spec: PartitionSpec) -> tuple[str, ...]:
@@ -107,13 +101,9 @@ def reduced(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ..
     narrow = buffer.itemsize == 2
     if narrow:
         buffer = buffer / size_of(over, spec)
-    for name in unit.p.axes:
-        if name in over:
-            buffer = reduce_scatter(buffer, mesh[name], reduce="sum" if narrow else "mean")
-    for name in reversed(over):
-        if name not in unit.p.axes:
-            buffer = unvary(buffer, mesh[name], reduce="sum" if narrow else "mean")
-    return buffer
+    split = [mesh[name] for name in unit.p.axes if name in over]
+    rest = [mesh[name] for name in reversed(over) if name not in unit.p.axes]
+    return reduce_over(buffer, split, rest, "sum" if narrow else "mean")
 
 
 def outermost(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:

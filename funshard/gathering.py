@@ -24,7 +24,6 @@ from . import _torch
 from .casting import buffer_dtypes, cast_around, cast_params
 from .division import Reduction
 from .layout import unflatten_unit, whole_unit
-from .mesh import Group
 from .nested import Nested
 from .recompute import recomputed
 from .schedule import Schedule, Visit, pack, unpack
@@ -39,15 +38,14 @@ def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
     """Whether gathers and reductions may run ahead and behind: nothing batches them or differentiates them twice."""
     if _torch.in_forward_ad() or not _torch.savable():
         return False
-    if not all(isinstance(axis, Group) for _, axis in spec.bound_mesh.axes):
+    if spec.bound_mesh.simulated:
         return False
     return not _torch.level() or not any(_torch.base(params[unit.key]).requires_grad for unit in spec if unit.key in params)
 
 
 def _nestable(spec: PartitionSpec) -> bool:
     """Whether what the transforms that run save can be gathered again by each of them."""
-    groups = all(isinstance(axis, Group) for _, axis in spec.bound_mesh.axes)
-    return _torch.level() > 0 and groups and _torch.derivatives_alone() and not _torch.traced()
+    return _torch.level() > 0 and not spec.bound_mesh.simulated and _torch.derivatives_alone() and not _torch.traced()
 
 
 def sharded(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:

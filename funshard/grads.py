@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .collectives import all_reduce
+from .collectives import sum_over
 from .division import Divide
 from .layout import Params, check_buffers, flatten_unit, whole_unit
 from .spec import PartitionSpec, Unit
@@ -77,9 +77,7 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
     mesh = spec.bound.bound_mesh
     own = torch.as_tensor(weight, device=mesh.device)
     own = own.to(torch.promote_types(own.dtype, torch.float32))
-    total = own
-    for name in mesh.names:
-        total = all_reduce(total, mesh[name], reduce="sum")
+    total = sum_over(own, mesh)
     return torch.where(total > 0, own / total, 0)
 
 

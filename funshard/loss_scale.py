@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree of what models return
 
-from .collectives import all_reduce
+from .collectives import sum_over
 from .layout import Params
 from .spec import PartitionSpec
 
@@ -56,10 +56,7 @@ def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) 
     inverse = state.scale.double().reciprocal().float()
     out = {key: (g * inverse.to(g.device)).to(g.dtype) for key, g in grads.items()}
     bad = torch.stack([(~torch.isfinite(g)).any() for g in grads.values()]).any() if grads else torch.tensor(False)
-    ranks_with_bad = bad.float()
-    mesh = spec.bound.bound_mesh
-    for name in mesh.names:
-        ranks_with_bad = all_reduce(ranks_with_bad, mesh[name], reduce="sum")
+    ranks_with_bad = sum_over(bad.float(), spec.bound.bound_mesh)
     return out, ranks_with_bad == 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from . import _torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Axis", "Group", "Mesh", "Simulated", "axis_rank", "global_rank", "members"]
+__all__ = ["Axes", "Axis", "Group", "Mesh", "Simulated", "axis_rank", "global_rank", "members"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Simulated:
 
 
 Axis = Group | Simulated
+Axes = str | tuple[str, ...] | None
+"""Axes of a mesh by name; None for all of them."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,19 @@ class Mesh:
     def names(self) -> tuple[str, ...]:
         """The axis names, outermost first."""
         return tuple(name for name, _ in self.axes)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the ranks of any axis are a batch dimension of vmap."""
+        return any(isinstance(axis, Simulated) for _, axis in self.axes)
+
+    def chosen(self, axes: Iterable[str] | None) -> tuple[str, ...]:
+        """The names of some axes, or one axis, or all, in the mesh's order. Raises ValueError for an unknown one."""
+        names = self.names if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        for name in names:
+            if name not in self.names:
+                raise ValueError(f"unknown mesh axis '{name}': expected some of {self.names}")
+        return tuple(name for name in self.names if name in names)
 
 
 def members(axis: Axis) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .collectives import all_gather, sum_shards
 from .layout import Params
-from .spec import PartitionSpec
+from .spec import PartitionSpec, Unit
 from .torch_optim import Optimizer, State, from_torch
 
 __all__ = ["Optimizer", "State", "clip_by_global_norm", "from_torch", "global_norm", "vdot"]
@@ -80,9 +80,8 @@ def _over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.
     spec = spec.bound
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for key, value in values.items():
-        if key not in spec.by_key and key not in spec.by_name:
-            raise ValueError(f"'{key}' is no unit and no parameter of the spec: expected some of {list(spec.by_key)[:8]}")
-        parts.setdefault(spec.by_key[key].p.axes if key in spec.by_key else (), []).append(value)
+        owner = spec.owner(key)
+        parts.setdefault(owner.p.axes if isinstance(owner, Unit) else (), []).append(value)
     totals: list[Tensor] = []
     for axes, of_units in parts.items():
         total = _together(torch.stack(of_units), p)

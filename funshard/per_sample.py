@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 
 from . import _torch
 from .call import arguments
-from .collectives import Reduce, all_reduce, broadcast
+from .collectives import Reduce, broadcast, sum_over
 from .division import Reduction
 from .layout import Params, check_buffers, unflatten_unit
 from .mesh import Simulated
@@ -101,14 +101,12 @@ def per_sample_grads(
         drawn = _normal(units, spec, params, generator)
         grads = {key: g + noise * clip * next(drawn) for key, g in grads.items()}
     if reduce == "mean":
-        total = torch.tensor(float(samples), device=mesh.device)
-        for name in mesh.names:
-            total = all_reduce(total, mesh[name], reduce="sum")
+        total = sum_over(torch.tensor(float(samples), device=mesh.device), mesh)
         grads = {key: (g / total).to(g.dtype) for key, g in grads.items()}
     return grads
 
 
-class _Probe(torch.autograd.Function):
+class _Probe(_torch.Function):
     """A unit's buffer; the "gradient" of the probe is the squared norm of the buffer's, which goes no further."""
 
     @staticmethod

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .collectives import all_reduce
 from .compressor import (
-    Axes,
     Compressor,
     buffer_of,
     exactly,
@@ -24,6 +23,7 @@ from .compressor import (
     sliced,
 )
 from .layout import Params, flatten_unit, unflatten_unit
+from .mesh import Axes
 from .spec import PartitionSpec, Unit
 
 __all__ = ["PowerSGD", "powersgd"]

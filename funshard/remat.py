@@ -60,7 +60,7 @@ def remat(f: Callable[Args, Result]) -> Callable[Args, Result]:
     return run
 
 
-class _Remat(torch.autograd.Function):
+class _Remat(_torch.Function):
     """A function of tensors, all of whose derivatives are functions of the same tensors, run anew."""
 
     @staticmethod

@@ -365,7 +365,7 @@ def unpack(note: object) -> Tensor:
     return what.view(*rest[2:], by_backward=rest[1]) if isinstance(what, Visit) else _torch.unchanged(what, *rest)
 
 
-class _Parameters(torch.autograd.Function):
+class _Parameters(_torch.Function):
     """A unit's parameters, as views of the buffer of one visit."""
 
     @staticmethod
@@ -382,7 +382,7 @@ class _Parameters(torch.autograd.Function):
         return ctx.visit.reduced(grads), None
 
 
-class _Entry(torch.autograd.Function):
+class _Entry(_torch.Function):
     """The shards where they enter the call. Its backward is the last of the call's and adds what was reduced."""
 
     @staticmethod

@@ -127,10 +127,7 @@ def partition(
     """
     parts: tuple[Params, Params] = {}, {}
     for key, tensor in params.items():
-        owner = spec.by_key.get(key) or (spec.by_name[key][1] if key in spec.by_name else None)
-        if owner is None and key not in spec.ignored:
-            raise ValueError(f"'{key}' is no unit and no parameter of the spec: expected some of {list(spec.by_key)[:8]}")
-        trainable = owner is not None and (predicate or _trained)(owner)
+        trainable = key not in spec.ignored and (predicate or _trained)(spec.owner(key))
         parts[0 if trainable else 1][key] = tensor
     return parts
 

@@ -115,6 +115,8 @@ class PartitionSpec:
     """The units by their keys."""
     by_name: Mapping[str, tuple[Unit, Param]] = field(init=False, compare=False, repr=False)
     """The owner of every parameter, under each of its names."""
+    places: Mapping[str, P] = field(init=False, compare=False, repr=False)
+    """The `P` of every module path that is a unit, the root's ``""`` among them."""
     derived: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What follows from this very spec and is dear to compute, such as `size` of every unit, for as long as it lives."""
 
@@ -122,6 +124,7 @@ class PartitionSpec:
         names = {name: (unit, param) for unit in self.units for param in unit.params for name in param.names}
         object.__setattr__(self, "by_key", {unit.key: unit for unit in self.units})
         object.__setattr__(self, "by_name", names)
+        object.__setattr__(self, "places", {"": self.root, **dict(self.selected)})
         if len(self.by_key) < len(self.units):
             keys = [unit.key for unit in self.units]
             raise ValueError(f"two units have the key '{max(keys, key=keys.count)}': expected no ':' in module names")
@@ -146,10 +149,13 @@ class PartitionSpec:
         chosen = self.selected or (("", self.root),)
         return tuple(path for path, p in chosen if p.remat)
 
-    @property
-    def places(self) -> dict[str, P]:
-        """The `P` of every module path that is a unit, the root's ``""`` among them."""
-        return {"": self.root, **dict(self.selected)}
+    def owner(self, key: str) -> Unit | Param:
+        """The unit of this key, or else the parameter of this name. Raises ValueError where there is neither."""
+        if key in self.by_key:
+            return self.by_key[key]
+        if key in self.by_name:
+            return self.by_name[key][1]
+        raise ValueError(f"'{key}' is no unit and no parameter of the spec: expected some of {list(self.by_key)[:8]}")
 
     def within(self, path: str, keys: Iterable[str]) -> PartitionSpec:
         """The part of this spec for the insides of one of its modules, which uses the units of these keys."""

@@ -111,7 +111,7 @@ def restored(modules: Iterable[nn.Module]) -> Generator[Attributes]:
             vars(module).update(attributes)
             for name in CONTAINERS:
                 container, content = attributes.get(name), filled.get(name, ()) if filled else ()
-                if container is not None and (container or content) and container != content:
+                if (container or content) and container is not None and container != content:
                     container.clear()
                     container.update(content)
 
@@ -123,7 +123,7 @@ def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Mo
             for name in param.names:
                 path, _, attr = name.rpartition(".")
                 tensor = modules[path]._parameters.get(attr) if path in modules else None
-                if tensor is None or tuple(tensor.shape) != param.shape:
+                if tensor is None or tensor.shape != param.shape:
                     got = "none" if tensor is None else f"shape {list(tensor.shape)}"
                     raise ValueError(
                         f"parameter '{name}' of unit '{unit.key}': expected shape {list(param.shape)} in the model, "

@@ -8,12 +8,13 @@ linear map with a transpose of its own: shards to what is computed with, and its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from . import _torch
 from .codec import Codec
 from .collectives import all_gather, reduce_scatter, scatter, unvary, vary
 from .division import Divide, Reduction, division
@@ -22,7 +23,7 @@ from .mesh import Axis, Group, Mesh, Simulated
 from .precision import Precision
 from .spec import Unit
 
-__all__ = ["gather_unit", "reduce_unit", "reduction_over", "scatter_unit"]
+__all__ = ["gather_unit", "reduce_over", "reduce_unit", "reduction_over", "scatter_unit"]
 
 MEAN = Reduction()
 
@@ -32,11 +33,8 @@ def reduction_over(by: Divide, axes: Iterable[str] | None, mesh: Mesh, units: It
 
     Raises ValueError for an unknown axis, and, naming the unit, without an axis that it is split over.
     """
-    reduction = Reduction.of(by, axes)
-    for axis in reduction.over or ():
-        if axis not in mesh.names:
-            raise ValueError(f"unknown mesh axis '{axis}' to reduce over: expected some of {list(mesh.names)}")
-    for unit in units:
+    reduction = Reduction.of(by, None if axes is None else mesh.chosen(axes))
+    for unit in units if reduction.over is not None else ():
         if missing := [axis for axis in unit.p.axes if not reduction.includes(axis)]:
             raise ValueError(
                 f"unit '{unit.key}' is split over axis '{missing[0]}': expected its gradients to be reduced over it, too, "
@@ -97,10 +95,11 @@ def reduce_unit(
     way = _Way.of(unit, mesh, reduction, precision, dtype)
     if not way.plain:
         return _travel(buffer, None, *way, False)
-    return _reduced(buffer, *way.axes(), way.op)
+    return reduce_over(buffer, *way.axes(), way.op)
 
 
-def _reduced(buffer: Tensor, split: Sequence[Axis], rest: Sequence[Axis], op: Any) -> Tensor:
+def reduce_over(buffer: Tensor, split: Sequence[Axis], rest: Sequence[Axis], op: Literal["mean", "sum"]) -> Tensor:
+    """A buffer reduced: to a slice along some axes, and as that slice along the rest."""
     for axis in split:
         buffer = reduce_scatter(buffer, axis, reduce=op)
     for axis in rest:
@@ -175,7 +174,7 @@ def _travel(
     ranks: tuple[Tensor, ...],
     split: tuple[tuple[int, str | None], ...],
     rest: tuple[tuple[int, str | None], ...],
-    op: str,
+    op: Literal["mean", "sum"],
     factors: tuple[float, float],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     gathers: bool,
@@ -189,7 +188,7 @@ def _travel(
     def back(grad: Tensor, *ranks: Tensor) -> Tensor:
         before, after = factors
         grad = grad.to(reduce) / before if before != 1 else grad.to(reduce)
-        grad = _reduced(grad, *_axes(ranks, split, rest), op)
+        grad = reduce_over(grad, *_axes(ranks, split, rest), op)
         return (grad / after if after != 1 else grad).to(shard)
 
     return _Map.apply(x, value, *((there, back) if gathers else (back, there)), *ranks)
@@ -198,7 +197,7 @@ def _travel(
 Linear = Callable[..., Tensor]
 
 
-class _Map(torch.autograd.Function):
+class _Map(_torch.Function):
     """``linear(x, *ranks)``, with a ``transpose`` that is not autograd's own. Where there is a ``value``, its value is that."""
 
     @staticmethod

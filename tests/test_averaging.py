@@ -614,7 +614,7 @@ ONES = {"0": torch.ones(12).double(), "1": torch.ones(25).double()}
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: av.average(ONES, SPEC, axes="data"), r"unknown mesh axis 'data' in 'data': expected some of \('replicate',"),
+        (lambda: av.average(ONES, SPEC, axes="data"), r"unknown mesh axis 'data': expected some of \('replicate',"),
         (lambda: av.average(ONES, SPEC, axes="shard"), r"unit '0' is split over 'shard'.* axes without it, got 'shard'"),
         (lambda: av.average({"7": ONES["0"]}, SPEC), r"'7' is no unit and no parameter.* some of \['0', '1'\]"),
         (lambda: av.init(-1), "expected a step of 0 or more, got -1"),

@@ -539,7 +539,7 @@ def test_a_state_of_other_options(other: Compressor[PowerSGD], message: str) -> 
         (lambda: powersgd(0), ValueError, "rank of at least 1, got 0"),
         (lambda: quantize(0), ValueError, "at least one element, got 0"),
         (lambda: cast(torch.int8), TypeError, "floating point dtype, got torch.int8"),
-        (lambda: powersgd(axes="slow").init(fs.always()(MODEL)), ValueError, r"unknown mesh axis 'slow' .*\('shard',\)"),
+        (lambda: powersgd(axes="slow").init(fs.always()(MODEL)), ValueError, r"unknown mesh axis 'slow': .*\('shard',\)"),
         (lambda: exact(("shard", "x")).reduce(GOOD, (), fs.always()(MODEL)), ValueError, "unknown mesh axis 'x'"),
     ],
     ids=["rank", "chunk", "dtype", "axis", "axes"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -397,3 +398,28 @@ def test_saved_outputs_hold_no_graph(name: str) -> None:
         assert kept == []
     finally:
         gc.enable()
+
+
+def test_functions_keep_their_signature() -> None:
+    """``apply`` fills in defaults from ``__signature__`` where forward has one: here one that forward itself does not have."""
+
+    class Scaled(_torch.Function):
+        @staticmethod
+        def forward(x: Tensor, by: float) -> Tensor:
+            return x * by
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            ctx.by = inputs[1]
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+            return g * ctx.by, None
+
+    kept = inspect.signature(Scaled.forward)
+    assert Scaled.forward.__signature__ is kept  # type: ignore[attr-defined]
+    by = kept.parameters["by"].replace(default=3.0)
+    Scaled.forward.__signature__ = kept.replace(parameters=[kept.parameters["x"], by])  # type: ignore[attr-defined]
+    x = torch.ones(2, requires_grad=True)
+    assert torch.equal(grad(lambda x: Scaled.apply(x).sum())(x.detach()), torch.full((2,), 3.0))
+    assert torch.equal(torch.autograd.grad(Scaled.apply(x).sum(), x)[0], torch.full((2,), 3.0))
