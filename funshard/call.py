@@ -58,9 +58,9 @@ def functional_call(
     transform gathers do too.
 
     Gradients are reduced to their mean over ranks; with ``reduce="sum"`` to their sum, with a number to the sum over that.
-    ``reduce_over`` are the mesh axes to reduce over, all by default: over the others gradients stay each rank's own, as for
-    HSDP's micro-batches (`reduce_grads` reduces the rest later) or local SGD. `Precision` says in which dtypes units are
-    gathered, computed with and reduced, and what is cast around their modules; gradients have the shards' own.
+    ``reduce_over`` are the mesh axes to reduce over, or one, all by default: over the others gradients stay each rank's
+    own, as for HSDP's micro-batches (`reduce_grads` reduces the rest later) or local SGD. `Precision` says in which dtypes
+    units are gathered, computed with and reduced, and what is cast around their modules; gradients have the shards' own.
 
     ``params`` are what `shard` gives, of any floating dtype. In the place of a unit's shard its full parameters may stand
     under their names, as `unshard` gives them: then nothing is gathered or reduced for it. Parameters that the spec

@@ -24,7 +24,7 @@ def reduce_grads(
 
     Differentiate with respect to ``unshard(params, spec)`` as often as you like, add up, and reduce once: ``no_sync``.
     ``grads`` are full gradients by parameter name, all of a unit's or none of them. ``axes`` are the mesh axes to reduce
-    over, by default all. What has been reduced over some of them (here, or by functional_call with ``reduce_over``), by
+    over, or one, by default all. What has been reduced over some of them (here, or by functional_call with ``reduce_over``), by
     unit key, can be reduced over the rest later: HSDP with one all-reduce for many micro-batches. Reduced in the dtype that
     the unit's `Precision` says, given back in the gradients' own. Differentiable.
 

@@ -107,11 +107,11 @@ def on_a_real_mesh(rank: int, way: str, p: P) -> None:
 
     whole = [gradient(loss)(params, x) for x in xs]
     with Collectives() as log:
-        partial = [gradient(lambda params, x=x: loss(params, x, reduce_over=["shard"]))(params) for x in xs]
+        partial = [gradient(lambda params, x=x: loss(params, x, reduce_over="shard"))(params) for x in xs]
     assert not any(sent.op.startswith("all_reduce") for sent in log.all)
     accumulated = {key: torch.stack([g[key] for g in partial]).sum(0) for key in params}
     with Collectives() as log:
-        done = fs.reduce_grads(accumulated, spec, axes=["replicate"])
+        done = fs.reduce_grads(accumulated, spec, axes="replicate")
     assert [sent.op for sent in log.all] == ["all_reduce"] * len(spec)
     same(done, {key: torch.stack([g[key] for g in whole]).sum(0) for key in params})
     full = {name: t.clone() for name, t in fs.unshard(params, spec).items()}
