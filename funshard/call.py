@@ -79,8 +79,7 @@ def functional_call(
     spec = spec.bound
     _check_params(params, spec)
     _check_supported(spec)
-    split = [unit for unit in spec if unit.key in params]
-    reduction = reduction_over(reduce, reduce_over, spec.bound_mesh, split)
+    reduction = reduction_over(reduce, reduce_over, spec.bound_mesh, (unit for unit in spec if unit.key in params))
     _check_count("prefetch", prefetch, 0)
     _check_count("in_flight", in_flight, 1)
     given = arguments(args, kwargs)

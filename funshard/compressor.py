@@ -13,7 +13,7 @@ from .collectives import scatter
 from .layout import Params, flatten_unit, whole_unit
 from .mesh import Axes
 from .spec import PartitionSpec, Unit
-from .travel import reduce_over
+from .travel import reduce_along
 
 __all__ = [
     "Compressor",
@@ -103,7 +103,7 @@ def reduced(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ..
         buffer = buffer / size_of(over, spec)
     split = [mesh[name] for name in unit.p.axes if name in over]
     rest = [mesh[name] for name in reversed(over) if name not in unit.p.axes]
-    return reduce_over(buffer, split, rest, "sum" if narrow else "mean")
+    return reduce_along(buffer, split, rest, "sum" if narrow else "mean")
 
 
 def outermost(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:

@@ -111,7 +111,7 @@ def restored(modules: Iterable[nn.Module]) -> Generator[Attributes]:
             vars(module).update(attributes)
             for name in CONTAINERS:
                 container, content = attributes.get(name), filled.get(name, ()) if filled else ()
-                if (container or content) and container is not None and container != content:
+                if container is not None and (container or content) and container != content:
                     container.clear()
                     container.update(content)
 

@@ -23,7 +23,7 @@ from .mesh import Axis, Group, Mesh, Simulated
 from .precision import Precision
 from .spec import Unit
 
-__all__ = ["gather_unit", "reduce_over", "reduce_unit", "reduction_over", "scatter_unit"]
+__all__ = ["gather_unit", "reduce_along", "reduce_unit", "reduction_over", "scatter_unit"]
 
 MEAN = Reduction()
 
@@ -34,7 +34,9 @@ def reduction_over(by: Divide, axes: Iterable[str] | None, mesh: Mesh, units: It
     Raises ValueError for an unknown axis, and, naming the unit, without an axis that it is split over.
     """
     reduction = Reduction.of(by, None if axes is None else mesh.chosen(axes))
-    for unit in units if reduction.over is not None else ():
+    if reduction.over is None:
+        return reduction
+    for unit in units:
         if missing := [axis for axis in unit.p.axes if not reduction.includes(axis)]:
             raise ValueError(
                 f"unit '{unit.key}' is split over axis '{missing[0]}': expected its gradients to be reduced over it, too, "
@@ -95,10 +97,10 @@ def reduce_unit(
     way = _Way.of(unit, mesh, reduction, precision, dtype)
     if not way.plain:
         return _travel(buffer, None, *way, False)
-    return reduce_over(buffer, *way.axes(), way.op)
+    return reduce_along(buffer, *way.axes(), way.op)
 
 
-def reduce_over(buffer: Tensor, split: Sequence[Axis], rest: Sequence[Axis], op: Literal["mean", "sum"]) -> Tensor:
+def reduce_along(buffer: Tensor, split: Sequence[Axis], rest: Sequence[Axis], op: Literal["mean", "sum"]) -> Tensor:
     """A buffer reduced: to a slice along some axes, and as that slice along the rest."""
     for axis in split:
         buffer = reduce_scatter(buffer, axis, reduce=op)
@@ -188,7 +190,7 @@ def _travel(
     def back(grad: Tensor, *ranks: Tensor) -> Tensor:
         before, after = factors
         grad = grad.to(reduce) / before if before != 1 else grad.to(reduce)
-        grad = reduce_over(grad, *_axes(ranks, split, rest), op)
+        grad = reduce_along(grad, *_axes(ranks, split, rest), op)
         return (grad / after if after != 1 else grad).to(shard)
 
     return _Map.apply(x, value, *((there, back) if gathers else (back, there)), *ranks)
