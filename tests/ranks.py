@@ -3,6 +3,9 @@
 A function given to `Pool.run` is a module-level ``fn(rank, *args)`` of a test module; it runs on every rank with the
 default process group of that size, and its results come back in rank order. A rank that raises, or does not answer in
 time (a diverged rank hangs), fails the test with every rank's traceback and the pool starts anew.
+
+`launch` runs a script instead, as torchrun would. Processes are forked from one that has imported torch and has no
+threads yet: they start in hundredths of a second.
 """
 
 from __future__ import annotations
@@ -10,19 +13,39 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
+import runpy
 import socket
 import sys
+import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 TIMEOUT = 120
+THREADS = 64
+"""Of a rank, beyond which a pool starts anew: a process group that a task has made keeps three, which wake 100 times a
+second until the process ends, and those of some hundred tasks keep a small machine busy."""
+
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "funshard", "hypothesis", "pytest"])
 
 
-def _serve(rank: int, size: int, port: int, path: list[str], pipe: Connection) -> None:
+def _free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def _env(port: str) -> dict[str, str]:
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def _serve(rank: int, size: int, port: str, path: list[str], pipe: Connection) -> None:
     sys.path[:] = path
     import torch
     import torch.distributed as dist
@@ -30,31 +53,36 @@ def _serve(rank: int, size: int, port: int, path: list[str], pipe: Connection) -
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)  # as in pyproject.toml
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(_env(port))
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
     try:
         while (task := pipe.recv()) is not None:
             fn, args = task
             try:
                 torch.manual_seed(0)
-                pipe.send((True, fn(rank, *args)))
+                pipe.send((True, fn(rank, *args), _crowded()))
             except BaseException:  # every failure goes to the parent
-                pipe.send((False, traceback.format_exc()))
+                pipe.send((False, traceback.format_exc(), True))
     except (EOFError, KeyboardInterrupt):
         pass
     finally:
         dist.destroy_process_group()
 
 
-def _receive(pipe: Any) -> tuple[bool, Any]:
+def _crowded() -> bool:
+    tasks = Path("/proc/self/task")  # Linux: the threads of this process
+    return tasks.exists() and len(list(tasks.iterdir())) > THREADS
+
+
+def _receive(pipe: Any) -> tuple[bool, Any, bool]:
     try:
         return pipe.recv()
     except EOFError:
-        return False, "the process died"
+        return False, "the process died", True
 
 
 class Pool:
-    """``size`` gloo processes, started at the first `run`."""
+    """``size`` gloo processes, started at the first `run`, and anew after one that failed or made many process groups."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -66,32 +94,30 @@ class Pool:
             self._start()
         for _, pipe in self.workers:
             pipe.send((fn, args))
-        results: dict[int, tuple[bool, Any]] = {}
+        results: dict[int, tuple[bool, Any, bool]] = {}
         while len(results) < self.size:
             waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers) if rank not in results}
             ready = wait(list(waiting), timeout=TIMEOUT)
-            failed = any(not ok for ok, _ in results.values())
+            failed = any(not ok for ok, *_ in results.values())
             if not ready:
                 break
             for pipe in ready:
                 results[waiting[pipe]] = _receive(pipe)
             if failed:
                 break
-        errors = [f"--- rank {r} ---\n{text}" for r, (ok, text) in sorted(results.items()) if not ok]
+        errors = [f"--- rank {r} ---\n{text}" for r, (ok, text, _) in sorted(results.items()) if not ok]
         silent = [r for r in range(self.size) if r not in results]
-        if errors or silent:
+        if silent or any(crowded for *_, crowded in results.values()):
             self.stop()
+        if errors or silent:
             raise AssertionError("\n".join([*errors, *([f"no answer from ranks {silent}"] if silent else [])]))
         return [results[r][1] for r in range(self.size)]
 
     def _start(self) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        context = mp.get_context("spawn")
+        port = _free_port()
         for rank in range(self.size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, port, sys.path, there), daemon=True)
+            here, there = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, self.size, port, sys.path, there), daemon=True)
             process.start()
             there.close()
             self.workers.append((process, here))
@@ -106,3 +132,50 @@ class Pool:
             process.join()
             pipe.close()
         self.workers = []
+
+
+def _script(path: str, argv: list[str], env: dict[str, str], output: str) -> None:
+    import torch
+
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    with open(output, "a") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    sys.argv = [path, *argv]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
+    sys.stdout.flush()
+
+
+def launch(ranks: int, path: Path, *argv: str) -> str:
+    """What a script prints, all of its ranks together: run plainly on one, as by torchrun on more.
+
+    Raises AssertionError with all it said if a rank fails or takes longer than `TIMEOUT` seconds.
+    """
+    env = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    if ranks > 1:
+        env |= _env(_free_port()) | {"TORCHELASTIC_RUN_ID": "tests"}
+        env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    with tempfile.NamedTemporaryFile("r") as output:
+        processes = [
+            CONTEXT.Process(
+                target=_script,
+                args=(str(path), list(argv), env | ({"RANK": str(r), "LOCAL_RANK": str(r)} if ranks > 1 else {}), output.name),
+            )
+            for r in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        running = {process.sentinel: process for process in processes}
+        end = time.monotonic() + TIMEOUT
+        while running and (ended := wait(list(running), max(0, end - time.monotonic()))):
+            if any(running.pop(sentinel).exitcode for sentinel in ended):
+                break  # the others would wait for it
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        said = output.read()
+    assert codes == [0] * ranks, f"exit codes {codes} (None: still running)\n{said}"
+    return said

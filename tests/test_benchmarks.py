@@ -8,12 +8,11 @@ import math
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import launch
 from torch.utils import _pytree as pytree
 
 BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
@@ -29,28 +28,14 @@ BLOCK = 4 * (12 * DIM * DIM + 13 * DIM)
 ROOT = 4 * (2 * VOCAB * DIM + SEQ * DIM + 2 * DIM)
 """Bytes of the rest: embedding, head, positions and a norm."""
 
-AT_EXIT = "terminate called without an active exception"
-"""What torch 2.13 says when gloo's threads outlive the interpreter, seldom and after all is done: worth a second run."""
-
 
 @functools.cache
 def run(name: str, flags: str) -> tuple[str, dict[str, Any]]:
     """What a benchmark prints, and its last line as JSON; AssertionError with all it said if it fails."""
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, str(BENCHMARKS / f"{name}.py"), *shlex.split(flags)],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        if AT_EXIT not in done.stderr:
-            break
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    output = launch(1, BENCHMARKS / f"{name}.py", *shlex.split(flags))
+    result = json.loads(output.splitlines()[-1])
     assert result["benchmark"] == name
-    return done.stdout, result
+    return output, result
 
 
 def numbers(figures: object) -> list[float]:

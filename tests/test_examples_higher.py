@@ -22,8 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import funshard as fs
 
-NAMES = ["dp_sgd.py", "sharpness.py", "maml.py", "ensemble.py", "implicit.py"]
-
 
 def numbers(output: str) -> list[float]:
     """Every number with decimals, in order."""
@@ -36,32 +34,36 @@ def column(output: str, name: str) -> list[float]:
 
 
 def names_of(name: str) -> dict[str, Any]:
-    """The names that an example defines, run in this process on the ranks that there are."""
-    with mock.patch.object(dist, "destroy_process_group"), contextlib.redirect_stdout(io.StringIO()):
-        return runpy.run_path(str(EXAMPLES / name))
+    """The names that an example defines, run in this process on the ranks that there are; and what it ``printed``."""
+    with mock.patch.object(dist, "destroy_process_group"), contextlib.redirect_stdout(io.StringIO()) as printed:
+        return {**runpy.run_path(str(EXAMPLES / name)), "printed": printed.getvalue()}
 
 
 alone = functools.cache(names_of)
 """The names that an example defines on one rank: with the joined batch."""
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_print_what_one_prints(name: str) -> None:
-    """To 1e-6: the same model and batch in total, in float64; and each of them checks itself."""
-    one, two = run(1, name), run(2, name)
+def printed(name: str) -> str:
+    """What an example prints on one rank."""
+    return alone(name)["printed"]
+
+
+def check_printed(output: str, ranks: int, name: str) -> None:
+    """To 1e-6 what one rank prints: the same model and batch in total, in float64; and it checked itself."""
+    one = printed(name)
     assert "1 ranks" in one
-    assert "2 ranks" in two
+    assert f"{ranks} ranks" in output
     assert len(numbers(one)) >= 4
-    assert numbers(two) == pytest.approx(numbers(one), rel=1e-6)
+    assert numbers(output) == pytest.approx(numbers(one), rel=1e-6)
 
 
 # --- sharpness ---
 
 
 def test_sharpness_on_three_ranks_is_that_on_one() -> None:
-    one, three = run(1, "sharpness.py"), run(3, "sharpness.py")
-    assert len(column(one, "sharpness")) == 3
-    assert column(three, "sharpness") == pytest.approx(column(one, "sharpness"), rel=1e-6)
+    three = run(3, "sharpness.py")
+    assert len(column(three, "sharpness")) == 3
+    check_printed(three, 3, "sharpness.py")
 
 
 def by_power_iteration(loss: Any, params: list[Tensor], steps: int) -> float:
@@ -80,7 +82,7 @@ def by_power_iteration(loss: Any, params: list[Tensor], steps: int) -> float:
 
 def test_sharpness_is_the_top_eigenvalue_of_the_unsharded_loss() -> None:
     """Plain gradient descent and plain power iteration give the losses and the sharpness (that of step 0 is not apart)."""
-    given, output = alone("sharpness.py"), run(1, "sharpness.py")
+    given, output = alone("sharpness.py"), printed("sharpness.py")
     torch.manual_seed(0)
     model = given["GPT"]().double()
     params = list(model.parameters())
@@ -100,7 +102,7 @@ def test_sharpness_is_the_top_eigenvalue_of_the_unsharded_loss() -> None:
 
 def test_gradient_descent_sharpens() -> None:
     """The loss falls while the sharpness rises towards 2 / LR."""
-    output = run(1, "sharpness.py")
+    output = printed("sharpness.py")
     losses, tops = column(output, "loss"), column(output, "sharpness")
     assert losses == sorted(losses, reverse=True)
     assert tops == sorted(tops)
@@ -132,15 +134,17 @@ def close(got: fs.Params, expected: fs.Params) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
-def meta_gradient_on_this_rank(rank: int) -> tuple[fs.Params, fs.Params]:
+def meta_gradient_on_this_rank(rank: int) -> tuple[str, fs.Params, fs.Params]:
     given = names_of("maml.py")
     shards = fs.shard(given["full"], given["spec"])
     meta_gradient = fs.grad(given["meta_loss"])(shards, given["share"](given["batch"]))
-    return fs.gather_full(meta_gradient, given["spec"]), plain_meta_gradient(given)
+    return given["printed"], fs.gather_full(meta_gradient, given["spec"]), plain_meta_gradient(given)
 
 
 def test_meta_gradient_on_real_ranks(gloo2: Pool) -> None:
-    for got, expected in gloo2.run(meta_gradient_on_this_rank):
+    (output, *_), _ = results = gloo2.run(meta_gradient_on_this_rank)
+    check_printed(output, 2, "maml.py")
+    for _, got, expected in results:
         assert max(g.abs().max() for g in expected.values()) > 0.1
         close(got, expected)
 
@@ -164,7 +168,7 @@ def test_meta_gradient_on_simulated_ranks(ranks: int) -> None:
 
 
 def test_maml_learns_to_learn() -> None:
-    losses = column(run(1, "maml.py"), "steps")
+    losses = column(printed("maml.py"), "steps")
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 3
 
@@ -172,9 +176,10 @@ def test_maml_learns_to_learn() -> None:
 # --- ensembles ---
 
 
-def members_on_this_rank(rank: int) -> list[fs.Params]:
+def members_on_this_rank(rank: int) -> tuple[str, list[fs.Params]]:
     given = names_of("ensemble.py")
-    return [fs.gather_full({k: p[i] for k, p in given["together"].items()}, given["spec"]) for i in range(len(given["RATES"]))]
+    members = range(len(given["RATES"]))
+    return given["printed"], [fs.gather_full({k: p[i] for k, p in given["together"].items()}, given["spec"]) for i in members]
 
 
 def test_members_on_real_ranks_are_the_models_trained_alone(gloo2: Pool) -> None:
@@ -190,14 +195,16 @@ def test_members_on_real_ranks_are_the_models_trained_alone(gloo2: Pool) -> None
                 for p, g in zip(params, grads, strict=True):
                     p -= rate * g
         expected.append({name: p.detach() for name, p in model.named_parameters()})
-    for members in gloo2.run(members_on_this_rank):
+    (output, _), _ = results = gloo2.run(members_on_this_rank)
+    check_printed(output, 2, "ensemble.py")
+    for _, members in results:
         assert len(members) == 4
         for got, want in zip(members, expected, strict=True):
             close(got, want)
 
 
 def test_the_ensemble_is_better_than_its_members() -> None:
-    output = run(1, "ensemble.py")
+    output = printed("ensemble.py")
     single, ensemble = (float(x) for x in re.search(r"a member ([\d.]+), the ensemble ([\d.]+)", output).groups())
     assert ensemble < single - 0.02
     first, last = (numbers(line) for line in re.findall("^step.*", output, re.MULTILINE)[::3])
@@ -207,10 +214,10 @@ def test_the_ensemble_is_better_than_its_members() -> None:
 # --- implicit differentiation ---
 
 
-def hypergradient_on_this_rank(rank: int) -> tuple[fs.Params, fs.Params, fs.Params]:
+def hypergradient_on_this_rank(rank: int) -> tuple[str, fs.Params, fs.Params, fs.Params]:
     given = names_of("implicit.py")
     full = fs.gather_full(given["params"], given["spec"])
-    return full, given["strengths"], given["hypergradient"](given["params"], given["strengths"])
+    return given["printed"], full, given["strengths"], given["hypergradient"](given["params"], given["strengths"])
 
 
 def dense_hypergradient(given: dict[str, Any], full: fs.Params, strengths: fs.Params) -> fs.Params:
@@ -242,14 +249,16 @@ def dense_hypergradient(given: dict[str, Any], full: fs.Params, strengths: fs.Pa
 
 
 def test_hypergradient_on_real_ranks_is_that_of_a_dense_solve(gloo2: Pool) -> None:
-    for full, strengths, got in gloo2.run(hypergradient_on_this_rank):
+    (output, *_), _ = results = gloo2.run(hypergradient_on_this_rank)
+    check_printed(output, 2, "implicit.py")
+    for _, full, strengths, got in results:
         expected = dense_hypergradient(alone("implicit.py"), full, strengths)
         assert min(g.abs() for g in expected.values()) > 1e-3
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_hypergradients_lead_to_a_better_validation_loss() -> None:
-    losses = column(run(1, "implicit.py"), "loss")
+    losses = column(printed("implicit.py"), "loss")
     assert len(losses) == 3
     assert losses[0] > losses[1] > losses[2]
     assert losses[2] < losses[0] - 0.05
@@ -259,8 +268,10 @@ def test_hypergradients_lead_to_a_better_validation_loss() -> None:
 
 
 def test_private_training_learns() -> None:
-    """The loss falls, and what is spent grows."""
-    losses, spent = column(run(2, "dp_sgd.py"), "loss"), column(run(2, "dp_sgd.py"), "epsilon")
+    """On two ranks as on one; the loss falls, and what is spent grows."""
+    output = run(2, "dp_sgd.py")
+    check_printed(output, 2, "dp_sgd.py")
+    losses, spent = column(output, "loss"), column(output, "epsilon")
     assert losses[-1] < losses[0] - 1
     assert sorted(spent) == spent
     assert spent[0] > 0

@@ -222,7 +222,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
-        mp.start_processes(run, (args, free_port(), str(out)), nprocs=args.ranks, start_method="spawn")
+        mp.start_processes(run, (args, free_port(), str(out)), nprocs=args.ranks, start_method="forkserver")
         result = json.loads(out.read_text())
     times, peaks = result["times"], result["peaks"]
     modes = args.modes.split(",")
