@@ -10,7 +10,8 @@ medians over rounds of the ratio to another mode *in the same round*: a shared m
 "spread" is the middle half of those ratios. Peak bytes are the most that one rank's tensors hold during a step, from
 the profiler's record of every allocation, at rest (parameters, shards, buckets) included; taken apart from the time.
 
-"plain" is autograd on each rank's own batch without any communication: the limit.
+"plain" is autograd on each rank's own batch without any communication: the limit; "plain torch.func" is that of a
+torch.func.grad_and_value.
 
 The compiled modes run if they are asked for (--modes 'plain,plain compiled,fs,fs compiled,FSDP2,FSDP2 compiled'): inductor
 takes a minute or more for each. "plain compiled" is torch.compile of the model, "FSDP2 compiled" of each block before
@@ -41,6 +42,16 @@ from torch.utils.checkpoint import checkpoint
 
 import funshard as fs
 from funshard.compile import compile
+
+
+def plain_functional(model: nn.Module) -> Step:
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(torch.func.functional_call(model, params, (x,)), y)
+
+    step = torch.func.grad_and_value(loss)
+    return lambda x, y: step(params, x, y)
 
 
 def ddp(model: nn.Module) -> Step:
@@ -102,6 +113,7 @@ def fully_sharded(reshard: bool, precision: fs.Precision | None = None) -> Calla
 
 MODES: dict[str, Callable[[nn.Module], Step]] = {
     "plain": plain,
+    "plain torch.func": plain_functional,
     "DDP": ddp,
     "FSDP1": fsdp1,
     "FSDP2": fully_sharded(reshard=True),
