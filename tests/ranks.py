@@ -145,7 +145,6 @@ def _script(path: str, argv: list[str], env: dict[str, str], output: str) -> Non
     sys.argv = [path, *argv]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
-    sys.stdout.flush()
 
 
 def launch(ranks: int, path: Path, *argv: str) -> str:
@@ -153,20 +152,19 @@ def launch(ranks: int, path: Path, *argv: str) -> str:
 
     Raises AssertionError with all it said if a rank fails or takes longer than `TIMEOUT` seconds.
     """
-    env = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    if ranks > 1:
-        env |= _env(_free_port()) | {"TORCHELASTIC_RUN_ID": "tests"}
-        env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    port = _free_port()
+
+    def start(rank: int, output: str) -> mp.process.BaseProcess:
+        env = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        if ranks > 1:
+            env |= _env(port) | {"TORCHELASTIC_RUN_ID": "tests", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        process = CONTEXT.Process(target=_script, args=(str(path), list(argv), env, output))
+        process.start()
+        return process
+
     with tempfile.NamedTemporaryFile("r") as output:
-        processes = [
-            CONTEXT.Process(
-                target=_script,
-                args=(str(path), list(argv), env | ({"RANK": str(r), "LOCAL_RANK": str(r)} if ranks > 1 else {}), output.name),
-            )
-            for r in range(ranks)
-        ]
-        for process in processes:
-            process.start()
+        processes = [start(rank, output.name) for rank in range(ranks)]
         running = {process.sentinel: process for process in processes}
         end = time.monotonic() + TIMEOUT
         while running and (ended := wait(list(running), max(0, end - time.monotonic()))):

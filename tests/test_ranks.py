@@ -32,7 +32,8 @@ def test_a_script_that_fails_on_one_rank_ends_on_all(tmp_path: Path) -> None:
     script.write_text(
         "import os, sys, time, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
-        "print('rank', dist.get_rank(), 'of', os.environ['WORLD_SIZE'], sys.argv[1:], flush=True)\n"
+        "sys.stdout.write(f'rank {dist.get_rank()} of {os.environ[\"WORLD_SIZE\"]} {sys.argv[1:]}\\n')  # at one go\n"
+        "sys.stdout.flush()\n"
         "dist.barrier()\n"
         "assert dist.get_rank() == 0, 'not this one'\n"
         f"time.sleep({TIMEOUT})\n"
