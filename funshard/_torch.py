@@ -45,6 +45,7 @@ __all__ = [
     "group",
     "in_forward_ad",
     "is_fake",
+    "is_last_backward",
     "is_over",
     "is_tracked",
     "is_wrapped",
@@ -270,6 +271,19 @@ def _batched(tensor: Tensor) -> bool:
 def graph_task() -> int:
     """The number of the running backward pass, -1 outside of one. Pinned by ``test_graph_task``."""
     return torch._C._current_graph_task_id()
+
+
+def is_last_backward(level_: int) -> bool:
+    """Whether a node of torch's own runs, in the backward that a torch.func.grad of this level ends with.
+
+    It records itself (create_graph) and frees the graph as it goes (no retain_graph), so nobody comes back to it at that
+    level. A node that Python defines may differentiate something by itself. Pinned by ``test_last_backward``.
+    """
+    if not level_ or level_ != level() or not torch.is_grad_enabled():
+        return False
+    if torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore
+        return False
+    return not isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
 
 
 def lower(tensor: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from .division import Reduction
 from .layout import unflatten_unit, whole_unit
 from .nested import Nested
 from .recompute import recomputed
-from .schedule import Schedule, Visit, pack, unpack
+from .saved import Hooks, Source, unpack
+from .schedule import Schedule, Visit
 from .spec import PartitionSpec, Unit
 from .swap import Attributes, Parameters, Place, install_buffers, restored
 from .travel import gather_unit
@@ -96,7 +97,7 @@ class Call:
         self.active = {
             unit.key: _Gathered(unit, cast_params(views, unit), None, level=0, storage=0) for unit, views in full if views
         }
-        self.live: dict[int, Visit] = {}  # by storage: what pack recognises
+        self.live: dict[int, Source] = {}  # by storage: what pack recognises
         self.scopes: list[list[_Gathered]] = [[]]
         self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
 
@@ -177,8 +178,8 @@ class Call:
     @contextlib.contextmanager
     def installed(self, buffers: dict[str, Tensor] | None, attributes: Attributes | None = None) -> Generator[None]:
         """The modules with gathered parameters, and with other attributes where there are any; as they were afterwards."""
-        notes = self.nested.hooks() if self.nested else (functools.partial(pack, self.live), unpack)
-        hooks = _torch.saved_tensor_hooks(*notes) if self.hooked or self.nested else contextlib.nullcontext()
+        kept = Hooks(self.nested.live if self.nested else self.live)
+        hooks = _torch.saved_tensor_hooks(kept.pack, unpack) if self.hooked or self.nested else contextlib.nullcontext()
         with restored(self.place.owned) as before:
             for module, others in (attributes or {}).items():
                 vars(module).clear()

@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from . import _torch
+from .saved import Note, Source, save_in_node
 
 __all__ = ["Nested"]
 
@@ -30,7 +30,7 @@ class Nested:
     """The gathers of one call that its backwards make again."""
 
     def __init__(self) -> None:
-        self.live: dict[int, _Gather] = {}  # by storage: what pack recognises
+        self.live: dict[int, Source] = {}  # by storage: what pack recognises
         self._count = itertools.count()
         self._recent: deque[tuple[int, int, Tensor]] = deque(maxlen=ALIVE)  # by number: what is in it must not hold this
         with _torch.beneath():
@@ -56,10 +56,6 @@ class Nested:
         """Whether the transform of this level has ended, as when the pullback of a vjp runs."""
         return level > 0 and _torch.is_over(self._levels[level - 1])
 
-    def hooks(self) -> tuple[Callable[[Tensor], object], Callable[[object], Tensor]]:
-        """Saved-tensor hooks for the forward."""
-        return functools.partial(_pack, self.live), _unpack
-
 
 class _Gather:
     """A gather that can be made again as any level sees it."""
@@ -81,25 +77,18 @@ class _Gather:
         with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
             return self._gather(_torch.seen_from(self._shard, level))
 
-    def view(self, level: int, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        """A view of the buffer that the graph of this level has saved."""
+    def noted(self, tensor: Tensor, *, by_backward: bool) -> Note | None:
+        """How to have this view of the buffer again, that the graph of a level saves."""
+        level = _torch.level_of(tensor)
+        if level < 0:
+            return None
+        return functools.partial(self._view, level, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _view(self, level: int, shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt) -> Tensor:
+        over = self._call.is_over(level)
         buffer = self._call.recent(self, level - 1)
-        if torch.is_grad_enabled():  # what this node computes with it may save it once more
-            again = functools.partial(_pack, {_torch.storage_id(_torch.base(buffer)): self})
-            _torch.push_saved_tensor_hooks(again, _unpack)
+        if torch.is_grad_enabled():
+            save_in_node({_torch.storage_id(_torch.base(buffer)): self}, 0 if over else level)
         with _torch.at_level(level - 1), torch.set_grad_enabled(level > 0):
             view = buffer.as_strided(shape, stride, offset)
-        return _torch.wrapped_for_dead(view) if self._call.is_over(level) else _torch.wrapped(view, level)
-
-
-def _pack(live: Mapping[int, _Gather], tensor: Tensor) -> object:
-    """What autograd keeps instead of a tensor that a level saves: a note for a gathered weight, else the tensor itself."""
-    level = _torch.level_of(tensor)
-    if level >= 0 and (gather := _torch.viewed(tensor, live)) is not None:
-        return gather, level, tensor.shape, tensor.stride(), tensor.storage_offset()
-    return _torch.kept(tensor), _torch.version(tensor)
-
-
-def _unpack(note: object) -> Tensor:
-    what, *rest = cast("tuple[Any, ...]", note)
-    return what.view(*rest) if isinstance(what, _Gather) else _torch.unchanged(what, *rest)
+        return _torch.wrapped_for_dead(view) if over else _torch.wrapped(view, level)

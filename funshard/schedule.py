@@ -17,7 +17,7 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +28,12 @@ from .codec import Form, packed, unpacked
 from .division import Reduction
 from .layout import flat, unflatten_unit
 from .reductions import Reductions
+from .saved import Note, save_in_node
 from .spec import PartitionSpec, Unit
 from .travel import reduce_unit
 from .wire import Buffers, Chain, routes
 
-__all__ = ["Schedule", "Visit", "pack", "unpack"]
+__all__ = ["Schedule", "Visit"]
 
 UNTOLD_ALIVE = 2
 """How many units stay gathered in backward where no gradient tells when they have been used: frozen ones, and those that
@@ -324,18 +325,24 @@ class Visit:
             lease.buffer = self._arrived()
         return lease.buffer
 
-    def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int, *, by_backward: bool) -> Tensor:
-        """A view of the buffer that autograd saved, in forward or in a backward that recorded itself."""
+    def noted(self, tensor: Tensor, *, by_backward: bool) -> Note:
+        """How to have this view of the buffer again, that autograd saves in forward or in a backward that records itself."""
+        return functools.partial(
+            self._view, self.note(), tensor.shape, tensor.stride(), tensor.storage_offset(), by_backward=by_backward
+        )
+
+    def _view(
+        self, _: _Lease, shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt, *, by_backward: bool
+    ) -> Tensor:
         self.schedule.approach(self)
         if by_backward:
             self.schedule.hold(self)
-        if self.schedule.is_over():  # nothing can differentiate what this node of the graph computes with it
-            torch.set_grad_enabled(False)  # until the engine goes on to the next node
+        over = self.schedule.is_over()
         buffer = self.again()
-        if torch.is_grad_enabled() and self.route.frees:  # what this node computes with it may save it once more
-            noted = functools.partial(pack, {_torch.storage_id(buffer): self}, by_backward=True)
-            _torch.push_saved_tensor_hooks(noted, unpack)
-        return buffer.as_strided(shape, stride, offset)
+        if torch.is_grad_enabled() and self.route.frees:
+            save_in_node({_torch.storage_id(buffer): self}, 0 if over else _torch.level())
+        view = buffer.as_strided(shape, stride, offset)
+        return _torch.wrapped_for_dead(view) if over else view
 
     def reduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The gradient of the shard from those of the parameters, after which nobody asks for the buffer."""
@@ -347,22 +354,6 @@ class Visit:
             return reduce_unit(buffer, self.unit, mesh, reduction, self.unit.p.precision, self.shard.dtype)
         with torch.no_grad():
             return self.schedule.reduced(self.unit, grads)
-
-
-def pack(live: Mapping[int, Visit], tensor: Tensor, *, by_backward: bool = False) -> object:
-    """What autograd keeps instead of a tensor it saves: a note for a gathered weight, else the tensor itself.
-
-    ``live`` are the visits whose buffers are there, by storage; ``by_backward`` whether it is a backward that saves.
-    """
-    if (visit := _torch.viewed(tensor, live)) is not None:
-        return visit, visit.note(), by_backward, tensor.shape, tensor.stride(), tensor.storage_offset()
-    return _torch.kept(tensor), _torch.version(tensor)
-
-
-def unpack(note: object) -> Tensor:
-    """The saved tensor again."""
-    what, *rest = cast("tuple[Any, ...]", note)
-    return what.view(*rest[2:], by_backward=rest[1]) if isinstance(what, Visit) else _torch.unchanged(what, *rest)
 
 
 class _Parameters(_torch.Function):

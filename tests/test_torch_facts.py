@@ -297,6 +297,61 @@ def test_hooks_for_the_rest_of_a_node(by: Callable[..., Any] | None) -> None:
     assert len(saved) == count
 
 
+class Told(torch.autograd.Function):
+    """The same number, whose backward asks for the level of the torch.func.grad that it ends."""
+
+    told: list[bool] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        Told.told.append(_torch.is_last_backward(_torch.level()))
+        return g
+
+
+def test_last_backward() -> None:
+    """torch.func.grad ends with a backward that frees the graph; pullbacks, and torch.autograd.grad inside, can be repeated."""
+    told: list[bool] = []
+
+    def tell(tensor: Tensor) -> Tensor:
+        told.append(_torch.is_last_backward(_torch.level_of(tensor)))
+        return tensor
+
+    def sine(x: Tensor) -> Tensor:
+        with _torch.saved_tensor_hooks(lambda t: t, tell):
+            return x.sin()
+
+    def slope(x: Tensor) -> Tensor:
+        return torch.autograd.grad(sine(x), x, create_graph=True)[0]
+
+    def asked() -> list[bool]:
+        out, told[:] = list(told), []
+        return out
+
+    x = torch.tensor(0.5)
+    assert not _torch.is_last_backward(0)
+    assert grad(sine)(x) == x.cos()
+    assert asked() == [True]
+    assert grad(slope)(x) == -x.sin()
+    assert asked() == [False]
+    assert grad(grad(sine))(x) == -x.sin()
+    assert asked() == [True]
+    value, pull = torch.func.vjp(sine, x)
+    assert pull(torch.ones_like(value))[0] == x.cos()
+    leaf = x.clone().requires_grad_()
+    torch.autograd.grad(sine(leaf), leaf, create_graph=True)
+    assert not any(asked())
+    grad(Told.apply)(x)
+    assert Told.told == [False]  # Python's own
+
+
 def test_backward_early() -> None:
     """Backward comes to what was made first when its gradient is complete, under torch.func.grad too; else last."""
     for early in (False, True):

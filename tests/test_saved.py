@@ -1,0 +1,200 @@
+"""What autograd keeps of a call: torch.func.grad holds no more than plain autograd, and nobody misses what it does not keep."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from collective_log import world
+from ranks import Pool
+from test_memory import Curved, no_collector
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vjp
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funshard as fs
+from funshard import P
+
+Loss = Callable[[Any], Tensor]
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that results of operators hold at one moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[weakref.ref[Any], int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                self._alive[weakref.ref(storage)] = storage.nbytes()
+        self._alive = {ref: nbytes for ref, nbytes in self._alive.items() if ref() is not None}
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return out
+
+
+ROWS, WIDTH = 64, 5
+ACTIVATION = ROWS * WIDTH * 8
+
+
+def held(transform: Callable[[Loss], Callable[[Any], Any]], blocks: int, call: Callable[..., Tensor] | None = None) -> float:
+    """The peak of a step, in activations."""
+    with world(4):
+        model = nn.Sequential(*[Curved(WIDTH) for _ in range(blocks)])
+        spec = fs.by_path({"*": P("shard")})(model).bound
+        params = fs.shard(model, spec) if call is None else {name: p.detach() for name, p in model.named_parameters()}
+        x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+        call = call or (lambda *args: fs.functional_call(*args, spec=spec))
+        with no_collector(), Held() as all_of_it:
+            transform(lambda p: call(model, p, (x,)).square().mean())(params)
+        return all_of_it.peak / ACTIVATION
+
+
+def squares(tree: Any) -> Tensor:
+    return sum(((g**2).sum() for g in tree.values()), torch.zeros((), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_torch_func_grad_holds_what_autograd_does(blocks: int) -> None:
+    """Torch's own, of the plain model, holds twice that: all that its backward saves for a derivative that nobody takes."""
+    assert held(grad, blocks) == held(fs.grad, blocks)
+    assert held(grad, 8, functional_call) > 2 * held(fs.grad, 8)
+
+
+def test_grad_of_grad_holds_what_autograd_of_it_does() -> None:
+    def twice(outer: Callable[[Loss], Any], f: Loss) -> Any:
+        return outer(lambda p: squares(grad(f)(p)))
+
+    assert held(lambda f: twice(grad, f), 8) <= 1.02 * held(lambda f: twice(fs.grad, f), 8)
+
+
+# --- nobody misses it ---
+
+
+def wave(x: Tensor) -> Tensor:
+    return torch.sin(torch.tanh(x) * 2)
+
+
+class Wave(torch.autograd.Function):
+    """Backward runs it again and differentiates that."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return wave(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            return torch.autograd.grad(wave(x), x, g, create_graph=True)[0]
+
+
+class ByItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Wave.apply(self.inner(x))
+
+
+def setting(rank: int, block: type[nn.Module], p: P) -> tuple[nn.Module, fs.PartitionSpec, fs.Params, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[block() for _ in range(3)])
+    spec = fs.by_path({"*": p})(model).bound
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    return model, spec, fs.shard(model, spec), x
+
+
+def curved() -> nn.Module:
+    return Curved(WIDTH)
+
+
+def backward_inside(rank: int) -> None:
+    model, spec, params, x = setting(rank, curved, P("shard"))
+
+    def loss(p: fs.Params) -> Tensor:
+        return fs.functional_call(model, p, (x,), spec=spec).square().mean()
+
+    def by_autograd(p: fs.Params) -> Tensor:
+        return squares(dict(enumerate(torch.autograd.grad(loss(p), list(p.values()), create_graph=True))))
+
+    def twice_by_autograd(p: fs.Params) -> Tensor:
+        value = loss(p)
+        one = torch.autograd.grad(value, list(p.values()), retain_graph=True)
+        return squares(dict(enumerate(one))) + by_autograd(p)
+
+    expected = grad(lambda p: squares(grad(loss)(p)))(params)
+    for inner in (by_autograd, twice_by_autograd):
+        for key, g in grad(inner)(params).items():
+            assert_close(g, expected[key], rtol=1e-10, atol=1e-12)
+
+    def freed(p: fs.Params) -> Tensor:
+        value = torch.autograd.grad(loss(p), list(p.values()), create_graph=True, retain_graph=False)
+        return squares(dict(enumerate(value)))
+
+    with pytest.raises(RuntimeError, match="expected retain_graph=True, or"):
+        grad(freed)(params)
+
+
+def test_a_backward_inside_of_torch_func_grad(gloo2: Pool) -> None:
+    """torch.autograd.grad inside of the function can be differentiated: only the transform's own, the last, keeps less."""
+    gloo2.run(backward_inside)
+
+
+def differentiates_by_itself(rank: int) -> None:
+    model, spec, params, x = setting(rank, ByItself, P("shard"))
+
+    def loss(p: fs.Params) -> Tensor:
+        return fs.functional_call(model, p, (x,), spec=spec).square().mean()
+
+    expected = fs.grad(loss)(params)
+    assert all(g.abs().sum() > 0 for g in expected.values())
+    for key, g in grad(loss)(params).items():
+        assert_close(g, expected[key])
+
+
+def test_a_function_whose_backward_differentiates(gloo2: Pool) -> None:
+    """A node that Python defines keeps what it saves: it may come back to it before the last backward is over."""
+    gloo2.run(differentiates_by_itself)
+
+
+def by_cotangent(rank: int, p: P) -> None:
+    model, spec, params, x = setting(rank, curved, p)
+    _, _, _, others = setting(1 - rank, curved, p)
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    cotangents = torch.linspace(-1, 1, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH)
+    slopes = [vjp(lambda p, x=x: functional_call(model, p, (x,)), full)[1](cotangents)[0] for x in (x, others)]
+    mean = {name: (slopes[0][name] + slopes[1][name]) / 2 for name in full}
+    # of the squares of the mean over ranks of J^T c: 2 J J^T c
+    expected = jvp(lambda p: functional_call(model, p, (x,)), (full,), ({name: 2 * g for name, g in mean.items()},))[1]
+
+    _, pull = vjp(lambda p: fs.functional_call(model, p, (x,), spec=spec), params)
+    leaf = cotangents.clone().requires_grad_()
+    got = [
+        grad(lambda c: squares(pull(c)[0]))(cotangents),
+        torch.autograd.grad(squares(pull(leaf)[0]), leaf)[0],
+        fs.grad(lambda c: squares(pull(c)[0]))(cotangents),
+    ]
+    for g in got:
+        assert_close(g, expected, rtol=1e-10, atol=1e-12)
+    own, pushed = jvp(lambda c: squares(pull(c)[0]), (cotangents,), (cotangents,))
+    assert_close(pushed, 2 * own)
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
+def test_a_pullback_is_differentiated_by_its_cotangent(gloo2: Pool, p: P) -> None:
+    """What torch.func.vjp returned is a linear function like any other, also where it gathers again."""
+    gloo2.run(by_cotangent, p)
