@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -49,6 +49,7 @@ __all__ = [
     "is_over",
     "is_tracked",
     "is_wrapped",
+    "joined",
     "kept",
     "level",
     "level_of",
@@ -315,6 +316,20 @@ def kept(tensor: Tensor) -> Tensor:
         return tensor
     own = isinstance(node, torch.autograd.function.BackwardCFunction) or node._sequence_nr() == _get_sequence_nr() - 1
     return tensor.detach() if own else tensor
+
+
+def joined(pieces: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Contiguous tensors of one dtype end to end in a buffer of any dtype, by one kernel.
+
+    torch.cat wants them flat, and on CUDA casts them by a kernel each. Only what is recorded is torch.cat, which compilers
+    know. Pinned by ``test_joined``.
+    """
+    if traced():
+        return torch.cat([piece.reshape(-1) for piece in pieces], out=out)
+    some = [piece if piece.dim() else piece.reshape(1) for piece in pieces if piece.numel()]
+    if some:
+        torch.ops.aten._chunk_cat.out(some, 0, 1, out=out.view(1, -1))
+    return out
 
 
 def storage_id(tensor: Tensor) -> int:

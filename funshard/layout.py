@@ -11,7 +11,17 @@ from .mesh import Group, Mesh
 from .spec import PartitionSpec, Unit
 from .tree import Param
 
-__all__ = ["Params", "flat", "flatten", "flatten_unit", "index", "unflatten", "unflatten_unit", "views", "whole_unit"]
+__all__ = [
+    "Params",
+    "flatten",
+    "flatten_unit",
+    "index",
+    "ordered",
+    "unflatten",
+    "unflatten_unit",
+    "views",
+    "whole_unit",
+]
 
 Params = dict[str, Tensor]
 """Tensors by unit key when sharded or flattened, by parameter name when full."""
@@ -38,7 +48,7 @@ def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
 
 def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tensor:
     """The buffer of one unit, ``padded`` elements long."""
-    pieces = [flat(_full(params, param, unit), param) for param in unit.params]
+    pieces = [ordered(_full(params, param, unit), param).reshape(-1) for param in unit.params]
     for piece, param in zip(pieces, unit.params, strict=True):
         if piece.dtype != pieces[0].dtype:
             raise ValueError(
@@ -48,9 +58,9 @@ def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tenso
     return torch.cat([*pieces, pieces[0].new_zeros(padded - unit.numel)])
 
 
-def flat(tensor: Tensor, param: Param) -> Tensor:
-    """A parameter, or its gradient, as it lies in the buffer."""
-    return tensor if tensor.dim() == 1 else tensor.permute(param.order).reshape(-1) if _permuted(param) else tensor.reshape(-1)
+def ordered(tensor: Tensor, param: Param) -> Tensor:
+    """A parameter, or its gradient, with its elements in the order of the buffer."""
+    return tensor.permute(param.order) if _permuted(param) else tensor
 
 
 def _permuted(param: Param) -> bool:

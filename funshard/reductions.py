@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from . import _torch
 from .wire import Buffers, Chain, Route, Step
 
 __all__ = ["BUCKET_BYTES", "Reductions"]
@@ -46,8 +47,8 @@ class Reductions:
             chain.advance()
             self._buffers.give(buffer)
             del buffer
-        buffer = self._buffers.take(sum(map(len, pieces)), route.dtypes.reduce, pieces[0])
-        chain = Chain(torch.cat(tuple(pieces), out=buffer), route.reduce)
+        buffer = self._buffers.take(route.padded, route.dtypes.reduce, pieces[0])
+        chain = Chain(_torch.joined(pieces, buffer), route.reduce)
         self._whole.append((chain, buffer))
         self._slices.append((key, chain))
 
@@ -60,7 +61,7 @@ class Reductions:
             self._reduce(self._filling.pop(dtypes), route.dtypes.reduce)
 
     def _reduce(self, bucket: _Bucket, dtype: torch.dtype) -> None:
-        buffer = torch.cat(bucket.pieces, out=bucket.pieces[0].new_empty(bucket.numel, dtype=dtype))
+        buffer = _torch.joined(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=dtype))
         bucket.pieces.clear()
         self._buckets.append((bucket, Chain(buffer, bucket.steps)))
 

@@ -26,12 +26,12 @@ from torch.autograd.function import FunctionCtx
 from . import _torch
 from .codec import Form, packed, unpacked
 from .division import Reduction
-from .layout import flat, unflatten_unit
+from .layout import ordered, unflatten_unit
 from .reductions import Reductions
 from .saved import Note, save_in_node
 from .spec import PartitionSpec, Unit
 from .travel import reduce_unit
-from .wire import Buffers, Chain, routes
+from .wire import Buffers, Chain, Route, routes
 
 __all__ = ["Schedule", "Visit"]
 
@@ -164,25 +164,26 @@ class Schedule:
 
     def reduced(self, unit: Unit, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The reduced gradient of a unit's shard, or None where it will be in ``reductions``."""
-        like, route = self.shards[unit.key], self.routes.of[unit.key]
-        pieces = _pieces(unit, grads, route.padded, like)
+        route = self.routes.of[unit.key]
+        pieces = _pieces(unit, grads, route, self.shards[unit.key])
         self.reductions.begin(self.task())
         if route.gather:
             self.reductions.split(unit.key, pieces, route)
         elif route.reduce:
             self.reductions.replicated(unit.key, pieces, route)
         else:
-            return torch.cat(pieces).to(route.dtypes.reduce).to(like.dtype)
+            return _torch.joined(pieces, pieces[0].new_empty(route.padded, dtype=route.dtypes.reduce)).to(route.dtype)
         return None
 
 
-def _pieces(unit: Unit, grads: Sequence[Tensor | None], padded: int, like: Tensor) -> list[Tensor]:
+def _pieces(unit: Unit, grads: Sequence[Tensor | None], route: Route, like: Tensor) -> list[Tensor]:
     """What to join to the gradient of a unit's buffer."""
     pieces = [
-        like.new_zeros(param.numel) if grad is None else flat(grad, param)
+        like.new_zeros(param.numel, dtype=route.dtypes.param) if grad is None else ordered(grad, param).contiguous()
         for grad, param in zip(grads, unit.params, strict=True)
     ]
-    return [*pieces, like.new_zeros(padded - unit.numel)] if padded > unit.numel else pieces
+    padding = route.padded - unit.numel
+    return [*pieces, like.new_zeros(padding, dtype=route.dtypes.param)] if padding else pieces
 
 
 class _Lease:
@@ -349,7 +350,8 @@ class Visit:
         self.release()
         tracked = torch.is_grad_enabled()
         if any(g is not None and (_torch.is_wrapped(g) or (tracked and g.requires_grad)) for g in grads):
-            buffer = torch.cat(_pieces(self.unit, grads, self.route.padded, self.shard))  # it may be differentiated again
+            pieces = _pieces(self.unit, grads, self.route, self.shard)
+            buffer = torch.cat([piece.reshape(-1) for piece in pieces])  # it may be differentiated again
             mesh, reduction = self.schedule.spec.bound_mesh, self.schedule.reduction
             return reduce_unit(buffer, self.unit, mesh, reduction, self.unit.p.precision, self.shard.dtype)
         with torch.no_grad():

@@ -131,12 +131,12 @@ def test_comm_of_replicated_and_peer_modes() -> None:
 
 
 def test_operators_of_a_step() -> None:
-    """The limit for the 8-block GPT: 1.4 times the plain step's operators, 1.2 where nothing is gathered twice."""
+    """The limit for the 8-block GPT: 1.4 times the plain step's operators, 1.1 where nothing is gathered twice."""
     flags = "--ranks 8 --layers 8 --dim 16 --heads 2 --seq 8 --batch 1 --modes"
     figures = run("comm", f"{flags} 'plain,fs,fs keep,fs P()'")[1]["figures"]["8"]
     assert 1 < figures["fs"]["ops"] <= 1.4
-    assert 1 < figures["fs keep"]["ops"] <= 1.2
-    assert 1 < figures["fs P()"]["ops"] <= 1.2
+    assert 1 < figures["fs keep"]["ops"] <= 1.1
+    assert figures["fs P()"]["ops"] <= 1.1
 
 
 def test_comm_order() -> None:

@@ -845,7 +845,7 @@ class Memory(TorchDispatchMode):
         if name.startswith("all_gather_into_tensor"):
             event = f"gather {self.shards[args[0].numel()]}"
             self.fill(out, self.shards[args[0].numel()])
-        elif name == "cat" and self.now is self.backward:
+        elif name == "_chunk_cat" and self.now is self.backward:
             self.fill(out, None)
         elif name == "reduce_scatter_tensor":
             event = f"reduce {self.whole[args[0].numel()]}"

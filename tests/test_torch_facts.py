@@ -18,6 +18,7 @@ from ranks import Pool
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch.func import grad, jvp
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from funshard import _torch
@@ -350,6 +351,19 @@ def test_last_backward() -> None:
     assert not any(asked())
     grad(Told.apply)(x)
     assert Told.told == [False]  # Python's own
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.complex64])
+def test_joined(given: torch.dtype) -> None:
+    """`_torch.joined` is torch.cat of the flat tensors, into a buffer of any dtype; where it is recorded, by torch.cat."""
+    pieces = [torch.randn(shape, dtype=given) for shape in [(2, 3), (), (0,), (4,), (1, 2, 3)]]
+    wanted = torch.complex128 if given.is_complex else torch.float32
+    out = torch.empty(17, dtype=wanted)
+    assert _torch.joined(pieces, out) is out
+    assert torch.equal(out, torch.cat([piece.reshape(-1) for piece in pieces]).to(wanted))
+    assert len(_torch.joined([torch.empty(0)], torch.empty(0))) == 0
+    graph = make_fx(lambda *pieces: _torch.joined(pieces, pieces[0].new_empty(17, dtype=wanted)))(*pieces).graph
+    assert not any("_chunk_cat" in str(node.target) for node in graph.nodes)
 
 
 def test_backward_early() -> None:
