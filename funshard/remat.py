@@ -84,8 +84,9 @@ class _Remat(_torch.Function):
             return (None,) * (1 + len(wanted))
         vjp = _Vjp(ctx.fn, wanted, given)
         operands = *ctx.saved_tensors, *(g for g in grads if g is not None)
-        if isinstance(ctx.fn, _Again) and not (torch.is_grad_enabled() or _torch.level() or _torch.in_forward_ad()):
-            with ctx.fn.last_run():
+        if not (torch.is_grad_enabled() or _torch.level()):  # nothing comes back to it
+            last = isinstance(ctx.fn, _Again) and not _torch.in_forward_ad()
+            with ctx.fn.last_run() if last else contextlib.nullcontext():
                 return None, *_spread(vjp.plain(operands), wanted)
         return None, *_spread(_Remat.apply(vjp, *operands), wanted)
 

@@ -348,8 +348,7 @@ class Visit:
     def reduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The gradient of the shard from those of the parameters, after which nobody asks for the buffer."""
         self.release()
-        tracked = torch.is_grad_enabled()
-        if any(g is not None and (_torch.is_wrapped(g) or (tracked and g.requires_grad)) for g in grads):
+        if any(g is not None and (_torch.is_wrapped(g) or _torch.is_tracked(g)) for g in grads):
             pieces = _pieces(self.unit, grads, self.route, self.shard)
             buffer = torch.cat([piece.reshape(-1) for piece in pieces])  # it may be differentiated again
             mesh, reduction = self.schedule.spec.bound_mesh, self.schedule.reduction

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from collective_log import world
 from ranks import Pool
 from test_memory import Curved, no_collector
@@ -198,3 +199,25 @@ def by_cotangent(rank: int, p: P) -> None:
 def test_a_pullback_is_differentiated_by_its_cotangent(gloo2: Pool, p: P) -> None:
     """What torch.func.vjp returned is a linear function like any other, also where it gathers again."""
     gloo2.run(by_cotangent, p)
+
+
+def dual_cotangent(rank: int, p: P) -> None:
+    model, spec, params, x = setting(rank, curved, p)
+    cotangents = torch.linspace(-1, 1, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH)
+    leaves = {key: shard.detach().requires_grad_() for key, shard in params.items()}
+
+    def pulled(c: Tensor) -> list[Tensor]:
+        y = fs.functional_call(model, leaves, (x,), spec=spec)
+        return list(torch.autograd.grad(y, list(leaves.values()), c))
+
+    expected = pulled(cotangents)
+    y = fs.functional_call(model, leaves, (x,), spec=spec)
+    with forward_ad.dual_level():
+        got = torch.autograd.grad(y, list(leaves.values()), forward_ad.make_dual(cotangents, 3 * cotangents))
+        assert_close([forward_ad.unpack_dual(g).tangent for g in got], [3 * e for e in expected])
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
+def test_a_cotangent_with_a_tangent(gloo2: Pool, p: P) -> None:
+    """Forward-mode AD of a plain backward goes through its reductions."""
+    gloo2.run(dual_cotangent, p)
