@@ -27,10 +27,10 @@ def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: boo
 def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """A function that returns ``(grads, value)``, or ``(grads, (value, aux))``: torch.func.grad_and_value's.
 
-    Computed by one plain autograd pass where nothing outside can differentiate the result: it frees the graph as it
-    goes, where torch.func keeps every activation for a second derivative. Inside another torch.func transform, in
-    torch.compile, in forward-mode AD, or where an argument itself requires grad, it *is* torch.func's. What ``f``
-    closes over counts as a constant: ``value``, ``aux`` and ``grads`` come back without a graph.
+    Computed by one plain autograd pass where nothing outside can differentiate the result; torch.func would record it
+    for a second derivative. Inside another torch.func transform, in torch.compile, in forward-mode AD, or where an
+    argument itself requires grad, it *is* torch.func's. What ``f`` closes over counts as a constant: ``value``, ``aux``
+    and ``grads`` come back without a graph.
 
     ``argnums`` says with respect to which arguments; their tensors must be floating point. What does not influence the
     loss has gradient zeros, never None.
