@@ -43,10 +43,10 @@ def functional_call(
     gathered again in backward (not with ``P(reshard=False)``, nor what is still there when forward ends: the root's
     unit and the last one to run), and its gradient is reduced as soon as it is complete. Equal to calling the module
     with ``unshard(params, spec)``, at every order and under every torch.func transform around it. In memory, all of this
-    holds for plain autograd, its double backward too, and under one torch.func.grad, which then keeps no more than plain
-    autograd does. In a stack of transforms each derivative gathers again what it reads, and what is then kept are the
-    gathered tangents and cotangents that another derivative reads; under torch.vmap, which batches what is gathered, and
-    without units to free, torch.func keeps what it always does. Not so a module with
+    holds for plain autograd, its double backward too, and under one torch.func.grad, which keeps no more than plain
+    autograd does if there is a unit to free: nothing for a second derivative that nobody can take. In a stack of
+    transforms each derivative gathers again what it reads, and what is then kept are the gathered tangents and cotangents
+    that another derivative reads; under torch.vmap, which batches what is gathered, all of it stays. Not so a module with
     ``P(remat=True)``: in every derivative, of any order, it is gathered and run again (`funshard.remat`, whose
     conditions are then the module's), and one such unit is alive at a time. A torch.func.grad *inside* forward needs
     ``P(reshard=False)``: RuntimeError otherwise.
