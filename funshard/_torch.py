@@ -44,6 +44,7 @@ __all__ = [
     "graph_task",
     "group",
     "in_forward_ad",
+    "in_python_node",
     "is_fake",
     "is_last_backward",
     "is_over",
@@ -275,16 +276,18 @@ def graph_task() -> int:
 
 
 def is_last_backward(level_: int) -> bool:
-    """Whether a node of torch's own runs, in the backward that a torch.func.grad of this level ends with.
+    """Whether the backward that runs is the one that a torch.func.grad of this level ends with.
 
     It records itself (create_graph) and frees the graph as it goes (no retain_graph), so nobody comes back to it at that
-    level. A node that Python defines may differentiate something by itself. Pinned by ``test_last_backward``.
+    level. Pinned by ``test_last_backward``.
     """
-    if not level_ or level_ != level() or not torch.is_grad_enabled():
-        return False
-    if torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore
-        return False
-    return not isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+    running = level_ > 0 and level_ == level() and torch.is_grad_enabled()
+    return running and not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
+
+
+def in_python_node() -> bool:
+    """Whether a node of backward runs that Python defines: it may differentiate something itself. Pinned with the last."""
+    return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
 
 
 def lower(tensor: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ def functional_call(
     what forward did) and the gradients of the last ``in_flight`` ones are reduced. So besides the units whose modules
     are running, ``prefetch`` gathered buffers are alive, and ``in_flight + 1`` gradients that are not reduced. A unit
     that is gathered ahead and not used costs its bytes. Gradients of replicated units are reduced in buckets. All
-    of this is for process groups: under torch.func.grad reductions wait where they start, under more than one
-    transform gathers do too.
+    of this is for process groups, in plain autograd and under one torch.func.grad or vjp: in deeper stacks gathers and
+    reductions wait where they start, and so does a reduction that may be differentiated again (``create_graph``).
 
     Gradients are reduced to their mean over ranks; with ``reduce="sum"`` to their sum, with a number to the sum over that.
     ``reduce_over`` are the mesh axes to reduce over, or one, all by default: over the others gradients stay each rank's

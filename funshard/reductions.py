@@ -52,6 +52,10 @@ class Reductions:
         self._whole.append((chain, buffer))
         self._slices.append((key, chain))
 
+    def done(self, key: str, grad: Tensor) -> None:
+        """A unit's gradient that nobody else has a part of."""
+        self._slices.append((key, Chain(grad, ())))
+
     def replicated(self, key: str, pieces: Sequence[Tensor], route: Route) -> None:
         """Put a unit's gradient, which every rank keeps whole, into the bucket of its dtypes; reduce that once it is full."""
         dtypes = route.dtypes.reduce, route.dtype

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import _torch
 
-__all__ = ["Hooks", "Note", "Source", "save_in_node", "unpack"]
+__all__ = ["Hooks", "Note", "Source", "freed", "save_in_node", "unpack"]
 
 Note = Callable[[], Tensor]
 """Gives the saved tensor."""
@@ -61,7 +61,7 @@ def save_in_node(live: Mapping[int, Source], level: int) -> None:
 
     ``level`` is that of the transform that made the node.
     """
-    over = level if _torch.is_last_backward(level) else 0
+    over = level if _reads_last(level) else 0
     hooks = getattr(_torch.pack_hook(), "__self__", None)
     if isinstance(hooks, Hooks) and hooks.by_backward and hooks.over == over:  # it has read before
         hooks.live.update(live)
@@ -70,13 +70,23 @@ def save_in_node(live: Mapping[int, Source], level: int) -> None:
 
 
 def _itself(tensor: Tensor, version: int) -> Tensor:
-    if _torch.is_last_backward(level := _torch.level_of(tensor)):
+    if _reads_last(level := _torch.level_of(tensor)):
         save_in_node({}, level)
     return _torch.unchanged(tensor, version)
 
 
+def _reads_last(level: int) -> bool:
+    """Whether nobody comes back to what the running node saves at this level."""
+    return _torch.is_last_backward(level) and not _torch.in_python_node()
+
+
 def _nothing() -> Tensor:
-    raise RuntimeError(
+    raise freed()
+
+
+def freed() -> RuntimeError:
+    """The error for coming back to the last backward of a torch.func.grad."""
+    return RuntimeError(
         "the graph of a torch.autograd.grad(..., create_graph=True, retain_graph=False) inside a torch.func.grad was freed: "
         "expected retain_graph=True, or torch.func.grad inside as well"
     )

@@ -3,7 +3,7 @@
 A `Visit` is one gather of one unit, from the start of its all-gather until the gradient of its buffer is complete.
 While one unit computes in forward, those that come next in ``spec.order`` are gathered, and in backward those that
 forward left before it. All of this is for real process groups, outside of torch.func or under one torch.func.grad;
-gathers elsewhere are data flow (`sharding.gather_unit`).
+gathers elsewhere are data flow (`travel.gather_unit`), as are reductions that may be differentiated again.
 
 Every rank starts and waits in the same order, as long as it runs the same program.
 """
@@ -28,7 +28,7 @@ from .codec import Form, packed, unpacked
 from .division import Reduction
 from .layout import ordered, unflatten_unit
 from .reductions import Reductions
-from .saved import Note, save_in_node
+from .saved import Note, freed, save_in_node
 from .spec import PartitionSpec, Unit
 from .travel import reduce_unit
 from .wire import Buffers, Chain, Route, routes
@@ -154,26 +154,31 @@ class Schedule:
             oldest.release()
         self._untold.append(weakref.ref(visit))
 
-    def collect(self) -> dict[str, Tensor]:
-        """The reduced gradients of this backward, by unit key."""
+    def is_last(self) -> bool:
+        """Whether this backward is the one that a torch.func.grad around the call ends with."""
+        return _torch.is_last_backward(_torch.level()) and not self.is_over()
+
+    def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
+        """Start to reduce a unit's gradient, given by parameter, which nobody differentiates."""
+        route = self.routes.of[unit.key]
+        with _torch.beneath():
+            pieces = _pieces(unit, grads, route, self.shards[unit.key])
+            self.reductions.begin(self.task())
+            if route.gather:
+                self.reductions.split(unit.key, pieces, route)
+            elif route.reduce:
+                self.reductions.replicated(unit.key, pieces, route)
+            else:
+                buffer = _torch.joined(pieces, pieces[0].new_empty(route.padded, dtype=route.dtypes.reduce))
+                self.reductions.done(unit.key, buffer.to(route.dtype))
+
+    def collect(self, shard: Tensor) -> dict[str, Tensor]:
+        """The reduced gradients of this backward, by unit key. The shard is any of those that they are gradients of."""
         self.reductions.begin(self.task())
         with _torch.beneath():
             reduced = self.reductions.collect()
         self.buffers.clear()
-        return reduced
-
-    def reduced(self, unit: Unit, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The reduced gradient of a unit's shard, or None where it will be in ``reductions``."""
-        route = self.routes.of[unit.key]
-        pieces = _pieces(unit, grads, route, self.shards[unit.key])
-        self.reductions.begin(self.task())
-        if route.gather:
-            self.reductions.split(unit.key, pieces, route)
-        elif route.reduce:
-            self.reductions.replicated(unit.key, pieces, route)
-        else:
-            return _torch.joined(pieces, pieces[0].new_empty(route.padded, dtype=route.dtypes.reduce)).to(route.dtype)
-        return None
+        return dict(zip(reduced, _Last.apply(shard, *reduced.values()), strict=True)) if self.is_last() else reduced
 
 
 def _pieces(unit: Unit, grads: Sequence[Tensor | None], route: Route, like: Tensor) -> list[Tensor]:
@@ -346,15 +351,16 @@ class Visit:
         return _torch.wrapped_for_dead(view) if over else view
 
     def reduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient of the shard from those of the parameters, after which nobody asks for the buffer."""
+        """The gradient of the shard from those of the parameters, None where the schedule has it; the buffer is let go."""
         self.release()
-        if any(g is not None and (_torch.is_wrapped(g) or _torch.is_tracked(g)) for g in grads):
-            pieces = _pieces(self.unit, grads, self.route, self.shard)
-            buffer = torch.cat([piece.reshape(-1) for piece in pieces])  # it may be differentiated again
-            mesh, reduction = self.schedule.spec.bound_mesh, self.schedule.reduction
-            return reduce_unit(buffer, self.unit, mesh, reduction, self.unit.p.precision, self.shard.dtype)
-        with torch.no_grad():
-            return self.schedule.reduced(self.unit, grads)
+        own = [_torch.lower(g) if g is not None else None for g in grads] if self.schedule.is_last() else grads
+        if not any(g is not None and (_torch.is_wrapped(g) or _torch.is_tracked(g)) for g in own):
+            self.schedule.reduce(self.unit, own)
+            return None
+        pieces = _pieces(self.unit, grads, self.route, self.shard)
+        buffer = torch.cat([piece.reshape(-1) for piece in pieces])  # it may be differentiated again
+        mesh, reduction = self.schedule.spec.bound_mesh, self.schedule.reduction
+        return reduce_unit(buffer, self.unit, mesh, reduction, self.unit.p.precision, self.shard.dtype)
 
 
 class _Parameters(_torch.Function):
@@ -383,14 +389,30 @@ class _Entry(_torch.Function):
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.schedule, ctx.keys = inputs[:2]  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.schedule, ctx.keys, ctx.shard, *_ = inputs  # pyright: ignore[reportAttributeAccessIssue]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        reduced = ctx.schedule.collect()
+        reduced = ctx.schedule.collect(ctx.shard)
         out = [
             reduced.get(key) if grad is None else grad + reduced[key] if key in reduced else grad
             for key, grad in zip(ctx.keys, grads, strict=True)
         ]
         return None, None, *out
+
+
+class _Last(_torch.Function):
+    """Gradients of the last backward of a torch.func.grad: from the shard they have a graph, to say that there is none."""
+
+    @staticmethod
+    def forward(shard: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise freed()

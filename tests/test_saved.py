@@ -123,8 +123,8 @@ def curved() -> nn.Module:
     return Curved(WIDTH)
 
 
-def backward_inside(rank: int) -> None:
-    model, spec, params, x = setting(rank, curved, P("shard"))
+def backward_inside(rank: int, p: P) -> None:
+    model, spec, params, x = setting(rank, curved, p)
 
     def loss(p: fs.Params) -> Tensor:
         return fs.functional_call(model, p, (x,), spec=spec).square().mean()
@@ -150,9 +150,10 @@ def backward_inside(rank: int) -> None:
         grad(freed)(params)
 
 
-def test_a_backward_inside_of_torch_func_grad(gloo2: Pool) -> None:
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
+def test_a_backward_inside_of_torch_func_grad(gloo2: Pool, p: P) -> None:
     """torch.autograd.grad inside of the function can be differentiated: only the transform's own, the last, keeps less."""
-    gloo2.run(backward_inside)
+    gloo2.run(backward_inside, p)
 
 
 def differentiates_by_itself(rank: int) -> None:
@@ -170,6 +171,35 @@ def differentiates_by_itself(rank: int) -> None:
 def test_a_function_whose_backward_differentiates(gloo2: Pool) -> None:
     """A node that Python defines keeps what it saves: it may come back to it before the last backward is over."""
     gloo2.run(differentiates_by_itself)
+
+
+def constants_outside(rank: int, p: P) -> None:
+    model, spec, params, x = setting(rank, curved, p)
+    _, _, _, others = setting(1 - rank, curved, p)
+    full = {name: p.detach() for name, p in model.named_parameters()}
+
+    def plain(x: Tensor, factor: Tensor) -> fs.Params:
+        return grad(lambda p: factor * functional_call(model, p, (x,)).square().mean())(full)
+
+    factor = torch.tensor(1.5, dtype=torch.float64)
+    slopes = [plain(x, factor) for x in (x, others)]
+    twice = {name: slopes[0][name] + slopes[1][name] for name in full}  # the derivative of the squares of their mean
+    inputs = x.clone().requires_grad_(), factor.clone().requires_grad_()
+    along = sum((g * twice[name]).sum() for name, g in plain(*inputs).items())
+    expected = torch.autograd.grad(along, inputs)
+
+    def sharded(x: Tensor, factor: Tensor) -> Tensor:
+        return squares(grad(lambda p: factor * fs.functional_call(model, p, (x,), spec=spec).square().mean())(params))
+
+    assert_close(torch.autograd.grad(sharded(*inputs), inputs), expected, rtol=1e-10, atol=1e-12)
+    got = torch.autograd.grad(sharded(x, inputs[1]), inputs[1:])  # where no tensor in the call shows it
+    assert_close(got, expected[1:], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
+def test_what_is_constant_in_a_transform_may_be_differentiated_outside(gloo2: Pool, p: P) -> None:
+    """The last backward of a torch.func.grad over the shards, as a function of its input and of a factor of the loss."""
+    gloo2.run(constants_outside, p)
 
 
 def by_cotangent(rank: int, p: P) -> None:

@@ -30,7 +30,6 @@ import funshard as fs
 from funshard import P, reductions
 from funshard.mesh import Mesh
 
-PLAIN = [way for way in WAYS if way != "torch.func"]
 AHEAD = [0, 1, 2]
 
 
@@ -164,7 +163,7 @@ BACKWARD = {
 
 
 @pytest.mark.parametrize("prefetch", AHEAD)
-@pytest.mark.parametrize("way", PLAIN)
+@pytest.mark.parametrize("way", sorted(WAYS))
 def test_the_events_of_a_step(way: str, prefetch: int) -> None:
     """Three blocks and a root, word by word; the root and the last block stay for backward."""
     with world(8):
@@ -189,19 +188,6 @@ def test_two_forwards_and_one_backward(prefetch: int) -> None:
             torch.autograd.backward(losses)
         assert events.forward == 2 * lines(FORWARD[prefetch])
         assert events.backward == 2 * lines(BACKWARD[prefetch])
-
-
-@pytest.mark.parametrize("prefetch", AHEAD)
-def test_the_events_of_a_step_under_torch_func(prefetch: int) -> None:
-    """Gathers are as ahead as without it; a reduction, which may be differentiated again, waits where it is."""
-    expected = []
-    for event in lines(BACKWARD[prefetch]):
-        what, key = event.split()
-        expected += {"reduce": [event, f"reduced {key}"], "reduced": []}.get(what, [event])
-    with world(8):
-        events = recorded(Blocks(), fs.by_type(MLP)(Blocks()).bound, "torch.func", prefetch=prefetch)
-        assert events.forward == lines(FORWARD[prefetch])
-        assert events.backward == expected
 
 
 def test_one_ahead_and_one_in_flight_is_the_default() -> None:
@@ -253,7 +239,7 @@ def test_each_gather_overlaps_with_the_computation_before_it(name: str, prefetch
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 9])
-@pytest.mark.parametrize("way", PLAIN)
+@pytest.mark.parametrize("way", sorted(WAYS))
 def test_each_reduction_overlaps_with_the_computation_after_it(way: str, in_flight: int) -> None:
     """A reduction is awaited after the backward of the unit ``in_flight`` places later, and so many are under way at most."""
     with world(8):
@@ -683,9 +669,8 @@ def over_two_meshes(rank: int, p: P) -> None:
             )
             got, _ = y(trained)
         close(got, expected, way)
-        if way != "torch.func":
-            moved = {"broadcast": {one}, "all_to_all_single": {two}} if p.axes else {"all_reduce": {two}}
-            assert groups.of == moved
+        moved = {"broadcast": {one}, "all_to_all_single": {two}} if p.axes else {"all_reduce": {two}}
+        assert groups.of == moved
 
 
 @pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
@@ -750,7 +735,7 @@ def buckets(rank: int, way: str) -> None:
     assert reduced(rank, Cast([wide, narrow, wide]), 2**20, way) == [(60, wide), (30, narrow)]
 
 
-@pytest.mark.parametrize("way", PLAIN)
+@pytest.mark.parametrize("way", sorted(WAYS))
 def test_replicated_units_are_reduced_in_buckets(gloo2: Pool, way: str) -> None:
     """Units of one dtype together until they are BUCKET_BYTES, of two dtypes never; the gradients are the plain ones."""
     gloo2.run(buckets, way)
@@ -922,7 +907,7 @@ def test_only_the_next_units_are_gathered_besides_those_that_run(name: str, pref
         model = MEMORY[name]()
         spec = fs.by_type(MLP)(model).bound
         spec = spec.ordered(fs.trace_order(model, spec, numbers(0, 0))) if traced else spec
-        for way in PLAIN:
+        for way in WAYS:
             memory = watched(copy.deepcopy(model), spec, way, prefetch, 1)
             kept = memory.forward[-1].gathered
             assert set(kept) <= {"", fs.trace_order(model, spec, numbers(0, 0))[-1]}

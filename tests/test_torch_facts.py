@@ -299,9 +299,9 @@ def test_hooks_for_the_rest_of_a_node(by: Callable[..., Any] | None) -> None:
 
 
 class Told(torch.autograd.Function):
-    """The same number, whose backward asks for the level of the torch.func.grad that it ends."""
+    """The same number, whose backward tells of which kind it is."""
 
-    told: list[bool] = []  # noqa: RUF012
+    told: list[tuple[bool, bool]] = []  # noqa: RUF012
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ class Told(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        Told.told.append(_torch.is_last_backward(_torch.level()))
+        Told.told.append((_torch.is_last_backward(_torch.level()), _torch.in_python_node()))
         return g
 
 
@@ -322,6 +322,7 @@ def test_last_backward() -> None:
     told: list[bool] = []
 
     def tell(tensor: Tensor) -> Tensor:
+        assert not _torch.in_python_node()
         told.append(_torch.is_last_backward(_torch.level_of(tensor)))
         return tensor
 
@@ -350,7 +351,7 @@ def test_last_backward() -> None:
     torch.autograd.grad(sine(leaf), leaf, create_graph=True)
     assert not any(asked())
     grad(Told.apply)(x)
-    assert Told.told == [False]  # Python's own
+    assert Told.told == [(True, True)]
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.complex64])
