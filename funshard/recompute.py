@@ -69,8 +69,7 @@ class _Runs:
         self._known = {id(tensor) for module in place.owned for _, tensor in _kept(self._attributes[module])}
         self._first, self._last = True, False
         self._visits = visits
-        # Plain autograd's backward runs it with these; more than that gathers by itself.
-        self._leases = [visit.hold() for visit in visits] if not _torch.level() else []
+        self._leases = [visit.hold() for visit in visits]  # a backward that nobody comes back to runs it with these
         self.changed: Attributes = {}
 
     def __call__(

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 
 from . import _torch
 from .mesh import Mesh, Simulated
+from .saved import ended
 from .spec import PartitionSpec
 
 __all__ = ["Surroundings", "remat"]
@@ -84,10 +85,15 @@ class _Remat(_torch.Function):
             return (None,) * (1 + len(wanted))
         vjp = _Vjp(ctx.fn, wanted, given)
         operands = *ctx.saved_tensors, *(g for g in grads if g is not None)
-        if not (torch.is_grad_enabled() or _torch.level()):  # nothing comes back to it
-            last = isinstance(ctx.fn, _Again) and not _torch.in_forward_ad()
-            with ctx.fn.last_run() if last else contextlib.nullcontext():
-                return None, *_spread(vjp.plain(operands), wanted)
+        last = _torch.level() == 1 and _torch.is_last_backward(1)
+        if last or not _torch.level():
+            plain = [_torch.seen_from(x, 0) for x in operands]
+            recorded = last or torch.is_grad_enabled()
+            if not (recorded and any(_torch.is_tracked(x) for x in plain)):  # nobody comes back to this derivative
+                running = isinstance(ctx.fn, _Again) and not _torch.in_forward_ad()
+                with _torch.beneath(), ctx.fn.last_run() if running else contextlib.nullcontext():
+                    found = vjp.plain(plain)
+                return None, *_spread(_with_end(operands, found) if last else found, wanted)
         return None, *_spread(_Remat.apply(vjp, *operands), wanted)
 
     @staticmethod
@@ -100,6 +106,14 @@ class _Remat(_torch.Function):
     def vmap(info: Any, in_dims: Any, fn: Flat, *xs: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         out = _Remat.apply(_Vmap(fn, tuple(in_dims[1:]), info.randomness), *xs)
         return out, (0,) * len(out)
+
+
+def _with_end(operands: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients that nobody can differentiate any more in the transform that these operands are of."""
+    of = next((x for x in operands if x.requires_grad), None)
+    some = [g for g in grads if g is not None]
+    values = iter(some if of is None else ended(of, some))
+    return [None if g is None else next(values) for g in grads]
 
 
 def _continuous(x: Tensor) -> bool:

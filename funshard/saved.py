@@ -11,14 +11,15 @@ plain autograd, and is not kept.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from . import _torch
 
-__all__ = ["Hooks", "Note", "Source", "freed", "save_in_node", "unpack"]
+__all__ = ["Hooks", "Note", "Source", "ended", "save_in_node", "unpack"]
 
 Note = Callable[[], Tensor]
 """Gives the saved tensor."""
@@ -81,11 +82,29 @@ def _reads_last(level: int) -> bool:
 
 
 def _nothing() -> Tensor:
-    raise freed()
+    raise _freed()
 
 
-def freed() -> RuntimeError:
-    """The error for coming back to the last backward of a torch.func.grad."""
+def ended(of: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients that the last backward of a torch.func.grad gives without a graph, with one that says so. ``of`` has one."""
+    return _Ended.apply(of, *grads)
+
+
+class _Ended(_torch.Function):
+    @staticmethod
+    def forward(of: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise _freed()
+
+
+def _freed() -> RuntimeError:
     return RuntimeError(
         "the graph of a torch.autograd.grad(..., create_graph=True, retain_graph=False) inside a torch.func.grad was freed: "
         "expected retain_graph=True, or torch.func.grad inside as well"

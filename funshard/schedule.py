@@ -28,7 +28,7 @@ from .codec import Form, packed, unpacked
 from .division import Reduction
 from .layout import ordered, unflatten_unit
 from .reductions import Reductions
-from .saved import Note, freed, save_in_node
+from .saved import Note, ended, save_in_node
 from .spec import PartitionSpec, Unit
 from .travel import reduce_unit
 from .wire import Buffers, Chain, Route, routes
@@ -178,7 +178,9 @@ class Schedule:
         with _torch.beneath():
             reduced = self.reductions.collect()
         self.buffers.clear()
-        return dict(zip(reduced, _Last.apply(shard, *reduced.values()), strict=True)) if self.is_last() else reduced
+        if not reduced or not self.is_last():
+            return reduced
+        return dict(zip(reduced, ended(shard, list(reduced.values())), strict=True))
 
 
 def _pieces(unit: Unit, grads: Sequence[Tensor | None], route: Route, like: Tensor) -> list[Tensor]:
@@ -400,19 +402,3 @@ class _Entry(_torch.Function):
             for key, grad in zip(ctx.keys, grads, strict=True)
         ]
         return None, None, *out
-
-
-class _Last(_torch.Function):
-    """Gradients of the last backward of a torch.func.grad: from the shard they have a graph, to say that there is none."""
-
-    @staticmethod
-    def forward(shard: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tuple(grad.view_as(grad) for grad in grads)
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise freed()

@@ -236,8 +236,8 @@ def twice_by_plain_autograd(loss: Function, params: fs.Params, v: fs.Params) -> 
 
 
 MEMORY: dict[str, tuple[int, Callable[..., Any]]] = {
-    "grad": (1, TRANSFORMS["grad"]),
-    "fs.grad": (2, TRANSFORMS["fs.grad"]),  # one of them holds the gradient that is being reduced
+    "grad": (2, TRANSFORMS["grad"]),
+    "fs.grad": (2, TRANSFORMS["fs.grad"]),  # one of them holds the gradient that is being reduced, as above
     "grad of grad": (1, TRANSFORMS["grad of grad"]),
     "jvp of grad": (2, TRANSFORMS["hvp"]),
     "double backward": (2, twice_by_plain_autograd),  # one is the last block, which forward leaves to backward
@@ -262,14 +262,23 @@ def test_gathered_buffers_alive_do_not_grow_with_the_model(transform: str, block
         assert alive.now() == []
 
 
-def test_recomputed_units_are_gathered_ahead() -> None:
-    """By plain autograd, in forward and in backward: one ahead, reduced one behind, and the last one stays."""
+def pulled_back(f: Function) -> Function:
+    return lambda p: torch.func.vjp(f, p)[1](torch.ones((), dtype=torch.float64))[0]
+
+
+ONCE = {"fs.grad": fs.grad, "grad": grad, "a pullback": pulled_back}
+"""Derivatives that nobody differentiates."""
+
+
+@pytest.mark.parametrize("way", ONCE)
+def test_recomputed_units_are_gathered_ahead(way: str) -> None:
+    """In forward and in backward: one ahead, reduced one behind, and the last one stays."""
     with world(4):
         model = nn.Sequential(*(Tanh(4) for _ in range(4)))
         spec = fs.by_type(Tanh, p=fs.P("shard", remat=True))(model).bound
         params, x = fs.shard(model, spec), torch.randn(3, 4, dtype=torch.float64)
         with no_collector(), Alive() as alive, Collectives() as log:
-            fs.grad(lambda p: (fs.functional_call(model, p, (x,), spec=spec) ** 2).sum())(params)
+            ONCE[way](lambda p: (fs.functional_call(model, p, (x,), spec=spec) ** 2).sum())(params)
         gather, scatter = gathers(spec, "0"), scatters(spec, "0")
         behind = 3 * [*gather, *scatter]  # 2 is gathered and 3 runs and is reduced, 1 is gathered and 2 runs, and so on
         assert log.all == [*4 * gather, *behind, *scatter]
@@ -277,8 +286,9 @@ def test_recomputed_units_are_gathered_ahead() -> None:
         assert alive.now() == []
 
 
+@pytest.mark.parametrize("way", ONCE)
 @pytest.mark.parametrize("ways", ["frozen", "kept"])
-def test_recomputed_units_that_are_frozen_or_kept(ways: str) -> None:
+def test_recomputed_units_that_are_frozen_or_kept(ways: str, way: str) -> None:
     """No gradient tells when a frozen unit has been used: it goes when its module has run. A kept one is gathered once."""
     with world(4):
         model = nn.Sequential(*(Tanh(4) for _ in range(5)))
@@ -288,7 +298,7 @@ def test_recomputed_units_that_are_frozen_or_kept(ways: str) -> None:
         trained, frozen = fs.partition(fs.shard(model, spec), spec)
         x = torch.randn(3, 4, dtype=torch.float64)
         with no_collector(), Alive() as alive, Collectives() as log:
-            fs.grad(lambda p: fs.functional_call(model, fs.combine(p, frozen), (x,), spec=spec).sum())(trained)
+            ONCE[way](lambda p: fs.functional_call(model, fs.combine(p, frozen), (x,), spec=spec).sum())(trained)
         gathered = [sent for sent in log.all if sent.op == "all_gather"]
         blocks = alive.peak / spec.padded_numel(spec.by_key["0"])
         assert (len(gathered), blocks <= 3) == ((9, True) if ways == "frozen" else (5, False))

@@ -150,7 +150,7 @@ def backward_inside(rank: int, p: P) -> None:
         grad(freed)(params)
 
 
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
 def test_a_backward_inside_of_torch_func_grad(gloo2: Pool, p: P) -> None:
     """torch.autograd.grad inside of the function can be differentiated: only the transform's own, the last, keeps less."""
     gloo2.run(backward_inside, p)
