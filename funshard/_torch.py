@@ -322,16 +322,15 @@ def kept(tensor: Tensor) -> Tensor:
 
 
 def joined(pieces: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Contiguous tensors of one dtype end to end in a buffer of any dtype, by one kernel.
+    """Contiguous tensors end to end in a buffer of any dtype, by one kernel if they have one dtype.
 
     torch.cat wants them flat, and on CUDA casts them by a kernel each. Only what is recorded is torch.cat, which compilers
     know. Pinned by ``test_joined``.
     """
-    if traced():
-        return torch.cat([piece.reshape(-1) for piece in pieces], out=out)
     some = [piece if piece.dim() else piece.reshape(1) for piece in pieces if piece.numel()]
-    if some:
-        torch.ops.aten._chunk_cat.out(some, 0, 1, out=out.view(1, -1))
+    if traced() or len({piece.dtype for piece in some}) != 1:
+        return torch.cat([piece.reshape(-1) for piece in some], out=out) if some else out
+    torch.ops.aten._chunk_cat.out(some, 0, 1, out=out.view(1, -1))
     return out
 
 

@@ -92,6 +92,6 @@ def test_fully_shard_compile_graph(p: P, way: str) -> None:
             SHORT.get(name, name) for namespace, _, name in names if namespace == "_c10d_functional" and name != "wait_tensor"
         ]
         assert ops == [s.op for s in sent.all]
-        reductions = 4 if p.axis or way == "torch.func" else 1
+        reductions = 4 if p.axis else 1
         assert Counter(ops).total() == reductions + {P("shard"): 6, P("shard", reshard=False): 4, P(): 0}[p]
         assert sum(name == "wait_tensor" for _, _, name in names) == len(ops)

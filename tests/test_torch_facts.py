@@ -363,6 +363,8 @@ def test_joined(given: torch.dtype) -> None:
     assert _torch.joined(pieces, out) is out
     assert torch.equal(out, torch.cat([piece.reshape(-1) for piece in pieces]).to(wanted))
     assert len(_torch.joined([torch.empty(0)], torch.empty(0))) == 0
+    mixed = _torch.joined([torch.ones(2, 2, dtype=given), torch.ones(1, dtype=wanted)], torch.zeros(5, dtype=wanted))
+    assert torch.equal(mixed, torch.ones(5, dtype=wanted))
     graph = make_fx(lambda *pieces: _torch.joined(pieces, pieces[0].new_empty(17, dtype=wanted)))(*pieces).graph
     assert not any("_chunk_cat" in str(node.target) for node in graph.nodes)
 
