@@ -1,6 +1,7 @@
 """The private parts of torch that funshard touches: why, and in tests/test_torch_facts.py what pins each.
 
-Everything here is about torch.func's stack of transforms, for which torch has no public questions.
+Most is about torch.func's stack of transforms, for which torch has no public questions; the rest about what autograd saves
+and runs, storages, and process groups.
 """
 
 from __future__ import annotations

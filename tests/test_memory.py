@@ -57,6 +57,25 @@ class Alive(TorchDispatchMode):
         return out
 
 
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made here hold at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = weakref.ref(storage), storage.nbytes()
+        self.alive = {key: held for key, held in self.alive.items() if held[0]() is not None}
+        self.bytes = max(self.bytes, sum(nbytes for _, nbytes in self.alive.values()))
+        return out
+
+
 def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, **options: int) -> tuple[Alive, list[int], int, int]:
     """The watcher, what is alive when forward has ended, and the peaks of forward and of backward."""
     params = fs.shard(model, spec)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 from gradient_cases import Case, cases
 from hypothesis import given
 from ranks import Pool
-from test_memory import no_collector
+from test_memory import Peak, no_collector
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 
@@ -224,25 +222,6 @@ def test_chunks_change_nothing() -> None:
         assert_close(in_chunks, whole, **CLOSE)
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made here hold at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.alive[storage._cdata] = weakref.ref(storage), storage.nbytes()
-        self.alive = {key: held for key, held in self.alive.items() if held[0]() is not None}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
-        return out
-
-
 def test_clipping_never_holds_all_gradients_of_all_samples() -> None:
     """One unit's at a time: the peak hardly grows with the number of units, where that of all of them does."""
     samples, width = 16, 24
@@ -257,7 +236,7 @@ def test_clipping_never_holds_all_gradients_of_all_samples() -> None:
             fs.per_sample_grads(
                 lambda p, x: fs.functional_call(model, p, x, spec=spec).sin().sum(), shards, x, spec=spec, **options
             )
-        return mode.peak
+        return mode.bytes
 
     few, many = peak(3, clip=1.0), peak(9, clip=1.0)
     assert few > samples * unit_bytes  # it does hold those of one

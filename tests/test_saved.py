@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,35 +10,15 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from collective_log import world
 from ranks import Pool
-from test_memory import Curved, no_collector
+from test_memory import Curved, Peak, no_collector
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import P
 
 Loss = Callable[[Any], Tensor]
-
-
-class Held(TorchDispatchMode):
-    """The most bytes that results of operators hold at one moment."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._alive: dict[weakref.ref[Any], int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                self._alive[weakref.ref(storage)] = storage.nbytes()
-        self._alive = {ref: nbytes for ref, nbytes in self._alive.items() if ref() is not None}
-        self.peak = max(self.peak, sum(self._alive.values()))
-        return out
 
 
 ROWS, WIDTH = 64, 5
@@ -54,9 +33,9 @@ def held(transform: Callable[[Loss], Callable[[Any], Any]], blocks: int, call: C
         params = fs.shard(model, spec) if call is None else {name: p.detach() for name, p in model.named_parameters()}
         x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
         call = call or (lambda *args: fs.functional_call(*args, spec=spec))
-        with no_collector(), Held() as all_of_it:
+        with no_collector(), Peak() as all_of_it:
             transform(lambda p: call(model, p, (x,)).square().mean())(params)
-        return all_of_it.peak / ACTIVATION
+        return all_of_it.bytes / ACTIVATION
 
 
 def squares(tree: Any) -> Tensor:
@@ -111,7 +90,7 @@ class ByItself(nn.Module):
         return Wave.apply(self.inner(x))
 
 
-def setting(rank: int, block: type[nn.Module], p: P) -> tuple[nn.Module, fs.PartitionSpec, fs.Params, Tensor]:
+def setting(rank: int, block: Callable[[], nn.Module], p: P) -> tuple[nn.Module, fs.PartitionSpec, fs.Params, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*[block() for _ in range(3)])
     spec = fs.by_path({"*": p})(model).bound
@@ -236,12 +215,11 @@ def dual_cotangent(rank: int, p: P) -> None:
     cotangents = torch.linspace(-1, 1, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH)
     leaves = {key: shard.detach().requires_grad_() for key, shard in params.items()}
 
-    def pulled(c: Tensor) -> list[Tensor]:
-        y = fs.functional_call(model, leaves, (x,), spec=spec)
-        return list(torch.autograd.grad(y, list(leaves.values()), c))
+    def call() -> Tensor:
+        return fs.functional_call(model, leaves, (x,), spec=spec)
 
-    expected = pulled(cotangents)
-    y = fs.functional_call(model, leaves, (x,), spec=spec)
+    expected = torch.autograd.grad(call(), list(leaves.values()), cotangents)
+    y = call()
     with forward_ad.dual_level():
         got = torch.autograd.grad(y, list(leaves.values()), forward_ad.make_dual(cotangents, 3 * cotangents))
         assert_close([forward_ad.unpack_dual(g).tangent for g in got], [3 * e for e in expected])
