@@ -33,15 +33,19 @@ from torch.utils.checkpoint import CheckpointFunction
 __all__ = [
     "FORWARD_CAN_BE_REPLACED",
     "Function",
+    "alias",
     "alone",
     "at_level",
     "backend",
     "backward_early",
     "base",
     "beneath",
+    "copy_on_write",
     "derivatives_alone",
     "differentiates",
+    "dispatch_keys",
     "fake_mode",
+    "followed",
     "graph_task",
     "group",
     "in_forward_ad",
@@ -64,6 +68,7 @@ __all__ = [
     "savable",
     "saved_tensor_hooks",
     "seen_from",
+    "shares_memory",
     "storage_id",
     "traced",
     "unchanged",
@@ -152,6 +157,42 @@ def seen_from(tensor: Tensor, level: int) -> Tensor:
     while level_of(tensor) > max(level, 0) or is_over(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
+
+
+DispatchKeys = tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]
+"""Which dispatch keys are included and excluded in this thread."""
+
+
+def dispatch_keys() -> DispatchKeys:
+    """Those of user code that runs now, for `followed`."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def followed(tensor: Tensor, keys: DispatchKeys) -> frozenset[int]:
+    """The levels below its own at which a derivative follows the tensor: 0 is plain autograd's.
+
+    ``detach`` ends all of them, ``.data`` that of its own level alone, ``no_grad`` those of reverse mode: what it gives a
+    view of says that it requires grad and has no graph. Where autograd saves tensors, the levels below cannot be asked
+    for a tangent but with the ``keys`` of user code. Pinned by ``test_followed_at_which_levels``.
+    """
+    levels: list[int] = []
+    while is_wrapped(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+        if _has_graph(tensor) or (in_forward_ad() and _has_tangent(tensor, keys)):
+            levels.append(level_of(tensor))
+    return frozenset(levels)
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    if not tensor.requires_grad or tensor.grad_fn is not None:
+        return tensor.requires_grad
+    made_without = tensor._is_view() and tensor._base is not None and tensor._base.requires_grad
+    return not made_without
+
+
+def _has_tangent(tensor: Tensor, keys: DispatchKeys) -> bool:
+    with torch._C._ForceDispatchKeyGuard(*keys), at_level(level_of(tensor)):
+        return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 @contextlib.contextmanager
@@ -340,6 +381,11 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def alias(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are of one storage, whatever transforms they are wrapped for."""
+    return storage_id(base(a)) == storage_id(base(b))
+
+
 def alone(tensor: Tensor) -> bool:
     """Whether this tensor is all that holds its storage: no view, no other tensor, no Python object.
 
@@ -354,6 +400,23 @@ def _holders(tensor: Tensor) -> tuple[int, int]:
 
 
 _ONE_HOLDER = _holders(torch.empty(1))
+
+
+def copy_on_write(tensor: Tensor) -> Tensor:
+    """A copy that shares the tensor's memory until one of the two is written to, by whatever means: ``.data`` as well.
+
+    It costs less than a microsecond. Memory that torch did not allocate is copied at once. Pinned, with
+    `shares_memory`, by ``test_copies_on_write``.
+    """
+    try:
+        return torch._lazy_clone(tensor)  # pyright: ignore[reportPrivateImportUsage]
+    except RuntimeError:
+        return tensor.clone()
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether neither the tensor nor a `copy_on_write` of it has been written to; kernels that might write count as well."""
+    return torch._C._is_cow_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def group(name: str) -> dist.ProcessGroup:

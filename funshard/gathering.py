@@ -29,8 +29,9 @@ from .recompute import recomputed
 from .saved import Hooks, Source, unpack
 from .schedule import Schedule, Visit
 from .spec import PartitionSpec, Unit
-from .swap import Attributes, Parameters, Place, install_buffers, restored
+from .swap import CHANGING, Attributes, Parameters, Place, install_buffers, restored, this_thread
 from .travel import gather_unit
+from .watch import Watch, written_error
 
 __all__ = ["Call", "sharded"]
 
@@ -58,8 +59,10 @@ def sharded(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:
 class _Gathered:
     """A unit that is gathered now: its parameters, the transforms it was gathered under, and its visit if it has one."""
 
-    def __init__(self, unit: Unit, views: Sequence[Tensor], visit: Visit | None, level: int, storage: int) -> None:
-        self.unit, self.views, self.visit, self.level = unit, views, visit, level
+    def __init__(
+        self, unit: Unit, views: Sequence[Tensor], watch: Watch, visit: Visit | None = None, level: int = 0, storage: int = 0
+    ) -> None:
+        self.unit, self.views, self.watch, self.visit, self.level = unit, views, watch, visit, level
         self.frees = visit.route.frees if visit else unit.p.reshard
         self.storage = storage  # of the buffer, where saved tensors in it are to be replaced; else 0
 
@@ -77,12 +80,14 @@ class Call:
         in_flight: int,
         *,
         again: bool = True,
+        thread: int | None = None,
     ) -> None:
         self.place, self.params, self.spec = place, params, spec
         self.reduction = reduction
+        self.thread = this_thread(thread)
         self.ahead = prefetch, in_flight
         self.mesh = spec.bound_mesh
-        self.differentiable = torch.is_grad_enabled()
+        self.differentiable, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
         self.outer_reentrant = _torch.reentrant_checkpoints()
         self.level = _torch.level()
@@ -94,9 +99,8 @@ class Call:
         self.hooked = self.differentiable and frees and self.outer is None
         self.nested = Nested() if again and self.differentiable and not ahead and not self.outer and _nestable(spec) else None
         full = ((unit, whole_unit(params, unit)) for unit in spec)
-        self.active = {
-            unit.key: _Gathered(unit, cast_params(views, unit), None, level=0, storage=0) for unit, views in full if views
-        }
+        self.active = {unit.key: _Gathered(unit, cast_params(views, unit), Watch(unit, views)) for unit, views in full if views}
+        self.written: tuple[Unit, str] | None = None  # a parameter that forward has written to
         self.live: dict[int, Source] = {}  # by storage: what pack recognises
         self.scopes: list[list[_Gathered]] = [[]]
         self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
@@ -124,11 +128,16 @@ class Call:
                 self.scopes[-1].append(gathered)
             return gathered
         self.free(self.pending)
+        if self.written:
+            raise written_error(*self.written)
         shard = self.params[unit.key]
-        visit = self.schedule.visit(unit) if self.schedule and _torch.level() == self.level else None
         storage = 0
-        with torch.set_grad_enabled(self.differentiable):  # a gather under no_grad must serve uses outside of it
+        probe = torch.is_inference_mode_enabled() and not self.inference
+        # a gather under no_grad or in inference mode must serve uses outside of it
+        with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self.differentiable):
+            visit = self.schedule.visit(unit) if self.schedule and _torch.level() == self.level else None
             if visit:
+                watch = Watch(unit, (visit.buffer,))
                 views = visit.parameters(shard)
                 if visit.route.frees and self.hooked:
                     assert visit.full is not None
@@ -137,10 +146,11 @@ class Call:
             else:
                 make = self._data_flow(unit)
                 buffer = make(shard)
+                watch = Watch(unit, (buffer,))
                 views = unflatten_unit(buffer, unit)
-                if self.nested and unit.p.reshard and self.spec.size(unit) > 1 and _torch.level() == self.level:
-                    storage = self.nested.gathered(shard, buffer, make)
-        gathered = _Gathered(unit, views, visit, _torch.level(), storage)
+                if self.nested and unit.p.reshard and not _torch.alias(buffer, shard) and _torch.level() == self.level:
+                    storage = self.nested.gathered(unit.key, shard, buffer, make)
+        gathered = _Gathered(unit, views, watch, visit, _torch.level(), storage)
         self.active[unit.key] = gathered
         self.scopes[-1].append(gathered)
         return gathered
@@ -153,6 +163,8 @@ class Call:
     def free(self, many: list[_Gathered], *, keep_for_backward: bool = False) -> None:
         """Let go of these, or leave their buffers to backward."""
         for gathered in many:
+            if (what := gathered.watch.written()) and not self.written:
+                self.written = gathered.unit, what
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]
             self.live.pop(gathered.storage, None)
@@ -180,31 +192,54 @@ class Call:
         """The modules with gathered parameters, and with other attributes where there are any; as they were afterwards."""
         kept = Hooks(self.nested.live if self.nested else self.live)
         hooks = _torch.saved_tensor_hooks(kept.pack, unpack) if self.hooked or self.nested else contextlib.nullcontext()
-        with restored(self.place.owned) as before:
-            for module, others in (attributes or {}).items():
-                vars(module).clear()
-                vars(module).update(others)
-            dtypes = None if attributes else buffer_dtypes(self.spec)  # a run inside finds them cast
-            updated = install_buffers(self.place.modules, buffers, dtypes)
-            roots = self._install_parameters(attributes or before)
+        with contextlib.ExitStack() as stack:
+            with CHANGING:
+                before = stack.enter_context(restored(self.place.modules, self.thread))
+                for module, others in (attributes or {}).items():
+                    vars(module).clear()
+                    vars(module).update(others)
+                dtypes = None if attributes else buffer_dtypes(self.spec)  # a run inside finds them cast
+                updated = install_buffers(self.place.modules, buffers, dtypes)
+                roots = self._install_parameters(attributes or before)
             try:
-                with hooks:
+                with hooks, self._unwritten():
                     for unit in roots:
                         self.gather(unit)
+                    for module, attr, unit, i in self.place.scripted:
+                        setattr(module, attr, self.read(unit, i))
                     yield
             finally:
-                self.free(self.pending, keep_for_backward=True)
-                self.free(self.scopes[0], keep_for_backward=True)
                 if self.schedule:
                     self.schedule.end_forward()
                 if buffers is not None:
                     buffers.update(updated())
 
+    @contextlib.contextmanager
+    def _unwritten(self) -> Generator[None]:
+        """Within this, forward runs; what is gathered afterwards is let go. RuntimeError if it wrote to a parameter."""
+        cause, interrupted = None, True
+        try:
+            yield
+            interrupted = False
+        except Exception as error:
+            cause, interrupted = error, False
+            raise
+        finally:
+            self.free(self.pending, keep_for_backward=True)
+            self.free(self.scopes[0], keep_for_backward=True)
+            self.free(list(self.active.values()))
+            if self.written and not interrupted:
+                raise written_error(*self.written) from cause
+
     def _install_parameters(self, before: Attributes) -> list[Unit]:
         """Put the gathering mappings and the scopes into the modules; the units of the place itself are left to the caller."""
         modules = self.place.modules
         for module, attributes in self.place.owned.items():
-            vars(module)["_parameters"] = Parameters(module._parameters, dict(attributes), self.read)
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            vars(module)["_parameters"] = Parameters(module._parameters, dict(attributes), self.read, self.thread)
+            if vars(module).get("sparse") is True:  # nn.Embedding's: gradients go into a buffer, where zeros are as dear
+                vars(module)["sparse"] = False
         for name in self.spec.ignored:
             if name in self.params:
                 path, _, attr = name.rpartition(".")
@@ -254,7 +289,9 @@ class Call:
                 args: tuple[Any, ...],
                 kwargs: dict[str, Any],
             ) -> tuple[Any, Attributes]:
-                with Call(place, params, spec, self.reduction, *self.ahead, again=False).installed(buffers, attributes):
+                with Call(place, params, spec, self.reduction, *self.ahead, again=False, thread=self.thread).installed(
+                    buffers, attributes
+                ):
                     out = place.modules[path].forward(*args, **kwargs)
                     return out, {module: dict(vars(module)) for module in place.owned}
 

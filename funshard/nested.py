@@ -33,14 +33,15 @@ class Nested:
         self.live: dict[int, Source] = {}  # by storage: what pack recognises
         self._count = itertools.count()
         self._recent: deque[tuple[int, int, Tensor]] = deque(maxlen=ALIVE)  # by number: what is in it must not hold this
+        self.keys = _torch.dispatch_keys()
         with _torch.beneath():
             empty = torch.empty(0)
         self._levels = [_torch.wrapped(empty, level) for level in range(1, _torch.level() + 1)]  # to know when each is over
 
-    def gathered(self, shard: Tensor, buffer: Tensor, gather: Callable[[Tensor], Tensor]) -> int:
-        """A buffer is there. Gives its storage, by which to say that it is left."""
+    def gathered(self, key: str, shard: Tensor, buffer: Tensor, gather: Callable[[Tensor], Tensor]) -> int:
+        """The buffer of the unit of this key is there. Gives its storage, by which to say that it is left."""
         storage = _torch.storage_id(_torch.base(buffer))
-        self.live[storage] = _Gather(self, next(self._count), shard, buffer.dtype, gather)
+        self.live[storage] = _Gather(self, key, next(self._count), shard, buffer.dtype, gather)
         return storage
 
     def recent(self, gather: _Gather, level: int) -> Tensor:
@@ -61,9 +62,9 @@ class _Gather:
     """A gather that can be made again as any level sees it."""
 
     def __init__(
-        self, call: Nested, number: int, shard: Tensor, dtype: torch.dtype, gather: Callable[[Tensor], Tensor]
+        self, call: Nested, key: str, number: int, shard: Tensor, dtype: torch.dtype, gather: Callable[[Tensor], Tensor]
     ) -> None:
-        self.number, self.dtype = number, dtype
+        self._key, self.number, self.dtype = key, number, dtype
         self._call, self._shard, self._gather = call, shard, gather
         self._version = _torch.version(shard)
 
@@ -71,8 +72,8 @@ class _Gather:
         """The buffer as a level sees it; RuntimeError if the shard has been modified in place since."""
         if _torch.version(self._shard) != self._version:
             raise RuntimeError(
-                f"a shard of {len(self._shard)} elements was modified in place between forward and backward: expected version "
-                f"{self._version}, got {_torch.version(self._shard)}; update after backward"
+                f"the shard of unit '{self._key}' was modified in place between forward and backward: "
+                f"expected version {self._version}, got {_torch.version(self._shard)}; update after backward"
             )
         with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
             return self._gather(_torch.seen_from(self._shard, level))
@@ -82,13 +83,24 @@ class _Gather:
         level = _torch.level_of(tensor)
         if level < 0:
             return None
-        return functools.partial(self._view, level, tensor.shape, tensor.stride(), tensor.storage_offset())
+        view = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return functools.partial(self._view, level, _torch.followed(tensor, self._call.keys), *view)
 
-    def _view(self, level: int, shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt) -> Tensor:
+    def _view(
+        self, level: int, followed: frozenset[int], shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt
+    ) -> Tensor:
         over = self._call.is_over(level)
-        buffer = self._call.recent(self, level - 1)
+        below = max(followed, default=-1)
+        buffer = self._call.recent(self, below)
         if torch.is_grad_enabled():
             save_in_node({_torch.storage_id(_torch.base(buffer)): self}, 0 if over else level)
-        with _torch.at_level(level - 1), torch.set_grad_enabled(level > 0):
+        with _torch.at_level(below), torch.set_grad_enabled(below >= 0):
             view = buffer.as_strided(shape, stride, offset)
-        return _torch.wrapped_for_dead(view) if over else _torch.wrapped(view, level)
+        view = _torch.wrapped_for_dead(view) if over else _torch.wrapped(view, level)
+        now = _torch.followed(view, self._call.keys)
+        if now != followed:
+            raise RuntimeError(
+                f"unit '{self._key}': a weight that forward saved is followed by derivatives of levels {sorted(followed)}, "
+                f"gathered again by those of {sorted(now)}: expected the same; give the unit P(reshard=False)"
+            )
+        return view

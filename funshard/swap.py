@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from .casting import cast_back, cast_floats
 from .spec import PartitionSpec, Unit
 from .tree import join
 
-__all__ = ["CONTAINERS", "Attributes", "Parameters", "Place", "install_buffers", "restored"]
+__all__ = ["CHANGING", "CONTAINERS", "Attributes", "Parameters", "Place", "install_buffers", "restored", "this_thread"]
 
 Attributes = dict[nn.Module, dict[str, Any]]
 """Of each module what ``vars`` gives."""
@@ -26,20 +27,29 @@ CONTAINERS = tuple(
 )
 """Where nn.Module keeps hooks and submodules, which forward may change in place (transformers 5 adds hooks)."""
 
+CHANGING = threading.Lock()
+"""Held while a model is being changed for a call and put back: other threads find it as it was, or with `Parameters`."""
+
+
+def this_thread(caller: int | None = None) -> int:
+    """The thread that runs. Autograd has threads of its own, in which a run of ``caller``'s is one of that thread."""
+    return caller if caller and isinstance(threading.current_thread(), threading._DummyThread) else threading.get_ident()
+
 
 class Parameters(dict[str, Any]):
-    """A module's ``_parameters`` for the length of a call: reading one gathers its unit."""
+    """A module's ``_parameters`` for the length of a call in a thread: reading one gathers its unit."""
 
-    __slots__ = ("_owned", "_read")
+    __slots__ = ("_owned", "_read", "thread")
 
     def __init__(
         self,
         original: Mapping[str, Tensor | None],
         owned: dict[str, tuple[Unit, int]],
         read: Callable[[Unit, int], Tensor],
+        thread: int,
     ) -> None:
         super().__init__(original)
-        self._owned, self._read = owned, read
+        self._owned, self._read, self.thread = owned, read, thread
 
     def __getitem__(self, name: str) -> Any:
         if name in self._owned:
@@ -79,11 +89,19 @@ class Place:
     owned: dict[nn.Module, dict[str, tuple[Unit, int]]]
     """For each module the unit and position in it of its own parameters, by attribute."""
 
+    @property
+    def scripted(self) -> Iterator[tuple[nn.Module, str, Unit, int]]:
+        """The parameters that no mapping of Python's hands out: each ScriptModule's, by attribute, and where they are."""
+        for module, owned in self.owned.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                yield from ((module, attr, unit, i) for attr, (unit, i) in owned.items())
+
     @classmethod
     def of(cls, model: nn.Module, spec: PartitionSpec) -> Place:
         """The whole model; ValueError unless the spec was made for it."""
-        modules = dict(model.named_modules(remove_duplicate=False))
-        return cls("", modules, _owners(modules, spec))
+        with CHANGING:
+            modules = dict(model.named_modules(remove_duplicate=False))
+            return cls("", modules, _owners(modules, spec))
 
     def within(self, path: str) -> Place:
         """One of its modules."""
@@ -92,37 +110,52 @@ class Place:
 
 
 @contextlib.contextmanager
-def restored(modules: Iterable[nn.Module]) -> Generator[Attributes]:
-    """Within this, the modules may be changed; afterwards every attribute is what it was before, which it gives."""
+def restored(modules: Mapping[str, nn.Module], thread: int) -> Generator[Attributes]:
+    """Within this, the modules may be changed; afterwards every attribute is what it was before, which it gives.
+
+    To be entered with the lock `CHANGING`. Raises RuntimeError, naming the module, where another thread has changed one.
+    """
+    for path, module in modules.items():
+        if isinstance(now := vars(module).get("_parameters"), Parameters) and now.thread != thread:
+            raise RuntimeError(
+                f"module '{path}' is in a functional_call of another thread: expected one at a time, since what a module reads "
+                "is put into it for the length of the call; give each thread a model of its own, or hold a lock around the call"
+            )
+    unique = dict.fromkeys(modules.values())
+    scripted = [(module, name, tensor) for module in unique for name, tensor in _in_script(module).items()]
     saved: list[tuple[nn.Module, dict[str, Any], dict[str, Any] | None]] = []
-    for module in modules:
+    for module in unique:
         attributes = dict(vars(module))
         filled = None
         for name in CONTAINERS:
-            if attributes.get(name):  # few have anything in them
+            if attributes.get(name) and isinstance(attributes[name], dict | set):  # few have anything in them
                 filled = filled or {}
                 filled[name] = attributes[name].copy()
         saved.append((module, attributes, filled))
     try:
         yield {module: attributes for module, attributes, _ in saved}
     finally:
-        for module, attributes, filled in saved:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for name in CONTAINERS:
-                container, content = attributes.get(name), filled.get(name, ()) if filled else ()
-                if container is not None and (container or content) and container != content:
-                    container.clear()
-                    container.update(content)
+        with CHANGING:
+            for module, name, tensor in scripted:
+                setattr(module, name, tensor)
+            for module, attributes, filled in saved:
+                vars(module).clear()
+                vars(module).update(attributes)
+                for name in CONTAINERS:
+                    container, content = attributes.get(name), filled.get(name, ()) if filled else ()
+                    if isinstance(container, dict | set) and (container or content) and container != content:
+                        container.clear()
+                        container.update(content)
 
 
 def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Module, dict[str, tuple[Unit, int]]]:
     owned: dict[nn.Module, dict[str, tuple[Unit, int]]] = {module: {} for module in modules.values()}
+    parameters = {path: _own(module, "_parameters") for path, module in modules.items()}
     for unit in spec:
         for i, param in enumerate(unit.params):
             for name in param.names:
                 path, _, attr = name.rpartition(".")
-                tensor = modules[path]._parameters.get(attr) if path in modules else None
+                tensor = parameters[path].get(attr) if path in parameters else None
                 if tensor is None or tensor.shape != param.shape:
                     got = "none" if tensor is None else f"shape {list(tensor.shape)}"
                     raise ValueError(
@@ -131,18 +164,29 @@ def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Mo
                     )
                 owned[modules[path]][attr] = unit, i
     left = {
-        id(modules[path]._parameters.get(attr))
-        for path, _, attr in (name.rpartition(".") for name in spec.ignored)
-        if path in modules
+        id(parameters[path].get(attr)) for path, _, attr in (name.rpartition(".") for name in spec.ignored) if path in modules
     }
     for path, module in modules.items():
-        for attr, tensor in module._parameters.items():
+        for attr, tensor in parameters[path].items():
             if tensor is not None and attr not in owned[module] and id(tensor) not in left:
                 raise ValueError(
                     f"parameter '{join(path, attr)}' is not in the spec: expected the model that it was made for; "
                     "was the model changed after the spec was made?"
                 )
     return owned
+
+
+def _own(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
+    """A module's ``_parameters`` or ``_buffers``: those that are in it, and nothing is gathered for that."""
+    mapping = vars(module)[kind]
+    return dict(mapping.items() if isinstance(module, torch.jit.ScriptModule) else dict.items(mapping))
+
+
+def _in_script(module: nn.Module) -> dict[str, Tensor | None]:
+    """The parameters and buffers that a ScriptModule's own code reads, where no mapping of Python's is asked."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return {}
+    return _own(module, "_parameters") | _own(module, "_buffers")
 
 
 def install_buffers(
@@ -159,9 +203,10 @@ def install_buffers(
     placed: list[tuple[str, nn.Module, str, Tensor, Tensor]] = []
     fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
     for path, module in modules.items():
-        mine = fresh.setdefault(module, dict(module._buffers))
+        own = _own(module, "_buffers")
+        mine = fresh.setdefault(module, dict(own))
         cast = dtypes(path) if dtypes else None
-        for attr, original in module._buffers.items():
+        for attr, original in own.items():
             name = join(path, attr)
             if name in given:
                 before = given.pop(name)
@@ -175,10 +220,14 @@ def install_buffers(
     if given:
         raise ValueError(f"buffer '{next(iter(given))}' is not in the model: expected its buffers' names")
     for module, mine in fresh.items():
-        vars(module)["_buffers"] = mine
+        if isinstance(module, torch.jit.ScriptModule):
+            for attr, buffer in mine.items():
+                setattr(module, attr, buffer)
+        else:
+            vars(module)["_buffers"] = mine
 
     def now() -> dict[str, Tensor]:
-        found = [(name, module._buffers.get(attr), before, used) for name, module, attr, before, used in placed]
+        found = [(name, _own(module, "_buffers").get(attr), before, used) for name, module, attr, before, used in placed]
         return {name: cast_back(buffer, before, used) for name, buffer, before, used in found if buffer is not None}
 
     return now

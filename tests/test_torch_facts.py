@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -495,3 +496,64 @@ def test_functions_keep_their_signature() -> None:
     x = torch.ones(2, requires_grad=True)
     assert torch.equal(grad(lambda x: Scaled.apply(x).sum())(x.detach()), torch.full((2,), 3.0))
     assert torch.equal(torch.autograd.grad(Scaled.apply(x).sum(), x)[0], torch.full((2,), 3.0))
+
+
+def test_followed_at_which_levels() -> None:
+    """``detach`` ends derivatives of all levels, ``.data`` that of its own, ``no_grad`` those of reverse mode, views too."""
+    keys: list[Any] = []
+    seen: dict[str, dict[str, frozenset[int]]] = {}
+
+    def inner(name: str) -> Callable[[Tensor], Tensor]:
+        def f(x: Tensor) -> Tensor:
+            keys[:] = [_torch.dispatch_keys()]
+            with torch.no_grad():
+                cut = {"view": x.view(1, 2), "made": x * 1}
+            some = {"itself": x, "detach": x.detach(), "data": x.data, **cut}
+            seen[name] = {kind: _torch.followed(t, keys[0]) for kind, t in some.items()}
+
+            def pack(t: Tensor) -> Tensor:  # from within autograd, where other keys are on
+                seen[name]["saved"] = _torch.followed(t, keys[0])
+                return t
+
+            with _torch.saved_tensor_hooks(pack, lambda t: t):
+                return (x.detach() * x).sum()
+
+        return f
+
+    x = torch.ones(2)
+    grad(lambda y: grad(inner("reverse"))(y).sum())(x)
+    jvp(lambda y: grad(inner("forward"))(y), (x,), (x,))
+    grad(inner("plain"))(x.clone().requires_grad_())
+    ones, none = frozenset({1}), frozenset()
+    assert seen["reverse"] == {"itself": ones, "detach": none, "data": ones, "view": none, "made": none, "saved": none}
+    assert seen["forward"] == {"itself": ones, "detach": none, "data": ones, "view": ones, "made": ones, "saved": none}
+    assert seen["plain"]["itself"] == frozenset({0})
+    assert seen["plain"]["detach"] == none
+
+
+def test_copies_on_write() -> None:
+    """A copy on write sees every kind of write, by ``.data`` and NumPy too, and none of an ordinary read."""
+    writes: list[Callable[[Tensor], object]] = [
+        lambda x: x.data.clamp_(0, 0),
+        lambda x: x.detach().numpy().fill(0),
+        lambda x: x[:1].zero_(),
+        lambda x: torch.add(x, 1, out=x.view(-1)),
+    ]
+    for write in writes:
+        x = torch.tensor([1.0, 2.0])
+        copy = _torch.copy_on_write(x)
+        assert _torch.shares_memory(x)
+        assert _torch.shares_memory(x[1:])
+        write(x)
+        assert not _torch.shares_memory(x)
+        assert torch.equal(copy, torch.tensor([1.0, 2.0]))
+    x = torch.randn(4, 4)
+    copy = _torch.copy_on_write(x)
+    torch.nn.functional.linear(x, x).sum() + x.t().contiguous().norm()
+    torch.nn.functional.layer_norm(x, (4,), x[0], x[1])
+    assert _torch.shares_memory(x)
+    assert torch.equal(copy, x)
+    foreign = torch.from_numpy(np.ones(3))  # not torch's memory
+    copy = _torch.copy_on_write(foreign)
+    foreign.data.zero_()
+    assert torch.equal(copy, torch.ones(3).double())

@@ -1,0 +1,70 @@
+"""Whether forward writes into the parameters that it reads, which are copies or the caller's own.
+
+A gathered buffer is let go and gathered again, so what is written into it would be lost for backward; a buffer that is the
+caller's own shard is not to be changed at all. Versions do not tell: ``weight.data.clamp_()`` leaves them as they are. So
+what forward reads is watched by a copy on write, which costs nothing until somebody writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from . import _torch
+from .layout import unflatten_unit
+from .spec import Unit
+
+__all__ = ["Watch", "written_error"]
+
+
+class Watch:
+    """The values of one unit's parameters from here on: in one buffer, or each by itself."""
+
+    __slots__ = ("_before", "_now", "_unit", "_versions")
+
+    def __init__(self, unit: Unit, tensors: Iterable[Tensor]) -> None:
+        self._unit = unit
+        bases = [] if _torch.traced() else [_torch.base(x) for x in tensors]
+        self._now = [x for x in bases if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta]
+        with _torch.beneath():
+            self._before = [_torch.copy_on_write(x) for x in self._now]
+        self._versions = [_torch.version(x) for x in self._now]
+
+    def written(self) -> str | None:
+        """What has been written to since, and has its values of before again; None if nothing has."""
+        moved = [_torch.version(x) != version for x, version in zip(self._now, self._versions, strict=True)]
+        if not any(moved) and all(_torch.shares_memory(x) for x in self._now):
+            return None
+        with _torch.beneath():
+            for i, (now, before) in enumerate(zip(self._now, self._before, strict=True)):
+                if moved[i] or not _equal(now, before):
+                    name = self._name(i, now, before)
+                    now.copy_(before)
+                    return name
+        return None
+
+    def _name(self, i: int, now: Tensor, before: Tensor) -> str:
+        names = [param.name for param in self._unit.params]
+        if len(self._now) == len(names):
+            return f"parameter '{names[i]}'"
+        if now.dim() == 1:  # and no vmap has batched the buffer
+            pairs = zip(names, unflatten_unit(now, self._unit), unflatten_unit(before, self._unit), strict=True)
+            if changed := [name for name, *pair in pairs if not _equal(*pair)]:
+                return f"parameter '{changed[0]}'"
+        return f"one of the parameters {', '.join(map(repr, names))}"
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Bit by bit, NaN among them."""
+    return torch.equal(a, b) or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
+
+
+def written_error(unit: Unit, what: str) -> RuntimeError:
+    """What to raise where `Watch.written` has found something."""
+    return RuntimeError(
+        f"{what} of unit '{unit.key}' was changed in place in forward: expected it left alone, since what is "
+        "gathered is let go again and what was given is yours; compute with a new tensor (w = self.weight.clamp(-1, 1)), or "
+        "change the shards between steps (weight clipping, and in the place of nn.Embedding's max_norm)"
+    )

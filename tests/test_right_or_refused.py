@@ -1,0 +1,377 @@
+"""Modules as people write them (LAWS R1, R2, R4): sharded, the plain model's derivatives of both orders, or an error.
+
+What is saved without a graph, parameters that forward changes in place, inference mode, scripted children, sparse gradients
+and threads; on real ranks, with every strategy. What each module does is `torch.func.functional_call` of the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import EXACT, unchanged
+from ranks import Pool
+from torch import Tensor, nn
+from torch.func import grad, jvp
+
+import funshard as fs
+from funshard import P, _torch
+from funshard.watch import Watch
+
+Tree = Mapping[str, Tensor]
+Loss = Callable[[Tree], Tensor]
+
+RANKS = 2
+IDENTITY = fs.Precision(codec=fs.Codec(lambda x: (x,), lambda x: x))
+STRATEGIES = {
+    "shard": P("shard"),
+    "keep": P("shard", reshard=False),
+    "replicated": P(),
+    "codec": P("shard", precision=IDENTITY),
+}
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.w = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+
+class Detached(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, self.l.weight.detach()) * self.l(x)) @ self.w
+
+
+class Data(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, self.l.weight.data) * self.l(x)) @ self.w
+
+
+class ReadWithoutGrad(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            whole, view, made = self.l.weight, self.w.t(), self.l.weight * 2
+        return torch.tanh(x @ whole * (x @ view) + self.l(x @ made)) @ self.w
+
+
+class PartlyDetached(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.cat([self.w[:2].detach(), self.w[2:]])
+        return torch.tanh(x @ first * (x @ self.w.detach()[:, :1])) @ self.w + self.l(x)
+
+
+class NestedCall(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        fast = {"weight": self.l.weight * 2, "bias": self.l.bias.detach()}
+        return torch.tanh(torch.func.functional_call(self.l, fast, (x,))) @ self.w
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.j = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double())
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.l(self.j(x)) + next(self.j.parameters())[0])
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.l = nn.Embedding(7, 4, sparse=True), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.l(x * self.e((x[:, 0] * 100).long() % 7)))
+
+
+RIGHT = [Detached, Data, ReadWithoutGrad, PartlyDetached, NestedCall, Scripted, Sparse]
+
+
+class DataInPlace(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.w.data.clamp_(-0.3, 0.3)
+        return torch.tanh(self.l(x)) @ self.w
+
+
+class InPlace(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.w.clamp_(-0.3, 0.3)
+        return torch.tanh(self.l(x)) @ self.w
+
+
+class InPlaceAfterUse(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.l(x)) @ self.w
+        self.w.detach().mul_(2)
+        return out
+
+
+class MaxNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.l = nn.Embedding(7, 4, max_norm=0.5), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.l(x + self.w((x[:, 0] * 100).long() % 7)))
+
+
+class ByNumpy(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.w.detach().numpy()[0] = 0
+        return torch.tanh(self.l(x)) @ self.w
+
+
+REFUSED = [DataInPlace, InPlace, InPlaceAfterUse, MaxNorm]
+
+
+def network(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), kind(), kind(), nn.Linear(4, 4)).double()
+
+
+def total(tree: Tree) -> Tensor:
+    return sum(((t**2).sum() for t in tree.values()), torch.zeros((), dtype=torch.float64))
+
+
+def by_autograd(f: Loss, p: Tree, *, twice: bool = False) -> fs.Params:
+    leaves = {key: t.detach().clone().requires_grad_() for key, t in p.items()}
+    kind: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(f(leaves), list(leaves.values()), create_graph=twice, **kind)
+    if twice:
+        grads = torch.autograd.grad(sum((g**2).sum() for g in grads), list(leaves.values()), **kind)
+    return dict(zip(leaves, grads, strict=True))
+
+
+WAYS: dict[str, Callable[[Loss, Tree], Tree]] = {
+    "fs.grad": lambda f, p: fs.grad(f)(p),
+    "grad": lambda f, p: grad(f)(p),
+    "autograd": by_autograd,
+    "hvp": lambda f, p: jvp(grad(f), (p,), ({k: torch.ones_like(t) for k, t in p.items()},))[1],
+    "grad of grad": lambda f, p: grad(lambda q: total(grad(f)(q)))(p),
+    "double backward": lambda f, p: by_autograd(f, p, twice=True),
+}
+HAS_NO_FORWARD_RULE = {(Sparse, "hvp")}  # in torch itself
+
+
+def inputs() -> Tensor:
+    return torch.randn(RANKS, 3, 4, generator=torch.Generator().manual_seed(1)).double()
+
+
+def setting(kind: type[nn.Module], p: P) -> tuple[nn.Module, fs.PartitionSpec, fs.Params]:
+    model = network(kind)
+    spec = fs.by_type(kind, p=p)(model).bound
+    return model, spec, fs.shard(model, spec)
+
+
+def squared(model: nn.Module, params: Tree, x: Tensor, spec: fs.PartitionSpec) -> Tensor:
+    return (fs.functional_call(model, params, (x,), spec=spec) ** 2).mean()
+
+
+def is_right(rank: int, kind: type[nn.Module]) -> None:
+    xs = inputs()
+    whole = network(kind)
+    full = {name: p.detach() for name, p in whole.named_parameters()}
+
+    def plain(p: Tree, x: Tensor) -> Tensor:
+        buffers = {name: b.clone() for name, b in whole.named_buffers()}
+        return (torch.func.functional_call(whole, {**p, **buffers}, (x,)) ** 2).mean()
+
+    def mean(p: Tree) -> Tensor:
+        return sum((plain(p, x) for x in xs), torch.zeros((), dtype=torch.float64)) / RANKS
+
+    for way, derivative in WAYS.items():
+        if (kind, way) in HAS_NO_FORWARD_RULE:
+            continue
+        expected = {name: g.to_dense() for name, g in derivative(mean, full).items()}
+        for strategy, p in STRATEGIES.items():
+            model, spec, params = setting(kind, p)
+            before = copy.deepcopy(params)
+            if kind is Scripted:  # what is in it is in C++, and compared below
+                got = derivative(lambda q, m=model, s=spec: squared(m, q, xs[rank], s), params)
+                for name, value in network(kind).state_dict().items():
+                    assert torch.equal(model.state_dict()[name], value), name
+            else:
+                with unchanged(model):
+                    got = derivative(lambda q, m=model, s=spec: squared(m, q, xs[rank], s), params)
+            for key, shard in fs.shard(expected, spec).items():
+                torch.testing.assert_close(got[key], shard, **EXACT, msg=lambda m, w=(way, strategy, key): f"{w}: {m}")
+                assert torch.equal(params[key], before[key])
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_right(gloo2: Pool, kind: type[nn.Module]) -> None:
+    """Exact with every strategy, by every way, and model and shards as they were."""
+    gloo2.run(is_right, kind)
+
+
+def is_refused(rank: int, kind: type[nn.Module]) -> None:
+    x = inputs()[rank]
+    ours = r"parameter '1\.w(\.weight)?' of unit '1' was changed in place in forward: expected it left alone"
+    some = r"one of the parameters .* of unit '1' was changed in place"  # torch has stopped it before a value was another
+    for p in (*STRATEGIES.values(), P("shard", remat=True)):
+        for way, derivative in WAYS.items():
+            model, spec, params = setting(kind, p)
+            before = copy.deepcopy(params)
+            torchs = "|a view and is being modified inplace" if (kind, way) == (DataInPlace, "grad of grad") else ""
+            with unchanged(model), pytest.raises(RuntimeError, match=f"{ours}|{some}{torchs}"):
+                derivative(lambda q, m=model, s=spec: squared(m, q, x, s), params)
+            assert all(torch.equal(params[key], t) for key, t in before.items())
+        with torch.no_grad(), pytest.raises(RuntimeError, match=ours):
+            squared(model, params, x, spec)
+        assert all(torch.equal(params[key], t) for key, t in before.items())
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_parameters_changed_in_place_are_refused(gloo2: Pool, kind: type[nn.Module]) -> None:
+    """Also where no version tells, as with ``.data``; and the caller's shards are what they were."""
+    gloo2.run(is_refused, kind)
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, ByNumpy])
+@pytest.mark.parametrize("full", [False, True])
+def test_on_one_rank_what_was_given_is_left_alone(kind: type[nn.Module], full: bool) -> None:
+    """Where the buffer is the caller's own shard, or his full parameters stand in its place."""
+    model = network(kind)
+    spec = fs.by_type(kind)(model)
+    params = fs.shard(model, spec)
+    params = {k: t.clone() for k, t in fs.unshard(params, spec).items()} if full else params
+    before = copy.deepcopy(params)
+    with unchanged(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"parameter '1\.w.* was changed in place"):
+        squared(model, params, inputs()[0], spec)
+    assert all(torch.equal(params[key], t) for key, t in before.items())
+
+
+def test_kernels_that_might_write_do_not_count() -> None:
+    """nn.LSTM asks for memory to write to and only reads it; NaN are equal to themselves."""
+    model = nn.Sequential(nn.LSTM(3, 4, batch_first=True)).double()
+    with torch.no_grad():
+        model[0].bias_hh_l0[0] = torch.nan
+    spec = fs.whole()(model)
+    params = fs.shard(model, spec)
+    out = fs.functional_call(model, params, (torch.ones(2, 5, 3).double(),), spec=spec)[0]
+    assert out.isnan().any()
+    unit = next(iter(spec))
+    buffer = torch.zeros(unit.numel).double()
+    watch = Watch(unit, (buffer,))
+    buffer.data_ptr()
+    assert not _torch.shares_memory(buffer)
+    assert watch.written() is None
+    buffer.data[-1] = 1
+    assert watch.written() == f"parameter '{unit.params[-1].name}'"
+    assert buffer[-1] == 0, "it has its values again"
+
+
+class Probing(nn.Module):
+    """Looks at units in inference mode before anybody else touches them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            scale = float(torch.tanh(self.a(x)).mean()) + float(self.b.weight.sum())
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))) * (1 + scale)
+
+
+def probed(rank: int) -> None:
+    xs = inputs()
+    for by in (fs.grad, lambda f: lambda p: by_autograd(f, p), lambda f: lambda p: by_autograd(f, p, twice=True)):
+        torch.manual_seed(0)
+        model = Probing().double()
+        full = {name: p.detach() for name, p in model.named_parameters()}
+        expected = by(lambda p: sum((torch.func.functional_call(model, dict(p), (x,)) ** 2).mean() for x in xs) / RANKS)(full)
+        for p in (*STRATEGIES.values(), P("shard", remat=True)):
+            for ahead in (0, 1):
+                spec = fs.always(p)(model).bound
+                params = fs.shard(model, spec)
+
+                def loss(q: Tree, spec: fs.PartitionSpec = spec, ahead: int = ahead) -> Tensor:
+                    return (fs.functional_call(model, q, (xs[rank],), spec=spec, prefetch=ahead) ** 2).mean()
+
+                got = by(loss)(params)
+                for key, shard in fs.shard(expected, spec).items():
+                    torch.testing.assert_close(got[key], shard, **EXACT, msg=lambda m, w=(p, ahead, key): f"{w}: {m}")
+                with torch.inference_mode():
+                    loss(params)
+
+
+def test_units_first_touched_in_inference_mode(gloo2: Pool) -> None:
+    """Also those that are gathered ahead there. (Under torch.func torch itself refuses inference mode.)"""
+    gloo2.run(probed)
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True)])
+def test_two_threads_in_one_model_are_refused(p: P) -> None:
+    """Every gradient is right or an error, and the model is what it was; one after the other they are all right."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]).double()
+    spec = fs.by_path({"*": p})(model)
+    x = torch.randn(8, 16).double()
+    given = [fs.shard({k: t.detach() * i for k, t in model.named_parameters()}, spec) for i in (1, 2)]
+
+    def loss(params: Tree) -> Tensor:
+        return fs.functional_call(model, params, (x,), spec=spec).pow(2).mean()
+
+    expected = [fs.grad(loss)(params) for params in given]
+    errors: list[str] = []
+    wrong: list[int] = []
+    inside, lock = threading.Barrier(2, timeout=60), threading.Lock()
+
+    def train(i: int, guard: Any) -> None:
+        for _ in range(20):
+            inside.wait()
+            try:
+                with guard or threading.Lock():
+                    grads = fs.grad(loss)(given[i])
+                wrong.extend(i for key, g in grads.items() if not torch.equal(g, expected[i][key]))
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    for guard in (None, lock):
+        errors.clear()
+        with unchanged(model):
+            threads = [threading.Thread(target=train, args=(i, guard)) for i in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert not wrong
+        assert all("is in a functional_call of another thread: expected one at a time" in e for e in errors)
+        assert bool(errors) is (guard is None)
+
+
+def test_a_call_in_a_call() -> None:
+    """The same thread may call one of the model's modules on other parameters while the model runs."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = Detached(), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = fs.functional_call(self.inner, fs.shard(other, inside), (x,), spec=inside)
+            return self.last(self.inner(x) + own)
+
+    torch.manual_seed(0)
+    model, x = Outer().double(), inputs()[0]
+    other = {name: p.detach() * 3 for name, p in model.inner.named_parameters()}
+    inside = fs.whole()(model.inner)
+    spec = fs.by_type(Detached)(model)
+
+    def plain(p: Tree) -> Tensor:
+        own = torch.func.functional_call(model.inner, other, (x,))
+        inner = {k.removeprefix("inner."): t for k, t in p.items() if k.startswith("inner.")}
+        return F.linear(torch.func.functional_call(model.inner, inner, (x,)) + own, p["last.weight"], p["last.bias"]).sum()
+
+    with unchanged(model):
+        got = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())(fs.shard(model, spec))
+    expected = fs.shard(grad(plain)({name: p.detach() for name, p in model.named_parameters()}), spec)
+    for key, shard in expected.items():
+        torch.testing.assert_close(got[key], shard, **EXACT)
