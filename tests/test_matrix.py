@@ -11,10 +11,11 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -38,6 +39,23 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+class AsWritten(nn.Module):
+    """What people write in a forward: ``detach``, fast weights by functional_call, another unit's weight, hooks, in-place."""
+
+    def __init__(self, width: int, head: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down, self.fast = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.heads = [head]  # of another unit, and no submodule
+        self.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(F.linear(x, self.up.weight.detach()))
+        fast = {"weight": self.fast.weight + self.up.weight**2, "bias": self.fast.bias * self.up.bias}
+        h = torch.func.functional_call(self.fast, fast, (x,))
+        h *= gate
+        return x + self.down(torch.tanh(h)) * self.heads[0].weight.mean() + self.heads[0].bias.sum()
+
+
 def network() -> nn.Module:
     """Two blocks with a weight in common, one of them run twice; no number of ranks divides every unit."""
     torch.manual_seed(1)
@@ -46,13 +64,36 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), a, b, a, nn.Linear(5, 2)).double()
 
 
+def as_written() -> nn.Module:
+    """Two blocks as people write them."""
+    torch.manual_seed(1)
+    head = nn.Linear(5, 2)
+    return nn.Sequential(nn.Linear(3, 5), AsWritten(5, head), AsWritten(5, head), head).double()
+
+
 def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-MODEL = network()
-FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
-DIRECTION = {name: numbers(*p.shape, seed=i) for i, (name, p) in enumerate(FULL.items())}
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A model, its parameters and a direction for them."""
+
+    model: nn.Module
+    full: fs.Params
+    direction: fs.Params
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Network:
+        full = {name: p.detach() for name, p in model.named_parameters()}
+        return cls(model, full, {name: numbers(*p.shape, seed=i) for i, (name, p) in enumerate(full.items())})
+
+    def plain(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        # of a copy: torch 2.13 leaves its tensors in a tied parameter of a module that is registered twice
+        return torch.func.functional_call(copy.deepcopy(self.model), dict(params), (x,))
+
+
+ORDINARY, WRITTEN = Network.of(network()), Network.of(as_written())
 X = numbers(8, 4, 3, seed=100)
 COTANGENT = numbers(8, 4, 2, seed=101)
 CLIP = 3.0
@@ -66,6 +107,7 @@ class Strategy:
     p: P
     real: int = 2
     meshes: Mapping[int, Mapping[str, int]] | None = None
+    network: Network = ORDINARY
 
     def sizes(self, ranks: int) -> dict[str, int]:
         return {"shard": ranks} if self.meshes is None else dict(self.meshes[ranks])
@@ -84,13 +126,9 @@ STRATEGIES = {
     "`P()`": Strategy(P()),
     "`codec=`": Strategy(P("shard", precision=fs.Precision(codec=fs.Codec(lambda x: (x,), lambda x: x)))),
     "HSDP": Strategy(P("shard"), 4, {n: {"replicate": r, "shard": s} for n, (r, s) in HYBRID.items()}),
+    "as written": Strategy(P("shard"), network=WRITTEN),
 }
 SIMULATED = (2, 3, 8)
-
-
-def plain(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    # of a copy: torch 2.13 leaves its tensors in a tied parameter of a module that is registered twice
-    return torch.func.functional_call(copy.deepcopy(MODEL), dict(params), (x,))
 
 
 def square(y: Tensor) -> Tensor:
@@ -123,44 +161,44 @@ def norm(g: fs.Params) -> float:
 class Reference:
     """The derivatives of the ranks' losses, and of their mean, with respect to the whole model's parameters."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.outputs = [plain(FULL, x) for x in X[:ranks]]
+    def __init__(self, network: Network, ranks: int) -> None:
+        self.plain, self.full, self.direction, self.ranks = network.plain, network.full, network.direction, ranks
+        self.outputs = [self.plain(self.full, x) for x in X[:ranks]]
         self.values = [square(y) for y in self.outputs]
 
     def mean(self, params: fs.Params) -> Tensor:
-        return torch.stack([square(plain(params, x)) for x in X[: self.ranks]]).mean()
+        return torch.stack([square(self.plain(params, x)) for x in X[: self.ranks]]).mean()
 
     @functools.cached_property
     def gradient(self) -> fs.Params:
-        return gradient(self.mean, FULL)
+        return gradient(self.mean, self.full)
 
     @functools.cached_property
     def pulled_back(self) -> fs.Params:
         pairs = list(zip(X[: self.ranks], COTANGENT, strict=False))
-        return gradient(lambda p: torch.stack([(plain(p, x) * c).sum() for x, c in pairs]).mean(), FULL)
+        return gradient(lambda p: torch.stack([(self.plain(p, x) * c).sum() for x, c in pairs]).mean(), self.full)
 
     @functools.cached_property
     def tangents(self) -> list[Tensor]:
-        return [dot(gradient(lambda p: square(plain(p, x)), FULL), DIRECTION) for x in X[: self.ranks]]
+        return [dot(gradient(lambda p: square(self.plain(p, x)), self.full), self.direction) for x in X[: self.ranks]]
 
     @functools.cached_property
     def hessian_product(self) -> fs.Params:
-        return gradient(lambda p: dot(gradient(self.mean, p), DIRECTION), FULL)
+        return gradient(lambda p: dot(gradient(self.mean, p), self.direction), self.full)
 
     @functools.cached_property
     def penalised(self) -> fs.Params:
         """Of the mean loss and the sum of its gradient's cubes."""
-        return gradient(lambda p: self.mean(p) + cubes(gradient(self.mean, p)), FULL)
+        return gradient(lambda p: self.mean(p) + cubes(gradient(self.mean, p)), self.full)
 
     @functools.cached_property
     def elsewhere(self) -> list[fs.Params]:
-        pairs = zip(stack_of(FULL, DIRECTION), WEIGHTS, strict=True)
+        pairs = zip(stack_of(self.full, self.direction), WEIGHTS, strict=True)
         return [gradient(lambda p: weight * self.mean(p), params) for params, weight in pairs]
 
     @functools.cached_property
     def samples(self) -> list[list[fs.Params]]:
-        return [[gradient(lambda p: square(plain(p, sample)), FULL) for sample in x] for x in X[: self.ranks]]
+        return [[gradient(lambda p: square(self.plain(p, sample)), self.full) for sample in x] for x in X[: self.ranks]]
 
     @functools.cached_property
     def private(self) -> fs.Params:
@@ -187,13 +225,22 @@ reference = functools.cache(Reference)
 State = tuple[fs.Params, fs.Params, Tensor, Tensor]
 """Shards of parameters and of a direction, this rank's batch and a cotangent of its outputs; stacked if simulated."""
 OnRanks = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""``on(fn)(*args)`` is ``fn(spec, *args)`` as each rank runs it."""
+"""``on(fn)(*args)`` is ``fn(sharded, *args)`` as each rank runs it."""
 Cut = Callable[[fs.Params], fs.Params]
 """This rank's shards of full parameters."""
 
 
-def loss_on(spec: fs.PartitionSpec) -> Callable[[fs.Params, Tensor], Tensor]:
-    return lambda params, x: square(fs.functional_call(MODEL, params, x, spec=spec))
+class Sharded(NamedTuple):
+    """A network with its spec on the ranks."""
+
+    network: Network
+    spec: fs.PartitionSpec
+
+    def call(self, params: fs.Params, x: Tensor) -> Tensor:
+        return fs.functional_call(self.network.model, params, x, spec=self.spec)
+
+    def loss(self, params: fs.Params, x: Tensor) -> Tensor:
+        return square(self.call(params, x))
 
 
 @dataclass(frozen=True)
@@ -208,14 +255,14 @@ def inside(transform: Callable[..., Any]) -> Callable[[OnRanks, State], Any]:
     """``transform(loss of the parameters, parameters, direction)`` as each rank runs it."""
 
     def run(on: OnRanks, state: State) -> Any:
-        return on(lambda spec, p, v, x, _: transform(lambda p: loss_on(spec)(p, x), p, v))(*state)
+        return on(lambda of, p, v, x, _: transform(lambda p: of.loss(p, x), p, v))(*state)
 
     return run
 
 
 def pulled_back(on: OnRanks, state: State) -> Any:
-    def rank(spec: fs.PartitionSpec, p: fs.Params, v: fs.Params, x: Tensor, cotangent: Tensor) -> Any:
-        y, pullback = vjp(lambda p: fs.functional_call(MODEL, p, x, spec=spec), p)
+    def rank(of: Sharded, p: fs.Params, v: fs.Params, x: Tensor, cotangent: Tensor) -> Any:
+        y, pullback = vjp(lambda p: of.call(p, x), p)
         return y, pullback(cotangent)[0]
 
     return on(rank)(*state)
@@ -227,7 +274,7 @@ def of_many_models(loss: Callable[[fs.Params], Tensor], p: fs.Params, v: fs.Para
 
 def of_each_sample(**options: Any) -> Callable[[OnRanks, State], Any]:
     def run(on: OnRanks, state: State) -> Any:
-        return on(lambda spec, p, v, x, _: fs.per_sample_grads(loss_on(spec), p, x, spec=spec, **options))(*state)
+        return on(lambda of, p, v, x, _: fs.per_sample_grads(of.loss, p, x, spec=of.spec, **options))(*state)
 
     return run
 
@@ -238,7 +285,7 @@ def by_plain_autograd(order: int) -> Callable[[OnRanks, State], Any]:
     def run(on: OnRanks, state: State) -> Any:
         params, _, x, _ = state
         leaves = {k: t.clone().requires_grad_() for k, t in params.items()}
-        loss = on(lambda spec, p, x: loss_on(spec)(p, x))(leaves, x).sum()
+        loss = on(lambda of, p, x: of.loss(p, x))(leaves, x).sum()
         if order == 2:
             first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
             loss = loss + cubes(dict(zip(leaves, first, strict=True)))
@@ -248,8 +295,8 @@ def by_plain_autograd(order: int) -> Callable[[OnRanks, State], Any]:
     return run
 
 
-def step(spec: fs.PartitionSpec, p: fs.Params, x: Tensor) -> tuple[fs.Params, Tensor]:
-    return fs.grad_and_value(loss_on(spec))(p, x)
+def step(of: Sharded, p: fs.Params, x: Tensor) -> tuple[fs.Params, Tensor]:
+    return fs.grad_and_value(of.loss)(p, x)
 
 
 def elsewhere(params: fs.Params, x: Tensor) -> tuple[fs.Params, Tensor]:
@@ -344,13 +391,13 @@ class Limit:
 def compiled_on_each(on: OnRanks, state: State) -> Any:
     params, _, x, _ = state
     torch._dynamo.reset()
-    rank = lambda spec, p, x: torch.compile(functools.partial(step, spec), fullgraph=True, backend="aot_eager")(p, x)  # noqa: E731
+    rank = lambda of, p, x: torch.compile(functools.partial(step, of), fullgraph=True, backend="aot_eager")(p, x)  # noqa: E731
     return on(rank)(params, x)
 
 
 def autograd_on_each(on: OnRanks, state: State) -> Any:
-    def rank(spec: fs.PartitionSpec, p: fs.Params, x: Tensor) -> Any:
-        return loss_on(spec)({k: t.requires_grad_() for k, t in p.items()}, x)
+    def rank(of: Sharded, p: fs.Params, x: Tensor) -> Any:
+        return of.loss({k: t.requires_grad_() for k, t in p.items()}, x)
 
     params, _, x, _ = state
     return on(rank)(params, x)
@@ -386,7 +433,8 @@ def table() -> str:
     caption = (
         f"*Exact* is equal, to 1e-{DIGITS} in float64, to plain autograd of the unsharded model's loss, the mean over ranks "
         f"(values, tangents and samples are each rank's own); on {counts} simulated ranks and on {alone.real} real ones, "
-        f"for HSDP on {shape}."
+        f"for HSDP on {shape}. *As written*: blocks with `detach`, fast weights by `torch.func.functional_call`, another "
+        'weight, hooks and in-place operators, with `P("shard")`.'
     )
     rows = [["", *STRATEGIES], ["---"] * (1 + len(STRATEGIES))]
     for name in TRANSFORMS:
@@ -401,18 +449,19 @@ def without_ticks(name: str) -> str:
 
 
 def policy(strategy: str) -> fs.PartitionSpec:
-    return fs.by_type(Block, p=STRATEGIES[strategy].p)(MODEL)
+    chosen = STRATEGIES[strategy]
+    return fs.by_type(Block if chosen.network is ORDINARY else AsWritten, p=chosen.p)(chosen.network.model)
 
 
-def start(spec: fs.PartitionSpec, x: Tensor, cotangent: Tensor) -> State:
-    return fs.shard(FULL, spec), fs.shard(DIRECTION, spec), x, cotangent
+def start(of: Sharded, x: Tensor, cotangent: Tensor) -> State:
+    return fs.shard(of.network.full, of.spec), fs.shard(of.network.direction, of.spec), x, cotangent
 
 
 def simulated(strategy: str, ranks: int) -> tuple[OnRanks, State]:
-    spec = policy(strategy)
+    spec, chosen = policy(strategy), STRATEGIES[strategy]
 
     def on(fn: Callable[..., Any]) -> Callable[..., Any]:
-        return fs.testing.spmd(lambda mesh, *args: fn(spec.on(mesh), *args), STRATEGIES[strategy].sizes(ranks))
+        return fs.testing.spmd(lambda mesh, *args: fn(Sharded(chosen.network, spec.on(mesh)), *args), chosen.sizes(ranks))
 
     state = on(start)(X[:ranks], COTANGENT[:ranks])
     return on, pytree.tree_map(Tensor.contiguous, state)
@@ -431,7 +480,7 @@ def slices(full: fs.Params, strategy: str, ranks: int, rank: int) -> fs.Params:
 
 def check(got: Any, transform: str, strategy: str, ranks: int, rank: int) -> None:
     cut = functools.partial(slices, strategy=strategy, ranks=ranks, rank=rank)
-    expected = TRANSFORMS[transform].equals(reference(ranks), cut, rank)
+    expected = TRANSFORMS[transform].equals(reference(STRATEGIES[strategy].network, ranks), cut, rank)
     assert any(t.abs().max() > 1e-3 for t in pytree.tree_leaves(expected))
     assert_close(got, detached(expected), rtol=10**-DIGITS, atol=10**-DIGITS)
 
@@ -465,11 +514,11 @@ def on_real_ranks(rank: int, strategy: str) -> dict[str, Any]:
     """Of every transform the result, or why there is none."""
     sizes = STRATEGIES[strategy].sizes(STRATEGIES[strategy].real)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    spec = policy(strategy).on(mesh)
-    state = start(spec, X[rank], COTANGENT[rank])
+    of = Sharded(STRATEGIES[strategy].network, policy(strategy).on(mesh))
+    state = start(of, X[rank], COTANGENT[rank])
     out: dict[str, Any] = {}
     for name, transform in TRANSFORMS.items():
-        out[name] = result_or_traceback(transform, lambda fn: functools.partial(fn, spec), state)
+        out[name] = result_or_traceback(transform, lambda fn: functools.partial(fn, of), state)
     return out
 
 
@@ -500,10 +549,10 @@ def test_the_cells_are_not_trivial() -> None:
     """Units are padded, ranks differ, some samples are clipped, and some not."""
     sizes = [sum(param.numel for param in unit.params) for unit in policy("`P()`")]
     assert all(any(size % ranks for size in sizes) for ranks in SIMULATED)
-    of = reference(2)
+    of = reference(ORDINARY, 2)
     assert len({float(v.detach()) for v in of.values}) == 2
     for n in (2, 3, 4, 8):
-        norms = [norm(g) for own in reference(n).samples for g in own]
+        norms = [norm(g) for own in reference(ORDINARY, n).samples for g in own]
         assert min(norms) < CLIP < max(norms)
 
 
