@@ -75,7 +75,10 @@ def functional_call(
     then left to it as well.
 
     Raises ValueError, naming the path, for params that do not fit the spec, a model that the spec was not made for,
-    unknown buffers, and axes to reduce over that do not, before any communication.
+    unknown buffers, and axes to reduce over that do not, before any communication. Raises RuntimeError, naming unit and
+    parameter, where forward changes a parameter in place, by whatever means (``.data``, nn.Embedding's ``max_norm``): of
+    plain modules the change would last, here it would be lost; ``params`` are what they were. So it does where another
+    thread has the model in a call: one at a time.
     """
     spec = spec.bound
     _check_params(params, spec)
