@@ -40,6 +40,7 @@ __all__ = [
     "backward_early",
     "base",
     "beneath",
+    "bound_device",
     "copy_on_write",
     "derivatives_alone",
     "differentiates",
@@ -62,6 +63,7 @@ __all__ = [
     "lower",
     "overwrite",
     "pack_hook",
+    "plain",
     "push_saved_tensor_hooks",
     "reentrant_checkpoints",
     "reparametrized",
@@ -122,6 +124,16 @@ def traced() -> bool:
     Pinned by ``test_fully_shard_compile_graph``.
     """
     return get_proxy_mode() is not None
+
+
+def plain() -> bool:
+    """Whether what runs is neither in a torch.func transform, nor compiled, nor recorded, nor on shapes alone.
+
+    Pinned by ``test_values_are_compared_where_they_can_be``.
+    """
+    if level() or torch.compiler.is_compiling() or traced():
+        return False
+    return not is_fake(torch.empty(0, device="cpu"))
 
 
 class Function(torch.autograd.Function):
@@ -427,6 +439,11 @@ def group(name: str) -> dist.ProcessGroup:
 def backend(name: str, device: torch.device) -> str:
     """What moves a device's tensors in the process group of that name: "gloo", "nccl", ... Pinned with `group`."""
     return group(name)._get_backend(device).name()
+
+
+def bound_device(group: dist.ProcessGroup) -> torch.device | None:
+    """The device that ``init_process_group(device_id=...)`` bound the group to. Pinned by ``test_bound_device``."""
+    return getattr(group, "bound_device_id", None)
 
 
 def version(tensor: Tensor) -> int:

@@ -12,7 +12,7 @@ from .collectives import all_reduce
 from .layout import Params
 from .mesh import Axes, Axis, Mesh
 from .reductions import BUCKET_BYTES
-from .spec import PartitionSpec, Unit
+from .spec import PartitionSpec, Unit, bound
 
 __all__ = ["Averaging", "average", "ema", "hierarchical", "init", "periodic", "reduce_over"]
 
@@ -46,7 +46,7 @@ def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = N
     Raises ValueError, naming it, for an unknown axis, for a unit that is split over one of the axes (its ranks hold
     different elements), and for a key that is neither a unit nor a parameter.
     """
-    spec = spec.bound
+    spec = bound(spec)
     return _mean(params, _over(params, spec, axes), spec.bound_mesh)
 
 
@@ -77,7 +77,7 @@ def periodic(
         raise ValueError(
             f"periodic: expected a period of 1 or more and warmup_steps of 0 or more, got {period} and {warmup_steps}"
         )
-    spec = spec.bound
+    spec = bound(spec)
     over = _over(params, spec, axes)
     after = int(state.step) - warmup_steps
     due = after >= 0 and after % period == 0
@@ -107,7 +107,7 @@ def hierarchical(
         raise ValueError(
             f"hierarchical: expected a level or more and warmup_steps of 0 or more, got {len(levels)} and {warmup_steps}"
         )
-    spec = spec.bound
+    spec = bound(spec)
     last, inner = 0, frozenset[str]()
     for i, (period, axes) in enumerate(levels):
         if period <= last:
@@ -137,7 +137,7 @@ def reduce_over(state: Averaging, spec: PartitionSpec, *, start: int, local: Axe
     """
     if start < 0:
         raise ValueError(f"reduce_over: expected a start of 0 or more, got {start}")
-    spec = spec.bound
+    spec = bound(spec)
     chosen = spec.bound_mesh.chosen(local)
     for unit in spec:
         for name in unit.p.axes:

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from . import _torch
 from .casting import buffer_dtypes, cast_around, cast_back, cast_floats, cast_params
 from .division import Divide, Reduction
+from .fits import check_not_own, check_params, whole_unit
 from .gathering import Call
-from .layout import check_buffers, unflatten_unit, whole_unit
-from .spec import PartitionSpec
+from .layout import unflatten_unit
+from .spec import PartitionSpec, bound
 from .swap import Place
 from .travel import gather_unit, reduction_over
 from .tree import join
@@ -74,14 +76,15 @@ def functional_call(
     Inside torch.compile the whole tree is gathered by data flow and the compiler decides what lives how long; ``remat`` is
     then left to it as well.
 
-    Raises ValueError, naming the path, for params that do not fit the spec, a model that the spec was not made for,
-    unknown buffers, and axes to reduce over that do not, before any communication. Raises RuntimeError, naming unit and
-    parameter, where forward changes a parameter in place, by whatever means (``.data``, nn.Embedding's ``max_norm``): of
-    plain modules the change would last, here it would be lost; ``params`` are what they were. So it does where another
-    thread has the model in a call: one at a time.
+    Raises ValueError or TypeError, naming the path, for params that do not fit the spec, a model that the spec was not made
+    for or that was compiled, the model's own parameters in the place of `shard`'s on several ranks where they are
+    differentiated, unknown buffers, and axes to reduce over that do not fit, before any communication. Raises RuntimeError,
+    naming unit and parameter, where forward changes a parameter in place, by whatever means (``.data``, nn.Embedding's
+    ``max_norm``): of plain modules the change would last, here it would be lost; ``params`` are what they were. So it does
+    where another thread has the model in a call: one at a time.
     """
-    spec = spec.bound
-    _check_params(params, spec)
+    spec = bound(spec)
+    check_params(params, spec)
     _check_supported(spec)
     reduction = reduction_over(reduce, reduce_over, spec.bound_mesh, (unit for unit in spec if unit.key in params))
     _check_count("prefetch", prefetch, 0)
@@ -89,7 +92,13 @@ def functional_call(
     given = arguments(args, kwargs)
     if torch.compiler.is_compiling():
         return _by_data_flow(model, params, *given, spec, buffers, method, reduction)
-    out = Call(Place.of(model, spec), params, spec, reduction, prefetch, in_flight).run(*given, buffers, method)
+    place = Place.of(model, spec)
+    check_not_own(params, model, spec)
+    try:
+        out = Call(place, params, spec, reduction, prefetch, in_flight).run(*given, buffers, method)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        _explain(error, params, spec, args, given)
+        raise
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
     return out
@@ -100,16 +109,21 @@ def arguments(args: object, kwargs: Mapping[str, object] | None) -> tuple[tuple[
     return args if isinstance(args, tuple) else (args,), dict(kwargs or {})
 
 
-def _check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
-    """ValueError or TypeError unless there is of each unit the shard, or the full parameters."""
-    full = {unit.key: unit for unit in spec if whole_unit(params, unit) is not None}
-    names = {name for unit in full.values() for param in unit.params for name in param.names}
-    for key in params:
-        if key in spec.by_name and key not in names:
-            unit = spec.by_name[key][0].key
-            raise ValueError(f"parameter '{key}': expected the shard of its unit '{unit}' or its full parameters, got both")
-    shards = {key: tensor for key, tensor in params.items() if key not in names} if names else params
-    check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec if unit.key not in full})
+def _explain(error: Exception, params: Mapping[str, Tensor], spec: PartitionSpec, args: object, given: object) -> None:
+    """Add to torch's words about an argument, a dtype or a device what of the call may be the reason."""
+    hints: list[str] = []
+    if isinstance(args, list):
+        hints.append("args is a list, which is the model's only argument: for several, or for one tensor, give a tuple")
+    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    devices = [{str(x.device) for x in some} for some in (params.values(), tensors)]
+    if len(devices[0] | devices[1]) > 1:
+        hints.append(f"params are on {', '.join(sorted(devices[0]))}, the arguments on {', '.join(sorted(devices[1]))}")
+    for unit in spec:
+        if unit.key in params and params[unit.key].dtype != unit.dtype and not unit.p.precision:
+            hints.append(f"unit '{unit.key}' is given in {params[unit.key].dtype}, in the model it is {unit.dtype}")
+            break
+    if hints and error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\nfunctional_call: {'; '.join(hints)}", *error.args[1:])
 
 
 def _check_supported(spec: PartitionSpec) -> None:

@@ -25,7 +25,7 @@ from .compressor import Compressor, buffer_of, exactly, given_grads, other_axes,
 from .layout import Params
 from .mesh import Axes
 from .powersgd import PowerSGD, powersgd
-from .spec import PartitionSpec, Unit
+from .spec import PartitionSpec, Unit, bound
 
 __all__ = ["Compressor", "PowerSGD", "cast", "exact", "post_local", "powersgd", "quantize", "switch", "unreduced"]
 
@@ -105,7 +105,7 @@ def cast(dtype: torch.dtype, inner: Compressor[S] | None = None) -> Compressor[S
 
 def _cast(dtype: torch.dtype, inner: Compressor[S]) -> Compressor[S]:
     def reduce(grads: Mapping[str, Tensor], state: S, spec: PartitionSpec) -> tuple[Params, S]:
-        spec = spec.bound
+        spec = bound(spec)
         given = given_grads(grads, spec)
         shards, state = inner.reduce({name: grad.to(dtype) for name, grad in grads.items()}, state, spec)
         return {key: shard.to(given[key][0].dtype) for key, shard in shards.items()}, state

@@ -10,9 +10,10 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from .collectives import scatter
-from .layout import Params, flatten_unit, whole_unit
+from .fits import check_mapping, whole_unit
+from .layout import Params, flatten_unit
 from .mesh import Axes
-from .spec import PartitionSpec, Unit
+from .spec import PartitionSpec, Unit, bound
 from .travel import reduce_along
 
 __all__ = [
@@ -46,7 +47,7 @@ class Compressor(Generic[S]):
 
 def over_axes(axes: Axes, spec: PartitionSpec) -> tuple[PartitionSpec, tuple[str, ...]]:
     """The bound spec, and the axes in its mesh's order."""
-    spec = spec.bound
+    spec = bound(spec)
     return spec, spec.bound_mesh.chosen(axes)
 
 
@@ -62,6 +63,7 @@ def size_of(axes: Iterable[str], spec: PartitionSpec) -> int:
 
 def given_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too: bool = False) -> dict[str, list[Tensor]]:
     """The units' gradients, in the order of their parameters, by unit key; an error for what is not a gradient."""
+    check_mapping(grads)
     for name in grads:
         if name not in spec.by_name and name not in spec.ignored:
             raise ValueError(

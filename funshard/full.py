@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agree import broadcast_text, process_group
-from .layout import Params, coordinates, flatten, flatten_unit, unflatten_unit
+from .fits import check_full, check_shards
+from .layout import Params, coordinates, flatten_unit, unflatten_unit
 from .mesh import Mesh, Simulated
-from .sharding import check_shards, like_meta
-from .spec import PartitionSpec, Unit
+from .spec import PartitionSpec, Unit, bound
 from .travel import gather_unit
 
 __all__ = ["gather_full", "scatter_full"]
@@ -26,18 +26,18 @@ def gather_full(
     With ``rank0_only`` the mesh's first rank alone gets them, by a gather that allocates nothing elsewhere; the others
     get ``{}``. With ``offload_to_cpu`` each unit goes to host memory before the next is gathered, so that the peak on
     the device is one unit. `scatter_full` writes them back. Works for anything sharded like the parameters: gradients,
-    optimizer state.
+    optimizer state; and for a part of the units (`partition`).
 
     Raises ValueError as `unshard` does, and for ``rank0_only`` on a simulated mesh, where all ranks run as one.
     """
-    spec = spec.bound
+    spec = bound(spec)
     mesh = spec.bound_mesh
-    check_shards(shards, spec)
+    units = check_shards(shards, spec, part=True)
     if rank0_only and any(isinstance(axis, Simulated) for _, axis in mesh.axes):
         raise ValueError("gather_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
     full: Params = {}
     with torch.no_grad():
-        for unit in spec:
+        for unit in units:
             full |= _copies(shards[unit.key].detach(), unit, mesh, rank0_only, offload_to_cpu)
     return full
 
@@ -60,7 +60,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
     Raises ValueError on *every* rank if what ``src`` holds does not fit the spec; nothing has been sent by then but
     the message that says so.
     """
-    spec = spec.bound
+    spec = bound(spec)
     mesh = spec.bound_mesh
     if any(isinstance(axis, Simulated) for _, axis in mesh.axes):
         raise ValueError("scatter_full on a simulated mesh: expected process groups; use shard(full, spec) there")
@@ -145,7 +145,7 @@ def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str
             kind = "a meta tensor" if isinstance(tensor, Tensor) else type(tensor).__name__  # pyright: ignore
             return f"parameter '{name}': expected a tensor with data, got {kind}"
     try:
-        flatten({name: like_meta(tensor) for name, tensor in full.items()}, spec)
+        check_full(full, spec)
     except ValueError as error:
         return str(error)
     for name, tensor in full.items():

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from . import _torch
 from .casting import buffer_dtypes, cast_around, cast_params
 from .division import Reduction
-from .layout import unflatten_unit, whole_unit
+from .fits import whole_unit
+from .layout import unflatten_unit
 from .nested import Nested
 from .recompute import recomputed
 from .saved import Hooks, Source, unpack

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .collectives import sum_over
 from .division import Divide
-from .layout import Params, check_buffers, flatten_unit, whole_unit
-from .spec import PartitionSpec, Unit
+from .fits import check_buffers, check_mapping, whole_unit
+from .layout import Params, flatten_unit
+from .spec import PartitionSpec, Unit, bound
 from .travel import reduce_unit, reduction_over
 
 __all__ = ["reduce_grads", "reduce_mean", "weight_share"]
@@ -33,7 +34,7 @@ def reduce_grads(
     Raises ValueError, naming the path, for gradients that do not fit the spec, unknown axes, and axes of which a unit is
     split over one that is missing, or, given by unit key, over one that is there; before any communication.
     """
-    spec = spec.bound
+    spec = bound(spec)
     mesh = spec.bound_mesh
     full, slices = _given(grads, spec)
     reduction = reduction_over(reduce, mesh.names if axes is None else axes, mesh, full)
@@ -74,7 +75,7 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
 
     A loss that is the mean over this rank's samples, times this, and ``reduce="sum"``, is the mean over all ranks' samples.
     """
-    mesh = spec.bound.bound_mesh
+    mesh = bound(spec).bound_mesh
     own = torch.as_tensor(weight, device=mesh.device)
     own = own.to(torch.promote_types(own.dtype, torch.float32))
     total = sum_over(own, mesh)
@@ -83,6 +84,7 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
 
 def _given(grads: Mapping[str, Tensor], spec: PartitionSpec) -> tuple[list[Unit], list[Unit]]:
     """The units of which there are full gradients, and those of which there are slices; ValueError for anything else."""
+    check_mapping(grads)
     full = [unit for unit in spec if whole_unit(grads, unit) is not None]
     names = {name for unit in full for param in unit.params for name in param.names}
     slices = [unit for unit in spec if unit.key in grads]

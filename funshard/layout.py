@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from .fits import check_buffers, check_full, check_shards, full_of_unit
 from .mesh import Group, Mesh
-from .spec import PartitionSpec, Unit
+from .spec import PartitionSpec, Unit, bound
 from .tree import Param
 
 __all__ = [
@@ -20,7 +21,6 @@ __all__ = [
     "unflatten",
     "unflatten_unit",
     "views",
-    "whole_unit",
 ]
 
 Params = dict[str, Tensor]
@@ -36,25 +36,15 @@ def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
     Raises ValueError, naming the parameter, for one that is missing, unknown, of another shape, or of another dtype
     than the rest of its unit.
     """
-    spec = spec.bound
-    unknown = [name for name in params if name not in spec.by_name and name not in spec.ignored]
-    if unknown:
-        raise ValueError(
-            f"parameter '{unknown[0]}' is not in the spec: expected names such as {list(spec.by_name)[:4]}; "
-            "was the model changed after the spec was made?"
-        )
+    spec = bound(spec)
+    check_full(params, spec)
     return {unit.key: flatten_unit(params, unit, spec.padded_numel(unit)) for unit in spec}
 
 
 def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tensor:
     """The buffer of one unit, ``padded`` elements long."""
-    pieces = [ordered(_full(params, param, unit), param).reshape(-1) for param in unit.params]
-    for piece, param in zip(pieces, unit.params, strict=True):
-        if piece.dtype != pieces[0].dtype:
-            raise ValueError(
-                f"parameter '{param.name}' of unit '{unit.key}': expected {pieces[0].dtype} as "
-                f"'{unit.params[0].name}' has, got {piece.dtype}; one unit is one buffer of one dtype"
-            )
+    tensors = full_of_unit(params, unit)
+    pieces = [ordered(tensor, param).reshape(-1) for tensor, param in zip(tensors, unit.params, strict=True)]
     return torch.cat([*pieces, pieces[0].new_zeros(padded - unit.numel)])
 
 
@@ -67,34 +57,12 @@ def _permuted(param: Param) -> bool:
     return param.order != tuple(range(len(param.order)))
 
 
-def _full(params: Mapping[str, Tensor], param: Param, unit: Unit) -> Tensor:
-    tensor = next((params[name] for name in param.names if name in params), None)
-    if tensor is None:
-        raise ValueError(f"parameter '{param.name}' of unit '{unit.key}' is missing: expected {list(param.shape)}, got none")
-    if tuple(tensor.shape) != param.shape:
-        raise ValueError(
-            f"parameter '{param.name}' of unit '{unit.key}': expected shape {list(param.shape)}, "
-            f"got {list(tensor.shape)}; was the model changed after the spec was made?"
-        )
-    return tensor
-
-
-def whole_unit(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor] | None:
-    """The unit's full parameters if they are in ``params``, under any of their names, in the place of its buffer.
-
-    Raises ValueError, naming the parameter, where only some are, or with another shape.
-    """
-    if unit.key in params or not any(name in params for param in unit.params for name in param.names):
-        return None
-    return [_full(params, param, unit) for param in unit.params]
-
-
 def unflatten(buffers: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
     """The full parameters, by name, as *views* of the units' buffers. Inverse of `flatten`.
 
     Raises ValueError, naming the unit, for one that is missing, unknown or of another length.
     """
-    spec = spec.bound
+    spec = bound(spec)
     check_buffers(buffers, spec, {unit.key: spec.padded_numel(unit) for unit in spec})
     return {
         param.name: view
@@ -117,25 +85,6 @@ def _shaped(piece: Tensor, param: Param) -> Tensor:
     if not _permuted(param):
         return piece if len(param.shape) == 1 else piece.view(param.shape)
     return piece.view([param.shape[d] for d in param.order]).permute([param.order.index(d) for d in range(len(param.order))])
-
-
-def check_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, lengths: Mapping[str, int]) -> None:
-    """ValueError or TypeError, naming the unit, unless ``buffers`` are 1-D tensors of these lengths, no more no less."""
-    for key, tensor in buffers.items():
-        if key not in lengths and key not in spec.ignored:
-            raise ValueError(
-                f"unit '{key}' is not in the spec: expected units {list(lengths)[:4]}; are these params of another spec?"
-            )
-        if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"unit '{key}': expected a tensor, got {type(tensor).__name__}")
-    for key, length in lengths.items():
-        if key not in buffers:
-            raise ValueError(f"unit '{key}' is missing: expected a buffer of {length} elements, got units {list(buffers)[:4]}")
-        if tuple(buffers[key].shape) != (length,):
-            raise ValueError(
-                f"unit '{key}': expected a 1-D buffer of {length} elements, got shape {list(buffers[key].shape)}; "
-                "are these params of another spec or another mesh?"
-            )
 
 
 def index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
@@ -176,8 +125,8 @@ def views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None
     (row-major) whose shards these are; this process's by default. What per-parameter weight decay, masks and
     inspection need: writing into a piece writes into the shard; the padding is in none.
     """
-    spec = spec.bound
-    check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec})
+    spec = bound(spec)
+    check_shards(shards, spec)
     mesh = spec.bound_mesh
     at = coordinates(mesh, rank)
     out: Params = {}

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree  # the tree of what models return
 
 from .collectives import sum_over
 from .layout import Params
-from .spec import PartitionSpec
+from .spec import PartitionSpec, bound
 
 __all__ = ["LossScale", "init", "scale", "select", "unscale", "update"]
 
@@ -56,7 +56,7 @@ def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) 
     inverse = state.scale.double().reciprocal().float()
     out = {key: (g * inverse.to(g.device)).to(g.dtype) for key, g in grads.items()}
     bad = torch.stack([(~torch.isfinite(g)).any() for g in grads.values()]).any() if grads else torch.tensor(False)
-    ranks_with_bad = sum_over(bad.float(), spec.bound.bound_mesh)
+    ranks_with_bad = sum_over(bad.float(), bound(spec).bound_mesh)
     return out, ranks_with_bad == 0
 
 

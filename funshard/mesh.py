@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -59,12 +60,15 @@ class Mesh:
     def of(mesh: DeviceMesh | Mesh | Mapping[str, int | Axis]) -> Mesh:
         """The Mesh of a `DeviceMesh`, or of axis names with sizes. An unnamed one-dimensional DeviceMesh is "shard".
 
-        Raises ValueError for several unnamed dimensions, and for ranks that do not rise along each of them.
+        Raises ValueError for several unnamed dimensions, for ranks that do not rise along each of them and for sizes
+        below one, TypeError for anything else.
         """
         if isinstance(mesh, Mesh):
             return mesh
         if isinstance(mesh, Mapping):
-            return Mesh(tuple((name, Group(a, 0 if a == 1 else None) if isinstance(a, int) else a) for name, a in mesh.items()))
+            return Mesh(tuple((name, _axis(name, axis)) for name, axis in mesh.items()))
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise TypeError(f"mesh: expected a DeviceMesh, or axis names with sizes such as {{'shard': 2}}, got {mesh!r}")
         names = mesh.mesh_dim_names or (("shard",) if mesh.ndim == 1 else None)
         if names is None:
             raise ValueError(
@@ -99,19 +103,39 @@ class Mesh:
 
     @staticmethod
     def world() -> Mesh:
-        """All processes as one axis "shard"; one rank where torch.distributed was not initialised."""
+        """All processes as one axis "shard"; one rank where torch.distributed was not initialised.
+
+        Raises RuntimeError where it was not and a launcher such as torchrun started this process as one of several
+        (``WORLD_SIZE``): each would train alone.
+        """
         if not (dist.is_available() and dist.is_initialized()):
+            started = os.environ.get("WORLD_SIZE", "")
+            if started.isdecimal() and int(started) > 1:
+                raise RuntimeError(
+                    f"this process was started as one of {started} (WORLD_SIZE) and has no process group, so each would train "
+                    "alone: expected torch.distributed.init_process_group() before this, or .on({'shard': 1}) on the spec"
+                )
             return Mesh((("shard", Group(1, 0)),))
         group = dist.group.WORLD
         assert group is not None
-        device = "cuda" if dist.get_backend() == "nccl" else None
-        return Mesh((("shard", Group(dist.get_world_size(), dist.get_rank(), group.group_name)),), device)
+        axis = Group(dist.get_world_size(), dist.get_rank(), group.group_name)
+        return Mesh((("shard", axis),), _device_type(dist.get_backend_config()))
 
     @property
     def device(self) -> torch.device | None:
-        """The device that tensors of this mesh are on; None where any will do."""
+        """The device that tensors of this mesh are on; None where any will do.
+
+        Of an accelerator it is the one that the process groups are bound to (``init_process_group(device_id=...)``), or
+        else the current one.
+        """
         if self.device_type in (None, "cpu"):
             return None if self.device_type is None else torch.device("cpu")
+        groups = [_torch.group(axis.name) for _, axis in self.axes if isinstance(axis, Group) and axis.name]
+        if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None:
+            groups.append(dist.group.WORLD)
+        for device in map(_torch.bound_device, groups):
+            if device is not None and device.type == self.device_type:
+                return device
         return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
 
     def __getitem__(self, name: str) -> Axis:
@@ -139,6 +163,29 @@ class Mesh:
             if name not in self.names:
                 raise ValueError(f"unknown mesh axis '{name}': expected some of {self.names}")
         return tuple(name for name in self.names if name in names)
+
+
+def _axis(name: object, axis: object) -> Axis:
+    """An axis as it is, or one that is only a size."""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"mesh: expected axis names, got {name!r}")
+    if isinstance(axis, Group | Simulated):
+        return axis
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise TypeError(f"mesh axis '{name}': expected its size, got {axis!r}")
+    if axis < 1:
+        raise ValueError(f"mesh axis '{name}': expected a size of at least 1, got {axis}")
+    return Group(axis, 0 if axis == 1 else None)
+
+
+def _device_type(backends: str) -> str | None:
+    """The accelerator of this machine that has a backend of its own among those of a group, such as "cpu:gloo,cuda:nccl".
+
+    None where one backend serves the CPU as well (gloo): then tensors stay where they are.
+    """
+    of = dict(pair.split(":", 1) for pair in backends.split(",") if ":" in pair)
+    own = [kind for kind, backend in of.items() if kind != "cpu" and backend != of.get("cpu")]
+    return next((kind for kind in own if torch.get_device_module(kind).is_available()), None)
 
 
 def members(axis: Axis) -> tuple[int, ...]:

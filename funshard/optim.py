@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .collectives import all_gather, sum_shards
 from .layout import Params
-from .spec import PartitionSpec, Unit
+from .spec import PartitionSpec, Unit, bound
 from .torch_optim import Optimizer, State, from_torch
 
 __all__ = ["Optimizer", "State", "clip_by_global_norm", "from_torch", "global_norm", "vdot"]
@@ -61,7 +61,8 @@ def clip_by_global_norm(
     """``(the tree scaled to a norm of at most max_norm, its norm before)``, in the tensors' own dtypes.
 
     The norm is `global_norm`'s, and the scale min(1, max_norm / (norm + 1e-6)), as in ``torch.nn.utils.clip_grad_norm_``
-    of the gathered tree. A norm that is not finite makes everything not finite, as there: look at it before the update.
+    of the gathered tree. As there, nothing is said of a norm that is not finite: NaN makes everything NaN, inf makes what is
+    finite 0 and what is infinite NaN. Look at the norm before the update.
 
     >>> import torch, funshard as fs
     >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -77,7 +78,7 @@ def clip_by_global_norm(
 
 def _over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0) -> Tensor:
     """The sum of a scalar of each unit or parameter, or their maximum: over its ranks where a unit is split."""
-    spec = spec.bound
+    spec = bound(spec)
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for key, value in values.items():
         owner = spec.owner(key)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .layout import views
 from .mesh import Simulated
-from .spec import PartitionSpec, Unit
+from .spec import PartitionSpec, Unit, bound
 from .tree import Param
 
 __all__ = ["Layout", "Options", "Run", "join", "laid_out", "part", "pieces", "put"]
@@ -40,7 +40,7 @@ def laid_out(
     spec: PartitionSpec, options: Options | None, rank: int | None, check: Callable[[str, Mapping[str, Any]], None]
 ) -> tuple[list[Mapping[str, Any]], dict[str, Layout]]:
     """``(the different options that there are, the layout of this rank's shards)``; ``check`` sees each of the first."""
-    spec = spec.bound
+    spec = bound(spec)
     groups: list[Mapping[str, Any]] = []
     group_of: dict[str, int] = {}
     for param in (param for unit in spec for param in unit.params):

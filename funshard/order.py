@@ -12,7 +12,7 @@ from . import _torch
 from .call import arguments
 from .division import Reduction
 from .gathering import Call
-from .spec import PartitionSpec
+from .spec import PartitionSpec, checked
 from .swap import Place
 
 __all__ = ["trace_order"]
@@ -29,22 +29,25 @@ def trace_order(
     """The keys of the units in the order in which the forward of ``model`` gathers them, for `PartitionSpec.ordered`.
 
     Runs the forward once on shapes alone: nothing is computed, gathered or sent, the parameters are not read, and the
-    model is left as it was. It may be on the meta device, and the spec's mesh does not matter. A unit is named once
-    for each time that it is gathered. ``args``, ``kwargs`` and ``method`` are those of `functional_call`.
+    model is left as it was. It may be on the meta device, and the spec's mesh does not matter: what is gathered counts as on
+    the accelerator that the model's buffers, its parameters or the arguments are on, the first that are. A unit is named
+    once for each time that it is gathered. ``args``, ``kwargs`` and ``method`` are those of `functional_call`.
 
     Raises RuntimeError where forward depends on the values of tensors: then give the order by hand, or none.
     """
-    spec = spec.on({axis: 2 for unit in spec for axis in unit.p.axes})
+    spec = checked(spec).on({axis: 2 for unit in spec for axis in unit.p.axes})
     with _torch.fake_mode(), torch.no_grad():
 
         def fake(x: Tensor) -> Tensor:
             return torch.empty(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
 
-        device = next((b.device for b in model.buffers() if not b.is_meta), torch.device("cpu"))
+        given = arguments(args, kwargs)
+        tensors = (*model.buffers(), *model.parameters(), *(x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)))
+        device = next((x.device for x in tensors if x.device.type not in ("cpu", "meta")), torch.device("cpu"))
         params = {u.key: torch.empty(spec.shard_numel(u), dtype=u.dtype, device=device) for u in spec}
         named = dict(model.named_parameters(remove_duplicate=False))
         params |= {name: fake(named[name]) for name in spec.ignored if name in named}
-        positional, keywords = pytree.tree_map_only(Tensor, fake, arguments(args, kwargs))
+        positional, keywords = pytree.tree_map_only(Tensor, fake, given)
         call = Call(Place.of(model, spec), params, spec, Reduction(), 0, 1)
         assert call.schedule
         try:

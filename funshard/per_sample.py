@@ -14,10 +14,11 @@ from . import _torch
 from .call import arguments
 from .collectives import Reduce, broadcast, sum_over
 from .division import Reduction
-from .layout import Params, check_buffers, unflatten_unit
+from .fits import check_buffers
+from .layout import Params, unflatten_unit
 from .mesh import Simulated
 from .remat import Surroundings
-from .spec import PartitionSpec, Unit
+from .spec import PartitionSpec, Unit, bound
 from .transforms import grad
 from .travel import gather_unit, scatter_unit
 
@@ -63,7 +64,7 @@ def per_sample_grads(
     or whose tensors differ in their first dimension, ``noise`` without ``clip``, a ``clip`` that is not positive and a
     negative ``noise``.
     """
-    spec = spec.bound
+    spec = bound(spec)
     mesh = spec.bound_mesh
     units = [unit for unit in spec if unit.key in params]
     check_buffers(params, spec, {unit.key: spec.shard_numel(unit) for unit in units})

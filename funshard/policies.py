@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -44,36 +45,85 @@ _MARK = "_funshard_mark"
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def _selecting(select: Callable[[ModuleTree], P | None], root: P) -> Policy:
+@dataclass(frozen=True, eq=False, repr=False)
+class _Policy:
+    """A policy that prints as the call that made it."""
+
+    text: str
+    build: Callable[[ModuleTree], PartitionSpec]
+
+    def __call__(self, model: nn.Module | ModuleTree) -> PartitionSpec:
+        return self.build(module_tree(model))
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _called(name: str, *args: object, p: P | None = None) -> str:
+    """A call as it was written, more or less; ``p`` where it is not the default."""
+    return f"{name}({', '.join([*map(_text, args), *([f'p={p}'] if p is not None and p != _SHARD else [])])})"
+
+
+def _text(item: object) -> str:
+    if isinstance(item, type):
+        return item.__name__
+    if isinstance(item, nn.Module | torch.Tensor):
+        return f"<{type(item).__name__}>"
+    if isinstance(item, list):
+        return f"[{', '.join(map(_text, item))}]"
+    return getattr(item, "__qualname__", None) or repr(item)
+
+
+def _selecting(text: str, select: Callable[[ModuleTree], P | None], root: P) -> Policy:
     """The policy that selects the nodes for which ``select`` gives a P."""
 
-    def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = module_tree(model)
+    def policy(tree: ModuleTree) -> PartitionSpec:
         chosen = {node.path: p for node in tree.nodes() if (p := select(node)) is not None}
         return build(tree, chosen, root)
 
-    return policy
+    return _Policy(text, policy)
+
+
+def _check_p(where: str, p: object) -> None:
+    if not isinstance(p, P):
+        hint = f"; write P({p!r})" if isinstance(p, str | tuple) else ""
+        raise TypeError(f"{where}: expected a P such as P('shard'), got {p!r}{hint}")
 
 
 def whole(p: P = _SHARD) -> Policy:
     """The model as one unit."""
-    return _selecting(lambda node: None, p)
+    _check_p("whole", p)
+    return _selecting(_called("whole", p=p), lambda node: None, p)
 
 
 def always(p: P = _SHARD) -> Policy:
     """Every submodule that owns parameters is a unit (always_wrap_policy)."""
-    return _selecting(lambda node: p if node.params else None, p)
+    _check_p("always", p)
+    return _selecting(_called("always", p=p), lambda node: p if node.params else None, p)
 
 
 def by_type(*classes: type[nn.Module], p: P = _SHARD) -> Policy:
     """Every instance of the classes is a unit (ModuleWrapPolicy, transformer_auto_wrap_policy).
 
-    Raises ValueError without classes and TypeError for what is no module class.
+    Raises ValueError without classes, and for a model that has no module of any of them, TypeError for what is no module
+    class.
     """
     if not classes:
         raise ValueError("by_type: expected at least one module class, got none; whole() makes one unit")
     _check_classes("by_type", classes)
-    return _selecting(lambda node: p if issubclass(node.cls, classes) else None, p)
+    _check_p("by_type", p)
+
+    def policy(tree: ModuleTree) -> PartitionSpec:
+        chosen = {node.path: p for node in tree.nodes() if issubclass(node.cls, classes)}
+        if not chosen:
+            there = list(dict.fromkeys(node.cls.__name__ for node in tree.nodes()))
+            raise ValueError(
+                f"by_type: no module is of {', '.join(cls.__name__ for cls in classes)}: expected classes of the model's "
+                f"modules, some of {there[:8]}; whole() makes one unit"
+            )
+        return build(tree, chosen, p)
+
+    return _Policy(_called("by_type", *classes, p=p), policy)
 
 
 def _check_classes(what: str, classes: Iterable[object]) -> None:
@@ -97,9 +147,9 @@ def by_size(
     """
     leaves, excluded = tuple(force_leaf), tuple(exclude)
     _check_classes("by_size", (*leaves, *excluded))
+    _check_p("by_size", p)
 
-    def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = module_tree(model)
+    def policy(tree: ModuleTree) -> PartitionSpec:
         held: dict[str, dict[str, int]] = {node.path: {} for node in tree.nodes()}
         for param in tree.all_params:
             for path in tree.dominators(param):
@@ -119,7 +169,7 @@ def by_size(
                 taken |= held[path].keys()
         return build(tree, chosen, p)
 
-    return policy
+    return _Policy(_called("by_size", min_numel, p=p), policy)
 
 
 def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = _SHARD) -> Policy:
@@ -127,6 +177,7 @@ def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = _SHARD) -
 
     False and an empty dict select nothing. Raises ValueError for any other result, naming the path.
     """
+    _check_p("custom", p)
 
     def select(node: ModuleTree) -> P | None:
         result = fn(node.module)
@@ -136,7 +187,7 @@ def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = _SHARD) -
             raise ValueError(f"custom: module '{node.path}': expected {fn} to give a bool or a dict, got {result!r}")
         return _overridden(p, result, f"custom: module '{node.path}'") if result else None
 
-    return _selecting(select, p)
+    return _selecting(_called("custom", fn, p=p), select, p)
 
 
 def _overridden(p: P, fields: Mapping[str, Any], where: str) -> P:
@@ -144,27 +195,37 @@ def _overridden(p: P, fields: Mapping[str, Any], where: str) -> P:
     for name in fields:
         if name not in known:
             raise ValueError(f"{where}: P has no field '{name}': expected some of {known}")
-    return dataclasses.replace(p, **fields)
+    try:
+        return dataclasses.replace(p, **fields)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
 def by_path(patterns: Mapping[str, P], p: P = _SHARD) -> Policy:
     """The modules whose paths match the patterns: ``*`` stands within one component, ``**`` for any number of them.
 
     Components match as wholes: ``blocks.1`` is not ``blocks.10``. Where several patterns match a module, the one with
-    most literal components rules. Raises ValueError for a pattern that matches no module, and for two equally good
-    ones with different `P`.
+    most literal components rules; a component that is a module's very name is literal, whatever is in it. Raises ValueError
+    for a pattern that matches no module, and for two equally good ones with different `P`, TypeError for what is no dict of
+    patterns and `P`.
     """
+    _check_p("by_path", p)
+    if not isinstance(patterns, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"by_path: expected a dict of path patterns and P, got {type(patterns).__name__}")
+    for pattern, value in patterns.items():
+        if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"by_path: expected path patterns such as 'blocks.*', got {pattern!r}")
+        _check_p(f"by_path: pattern '{pattern}'", value)
 
-    def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = module_tree(model)
+    def policy(tree: ModuleTree) -> PartitionSpec:
         best: dict[str, tuple[int, str]] = {}
         for pattern, value in patterns.items():
             hits = [path for path in tree.canonical if _matches(pattern.split("."), path.split("."))]
             if not hits:
                 near = difflib.get_close_matches(pattern, tree.canonical, 3, 0.3) or list(tree.canonical)[:8]
                 raise ValueError(f"by_path: pattern '{pattern}' matches no module: expected a path such as {near}")
-            weight = sum(not set("*?[") & set(part) for part in pattern.split("."))
             for path in hits:
+                weight = _literal(pattern, path)
                 other = best.get(path)
                 if other is None or other[0] < weight:
                     best[path] = weight, pattern
@@ -175,7 +236,12 @@ def by_path(patterns: Mapping[str, P], p: P = _SHARD) -> Policy:
                     )
         return build(tree, {path: patterns[pattern] for path, (_, pattern) in best.items()}, p)
 
-    return policy
+    return _Policy(_called("by_path", dict(patterns), p=p), policy)
+
+
+def _literal(pattern: str, path: str) -> int:
+    """How many components of a pattern are names and no wildcards, of this path at least."""
+    return sum(part in path.split(".") or not set("*?[") & set(part) for part in pattern.split("."))
 
 
 def _matches(pattern: list[str], path: list[str]) -> bool:
@@ -183,7 +249,8 @@ def _matches(pattern: list[str], path: list[str]) -> bool:
         return not path
     if pattern[0] == "**":
         return any(_matches(pattern[1:], path[i:]) for i in range(len(path) + 1))
-    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(pattern[1:], path[1:])
+    fits = bool(path) and (path[0] == pattern[0] or fnmatch.fnmatchcase(path[0], pattern[0]))
+    return fits and _matches(pattern[1:], path[1:])
 
 
 def mark(module: _Module, **overrides: Any) -> _Module:
@@ -199,12 +266,13 @@ def mark(module: _Module, **overrides: Any) -> _Module:
 
 def marked(p: P = _SHARD) -> Policy:
     """The modules that `mark` marked, with their overrides of ``p`` (``enable_wrap``, without its global state)."""
+    _check_p("marked", p)
 
     def select(node: ModuleTree) -> P | None:
         overrides = vars(node.module).get(_MARK)
         return None if overrides is None else _overridden(p, overrides, f"mark: module '{node.path}'")
 
-    return _selecting(select, p)
+    return _selecting(_called("marked", p=p), select, p)
 
 
 def any_of(*policies: Policy) -> Policy:
@@ -213,8 +281,7 @@ def any_of(*policies: Policy) -> Policy:
     Raises ValueError where two of them want different `P` for one module; `override` says who is right.
     """
 
-    def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = module_tree(model)
+    def policy(tree: ModuleTree) -> PartitionSpec:
         chosen: dict[str, P] = {}
         specs = [policy(tree) for policy in policies]
         if not specs:
@@ -227,18 +294,17 @@ def any_of(*policies: Policy) -> Policy:
             raise ValueError(f"any_of: module '' (the leftovers) is {' and '.join(sorted(map(str, roots)))}; use override")
         return build(_ignoring_all(tree, specs), chosen, chosen.get("", specs[0].root))
 
-    return policy
+    return _Policy(_called("any_of", *policies), policy)
 
 
 def override(base: Policy, extra: Policy) -> Policy:
     """``base``, with what ``extra`` selects added or put in its place. Associative; the leftovers stay the base's."""
 
-    def policy(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = module_tree(model)
+    def policy(tree: ModuleTree) -> PartitionSpec:
         first, second = base(tree), extra(tree)
         return build(_ignoring_all(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
 
-    return policy
+    return _Policy(_called("override", base, extra), policy)
 
 
 def _ignoring_all(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
@@ -276,8 +342,7 @@ def ignoring(
         own = owner.module._parameters
         return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
 
-    def inner(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = module_tree(model)
+    def inner(tree: ModuleTree) -> PartitionSpec:
         gone = {node.path for node in tree.nodes() for item in some if hits_module(item, node)}
         names = {p.name for node in tree.nodes() for p in node.params for item in others if hits_param(item, p, node)}
         for item in some:
@@ -290,7 +355,7 @@ def ignoring(
             raise ValueError("ignoring: modules: the root '' is ignored: expected something left to shard")
         return policy(tree.without(lambda node: node.path in gone, lambda p: p.name in names))
 
-    return inner
+    return _Policy(_called("ignoring", policy, some, others), inner)
 
 
 def _listed(what: str, items: object) -> list[object]:
@@ -309,8 +374,7 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
     kinds = classes or (_BatchNorm,)
     full = Precision(param=torch.float32, restore_outputs=True)
 
-    def inner(model: nn.Module | ModuleTree) -> PartitionSpec:
-        tree = module_tree(model)
+    def inner(tree: ModuleTree) -> PartitionSpec:
         spec = policy(tree)
         chosen = dict(spec.selected)
         kept = _ignoring_all(tree, [spec])
@@ -321,4 +385,4 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
                 chosen[node.path] = dataclasses.replace(around, precision=full if around.precision else None)
         return build(kept, chosen, spec.root)
 
-    return inner
+    return _Policy(_called("full_precision", policy, *classes), inner)

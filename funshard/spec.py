@@ -11,12 +11,13 @@ import torch
 
 from .mesh import Axis, Mesh
 from .precision import Precision
+from .table import short, table
 from .tree import ModuleTree, Param, is_within, natural_key
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["P", "PartitionSpec", "Unit", "build"]
+__all__ = ["P", "PartitionSpec", "Unit", "bound", "build", "checked"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class P:
 
     ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative.
 
-    Raises TypeError for an axis that is no name and a precision that is no `Precision`, ValueError for an axis that is
-    named twice and for ``align < 1``.
+    Raises TypeError for an axis that is no name and a field of another type, ValueError for an axis that is named twice
+    and for ``align < 1``.
     """
 
     axis: str | tuple[str, ...] | None = None
@@ -48,6 +49,13 @@ class P:
             raise ValueError(f"P: axis named twice in {self.axis!r}: expected different mesh axes")
         if not isinstance(self.precision, Precision | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: precision: expected a Precision or None, got {self.precision!r}")
+        for name in ("reshard", "remat"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"P: {name}: expected True or False, got {value!r}")
+        if not isinstance(self.offload, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: offload: expected the name of a device or None, got {self.offload!r}")
+        if not isinstance(self.align, int) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: align: expected a whole number of elements, got {self.align!r}")
         if self.align < 1:
             raise ValueError(f"P: expected align >= 1, got {self.align}")
 
@@ -62,6 +70,8 @@ class P:
             f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self)[1:] if getattr(self, f.name) != f.default
         ]
         return f"P({', '.join(filter(None, [axis, *changed]))})"
+
+    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -128,6 +138,12 @@ class PartitionSpec:
         if len(self.by_key) < len(self.units):
             keys = [unit.key for unit in self.units]
             raise ValueError(f"two units have the key '{max(keys, key=keys.count)}': expected no ':' in module names")
+        for key in self.by_key:
+            if key in names or key in self.ignored:
+                raise ValueError(
+                    f"parameter '{key}' has the name of a unit, and params may hold either: expected a parameter of another "
+                    "name, without ':'; rename it in the model"
+                )
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self.units)
@@ -180,15 +196,16 @@ class PartitionSpec:
         ``reductions`` is a second mesh over the same ranks whose process groups functional_call reduces gradients over:
         on NCCL, backward's gathers then overlap with them.
 
-        Raises ValueError, naming the unit, for an axis that the mesh does not have, or for another second mesh.
+        Raises ValueError, naming the unit, for an axis that the mesh does not have, and for another second mesh; and what
+        makes no mesh is a ValueError or TypeError that says so.
         """
-        bound = Mesh.of(mesh) if reductions is None else Mesh.of(mesh).reducing_over(Mesh.of(reductions))
-        names = tuple(name for name, _ in bound.axes)
+        axes = Mesh.of(mesh) if reductions is None else Mesh.of(mesh).reducing_over(Mesh.of(reductions))
+        names = axes.names
         for unit in self.units:
             for axis in unit.p.axes:
                 if axis not in names:
                     raise ValueError(f"unit '{unit.key}': unknown mesh axis '{axis}' in {unit.p}; expected one of {names}")
-        return dataclasses.replace(self, mesh=bound, sizes=bound.sizes)
+        return dataclasses.replace(self, mesh=axes, sizes=axes.sizes)
 
     def ordered(self, names: Iterable[str]) -> PartitionSpec:
         """This spec with the order in which forward uses its units: gathers run ahead by it, and not by the units' names.
@@ -249,25 +266,24 @@ class PartitionSpec:
         return {**fields, "mesh": None, "derived": {}}
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("unit", "P", "parameters", "numel", "padding", "bytes per rank")]
-        totals = [0, 0, 0, 0]
-        sizes = self.sizes or Mesh.world().sizes
-        known = all(axis in dict(sizes) for unit in self.units for axis in unit.p.axes)
-        spec = self.on(dict(sizes)) if known else self.on({axis: 1 for unit in self.units for axis in unit.p.axes})
-        for unit in self.units:
-            padding = spec.padded_numel(unit) - unit.numel
-            counts = [len(unit.params), unit.numel, padding, spec.shard_numel(unit) * unit.dtype.itemsize]
-            totals = [a + b for a, b in zip(totals, counts, strict=True)]
-            rows.append((unit.key or "(root)", str(unit.p), *(f"{c:,}" for c in counts)))
-        mesh = " x ".join(f"{name}={size}" for name, size in sizes) if known else "unbound: as on one rank"
-        rows.append(("total", mesh, *(f"{c:,}" for c in totals)))
-        widths = [max(len(row[i]) for row in rows) for i in range(6)]
-        lines = [
-            "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-            for row in rows
-        ]
-        rest = [f"ignored: {', '.join(self.ignored)}"] if self.ignored else []
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *rest])
+        return table(self)
+
+    def __repr__(self) -> str:
+        return short(self)
+
+
+def bound(spec: object) -> PartitionSpec:
+    """``spec.bound``: what every function that takes a spec begins with. TypeError for anything else."""
+    return checked(spec).bound
+
+
+def checked(spec: object) -> PartitionSpec:
+    """A spec as it is. TypeError for a policy, and anything else."""
+    if isinstance(spec, PartitionSpec):
+        return spec
+    if callable(spec):
+        raise TypeError(f"spec: expected a PartitionSpec, got the policy {spec!r}; call it on the model: policy(model)")
+    raise TypeError(f"spec: expected a PartitionSpec such as fs.whole()(model), got {type(spec).__name__} {spec!r}")
 
 
 def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> PartitionSpec:

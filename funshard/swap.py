@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .casting import cast_back, cast_floats
 from .spec import PartitionSpec, Unit
-from .tree import join
+from .tree import join, refuse_compiled
 
 __all__ = ["CHANGING", "CONTAINERS", "Attributes", "Parameters", "Place", "install_buffers", "restored", "this_thread"]
 
@@ -101,6 +101,8 @@ class Place:
         """The whole model; ValueError unless the spec was made for it."""
         with CHANGING:
             modules = dict(model.named_modules(remove_duplicate=False))
+            for path, module in modules.items():
+                refuse_compiled(path, module, in_place=True)
             return cls("", modules, _owners(modules, spec))
 
     def within(self, path: str) -> Place:

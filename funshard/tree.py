@@ -165,8 +165,8 @@ optree.register_pytree_node(ModuleTree, _flatten_node, _unflatten_node, namespac
 def module_tree(model: nn.Module | ModuleTree) -> ModuleTree:
     """The tree of a module, from its structure alone (a meta-device module gives an equal tree); a tree as it is.
 
-    Raises TypeError for what is no ``nn.Module``, ValueError for a module that contains itself and for a lazy
-    parameter that has no shape yet.
+    Raises TypeError for what is no ``nn.Module`` and for what torch.compile made of one, ValueError for a module that
+    contains itself and for a lazy parameter that has no shape yet.
     """
     if isinstance(model, ModuleTree):
         return model
@@ -202,6 +202,7 @@ def _visit(
 ) -> None:
     if module in above:
         raise ValueError(f"module '{path}' contains itself: expected a tree of modules")
+    refuse_compiled(path, module)
     paths.setdefault(module, []).append(path)
     for name, param in module._parameters.items():
         if param is not None:
@@ -214,6 +215,20 @@ def _visit(
     for name, child in module._modules.items():
         if child is not None:
             _visit(child, join(path, name), (*above, module), paths, names)
+
+
+def refuse_compiled(path: str, module: nn.Module, *, in_place: bool = False) -> None:
+    """TypeError for a module that torch.compile made, whose parameters have other names; if asked, for a compiled one too."""
+    if "_orig_mod" in module._modules:
+        raise TypeError(
+            f"module '{path}' is what torch.compile({type(module._modules['_orig_mod']).__name__}) gives: expected the module "
+            "itself (its _orig_mod); compile what calls it, with fs.compile or torch.compile"
+        )
+    if in_place and module._compiled_call_impl is not None:
+        raise TypeError(
+            f"module '{path}' was compiled in place by .compile(), which would compile functional_call's own insides: "
+            "expected a plain module; compile what calls it, with fs.compile or torch.compile"
+        )
 
 
 def _param(tensor: torch.Tensor, names: list[str]) -> Param:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from funshard import P, Params, PartitionSpec
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False))
 SPEC = fs.by_type(nn.Linear)(MODEL).on({"shard": 2})
 PARAMS = fs.shard(MODEL, SPEC, rank=0)
+POLICY = fs.by_type(nn.Linear)
+ONE = SPEC.on({"shard": 1})
 X = torch.ones(1, 3)
 FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
 COUNTS = nn.Module()
@@ -27,10 +29,17 @@ READERS: dict[str, Callable[[Params], object]] = {
     "views": lambda params: fs.views(params, SPEC, rank=0),
     "functional_call": lambda params: fs.functional_call(MODEL, params, (X,), spec=SPEC),
 }
+TAKE_A_PART = ("unshard", "gather_full", "reshard")
 BAD_PARAMS: dict[str, tuple[Params, type[Exception], str]] = {
     "missing": ({"0": PARAMS["0"]}, ValueError, r"unit '1' is missing: expected a buffer of 4 elements, got units \['0'\]"),
     "unknown": ({**PARAMS, "7": X}, ValueError, r"unit '7' is not in the spec: expected units \['0', '1'\]"),
     "shape": ({**PARAMS, "1": X}, ValueError, r"unit '1': expected a 1-D buffer of 4 elements, got shape \[1, 3\]"),
+    "a list": ([*PARAMS.values()], TypeError, r"params: expected a dict of tensors by unit key or parameter name, got list"),
+    "the model": (
+        MODEL,
+        TypeError,
+        r"params: expected a dict .*, got Sequential; fs\.shard\(model, spec\) gives them",
+    ),
     "not a tensor": ({**PARAMS, "1": [0.0]}, TypeError, r"unit '1': expected a tensor, got list"),
     "full": (FULL, ValueError, r"unit '0\.weight' is not in the spec: expected units \['0', '1'\]"),
     "another policy": (
@@ -54,6 +63,8 @@ def test_params_that_do_not_fit_the_spec(reader: str, bad: str) -> None:
     if (reader, bad) == ("functional_call", "full"):  # it takes these as well
         assert torch.equal(READERS[reader](params), MODEL(X))
         return
+    if bad == "missing" and reader in TAKE_A_PART:  # it gets as far as the gather, for which there is no process group
+        match = "an axis of 2 ranks without a process group cannot communicate"
     with pytest.raises(error, match=match):
         READERS[reader](params)
 
@@ -71,6 +82,10 @@ def test_full_parameters_that_do_not_fit_the_spec(params: Params, message: str) 
     """functional_call takes a unit's full parameters in the place of its shard: all of them, and not beside it."""
     with pytest.raises(ValueError, match=message):
         READERS["functional_call"](params)
+
+
+def on_one(double: Sequence[str] = ()) -> Params:
+    return {key: shard.double() if key in double else shard for key, shard in fs.shard(MODEL, ONE).items()}
 
 
 def changed(change: Callable[[nn.Module], object]) -> nn.Module:
@@ -95,6 +110,62 @@ SHORTER = changed(lambda m: m.pop(1))
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
+        (
+            lambda: fs.shard(MODEL, POLICY),
+            TypeError,
+            r"spec: expected a PartitionSpec, got the policy by_type\(Linear\); call it",
+        ),
+        (lambda: fs.functional_call(MODEL, PARAMS, X, spec=POLICY), TypeError, r"got the policy by_type\(Linear\); call it on"),
+        (lambda: fs.functional_call(MODEL, PARAMS, X, spec=None), TypeError, r"spec: expected a PartitionSpec.*, got NoneType"),
+        (lambda: fs.unshard(PARAMS, P()), TypeError, r"spec: expected a PartitionSpec such as .*, got P P\(\)"),
+        (lambda: fs.partition(PARAMS, POLICY), TypeError, r"spec: expected a PartitionSpec, got the policy by_type"),
+        (lambda: fs.trace_order(MODEL, POLICY, X), TypeError, r"spec: expected a PartitionSpec, got the policy by_type"),
+        (lambda: fs.optim.global_norm(PARAMS, POLICY), TypeError, r"spec: expected a PartitionSpec, got the policy by_type"),
+        (lambda: fs.reduce_grads(FULL, POLICY), TypeError, r"spec: expected a PartitionSpec, got the policy by_type"),
+        (lambda: fs.reduce_grads([*FULL.values()], SPEC), TypeError, r"params: expected a dict of tensors .*, got list"),
+        (lambda: fs.partition([*PARAMS.values()], SPEC), TypeError, r"params: expected a dict of tensors .*, got list"),
+        (lambda: fs.shard([*FULL.values()], SPEC, rank=0), TypeError, r"params: expected a dict of tensors .*, got list"),
+        (
+            lambda: fs.shard({**FULL, "0.bias": [0.0]}, SPEC, rank=0),
+            TypeError,
+            r"'0\.bias' of unit '0': expected a tensor, got list",
+        ),
+        (
+            lambda: fs.functional_call(MODEL, on_one(), [X], spec=ONE),
+            TypeError,
+            r"must be Tensor, not list.*functional_call: args is a list, which is the model's only argument: for several, or",
+        ),
+        (
+            lambda: fs.functional_call(MODEL, {k: p.long() for k, p in PARAMS.items()}, X, spec=SPEC),
+            TypeError,
+            r"unit '0': expected a floating point dtype such as torch\.float32, got torch\.int64",
+        ),
+        (
+            lambda: fs.functional_call(MODEL, {**FULL, "1.weight": FULL["1.weight"].cfloat()}, X, spec=SPEC),
+            TypeError,
+            r"unit '1': expected a floating point dtype such as torch\.float32, got torch\.complex64",
+        ),
+        (
+            lambda: fs.functional_call(MODEL, on_one(double=["1"]), X, spec=ONE),
+            RuntimeError,
+            r"same dtype.*functional_call: unit '1' is given in torch\.float64, in the model it is torch\.float32",
+        ),
+        (
+            lambda: fs.functional_call(MODEL, {k: p.to("meta") for k, p in on_one().items()}, X, spec=ONE),
+            RuntimeError,
+            r"meta.*functional_call: params are on meta, the arguments on cpu",
+        ),
+        (
+            lambda: fs.functional_call(MODEL, fs.shard(MODEL, ONE), X, spec=SPEC),
+            ValueError,
+            r"unit '0': expected a 1-D buffer of 8 elements, got shape \[16\].*or another mesh than shard=2\?",
+        ),
+        (
+            lambda: fs.reshard({"0": on_one()["0"]}, ONE, fs.whole()(MODEL)),
+            ValueError,
+            r"unit '1' is missing: expected all that the new spec's unit '' is made of, \['0', '1'\], or nothing of it",
+        ),
+        (lambda: fs.unshard({"0": on_one()["0"]}, ONE, units=["1"]), ValueError, r"unit '1' is missing: .* got units \['0'\]"),
         (lambda: fs.whole(P("x"))(MODEL).on({"shard": 2}), ValueError, r"unit '': unknown mesh axis 'x'.*one of \('shard',\)"),
         (lambda: fs.by_path({"blocks.7": P()})(MODEL), ValueError, r"'blocks\.7' matches no module: expected a path such as"),
         (lambda: fs.shard(GROWN, SPEC, rank=0), ValueError, r"parameter '2\.weight' is not in the spec: expected the model"),
@@ -129,7 +200,11 @@ SHORTER = changed(lambda m: m.pop(1))
             ValueError,
             r"'0\.weight' of unit '0': expected torch\.float64 as '0\.bias' has, got torch\.float32",
         ),
-        (lambda: fs.shard(MODEL, SPEC), ValueError, r"expected a rank in 0\.\.1, got None; give rank="),
+        (
+            lambda: fs.shard(MODEL, SPEC),
+            ValueError,
+            r"shard: the spec is on sizes alone, \{'shard': 2\}: expected a rank in 0\.\.1, got None; give rank=, or bind the",
+        ),
         (lambda: fs.shard(MODEL, SPEC, rank=2), ValueError, r"rank 2 is not on the mesh of sizes \[2\]: expected 0\.\.1"),
         (lambda: fs.views(PARAMS, SPEC), ValueError, r"sizes \[2\] does not know its rank: expected rank=0\.\.1"),
         (lambda: fs.unshard(PARAMS, SPEC), ValueError, r"axis of 2 ranks without a process group.*\.on\(mesh\)"),
@@ -162,3 +237,44 @@ def test_bad_input(call: Callable[[], object], error: type[Exception], match: st
     """Each mistake is an error that names the path, what was expected and what was there."""
     with pytest.raises(error, match=re.compile(match, re.DOTALL)):
         call()
+
+
+CALLS: dict[str, Callable[[nn.Module], object]] = {
+    "policy": lambda model: POLICY(model),
+    "shard": lambda model: fs.shard(model, SPEC, rank=0),
+    "functional_call": lambda model: fs.functional_call(model, on_one(), X, spec=ONE),
+}
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_compiled_models(call: str) -> None:
+    """What torch.compile makes of a module has other names: it is named, also inside of a model and compiled in place."""
+    wrapped = torch.compile(MODEL, backend="eager")
+    match = r"module '{}' is what torch\.compile\({}\) gives: expected the module itself \(its _orig_mod\)"
+    with pytest.raises(TypeError, match=match.format("", "Sequential")):
+        CALLS[call](wrapped)
+    with pytest.raises(TypeError, match=match.format("1", "Linear")):
+        CALLS[call](changed(lambda m: setattr(m, "1", torch.compile(m[1], backend="eager"))))
+    in_place = changed(lambda m: m[1].compile(backend="eager"))
+    if call != "functional_call":  # names and values are the module's own
+        CALLS[call](in_place)
+        return
+    with pytest.raises(TypeError, match=r"module '1' was compiled in place by \.compile\(\).*compile what calls it"):
+        CALLS[call](in_place)
+
+
+def test_hints_are_for_errors_that_they_explain() -> None:
+    """A model that takes a list gets it; an error of its own stays as it is, with what is odd about the call added once."""
+
+    class Takes(nn.Module):
+        def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+            if len(xs) > 1:
+                raise RuntimeError("too many")
+            return xs[0] * 2
+
+    spec = fs.whole()(Takes()).on({"shard": 1})
+    assert torch.equal(fs.functional_call(Takes(), {}, [X], spec=spec), 2 * X)
+    with pytest.raises(RuntimeError, match=r"^too many\nfunctional_call: args is a list, which is the model's only argument"):
+        fs.functional_call(Takes(), {}, [X, X], spec=spec)
+    with pytest.raises(RuntimeError, match=r"^too many$"):
+        fs.functional_call(Takes(), {}, ([X, X],), spec=spec)

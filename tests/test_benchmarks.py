@@ -147,13 +147,13 @@ def test_comm_order() -> None:
     def units(part: str, what: str, op: str) -> list[str]:
         return [unit for *event, unit in order if event == [part, what, op]]
 
-    assert units("forward", "start", "all_gather") == units("forward", "wait", "all_gather") == ["(root)", *blocks]
+    assert units("forward", "start", "all_gather") == units("forward", "wait", "all_gather") == ["''", *blocks]
     again = blocks[-2::-1]
     assert units("backward", "start", "all_gather") == units("backward", "wait", "all_gather") == again
     for what in ("start", "wait"):
-        assert sorted(units("backward", what, "reduce_scatter")) == sorted(["(root)", *blocks])
+        assert sorted(units("backward", what, "reduce_scatter")) == sorted(["''", *blocks])
     assert len(order) == 2 * (len(blocks) + 1 + len(again) + len(blocks) + 1)
-    for this, following in zip(["(root)", *blocks], blocks, strict=False):
+    for this, following in zip(["''", *blocks], blocks, strict=False):
         arrived = order.index(["forward", "wait", "all_gather", this])
         assert order[arrived + 1] == ["forward", "start", "all_gather", following]
     for part, what, op, unit in order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,16 @@ import funshard as fs
 from funshard.testing import Leafy, Sum, modules
 
 TREES = modules(tied=False)
+
+
+def by_type(model: nn.Module, *classes: type[nn.Module], ignored: Collection[str] = ()) -> fs.Policy:
+    """Ours; where the model has no such module torch's selects nothing, and ours is an error."""
+    left = [m for path, m in model.named_modules() if not any(f"{path}.".startswith(f"{gone}.") for gone in ignored)]
+    if any(isinstance(m, classes) for m in left):
+        return fs.by_type(*classes)
+    with pytest.raises(ValueError, match=r"by_type: no module is of .*: expected classes of the model's modules"):
+        fs.ignoring(fs.by_type(*classes), modules=ignored)(model)
+    return fs.whole()
 
 
 @given(TREES)
@@ -37,8 +48,8 @@ def test_a1_a2_policies_are_functions_and_specs_are_policies(model: nn.Module) -
 def test_a3_by_type_is_module_wrap_policy(model: nn.Module) -> None:
     """Instances of the classes, subclasses too; as an object and as a callable in an or-policy."""
     for classes in [(Leafy,), (Sum,), (nn.ModuleList, Leafy), (nn.Module,), (nn.Linear,)]:
-        assert_same(model, fs.by_type(*classes), wrap.ModuleWrapPolicy(classes))
-        assert_same(model, fs.by_type(*classes), partial(wrap._or_policy, policies=[wrap.ModuleWrapPolicy(classes)]))
+        assert_same(model, by_type(model, *classes), wrap.ModuleWrapPolicy(classes))
+        assert_same(model, by_type(model, *classes), partial(wrap._or_policy, policies=[wrap.ModuleWrapPolicy(classes)]))
 
 
 @given(TREES)
@@ -66,8 +77,8 @@ def test_a5_custom_is_lambda_auto_wrap_policy(model: nn.Module) -> None:
 @given(TREES)
 def test_a6_by_type_is_transformer_auto_wrap_policy(model: nn.Module) -> None:
     """And the private _wrap_module_cls_individually, which is the same once more."""
-    assert_same(model, fs.by_type(Leafy), partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Leafy}))
-    assert_same(model, fs.by_type(Leafy), partial(wrap._wrap_module_cls_individually, module_classes=[Leafy]))
+    assert_same(model, by_type(model, Leafy), partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Leafy}))
+    assert_same(model, by_type(model, Leafy), partial(wrap._wrap_module_cls_individually, module_classes=[Leafy]))
 
 
 @given(TREES)
@@ -93,7 +104,7 @@ def test_a16_ignoring_is_ignored_modules(model: nn.Module, data: st.DataObject) 
     """Ignored subtrees are no units, own no parameters and count nothing towards a threshold."""
     ignored = data.draw(st.sets(st.sampled_from([path for path, _ in model.named_modules() if path] or ["none"]), max_size=2))
     ignored.discard("none")
-    assert_same(model, fs.by_type(Leafy), wrap.ModuleWrapPolicy([Leafy]), ignored)
+    assert_same(model, by_type(model, Leafy, ignored=ignored), wrap.ModuleWrapPolicy([Leafy]), ignored)
     assert_same(model, fs.custom(wide), wrap.CustomPolicy(wide), ignored)
     assert_same(model, fs.by_size(6), size(6), ignored)
 
@@ -103,13 +114,13 @@ def test_a18_any_of_is_or_policy(model: nn.Module) -> None:
     """Selected by any; a never-policy adds nothing."""
     never = fs.custom(lambda m: False)
     both = partial(wrap._or_policy, policies=[lambdas(wide), wrap.ModuleWrapPolicy([Leafy])])
-    assert_same(model, fs.any_of(fs.custom(wide), never, fs.by_type(Leafy)), both)
+    assert_same(model, fs.any_of(fs.custom(wide), never, by_type(model, Leafy)), both)
 
 
 @given(modules())
 def test_a3_shared_modules_are_selected_as_in_torch(model: nn.Module) -> None:
     """With sharing as well: a module once, at its first path; each parameter in one unit above all its uses."""
-    tree, spec = fs.module_tree(model), fs.by_type(Leafy)(model)
+    tree, spec = fs.module_tree(model), by_type(model, Leafy)(model)
     targets = wrap.ModuleWrapPolicy([Leafy])._run_policy(model, set(), {})
     assert [node.module for node in tree.nodes() if node.path in dict(spec.selected)] == list(targets)
 

@@ -193,7 +193,7 @@ def order(args: argparse.Namespace) -> None:
         with Order(params) as work:
             grads, _ = fs.grad_and_value(loss)(params)
     units = {**work.units, **{address(grad): key for key, grad in grads.items()}}
-    lines = [(event, op, units.get(where, "?") or "(root)", ops) for event, op, where, ops in work.lines]
+    lines = [(event, op, units.get(where, "?") or "''", ops) for event, op, where, ops in work.lines]
     rows = [
         ["forward" if i < turn[0] else "backward", event, op, unit, str(ops)] for i, (event, op, unit, ops) in enumerate(lines)
     ]

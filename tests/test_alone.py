@@ -1,0 +1,216 @@
+"""Ranks that would train alone are told so: no process group, the model's own parameters, a policy that takes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import same
+from ranks import Pool, launch
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+
+import funshard as fs
+from funshard import P, Params
+from funshard.collectives import Mesh
+
+X = torch.ones(2, 3, dtype=torch.float64)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1, bias=False)).double()
+
+
+# --- Started as one of several, and no process group. ---
+
+SPEC = fs.by_type(nn.Linear)(model())
+WITHOUT_A_GROUP: dict[str, Callable[[], object]] = {
+    "shard": lambda: fs.shard(model(), SPEC),
+    "unshard": lambda: fs.unshard({}, SPEC),
+    "functional_call": lambda: fs.functional_call(model(), dict(model().named_parameters()), X, spec=SPEC),
+    "gather_full": lambda: fs.gather_full({}, SPEC),
+    "global_norm": lambda: fs.optim.global_norm({}, SPEC),
+    "world": Mesh.world,
+}
+
+
+@pytest.mark.parametrize("what", sorted(WITHOUT_A_GROUP))
+def test_started_as_one_of_several_without_a_process_group(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever would take the whole world says what is missing, and how to mean a single rank."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"one of 2 \(WORLD_SIZE\) .* alone: expected torch\..*\.init_process_group\(\)"):
+        WITHOUT_A_GROUP[what]()
+
+
+def test_one_rank_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound spec, a policy and a table work; so does a launcher that starts one process."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    here = SPEC.on({"shard": 1})
+    same(fs.unshard(fs.shard(model(), here), here), {name: p.detach() for name, p in model().named_parameters()})
+    assert "shard=1" in str(fs.by_type(nn.Linear)(model()))
+    for size in ("1", "", "many"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        assert dict(SPEC.bound.bound_mesh.sizes) == {"shard": 1}
+
+
+def test_a_script_that_forgets_its_process_group(tmp_path: Path) -> None:
+    """As torchrun starts it: an error on each of the two ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, funshard as fs\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "try:\n"
+        "    fs.shard(model, fs.whole()(model))\n"
+        "except RuntimeError as error:\n"
+        "    print('refused:', error)\n"
+    )
+    said = launch(2, script)
+    assert len(re.findall(r"refused: this process was started as one of 2 \(WORLD_SIZE\)", said)) == 2, said
+
+
+# --- The model's own parameters on several ranks. ---
+
+
+def differentiated(how: str, model: nn.Module, params: Params, spec: fs.PartitionSpec) -> Any:
+    def loss(params: Params) -> Tensor:
+        return fs.functional_call(model, params, (X,), spec=spec).pow(2).mean()
+
+    match how:
+        case "fs.grad":
+            return fs.grad(loss)(params)
+        case "torch.func.grad":
+            return torch.func.grad(loss)(params)
+        case "hvp":
+            return fs.hvp(loss, params, params)
+        case "jvp":
+            return torch.func.jvp(loss, (params,), (params,))
+        case "vmap of grad":
+            return torch.vmap(lambda x: torch.func.grad(lambda p: loss(p) * x)(params))(torch.ones(2).double())
+        case "backward":
+            return loss(params).backward()
+    raise AssertionError(how)
+
+
+HOW = ["fs.grad", "torch.func.grad", "hvp", "jvp", "vmap of grad", "backward"]
+OWN = r"parameter '0\.weight' is the model's own, .* on 2 ranks each would train alone; expected fs\.shard\(model, spec\)"
+
+
+def own_parameters(rank: int, how: str) -> list[str]:
+    said: list[str] = []
+    for spec in (fs.by_type(nn.Linear), fs.whole(P())):
+        net = model()
+        try:
+            differentiated(how, net, dict(net.named_parameters()), spec(net).bound)
+        except ValueError as error:
+            said.append(str(error))
+        assert all(p.grad is None for p in net.parameters())
+    return said
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_own_parameters_on_two_ranks(how: str, gloo2: Pool) -> None:
+    """In every derivative, for every strategy: nothing would be reduced, so that each rank would train alone."""
+    for said in gloo2.run(own_parameters, how):
+        assert len(said) == 2
+        for text in said:
+            assert re.search(OWN.replace("0\\.weight", "0\\.(weight|bias)"), text), text
+
+
+@pytest.mark.parametrize("how", HOW[:2])
+def test_own_parameters_on_simulated_ranks(how: str) -> None:
+    """The same where the ranks are simulated."""
+    net = model()
+
+    def run(mesh: Mesh, _: Tensor) -> Any:
+        return differentiated(how, net, dict(net.named_parameters()), fs.whole()(net).on(mesh))
+
+    with pytest.raises(ValueError, match=r"is the model's own, .* on 2 ranks each would train alone"):
+        fs.testing.spmd(run, 2)(torch.zeros(2))
+
+
+def own_where_it_is_right(rank: int) -> None:
+    net = model()
+    own = dict(net.named_parameters())
+    spec = fs.by_type(nn.Linear)(net).bound
+    alone = fs.by_type(nn.Linear)(net).on(init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "shard"))["shard"])
+    with torch.no_grad():  # nothing to reduce
+        assert torch.equal(fs.functional_call(net, own, (X,), spec=spec), net(X))
+    torch.testing.assert_close(fs.functional_call(net, {k: p.detach() for k, p in own.items()}, (X,), spec=spec), net(X))
+    expected = torch.func.grad(lambda p: torch.func.functional_call(net, p, (X,)).pow(2).mean())(own)
+    same(differentiated("fs.grad", net, own, alone), expected)  # one rank
+    full = fs.unshard(fs.shard(net, spec), spec)
+    reduced = fs.reduce_grads(differentiated("fs.grad", net, full, spec), spec)
+    same(reduced, fs.shard(expected, spec))
+    for p in net[0].parameters():
+        p.requires_grad_(False)
+    frozen = fs.by_type(nn.Linear)(net).bound
+    trained = {"2": fs.shard(net, frozen)["2"]} | {name: p for name, p in net.named_parameters() if name[0] == "0"}
+    assert torch.equal(differentiated("fs.grad", net, trained, frozen)["2"], reduced["2"])  # a frozen base that no rank slices
+
+
+def test_own_parameters_where_nothing_is_lost(gloo2: Pool) -> None:
+    """Without a derivative, on one rank, for what is frozen; and unshard's are full parameters like any."""
+    gloo2.run(own_where_it_is_right)
+
+
+# --- A policy that takes nothing. ---
+
+
+def test_by_type_that_matches_nothing() -> None:
+    """It names the classes, and those that the model has; as by_path does with its patterns."""
+    net = model()
+    message = r"no module is of Conv2d, LayerNorm: .* some of \['Sequential', 'Linear', 'Tanh'\]; whole\(\) makes one unit"
+    with pytest.raises(ValueError, match=message):
+        fs.by_type(nn.Conv2d, nn.LayerNorm)(net)
+    assert fs.by_type(nn.Conv2d, nn.Linear)(net) == fs.by_type(nn.Linear)(net)
+    assert dict(fs.by_type(nn.Sequential)(net).selected).keys() == {""}
+    with pytest.raises(ValueError, match=r"by_type: no module is of Linear: .* some of \['Sequential', 'Tanh'\]"):
+        fs.ignoring(fs.by_type(nn.Linear), modules=[nn.Linear])(net)
+
+
+# --- A parameter with the name of a unit. ---
+
+
+class Named(nn.Module):
+    """A parameter that is trained, one that is not, and one of a name."""
+
+    def __init__(self, name: str, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.f = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_parameter(name, nn.Parameter(torch.ones(3)))
+        self.a = inner
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: fs.whole()(Named(":frozen")), ":frozen"),
+        (lambda: fs.by_path({"a": P()})(Named("z", Named(":frozen"))), None),
+        (lambda: fs.by_path({"a": P()})(Named("a:frozen", Named("z"))), "a:frozen"),
+        (lambda: fs.ignoring(fs.whole(), params=[":frozen"])(Named(":frozen")), ":frozen"),
+    ],
+)
+def test_a_parameter_with_the_name_of_a_unit(make: Callable[[], fs.PartitionSpec], key: str | None) -> None:
+    """params may hold either, so one would be taken for the other: an error that says to rename it. Other ':' are names."""
+    if key is None:
+        assert {"a:frozen", "a"} < set(make().by_key)
+        return
+    with pytest.raises(ValueError, match=rf"parameter '{key}' has the name of a unit, .*rename it in the model"):
+        make()
+
+
+def test_a_parameter_with_the_path_of_a_module() -> None:
+    """torch refuses one that is registered; one that gets in by another way is refused here."""
+    net = nn.Module()
+    net.a = nn.Linear(2, 2)
+    with pytest.raises(KeyError, match="attribute 'a' already exists"):
+        net.register_parameter("a", nn.Parameter(torch.ones(1)))
+    net._parameters["a"] = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=r"parameter 'a' has the name of a unit"):
+        fs.by_type(nn.Linear)(net)
