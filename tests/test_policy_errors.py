@@ -19,6 +19,22 @@ W = fs.whole()
         (lambda: fs.by_type(), ValueError, r"by_type: expected at least one module class, got none; whole\(\) makes one unit"),
         (lambda: fs.by_type(int), TypeError, r"by_type: expected subclasses of nn\.Module, got <class 'int'>"),
         (lambda: fs.by_type(nn.Linear, nn.ReLU()), TypeError, r"by_type: expected subclasses of nn\.Module, got ReLU\(\)"),
+        (lambda: fs.whole("shard"), TypeError, r"whole: expected a P such as P\('shard'\), got 'shard'; write P\('shard'\)"),
+        (lambda: fs.whole(None), TypeError, r"whole: expected a P such as P\('shard'\), got None$"),
+        (lambda: fs.always(("a", "b")), TypeError, r"always: .* got \('a', 'b'\); write P\(\('a', 'b'\)\)"),
+        (lambda: fs.by_type(nn.Linear, p="shard"), TypeError, r"by_type: expected a P such as P\('shard'\), got 'shard'"),
+        (lambda: fs.by_size(1, p="shard"), TypeError, r"by_size: expected a P such as P\('shard'\), got 'shard'"),
+        (lambda: fs.custom(lambda m: True, "shard"), TypeError, r"custom: expected a P such as P\('shard'\), got 'shard'"),
+        (lambda: fs.marked("shard"), TypeError, r"marked: expected a P such as P\('shard'\), got 'shard'"),
+        (lambda: fs.by_path({}, "shard"), TypeError, r"by_path: expected a P such as P\('shard'\), got 'shard'"),
+        (
+            lambda: fs.by_path({"m": "shard"}),
+            TypeError,
+            r"by_path: pattern 'm': expected a P such as .*, got 'shard'",
+        ),
+        (lambda: fs.by_path({0: fs.P()}), TypeError, r"by_path: expected path patterns such as 'blocks\.\*', got 0"),
+        (lambda: fs.by_path(["0"]), TypeError, r"by_path: expected a dict of path patterns and P, got list"),
+        (lambda: fs.mark(nn.ReLU(), align="2"), TypeError, r"mark: P: align: expected a whole number of elements, got '2'"),
         (lambda: fs.by_size(force_leaf=[int]), TypeError, r"by_size: expected subclasses of nn\.Module, got <class 'int'>"),
         (lambda: fs.by_size(exclude=["Linear"]), TypeError, r"by_size: expected subclasses of nn\.Module, got 'Linear'"),
         (lambda: fs.full_precision(W, str), TypeError, r"full_precision: expected subclasses of nn\.Module, got <class 'str'>"),
@@ -95,6 +111,43 @@ def test_wrong_for_this_model(policy: fs.Policy, message: str) -> None:
     """When the policy meets the model: every message names the path or the pattern."""
     with pytest.raises(ValueError, match=message):
         policy(MODEL)
+
+
+def test_fields_of_the_wrong_type_name_the_module() -> None:
+    """What custom overrides is checked as P checks it, with the path in front."""
+    with pytest.raises(TypeError, match=r"custom: module '1\.0': P: reshard: expected True or False, got 'no'"):
+        fs.custom(lambda m: {"reshard": "no"} if m is MODEL[1][0] else False)(MODEL)
+
+
+def test_names_that_look_like_patterns() -> None:
+    """A component that is a module's very name matches it, and is more literal than one that only matches."""
+    model = nn.ModuleDict({"[z]": nn.Linear(2, 2), "z": nn.Linear(2, 2), "*": nn.Linear(2, 2), "a?": nn.Linear(2, 2)})
+    assert set(fs.by_path({"[z]": fs.P("a")})(model).places) == {"", "[z]", "z"}
+    chosen = dict(fs.by_path({"[z]": fs.P("a"), "z": fs.P("b"), "*": fs.P("c")})(model).selected)
+    assert {path: p.axis for path, p in chosen.items()} == {"": "c", "[z]": "a", "z": "b", "*": "c", "a?": "c"}
+    assert dict(fs.by_path({"[[]z]": fs.P("a")})(model).selected).keys() == {"[z]"}
+    assert set(fs.ignoring(fs.whole(), modules=["a?"])(model).ignored) == {"a?.weight", "a?.bias"}
+
+
+def odd(module: nn.Module) -> bool:
+    return len(module._parameters) % 2 == 1
+
+
+def test_policies_print_as_what_made_them() -> None:
+    """Classes by name, `P` where it is not the default, what is inside of combinators as well."""
+    assert [repr(policy) for policy in (
+        fs.whole(), fs.whole(fs.P()), fs.always(p=fs.P("shard", remat=True)), fs.by_type(nn.Linear, nn.ReLU), fs.by_size(10),
+        fs.custom(odd), fs.by_path({"0": fs.P()}), fs.marked(),
+        fs.any_of(fs.by_type(nn.Linear), fs.marked()), fs.override(fs.whole(), fs.by_path({"1": fs.P("x")})),
+        fs.ignoring(fs.whole(), ["0"], ["1.bias"]), fs.ignoring(fs.whole(), [MODEL[0]], [MODEL[0].bias]),
+        fs.full_precision(fs.whole(), nn.LayerNorm),
+    )] == [
+        "whole()", "whole(p=P())", "always(p=P('shard', remat=True))", "by_type(Linear, ReLU)", "by_size(10)",
+        "custom(odd)", "by_path({'0': P()})", "marked()",
+        "any_of(by_type(Linear), marked())", "override(whole(), by_path({'1': P('x')}))",
+        "ignoring(whole(), ['0'], ['1.bias'])", "ignoring(whole(), [<Linear>], [<Parameter>])",
+        "full_precision(whole(), LayerNorm)",
+    ]  # fmt: skip
 
 
 def test_marks_are_checked_again_where_they_are_read() -> None:

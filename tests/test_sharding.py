@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import pytest
 import torch
 from cases import Case, cases, each_rank, on_ranks, poisoned, same, specs, stacked
 from hypothesis import given
@@ -216,6 +217,31 @@ def test_partition_and_combine_are_inverse(case: Case, of_units: bool) -> None:
         for key in params:
             owner = case.spec.by_key[key] if of_units else case.spec.by_name[key][1]
             assert (key in trainable) == (predicate is None or predicate(owner))
+
+
+@given(cases(), st.data())
+def test_a_part_of_the_tree_is_gathered_and_resharded_as_it_is_in_the_whole(case: Case, data: st.DataObject) -> None:
+    """Of some units come their parameters and no others; and of another spec the units that these make, or an error."""
+    chosen = {unit.key for unit in case.spec if data.draw(st.booleans())}
+    names = {param.name for key in chosen for param in case.spec.by_key[key].params}
+    new = data.draw(specs(case.model, case.sizes))
+    made = {unit.key for unit in new if names.intersection(p.name for p in unit.params)}
+    whole = {unit.key for unit in new if names.issuperset(p.name for p in unit.params)}
+
+    def part(mesh: Mesh) -> tuple[fs.PartitionSpec, Params]:
+        spec = case.spec.on(mesh)
+        return spec, fs.partition(fs.shard(case.full, spec), spec, lambda unit: unit.key in chosen)[0]
+
+    for gather in (fs.unshard, fs.gather_full):
+        for full in on_ranks(case.sizes, lambda mesh: gather(*part(mesh)[::-1])):
+            same(full, {name: tensor for name, tensor in case.full.items() if name in names})
+    resharded = lambda mesh: fs.reshard(part(mesh)[1], part(mesh)[0], new.on(mesh))  # noqa: E731
+    if made != whole:
+        with pytest.raises(ValueError, match=r"is missing: expected all that the new spec's unit '.*' is made of, "):
+            on_ranks(case.sizes, resharded)
+        return
+    for rank, shards in enumerate(on_ranks(case.sizes, resharded)):
+        same(shards, {key: shard for key, shard in fs.shard(case.full, new, rank=rank).items() if key in made})
 
 
 def test_partition_by_requires_grad_trains_only_the_trainable() -> None:

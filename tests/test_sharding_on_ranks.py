@@ -204,6 +204,42 @@ def test_l6_reshard(gloo4: Pool) -> None:
     gloo4.run(resharded)
 
 
+def parts(rank: int) -> None:
+    model, mesh = layers().double(), square()
+    model[1].requires_grad_(False)
+    spec = fs.by_type(nn.Linear, p=P(("shard", "replicate")))(model).on(mesh)
+    new = fs.override(fs.by_type(nn.Linear), fs.by_path({"1": P()}))(model).on(mesh)
+    shards = fs.shard(model, spec)
+    for part in fs.partition(shards, spec):
+        names = {param.name for key in part for param in spec.by_key[key].params}
+        full = {name: value for name, value in values(model).items() if name in names}
+        same(fs.unshard(part, spec), full)
+        for options in ({}, {"offload_to_cpu": True}, {"rank0_only": True}):
+            same(fs.gather_full(part, spec, **options), {} if rank and "rank0_only" in options else full)
+        same(fs.reshard(part, spec, new), {key: s for key, s in fs.shard(model, new, rank=rank).items() if key in part})
+    trained, frozen = fs.partition(shards, spec)
+    xs = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+    def loss(part: Params) -> Tensor:
+        full = {**fs.unshard(part, spec), **fs.unshard(frozen, spec)}
+        return torch.func.functional_call(model, full, (xs[rank],)).pow(2).sum()
+
+    for grad in (fs.grad, torch.func.grad):
+        full = fs.unshard(grad(loss)(trained), spec)
+        plain = torch.autograd.grad(model(xs).pow(2).sum() / 4, [p for p in model.parameters() if p.requires_grad])
+        torch.testing.assert_close([*full.values()], sorted_like(full, model, plain), rtol=1e-9, atol=1e-9)
+
+
+def sorted_like(full: Params, model: nn.Module, grads: tuple[Tensor, ...]) -> list[Tensor]:
+    named = dict(zip([name for name, p in model.named_parameters() if p.requires_grad], grads, strict=True))
+    return [named[name] for name in full]
+
+
+def test_parts_of_the_tree(gloo4: Pool) -> None:
+    """What partition gives is gathered and resharded by itself, and differentiated: LoRA's trainable part."""
+    gloo4.run(parts)
+
+
 class Tied(nn.Module):
     """A tied embedding and head, on more words than four ranks divide."""
 

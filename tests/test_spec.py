@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import re
 from collections.abc import Mapping
 from math import inf, prod
 
@@ -197,13 +198,41 @@ def test_units_come_in_pre_order(case: tuple[nn.Module, Policy]) -> None:
         (lambda: fs.P(3), TypeError, r"P: expected an axis name, a tuple of names or None, got 3"),
         (lambda: fs.P(["a"]), TypeError, r"P: expected an axis name, a tuple of names or None, got \['a'\]"),
         (lambda: fs.P(("a", 1)), TypeError, r"P: expected an axis name, a tuple of names or None, got \('a', 1\)"),
+        (lambda: fs.P("a", align="2"), TypeError, r"P: align: expected a whole number of elements, got '2'"),
+        (lambda: fs.P("a", align=1.5), TypeError, r"P: align: expected a whole number of elements, got 1\.5"),
+        (lambda: fs.P("a", align=True), TypeError, r"P: align: expected a whole number of elements, got True"),
+        (lambda: fs.P("a", reshard="no"), TypeError, r"P: reshard: expected True or False, got 'no'"),
+        (lambda: fs.P("a", reshard=None), TypeError, r"P: reshard: expected True or False, got None"),
+        (lambda: fs.P("a", remat="False"), TypeError, r"P: remat: expected True or False, got 'False'"),
+        (lambda: fs.P("a", remat=1), TypeError, r"P: remat: expected True or False, got 1"),
+        (lambda: fs.P("a", offload=True), TypeError, r"P: offload: expected the name of a device or None, got True"),
         (lambda: fs.P(""), TypeError, r"P: expected an axis name, a tuple of names or None, got ''"),
     ],
 )
 def test_s5_wrong_p(make: object, error: type[Exception], message: str) -> None:
-    """An axis used twice, none at all, or no name."""
+    """An axis used twice, none at all, or no name; a field of another type."""
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "error", "message"),
+    [
+        ({"shard": 0}, ValueError, r"mesh axis 'shard': expected a size of at least 1, got 0"),
+        ({"replicate": 2, "shard": -1}, ValueError, r"mesh axis 'shard': expected a size of at least 1, got -1"),
+        ({"shard": True}, TypeError, r"mesh axis 'shard': expected its size, got True"),
+        ({"shard": 2.0}, TypeError, r"mesh axis 'shard': expected its size, got 2\.0"),
+        ({"shard": "2"}, TypeError, r"mesh axis 'shard': expected its size, got '2'"),
+        ({2: 2}, TypeError, r"mesh: expected axis names, got 2"),
+        (2, TypeError, r"mesh: expected a DeviceMesh, or axis names with sizes such as \{'shard': 2\}, got 2"),
+        ("shard", TypeError, r"mesh: expected a DeviceMesh, or axis names with sizes .*, got 'shard'"),
+        (None, TypeError, r"mesh: expected a DeviceMesh, or axis names with sizes .*, got None"),
+    ],
+)
+def test_s5_wrong_meshes(mesh: object, error: type[Exception], message: str) -> None:
+    """Sizes that are none, and what is no mesh."""
+    with pytest.raises(error, match=message):
+        fs.whole()(nn.Linear(2, 2)).on(mesh)
 
 
 def tower() -> nn.Module:
@@ -320,6 +349,83 @@ def test_str_of_a_spec_is_a_table() -> None:
         "total       replicate=2 x shard=4                                       7  2,039      113           2,072\n"
         "ignored: 2.bias"
     )
+
+
+class Layer(nn.Module):
+    def __init__(self, experts: int = 0) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Linear(4, 4), nn.Linear(4, 8)
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(experts))
+
+
+def first_column(spec: fs.PartitionSpec) -> list[str]:
+    return [line.split("  ")[0].strip() for line in str(spec).splitlines()[2:-1]]
+
+
+def test_rows_that_are_alike_are_one() -> None:
+    """``layers.{0..31}``: units that differ in numbers of their paths alone, with how many they are; totals are the same."""
+    model = nn.ModuleDict({"embed": nn.Linear(3, 4), "layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(32))})
+    assert str(fs.by_path({"layers.*": fs.P("shard")})(model).on({"shard": 4})) == (
+        "unit            P           parameters    numel  padding  bytes per rank\n"
+        "------------------------------------------------------------------------\n"
+        "''              P('shard')           2       16        0              16\n"
+        "layers.{0..31}  P('shard')      32 x 2  32 x 20   32 x 0         32 x 20\n"
+        "total           shard=4             66      656        0             656"
+    )
+
+
+def test_which_rows_are_alike() -> None:
+    """By the product of their numbers, with gaps where others are between them; fewer than three stay as they are."""
+    model = nn.ModuleDict({"layers": nn.ModuleList(Layer(experts=2) for _ in range(12))})
+    assert first_column(fs.by_type(nn.Linear)(model)) == [
+        "layers.{0..11}.attn",
+        "layers.{0..11}.experts.{0..1}",
+        "layers.{0..11}.mlp",
+    ]
+    other = fs.override(fs.by_path({"layers.*": fs.P("shard")}), fs.by_path({"layers.4": fs.P(), "layers.9": fs.P()}))
+    assert first_column(other(model)) == ["layers.{0..3,5..8,10..11}", "layers.4", "layers.9"]
+    some = fs.by_path({"layers.0.experts.*": fs.P(), "layers.1.experts.0": fs.P(), "layers.2.**": fs.P()})
+    assert {"layers.0.experts.0", "layers.0.experts.1", "layers.1.experts.0"} < set(first_column(some(model)))
+    for layer in model["layers"]:
+        layer.attn.weight.requires_grad_(False)
+    assert first_column(fs.by_type(Layer)(model)) == ["layers.{0..11}:frozen", "layers.{0..11}"]
+
+
+@given(cases(), meshes())
+def test_every_unit_is_in_the_table(case: tuple[nn.Module, Policy], sizes: dict[str, int]) -> None:
+    """The rows' names, written out, are the keys of the units, each once, and their numbers add up to the totals."""
+    model, policy = case
+    spec = policy(model).on(sizes)
+    lines = str(spec).splitlines()
+    totals, keys = [0, 0], []
+    for line in lines[2 : lines.index(next(x for x in lines if x.startswith("total")))]:
+        name = line.split("  ")[0].strip()
+        names = expanded("" if name == "''" else name)
+        keys += names
+        padding, parameters = (cell.split(" x ")[-1] for cell in (re.split(r"  +", line)[-2], re.split(r"  +", line)[-4]))
+        totals = [totals[0] + len(names) * int(padding.replace(",", "")), totals[1] + len(names) * int(parameters)]
+    assert sorted(keys) == sorted(spec.by_key)
+    assert totals == [sum(spec.padded_numel(u) - u.numel for u in spec), sum(len(u.params) for u in spec)]
+
+
+def expanded(name: str) -> list[str]:
+    match = re.search(r"\{([^}]*)\}", name)
+    if match is None:
+        return [name]
+    ends = (run.split("..") for run in match[1].split(","))
+    values = [n for first, *last in ends for n in range(int(first), int(last[0] if last else first) + 1)]
+    return [out for n in values for out in expanded(name[: match.start()] + str(n) + name[match.end() :])]
+
+
+def test_reprs_are_short() -> None:
+    """A spec is a line, a P is what made it, a policy is its call."""
+    model = nn.Sequential(nn.Linear(100, 20), nn.Linear(3, 3))
+    spec = fs.by_type(nn.Linear)(model)
+    assert repr(spec) == "<PartitionSpec: 2 units, 4 parameters, 2,032 elements, unbound>"
+    assert repr(spec.on({"replicate": 2, "shard": 4})).endswith("2,032 elements, replicate=2 x shard=4>")
+    for p in (fs.P(), fs.P("shard", reshard=False), fs.P(("a", "b"), align=8, remat=True)):
+        assert eval(repr(p), {"P": fs.P}) == p
+        assert repr(p) == str(p)
 
 
 def test_what_is_derived_belongs_to_one_spec() -> None:

@@ -38,6 +38,14 @@ def raw_gather(name: str) -> Callable[[Tensor], Tensor]:
     return lambda x: ops.wait_tensor(ops.all_gather_into_tensor(x, 2, name))
 
 
+def test_bound_device(fake_group: str) -> None:
+    """A process group knows the device of ``init_process_group(device_id=...)``, and None where there was none."""
+    group = _torch.group(fake_group)
+    assert _torch.bound_device(group) is None
+    group.bound_device_id = torch.device("cuda", 1)
+    assert _torch.bound_device(group) == torch.device("cuda", 1)
+
+
 def test_grad_over_raw_collectives_raises(fake_group: str) -> None:
     """Fact 1: so they are called only inside a Function's forward."""
     with pytest.raises(RuntimeError, match="setup_context"):

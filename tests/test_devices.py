@@ -1,0 +1,139 @@
+"""Where shards go on machines that these tests do not have: fakes in the place of CUDA and NCCL, fake tensors on "cuda"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import funshard as fs
+from funshard.collectives import Mesh
+
+NCCL = "cpu:gloo,cuda:nccl"
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    """Rank 1 of two, in name only."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    group.bound_device_id = None
+    dist.destroy_process_group()
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, backends: str, *, cuda: bool, current: int = 0) -> None:
+    """A machine with CUDA or without, and a group with these backends."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+
+
+@pytest.mark.parametrize(
+    ("backends", "cuda", "expected"),
+    [
+        (NCCL, True, "cuda"),  # init_process_group() where there is CUDA
+        ("cuda:nccl", True, "cuda"),
+        (NCCL, False, None),
+        ("cpu:gloo", True, None),
+        ("cpu:gloo", False, None),
+        ("cpu:gloo,cuda:gloo", True, None),  # init_process_group("gloo"): tensors stay where they are
+        ("cpu:mpi,cuda:nccl", True, "cuda"),
+        ("cuda:nccl,cpu:gloo", True, "cuda"),
+    ],
+)
+def test_the_device_type_of_the_world(
+    backends: str, cuda: bool, expected: str | None, world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the accelerator which has a backend of its own, if this machine has one; anything where one serves both."""
+    machine(monkeypatch, backends, cuda=cuda)
+    assert Mesh.world().device_type == expected
+
+
+def test_a_group_without_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch itself makes of init_process_group() names its backends, as the table above has it."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group(rank=0, world_size=1, store=dist.HashStore())
+    try:
+        kinds = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        assert kinds["cpu"] == "gloo"
+        assert Mesh.world().device_type == ("cuda" if torch.cuda.is_available() else None)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_device_that_the_group_is_bound_to(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``init_process_group(device_id=...)`` decides; else the current device; one of another kind says nothing."""
+    machine(monkeypatch, NCCL, cuda=True, current=2)
+    assert Mesh.world().device == torch.device("cuda", 2)
+    world.bound_device_id = torch.device("cuda", 1)
+    assert Mesh.world().device == torch.device("cuda", 1)
+    assert Mesh((("shard", fs.collectives.Group(1, 0)),), "cuda").device == torch.device(
+        "cuda", 1
+    )  # of an axis without a group
+    assert Mesh((("shard", fs.collectives.Group(1, 0)),), "cpu").device == torch.device("cpu")
+    world.bound_device_id = torch.device("xpu", 0)
+    assert Mesh.world().device == torch.device("cuda", 2)
+
+
+def test_shards_of_a_cpu_model_are_on_the_device_of_the_group(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank's on its own: here those of rank 1 on cuda:1, as fake tensors."""
+    machine(monkeypatch, NCCL, cuda=True)
+    world.bound_device_id = torch.device("cuda", 1)
+    with FakeTensorMode():
+        model = nn.Linear(3, 4)
+        shards = fs.shard(model, fs.whole()(model))
+    assert {key: (shard.device, shard.numel()) for key, shard in shards.items()} == {"": (torch.device("cuda", 1), 8)}
+
+
+# --- trace_order. ---
+
+
+class Matrix(nn.Module):
+    """A linear map that draws no numbers, for which fake CUDA has no kernels."""
+
+    def __init__(self, n: int, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n, 3, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+class Net(nn.Module):
+    """Blocks in another order than their names', and a buffer if asked."""
+
+    def __init__(self, device: str, buffer: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = (Matrix(n, device) for n in (4, 3))
+        self.register_buffer("shift", torch.zeros(3, device=device) if buffer else None)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.second(x if self.shift is None else x + self.shift)
+        return self.first(x + torch.arange(3, device=x.device)) * scale
+
+
+PLACES = [("cuda", "cuda"), ("meta", "cuda"), ("cuda", "meta"), ("cpu", "cpu"), ("meta", "meta"), ("meta", "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("model_on", "x_on", "buffer"), [*((*place, b) for place in PLACES for b in (False, True)), ("cpu", "cuda", False)]
+)
+def test_trace_order_on_another_device(model_on: str, x_on: str, buffer: bool) -> None:
+    """With buffers or without, wherever the model is: on the device of its buffers, its parameters, or the arguments.
+
+    A model without buffers may stay on the CPU, and be called with arguments on the device where its shards are.
+    """
+    with FakeTensorMode():
+        model, x = Net(model_on, buffer), torch.ones(2, 3, device=x_on)
+    spec = fs.by_type(Matrix)(Net("meta"))
+    assert fs.trace_order(model, spec, (x,), {"scale": 2.0}) == ("second", "first")
