@@ -146,7 +146,7 @@ def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str
             return f"parameter '{name}': expected a tensor with data, got {kind}"
     try:
         check_full(full, spec)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         return str(error)
     for name, tensor in full.items():
         if name in spec.by_name and tensor.dtype != spec.by_name[name][1].dtype:

@@ -60,8 +60,8 @@ class Mesh:
     def of(mesh: DeviceMesh | Mesh | Mapping[str, int | Axis]) -> Mesh:
         """The Mesh of a `DeviceMesh`, or of axis names with sizes. An unnamed one-dimensional DeviceMesh is "shard".
 
-        Raises ValueError for several unnamed dimensions, for ranks that do not rise along each of them and for sizes
-        below one, TypeError for anything else.
+        Raises ValueError for several unnamed dimensions, for ranks that do not rise along each of them, for a mesh that
+        this process is not on and for sizes below one, TypeError for anything else.
         """
         if isinstance(mesh, Mesh):
             return mesh
@@ -74,6 +74,11 @@ class Mesh:
             raise ValueError(
                 f"mesh of {mesh.ndim} dimensions has no names: expected one for each axis; "
                 "give mesh_dim_names to init_device_mesh"
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"mesh: rank {dist.get_rank()} of the world is not on the mesh of ranks {mesh.mesh.tolist()}: expected a mesh "
+                "that this process is on; the others leave the call out"
             )
         for i, name in enumerate(names):
             if (mesh.mesh.diff(dim=i) <= 0).any():  # a process group counts its ranks in the order of the world's

@@ -381,3 +381,21 @@ def test_vdot_of_full_tensors_some_units_and_nothing() -> None:
 def test_vdot_errors(a: dict[str, int], b: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         vdot(*({key: torch.ones(n) for key, n in tree.items()} for tree in (a, b)), fs.always()(MODEL))
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_clipping_by_a_norm_that_is_not_finite(bad: float) -> None:
+    """As torch's: NaN makes everything NaN; inf makes what is finite 0 and what is infinite NaN."""
+    p = nn.Parameter(torch.zeros(3))
+    p.grad = torch.tensor([1.0, bad, -2.0])
+    clipped, norm = fs.optim.clip_by_global_norm({"w": p.grad.clone()}, 1.0, fs.whole()(Weights()))
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_([p], 1.0), equal_nan=True)
+    torch.testing.assert_close(clipped["w"], p.grad, equal_nan=True)
+    expected = torch.full((3,), math.nan) if math.isnan(bad) else torch.tensor([0.0, math.nan, 0.0])
+    torch.testing.assert_close(clipped["w"], expected, equal_nan=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import re
 
 import pytest
@@ -174,6 +175,39 @@ def test_scatter_full_from_no_rank_of_the_mesh(gloo2: Pool) -> None:
 def from_nowhere(rank: int) -> str:
     model = layers()
     return message(fs.scatter_full, values(model), fs.whole()(model).bound, src=2)
+
+
+def wrong_worlds(rank: int) -> dict[str, str]:
+    model = layers()
+    spec = fs.whole()(model)
+    shards = fs.shard(model, spec)
+    x = torch.ones(1, 3)
+    calls = {
+        "shard": lambda: fs.shard(model, spec.on({"shard": 4})),
+        "functional_call": lambda: fs.functional_call(model, shards, x, spec=spec.on({"shard": 4})),
+        "sizes alone": lambda: fs.functional_call(model, shards, x, spec=spec.on({"shard": 2})),
+        "pickled": lambda: fs.unshard(shards, pickle.loads(pickle.dumps(spec.bound))),
+        "not on it": lambda: fs.shard(model, spec.on(DeviceMesh("cpu", [0]))),
+    }
+    return {name: message(call) for name, call in calls.items()}
+
+
+WORLDS = {
+    "shard": r"the spec is on sizes alone, \{'shard': 4\}: .* bind the spec to process groups by \.on\(init_device_mesh",
+    "functional_call": r"unit '': expected a 1-D buffer of 18 elements, got shape \[35\]; .* another mesh than shard=4\?",
+    "sizes alone": r"an axis of 2 ranks without a process group cannot communicate: .* bind the spec with \.on\(mesh\)",
+    "pickled": r"an axis of 2 ranks without a process group cannot communicate: .* a pickled spec must be bound anew",
+}
+
+
+def test_a_spec_on_another_world(gloo2: Pool) -> None:
+    """On more ranks than there are, on sizes alone, on a mesh of others: each says what the spec is on."""
+    for rank, said in enumerate(gloo2.run(wrong_worlds)):
+        for name, pattern in WORLDS.items():
+            assert re.search(pattern, said[name]), said[name]
+        assert bool(rank) == bool(
+            re.search(r"rank 1 of the world is not on the mesh of ranks \[0\]: expected", said["not on it"])
+        )
 
 
 def test_rank0_only_needs_process_groups() -> None:
