@@ -247,7 +247,7 @@ def different_replicas(rank: int, src: int) -> None:
     model, chosen = models[replica], models[src]
     spec = fs.by_type(MLP)(model).on(mesh)
     model.calls += rank
-    params, buffers = fs.shard(model, spec), dict(model.named_buffers())
+    params, buffers = fs.shard(model, spec, check_values=False), dict(model.named_buffers())
     assert torch.equal(params[""], fs.shard(chosen, spec)[""]) == (replica == src)
     params = {key: broadcast(shard, axes["replicate"], src=src) for key, shard in params.items()}
     buffers = {name: broadcast(broadcast(b, axes["replicate"], src=src), axes["shard"]) for name, b in buffers.items()}
@@ -336,7 +336,7 @@ def own_all_reduce(rank: int) -> None:
     want = fs.shard(expected, within, rank=rank % 2)
     assert torch.equal(grads[""], want[""])
     hybrid = fs.whole()(model).on(grid())
-    assert torch.equal(fs.shard(model, hybrid)[""], params[""])
+    assert torch.equal(fs.shard(model, hybrid, check_values=False)[""], params[""])  # the replicas' weights are their own
     assert torch.equal(fs.grad(lambda p: call(p, hybrid))(params)[""], want[""])
     peer = fully_shard(copy.deepcopy(model), mesh=grid())
     peer(x).sum().backward()

@@ -196,7 +196,7 @@ WORLDS = {
     "shard": r"the spec is on sizes alone, \{'shard': 4\}: .* bind the spec to process groups by \.on\(init_device_mesh",
     "functional_call": r"unit '': expected a 1-D buffer of 18 elements, got shape \[35\]; .* another mesh than shard=4\?",
     "sizes alone": r"an axis of 2 ranks without a process group cannot communicate: .* bind the spec with \.on\(mesh\)",
-    "pickled": r"an axis of 2 ranks without a process group cannot communicate: .* a pickled spec must be bound anew",
+    "pickled": r"an axis of 2 ranks without a process group cannot communicate: .* \(a pickled spec must be bound anew\)",
 }
 
 
