@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from .policy import SHARD, Called, Policy, called, check_classes, check_p, literal, matches
 from .precision import Precision
 from .spec import P, PartitionSpec, build
-from .tree import ModuleTree, Param, module_tree
+from .tree import ModuleTree, Param
 
 __all__ = [
     "Policy",
@@ -37,41 +36,8 @@ __all__ = [
     "whole",
 ]
 
-Policy = Callable[[nn.Module | ModuleTree], PartitionSpec]
-"""From a module, or its tree, to a spec. Reads structure only; equal specs for equal trees."""
-
-_SHARD = P("shard")
 _MARK = "_funshard_mark"
 _Module = TypeVar("_Module", bound=nn.Module)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _Policy:
-    """A policy that prints as the call that made it."""
-
-    text: str
-    build: Callable[[ModuleTree], PartitionSpec]
-
-    def __call__(self, model: nn.Module | ModuleTree) -> PartitionSpec:
-        return self.build(module_tree(model))
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def _called(name: str, *args: object, p: P | None = None) -> str:
-    """A call as it was written, more or less; ``p`` where it is not the default."""
-    return f"{name}({', '.join([*map(_text, args), *([f'p={p}'] if p is not None and p != _SHARD else [])])})"
-
-
-def _text(item: object) -> str:
-    if isinstance(item, type):
-        return item.__name__
-    if isinstance(item, nn.Module | torch.Tensor):
-        return f"<{type(item).__name__}>"
-    if isinstance(item, list):
-        return f"[{', '.join(map(_text, item))}]"
-    return getattr(item, "__qualname__", None) or repr(item)
 
 
 def _selecting(text: str, select: Callable[[ModuleTree], P | None], root: P) -> Policy:
@@ -81,28 +47,22 @@ def _selecting(text: str, select: Callable[[ModuleTree], P | None], root: P) -> 
         chosen = {node.path: p for node in tree.nodes() if (p := select(node)) is not None}
         return build(tree, chosen, root)
 
-    return _Policy(text, policy)
+    return Called(text, policy)
 
 
-def _check_p(where: str, p: object) -> None:
-    if not isinstance(p, P):
-        hint = f"; write P({p!r})" if isinstance(p, str | tuple) else ""
-        raise TypeError(f"{where}: expected a P such as P('shard'), got {p!r}{hint}")
-
-
-def whole(p: P = _SHARD) -> Policy:
+def whole(p: P = SHARD) -> Policy:
     """The model as one unit."""
-    _check_p("whole", p)
-    return _selecting(_called("whole", p=p), lambda node: None, p)
+    check_p("whole", p)
+    return _selecting(called("whole", p=p), lambda node: None, p)
 
 
-def always(p: P = _SHARD) -> Policy:
+def always(p: P = SHARD) -> Policy:
     """Every submodule that owns parameters is a unit (always_wrap_policy)."""
-    _check_p("always", p)
-    return _selecting(_called("always", p=p), lambda node: p if node.params else None, p)
+    check_p("always", p)
+    return _selecting(called("always", p=p), lambda node: p if node.params else None, p)
 
 
-def by_type(*classes: type[nn.Module], p: P = _SHARD) -> Policy:
+def by_type(*classes: type[nn.Module], p: P = SHARD) -> Policy:
     """Every instance of the classes is a unit (ModuleWrapPolicy, transformer_auto_wrap_policy).
 
     Raises ValueError without classes, and for a model that has no module of any of them, TypeError for what is no module
@@ -110,8 +70,8 @@ def by_type(*classes: type[nn.Module], p: P = _SHARD) -> Policy:
     """
     if not classes:
         raise ValueError("by_type: expected at least one module class, got none; whole() makes one unit")
-    _check_classes("by_type", classes)
-    _check_p("by_type", p)
+    check_classes("by_type", classes)
+    check_p("by_type", p)
 
     def policy(tree: ModuleTree) -> PartitionSpec:
         chosen = {node.path: p for node in tree.nodes() if issubclass(node.cls, classes)}
@@ -123,13 +83,7 @@ def by_type(*classes: type[nn.Module], p: P = _SHARD) -> Policy:
             )
         return build(tree, chosen, p)
 
-    return _Policy(_called("by_type", *classes, p=p), policy)
-
-
-def _check_classes(what: str, classes: Iterable[object]) -> None:
-    for cls in classes:
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"{what}: expected subclasses of nn.Module, got {cls!r}")
+    return Called(called("by_type", *classes, p=p), policy)
 
 
 def by_size(
@@ -137,7 +91,7 @@ def by_size(
     *,
     force_leaf: Iterable[type[nn.Module]] = (nn.MultiheadAttention,),
     exclude: Iterable[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
-    p: P = _SHARD,
+    p: P = SHARD,
 ) -> Policy:
     """Modules with at least ``min_numel`` parameter elements that no unit below took (size_based_auto_wrap_policy).
 
@@ -146,8 +100,8 @@ def by_size(
     hold all its uses; a shared module is looked at once, below the lowest module that holds all its places.
     """
     leaves, excluded = tuple(force_leaf), tuple(exclude)
-    _check_classes("by_size", (*leaves, *excluded))
-    _check_p("by_size", p)
+    check_classes("by_size", (*leaves, *excluded))
+    check_p("by_size", p)
 
     def policy(tree: ModuleTree) -> PartitionSpec:
         held: dict[str, dict[str, int]] = {node.path: {} for node in tree.nodes()}
@@ -169,15 +123,15 @@ def by_size(
                 taken |= held[path].keys()
         return build(tree, chosen, p)
 
-    return _Policy(_called("by_size", min_numel, p=p), policy)
+    return Called(called("by_size", min_numel, p=p), policy)
 
 
-def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = _SHARD) -> Policy:
+def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) -> Policy:
     """The modules for which ``fn(module)`` is True, or a dict of fields of `P` that override ``p`` (CustomPolicy).
 
     False and an empty dict select nothing. Raises ValueError for any other result, naming the path.
     """
-    _check_p("custom", p)
+    check_p("custom", p)
 
     def select(node: ModuleTree) -> P | None:
         result = fn(node.module)
@@ -187,7 +141,7 @@ def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = _SHARD) -
             raise ValueError(f"custom: module '{node.path}': expected {fn} to give a bool or a dict, got {result!r}")
         return _overridden(p, result, f"custom: module '{node.path}'") if result else None
 
-    return _selecting(_called("custom", fn, p=p), select, p)
+    return _selecting(called("custom", fn, p=p), select, p)
 
 
 def _overridden(p: P, fields: Mapping[str, Any], where: str) -> P:
@@ -201,7 +155,7 @@ def _overridden(p: P, fields: Mapping[str, Any], where: str) -> P:
         raise type(error)(f"{where}: {error}") from None
 
 
-def by_path(patterns: Mapping[str, P], p: P = _SHARD) -> Policy:
+def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
     """The modules whose paths match the patterns: ``*`` stands within one component, ``**`` for any number of them.
 
     Components match as wholes: ``blocks.1`` is not ``blocks.10``. Where several patterns match a module, the one with
@@ -209,23 +163,23 @@ def by_path(patterns: Mapping[str, P], p: P = _SHARD) -> Policy:
     for a pattern that matches no module, and for two equally good ones with different `P`, TypeError for what is no dict of
     patterns and `P`.
     """
-    _check_p("by_path", p)
+    check_p("by_path", p)
     if not isinstance(patterns, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"by_path: expected a dict of path patterns and P, got {type(patterns).__name__}")
     for pattern, value in patterns.items():
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"by_path: expected path patterns such as 'blocks.*', got {pattern!r}")
-        _check_p(f"by_path: pattern '{pattern}'", value)
+        check_p(f"by_path: pattern '{pattern}'", value)
 
     def policy(tree: ModuleTree) -> PartitionSpec:
         best: dict[str, tuple[int, str]] = {}
         for pattern, value in patterns.items():
-            hits = [path for path in tree.canonical if _matches(pattern.split("."), path.split("."))]
+            hits = [path for path in tree.canonical if matches(pattern.split("."), path.split("."))]
             if not hits:
                 near = difflib.get_close_matches(pattern, tree.canonical, 3, 0.3) or list(tree.canonical)[:8]
                 raise ValueError(f"by_path: pattern '{pattern}' matches no module: expected a path such as {near}")
             for path in hits:
-                weight = _literal(pattern, path)
+                weight = literal(pattern, path)
                 other = best.get(path)
                 if other is None or other[0] < weight:
                     best[path] = weight, pattern
@@ -236,21 +190,7 @@ def by_path(patterns: Mapping[str, P], p: P = _SHARD) -> Policy:
                     )
         return build(tree, {path: patterns[pattern] for path, (_, pattern) in best.items()}, p)
 
-    return _Policy(_called("by_path", dict(patterns), p=p), policy)
-
-
-def _literal(pattern: str, path: str) -> int:
-    """How many components of a pattern are names and no wildcards, of this path at least."""
-    return sum(part in path.split(".") or not set("*?[") & set(part) for part in pattern.split("."))
-
-
-def _matches(pattern: list[str], path: list[str]) -> bool:
-    if not pattern:
-        return not path
-    if pattern[0] == "**":
-        return any(_matches(pattern[1:], path[i:]) for i in range(len(path) + 1))
-    fits = bool(path) and (path[0] == pattern[0] or fnmatch.fnmatchcase(path[0], pattern[0]))
-    return fits and _matches(pattern[1:], path[1:])
+    return Called(called("by_path", dict(patterns), p=p), policy)
 
 
 def mark(module: _Module, **overrides: Any) -> _Module:
@@ -259,20 +199,20 @@ def mark(module: _Module, **overrides: Any) -> _Module:
     ``overrides`` are fields of `P` that this unit has otherwise than the policy. Adds one attribute to the module and
     returns it; marking again adds to the overrides. Raises ValueError for what is no field of P.
     """
-    _overridden(_SHARD, overrides, "mark")
+    _overridden(SHARD, overrides, "mark")
     setattr(module, _MARK, {**getattr(module, _MARK, {}), **overrides})
     return module
 
 
-def marked(p: P = _SHARD) -> Policy:
+def marked(p: P = SHARD) -> Policy:
     """The modules that `mark` marked, with their overrides of ``p`` (``enable_wrap``, without its global state)."""
-    _check_p("marked", p)
+    check_p("marked", p)
 
     def select(node: ModuleTree) -> P | None:
         overrides = vars(node.module).get(_MARK)
         return None if overrides is None else _overridden(p, overrides, f"mark: module '{node.path}'")
 
-    return _selecting(_called("marked", p=p), select, p)
+    return _selecting(called("marked", p=p), select, p)
 
 
 def any_of(*policies: Policy) -> Policy:
@@ -294,7 +234,7 @@ def any_of(*policies: Policy) -> Policy:
             raise ValueError(f"any_of: module '' (the leftovers) is {' and '.join(sorted(map(str, roots)))}; use override")
         return build(_ignoring_all(tree, specs), chosen, chosen.get("", specs[0].root))
 
-    return _Policy(_called("any_of", *policies), policy)
+    return Called(called("any_of", *policies), policy)
 
 
 def override(base: Policy, extra: Policy) -> Policy:
@@ -304,7 +244,7 @@ def override(base: Policy, extra: Policy) -> Policy:
         first, second = base(tree), extra(tree)
         return build(_ignoring_all(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
 
-    return _Policy(_called("override", base, extra), policy)
+    return Called(called("override", base, extra), policy)
 
 
 def _ignoring_all(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
@@ -333,12 +273,12 @@ def ignoring(
 
     def hits_module(item: object, node: ModuleTree) -> bool:
         if isinstance(item, str):
-            return any(_matches(item.split("."), path.split(".")) for path in node.names)
+            return any(matches(item.split("."), path.split(".")) for path in node.names)
         return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
 
     def hits_param(item: object, param: Param, owner: ModuleTree) -> bool:
         if isinstance(item, str):
-            return any(_matches(item.split("."), name.split(".")) for name in param.names)
+            return any(matches(item.split("."), name.split(".")) for name in param.names)
         own = owner.module._parameters
         return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
 
@@ -355,7 +295,7 @@ def ignoring(
             raise ValueError("ignoring: modules: the root '' is ignored: expected something left to shard")
         return policy(tree.without(lambda node: node.path in gone, lambda p: p.name in names))
 
-    return _Policy(_called("ignoring", policy, some, others), inner)
+    return Called(called("ignoring", policy, some, others), inner)
 
 
 def _listed(what: str, items: object) -> list[object]:
@@ -370,7 +310,7 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
     For normalisation layers; without classes, batch norm (``_module_classes_to_ignore`` of MixedPrecision). Where there is
     a `Precision` around, their inputs are cast to float32 and their outputs back to the dtype that the inputs had.
     """
-    _check_classes("full_precision", classes)
+    check_classes("full_precision", classes)
     kinds = classes or (_BatchNorm,)
     full = Precision(param=torch.float32, restore_outputs=True)
 
@@ -385,4 +325,4 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
                 chosen[node.path] = dataclasses.replace(around, precision=full if around.precision else None)
         return build(kept, chosen, spec.root)
 
-    return _Policy(_called("full_precision", policy, *classes), inner)
+    return Called(called("full_precision", policy, *classes), inner)

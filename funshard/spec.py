@@ -281,9 +281,9 @@ def checked(spec: object) -> PartitionSpec:
     """A spec as it is. TypeError for a policy, and anything else."""
     if isinstance(spec, PartitionSpec):
         return spec
-    if callable(spec):
+    if callable(spec) and not isinstance(spec, torch.nn.Module | type):
         raise TypeError(f"spec: expected a PartitionSpec, got the policy {spec!r}; call it on the model: policy(model)")
-    raise TypeError(f"spec: expected a PartitionSpec such as fs.whole()(model), got {type(spec).__name__} {spec!r}")
+    raise TypeError(f"spec: expected a PartitionSpec such as fs.whole()(model), got {type(spec).__name__}")
 
 
 def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> PartitionSpec:
