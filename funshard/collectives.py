@@ -34,6 +34,7 @@ __all__ = [
     "all_to_all",
     "axis_rank",
     "broadcast",
+    "gather_values",
     "global_rank",
     "members",
     "reduce_scatter",
@@ -119,19 +120,60 @@ def _checked(reduce: str, x: Tensor) -> str:
 
 
 def all_gather(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
-    """The ranks' tensors joined along dimension 0, in rank order. Inverse of `scatter`.
+    """The ranks' shards joined along dimension 0, in rank order. Inverse of `scatter`.
+
+    For slices of one whole, such as a parameter's: gradients of the joined tensor are averaged. For values that each rank
+    has computed of its own batch, such as features or losses, that is wrong by the number of ranks, and nothing in a tensor
+    tells the two apart: `gather_values` is the one for those.
 
     Type: ``S[n, ...] -> [N*n, ...]``. Transpose: `reduce_scatter` with the same ``reduce``::
 
-        rank 0  a          abc
-        rank 1  b    ->    abc
-        rank 2  c          abc
+        rank 0  a          abc                    backward   abc          a+d+g
+        rank 1  b    ->    abc                               def    ->    b+e+h    (each / 3 for the mean)
+        rank 2  c          abc                               ghi          c+f+i
     """
     if x.dim() == 0:
         raise ValueError("all_gather: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
     if reduce not in ("mean", "sum"):
         raise ValueError(f"reduce: expected 'mean' or 'sum', got {reduce!r}")
     return _apply(f"gather_{reduce}", x, axis)
+
+
+def gather_values(x: Tensor, axis: Axis) -> Tensor:
+    """The ranks' own values joined along dimension 0, in rank order: features of each rank's batch, say.
+
+    Type: ``[n, ...] -> [N*n, ...]``. Transpose: the sum over ranks of this rank's rows, because what one rank's value does
+    to every rank's loss adds up. Its transpose is ``gather_values`` again::
+
+        rank 0  a          abc                    backward   abc          a+d+g
+        rank 1  b    ->    abc                               def    ->    b+e+h
+        rank 2  c          abc                               ghi          c+f+i
+
+    With it a loss that compares rows of all ranks, such as CLIP's, can be written both ways: every rank the whole loss, or
+    each rank the loss of its own rows against all. The mean over ranks, which is what gradients are of (``reduce="mean"``
+    in `functional_call`), is the loss of the joined batch either way, and so are its gradients, at every order::
+
+        def whole(params, images, texts):  # the same number on all ranks
+            u, v = features(params, images, texts)  # [n, d] each
+            logits = gather_values(u, axis) @ gather_values(v, axis).T  # [N*n, N*n]
+            return cross_entropy(logits, arange(len(logits)))
+
+        def own_rows(params, images, texts):  # another on each rank; 1/N of the products
+            u, v = features(params, images, texts)
+            logits = u @ gather_values(v, axis).T  # [n, N*n]
+            return cross_entropy(logits, arange(len(u)) + axis.rank * len(u))
+
+    With ``reduce="sum"`` both give N times that. With `all_gather` in its place, made for shards, all gradients of ``whole``
+    are N times too small, and of ``own_rows`` what comes by ``v``.
+
+    Every rank gives the same shape: pad rows that a rank lacks, and mask them. On several mesh axes, one by one, the last
+    (innermost) first. Integers, such as labels, are joined as well.
+
+    Raises ValueError for a 0-dim tensor.
+    """
+    if x.dim() == 0:
+        raise ValueError("gather_values: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
+    return _apply("gather_sum", x, axis)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:

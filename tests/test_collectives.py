@@ -21,6 +21,7 @@ Op = Callable[[Tensor, Axis], Tensor]
 OPS: dict[str, tuple[Op, str, str]] = {
     "all_gather": (c.all_gather, "sum", "mean"),
     "all_gather sum": (lambda x, a: c.all_gather(x, a, reduce="sum"), "sum", "sum"),
+    "gather_values": (c.gather_values, "mean", "mean"),
     "reduce_scatter": (c.reduce_scatter, "mean", "sum"),
     "reduce_scatter sum": (lambda x, a: c.reduce_scatter(x, a, reduce="sum"), "sum", "sum"),
     "all_reduce": (c.all_reduce, "mean", "mean"),
@@ -56,7 +57,7 @@ def reference(op: str, x: Tensor) -> Tensor:
     total = x.sum(0)
     rows = list(total.chunk(n))
     match op:
-        case "all_gather" | "all_gather sum":
+        case "all_gather" | "all_gather sum" | "gather_values":
             return torch.stack([x.flatten(0, 1)] * n)
         case "reduce_scatter":
             return torch.stack(rows) / n
@@ -176,6 +177,7 @@ def test_two_axes() -> None:
         (lambda a: c.scatter(torch.ones(3), a), ValueError, r"expected a rank in 0\.\.2, got None; give rank="),
         (lambda a: c.scatter(torch.ones(3), a, rank=3), ValueError, r"expected a rank in 0\.\.2, got 3"),
         (lambda a: c.all_gather(torch.ones(()), a), ValueError, r"all_gather: expected at least one dimension"),
+        (lambda a: c.gather_values(torch.ones(()), a), ValueError, r"gather_values: expected at least one dimension"),
         (lambda a: c.all_gather(torch.ones(1), a, reduce="max"), ValueError, r"expected 'mean' or 'sum', got 'max'"),
         (lambda a: c.all_reduce(torch.ones(1, dtype=torch.int64), a), TypeError, r"mean .* floating point .* got torch.int64"),
         (lambda a: c.broadcast(torch.ones(1), a, src=3), ValueError, r"expected src in 0\.\.2, got 3"),

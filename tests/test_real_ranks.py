@@ -34,6 +34,7 @@ def data(size: int) -> Tensor:
 COLLECTIVES = {
     "all_gather": lambda x, a: c.all_gather(x, a),
     "all_gather_sum": lambda x, a: c.all_gather(x, a, reduce="sum"),
+    "gather_values": lambda x, a: c.gather_values(x, a),
     "reduce_scatter": lambda x, a: c.reduce_scatter(x, a),
     "reduce_scatter_sum": lambda x, a: c.reduce_scatter(x, a, reduce="sum"),
     "all_reduce": lambda x, a: c.all_reduce(x, a),

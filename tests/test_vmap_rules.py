@@ -70,6 +70,7 @@ class Collective(NamedTuple):
 COLLECTIVES = {
     "all_gather": Collective(c.all_gather, joined, lambda xs: mean(slices(total(xs)))),
     "all_gather sum": Collective(lambda x, a: c.all_gather(x, a, reduce="sum"), joined, lambda xs: slices(total(xs))),
+    "gather_values": Collective(c.gather_values, joined, lambda xs: slices(total(xs))),
     "reduce_scatter": Collective(c.reduce_scatter, lambda xs: mean(slices(total(xs))), joined),
     "reduce_scatter sum": Collective(lambda x, a: c.reduce_scatter(x, a, reduce="sum"), lambda xs: slices(total(xs)), joined),
     "all_reduce": Collective(c.all_reduce, lambda xs: mean(total(xs)), lambda xs: mean(total(xs))),

@@ -1,0 +1,174 @@
+"""Losses over the features of all ranks, by gather_values, against plain autograd of the joined batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard.collectives import Axis, Mesh, all_gather, gather_values
+
+Gather = Callable[[Tensor, Axis], Tensor]
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[fs.Params, Tensor, Tensor], Tensor]
+
+
+class TwoTowers(nn.Module):
+    """CLIP in small: unit features of images and texts, and a learnt temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4))
+        self.text = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.scale = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        u, v = F.normalize(self.image(images), dim=-1), F.normalize(self.text(texts), dim=-1)
+        return self.scale.exp() * u, v
+
+
+torch.manual_seed(3)
+MODEL = TwoTowers().double()
+FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
+
+
+def batch(ranks: int) -> Batch:
+    generator = torch.Generator().manual_seed(4)
+    return tuple(torch.randn(ranks, 4, n, dtype=torch.float64, generator=generator) for n in (5, 3))
+
+
+def contrast(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels)
+
+
+def whole(u: Tensor, v: Tensor, mesh: Mesh, gather: Gather) -> Tensor:
+    """Every rank the loss of all rows."""
+    u, v = joined(u, mesh, gather), joined(v, mesh, gather)
+    labels = torch.arange(len(u))
+    return (contrast(u @ v.T, labels) + contrast(v @ u.T, labels)) / 2
+
+
+def own_rows(u: Tensor, v: Tensor, mesh: Mesh, gather: Gather) -> Tensor:
+    """Each rank the loss of its own rows against all."""
+    rank = 0
+    for name in mesh.names:
+        rank = rank * mesh[name].size + mesh[name].rank
+    labels = torch.arange(len(u)) + rank * len(u)
+    return (contrast(u @ joined(v, mesh, gather).T, labels) + contrast(v @ joined(u, mesh, gather).T, labels)) / 2
+
+
+def joined(x: Tensor, mesh: Mesh, gather: Gather) -> Tensor:
+    for name in reversed(mesh.names):
+        x = gather(x, mesh[name])
+    return x
+
+
+WAYS = {"whole": whole, "own rows": own_rows}
+
+
+def orders(loss: Callable[[fs.Params], Tensor], params: fs.Params, v: fs.Params) -> dict[str, fs.Params]:
+    """Derivatives of a loss: first and second order, both ways, and first order by each transform."""
+    grad = torch.func.grad(loss)
+
+    def penalised(p: fs.Params) -> Tensor:
+        return loss(p) + sum((g**2).sum() for g in torch.func.grad(loss)(p).values())
+
+    return {
+        "grad": grad(params),
+        "fs.grad": fs.grad(loss)(params),
+        "hvp": fs.hvp(loss, params, v),
+        "grad of dot": torch.func.grad(lambda p: sum((g * v[k]).sum() for k, g in torch.func.grad(loss)(p).items()))(params),
+        "grad of grad": torch.func.grad(penalised)(params),
+    }
+
+
+def plain(images: Tensor, texts: Tensor) -> dict[str, fs.Params]:
+    """Of the joined batch, unsharded: the loss is what every rank's whole one is."""
+
+    def loss(full: fs.Params) -> Tensor:
+        u, v = torch.func.functional_call(MODEL, full, (images.flatten(0, 1), texts.flatten(0, 1)))
+        labels = torch.arange(len(u))
+        return (contrast(u @ v.T, labels) + contrast(v @ u.T, labels)) / 2
+
+    return orders(loss, FULL, {k: p.cos() for k, p in FULL.items()})
+
+
+def sharded(
+    mesh: Mesh, images: Tensor, texts: Tensor, way: str, p: fs.P, gather: Gather = gather_values, reduce: str = "mean"
+) -> dict[str, fs.Params]:
+    spec = fs.by_type(nn.Linear, p=p)(MODEL).on(mesh)
+
+    def loss(params: fs.Params) -> Tensor:
+        u, v = fs.functional_call(MODEL, params, (images, texts), spec=spec, reduce=reduce)
+        return WAYS[way](u, v, mesh, gather)
+
+    return orders(loss, fs.shard(FULL, spec), fs.shard({k: p.cos() for k, p in FULL.items()}, spec))
+
+
+def check(got: dict[str, fs.Params], expected: dict[str, fs.Params], spec: fs.PartitionSpec, rank: int) -> None:
+    for name, tree in got.items():
+        want = fs.shard(expected["grad" if name == "fs.grad" else name], spec, rank=rank)
+        for key, value in tree.items():
+            assert_close(value, want[key], rtol=1e-9, atol=1e-12, msg=lambda m, name=name, key=key: f"{name} {key}: {m}")
+
+
+LAYOUTS = {"shard": fs.P("shard"), "kept": fs.P("shard", reshard=False), "remat": fs.P("shard", remat=True), "ddp": fs.P()}
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"shard": 3}], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_contrastive_loss_on_simulated_ranks(layout: str, way: str, sizes: dict[str, int]) -> None:
+    """Written either way, CLIP's loss has the derivatives of the joined batch's."""
+    ranks = torch.Size(sizes.values()).numel()
+    spec = fs.by_type(nn.Linear, p=LAYOUTS[layout])(MODEL).on(sizes)
+    out = fs.testing.spmd(lambda mesh, *xs: sharded(mesh, *xs, way=way, p=LAYOUTS[layout]), sizes)(*batch(ranks))
+    expected = plain(*batch(ranks))
+    for rank in range(ranks):
+        check({name: {k: t[rank] for k, t in tree.items()} for name, tree in out.items()}, expected, spec, rank)
+
+
+def on_ranks(rank: int, way: str, layout: str) -> dict[str, fs.Params]:
+    return sharded(Mesh.world(), *(x[rank] for x in batch(2)), way=way, p=LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_contrastive_loss_on_two_ranks(gloo2: Pool, layout: str, way: str) -> None:
+    spec = fs.by_type(nn.Linear, p=LAYOUTS[layout])(MODEL).on({"shard": 2})
+    expected = plain(*batch(2))
+    for rank, got in enumerate(gloo2.run(on_ranks, way, layout)):
+        check(got, expected, spec, rank)
+
+
+def on_grid(rank: int, way: str) -> dict[str, fs.Params]:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return sharded(Mesh.of(grid), *(x[rank] for x in batch(4)), way=way, p=fs.P("shard"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_contrastive_loss_on_two_axes(gloo4: Pool, way: str) -> None:
+    """The rows of both axes: gathered over the inner one first they are in the order of the ranks."""
+    spec = fs.by_type(nn.Linear)(MODEL).on({"replicate": 2, "shard": 2})
+    expected = plain(*batch(4))
+    for rank, got in enumerate(gloo4.run(on_grid, way)):
+        check(got, expected, spec, rank)
+
+
+@pytest.mark.parametrize(
+    ("gather", "reduce", "factor"), [(gather_values, "sum", 3.0), (all_gather, "mean", 1 / 3), (gather_values, "mean", 1.0)]
+)
+def test_other_conventions(gather: Gather, reduce: str, factor: float) -> None:
+    """What the docstring says of sums of gradients, and of taking the gather that is made for shards."""
+    run = fs.testing.spmd(lambda mesh, *xs: sharded(mesh, *xs, "whole", fs.P("shard"), gather, reduce)["grad"], 3)
+    got = {key: g.flatten() for key, g in run(*batch(3)).items()}
+    expected = {key: factor * g for key, g in plain(*batch(3))["grad"].items()}
+    spec = fs.by_type(nn.Linear)(MODEL).on({"shard": 3})
+    assert_close(fs.unflatten(got, spec), expected, rtol=1e-9, atol=1e-12)
