@@ -1,6 +1,8 @@
 """Fully sharded data parallel training for PyTorch as pure functions, in the style of JAX, on torch.func."""
 
 from . import averaging, collectives, compress, loss_scale, optim, policies, testing
+from .batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from .buffers import BufferWarning
 from .call import functional_call
 from .codec import Codec
 from .compile import compile
@@ -32,6 +34,7 @@ from .transforms import grad, grad_and_value, hvp
 from .tree import ModuleTree, Param, module_tree
 
 __all__ = [
+    "BufferWarning",
     "Codec",
     "ModuleTree",
     "P",
@@ -40,6 +43,7 @@ __all__ = [
     "PartitionSpec",
     "Policy",
     "Precision",
+    "SyncBatchNorm",
     "Unit",
     "always",
     "any_of",
@@ -51,6 +55,7 @@ __all__ = [
     "combine",
     "compile",
     "compress",
+    "convert_sync_batchnorm",
     "custom",
     "flatten",
     "full_precision",

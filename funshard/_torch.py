@@ -51,6 +51,7 @@ __all__ = [
     "group",
     "in_forward_ad",
     "in_python_node",
+    "is_batched",
     "is_fake",
     "is_last_backward",
     "is_over",
@@ -304,19 +305,21 @@ def backward_early(tensors: Iterable[Tensor]) -> None:
 _EARLY = 2**62
 
 
-def overwrite(target: Tensor, source: Tensor) -> None:
+def overwrite(target: Tensor, source: Tensor, *, told: bool = True) -> None:
     """Put values into a tensor, as kernels do with buffers: torch.func refuses ``copy_`` to what was made outside of it.
 
-    Where vmap has batched one of them, ``copy_`` decides. Pinned by ``test_buffers_of_recomputed_modules``.
+    Unless it is to be ``told``, the tensor's version stays, as it does when those kernels write. Where vmap has batched one
+    of them, ``copy_`` decides. Pinned by ``test_buffers_of_recomputed_modules``.
     """
-    if _batched(target) or _batched(source):
+    if is_batched(target) or is_batched(source):
         target.copy_(source)
         return
     with beneath():
-        base(target).copy_(base(source))
+        (base(target) if told else base(target).data).copy_(base(source))
 
 
-def _batched(tensor: Tensor) -> bool:
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a vmap has batched the tensor. Pinned, as `overwrite`, by ``test_pure_form``."""
     while is_wrapped(tensor):
         if _functorch.is_batchedtensor(tensor):
             return True
@@ -533,9 +536,11 @@ Pinned by ``test_casts_inside_of_a_compiled_call``.
 """
 
 
-def reparametrized(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+def reparametrized(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
     """What torch.func.functional_call runs a module in; by itself it serves methods other than forward as well.
+
+    Afterwards the dict holds what the module then had in their places.
 
     Dynamo traces it. Pinned by ``test_compiled_equals_eager``.
     """
-    return _reparametrize_module(module, dict(tensors))
+    return _reparametrize_module(module, tensors)

@@ -14,7 +14,7 @@ from .mesh import Axes, Axis, Mesh
 from .reductions import BUCKET_BYTES
 from .spec import PartitionSpec, Unit, bound
 
-__all__ = ["Averaging", "average", "ema", "hierarchical", "init", "periodic", "reduce_over"]
+__all__ = ["Averaging", "average", "average_buffers", "ema", "hierarchical", "init", "periodic", "reduce_over"]
 
 
 class Averaging(NamedTuple):
@@ -48,6 +48,27 @@ def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = N
     """
     spec = bound(spec)
     return _mean(params, _over(params, spec, axes), spec.bound_mesh)
+
+
+def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = None) -> Params:
+    """The mean over ranks of every floating point buffer, such as BatchNorm's running statistics; the others as they are.
+
+    ``buffers`` are the model's by name, or some of them, the same ones on every rank; ``axes`` are all of the spec's mesh by
+    default. For before an evaluation or a checkpoint, where each rank's forward has moved its own (`functional_call`,
+    ``buffers=``). The mean of running variances is that of each rank's batches, without what lies between ranks:
+    `SyncBatchNorm` has that of the joined batch. Those of a dtype travel together.
+
+    >>> import torch, funshard as fs
+    >>> model = torch.nn.BatchNorm1d(2)
+    >>> list(fs.averaging.average_buffers(dict(model.named_buffers()), fs.whole()(model)))
+    ['running_mean', 'running_var', 'num_batches_tracked']
+
+    Raises ValueError for an unknown axis.
+    """
+    mesh = spec.bound_mesh
+    chosen = mesh.chosen(axes)
+    names = tuple(name for name, axis in mesh.axes if name in chosen and axis.size > 1)
+    return _mean(buffers, {name: names for name, buffer in buffers.items() if names and _averaged(buffer)}, mesh)
 
 
 def periodic(

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from . import _torch
+from .batchnorm import MESH, SyncBatchNorm
+from .buffers import put_back, running_statistics, warn_of_lost, warn_of_lost_while_tracing
 from .casting import buffer_dtypes, cast_around, cast_back, cast_floats, cast_params
 from .division import Divide, Reduction
 from .fits import check_not_own, check_params, whole_unit
 from .gathering import Call
 from .layout import unflatten_unit
+from .mesh import Mesh
 from .spec import PartitionSpec, bound
 from .swap import Place
 from .travel import gather_unit, reduction_over
@@ -94,11 +97,13 @@ def functional_call(
         return _by_data_flow(model, params, *given, spec, buffers, method, reduction)
     place = Place.of(model, spec)
     check_not_own(params, model, spec)
+    call = Call(place, params, spec, reduction, prefetch, in_flight)
     try:
-        out = Call(place, params, spec, reduction, prefetch, in_flight).run(*given, buffers, method)
+        out = call.run(*given, buffers, method)
     except (TypeError, AttributeError, RuntimeError) as error:
         _explain(error, params, spec, args, given)
         raise
+    warn_of_lost(model, call.lost, stacklevel=2)
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
     return out
@@ -165,15 +170,39 @@ def _by_data_flow(
         tensors |= {name: full[name] for name in (join(path, attr) for attr in module._parameters) if name in full}
     before = dict(model.named_buffers()) if buffers is None else buffers
     dtypes = buffer_dtypes(spec)
-    now = {name: cast_floats(buffer, dtypes(name.rpartition(".")[0])) for name, buffer in before.items()}
-    if buffers is None:
-        now = {name: x.clone() if x is before[name] else x for name, x in now.items()}
-    with _torch.reparametrized(model, tensors | now), _casts_inside(model, spec):
+    moving = tuple(running_statistics(model))
+    copies = {x: x.clone() for name, x in before.items() if buffers is None or name in moving}
+    now: dict[str, Tensor] = {}
+    for name, x in before.items():
+        cast = cast_floats(x, dtypes(name.rpartition(".")[0]))
+        now[name] = copies[x] if cast is x and x in copies else cast
+    tensors |= now
+    with _torch.reparametrized(model, tensors), _casts_inside(model, spec), _on_mesh(model, spec.bound_mesh):
         run = getattr(model, method) if method else model
         out = cast_around(run, spec.places[""].precision)(*args, **kwargs)
-    if buffers is not None:
-        buffers.update({name: cast_back(x, before[name], x) for name, x in now.items() if x is not before[name]})
+    if buffers is None:
+        warn_of_lost_while_tracing(tuple(name for name, x in now.items() if name in moving or tensors[name] is not x))
+        return out
+    for name, x in before.items():
+        after = tensors[name]
+        if x in copies and after is copies[x]:
+            put_back(x, after)
+        elif after is not x:
+            buffers[name] = cast_back(after, x, now[name])
     return out
+
+
+@contextlib.contextmanager
+def _on_mesh(model: nn.Module, mesh: Mesh) -> Generator[None]:
+    """Within this, what takes statistics over ranks finds them."""
+    own = [module.__dict__ for module in model.modules() if isinstance(module, SyncBatchNorm)]
+    for attributes in own:
+        attributes[MESH] = mesh
+    try:
+        yield
+    finally:
+        for attributes in own:
+            attributes.pop(MESH)
 
 
 @contextlib.contextmanager

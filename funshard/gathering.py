@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch
+from .batchnorm import MESH, SyncBatchNorm
 from .casting import buffer_dtypes, cast_around, cast_params
 from .division import Reduction
 from .fits import whole_unit
@@ -105,6 +106,7 @@ class Call:
         self.live: dict[int, Source] = {}  # by storage: what pack recognises
         self.scopes: list[list[_Gathered]] = [[]]
         self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
+        self.lost: list[str] = []  # the buffers that forward has changed and nobody asked for
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], buffers: dict[str, Tensor] | None, method: str | None) -> Any:
         """The model, or another of its methods than forward, called on the parameters."""
@@ -200,7 +202,7 @@ class Call:
                     vars(module).clear()
                     vars(module).update(others)
                 dtypes = None if attributes else buffer_dtypes(self.spec)  # a run inside finds them cast
-                updated = install_buffers(self.place.modules, buffers, dtypes)
+                updated, changed = install_buffers(self.place.modules, buffers, dtypes)
                 roots = self._install_parameters(attributes or before)
             try:
                 with hooks, self._unwritten():
@@ -214,6 +216,7 @@ class Call:
                     self.schedule.end_forward()
                 if buffers is not None:
                     buffers.update(updated())
+            self.lost = changed()
 
     @contextlib.contextmanager
     def _unwritten(self) -> Generator[None]:
@@ -241,6 +244,8 @@ class Call:
             vars(module)["_parameters"] = Parameters(module._parameters, dict(attributes), self.read, self.thread)
             if vars(module).get("sparse") is True:  # nn.Embedding's: gradients go into a buffer, where zeros are as dear
                 vars(module)["sparse"] = False
+            if isinstance(module, SyncBatchNorm):
+                vars(module)[MESH] = self.mesh
         for name in self.spec.ignored:
             if name in self.params:
                 path, _, attr = name.rpartition(".")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree of what modules keep
 
 from . import _torch
+from .batchnorm import MESH
 from .layout import Params, unflatten_unit
 from .remat import remat
 from .schedule import Visit
@@ -25,7 +26,7 @@ Inside = Callable[[Attributes, Mapping[str, Tensor], PartitionSpec, Params, Args
 """``inside(attributes, params, spec, buffers, args, kwargs)``: a run of the module with these insides. It gives the result
 and what the attributes are then, and updates the dict of buffers."""
 
-_OWN = ("_parameters", "_buffers", "forward")
+_OWN = ("_parameters", "_buffers", "forward", MESH)
 
 
 def recomputed(
@@ -52,7 +53,12 @@ def recomputed(
     run = _Runs(inside, place, before, list(buffers.values()), visits)
     out, written = remat(run)(params, tuple(buffer.clone() for buffer in buffers), spec, args, kwargs)
     for i, buffer in written.items():
-        _torch.overwrite(list(buffers)[i], buffer)
+        if i in run.replaced:
+            for name in run.buffers[i]:
+                path, _, attr = name.rpartition(".")
+                place.modules[path]._buffers[attr] = buffer
+        else:
+            _torch.overwrite(list(buffers)[i], buffer, told=i in run.told)
     for module, new in run.changed.items():
         vars(module).update(new)
     return out
@@ -64,29 +70,37 @@ class _Runs:
     def __init__(
         self, inside: Inside, place: Place, before: Attributes, buffers: list[list[str]], visits: Sequence[Visit]
     ) -> None:
-        self._inside, self._place, self._buffers = inside, place, buffers
+        self._inside, self._place, self.buffers = inside, place, buffers
         self._attributes = _entered(place, before)
         self._known = {id(tensor) for module in place.owned for _, tensor in _kept(self._attributes[module])}
         self._first, self._last = True, False
         self._visits = visits
         self._leases = [visit.hold() for visit in visits]  # a backward that nobody comes back to runs it with these
         self.changed: Attributes = {}
+        self.told: set[int] = set()
+        """The buffers that a run has changed and said so; others may have changed all the same."""
+        self.replaced: set[int] = set()
+        """Those in whose place it has put others."""
 
     def __call__(
         self, params: Mapping[str, Tensor], given: tuple[Tensor, ...], spec: PartitionSpec, args: Args, kwargs: Kwargs
     ) -> tuple[Any, dict[int, Tensor]]:
         copies = [buffer.clone() for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
-        now = {name: copy for copy, names in zip(copies, self._buffers, strict=True) for name in names}
+        now = {name: copy for copy, names in zip(copies, self.buffers, strict=True) for name in names}
         out, after = self._inside(self._attributes, self._gathered(params), spec, now, args, kwargs)
         if self._first:
             self.changed = _changed(self._place, self._attributes, self._known, after)
             self._first = False
         written: dict[int, Tensor] = {}
-        for i, (copy, version, names) in enumerate(zip(copies, versions, self._buffers, strict=True)):
-            # kernels write running statistics without telling the version; under vmap they refuse to
-            silent = copy.is_floating_point() and not _torch.level()
-            if silent or now[names[0]] is not copy or _torch.version(copy) != version:
+        for i, (copy, version, names) in enumerate(zip(copies, versions, self.buffers, strict=True)):
+            # kernels write running statistics without telling the version; those that vmap does not batch they refuse
+            silent = copy.is_floating_point() and (not _torch.level() or _torch.is_batched(copy))
+            if now[names[0]] is not copy:
+                self.replaced.add(i)
+            if _torch.version(copy) != version:
+                self.told.add(i)
+            if silent or i in self.replaced | self.told:
                 written[i] = now[names[0]]
         return out, written
 

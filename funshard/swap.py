@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import _torch
 from .casting import cast_back, cast_floats
 from .spec import PartitionSpec, Unit
 from .tree import join, refuse_compiled
@@ -195,14 +196,16 @@ def install_buffers(
     modules: Mapping[str, nn.Module],
     buffers: Mapping[str, Tensor] | None,
     dtypes: Callable[[str], torch.dtype | None] | None = None,
-) -> Callable[[], dict[str, Tensor]]:
-    """Give every module its own ``_buffers``: the given ones, copies of the rest. What reads the given ones back.
+) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], list[str]]]:
+    """Give every module its own ``_buffers``: the given ones, copies of the rest.
 
-    ``dtypes`` says to what floating point buffers of the module at a path are cast; they are read back in their own.
+    Two functions come back: one reads the given ones, another names the copies that were changed since. ``dtypes`` says to
+    what floating point buffers of the module at a path are cast; they are read back in their own.
     """
     given = dict(buffers or {})
     copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
     placed: list[tuple[str, nn.Module, str, Tensor, Tensor]] = []
+    copied: list[tuple[str, nn.Module, str, Tensor]] = []
     fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
     for path, module in modules.items():
         own = _own(module, "_buffers")
@@ -219,6 +222,7 @@ def install_buffers(
                 if (original, dtype) not in copies:
                     copies[original, dtype] = original.to(dtype, copy=True)
                 mine[attr] = copies[original, dtype]
+                copied.append((name, module, attr, copies[original, dtype]))
     if given:
         raise ValueError(f"buffer '{next(iter(given))}' is not in the model: expected its buffers' names")
     for module, mine in fresh.items():
@@ -232,4 +236,18 @@ def install_buffers(
         found = [(name, _own(module, "_buffers").get(attr), before, used) for name, module, attr, before, used in placed]
         return {name: cast_back(buffer, before, used) for name, buffer, before, used in found if buffer is not None}
 
-    return now
+    def changed() -> list[str]:
+        moved = {
+            (module, attr): name
+            for name, module, attr, copy in copied
+            if module._buffers.get(attr) is not copy or _torch.version(copy)
+        }
+        # The kernels of BatchNorm do not tell the version of its statistics, but its module counts.
+        counted = {module for module, attr in moved if attr == "num_batches_tracked"}
+        return [
+            name
+            for name, module, attr, _ in copied
+            if (module, attr) in moved or (module in counted and attr in ("running_mean", "running_var"))
+        ]
+
+    return now, changed

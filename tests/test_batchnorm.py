@@ -1,0 +1,341 @@
+"""SyncBatchNorm, on simulated ranks and real ones, against torch's BatchNorm of the joined batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from models import unchanged
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard.collectives import Mesh
+
+Tree = dict[str, Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+
+torch.manual_seed(5)
+PLAIN = nn.Sequential(nn.Linear(3, 4), Block(4), nn.BatchNorm1d(4, momentum=None, affine=False), Block(4)).double()
+MODEL = fs.convert_sync_batchnorm(PLAIN)
+FULL = {name: p.detach() for name, p in PLAIN.named_parameters()}
+BUFFERS = {name: b.clone() for name, b in PLAIN.named_buffers()}
+V = {name: p.cos() for name, p in FULL.items()}
+LAYOUTS = {"shard": fs.P("shard"), "kept": fs.P("shard", reshard=False), "remat": fs.P("shard", remat=True), "ddp": fs.P()}
+
+
+def batch(*counts: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    return [torch.randn(n, 3, dtype=torch.float64, generator=generator) + i for i, n in enumerate(counts)]
+
+
+def orders(loss: Callable[[Tree, Tree], tuple[Tensor, Tree]], params: Tree, v: Tree) -> dict[str, Tree]:
+    """Derivatives of first and second order of a loss that also gives the buffers afterwards, and those."""
+
+    def value(p: Tree) -> Tensor:
+        return loss(p, BUFFERS)[0]
+
+    def penalised(p: Tree) -> Tensor:
+        return value(p) + sum((g**2).sum() for g in torch.func.grad(value)(p).values())
+
+    first, (_, buffers) = fs.grad_and_value(loss, has_aux=True)(params, BUFFERS)
+    grads, again = torch.func.grad(loss, has_aux=True)(params, BUFFERS)
+    return {
+        "fs.grad": first,
+        "grad": grads,
+        "buffers": buffers,
+        "buffers of torch.func": again,
+        "hvp": fs.hvp(value, params, v),
+        "grad of dot": torch.func.grad(lambda p: sum((g * v[k]).sum() for k, g in torch.func.grad(value)(p).items()))(params),
+        "grad of grad": torch.func.grad(penalised)(params),
+    }
+
+
+def plain(xs: list[Tensor]) -> dict[str, Tree]:
+    def loss(full: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
+        buffers = {name: b.clone() for name, b in buffers.items()}
+        out = torch.func.functional_call(PLAIN, (full, buffers), torch.cat(xs))
+        return (out**3).sum(1).mean(), buffers
+
+    return orders(loss, FULL, V)
+
+
+def synced(mesh: Mesh, x: Tensor, p: fs.P, total: int = 0) -> dict[str, Tree]:
+    """The mean over this rank's rows; of uneven batches their part of the mean over all of so many."""
+    spec = fs.by_type(Block, p=p)(MODEL).on(mesh)
+
+    def loss(params: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
+        buffers = dict(buffers)
+        out = fs.functional_call(MODEL, params, x, spec=spec, buffers=buffers, reduce="sum" if total else "mean")
+        rows = (out**3).sum(1)
+        return rows.sum() / total if total else rows.mean(), buffers
+
+    return orders(loss, fs.shard(FULL, spec), fs.shard(V, spec))
+
+
+def check(got: dict[str, Tree], expected: dict[str, Tree], spec: fs.PartitionSpec, rank: int, skip: str = "") -> None:
+    for name, tree in got.items():
+        want = expected[name] if "buffers" in name else fs.shard(expected[name], spec, rank=rank)
+        assert tree.keys() == want.keys()
+        for key, value in tree.items():
+            if name != skip:
+                assert_close(value, want[key], rtol=1e-9, atol=1e-9, msg=lambda m, at=f"{name} {key}": f"{at}: {m}")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_simulated_ranks(layout: str, size: int) -> None:
+    """Values, statistics and derivatives of first and second order are BatchNorm's of the joined batch."""
+    xs, p = batch(*[4] * size), LAYOUTS[layout]
+    out = fs.testing.spmd(lambda mesh, x: synced(mesh, x, p), size)(torch.stack(xs))
+    spec, expected = fs.by_type(Block, p=p)(MODEL).on({"shard": size}), plain(xs)
+    for rank in range(size):
+        check({name: {k: t[rank] for k, t in tree.items()} for name, tree in out.items()}, expected, spec, rank)
+
+
+def on_ranks(rank: int, layout: str, counts: tuple[int, ...]) -> dict[str, Tree]:
+    total = sum(counts) if len(set(counts)) > 1 else 0
+    with unchanged(MODEL):
+        return synced(Mesh.world(), batch(*counts)[rank], LAYOUTS[layout], total)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_real_ranks(gloo2: Pool, layout: str) -> None:
+    spec, expected = fs.by_type(Block, p=LAYOUTS[layout])(MODEL).on({"shard": 2}), plain(batch(4, 4))
+    for rank, got in enumerate(gloo2.run(on_ranks, layout, (4, 4))):
+        check(got, expected, spec, rank)
+
+
+@pytest.mark.parametrize("counts", [(5, 2), (1, 6), (4, 0)], ids=str)
+def test_uneven_batches(gloo2: Pool, counts: tuple[int, int]) -> None:
+    """Ranks with different numbers of samples, one of them or none: the mean over all of them, by reduce="sum"."""
+    spec, expected = fs.by_type(Block)(MODEL).on({"shard": 2}), plain(batch(*counts))
+    for rank, got in enumerate(gloo2.run(on_ranks, "shard", counts)):
+        check(got, expected, spec, rank)
+
+
+def on_grid(rank: int, axes: str | None) -> dict[str, Tree]:
+    mesh = Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    global MODEL
+    before, MODEL = MODEL, fs.convert_sync_batchnorm(PLAIN, axes=axes)
+    try:
+        return synced(mesh, batch(4, 4, 4, 4)[rank], fs.P("shard"))
+    finally:
+        MODEL = before
+
+
+@pytest.mark.parametrize("axes", [None, ("shard",), "replicate"])
+def test_two_axes(gloo4: Pool, axes: str | tuple[str, ...] | None) -> None:
+    """With HSDP over all ranks, or over one axis alone: then the statistics are of the ranks along it."""
+    xs, results = batch(4, 4, 4, 4), gloo4.run(on_grid, axes)
+    spec = fs.by_type(Block)(MODEL).on({"replicate": 2, "shard": 2})
+    groups = {None: [[0, 1, 2, 3]], ("shard",): [[0, 1], [2, 3]], "replicate": [[0, 2], [1, 3]]}[axes]
+    parts = {rank: plain([xs[i] for i in group]) for group in groups for rank in group}
+    linear = ("fs.grad", "grad", "hvp", "grad of dot")  # of the mean over groups; a penalty on it is not
+    mean = {name: {k: sum(parts[r][name][k] for r in range(4)) / 4 for k in FULL} for name in linear}
+    for rank, got in enumerate(results):
+        if axes is None:
+            mean["grad of grad"] = parts[rank]["grad of grad"]
+        else:
+            got.pop("grad of grad")
+        check(got, mean | {name: parts[rank][name] for name in ("buffers", "buffers of torch.func")}, spec, rank)
+
+
+KINDS = {(3,): nn.BatchNorm1d, (3, 5): nn.BatchNorm1d, (3, 2, 3): nn.BatchNorm2d, (3, 1, 2, 2): nn.BatchNorm3d}
+
+
+def normed(norm: nn.Module, steps: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Tree, Tensor]:
+    """Outputs, gradients of a sum, the statistics at the end, and what eval mode then gives."""
+    outs, grads = [], []
+    for x in steps:
+        leaf = x.clone().requires_grad_()
+        outs.append(norm(leaf))
+        grads += torch.autograd.grad((outs[-1] ** 3).sum(), leaf)
+    still = norm.eval()(steps[-1].cos()).detach() if norm.track_running_stats else torch.empty(0)
+    return [out.detach() for out in outs], grads, dict(norm.named_buffers()), still
+
+
+def alone(rank: int, norm: nn.Module, steps: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor], Tree, Tensor]:
+    return normed(fs.convert_sync_batchnorm(norm), [xs[rank] for xs in steps])
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(sorted(KINDS)),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(lambda n: sum(n) > 1), min_size=1, max_size=3),
+    st.sampled_from([0.1, 0.5, None]),
+    st.booleans(),
+    st.booleans(),
+)
+@example((3,), [(1, 1), (0, 2)], None, True, True)
+def test_any_batches(
+    gloo2: Pool, shape: tuple[int, ...], counts: list[tuple[int, int]], momentum: float | None, affine: bool, track: bool
+) -> None:
+    """Outside of functional_call, over all processes: BatchNorm of the joined batch, for any shapes and numbers of samples.
+
+    The gradient of the sum over ranks is what a backward on every rank gives: what one rank's value does to all losses.
+    """
+    norm = KINDS[shape](3, momentum=momentum, affine=affine, track_running_stats=track).double()
+    if affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    steps = [[torch.randn(n, *shape, dtype=torch.float64) * (i + 1) + i for n in pair] for i, pair in enumerate(counts)]
+    results = gloo2.run(alone, norm, steps)
+    outs, grads, buffers, _ = normed(norm, [torch.cat(xs) for xs in steps])
+    for rank, (our_outs, our_grads, our_buffers, after) in enumerate(results):
+        for i, xs in enumerate(steps):
+            first = 0 if rank == 0 else len(xs[0])
+            assert_close(our_outs[i], outs[i][first : first + len(xs[rank])], rtol=1e-9, atol=1e-11)
+            assert_close(our_grads[i], grads[i][first : first + len(xs[rank])], rtol=1e-9, atol=1e-9)
+        assert_close(our_buffers, buffers, rtol=1e-10, atol=1e-12)
+        if track:  # of one value per channel torch takes no statistics
+            assert_close(after, norm(steps[-1][rank].cos()).detach())
+
+
+def of(mesh: Mesh, x: Tensor, p: fs.P) -> tuple[fs.PartitionSpec, Callable[[Tree, Tree], tuple[Tensor, Tree]]]:
+    """The spec on this mesh, and this rank's loss with the buffers afterwards."""
+    spec = fs.by_type(Block, p=p)(MODEL).on(mesh)
+
+    def loss(params: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
+        buffers = dict(buffers)
+        out = fs.functional_call(MODEL, params, x, spec=spec, buffers=buffers)
+        return (out**3).sum(1).mean(), buffers
+
+    return spec, loss
+
+
+def compiled(rank: int) -> None:
+    """The same step eager, compiled in both ways, and recorded."""
+    norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    model = fs.convert_sync_batchnorm(copy.deepcopy(norm))
+    spec, xs = fs.whole()(model).bound, batch(4, 4)
+    full, statistics = dict(norm.named_parameters()), {name: b.clone() for name, b in norm.named_buffers()}
+
+    def step(params: Tree, buffers: Tree) -> tuple[Tree, Tree]:
+        def loss(params: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
+            buffers = dict(buffers)
+            return (fs.functional_call(model, params, xs[rank], spec=spec, buffers=buffers) ** 3).mean(), buffers
+
+        grads, (_, buffers) = fs.grad_and_value(loss, has_aux=True)(params, buffers)
+        return grads, buffers
+
+    (norm(torch.cat(xs)) ** 3).mean().backward()
+    expected = fs.shard({name: p.grad for name, p in full.items()}, spec), dict(norm.named_buffers())
+    params = fs.shard(model, spec)
+    with unchanged(model):
+        steps = [step, torch.compile(step, fullgraph=True, backend="aot_eager"), fs.compile(step, backend="aot_eager")]
+        for run in [*steps, make_fx(step)(params, statistics)]:
+            assert_close(run(params, dict(statistics)), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_compiled(gloo2: Pool) -> None:
+    """torch.compile, fs.compile and make_fx of a step, statistics among its results."""
+    gloo2.run(compiled)
+
+
+def ensemble(mesh: Mesh, x: Tensor, p: fs.P) -> dict[str, Tree]:
+    """Three models in one vmap, each with parameters and statistics of its own."""
+    spec, loss = of(mesh, x, p)
+    members = [fs.shard({name: t * (1 + i) for name, t in FULL.items()}, spec) for i in range(3)]
+    params = {key: torch.stack([member[key] for member in members]) for key in members[0]}
+    buffers = {name: torch.stack([b + i for i in range(3)]) for name, b in BUFFERS.items()}
+    grads, after = torch.vmap(torch.func.grad(loss, has_aux=True))(params, buffers)
+    return {f"{what} {i}": {k: t[i] for k, t in tree.items()} for i in range(3) for what, tree in (("g", grads), ("b", after))}
+
+
+def on_members(rank: int, layout: str) -> dict[str, Tree]:
+    return ensemble(Mesh.world(), batch(4, 4)[rank], LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ensembles(gloo2: Pool, layout: str) -> None:
+    """vmap over parameters and statistics, on real ranks and simulated ones: each member is BatchNorm on the joined batch."""
+    p, xs = LAYOUTS[layout], batch(4, 4)
+    spec = fs.by_type(Block, p=p)(MODEL).on({"shard": 2})
+
+    def loss(full: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
+        out = torch.func.functional_call(PLAIN, (full, buffers), torch.cat(xs))
+        return (out**3).sum(1).mean(), buffers
+
+    real = gloo2.run(on_members, layout)
+    simulated = fs.testing.spmd(lambda mesh, x: ensemble(mesh, x, p), 2)(torch.stack(xs))
+    for i in range(3):
+        full = {name: t * (1 + i) for name, t in FULL.items()}
+        grads, after = torch.func.grad(loss, has_aux=True)(full, {name: b + i for name, b in BUFFERS.items()})
+        for rank in range(2):
+            for got in (real[rank], {name: {k: t[rank] for k, t in tree.items()} for name, tree in simulated.items()}):
+                assert_close(got[f"g {i}"], fs.shard(grads, spec, rank=rank), rtol=1e-9, atol=1e-9)
+                assert_close(got[f"b {i}"], after, rtol=1e-9, atol=1e-9)
+
+
+def low_precision(rank: int) -> None:
+    """bfloat16 inputs: statistics in float32, output as the input, as BatchNorm gives it."""
+    x = (100 + torch.randn(2, 64, 3, generator=torch.Generator().manual_seed(1))).bfloat16()
+    norm = nn.BatchNorm1d(3)
+    out = fs.convert_sync_batchnorm(norm)(x[rank])
+    assert out.dtype == torch.bfloat16
+    assert_close(out, norm(x.flatten(0, 1)).unflatten(0, (2, 64))[rank], rtol=2e-2, atol=2e-2)
+
+
+def test_low_precision(gloo2: Pool) -> None:
+    gloo2.run(low_precision)
+
+
+class Own(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def test_conversion() -> None:
+    """A new model with the same tensors, names, modes and hooks; the given one stays as it is."""
+    shared = nn.BatchNorm2d(3)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.BatchNorm1d(2, affine=False)), "c": nn.Linear(2, 2)})
+    model["b"][1].eval()
+    hooked: list[nn.Module] = []
+    shared.register_forward_hook(lambda module, *_: hooked.append(module))
+    with unchanged(model):
+        ours = fs.convert_sync_batchnorm(model, axes="shard")
+    assert {n: id(t) for n, t in model.state_dict(keep_vars=True).items()} == {
+        n: id(t) for n, t in ours.state_dict(keep_vars=True).items()
+    }
+    assert isinstance(ours["a"], fs.SyncBatchNorm)
+    assert ours["a"] is ours["b"][0]
+    assert ours["a"].axes == "shard"
+    assert (ours["a"].training, ours["b"][1].training) == (True, False)
+    assert type(ours["c"]) is nn.Linear
+    ours["a"](torch.randn(2, 3, 4, 4))
+    assert hooked == [ours["a"]]
+    assert isinstance(fs.convert_sync_batchnorm(shared), fs.SyncBatchNorm)
+    assert isinstance(fs.convert_sync_batchnorm(nn.SyncBatchNorm(3)), fs.SyncBatchNorm)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: fs.SyncBatchNorm(3)(torch.ones(2, 4)), r"\[samples, 3, \.\.\.\], got shape \[2, 4\]"),
+        (lambda: fs.SyncBatchNorm(3)(torch.ones(3)), r"\[samples, 3, \.\.\.\], got shape \[3\]"),
+        (lambda: fs.SyncBatchNorm(3)(torch.ones(1, 3)), r"more than 1 value per channel in training, got shape \[1, 3\]"),
+        (lambda: fs.SyncBatchNorm(3, axes="node")(torch.ones(2, 3)), r"unknown mesh axis 'node'"),
+        (lambda: fs.convert_sync_batchnorm(nn.Sequential(Own(2))), r"module '0' of Own has a forward of its own"),
+        (lambda: fs.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d())), r"module '0': expected initialised"),
+    ],
+)
+def test_errors(call: Callable[[], object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call()

@@ -1,0 +1,250 @@
+"""What becomes of buffers: a warning where changes are thrown away, and the pure form, in which they come and go."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import unchanged
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard.collectives import Mesh
+
+Tree = dict[str, Tensor]
+
+
+class Counts(nn.Module):
+    """A buffer written in place, one that is replaced, a constant, and one that comes and goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("table", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x) * self.table
+        self.calls += 1
+        self.mean = out.detach().mean(0)
+        self.register_buffer("cache", out.detach())
+        return out
+
+
+class Block(nn.Sequential):
+    pass
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(Block(nn.Linear(3, 3), nn.BatchNorm1d(3)), Block(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+
+
+BATCH_NORM = r"buffers '0\.1\.running_mean', '0\.1\.running_var', '0\.1\.num_batches_tracked' and 3 more in copies"
+CHANGED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "batch": (with_batch_norm, (4, 3), BATCH_NORM),
+    "sync": (lambda: fs.convert_sync_batchnorm(with_batch_norm()), (4, 3), BATCH_NORM),
+    "instance": (
+        lambda: Block(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
+        (2, 3, 5),
+        r"buffers '0\.running_mean', '0\.running_var' in copies",
+    ),
+    "spectral": (
+        lambda: Block(spectral_norm(nn.Linear(3, 3))),
+        (4, 3),
+        r"buffers '0\.parametrizations\.weight\.0\._u', '0\.parametrizations\.weight\.0\._v' in copies",
+    ),
+    "own": (lambda: nn.Sequential(Counts()), (4, 3), r"buffers '0\.calls', '0\.mean' in copies"),
+}
+UNCHANGED: dict[str, Callable[[], nn.Module]] = {
+    "eval": lambda: with_batch_norm().eval(),
+    "no statistics": lambda: Block(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)),
+    "layer": lambda: Block(nn.Linear(3, 3), nn.LayerNorm(3)),
+}
+WAYS: dict[str, Callable[..., object]] = {
+    "call": lambda loss: loss,
+    "fs.grad": fs.grad,
+    "torch.func.grad": torch.func.grad,
+    "no_grad": torch.no_grad(),
+}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", CHANGED)
+def test_changes_that_are_lost_are_said_once(kind: str, way: str, remat: bool) -> None:
+    """Naming the buffers, at the caller's line, the first time that a model loses any."""
+    make, shape, match = CHANGED[kind]
+    model, x = make(), torch.randn(shape)
+    spec = fs.by_type(Block, p=fs.P("shard", remat=remat))(model)
+    params = fs.shard(model, spec)
+    step = WAYS[way](lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())
+    with unchanged(model):
+        with pytest.warns(fs.BufferWarning, match=match) as caught:
+            step(params)
+        assert [warning.filename for warning in caught] == [__file__]
+        step(params)  # warnings are errors in the tests
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("kind", UNCHANGED)
+def test_nothing_is_said_where_nothing_is_lost(kind: str, remat: bool) -> None:
+    """Of constants, of what is in eval mode, and of buffers that are given."""
+    model, x = UNCHANGED[kind](), torch.randn(4, 3)
+    model.register_buffer("table", torch.ones(3))
+    spec = fs.by_type(Block, p=fs.P("shard", remat=remat))(model)
+    fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())(fs.shard(model, spec))
+    model = with_batch_norm()
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    spec = fs.by_type(Block, p=fs.P("shard", remat=remat))(model)
+    fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec, buffers=buffers).sum())(fs.shard(model, spec))
+
+
+def test_some_buffers_given() -> None:
+    """Those that were not are named."""
+    model = with_batch_norm()
+    spec = fs.whole()(model)
+    given = {name: b.clone() for name, b in model.named_buffers() if name.startswith("0")}
+    with pytest.warns(
+        fs.BufferWarning, match=r"buffers '1\.1\.running_mean', '1\.1\.running_var', '1\.1\.num_batches_tracked' in"
+    ):
+        fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec, buffers=given)
+
+
+def test_warning_can_be_filtered() -> None:
+    """By its category, of which other warnings are not."""
+    model = with_batch_norm()
+    spec = fs.whole()(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fs.BufferWarning)
+        fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec)
+    assert issubclass(fs.BufferWarning, UserWarning)
+
+
+def test_said_in_a_compiled_call() -> None:
+    """When it is traced."""
+    model, x = with_batch_norm(), torch.randn(4, 3)
+    spec = fs.whole()(model)
+    params = fs.shard(model, spec)
+    step = torch.compile(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum(), backend="eager", fullgraph=True)
+    with pytest.warns(fs.BufferWarning, match=r"'0\.1\.running_mean'"):
+        step(params)
+    step(params)
+    model.eval()
+    step(params)
+
+
+# --- the pure form: buffers go in and come out ---
+
+
+STRATEGIES = {"shard": fs.P("shard"), "remat": fs.P("shard", remat=True), "ddp": fs.P()}
+TRANSFORMS = {
+    "fs": lambda loss: fs.grad_and_value(loss, has_aux=True),
+    "torch.func": lambda loss: torch.func.grad_and_value(loss, has_aux=True),
+    "vmap": lambda loss: torch.vmap(torch.func.grad_and_value(loss, has_aux=True)),
+    "remat": lambda loss: fs.grad_and_value(fs.remat(loss), has_aux=True),
+}
+
+
+def pure(rank: int, way: str, strategy: str) -> None:
+    """Three steps, in which the buffers of one are those of the next, beside torch.func.functional_call's."""
+    torch.manual_seed(0)
+    model = with_batch_norm().double()
+    spec = fs.by_type(Block, p=STRATEGIES[strategy])(model).bound
+    params, buffers = fs.shard(model, spec), {name: b.clone() for name, b in model.named_buffers()}
+    full, theirs = {n: p.detach() for n, p in model.named_parameters()}, {n: b.clone() for n, b in model.named_buffers()}
+    xs = torch.randn(3, 2, 4, 3, dtype=torch.float64)[:, rank]
+
+    def loss(params: Tree, buffers: Tree, x: Tensor) -> tuple[Tensor, Tree]:
+        buffers = {name: b.clone() for name, b in buffers.items()}
+        return (fs.functional_call(model, params, (x,), spec=spec, buffers=buffers) ** 2).mean(), buffers
+
+    batched = (lambda tree: {k: t[None] for k, t in tree.items()}) if way == "vmap" else lambda tree: tree
+    for x in xs:
+        before = {name: b.clone() for name, b in buffers.items()}
+        args = (batched(params), batched(buffers), x[None] if way == "vmap" else x)
+        with unchanged(model):
+            _, (value, after) = TRANSFORMS[way](loss)(*args)
+        assert_close(buffers, before, rtol=0, atol=0)
+        expected = (torch.func.functional_call(model, (full, theirs), (x,)) ** 2).mean()
+        buffers = {name: b[0] if way == "vmap" else b for name, b in after.items()}
+        assert_close(value.reshape(()), expected)
+        assert_close(buffers, theirs)
+    assert buffers["0.1.num_batches_tracked"] == 3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", TRANSFORMS)
+def test_pure_form(gloo2: Pool, way: str, strategy: str) -> None:
+    """Buffers in, buffers out by has_aux: those of plain calls, and the ones that went in stay as they were."""
+    gloo2.run(pure, way, strategy)
+
+
+def from_outside(rank: int) -> None:
+    """Buffers that the step closes over are updated by a compiled step as by an eager one."""
+    torch.manual_seed(0)
+    model = with_batch_norm().double()
+    spec = fs.whole()(model).bound
+    params, x = fs.shard(model, spec), torch.randn(4, 3, dtype=torch.float64)
+    results = []
+    ways = [lambda f: f, lambda f: fs.compile(f, backend="aot_eager"), lambda f: torch.compile(f, backend="aot_eager")]
+    for compiled in ways:
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        given = dict(buffers)
+
+        def step(params: Tree, x: Tensor, buffers=buffers) -> tuple[Tree, Tensor]:
+            return fs.grad_and_value(lambda p: (fs.functional_call(model, p, x, spec=spec, buffers=buffers) ** 2).mean())(
+                params
+            )
+
+        run = compiled(step)
+        with unchanged(model):
+            results.append(([run(params, x + i) for i in range(2)], buffers))
+        assert all(buffers[name] is b for name, b in given.items())
+        assert buffers["1.1.num_batches_tracked"] == 2
+    for result in results[1:]:
+        assert_close(result, results[0])
+
+
+def test_buffers_from_outside(gloo2: Pool) -> None:
+    gloo2.run(from_outside)
+
+
+# --- the mean over ranks ---
+
+
+ANY = fs.whole()(nn.Linear(2, 2))
+
+
+def averaged(mesh: Mesh, x: Tensor, axes: str | None) -> Tree:
+    buffers = {"mean": x, "low": x.half(), "count": torch.tensor(3)}
+    return fs.averaging.average_buffers(buffers, ANY.on(mesh), axes=axes)
+
+
+def on_grid(rank: int, axes: str | None) -> Tree:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return averaged(Mesh.of(grid), torch.arange(8.0).view(4, 2)[rank], axes)
+
+
+@pytest.mark.parametrize("axes", [None, "shard"])
+def test_average_buffers(gloo4: Pool, axes: str | None) -> None:
+    """Floating point ones, over all ranks or those along some axes; counters stay as they are."""
+    x = torch.arange(8.0).view(4, 2)
+    mean = (x.view(2, 2, 2).mean(1, keepdim=True) if axes else x.mean(0)).expand(2, 2, 2).reshape(4, 2)
+    simulated = fs.testing.spmd(lambda mesh, x: averaged(mesh, x, axes), {"replicate": 2, "shard": 2})(x)
+    for rank, real in enumerate(gloo4.run(on_grid, axes)):
+        for got in (real, {name: b[rank] for name, b in simulated.items()}):
+            assert torch.equal(got["mean"], mean[rank])
+            assert torch.equal(got["low"], mean[rank].half())
+            assert got["count"] == 3
+
+
+def test_average_of_an_unknown_axis() -> None:
+    with pytest.raises(ValueError, match="unknown mesh axis 'node'"):
+        fs.averaging.average_buffers({}, ANY, axes="node")
