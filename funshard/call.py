@@ -71,10 +71,19 @@ def functional_call(
     ``params`` are what `shard` gives, of any floating dtype. In the place of a unit's shard its full parameters may stand
     under their names, as `unshard` gives them: then nothing is gathered or reduced for it. Parameters that the spec
     ignores are the model's own, or those in ``params`` under their names. ``args`` is a tuple, or the only argument.
-    ``method`` names another method than forward. ``buffers`` are used in place of the model's, and updates land in that
-    dict, as in torch; the model's own buffers are never changed: without ``buffers`` the call works on copies. After the
-    call, also when it raises, every attribute of the model and its submodules is what it was before: what forward stored
-    on ``self`` is gone, so return what you want to keep.
+    ``method`` names another method than forward. After the call, also when it raises, every attribute of the model and its
+    submodules is what it was before: what forward stored on ``self`` is gone, so return what you want to keep.
+
+    ``buffers`` are used in place of the model's, and updates land in that dict and, where forward writes in place, in those
+    tensors, as in torch. The model's own buffers are never changed: without ``buffers`` the call works on copies, and where
+    forward has changed some of them, such as running statistics, a `BufferWarning` names them, once for a model. To keep
+    them, take them in and hand them out by ``has_aux``: a pure function, under every transform and compiler::
+
+        def loss(params, buffers, x):
+            buffers = {name: b.clone() for name, b in buffers.items()}
+            return functional_call(model, params, x, spec=spec, buffers=buffers).sum(), buffers
+
+        grads, (value, buffers) = grad_and_value(loss, has_aux=True)(params, buffers, x)
 
     Inside torch.compile the whole tree is gathered by data flow and the compiler decides what lives how long; ``remat`` is
     then left to it as well.
