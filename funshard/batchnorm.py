@@ -65,7 +65,7 @@ class SyncBatchNorm(_BatchNorm):
             return F.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, self.running_mean is None, 0.0, self.eps
             )
-        mesh: Mesh = vars(self).get(MESH) or Mesh.world()
+        mesh: Mesh = getattr(self, MESH, None) or Mesh.world()
         names = mesh.chosen(self.axes)
         count = input.numel() // self.num_features
         if count == 1 and all(mesh[name].size == 1 for name in names):
@@ -100,7 +100,7 @@ class SyncBatchNorm(_BatchNorm):
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked = self.num_batches_tracked + 1
-        count = self.num_batches_tracked.to(self.running_mean.dtype)
+        count = self.num_batches_tracked.to(mean.dtype)
         share = 1 / count if self.momentum is None else self.momentum
         self.running_mean = ((1 - share) * self.running_mean + share * mean).to(self.running_mean.dtype)
         self.running_var = ((1 - share) * self.running_var + share * variance).to(self.running_var.dtype)

@@ -204,14 +204,14 @@ def _by_data_flow(
 @contextlib.contextmanager
 def _on_mesh(model: nn.Module, mesh: Mesh) -> Generator[None]:
     """Within this, what takes statistics over ranks finds them."""
-    own = [module.__dict__ for module in model.modules() if isinstance(module, SyncBatchNorm)]
-    for attributes in own:
-        attributes[MESH] = mesh
+    own = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+    for module in own:
+        setattr(module, MESH, mesh)
     try:
         yield
     finally:
-        for attributes in own:
-            attributes.pop(MESH)
+        for module in own:
+            delattr(module, MESH)
 
 
 @contextlib.contextmanager

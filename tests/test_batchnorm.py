@@ -223,8 +223,9 @@ def of(mesh: Mesh, x: Tensor, p: fs.P) -> tuple[fs.PartitionSpec, Callable[[Tree
 def compiled(rank: int) -> None:
     """The same step eager, compiled in both ways, and recorded."""
     norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    model = fs.convert_sync_batchnorm(copy.deepcopy(norm))
-    spec, xs = fs.whole()(model).bound, batch(4, 4)
+    model = fs.convert_sync_batchnorm(copy.deepcopy(norm), axes=("replicate", "shard"))  # which the world does not have
+    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    spec, xs = fs.whole()(model).on(grid), batch(4, 4)
     full, statistics = dict(norm.named_parameters()), {name: b.clone() for name, b in norm.named_buffers()}
 
     def step(params: Tree, buffers: Tree) -> tuple[Tree, Tree]:
