@@ -17,7 +17,7 @@ from .layout import ordered
 from .mesh import Group, Mesh
 from .spec import PartitionSpec
 
-__all__ = ["broadcast_text", "check_ranks_agree", "fingerprints", "process_group", "talks"]
+__all__ = ["broadcast_text", "check_ranks_agree", "fingerprints", "gather_texts", "process_group", "talks"]
 
 
 def _lines(spec: PartitionSpec) -> list[str]:
@@ -55,7 +55,7 @@ def check_ranks_agree(
 
 
 def _raise_difference(lines: list[str], mesh: Mesh, device: torch.device) -> NoReturn:
-    texts = _gather_texts("\n".join(lines), mesh, device)
+    texts = gather_texts("\n".join(lines), mesh, device)
     other, rank = next((t.split("\n"), r) for r, t in enumerate(texts) if t != texts[0])
     first = texts[0].split("\n")
     i = next(i for i in range(len(first) + 1) if first[i : i + 1] != other[i : i + 1])
@@ -142,7 +142,8 @@ def _rows(row: Tensor, mesh: Mesh) -> Tensor:
     return rows
 
 
-def _gather_texts(text: str, mesh: Mesh, device: torch.device) -> list[str]:
+def gather_texts(text: str, mesh: Mesh, device: torch.device) -> list[str]:
+    """The texts of all ranks of the mesh, in its row-major order, over the axes that can communicate."""
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     lengths = _rows(torch.tensor([len(data)], device=device), mesh).flatten().tolist()
     padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))

@@ -1,0 +1,316 @@
+"""testing.assert_exact: a model on shards beside itself, on real and simulated ranks; what it finds, and how it says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import build, unchanged
+from ranks import Pool
+from torch import Tensor, nn
+
+import funshard as fs
+from funshard import P
+from funshard.testing import assert_exact
+
+LOSSY = fs.Precision(codec=fs.Codec(lambda x: ((x * 8).round() / 8,), lambda x: x))
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).T
+
+
+class Block(nn.Module):
+    """With what a call must leave alone: a parametrization, dropout, a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrize.register_parametrization(nn.Linear(4, 4), "weight", Symmetric())
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.drop(torch.tanh(self.linear(x))))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 4), Block(), Block(), nn.Linear(4, 2)).double()
+    model[3].bias.requires_grad_(False)
+    return model
+
+
+class Apart(nn.Module):
+    """The sum of two parts, so that what is wrong with one is not wrong with the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).tanh().sum() + self.b(x).tanh().sum()
+
+
+def cube(call: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return (call(x) ** 3).mean()
+
+
+def values(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+BUFFERS_ARE_LOST = pytest.mark.xfail(raises=AssertionError, strict=True, reason="updates of batched buffers, with remat")
+PS = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("p", [pytest.param(p, marks=BUFFERS_ARE_LOST if p.remat else ()) for p in PS], ids=str)
+def test_simulated_ranks(p: P, sizes: dict[str, int]) -> None:
+    """With dropout, batch norm and a parametrization, to second order; the model and the random state are left alone."""
+    model = network()
+    spec = fs.by_type(Block, p=p)(model).on(sizes)
+    state = torch.get_rng_state()
+    with unchanged(model):
+        assert_exact(cube, model, spec, values(torch.Size(sizes.values()).numel(), 6, 3), order=1 if p.remat else 2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def on_real_ranks(rank: int) -> None:
+    for name in ("conv_with_batch_norm", "transformer_encoder", "lstm", "parametrized"):
+        made = build(name, 2)
+        for p in PS if name != "lstm" else PS[:2]:
+            spec = fs.by_type(*made.blocks, p=p)(made.model)
+            with unchanged(made.model):
+                assert_exact(made.loss, made.model, spec, {k: v[rank] for k, v in made.batches.items()})
+    model = network()
+    state = torch.get_rng_state()
+    with unchanged(model):
+        assert_exact(cube, model, fs.by_type(Block)(model), values(6, 3, seed=rank), order=2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_real_ranks(gloo2: Pool) -> None:
+    """Each with a batch of its own."""
+    gloo2.run(on_real_ranks)
+
+
+def hybrid(rank: int) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = network()
+    assert_exact(cube, model, fs.by_type(Block)(model).on(mesh), values(6, 3, seed=rank), order=2)
+    with pytest.raises(AssertionError, match=r"gradient of 'b\.weight' \(unit 'b', P\('shard', precision=.*by .* on rank \d"):
+        assert_exact(lambda call, x: call(x), wrong := Apart().double(), lossy(wrong).on(mesh), values(5, 3, seed=rank))
+
+
+def lossy(model: nn.Module) -> fs.PartitionSpec:
+    return fs.by_path({"a": P("shard"), "b": P("shard", precision=LOSSY)})(model)
+
+
+def test_hybrid(gloo4: Pool) -> None:
+    """Means over both axes; a wrong number is an error on all four ranks."""
+    gloo4.run(hybrid)
+
+
+def failing(rank: int) -> str:
+    def loss(call: Callable[..., Tensor], x: Tensor) -> Tensor:
+        if rank == 1:
+            raise KeyError("no such label")
+        return call(x)
+
+    model = Apart().double()
+    kind = KeyError if rank else AssertionError
+    with pytest.raises(kind) as info:
+        assert_exact(loss, model, fs.whole()(model), values(5, 3, seed=rank))
+    return str(info.value)
+
+
+def test_a_loss_that_raises_on_one_rank(gloo2: Pool) -> None:
+    """Raises there, and tells the others."""
+    assert gloo2.run(failing)[0] == "assert_exact: the plain model raised on rank 1: KeyError: 'no such label'"
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_names_the_first_parameter_that_differs(order: int) -> None:
+    """With its unit, how far it is off, and that the forward itself is neither impure nor random."""
+    model = Apart().double()
+    expected = (
+        r"another gradient of 'b\.weight' \(unit 'b', P\('shard', precision.*\): by ([\d.e-]+) on rank \d.*; 2 of 4 differ"
+    )
+    with pytest.raises(AssertionError, match=expected) as info:
+        assert_exact(lambda call, x: call(x), model, lossy(model).on({"shard": 2}), values(2, 5, 3), order=order)
+    assert "neither impure nor random, and the sharded run is wrong" in str(info.value)
+    found = re.search(expected, str(info.value))
+    assert found
+    assert 0.01 < float(found[1]) < 1
+    assert_exact(lambda call, x: call(x), model, lossy(model).on({"shard": 2}), values(2, 5, 3), order=order, tolerance=0.9)
+
+
+class Odd(nn.Linear):
+    """As it says, where its weight is not its own; what it does in the plain run is right."""
+
+    def __init__(self, wrong: Callable[[Odd, Tensor], Tensor]) -> None:
+        super().__init__(3, 3, dtype=torch.float64)
+        self.wrong = wrong
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y if isinstance(self.weight, nn.Parameter) else self.wrong(self, y)
+
+
+def check_odd(wrong: Callable[[Odd, Tensor], Tensor], order: int = 1, p: float = 0.0) -> None:
+    model = nn.Sequential(Odd(wrong), nn.Dropout(p))
+    assert_exact(cube, model, fs.by_type(Odd)(model).on({"shard": 2}), values(2, 5, 3), order=order)
+
+
+class WrongTwice(torch.autograd.Function):
+    """The identity, with the second derivative doubled."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return 2 * tangent
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+def test_tells_apart_what_is_wrong() -> None:
+    """Gradient, second derivative, loss and buffer each are compared."""
+    check_odd(lambda self, y: y, order=2)
+    with pytest.raises(AssertionError, match=r"another gradient of '0\.weight'"):
+        check_odd(lambda self, y: 2 * y.detach() - y)
+    with pytest.raises(AssertionError, match=r"another Hessian-vector product of '0\.weight'"):
+        check_odd(lambda self, y: WrongTwice.apply(y), order=2)
+    shifted = Odd(lambda self, y: y + 3)
+    with pytest.raises(AssertionError, match=r"another loss: by 3 on rank \d"):
+        assert_exact(lambda call, x: call(x).mean(), shifted, fs.whole()(shifted).on({"shard": 2}), values(2, 5, 3))
+
+
+def test_buffers_are_compared() -> None:
+    def count(self: Odd, y: Tensor) -> Tensor:
+        self.count += 1
+        return y
+
+    with pytest.raises(AssertionError, match=r"another buffer of '0\.count': by 1 on rank \d"):
+        check_odd(count)
+
+
+def test_a_random_forward_is_told_from_a_wrong_one() -> None:
+    """It drew another number on shards."""
+
+    def draw(self: Odd, y: Tensor) -> Tensor:
+        torch.rand(())
+        return y
+
+    check_odd(lambda self, y: y, p=0.5)
+    with pytest.raises(AssertionError, match=r"gradient of '0\.weight'.*its forward is random, and may have drawn others"):
+        check_odd(draw, p=0.5)
+
+
+class Counting(nn.Linear):
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        super().__init__(3, 3, dtype=torch.float64)
+        self.calls: list[int] = []
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        factor = torch.rand((), generator=self.generator).item() if self.generator else len(self.calls)
+        return super().forward(x) * factor
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(1)], ids=["state", "own generator"])
+def test_an_impure_forward_is_told_from_a_wrong_one(generator: torch.Generator | None) -> None:
+    """One that keeps something from call to call, or draws numbers that no seed of ours reaches."""
+    model = Counting(generator)
+    expected = r"run again with the same seed, the plain model gives another gradient of 'weight'.*impure"
+    with pytest.raises(AssertionError, match=expected):
+        assert_exact(cube, model, fs.whole()(model).on({"shard": 2}), values(2, 5, 3))
+
+
+class Clamping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.weight, nn.Parameter):
+            self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_what_a_plain_forward_writes_into_parameters_is_put_back() -> None:
+    """The plain run is on the model itself."""
+    model = Clamping(3, 3).double()
+    before = model.weight.detach().clone()
+    with pytest.raises(AssertionError, match="gradient of 'weight'"):
+        assert_exact(cube, model, fs.whole()(model).on({"shard": 2}), values(2, 5, 3))
+    assert torch.equal(model.weight, before)
+
+
+class Writing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return super().forward(x)
+
+
+def test_the_batch_is_left_alone() -> None:
+    model, x = Writing(3, 3).double(), values(2, 5, 3)
+    before = x.clone()
+    assert_exact(cube, model, fs.whole()(model).on({"shard": 2}), x, order=2)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128, torch.complex64], ids=str)
+def test_every_dtype(dtype: torch.dtype) -> None:
+    """With the tolerance that it needs."""
+    model = nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.Linear(4, 2, dtype=dtype))
+    spec = fs.by_type(nn.Linear)(model).on({"shard": 2})
+    assert_exact(lambda call, x: call(x).abs().pow(2).float().mean(), model, spec, values(2, 5, 3).to(dtype), order=2)
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float64, 1e-6), (torch.float32, 1e-2), (torch.bfloat16, 0.5)], ids=str)
+def test_a_little_is_found_in_every_dtype(dtype: torch.dtype, off: float) -> None:
+    model = nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.Linear(4, 2, dtype=dtype))
+    more = fs.Precision(codec=fs.Codec(lambda x: (x * (1 + off),), lambda x: x))
+    spec = fs.by_type(nn.Linear, p=P("shard", precision=more))(model).on({"shard": 2})
+    with pytest.raises(AssertionError, match=r"another gradient of '0\.weight'"):
+        assert_exact(lambda call, x: call(x).pow(2).float().mean(), model, spec, values(2, 5, 3).to(dtype))
+
+
+def test_another_method_and_a_tree_of_batches() -> None:
+    class Two(nn.Linear):
+        def halved(self, x: Tensor, *, factor: float) -> Tensor:
+            return self(x) * factor
+
+    def loss(call: Callable[..., Tensor], batch: dict[str, Any]) -> Tensor:
+        return F.mse_loss(call(batch["x"], factor=batch["factor"]), batch["y"])
+
+    model = Two(3, 2).double()
+    batch = {"x": values(2, 5, 3), "y": values(2, 5, 2, seed=6), "factor": 0.5}
+    assert_exact(loss, model, fs.whole()(model).on({"shard": 2}), batch, method="halved")
+
+
+def test_mistakes() -> None:
+    model = nn.Linear(3, 2)
+    spec = fs.whole()(model)
+    loss = lambda call, x: call(x).sum()  # noqa: E731
+    with pytest.raises(ValueError, match="order: expected 1 or 2, got 3"):
+        assert_exact(loss, model, spec, torch.ones(5, 3), order=3)
+    with pytest.raises(ValueError, match=r"batch\['x'\]: expected the 4 ranks of .* in dimension 0, got shape \[5, 3\]"):
+        assert_exact(loss, model, spec.on({"shard": 4}), {"x": torch.ones(5, 3)})
+    with pytest.raises(ValueError, match=r"expected the loss to be a scalar, got shape \[5, 2\]"):
+        assert_exact(lambda call, x: call(x), model, spec, torch.ones(5, 3))
+    with pytest.raises(ValueError, match="call it outside of spmd"):
+        fs.testing.spmd(lambda mesh, x: assert_exact(loss, model, spec.on(mesh), x), 2)(torch.ones(2, 5, 3))
