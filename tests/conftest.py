@@ -22,10 +22,25 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="hypothesis' profile of that name: 20,000 cases for the fuzzer")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--thorough"):
+        hypothesis.settings.load_profile("thorough")
+
+
 def _pool(size: int) -> Iterator[Pool]:
     pool = Pool(size)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[Pool]:
+    """One rank, in a process of its own."""
+    yield from _pool(1)
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +61,9 @@ def _seed() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if hypothesis.settings().max_examples >= 2000:
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

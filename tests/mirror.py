@@ -1,0 +1,150 @@
+"""Ranks that all do what this one does: a process group of any size in one process, fast enough for thousands of cases.
+
+A gather gives this rank's slice again and again, a reduction what so many equal ranks give. So it is exactly a mesh whose
+ranks have equal shards and equal batches; its schedule, notes and second gathers are those of any other group. Outputs are
+NaN (all bits set) until they are waited for. What differs between ranks needs real ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+from torch.utils._python_dispatch import _disable_current_modes
+
+from funshard.collectives import Group, Mesh
+
+
+def mesh(sizes: Mapping[str, int]) -> Mesh:
+    """A mesh of such ranks, whose first one is this process."""
+    _open.clear()  # what a case that failed has not waited for
+    return Mesh(tuple((axis, Group(size, 0, _group(size))) for axis, size in sizes.items()))
+
+
+def _group(size: int) -> str:
+    name = f"mirror of {size}"
+    if name not in _groups():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is overridden
+            _library().impl("_allgather_base_", _allgather_base, "CPU", allow_override=True)
+        _groups()[name] = Mirror(size)
+        torch._C._distributed_c10d._register_process_group(name, _groups()[name])
+    return name
+
+
+@functools.cache
+def _groups() -> dict[str, Mirror]:
+    return {}
+
+
+class _Done(Work):
+    """A collective: its outputs are NaN until it is waited for."""
+
+    def __init__(self, outs: Sequence[Tensor], results: Callable[[], Sequence[Tensor]]) -> None:
+        super().__init__()
+        with _plainly():
+            self.pairs: list[tuple[Tensor, Tensor]] | None = [
+                (out.detach(), result.clone()) for out, result in zip(outs, results(), strict=True)
+            ]
+            for out, _ in self.pairs:
+                _bytes(out).fill_(255)
+        _open.add(self)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        with _plainly():
+            for out, result in self.pairs or ():
+                _bytes(out).copy_(_bytes(result))
+        self.pairs = None
+        _open.discard(self)
+        return True
+
+
+_open: set[_Done] = set()
+"""On these C++ alone has no hold in torch 2.13."""
+
+
+def _plainly() -> Any:
+    return _Plainly()
+
+
+class _Plainly:
+    def __enter__(self) -> None:
+        self.modes = [_disable_current_modes(), torch.inference_mode(False), torch.no_grad()]
+        for mode in self.modes:
+            mode.__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        for mode in reversed(self.modes):
+            mode.__exit__(*args)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Its memory, whose version is another one."""
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage(), x.storage_offset() * x.itemsize, (x.nbytes,))
+
+
+class Mirror(dist.ProcessGroup):
+    """The process group."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)
+        self._size = size
+
+    def getBackendName(self) -> str:
+        return "mirror"
+
+    name = getBackendName
+
+    def _get_backend(self, device: torch.device) -> Mirror:
+        return self
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._size
+
+    def _reduced(self, x: Tensor, op: Any) -> Tensor:
+        return x * self._size if op == dist.ReduceOp.SUM else x
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:
+        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        return _Done(tensors, lambda: [self._reduced(x, op) for x in tensors])
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> _Done:
+        return _Done(tensors, lambda: tensors)
+
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> _Done:
+        return _Done([out], lambda: [torch.cat([x] * self._size)])
+
+    def all_gather_single_coalesced(self, outs: list[Tensor], xs: list[Tensor], opts: Any = None) -> _Done:
+        return _Done(outs, lambda: [torch.cat([x] * self._size) for x in xs])
+
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any) -> _Done:
+        return _Done([out], lambda: [self._reduced(x[: len(out)], opts.reduceOp)])
+
+    def reduce_scatter_single_coalesced(self, outs: list[Tensor], xs: list[Tensor], opts: Any) -> _Done:
+        return _Done(outs, lambda: [self._reduced(x[: len(out)], opts.reduceOp) for out, x in zip(outs, xs, strict=True)])
+
+    # as torch 2.11 and 2.13 call them
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    return torch.library.Library("c10d", "IMPL")
+
+
+def _allgather_base(out: Tensor, x: Tensor, group: Any, asynchronous: bool = True, timeout: int = -1) -> tuple[Tensor, Any]:
+    """The one collective that, before torch 2.14, a process group of Python is not asked for. For groups of this kind only."""
+    return out, dist.ProcessGroup.unbox(group).all_gather_single(out, x).boxed()
