@@ -628,17 +628,16 @@ class Table(One):
 
 @piece
 class Replaces(One):
-    """As old-style reparametrizations do: a tensor in the place of the parameter."""
+    """As old-style reparametrizations do: a computed tensor in the place of the layer's parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = self.l.weight
+        del self.l.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.l.weight
-        del self.l.weight
-        self.l.weight = torch.tanh(weight)
-        try:
-            return self.l(x)
-        finally:
-            del self.l.weight
-            self.l.register_parameter("weight", weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight))
+        self.l.weight = torch.tanh(self.raw)
+        return self.l(x)
 
 
 # ---- layers of torch
