@@ -110,7 +110,7 @@ def powersgd(
             if units[key] or not any(name in over for name in unit.p.axes):
                 pieces[key] = _pieces(tensors, unit, spec, over, batched)
             else:
-                shards[key] = exactly(buffer_of(tensors, unit, spec), unit, spec, over)
+                shards[key] = exactly(buffer_of(tensors, unit, spec), unit, spec, spec.bound_mesh.names)
         sent: Params = {}
         q, error = dict(state.q), dict(state.error)
         for dtype in dict.fromkeys(given[key][0].dtype for key in pieces):
