@@ -51,7 +51,7 @@ def _serve(rank: int, size: int, port: str, path: list[str], pipe: Connection) -
     import torch.distributed as dist
 
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)  # as in pyproject.toml
+    warnings.filterwarnings("ignore", "`torch.jit.script`")  # as in pyproject.toml
     torch.set_num_threads(1)
     os.environ.update(_env(port))
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))

@@ -33,7 +33,7 @@ import funshard as fs
 from funshard import averaging as av
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own, at import
+    warnings.filterwarnings("ignore", "`torch.jit")  # torch's own, at import
     from torch.distributed.optim import PostLocalSGDOptimizer
 
 torch.manual_seed(1)  # the same on every rank

@@ -40,7 +40,7 @@ _found.loader.exec_module(common)
 Step = Callable[..., Any]
 LAYERS = 3
 IMPORT = "`torch.jit.script_method`"  # torch's own, when inductor is first imported
-pytestmark = pytest.mark.filterwarnings(f"ignore:{IMPORT}:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(f"ignore:{IMPORT}")
 
 
 def has_cpp_compiler() -> bool:
@@ -349,7 +349,7 @@ LOW = fs.Precision(param=torch.float32, reduce=torch.float64)
 
 
 def trained(rank: int, which: str, strategy: str, backend: str) -> None:
-    warnings.filterwarnings("ignore", IMPORT, DeprecationWarning)
+    warnings.filterwarnings("ignore", IMPORT)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, block, by_call = models(which)
