@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +14,8 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 
 from . import _torch
 from .call import arguments
-from .collectives import Reduce, broadcast, sum_over
-from .division import Reduction
+from .collectives import broadcast, sum_over
+from .division import Divide, Reduction
 from .fits import check_buffers
 from .layout import Params, unflatten_unit
 from .mesh import Simulated
@@ -34,7 +36,7 @@ def per_sample_grads(
     clip: float | None = None,
     noise: float | None = None,
     generator: torch.Generator | None = None,
-    reduce: Reduce = "mean",
+    reduce: Divide = "mean",
     randomness: str = "error",
     chunk_size: int | None = None,
 ) -> Params:
@@ -50,19 +52,22 @@ def per_sample_grads(
 
     With ``clip``: shards, by unit key, of the sum over all samples of all ranks of their gradients, each scaled down to a
     2-norm over all of ``params`` of at most ``clip``; plus, with ``noise``, normal numbers of standard deviation ``noise *
-    clip``, the same ones at any number of ranks; and with ``reduce="mean"`` all of it over the number of samples. In two
-    passes: one for the norms, which holds the samples' gradients of one unit at a time, and one plain gradient of the
-    weighted losses, which is reduced once. Without a graph. Abadi et al., Deep Learning with Differential Privacy, 2016;
-    two passes as in Lee and Kifer, Scaling up Differentially Private Deep Learning with Fast Per-Example Gradient
-    Clipping, 2021.
+    clip``, the same ones at any number of ranks. ``reduce`` is what all of it is divided by: "mean" for the number of
+    samples, "sum" for nothing, or a number. In two passes: one for the norms, which holds the samples' gradients of one
+    unit at a time, and one plain gradient of the weighted losses, which is reduced once. Without a graph. Abadi et al.,
+    Deep Learning with Differential Privacy, 2016; two passes as in Lee and Kifer, Scaling up Differentially Private Deep
+    Learning with Fast Per-Example Gradient Clipping, 2021.
 
     ``params`` may hold some of the units (`partition`); ``f`` closes over the rest. The noise comes from a seed that rank
     0 draws from ``generator``, or from torch's own, and sends. ``randomness`` and ``chunk_size`` are torch.vmap's: what
     dropout in ``f`` does ("same" or "different" for each sample), and how many samples at once.
 
+    Inside torch.compile, ``noise`` is drawn between two graphs.
+
     Raises ValueError, before any communication, for params that are no shards of the spec's units, a batch that is empty
-    or whose tensors differ in their first dimension, ``noise`` without ``clip``, a ``clip`` that is not positive and a
-    negative ``noise``.
+    or whose tensors differ in their first dimension, a ``clip`` that is not positive, ``noise`` that is negative or not
+    finite or without a finite ``clip``, ``reduce`` without ``clip``, and inside torch.compile for ``clip`` with
+    ``randomness``: a graph draws other numbers in the second pass.
     """
     spec = bound(spec)
     mesh = spec.bound_mesh
@@ -70,7 +75,7 @@ def per_sample_grads(
     check_buffers(params, spec, {unit.key: spec.shard_numel(unit) for unit in units})
     args, _ = arguments(batch, None)
     samples = _check_batch(args)
-    _check_privacy(clip, noise)
+    _check_privacy(clip, noise, reduce, randomness)
 
     def of_samples(fn: Callable[..., Any], full: Mapping[str, Tensor]) -> Any:
         dims = (None, *(0 for _ in args))
@@ -81,10 +86,11 @@ def per_sample_grads(
         return of_samples(torch.func.grad(f), _full(buffers, units))
 
     params = {unit.key: params[unit.key].detach() for unit in units}
-    surroundings = Surroundings(pytree.tree_leaves(args))
+    compiled = torch.compiler.is_compiling()  # where both passes are in one graph, and nothing is drawn
+    again = contextlib.nullcontext() if compiled else Surroundings(pytree.tree_leaves(args)).again()
 
     def probed(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
-        return f(_full({key: _Probe.apply(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
+        return f(_full({key: _probed(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
 
     buffers = {unit.key: gather_unit(params[unit.key], unit, mesh) for unit in units}
     squares: Mapping[str, Tensor] = of_samples(torch.func.grad(probed), {unit.key: _zero(params[unit.key]) for unit in units})
@@ -96,15 +102,20 @@ def per_sample_grads(
         buffers = {unit.key: gather_unit(params[unit.key], unit, mesh, Reduction("sum")) for unit in units}
         return (of_samples(f, _full(buffers, units)) * weights).sum()
 
-    with surroundings.again():  # dropout as in the first pass
+    with again:  # dropout as in the first pass
         grads: Params = grad(weighted)(params)
     if noise:
-        drawn = _normal(units, spec, params, generator)
-        grads = {key: g + noise * clip * next(drawn) for key, g in grads.items()}
-    if reduce == "mean":
-        total = sum_over(torch.tensor(float(samples), device=mesh.device), mesh)
-        grads = {key: (g / total).to(g.dtype) for key, g in grads.items()}
-    return grads
+        grads = _noisy(grads, noise * clip, units, spec, generator)
+    if reduce == "sum":
+        return grads
+    total = sum_over(torch.tensor(float(samples), device=mesh.device), mesh) if reduce == "mean" else reduce
+    return {key: (g / total).to(g.dtype) for key, g in grads.items()}
+
+
+@torch.compiler.allow_in_graph
+def _probed(buffer: Tensor, probe: Tensor) -> Tensor:
+    # One node for Dynamo, which would lose the backward, and with it the clipping. As collectives._primitive.
+    return _Probe.apply(buffer, probe)
 
 
 class _Probe(_torch.Function):
@@ -133,7 +144,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _zero(like: Tensor) -> Tensor:
-    return like.new_zeros((), dtype=_wide(like.dtype).to_real())
+    real = torch.view_as_real(like) if like.is_complex() else like  # Dynamo does not know dtype.to_real
+    return real.new_zeros((), dtype=_wide(real.dtype))
 
 
 def _full(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Params:
@@ -141,29 +153,33 @@ def _full(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Params:
     full: Params = {}
     for unit in units:
         views = unflatten_unit(buffers[unit.key], unit)
-        _torch.backward_early(views)
+        if not torch.compiler.is_compiling():  # the compiler decides the order
+            _torch.backward_early(views)
         full |= zip((param.name for param in unit.params), views, strict=True)
     return full
 
 
-def _normal(
-    units: Iterable[Unit], spec: PartitionSpec, params: Mapping[str, Tensor], generator: torch.Generator | None
-) -> Iterator[Tensor]:
-    """This rank's slice of standard normal numbers for each unit, the same ones at any number of ranks."""
+@torch.compiler.disable(reason="noise is drawn by a generator, which no graph can seed")
+def _noisy(
+    grads: Mapping[str, Tensor], scale: float, units: Iterable[Unit], spec: PartitionSpec, generator: torch.Generator | None
+) -> Params:
+    """The gradients with normal numbers of this standard deviation, the same ones at any number of ranks."""
     mesh = spec.bound_mesh
-    device = next(iter(params.values())).device
+    device = next(iter(grads.values())).device
     with _torch.beneath():
         seed = torch.randint(2**62, (), generator=generator, device=generator.device if generator else None).to(device)
         for name in mesh.names:
             if not isinstance(mesh[name], Simulated):  # whose ranks are one process
                 seed = broadcast(seed, mesh[name])
         source = torch.Generator(device).manual_seed(int(seed))
+    out: Params = {}
     for unit in units:
         with _torch.beneath():
-            whole = torch.zeros(spec.padded_numel(unit), dtype=params[unit.key].dtype, device=device)
+            whole = torch.zeros(spec.padded_numel(unit), dtype=grads[unit.key].dtype, device=device)
             real = torch.view_as_real(whole) if whole.is_complex() else whole
             real[: unit.numel].normal_(generator=source)
-        yield scatter_unit(whole, unit, mesh)
+        out[unit.key] = grads[unit.key] + scale * scatter_unit(whole, unit, mesh)
+    return out
 
 
 def _check_batch(args: tuple[object, ...]) -> int:
@@ -183,8 +199,18 @@ def _check_batch(args: tuple[object, ...]) -> int:
     return first[1]
 
 
-def _check_privacy(clip: float | None, noise: float | None) -> None:
+def _check_privacy(clip: float | None, noise: float | None, reduce: Divide, randomness: str) -> None:
+    Reduction.of(reduce)
+    if clip is None and reduce != "mean":
+        raise ValueError(f"per_sample_grads: expected clip with reduce={reduce!r}: without it nothing is reduced")
     if clip is not None and not clip > 0:
         raise ValueError(f"per_sample_grads: expected a positive clip, got {clip}")
-    if noise is not None and (clip is None or noise < 0):
+    if noise is not None and (clip is None or not 0 <= noise < math.inf):
         raise ValueError(f"per_sample_grads: expected a noise of at least 0, in units of clip, got {noise} with clip={clip}")
+    if noise and clip == math.inf:
+        raise ValueError(f"per_sample_grads: expected a finite clip, of which noise={noise} is a multiple, got clip={clip}")
+    if clip is not None and randomness != "error" and torch.compiler.is_compiling():
+        raise ValueError(
+            f"per_sample_grads: clip with randomness='{randomness}' inside torch.compile: expected 'error', because a graph "
+            "draws other numbers in the second pass; call it outside of the compiled function, or have f draw none"
+        )

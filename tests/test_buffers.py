@@ -82,7 +82,7 @@ def test_changes_that_are_lost_are_said_once(kind: str, way: str, remat: bool) -
     """Naming the buffers, at the caller's line, the first time that a model loses any."""
     make, shape, match = CHANGED[kind]
     model, x = make(), torch.randn(shape)
-    spec = fs.by_type(Block, p=fs.P("shard", remat=remat))(model)
+    spec = fs.by_type(Block, Counts, p=fs.P("shard", remat=remat))(model)
     params = fs.shard(model, spec)
     step = WAYS[way](lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())
     with unchanged(model):
@@ -98,11 +98,11 @@ def test_nothing_is_said_where_nothing_is_lost(kind: str, remat: bool) -> None:
     """Of constants, of what is in eval mode, and of buffers that are given."""
     model, x = UNCHANGED[kind](), torch.randn(4, 3)
     model.register_buffer("table", torch.ones(3))
-    spec = fs.by_type(Block, p=fs.P("shard", remat=remat))(model)
+    spec = fs.by_type(Block, Counts, p=fs.P("shard", remat=remat))(model)
     fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())(fs.shard(model, spec))
     model = with_batch_norm()
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    spec = fs.by_type(Block, p=fs.P("shard", remat=remat))(model)
+    spec = fs.by_type(Block, Counts, p=fs.P("shard", remat=remat))(model)
     fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec, buffers=buffers).sum())(fs.shard(model, spec))
 
 

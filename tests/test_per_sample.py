@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,18 +93,19 @@ def test_each_sample_has_its_gradient(policy: str) -> None:
     assert_close({name: g.flatten(0, 1) for name, g in got.items()}, EACH, **CLOSE)
 
 
-@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("reduce", ["mean", "sum", 64.0, 5])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_sum_of_clipped_gradients(policy: str, reduce: str) -> None:
+def test_the_sum_of_clipped_gradients(policy: str, reduce: str | float) -> None:
     """Shards of it. Weights that are used several times count with their whole gradient."""
     got = fs.testing.spmd(results(POLICIES[policy], clip=CLIP, reduce=reduce), RANKS)(X, Y)
-    over = RANKS * SAMPLES if reduce == "mean" else 1
+    over = {"mean": RANKS * SAMPLES, "sum": 1}.get(reduce, reduce)
     expected = {name: g / over for name, g in clipped(EACH, CLIP).items()}
     assert_close(got, shards_of(expected, POLICIES[policy]), **CLOSE)
 
 
-def test_a_large_clip_is_the_gradient_of_the_sum() -> None:
-    got = fs.testing.spmd(results(POLICIES["blocks"], clip=1e9, reduce="sum"), RANKS)(X, Y)
+@pytest.mark.parametrize("clip", [1e9, math.inf])
+def test_a_large_clip_is_the_gradient_of_the_sum(clip: float) -> None:
+    got = fs.testing.spmd(results(POLICIES["blocks"], clip=clip, reduce="sum"), RANKS)(X, Y)
     full = grad(lambda p: vmap(reference, (None, 0, 0))(p, X.flatten(0, 1), Y.flatten(0, 1)).sum())(FULL)
     assert_close(got, shards_of(full, POLICIES["blocks"]), **CLOSE)
 
@@ -273,6 +275,45 @@ def test_real_ranks_agree_with_simulated_ones(gloo2: Pool) -> None:
             assert_close(tree, {key: z[rank] for key, z in expected[name].items()}, **CLOSE)
 
 
+SMALL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def compiled(spec: fs.PartitionSpec, fullgraph: bool = True, rank: int = 0, **options: Any) -> None:
+    """Asserts that torch.compile changes nothing."""
+
+    def step(params: fs.Params, x: Tensor, y: Tensor, generator: torch.Generator | None = None) -> fs.Params:
+        return fs.per_sample_grads(loss_on(spec, SMALL), params, (x, y), spec=spec, generator=generator, clip=CLIP, **options)
+
+    torch._dynamo.reset()
+    shards = fs.shard(fs.testing.integers_like(SMALL), spec)
+    both = []
+    for run in (torch.compile(step, fullgraph=fullgraph, backend="aot_eager"), step):
+        torch.manual_seed(3)
+        drawn = [torch.Generator().manual_seed(5)] if options.get("noise") else []
+        both.append(run(shards, X[rank], Y[rank], *drawn))
+    assert_close(*both, **CLOSE)
+
+
+def compiled_on_real_ranks(rank: int) -> None:
+    compiled(fs.always()(SMALL).bound, rank=rank)
+    compiled(fs.whole(fs.P())(SMALL).bound, rank=rank, reduce=64.0)
+
+
+def test_compiled(gloo2: Pool) -> None:
+    """In one graph it clips as it does without."""
+    gloo2.run(compiled_on_real_ranks)
+
+
+@pytest.mark.parametrize("options", [{}, {"noise": 0.5}, {"randomness": "same"}, {"randomness": "different"}], ids=str)
+def test_compiled_in_several_graphs(options: dict[str, Any]) -> None:
+    """Where noise or numbers are drawn: as without, or refused where it has to be one graph."""
+    spec = fs.always()(SMALL).bound
+    compiled(spec, fullgraph=False, **options)
+    if options:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"no graph can seed|because a graph draws other numbers"):
+            compiled(spec, **options)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -283,8 +324,15 @@ def test_real_ranks_agree_with_simulated_ones(gloo2: Pool) -> None:
         ({"clip": 0.0}, "expected a positive clip, got 0.0"),
         ({"noise": 1.0}, "expected a noise of at least 0, in units of clip, got 1.0 with clip=None"),
         ({"clip": 1.0, "noise": -1.0}, "got -1.0 with clip=1.0"),
+        ({"clip": 1.0, "noise": math.nan}, "got nan with clip=1.0"),
+        ({"clip": 1.0, "noise": math.inf}, "got inf with clip=1.0"),
+        ({"clip": math.inf, "noise": 0.5}, "expected a finite clip, of which noise=0.5 is a multiple, got clip=inf"),
+        ({"clip": math.nan}, "expected a positive clip, got nan"),
+        ({"clip": 1.0, "reduce": "average"}, "reduce: expected 'mean', 'sum' or a positive number .*got 'average'"),
+        ({"clip": 1.0, "reduce": 0.0}, "reduce: expected 'mean', 'sum' or a positive number .*got 0.0"),
+        ({"reduce": "sum"}, "expected clip with reduce='sum': without it nothing is reduced"),
     ],
-    ids=["sizes", "empty", "no tensor", "unknown unit", "clip", "noise alone", "negative noise"],
+    ids=lambda value: ",".join(k for k in value) if isinstance(value, dict) else "",
 )
 def test_errors(changes: dict[str, Any], message: str) -> None:
     """Before any communication: the mesh has no process group."""
