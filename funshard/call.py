@@ -16,6 +16,7 @@ from .batchnorm import MESH, SyncBatchNorm
 from .buffers import put_back, running_statistics, warn_of_lost, warn_of_lost_while_tracing
 from .casting import buffer_dtypes, cast_around, cast_back, cast_floats, cast_params
 from .division import Divide, Reduction
+from .explained import explained
 from .fits import check_not_own, check_params, whole_unit
 from .gathering import Call
 from .layout import unflatten_unit
@@ -111,7 +112,7 @@ def functional_call(
         out = call.run(*given, buffers, method)
     except (TypeError, AttributeError, RuntimeError) as error:
         _explain(error, params, spec, args, given)
-        raise
+        raise explained(error, model)  # noqa: B904 - the same one
     warn_of_lost(model, call.lost, stacklevel=2)
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")

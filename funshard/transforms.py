@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from . import _torch
+from .explained import explained, lacks_forward_mode, note_of
 
 __all__ = ["grad", "grad_and_value", "hvp"]
 
@@ -50,7 +51,10 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
             out = f(*fresh, **kwargs)
             loss, aux = _split(out, has_aux)
             if loss.requires_grad and inputs:
-                grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+                try:
+                    grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+                except RuntimeError as error:
+                    raise explained(error)  # noqa: B904 - the same one
             else:
                 grads = [torch.zeros_like(x) for x in leaves]
         result = pytree.tree_unflatten([g.detach() for g in grads], treedef)
@@ -60,25 +64,48 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
     return wrapper
 
 
-def hvp(f: Callable[[Any], Tensor], params: Any, v: Any) -> Any:
+def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None = None) -> Any:
     """The Hessian of the scalar ``f`` at ``params`` times ``v``: a tree like ``params``, shards from shards.
 
-    Forward over reverse: ``jvp`` of ``grad``, which is exact on shards. With the loss of this rank's batch it is this
-    rank's slice of the product with the Hessian of the mean loss over ranks. Close over the batch.
+    With the loss of this rank's batch it is this rank's slice of the product with the Hessian of the mean loss over ranks.
+    Close over the batch. Forward over reverse, ``jvp`` of ``grad``; or, with ``forward=False``, reverse over reverse: ``grad``
+    of ``lambda p: <grad(f)(p), v>``. On shards that inner product is each rank's part of the whole one, and counts with its
+    sum as all that is computed from shards does, so both are exact. Where ``forward`` is None the second one is taken if the
+    first ends because torch has no forward-mode rule for an operator (``_grouped_mm`` of mixtures of experts): then ``f``
+    runs again, and what it changed in place outside it changes again; inside torch.compile it is not taken.
 
     >>> import torch, funshard as fs
     >>> fs.hvp(lambda p: (p["w"] ** 3).sum(), {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 1.0])})
     {'w': tensor([ 6., 12.])}
 
     Raises ValueError, naming the path, where ``v`` has not the tensors of ``params``, by shape and dtype; and what `grad`
-    raises. Of torch's attention kernels only the math one has a second derivative (``torch.nn.attention.sdpa_kernel``).
+    raises. Of torch's attention kernels only the math one has a second derivative (``torch.nn.attention.sdpa_kernel``):
+    torch's error about another one has a note with the module's path.
     """
     _check_leaves(params)
     leaves, treedef = pytree.tree_flatten(params)
     direction = pytree.tree_unflatten(_like(params, v), treedef)
     if not leaves:
         return direction
-    return torch.func.jvp(torch.func.grad(lambda p: _split(f(p), has_aux=False)[0]), (params,), (direction,))[1]
+    first = torch.func.grad(lambda p: _split(f(p), has_aux=False)[0])
+    missing = ""
+    if forward is not False:
+        try:
+            return torch.func.jvp(first, (params,), (direction,))[1]
+        except NotImplementedError as error:
+            if forward or torch.compiler.is_compiling() or not lacks_forward_mode(error):
+                raise explained(error)  # noqa: B904 - the same one
+            missing = note_of(error)
+    try:
+        return torch.func.grad(lambda p: _inner(first(p), direction))(params)
+    except RuntimeError as error:
+        raise explained(error, known=missing)  # noqa: B904 - the same one
+
+
+def _inner(a: Any, b: Any) -> Tensor:
+    """The inner product of two trees, over the real numbers."""
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return torch.stack([(x.conj() * y).real.sum() if x.is_complex() else (x * y).sum() for x, y in pairs]).sum()
 
 
 def _like(params: object, v: object) -> list[Tensor]:

@@ -56,6 +56,7 @@ def squares(f: Loss, p: Mapping[str, Tensor]) -> Tensor:
 HIGHER = {
     "jvp of grad": lambda f, p, v: jvp(grad(f), (p,), (v,))[1],
     "grad of (grad . v)": lambda f, p, v: grad(lambda p: dot(grad(f)(p), v))(p),
+    "fs.hvp in reverse": lambda f, p, v: fs.hvp(f, p, v, forward=False),
     "penalty on the gradient": lambda f, p, v: grad(lambda p: f(p) + squares(f, p))(p),
     "grad of grad of grad": lambda f, p, v: grad(lambda p: dot(grad(lambda p: dot(grad(f)(p), v))(p), v))(p),
     "penalty on the gradient of a penalty": lambda f, p, v: grad(lambda p: squares(lambda p: f(p) + squares(f, p), p))(p),

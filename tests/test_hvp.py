@@ -1,0 +1,260 @@
+"""fs.hvp both ways: reverse over reverse is exact on shards, and taken where torch has no forward-mode rule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.func import grad, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard import P
+from funshard.explained import explained, lacks_forward_mode, note_of
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+class Cube(torch.autograd.Function):
+    """Differentiable in reverse at every order, without a forward-mode rule."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * 3 * x**2
+
+
+class Block(nn.Module):
+    def __init__(self, cube: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.cube = nn.Linear(4, 4), cube
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.cube(torch.tanh(self.linear(x)))
+
+
+def network(cube: Callable[[Tensor], Tensor] = Cube.apply) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), Block(cube), Block(cube), nn.Linear(4, 2)).double()
+
+
+MODEL, PLAIN = network(), network(lambda x: x**3)
+FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
+V = {name: p.cos() for name, p in FULL.items()}
+X = torch.randn(4, 5, 3, dtype=torch.float64)
+
+
+def reference(params: fs.Params) -> Tensor:
+    """The mean loss of all ranks, by torch alone; and a penalty on all of the parameters."""
+    out = torch.func.functional_call(PLAIN, params, (X.flatten(0, 1),))
+    return out.square().mean() + sum((p**4).sum() for p in params.values())
+
+
+HV = jvp(grad(reference), (FULL,), (V,))[1]
+HIGHER = grad(lambda p: sum((h**2).sum() for h in jvp(grad(reference), (p,), (V,))[1].values()))(FULL)
+POLICIES = {
+    "blocks": fs.by_type(Block),
+    "always": fs.always(),
+    "kept": fs.by_type(Block, p=P("shard", reshard=False)),
+    "replicated": fs.always(P()),
+    "remat": fs.by_type(Block, p=P("shard", remat=True)),
+    "sent": fs.always(P("shard", precision=fs.Precision(codec=fs.Codec(lambda x: (x / 2, x / 2), torch.add)))),
+}
+
+
+def products(spec: fs.PartitionSpec, x: Tensor) -> list[fs.Params]:
+    """H v in both ways that there are, and the gradient of its squares."""
+
+    def loss(params: fs.Params) -> Tensor:
+        penalty = sum((p**4).sum() for p in params.values())  # of shards: it counts with its sum
+        return fs.functional_call(MODEL, params, x, spec=spec).square().mean() + penalty
+
+    shards, v = fs.shard(FULL, spec), fs.shard(V, spec)
+    again = fs.grad(lambda p: sum((h**2).sum() for h in fs.hvp(loss, p, v).values()))(shards)
+    return [fs.hvp(loss, shards, v), fs.hvp(loss, shards, v, forward=False), again]
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 4}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_reverse_over_reverse_on_simulated_ranks(policy: str, sizes: dict[str, int]) -> None:
+    """Where torch has no forward-mode rule, and asked for."""
+    got = fs.testing.spmd(lambda mesh, x: products(POLICIES[policy](MODEL).on(mesh), x), sizes)(X)
+    spec = POLICIES[policy](MODEL).on(sizes)
+    for i, full in enumerate((HV, HV, HIGHER)):
+        for rank in range(4):
+            assert_close({key: h[rank] for key, h in got[i].items()}, fs.shard(full, spec, rank=rank), **CLOSE)
+
+
+def on_real_ranks(rank: int, sizes: dict[str, int], policies: list[str]) -> None:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in policies:
+        spec = POLICIES[name](MODEL).on(mesh)
+        x = X.unflatten(0, (mesh.size(), -1))[rank].flatten(0, 1)
+        for got, full in zip(products(spec, x), (HV, HV, HIGHER), strict=True):
+            assert_close(got, fs.shard(full, spec), **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_reverse_over_reverse_on_real_ranks(gloo2: Pool) -> None:
+    """With units freed and gathered again, beside the plain model's."""
+    gloo2.run(on_real_ranks, {"shard": 2}, list(POLICIES))
+
+
+def test_reverse_over_reverse_on_four_ranks(gloo4: Pool) -> None:
+    gloo4.run(on_real_ranks, {"replicate": 2, "shard": 2}, ["blocks", "replicated"])
+
+
+def experts(rank: int) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_local_experts": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 1, "attn_implementation": "eager"}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, experts_implementation="grouped_mm", use_cache=False))
+    tokens = torch.randint(17, (2, 2, 5))
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    v = {name: p.cos() for name, p in full.items()}
+
+    def of(call: Callable[..., Any], ids: Tensor) -> Tensor:
+        return call((), {"input_ids": ids, "labels": ids}).loss
+
+    def mean(params: fs.Params) -> Tensor:
+        return torch.stack([of(lambda *a: torch.func.functional_call(model, params, *a), ids) for ids in tokens]).mean()
+
+    want = grad(lambda p: sum((g * v[name]).sum() for name, g in grad(mean)(p).items()))(full)
+    spec = fs.by_type(type(model.model.layers[0]))(model).bound
+    got = fs.hvp(
+        lambda p: of(lambda *a: fs.functional_call(model, p, *a, spec=spec), tokens[rank]),
+        fs.shard(full, spec),
+        fs.shard(v, spec),
+    )
+    assert_close(got, fs.shard(want, spec), rtol=1e-4, atol=1e-5)
+
+
+def test_mixture_of_experts(gloo2: Pool) -> None:
+    """``_grouped_mm`` has a double backward and no forward-mode rule."""
+    pytest.importorskip("transformers")
+    gloo2.run(experts)
+
+
+def test_complex_parameters_and_several_dtypes() -> None:
+    params = {"z": torch.randn(3, dtype=torch.complex128), "x": torch.randn(3, dtype=torch.float64), "h": torch.randn(3)}
+    v = {k: torch.randn_like(p) for k, p in params.items()}
+
+    def f(p: fs.Params) -> Tensor:
+        return ((p["z"] ** 2 * p["x"]).real + p["z"].abs() ** 4 + p["h"] ** 3).sum()
+
+    assert_close(fs.hvp(f, params, v, forward=False), fs.hvp(f, params, v, forward=True), rtol=1e-5, atol=1e-5)
+
+
+def test_forward_is_as_it_is_asked_for() -> None:
+    """True never runs f again, False never in forward mode, and other errors are nobody's to try again."""
+    x, runs = {"x": torch.tensor([1.0, 2.0])}, []
+
+    def f(p: fs.Params) -> Tensor:
+        runs.append(torch.autograd.forward_ad._current_level)
+        return Cube.apply(p["x"]).sum()
+
+    assert_close(fs.hvp(f, x, x, forward=False), {"x": torch.tensor([6.0, 24.0])})
+    assert runs == [-1]
+    assert_close(fs.hvp(f, x, x), {"x": torch.tensor([6.0, 24.0])})
+    assert runs == [-1, 0, -1]
+    with pytest.raises(NotImplementedError, match="jvp function for custom"):
+        fs.hvp(f, x, x, forward=True)
+    assert runs == [-1, 0, -1, 0]
+
+    def unfinished(p: fs.Params) -> Tensor:
+        runs.append(9)
+        raise NotImplementedError("of the user's own")
+
+    with pytest.raises(NotImplementedError, match="of the user's own") as error:
+        fs.hvp(unfinished, x, x)
+    assert runs[4:] == [9]
+    assert note_of(error.value) == ""
+
+
+def compiled(rank: int) -> None:
+    spec = fs.by_type(Block)(PLAIN).bound
+    shards, v = fs.shard(FULL, spec), fs.shard(V, spec)
+
+    def product(params: fs.Params, x: Tensor) -> fs.Params:
+        return fs.hvp(lambda p: fs.functional_call(PLAIN, p, x, spec=spec).square().mean(), params, v, forward=False)
+
+    assert_close(
+        torch.compile(product, fullgraph=True, backend="aot_eager")(shards, X[rank]), product(shards, X[rank]), **CLOSE
+    )
+
+
+def test_compiled(gloo2: Pool) -> None:
+    gloo2.run(compiled)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.linear(x)[None, None]
+        return F.scaled_dot_product_attention(q, q, q)[0, 0]
+
+
+def text(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def test_fused_attention_says_what_to_do() -> None:
+    """torch's errors, with the module where it is known; by the math kernel all of it is there."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"self": Attention()})["self"]), torch.randn(3, 4)
+    spec = fs.by_type(Attention)(model)
+    shards = fs.shard(model, spec)
+
+    def loss(params: fs.Params) -> Tensor:
+        return fs.functional_call(model, params, x, spec=spec).sin().sum()
+
+    named = r"funshard: module '1': torch's fused attention .* call it under torch\.nn\.attention\.sdpa_kernel\(.*MATH\)"
+    unnamed = named.replace("module '1': ", "")
+    ways: list[tuple[Callable[[], Any], str]] = [
+        (lambda: fs.hvp(loss, shards, shards), named),
+        (lambda: fs.hvp(loss, shards, shards, forward=True), named),
+        (lambda: fs.hvp(loss, shards, shards, forward=False), unnamed),
+        (lambda: jvp(loss, (shards,), (shards,)), named),
+        (lambda: fs.grad(lambda p: sum((g**2).sum() for g in fs.grad(loss)(p).values()))(shards), unnamed),
+    ]
+    for way, wanted in ways:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match=r"_flash_attention") as error:
+            way()
+        assert len(re.findall(wanted, text(error.value))) == 1, text(error.value)
+        with sdpa_kernel(SDPBackend.MATH):
+            way()
+
+
+def test_what_has_no_forward_mode_rule() -> None:
+    """What torch says of an operator and of a Function, which the note and the second way of hvp go by."""
+    with pytest.raises(NotImplementedError) as function:
+        jvp(Cube.apply, (X,), (X,))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(NotImplementedError) as operator:
+        jvp(lambda q: F.scaled_dot_product_attention(q, q, q), (X[None],), (X[None],))
+    assert lacks_forward_mode(function.value)
+    assert lacks_forward_mode(operator.value)
+    assert "no forward-mode rule for autograd.Function: a gradient of a gradient" in text(explained(function.value))
+    for other in (NotImplementedError("not yet"), RuntimeError("forward AD with x that"), ValueError("no")):
+        assert not lacks_forward_mode(other)
+        assert text(explained(other)) in ("not yet", text(other))
