@@ -230,5 +230,6 @@ class _Map(_torch.Function):
             return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
         dims = (0, *in_dims[4:])
-        value = None if value is None else first(value, in_dims[1])
+        # with memory of its own: a result that sees one element several times can have no tangent
+        value = None if value is None else first(value, in_dims[1]).contiguous()
         return _Map.apply(first(x, in_dims[0]), value, torch.vmap(linear, dims), torch.vmap(transpose, dims), *ranks), 0

@@ -121,6 +121,31 @@ def test_reverse_over_reverse_on_four_ranks(gloo4: Pool) -> None:
     gloo4.run(on_real_ranks, {"replicate": 2, "shard": 2}, ["blocks", "replicated"])
 
 
+THIRD = {
+    "fs.hvp": lambda f, p, v: fs.hvp(f, p, v, forward=True),
+    "jvp of hvp": lambda f, p, v: jvp(lambda p: fs.hvp(f, p, v, forward=True), (p,), (v,))[1],
+    "grad of jvp of jvp": lambda f, p, v: grad(lambda p: jvp(lambda p: jvp(f, (p,), (v,))[1], (p,), (v,))[1])(p),
+}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("axis", ["shard", "replicate", ("shard", "replicate"), None], ids=str)
+@pytest.mark.parametrize("transform", THIRD)
+def test_codecs_on_simulated_meshes(transform: str, axis: Any, remat: bool) -> None:
+    """Tangents of what was sent, also where all ranks of an axis have the same shards."""
+    policy = fs.by_type(nn.Linear, p=P(axis, precision=POLICIES["sent"](PLAIN).places["0"].precision, remat=remat))
+
+    def rank(mesh: Any, x: Tensor) -> fs.Params:
+        spec = policy(PLAIN).on(mesh)
+        f = lambda p: fs.functional_call(PLAIN, p, x, spec=spec).square().mean() + sum((q**4).sum() for q in p.values())  # noqa: E731
+        return THIRD[transform](f, fs.shard(FULL, spec), fs.shard(V, spec))
+
+    sizes = {"replicate": 2, "shard": 2}
+    got, want = fs.testing.spmd(rank, sizes)(X), THIRD[transform](reference, FULL, V)
+    for r in range(4):
+        assert_close({key: h[r] for key, h in got.items()}, fs.shard(want, policy(PLAIN).on(sizes), rank=r), **CLOSE)
+
+
 def experts(rank: int) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
