@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib
 import inspect
+import io
 import pkgutil
 import re
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import Pool
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +44,27 @@ def test_readme_python_blocks_run(capsys: pytest.CaptureFixture[str], monkeypatc
     for block in python:
         exec(compile(block, str(README), "exec"), vars(readme))
     assert capsys.readouterr().out.strip() in {block.strip() for block in blocks("text")}
+
+
+def on_two_ranks(rank: int) -> str:
+    """What README's blocks print here, after a look at what the last of two meshes gave."""
+    readme = sys.modules["readme"] = types.ModuleType("readme")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            for block in blocks("python"):
+                exec(compile(block, str(README), "exec"), vars(readme))
+                if "on_both" in block:
+                    want = funshard.grad(readme.loss)(readme.params, readme.x, readme.y)
+                    torch.testing.assert_close(readme.grads, want)
+    finally:
+        del sys.modules["readme"]
+    return printed.getvalue()
+
+
+def test_readme_python_blocks_run_on_two_ranks(gloo2: Pool) -> None:
+    """All of them, as they stand."""
+    for printed in gloo2.run(on_two_ranks):
+        assert printed.strip() in {block.strip() for block in blocks("text")}
 
 
 of_torch_2_13 = pytest.mark.skipif(
