@@ -24,6 +24,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="hypothesis' profile of that name: 20,000 cases for the fuzzer")
+    parser.addoption("--worst", action="store_true", help="the tests of real ranks alone, on the group of worst.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,28 +32,44 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("thorough")
 
 
-def _pool(size: int) -> Iterator[Pool]:
-    pool = Pool(size)
+def _pool(size: int, backend: str) -> Iterator[Pool]:
+    pool = Pool(size, backend)
     yield pool
     pool.stop()
+
+
+def _backend(request: pytest.FixtureRequest) -> str:
+    return "worst" if request.config.getoption("--worst") else "gloo"
 
 
 @pytest.fixture(scope="session")
 def alone() -> Iterator[Pool]:
     """One rank, in a process of its own."""
-    yield from _pool(1)
+    yield from _pool(1, "gloo")
 
 
 @pytest.fixture(scope="session")
-def gloo2() -> Iterator[Pool]:
+def gloo2(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Two real ranks."""
-    yield from _pool(2)
+    yield from _pool(2, _backend(request))
 
 
 @pytest.fixture(scope="session")
-def gloo4() -> Iterator[Pool]:
+def gloo4(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Four real ranks."""
-    yield from _pool(4)
+    yield from _pool(4, _backend(request))
+
+
+@pytest.fixture(scope="session")
+def worst2() -> Iterator[Pool]:
+    """Two real ranks on the worst case of NCCL's streams (worst.py)."""
+    yield from _pool(2, "worst")
+
+
+@pytest.fixture(scope="session")
+def worst4() -> Iterator[Pool]:
+    """Four of them."""
+    yield from _pool(4, "worst")
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +77,9 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--worst"):
+        items[:] = [item for item in items if {"gloo2", "gloo4"} & {*getattr(item, "fixturenames", ())}]
     if hypothesis.settings().max_examples >= 2000:
         for item in items:
             item.add_marker(pytest.mark.timeout(0))

@@ -1,4 +1,4 @@
-"""Real ranks for tests: gloo processes, started once for a test run and asked to run functions.
+"""Real ranks for tests: processes, started once for a test run and asked to run functions.
 
 A function given to `Pool.run` is a module-level ``fn(rank, *args)`` of a test module; it runs on every rank with the
 default process group of that size, and its results come back in rank order. A rank that raises, or does not answer in
@@ -45,22 +45,27 @@ def _env(port: str) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def _serve(rank: int, size: int, port: str, path: list[str], pipe: Connection) -> None:
+def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe: Connection) -> None:
     sys.path[:] = path
     import torch
     import torch.distributed as dist
+    import worst
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit.script`")  # as in pyproject.toml
     torch.set_num_threads(1)
     os.environ.update(_env(port))
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+    worst.register()
+    watched = worst.watched if backend == "worst" else contextlib.nullcontext
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
     try:
         while (task := pipe.recv()) is not None:
             fn, args = task
             try:
                 torch.manual_seed(0)
-                pipe.send((True, fn(rank, *args), _crowded()))
+                with watched():
+                    result = fn(rank, *args)
+                pipe.send((True, result, _crowded()))
             except BaseException:  # every failure goes to the parent
                 pipe.send((False, traceback.format_exc(), True))
     except (EOFError, KeyboardInterrupt):
@@ -82,10 +87,13 @@ def _receive(pipe: Any) -> tuple[bool, Any, bool]:
 
 
 class Pool:
-    """``size`` gloo processes, started at the first `run`, and anew after one that failed or made many process groups."""
+    """``size`` processes, started at the first `run`, and anew after one that failed or made many process groups.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Their backend is gloo or "worst" (worst.py), by which each task is `watched`.
+    """
+
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
         self.workers: list[tuple[mp.process.BaseProcess, Connection]] = []
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -117,7 +125,7 @@ class Pool:
         port = _free_port()
         for rank in range(self.size):
             here, there = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(rank, self.size, port, sys.path, there), daemon=True)
+            process = CONTEXT.Process(target=_serve, args=(rank, self.size, self.backend, port, sys.path, there), daemon=True)
             process.start()
             there.close()
             self.workers.append((process, here))

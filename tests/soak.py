@@ -1,0 +1,250 @@
+"""Steps of random strategies on gloo ranks for so many seconds, each compared with plain autograd, where memory is guarded.
+
+    python tests/soak.py --ranks 4 --seconds 120 --guard pages --burn 2
+
+Whether a buffer is ever freed or written while gloo has it: ``--guard pages`` puts every tensor before a page that nobody may
+touch and never uses its memory again (guard.c; it needs a C compiler), ``--guard malloc`` has glibc check and overwrite what is
+freed. Some steps end in an error on every rank, or go no further than forward. ``--burn`` are processes that keep the cores busy.
+A rank that dies says where, by faulthandler. Exit code 0, and one line with the number of steps, if nothing was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import multiprocessing as mp
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+LIMIT = 300  # seconds after which a rank that stands still says where
+
+
+def guards(kind: str, folder: Path) -> dict[str, str]:
+    """The environment that watches over memory: "pages", "malloc" or "none"."""
+    if kind == "none":
+        return {}
+    if kind == "malloc":
+        checked = {"MALLOC_PERTURB_": "165", "MALLOC_CHECK_": "3"}
+        return {**checked, "LD_PRELOAD": "libc_malloc_debug.so.0"}
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise SystemExit("--guard pages: expected a C compiler, got none; use --guard malloc")
+    library = folder / "guard.so"
+    source = Path(__file__).with_name("guard.c")
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+def soak(ranks: int, seconds: float, guard: str, burn: int, seed: int) -> int:
+    """The number of steps. Raises AssertionError with all that was said if a rank fails."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    burners = [mp.get_context("spawn").Process(target=_burn, daemon=True) for _ in range(burn)]
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        env |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), **guards(guard, Path(folder))}
+        command = [sys.executable, __file__, "--rank", "--seconds", str(seconds), "--seed", str(seed)]
+        processes = []
+        for burner in burners:
+            burner.start()
+        try:
+            for rank in range(ranks):
+                out = (Path(folder) / str(rank)).open("w+")
+                process = subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=out, stderr=subprocess.STDOUT)
+                processes.append((process, out))
+            end = time.monotonic() + seconds + LIMIT
+            while any(p.poll() is None for p, _ in processes) and not any(p.poll() for p, _ in processes):
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.1)
+            time.sleep(1 if any(p.poll() for p, _ in processes) else 0)  # the others may say why as well
+        finally:
+            for process, _ in processes:
+                process.kill()
+            for burner in burners:
+                burner.kill()
+        said = []
+        for process, out in processes:
+            process.wait()
+            out.seek(0)
+            said.append(out.read())
+            out.close()
+        codes = [process.returncode for process, _ in processes]
+    report = "\n".join(f"--- rank {r}: exit code {code} ---\n{text}" for r, (code, text) in enumerate(zip(codes, said, strict=True)))
+    assert codes == [0] * ranks, report
+    return int(said[0].split()[-1])
+
+
+def _burn() -> None:
+    os.nice(5)
+    while True:
+        pass
+
+
+class Stop(Exception):
+    """An error in the middle of a step, on every rank."""
+
+
+def rank_main(seconds: float, seed: int) -> None:
+    faulthandler.enable()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    steps, end = 0, time.monotonic() + seconds
+    for step in _steps(seed, dist.get_rank(), dist.get_world_size()):
+        faulthandler.dump_traceback_later(LIMIT / 2, exit=True)
+        going = torch.tensor(float(time.monotonic() < end))
+        dist.broadcast(going, 0)
+        if not going:
+            break
+        step()
+        steps += 1
+    faulthandler.cancel_dump_traceback_later()
+    gc.collect()
+    dist.barrier()
+    print("steps", steps)
+    dist.destroy_process_group()
+
+
+def _steps(seed: int, rank: int, size: int) -> Iterator[Callable[[], None]]:
+    """Random steps, the same ones on every rank; each of them asserts that its gradients are those of plain autograd."""
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed import init_device_mesh
+
+    import funshard as fs
+    from funshard import P
+
+    codec = fs.Codec(lambda x: (x,), lambda x: x)
+    kinds = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P(), P("shard", precision=fs.Precision(codec=codec))]
+    meshes = [init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))]
+    if size % 2 == 0 and size > 2:
+        meshes.append(init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    alike, own = random.Random(seed), random.Random(seed + 1 + rank)
+
+    class Slow(torch.autograd.Function):
+        """The identity, which takes another time on each rank in both directions, and may fail in backward."""
+
+        @staticmethod
+        def forward(x: Tensor, fails: bool) -> Tensor:
+            time.sleep(own.choice([0, 0, 0, 0.001, 0.01]))
+            return x.view_as(x)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
+            ctx.fails = inputs[1]
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+            return tangent.view_as(tangent)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            time.sleep(own.choice([0, 0, 0, 0.001, 0.01]))
+            if ctx.fails:
+                raise Stop
+            return grad, None
+
+    class Layer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+            self.fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + Slow.apply(torch.tanh(self.norm(self.linear(x))), self.fails)
+
+    def make() -> Callable[[], None]:
+        width, depth = alike.choice([1, 2, 3, 5, 8, 16, 33, 70]), alike.randint(1, 5)
+        torch.manual_seed(alike.randrange(10**6))
+        model = nn.Sequential(*(Layer(width) for _ in range(depth))).double()
+        for p in model.parameters():
+            p.requires_grad_(alike.random() < 0.85)
+        model[-1].norm.bias.requires_grad_(True)
+        xs = torch.randn(size, 3, width, dtype=torch.float64)
+        spec = fs.by_type(Layer, p=alike.choice(kinds))(model).on(alike.choice(meshes))
+        options = {"prefetch": alike.randint(0, 2), "in_flight": alike.randint(1, 2)}
+        way = alike.choice(["backward", "func", "func", "double", "hvp", "value", "no backward", "error"])
+        trained, frozen = fs.partition(fs.shard(model, spec), spec)
+
+        def loss(params: fs.Params, x: Tensor = xs[rank]) -> Tensor:
+            y = fs.functional_call(model, fs.combine(params, frozen), x, spec=spec, **options)
+            return (y**2).mean()
+
+        def whole(params: fs.Params) -> Tensor:
+            return torch.stack([(torch.func.functional_call(model, params, x) ** 2).mean() for x in xs]).mean()
+
+        def check(got: fs.Params, want: fs.Params) -> None:
+            full = {name: torch.zeros_like(p) for name, p in model.named_parameters()} | want
+            for key, mine in fs.partition(fs.shard(full, spec), spec)[0].items():
+                ok = torch.allclose(got[key], mine, rtol=1e-9, atol=1e-9)
+                assert ok, f"{way} {spec.by_key[key]} {options}: got {got[key]}, expected {mine}"
+
+        leaves = {k: p.detach().requires_grad_() for k, p in trained.items()}
+        plain = {n: p.detach().requires_grad_() for n, p in model.named_parameters() if p.requires_grad}
+        rest = {n: p.detach() for n, p in model.named_parameters() if not p.requires_grad}
+        wholly = lambda p: whole({**p, **rest})  # noqa: E731
+
+        def run() -> None:
+            if way == "value":
+                with torch.no_grad():
+                    loss(trained)
+            elif way == "no backward":
+                loss(leaves)
+            elif way == "error":
+                alike.choice(list(model)).fails = True
+                with contextlib.suppress(Stop):  # none where nothing before it is trained
+                    loss(leaves).backward()
+            elif way == "hvp":
+                v = {n: p.detach().cos() for n, p in plain.items()}
+                full = {n: torch.zeros_like(p) for n, p in model.named_parameters()} | v
+                tangent = fs.partition(fs.shard(full, spec), spec)[0]
+                check(fs.hvp(loss, trained, tangent), torch.func.jvp(torch.func.grad(wholly), (plain,), (v,))[1])
+            elif way == "double":
+                first = torch.autograd.grad(loss(leaves), list(leaves.values()), create_graph=True, materialize_grads=True)
+                sum((g**2).sum() for g in first).backward()
+            else:
+                got = fs.grad(loss)(trained) if way == "func" else None
+                if got is None:
+                    loss(leaves).backward()
+                    got = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in leaves.items()}
+                grads = torch.autograd.grad(wholly(plain), list(plain.values()), materialize_grads=True)
+                check(got, dict(zip(plain, grads, strict=True)))
+
+        return run
+
+    while True:
+        yield make()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--guard", choices=["pages", "malloc", "none"], default="pages")
+    parser.add_argument("--burn", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        rank_main(args.seconds, args.seed)
+    else:
+        print(soak(args.ranks, args.seconds, args.guard, args.burn, args.seed), "steps, nothing found")
+
+
+if __name__ == "__main__":
+    main()
