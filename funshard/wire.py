@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -48,8 +49,19 @@ class Buffers:
         return like.new_empty(numel, dtype=dtype)
 
     def clear(self) -> None:
-        """Keep none."""
+        """Keep none, nor those of collectives that nobody wants any more."""
         self._spare.clear()
+        if sys.exc_info()[0] is None:  # else an error is on its way: what waits might hang, or fail for the same cause
+            settle()
+
+
+_unwanted: deque[Finish] = deque()
+
+
+def settle() -> None:
+    """Wait for the collectives whose chains were let go: one that nobody waits for keeps its buffers for ever."""
+    while _unwanted:
+        _unwanted.popleft()()
 
 
 class Chain:
@@ -58,9 +70,11 @@ class Chain:
     ``own`` is where the result of the last one goes, for the ops that `start` can give one.
     """
 
+    _finish: Finish | None = None
+
     def __init__(self, x: Tensor, steps: Iterable[Step], own: Tensor | None = None) -> None:
+        settle()
         self._x, self._steps, self._own = x, deque(steps), own
-        self._finish: Finish | None = None
         self.advance()
 
     def advance(self) -> None:
@@ -78,11 +92,10 @@ class Chain:
             self.advance()
         return self._x
 
-    def __del__(self) -> None:
-        # Nobody wants it, but a collective that nobody waits for keeps its buffers for ever.
-        if getattr(self, "_finish", None) is not None:
-            self._steps.clear()
-            self.advance()
+    def __del__(self, unwanted: deque[Finish] = _unwanted) -> None:
+        # Nobody wants it. Not to be waited for in here: after an error other ranks may never come.
+        if self._finish is not None:
+            unwanted.append(self._finish)
 
 
 @dataclass(frozen=True)

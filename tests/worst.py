@@ -20,6 +20,7 @@ import functools
 import itertools
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -43,10 +44,13 @@ class Misuse(Exception):
 
 @dataclass
 class _Log:
-    """Of this process: what was issued and found, and where the result of the last wait is, with its unit."""
+    """Of this process: what was issued and found, and where the result of the last wait is, with its unit.
 
-    issued: int = 0
-    waited: int = 0
+    Collectives are counted over all groups of the same ranks.
+    """
+
+    issued: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    waited: Counter[tuple[int, ...]] = field(default_factory=Counter)
     open: list[_Late] = field(default_factory=list)
     found: list[str] = field(default_factory=list)
     last: tuple[set[int], str] = field(default_factory=lambda: (set(), ""))
@@ -93,7 +97,8 @@ class _Bytes(NamedTuple):
 
 
 def _whole(x: Tensor) -> _Bytes:
-    assert x.is_contiguous(), f"expected a contiguous tensor, got strides {x.stride()} of {list(x.shape)}"
+    dense = not x.numel() or x.numel() == 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    assert dense, f"expected a tensor without holes, got strides {x.stride()} of {list(x.shape)}"
     return _Bytes(x, x.data_ptr(), x.nbytes)
 
 
@@ -117,10 +122,10 @@ class _Late(Work):
         self.group, self.inputs, self.outputs, self.results = group, inputs, outputs, results
         self.log, self.done = _log, False
         self.sent = [x.read() for x in inputs]
-        self.log.issued += 1
+        self.log.issued[group.members] += 1
         addresses, unit = self.log.last
         self.unit = _unit() or (unit if any(x.at in addresses for x in inputs) else "")  # a chain goes on
-        self.order = f"{op}, issued as number {self.log.issued} of group {group.group_name}"
+        self.order = f"{op}, issued as number {self.log.issued[group.members]} of group {group.group_name}"
         self.what = f"unit '{self.unit}': {self.order}"
         for x in outputs:
             x.write(b"\xff" * x.count)
@@ -133,7 +138,7 @@ class _Late(Work):
             raise Misuse(f"{self.what}: after {self.log.found[0]}")
         self.done = True
         self.log.open.remove(self)
-        self.log.waited += 1
+        self.log.waited[self.group.members] += 1
         try:
             self._run()
         except Exception as error:
@@ -159,7 +164,7 @@ class _Late(Work):
 
     def _run(self) -> None:
         counts = " ".join(str(len(some)) for some in self.sent)
-        order = f"{self.order}, waited for as number {self.log.waited}"
+        order = f"{self.order}, waited for as number {self.log.waited[self.group.members]}"
         told = [text.split("\n") for text in self.group.tell(f"{self._fault()}\n{order}\n{self.unit}\n{counts}")]
         if faults := [fault for fault, *_ in told if fault]:
             raise Misuse("; ".join(dict.fromkeys(faults)))
@@ -242,6 +247,11 @@ class Worst(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         pass
+
+    @functools.cached_property
+    def members(self) -> tuple[int, ...]:
+        """Its ranks in the world."""
+        return tuple(dist.get_process_group_ranks(self))
 
     # --- what its collectives are made of ---
 

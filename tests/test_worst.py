@@ -1,0 +1,406 @@
+"""Everything on a process group that is the worst case of NCCL's streams (worst.py): the routes that gloo does not take.
+
+``pytest --worst`` runs all the other tests of real ranks on it as well. A few of them are about gloo's own routes and then fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import test_averaging
+import test_compile
+import test_compress_on_ranks
+import test_gather_full
+import test_loss_scale
+import test_matrix
+import test_optim
+import torch
+import torch.distributed as dist
+import worst
+from ranks import Pool
+from test_compress import COMPRESSORS, steps
+from test_matrix import STRATEGIES, TRANSFORMS, without_ticks
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+from worst import Misuse, watched
+
+import funshard as fs
+from funshard import P, _torch, ops
+from funshard.reductions import Reductions
+from funshard.schedule import Visit
+from funshard.wire import Buffers, Chain
+
+OPS = torch.ops._c10d_functional
+
+
+# --- the process group itself ---
+
+
+def group() -> str:
+    return dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def numbers(rank: int) -> Tensor:
+    return torch.arange(4.0) + 10 * rank
+
+
+def every_collective(rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """What each gives before its wait and after it."""
+    x, name = numbers(rank), group()
+    out = torch.zeros(8)
+    started = {
+        "sum": OPS.all_reduce(x, "sum", name),
+        "mean in place": OPS.all_reduce_(numbers(rank), "avg", name),
+        "from 1": OPS.broadcast(x, 1, name),
+        "gathered": OPS.all_gather_into_tensor(x, 2, name),
+        "into a buffer": OPS.all_gather_into_tensor_out(x, 2, name, out=out),
+        "scattered": OPS.reduce_scatter_tensor(x, "sum", 2, name),
+        "exchanged": OPS.all_to_all_single(x, [2, 2], [2, 2], name),
+        "in unequal parts": OPS.all_to_all_single(x, [1, 1] if rank == 0 else [3, 3], [1, 3], name),
+        "whole numbers": OPS.all_reduce(x.to(torch.int32), "sum", name),
+    }
+    early = {key: y.clone() for key, y in started.items()}
+    versions = {key: y._version for key, y in started.items()}
+    done = {key: OPS.wait_tensor(y) for key, y in started.items()}
+    assert {key: y._version for key, y in done.items()} == versions
+    assert torch.equal(out, done["into a buffer"])
+    return {key: (early[key], done[key]) for key in started}
+
+
+def test_every_collective(worst2: Pool) -> None:
+    """Poison before the wait, and after it what torch documents."""
+    for rank, got in enumerate(worst2.run(every_collective)):
+        expected: dict[str, list[float]] = {
+            "sum": [10, 12, 14, 16],
+            "mean in place": [5, 6, 7, 8],
+            "from 1": [10, 11, 12, 13],
+            "gathered": [0, 1, 2, 3, 10, 11, 12, 13],
+            "into a buffer": [0, 1, 2, 3, 10, 11, 12, 13],
+            "scattered": [[10, 12], [14, 16]][rank],
+            "exchanged": [[0, 1, 10, 11], [2, 3, 12, 13]][rank],
+            "in unequal parts": [[0, 10], [1, 2, 3, 11, 12, 13]][rank],
+            "whole numbers": [10, 12, 14, 16],
+        }
+        assert {key: done.tolist() for key, (_, done) in got.items()} == expected
+        for early, _ in got.values():
+            assert early.isnan().all() if early.is_floating_point() else (early == -1).all()
+
+
+def of_distributed(rank: int) -> None:
+    """What torch.distributed's own functions give, and those on a group of DeviceMesh's."""
+    x, rows = numbers(rank), [torch.zeros(4), torch.zeros(4)]
+    dist.gather(x, rows if rank == 0 else None, dst=0)
+    assert rank or torch.equal(torch.stack(rows), torch.stack([numbers(0), numbers(1)]))
+    dist.scatter(x, rows[::-1] if rank == 0 else None, src=0)
+    assert torch.equal(x, numbers(1 - rank))
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    dist.barrier()
+    assert torch.equal(x, numbers(1))
+    objects: list[object] = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": 0}, {"rank": 1}]
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    assert [_torch.backend(mesh.get_group(i).group_name, torch.device("cpu")) for i in range(2)] == ["worst", "worst"]
+
+
+def test_of_distributed(worst2: Pool) -> None:
+    worst2.run(of_distributed)
+
+
+def never_waited(rank: int) -> None:
+    OPS.all_reduce(numbers(rank), "sum", group())
+
+
+def input_written(rank: int) -> None:
+    x = numbers(rank)
+    out = OPS.all_gather_into_tensor(x, 2, group())
+    if rank == 1:
+        x += 1
+    OPS.wait_tensor(out)
+
+
+def output_written(rank: int) -> None:
+    out = OPS.all_reduce_(numbers(rank), "sum", group())
+    if rank == 0:
+        out.zero_()
+    OPS.wait_tensor(out)
+
+
+def issued_in_another_order(rank: int) -> None:
+    for out in [OPS.all_gather_into_tensor(numbers(rank)[:n], 2, group()) for n in ((2, 4) if rank else (4, 2))]:
+        OPS.wait_tensor(out)
+
+
+def waited_for_in_another_order(rank: int) -> None:
+    outs = [OPS.all_gather_into_tensor(numbers(rank)[:n], 2, group()) for n in (2, 4)]
+    for out in outs[::-1] if rank else outs:
+        OPS.wait_tensor(out)
+
+
+FAULTS: dict[str, tuple[Callable[[int], None], str]] = {
+    "never waited": (never_waited, r"all_reduce float32\[4\].*nobody has waited for it"),
+    "input written": (input_written, r"all_gather float32\[4\].*an input was written between issue and wait"),
+    "output written": (output_written, r"all_reduce float32\[4\].*an output was written between issue and wait"),
+    "issued": (issued_in_another_order, r"different orders: rank 0: .*float32\[4\].*rank 1: .*float32\[2\]"),
+    "waited": (waited_for_in_another_order, r"different orders: rank 0: .*float32\[2\].*rank 1: .*float32\[4\]"),
+}
+
+
+def is_found(rank: int, fault: str) -> None:
+    run, message = FAULTS[fault]
+    for caught in (False, True):  # also if nobody hears the error
+        with pytest.raises(Misuse, match=message), watched():
+            with contextlib.suppress(Misuse) if caught else contextlib.nullcontext():
+                run(rank)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(worst2: Pool, fault: str) -> None:
+    """On both ranks, and the group is fit for more."""
+    worst2.run(is_found, fault)
+    worst2.run(every_collective)
+
+
+# --- mutants of funshard, each with an error that gloo would hide ---
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), *(Layer() for _ in range(5)), nn.Linear(4, 2)).double()
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def plain(model: nn.Module, ranks: int) -> fs.Params:
+    """The gradient of the mean loss of all ranks."""
+    model = copy.deepcopy(model)
+    torch.stack([(model(batch(rank)) ** 2).mean() for rank in range(ranks)]).mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def step(rank: int, spec: fs.PartitionSpec, model: nn.Module, way: str = "backward", **options: Any) -> None:
+    """Asserts that a step's gradients are those of the plain model."""
+
+    def loss(params: fs.Params) -> Tensor:
+        return (fs.functional_call(model, params, batch(rank), spec=spec, **options) ** 2).mean()
+
+    shards = fs.shard(model, spec)
+    if way == "func":
+        got = torch.func.grad(loss)(shards)
+    else:
+        leaves = {key: shard.requires_grad_() for key, shard in shards.items()}
+        loss(leaves).backward()
+        got = {key: leaf.grad for key, leaf in leaves.items()}
+    assert_close(got, fs.shard(plain(model, dist.get_world_size()), spec), rtol=1e-9, atol=1e-9)
+
+
+def too_early(x: Tensor) -> Tensor:
+    y = x.clone()
+    OPS.wait_tensor(x)
+    return y
+
+
+@contextlib.contextmanager
+def nobody_waits() -> Iterator[None]:
+    with mock.patch.object(ops, "_wait", lambda x: x):
+        yield
+
+
+@contextlib.contextmanager
+def read_too_early() -> Iterator[None]:
+    with mock.patch.object(ops, "_wait", too_early):
+        yield
+
+
+@contextlib.contextmanager
+def dropped_chains_are_forgotten() -> Iterator[None]:
+    with mock.patch.object(Chain, "__del__", lambda self: None):
+        yield
+
+
+@contextlib.contextmanager
+def gradient_buffers_are_used_again_too_early() -> Iterator[None]:
+    split = Reductions.split
+
+    def mutant(self: Reductions, *args: Any) -> None:
+        split(self, *args)
+        self._buffers.give(self._whole[-1][1])
+
+    with mock.patch.object(Reductions, "split", mutant), mock.patch.object(_torch, "alone", lambda x: True):
+        yield
+
+
+@contextlib.contextmanager
+def gathered_buffers_are_used_again_too_early() -> Iterator[None]:
+    take = Buffers.take
+
+    def mutant(self: Buffers, *args: Any) -> Tensor:
+        buffer = take(self, *args)
+        self.give(buffer)
+        return buffer
+
+    with mock.patch.object(Buffers, "take", mutant), mock.patch.object(_torch, "alone", lambda x: True):
+        yield
+
+
+@contextlib.contextmanager
+def shards_change_under_way() -> Iterator[None]:
+    gather = Visit._gather
+
+    def mutant(self: Visit) -> None:
+        gather(self)
+        with _torch.beneath():
+            self.shard.mul_(2).div_(4)
+
+    with mock.patch.object(Visit, "_gather", mutant):
+        yield
+
+
+MUTANTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[None]], str]] = {
+    "nobody waits": (nobody_waits, "unit '1': all_gather .*nobody has waited for it"),
+    "read too early": (read_too_early, "nan"),
+    "dropped chains are forgotten": (dropped_chains_are_forgotten, "unit '.': all_gather .*nobody has waited for it"),
+    "gradient buffers": (gradient_buffers_are_used_again_too_early, "unit '.': reduce_scatter .*an input was written"),
+    "gathered buffers": (gathered_buffers_are_used_again_too_early, "unit '.': all_gather .*an output was written"),
+    "shards": (shards_change_under_way, "unit '.?': all_gather .*an input was written"),
+}
+
+
+def is_killed(rank: int, mutant: str) -> None:
+    model = network()
+    spec = fs.by_type(Layer)(model).bound
+    twice = spec.ordered([*spec.order, *spec.order])  # more is gathered ahead than is used
+    mutated, message = MUTANTS[mutant]
+    with watched():
+        step(rank, twice, model, prefetch=2, in_flight=2)
+    with pytest.raises((Misuse, AssertionError), match=message), watched(), mutated():
+        try:
+            step(rank, twice, model, prefetch=2, in_flight=2)
+        except AssertionError:
+            if mutant == "read too early":  # which is a wrong number and no more
+                raise
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_killed(worst2: Pool, mutant: str) -> None:
+    worst2.run(is_killed, mutant)
+
+
+def in_another_order(rank: int) -> None:
+    model = network()
+    spec = fs.by_type(Layer)(model).bound
+    with pytest.raises(Misuse, match="different orders: rank 0: unit '.'"), watched():
+        step(rank, spec, model, prefetch=rank)
+
+
+def test_another_order_is_found(worst2: Pool) -> None:
+    """Ranks that gather ahead other numbers of units."""
+    worst2.run(in_another_order)
+
+
+# --- and funshard itself ---
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=without_ticks)
+def test_the_matrix(worst2: Pool, worst4: Pool, strategy: str) -> None:
+    """Every transform with every strategy is plain autograd of the whole model."""
+    pool = {2: worst2, 4: worst4}[STRATEGIES[strategy].real]
+    results = pool.run(test_matrix.on_real_ranks, strategy)
+    for (rank, mine), transform in itertools.product(enumerate(results), TRANSFORMS):
+        assert not isinstance(mine[transform], str), mine[transform]
+        test_matrix.check(mine[transform], transform, strategy, len(results), rank)
+
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], P]] = {
+    "shard": ((2,), P("shard")),
+    "remat": ((2,), P("shard", remat=True)),
+    "replicated": ((2,), P()),
+    "low": ((2,), P("shard", precision=fs.Precision(reduce=torch.float64))),
+    "hsdp": ((2, 2), P("shard")),
+    "two axes": ((2, 2), P(("replicate", "shard"))),
+}
+
+
+def mesh_of(shape: tuple[int, ...], *, own: bool = False) -> DeviceMesh:
+    """A mesh of this shape, on process groups of its own if so asked."""
+    names = ("replicate", "shard")[-len(shape) :]
+    if not own:
+        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    groups = []
+    for dim in range(len(shape)):
+        rows = ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
+        made = {tuple(row): dist.new_group(row) for row in rows}
+        groups.append(next(g for row, g in made.items() if dist.get_rank() in row))
+    if len(shape) == 1:
+        return DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=names)
+
+
+def overlapped(rank: int, layout: str) -> None:
+    shape, p = LAYOUTS[layout]
+    model, mesh, second = network(), mesh_of(shape), mesh_of(shape, own=True)
+    policy = fs.by_type(Layer, p=p)(model)
+    for spec in (policy.on(mesh), policy.on(mesh, reductions=second)):
+        for prefetch, in_flight, way in itertools.product((0, 1, 2), (1, 2), ("backward", "func")):
+            step(rank, spec, model, way, prefetch=prefetch, in_flight=in_flight)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_overlaps(worst2: Pool, worst4: Pool, layout: str) -> None:
+    """Gathers ahead and reductions behind, over one mesh or two."""
+    (worst2 if len(LAYOUTS[layout][0]) == 1 else worst4).run(overlapped, layout)
+
+
+@pytest.mark.parametrize("layout", ["some", "four"])
+def test_compressors(worst2: Pool, worst4: Pool, layout: str) -> None:
+    pool, size = (worst2, 2) if layout == "some" else (worst4, 4)
+    for name, compressor in COMPRESSORS.items():
+        simulated = steps(compressor, layout, *(test_compress_on_ranks.gradients(size, seed) for seed in range(3)))
+        atol = 0.03 if "cast" in name else 1e-6
+        for rank, real in enumerate(pool.run(test_compress_on_ranks.on_real_ranks, layout, name, size)):
+            one = pytree.tree_map(lambda x, rank=rank: x[rank], simulated)
+            assert_close(real, one, rtol=1e-6, atol=atol)
+
+
+TASKS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
+    "averaging": (4, test_averaging.averagers_on_real_ranks, ()),
+    "averaging, compiled": (2, test_averaging.compiled, ()),
+    "post-local SGD": (4, test_averaging.post_local_sgd, (None, ())),
+    "clip_by_global_norm": (2, test_optim.on_real_ranks, ()),
+    "loss_scale": (2, test_loss_scale.on_real_ranks, ()),
+    "fs.compile": (2, test_compile.trained, ("gpt", "reshard", "aot_eager")),
+    "fs.compile, replicated": (2, test_compile.trained, ("gpt", "replicate", "aot_eager")),
+    "fs.compile, HSDP": (4, test_compile.trained, ("gpt", "hsdp", "aot_eager")),
+    **{
+        f"gather_full, {mesh}": (test_gather_full.MESHES[mesh][0], test_gather_full.round_trip, (mesh, 1))
+        for mesh in sorted(test_gather_full.MESHES)
+    },
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_other_tasks(worst2: Pool, worst4: Pool, task: str) -> None:
+    """What other tests have their ranks do."""
+    ranks, run, args = TASKS[task]
+    {2: worst2, 4: worst4}[ranks].run(run, *args)
