@@ -6,7 +6,7 @@ Nothing in here knows about gradients, but for the name of every op's *transpose
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,8 +18,24 @@ from . import _torch
 
 __all__ = ["OPS", "Finish", "Where", "no_group", "start"]
 
-Finish = Callable[[], Tensor]
-"""Waits for a collective that was started, and gives its result. To be called once: until then its buffers live."""
+
+class Finish:
+    """Waits for a collective that was started, and gives its result. To be called once: until then its buffers live.
+
+    What is waited for are ``outs``; the result is made of them, as they are after that.
+    """
+
+    def __init__(self, outs: Sequence[Tensor], result: Callable[..., Tensor]) -> None:
+        self.outs, self._result = outs, result
+
+    def __call__(self) -> Tensor:
+        """The result, once it is there."""
+        return self._result(*(_wait(out) for out in self.outs))
+
+    def then(self, change: Callable[[Tensor], Tensor]) -> Finish:
+        """The same with another result, made of this one."""
+        result = self._result
+        return Finish(self.outs, lambda *outs: change(result(*outs)))
 
 
 class Where(NamedTuple):
@@ -51,7 +67,7 @@ def start(op: str, x: Tensor, where: Where, own: Tensor | None = None) -> Finish
         return OPS[op].group(x, where, own)
     # All of this is linear over the reals, which every backend reduces.
     finish = OPS[op].group(torch.view_as_real(x.resolve_conj()), where, None if own is None else torch.view_as_real(own))
-    return lambda: torch.view_as_complex(finish())
+    return finish.then(torch.view_as_complex)
 
 
 # As wait_tensor is: torch.func.linearize computes in advance what depends on constants alone, and of a gather of frozen
@@ -64,12 +80,16 @@ def _wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(x)
 
 
+def _itself(out: Tensor) -> Tensor:
+    return out
+
+
 def _gather(x: Tensor, where: Where, own: Tensor | None) -> Finish:
     if own is not None and own.itemsize == 1:
         x = x.to(own.dtype)
     if x.dtype != torch.uint8 and (not x.is_floating_point() or x.itemsize == 1):  # gloo lacks int16 and 8-bit floats
         raw = _gather(x.contiguous().view(torch.uint8), where, None if own is None else own.view(torch.uint8))
-        return lambda: raw().view(x.dtype)
+        return raw.then(lambda out: out.view(x.dtype))
     x = x.contiguous()
     if own is None:
         out = torch.ops._c10d_functional.all_gather_into_tensor(x, where.size, where.name)
@@ -79,7 +99,7 @@ def _gather(x: Tensor, where: Where, own: Tensor | None) -> Finish:
         if x.dtype != own.dtype:  # cast on the way to where its slice will be
             x = own.chunk(where.size)[_torch.group(where.name).rank()].copy_(x)
         out = torch.ops._c10d_functional.all_gather_into_tensor_out(x, where.size, where.name, out=own)
-    return lambda: _wait(out)
+    return Finish((out,), _itself)
 
 
 def _broadcasts(x: Tensor, where: Where, own: Tensor) -> Finish:
@@ -87,13 +107,7 @@ def _broadcasts(x: Tensor, where: Where, own: Tensor) -> Finish:
     pieces = own.chunk(where.size)
     pieces[_torch.group(where.name).rank()].copy_(x)
     under_way = [torch.ops._c10d_functional.broadcast_(piece, i, where.name) for i, piece in enumerate(pieces)]
-
-    def finish() -> Tensor:
-        for piece in under_way:
-            _wait(piece)
-        return own
-
-    return finish
+    return Finish(under_way, lambda *_: own)
 
 
 def _gather_stack(x: Tensor, root: int) -> Tensor:
@@ -106,7 +120,7 @@ def _scatter(mean: bool) -> Callable[[Tensor, Where, Tensor | None], Finish]:
             return _exchange(x, where, mean)
         op = "avg" if mean else "sum"
         out = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), op, where.size, where.name)
-        return lambda: _wait(out)
+        return Finish((out,), _itself)
 
     return group
 
@@ -119,13 +133,12 @@ def _exchange(x: Tensor, where: Where, mean: bool) -> Finish:
     lengths = [0 if i == rank else n for i in range(where.size)]
     out = torch.ops._c10d_functional.all_to_all_single(theirs, lengths, lengths, where.name)
 
-    def finish() -> Tensor:
-        received = _wait(out)
+    def reduced(received: Tensor) -> Tensor:
         others = received if where.size == 2 else received.unflatten(0, (-1, n)).sum(0, dtype=x.dtype)
         total = others.add_(mine)
         return total.div_(where.size) if mean else total
 
-    return finish
+    return Finish((out,), reduced)
 
 
 def _sum_stack(x: Tensor, root: int) -> Tensor:
@@ -152,13 +165,13 @@ def _reduce(op: str) -> Callable[[Tensor, Where, Tensor | None], Finish]:
     def group(x: Tensor, where: Where, own: Tensor | None) -> Finish:
         reduce = torch.ops._c10d_functional.all_reduce if own is None else torch.ops._c10d_functional.all_reduce_
         out = reduce(x.contiguous(), op, where.name)
-        return lambda: _wait(out)
+        return Finish((out,), _itself)
 
     return group
 
 
 def _identity(x: Tensor, where: Where, own: Tensor | None) -> Finish:
-    return lambda: x.view_as(x)
+    return Finish((), lambda: x.view_as(x))
 
 
 def _identity_stack(x: Tensor, root: int) -> Tensor:
@@ -167,7 +180,7 @@ def _identity_stack(x: Tensor, root: int) -> Tensor:
 
 def _broadcast(x: Tensor, where: Where, own: Tensor | None) -> Finish:
     out = torch.ops._c10d_functional.broadcast(x.contiguous(), where.root, where.name)
-    return lambda: _wait(out)
+    return Finish((out,), _itself)
 
 
 def _broadcast_stack(x: Tensor, root: int) -> Tensor:
@@ -177,7 +190,7 @@ def _broadcast_stack(x: Tensor, root: int) -> Tensor:
 def _sum_to(x: Tensor, where: Where, own: Tensor | None) -> Finish:
     total = _reduce("sum")(x, where, own)
     here = _torch.group(where.name).rank() == where.root
-    return lambda: total() if here else torch.zeros_like(total())
+    return total if here else total.then(torch.zeros_like)
 
 
 def _sum_to_stack(x: Tensor, root: int) -> Tensor:
@@ -188,7 +201,7 @@ def _sum_to_stack(x: Tensor, root: int) -> Tensor:
 def _all_to_all(x: Tensor, where: Where, own: Tensor | None) -> Finish:
     pieces = [len(x) // where.size] * where.size
     out = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), pieces, pieces, where.name)
-    return lambda: _wait(out)
+    return Finish((out,), _itself)
 
 
 def _all_to_all_stack(x: Tensor, root: int) -> Tensor:
@@ -197,7 +210,7 @@ def _all_to_all_stack(x: Tensor, root: int) -> Tensor:
 
 def _slice(x: Tensor, where: Where, own: Tensor | None) -> Finish:
     n = len(x) // where.size
-    return lambda: x.narrow(0, where.root * n, n).clone()
+    return Finish((), lambda: x.narrow(0, where.root * n, n).clone())
 
 
 @dataclass(frozen=True)

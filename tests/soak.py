@@ -3,9 +3,9 @@
     python tests/soak.py --ranks 4 --seconds 120 --guard pages --burn 2
 
 Whether a buffer is ever freed or written while gloo has it: ``--guard pages`` puts every tensor before a page that nobody may
-touch and never uses its memory again (guard.c; it needs a C compiler), ``--guard malloc`` has glibc check and overwrite what is
-freed. Some steps end in an error on every rank, or go no further than forward. ``--burn`` are processes that keep the cores busy.
-A rank that dies says where, by faulthandler. Exit code 0, and one line with the number of steps, if nothing was found.
+touch and never uses its memory again (guard.c; it needs a C compiler), ``--guard malloc`` has glibc check and overwrite what
+is freed. Some steps end in an error on every rank, or go no further than forward. ``--burn`` are processes that keep the
+cores busy. A rank that dies says where, by faulthandler. One line with the number of steps if nothing was found.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+LEAST = 20  # steps
 LIMIT = 300  # seconds after which a rank that stands still says where
 
 
@@ -82,7 +83,9 @@ def soak(ranks: int, seconds: float, guard: str, burn: int, seed: int) -> int:
             said.append(out.read())
             out.close()
         codes = [process.returncode for process, _ in processes]
-    report = "\n".join(f"--- rank {r}: exit code {code} ---\n{text}" for r, (code, text) in enumerate(zip(codes, said, strict=True)))
+    report = "\n".join(
+        f"--- rank {r}: exit code {code} ---\n{text}" for r, (code, text) in enumerate(zip(codes, said, strict=True))
+    )
     assert codes == [0] * ranks, report
     return int(said[0].split()[-1])
 
@@ -107,7 +110,7 @@ def rank_main(seconds: float, seed: int) -> None:
     steps, end = 0, time.monotonic() + seconds
     for step in _steps(seed, dist.get_rank(), dist.get_world_size()):
         faulthandler.dump_traceback_later(LIMIT / 2, exit=True)
-        going = torch.tensor(float(time.monotonic() < end))
+        going = torch.tensor(float(steps < LEAST or time.monotonic() < end))
         dist.broadcast(going, 0)
         if not going:
             break
@@ -130,7 +133,13 @@ def _steps(seed: int, rank: int, size: int) -> Iterator[Callable[[], None]]:
     from funshard import P
 
     codec = fs.Codec(lambda x: (x,), lambda x: x)
-    kinds = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P(), P("shard", precision=fs.Precision(codec=codec))]
+    kinds = [
+        P("shard"),
+        P("shard", reshard=False),
+        P("shard", remat=True),
+        P(),
+        P("shard", precision=fs.Precision(codec=codec)),
+    ]
     meshes = [init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))]
     if size % 2 == 0 and size > 2:
         meshes.append(init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))

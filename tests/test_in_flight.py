@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import signal
+import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,31 +44,30 @@ def world() -> str:
     return dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def held_by_gloo(rank: int, op: str) -> tuple[list[bool], bool]:
-    """Whether the storages of input and output are there before the wait, when nobody else holds them, and still after it."""
+def held_by_gloo(rank: int, op: str) -> None:
+    """Asserts that input and output are there until the wait, although another rank is late and nobody else holds them."""
     dist.barrier()
     time.sleep(0.3 * rank)
     x = torch.full((4, 1000), float(rank))
-    storages = [StorageWeakRef(x.untyped_storage())]
+    read = StorageWeakRef(x.untyped_storage())
     out = STARTED[op](x, world())
-    storages.append(StorageWeakRef(out.untyped_storage()))
-    del x
+    written = weakref.ref(out)
+    del x, out
     gc.collect()
-    before = [not storage.expired() for storage in storages]
-    OPS.wait_tensor(out)
-    del out
+    assert read.expired() == (op == "all_reduce")  # which reads a clone, and writes to it
+    assert written() is not None
+    OPS.wait_tensor(written())
     end = time.monotonic() + 10
-    while any(held := [not storage.expired() for storage in storages]) and time.monotonic() < end:
+    while not (read.expired() and written() is None) and time.monotonic() < end:
         time.sleep(0.01)  # gloo's own thread lets go of them after it has said so
-    return before, any(held)
+    assert read.expired()
+    assert written() is None
 
 
 @pytest.mark.parametrize("op", STARTED)
-def test_gloo_holds_what_it_reads_and_writes(gloo2: Pool, op: str) -> None:
-    """From issue to wait, also where nobody else does and another rank is late. Only what all_reduce clones it need not."""
-    for before, after in gloo2.run(held_by_gloo, op):
-        assert before == [op != "all_reduce", True]
-        assert not after
+def test_gloo_holds_what_it_writes(gloo2: Pool, op: str) -> None:
+    """And what it reads: no buffer that is let go is freed under it."""
+    gloo2.run(held_by_gloo, op)
 
 
 def dropped(rank: int) -> tuple[float, int, int]:
@@ -178,7 +182,7 @@ fs.functional_call(model, leaves, torch.randn(3, 4), spec=spec, prefetch=2, in_f
 @pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
 @pytest.mark.parametrize(("where", "last"), [("forward", 2), ("backward", 4)])
 def test_an_error_is_all_that_is_said(tmp_path: Path, where: str, last: int, error: str) -> None:
-    """On a rank where collectives are under way that never end: the other rank has come as far as the last layer that it runs."""
+    """On a rank where collectives are under way that never end: the other rank is gone after its ``last`` layer."""
     script = tmp_path / "script.py"
     script.write_text(ALONE.format(path=sys.path, where=where, last=last, error=error))
     with pytest.raises(AssertionError) as raised:
@@ -186,3 +190,36 @@ def test_an_error_is_all_that_is_said(tmp_path: Path, where: str, last: int, err
     said = str(raised.value)
     assert f"{error}: the cause" in said
     assert said.count("Traceback") == 1, said
+
+
+TOUCHES = """
+import ctypes, os, torch
+for where in (0, 8, 64):
+    if (child := os.fork()) == 0:
+        x = torch.ones(16)
+        at = x.data_ptr() + where
+        if where == 0:
+            del x
+        ctypes.c_float.from_address(at).value = 2.0
+        os._exit(0)
+    print(os.waitpid(child, 0)[1])
+"""
+needs_compiler = pytest.mark.skipif(
+    sys.platform != "linux" or not (shutil.which("cc") or shutil.which("gcc")),
+    reason="guard.c is for Linux, and to be compiled",
+)
+
+
+@needs_compiler
+def test_guarded_pages(tmp_path: Path) -> None:
+    """A write after free, none that is wrong, and one past the end."""
+    env = {**os.environ, **soak.guards("pages", tmp_path)}
+    said = subprocess.run([sys.executable, "-c", TOUCHES], env=env, check=True, capture_output=True, text=True).stdout
+    fault = signal.SIGSEGV.value
+    assert [int(status) & 127 for status in said.split()] == [fault, 0, fault]
+
+
+@needs_compiler
+def test_no_buffer_is_touched_when_it_is_free() -> None:
+    """A few seconds of soak.py, which is to be run for longer by hand."""
+    assert soak.soak(ranks=2, seconds=2, guard="pages", burn=0, seed=5) >= soak.LEAST

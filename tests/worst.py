@@ -1,15 +1,15 @@
 """A process group that is the worst case of NCCL's streams: nothing happens when a collective is issued.
 
-Its outputs are filled with NaN then (all bits set, whatever the dtype), and only its wait reads the inputs and writes the outputs,
-over gloo. So what is read too early is NaN, and these raise `Misuse`, which names the op and the unit, on every rank:
+Its outputs are filled with NaN then (all bits set, whatever the dtype), and only its wait reads the inputs and writes the
+outputs, over gloo. So what is read too early is NaN, and these raise `Misuse`, which names the op and the unit, on every rank:
 
 - an input or an output that was written between issue and wait;
 - ranks that issue collectives, or wait for them, in different orders;
 - a collective that nobody has waited for, at the end of `watched`.
 
-`register` makes it the backend "worst", which torch.distributed, DeviceMesh and the functional collectives find by name, and the
-wait of these by the `Work` that torch registers for an output's storage. Values go into and out of tensors by address: no version
-is counted, and no mode or transform sees it.
+`register` makes it the backend "worst", which torch.distributed, DeviceMesh and the functional collectives find by name; the
+wait of these finds the `Work` that torch has registered for its tensor's storage. Values go into and out of tensors by
+address: no version is counted, and no mode or transform sees it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _log = _Log()
 @contextlib.contextmanager
 def watched() -> Generator[_Log]:
     """Raises Misuse for what was found inside, also where the error was caught, and for what nobody has waited for."""
-    global _log  # noqa: PLW0603
+    global _log
     outer, _log = _log, _Log()
     try:
         yield _log
@@ -217,7 +217,7 @@ class Worst(dist.ProcessGroup):
 
     # --- what torch asks of a group ---
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return "worst"
 
     name = getBackendName
@@ -225,16 +225,16 @@ class Worst(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Worst:
         return self
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._name
 
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+    def setGroupDesc(self, desc: str) -> None:
         self._desc = desc
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         return self._desc
 
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
