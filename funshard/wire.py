@@ -64,9 +64,12 @@ def settle() -> None:
 
     Its process group holds what it writes to, so what is gone is not under way. Pinned by ``test_gloo_holds_what_it_writes``.
     """
-    while _unwanted:
-        if (out := _unwanted.popleft()()) is not None:
-            Finish((out,), lambda out: out)()
+    if not _unwanted:
+        return
+    with _torch.beneath():
+        while _unwanted:
+            if (out := _unwanted.popleft()()) is not None:
+                Finish((out,), lambda out: out)()
 
 
 class Chain:
