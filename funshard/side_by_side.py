@@ -19,7 +19,7 @@ from .layout import Params, coordinates, views
 from .sharding import combine, partition, shard
 from .simulated import spmd
 from .spec import PartitionSpec
-from .swap import install_buffers, restored
+from .swap import install_buffers, restored, this_thread
 from .transforms import grad_and_value, hvp
 
 __all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCT", "Case", "Key", "Loss", "Outcome"]
@@ -142,7 +142,7 @@ class Case:
         out: list[_Plain] = []
         for rank in self.ranks:
             with self._as_it_is(seed + rank) as modules:
-                now = install_buffers(modules, _clones(self.buffers))
+                now, _ = install_buffers(modules, _clones(self.buffers))
                 value = self.loss(self._call, _clones(_row(self.batch, rank) if self.simulated else self.batch))
                 derivatives = self._derivatives(value, vector)
                 own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in now().items()}
@@ -151,7 +151,7 @@ class Case:
 
     def _together(self, seed: int, vector: Params | None) -> list[_Plain]:
         def rank(_: object, batch: Any, buffers: Params) -> dict[Key, Tensor]:
-            now = install_buffers(modules, buffers)
+            now, _ = install_buffers(modules, buffers)
             return {(LOSS, ""): self.loss(self._call, _clones(batch))} | {(BUFFER, name): b for name, b in now().items()}
 
         with self._as_it_is(seed) as modules:
@@ -185,7 +185,7 @@ class Case:
         """The model's modules by path; its attributes and parameters are afterwards as they were."""
         before = _clones({name: p.detach() for name, p in self.model.named_parameters()})
         try:
-            with restored(self.model.modules()), _seeded(seed, self.devices), torch.enable_grad():
+            with restored(dict(self.model.named_modules()), this_thread()), _seeded(seed, self.devices), torch.enable_grad():
                 yield dict(self.model.named_modules(remove_duplicate=False))
         finally:
             for name, value in before.items():

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ CONTAINERS = tuple(
 )
 """Where nn.Module keeps hooks and submodules, which forward may change in place (transformers 5 adds hooks)."""
 
-CHANGING = threading.Lock()
+CHANGING = threading.RLock()
 """Held while a model is being changed for a call and put back: other threads find it as it was, or with `Parameters`."""
 
 
@@ -116,39 +116,51 @@ class Place:
 def restored(modules: Mapping[str, nn.Module], thread: int) -> Generator[Attributes]:
     """Within this, the modules may be changed; afterwards every attribute is what it was before, which it gives.
 
-    To be entered with the lock `CHANGING`. Raises RuntimeError, naming the module, where another thread has changed one.
+    Raises RuntimeError, naming the module, where another thread has one in a call.
     """
-    for path, module in modules.items():
-        if isinstance(now := vars(module).get("_parameters"), Parameters) and now.thread != thread:
-            raise RuntimeError(
-                f"module '{path}' is in a functional_call of another thread: expected one at a time, since what a module reads "
-                "is put into it for the length of the call; give each thread a model of its own, or hold a lock around the call"
-            )
-    unique = dict.fromkeys(modules.values())
-    scripted = [(module, name, tensor) for module in unique for name, tensor in _in_script(module).items()]
-    saved: list[tuple[nn.Module, dict[str, Any], dict[str, Any] | None]] = []
-    for module in unique:
-        attributes = dict(vars(module))
-        filled = None
-        for name in CONTAINERS:
-            if attributes.get(name) and isinstance(attributes[name], dict | set):  # few have anything in them
-                filled = filled or {}
-                filled[name] = attributes[name].copy()
-        saved.append((module, attributes, filled))
+    with CHANGING:
+        for path, module in modules.items():
+            if isinstance(now := vars(module).get("_parameters"), Parameters) and now.thread != thread:
+                raise RuntimeError(
+                    f"module '{path}' is in a functional_call of another thread: expected one at a time, since what a module "
+                    "reads is put into it meanwhile; give each thread a model of its own, or hold a lock around the call"
+                )
+        saved = [_Saved.of(module) for module in dict.fromkeys(modules.values())]
     try:
-        yield {module: attributes for module, attributes, _ in saved}
+        yield {one.module: one.attributes for one in saved}
     finally:
         with CHANGING:
-            for module, name, tensor in scripted:
-                setattr(module, name, tensor)
-            for module, attributes, filled in saved:
-                vars(module).clear()
-                vars(module).update(attributes)
-                for name in CONTAINERS:
-                    container, content = attributes.get(name), filled.get(name, ()) if filled else ()
-                    if isinstance(container, dict | set) and (container or content) and container != content:
-                        container.clear()
-                        container.update(content)
+            for one in saved:
+                one.put_back()
+
+
+class _Saved(NamedTuple):
+    module: nn.Module
+    attributes: dict[str, Any]
+    containers: dict[str, Any]
+    """Copies of those that have anything in them, which few have."""
+    scripted: dict[str, Tensor | None]
+    """What a ScriptModule's own code reads, where no mapping of Python's is asked."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Saved:
+        attributes = dict(vars(module))
+        inside: dict[str, Tensor | None] = {}
+        if isinstance(module, torch.jit.ScriptModule):
+            inside = _own(module, "_parameters") | _own(module, "_buffers")
+        filled = [name for name in CONTAINERS if attributes.get(name) and isinstance(attributes[name], dict | set)]
+        return cls(module, attributes, {name: attributes[name].copy() for name in filled}, inside)
+
+    def put_back(self) -> None:
+        for name, tensor in self.scripted.items():
+            setattr(self.module, name, tensor)
+        vars(self.module).clear()
+        vars(self.module).update(self.attributes)
+        for name in CONTAINERS:
+            container, content = self.attributes.get(name), self.containers.get(name, ())
+            if isinstance(container, dict | set) and (container or content) and container != content:
+                container.clear()
+                container.update(content)
 
 
 def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Module, dict[str, tuple[Unit, int]]]:
@@ -183,13 +195,6 @@ def _own(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
     """A module's ``_parameters`` or ``_buffers``: those that are in it, and nothing is gathered for that."""
     mapping = vars(module)[kind]
     return dict(mapping.items() if isinstance(module, torch.jit.ScriptModule) else dict.items(mapping))
-
-
-def _in_script(module: nn.Module) -> dict[str, Tensor | None]:
-    """The parameters and buffers that a ScriptModule's own code reads, where no mapping of Python's is asked."""
-    if not isinstance(module, torch.jit.ScriptModule):
-        return {}
-    return _own(module, "_parameters") | _own(module, "_buffers")
 
 
 def install_buffers(
