@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from . import _torch
 from .batchnorm import MESH, SyncBatchNorm
 from .buffers import put_back, running_statistics, warn_of_lost, warn_of_lost_while_tracing
 from .casting import buffer_dtypes, cast_around, cast_back, cast_floats, cast_params
 from .division import Divide, Reduction
-from .explained import explained
+from .explained import about_arguments, explained
 from .fits import check_not_own, check_params, whole_unit
 from .gathering import Call
 from .layout import unflatten_unit
@@ -111,7 +110,7 @@ def functional_call(
     try:
         out = call.run(*given, buffers, method)
     except (TypeError, AttributeError, RuntimeError) as error:
-        _explain(error, params, spec, args, given)
+        about_arguments(error, params, spec, args, given)
         raise explained(error, model)  # noqa: B904 - the same one
     warn_of_lost(model, call.lost, stacklevel=2)
     if inspect.isgenerator(out):
@@ -122,23 +121,6 @@ def functional_call(
 def arguments(args: object, kwargs: Mapping[str, object] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What to call the model with: ``args`` is a tuple, or the only argument."""
     return args if isinstance(args, tuple) else (args,), dict(kwargs or {})
-
-
-def _explain(error: Exception, params: Mapping[str, Tensor], spec: PartitionSpec, args: object, given: object) -> None:
-    """Add to torch's words about an argument, a dtype or a device what of the call may be the reason."""
-    hints: list[str] = []
-    if isinstance(args, list):
-        hints.append("args is a list, which is the model's only argument: for several, or for one tensor, give a tuple")
-    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
-    devices = [{str(x.device) for x in some} for some in (params.values(), tensors)]
-    if len(devices[0] | devices[1]) > 1:
-        hints.append(f"params are on {', '.join(sorted(devices[0]))}, the arguments on {', '.join(sorted(devices[1]))}")
-    for unit in spec:
-        if unit.key in params and params[unit.key].dtype != unit.dtype and not unit.p.precision:
-            hints.append(f"unit '{unit.key}' is given in {params[unit.key].dtype}, in the model it is {unit.dtype}")
-            break
-    if hints and error.args and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\nfunctional_call: {'; '.join(hints)}", *error.args[1:])
 
 
 def _check_supported(spec: PartitionSpec) -> None:

@@ -1,4 +1,4 @@
-"""torch's errors about derivatives that it does not have, with a note of the module and what to do.
+"""torch's errors in a forward, with a note of what in the call may be the reason: arguments, or a missing derivative.
 
 The error stays torch's own, with its type and traceback, and so does what catches it.
 """
@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # the tree of what models take and return
 
-__all__ = ["explained", "lacks_forward_mode", "note_of"]
+from .spec import PartitionSpec
+
+__all__ = ["about_arguments", "explained", "lacks_forward_mode", "note_of"]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -46,6 +50,23 @@ def explained(error: E, model: nn.Module | None = None, *, known: str = "") -> E
         hint = f"torch has no forward-mode rule for {what}: a gradient of a gradient may do, as fs.hvp(..., forward=False)"
     path = _running(error.__traceback__, model)
     return _noted(error, _START + ("" if path is None else f"module '{path}': ") + hint)
+
+
+def about_arguments(error: Exception, params: Mapping[str, Tensor], spec: PartitionSpec, args: object, given: object) -> None:
+    """Add to torch's words about an argument, a dtype or a device what of the call may be the reason."""
+    hints: list[str] = []
+    if isinstance(args, list):
+        hints.append("args is a list, which is the model's only argument: for several, or for one tensor, give a tuple")
+    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    devices = [{str(x.device) for x in some} for some in (params.values(), tensors)]
+    if len(devices[0] | devices[1]) > 1:
+        hints.append(f"params are on {', '.join(sorted(devices[0]))}, the arguments on {', '.join(sorted(devices[1]))}")
+    for unit in spec:
+        if unit.key in params and params[unit.key].dtype != unit.dtype and not unit.p.precision:
+            hints.append(f"unit '{unit.key}' is given in {params[unit.key].dtype}, in the model it is {unit.dtype}")
+            break
+    if hints and error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\nfunctional_call: {'; '.join(hints)}", *error.args[1:])
 
 
 def note_of(error: BaseException) -> str:
