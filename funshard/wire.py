@@ -52,23 +52,29 @@ class Buffers:
     def clear(self) -> None:
         """Keep none, nor those of collectives that nobody wants any more."""
         self._spare.clear()
-        if sys.exc_info()[0] is None:  # else an error is on its way: what waits might hang, or fail for the same cause
+        if sys.exc_info()[0] is None:
             settle()
+        else:  # an error is on its way: what waits now might hang, or fail for the same cause
+            for _ in range(len(_unwanted)):
+                out = _unwanted.popleft()
+                _unwanted.append(weakref.ref(out) if isinstance(out, Tensor) else out)
 
 
-_unwanted: deque[weakref.ref[Tensor]] = deque()
+_unwanted: deque[Tensor | weakref.ref[Tensor]] = deque()
+"""What collectives write to whose chains were let go, or references to it: the process group holds it as long as it needs it.
+
+Pinned by ``test_gloo_holds_what_it_writes``.
+"""
 
 
 def settle() -> None:
-    """Wait for the collectives whose chains were let go: one that nobody waits for keeps its buffers for ever.
-
-    Its process group holds what it writes to, so what is gone is not under way. Pinned by ``test_gloo_holds_what_it_writes``.
-    """
+    """Wait for the collectives that nobody wants any more: one that is never waited for keeps its buffers for ever."""
     if not _unwanted:
         return
     with _torch.beneath():
         while _unwanted:
-            if (out := _unwanted.popleft()()) is not None:
+            out = _unwanted.popleft()
+            if (out := out if isinstance(out, Tensor) else out()) is not None:
                 Finish((out,), lambda out: out)()
 
 
@@ -100,10 +106,10 @@ class Chain:
             self.advance()
         return self._x
 
-    def __del__(self, unwanted: deque[weakref.ref[Tensor]] = _unwanted) -> None:
+    def __del__(self, unwanted: deque[Tensor | weakref.ref[Tensor]] = _unwanted) -> None:
         # Nobody wants it. Not to be waited for in here: after an error other ranks may never come.
         if self._finish is not None:
-            unwanted.extend(map(weakref.ref, self._finish.outs))
+            unwanted.extend(self._finish.outs)
 
 
 @dataclass(frozen=True)
