@@ -227,7 +227,7 @@ class Work(TorchDispatchMode):
             self.wait(args[0])
         elif name == "fsdp::all_gather_copy_in":
             self.copied += sum(x.nbytes for x in args[0])
-        elif name in ("aten::_chunk_cat", "fsdp::chunk_cat"):
+        elif name in ("aten::_chunk_cat", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype"):
             self.copied += kwargs["out"].nbytes
         elif name in COPIES:
             written = kwargs.get("out", args[0] if func._schema.is_mutable else out)
