@@ -19,8 +19,8 @@ from .layout import Params, coordinates, views
 from .sharding import combine, partition, shard
 from .simulated import spmd
 from .spec import PartitionSpec
-from .swap import install_buffers, restored, this_thread
 from .transforms import grad_and_value, hvp
+from .tree import join
 
 __all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCT", "Case", "Key", "Loss", "Outcome"]
 
@@ -29,6 +29,9 @@ Loss = Callable[[Callable[..., Any], Any], Tensor]
 
 Key = tuple[str, str]
 """What a tensor is, and of which parameter or buffer."""
+
+_CONTAINERS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)}
+"""Where nn.Module keeps parameters, submodules and hooks, which forward may change in place."""
 
 LOSS, GRADIENT, PRODUCT, BUFFER = "loss", "gradient", "Hessian-vector product", "buffer"
 
@@ -141,20 +144,21 @@ class Case:
     def _one_by_one(self, seed: int, vector: Params | None) -> list[_Plain]:
         out: list[_Plain] = []
         for rank in self.ranks:
-            with self._as_it_is(seed + rank) as modules:
-                now, _ = install_buffers(modules, _clones(self.buffers))
+            with self._as_it_is(seed + rank):
+                self._install(_clones(self.buffers))
                 value = self.loss(self._call, _clones(_row(self.batch, rank) if self.simulated else self.batch))
                 derivatives = self._derivatives(value, vector)
-                own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in now().items()}
+                own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._installed.items()}
                 out.append(_Plain({key: x.detach() for key, x in own.items()}, derivatives))
         return out
 
     def _together(self, seed: int, vector: Params | None) -> list[_Plain]:
         def rank(_: object, batch: Any, buffers: Params) -> dict[Key, Tensor]:
-            now, _ = install_buffers(modules, buffers)
-            return {(LOSS, ""): self.loss(self._call, _clones(batch))} | {(BUFFER, name): b for name, b in now().items()}
+            self._install(buffers)
+            value = self.loss(self._call, _clones(batch))
+            return {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._installed.items()}
 
-        with self._as_it_is(seed) as modules:
+        with self._as_it_is(seed):
             found = spmd(rank, self._sizes)(self.batch, self._stacked(self.buffers))
             derivatives = self._derivatives(found[LOSS, ""].mean(), vector)
         return [_Plain({key: x[r].detach() for key, x in found.items()}, derivatives) for r in self.ranks]
@@ -181,16 +185,37 @@ class Case:
         return {name: g.to_dense() if g.is_sparse else g for name, g in zip(self.trained, grads, strict=True)}
 
     @contextlib.contextmanager
-    def _as_it_is(self, seed: int) -> Generator[dict[str, nn.Module]]:
-        """The model's modules by path; its attributes and parameters are afterwards as they were."""
-        before = _clones({name: p.detach() for name, p in self.model.named_parameters()})
+    def _as_it_is(self, seed: int) -> Generator[None]:
+        """Within this the model may change itself; its attributes and parameters are afterwards as they were."""
+        values = _clones({name: p.detach() for name, p in self.model.named_parameters()})
+        before = [
+            (module, dict(vars(module)), {name: vars(module)[name].copy() for name in _CONTAINERS if vars(module).get(name)})
+            for module in self.model.modules()
+        ]
         try:
-            with restored(dict(self.model.named_modules()), this_thread()), _seeded(seed, self.devices), torch.enable_grad():
-                yield dict(self.model.named_modules(remove_duplicate=False))
+            with _seeded(seed, self.devices), torch.enable_grad():
+                yield
         finally:
-            for name, value in before.items():
+            for module, attributes, filled in before:
+                vars(module).clear()
+                vars(module).update(attributes)
+                for name in attributes.keys() & _CONTAINERS:
+                    attributes[name].clear()
+                    attributes[name].update(filled.get(name, ()))
+            for name, value in values.items():
                 if not torch.equal(self.model.get_parameter(name), value):  # forward wrote to it
                     self.model.get_parameter(name).data.copy_(value)
+
+    def _install(self, buffers: Params) -> None:
+        """Within `_as_it_is`: these in the place of the model's own."""
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            if module._buffers:
+                vars(module)["_buffers"] = {attr: buffers.get(join(path, attr)) for attr in module._buffers}
+
+    @property
+    def _installed(self) -> Params:
+        now = dict(self.model.named_buffers(remove_duplicate=False))
+        return {name: now[name] for name in self.buffers if name in now}
 
     def sharded(self, seed: int, order: int, plain: Outcome) -> Outcome:
         """By `functional_call` on shards. Simulated ranks have buffers of their own where the plain run changed them."""

@@ -122,9 +122,13 @@ def leaves_of(p: Params) -> dict[str, Tensor]:
     return {k: t.detach().clone().requires_grad_() for k, t in p.items()}
 
 
+def dense(tree: Params) -> dict[str, Tensor]:
+    return {k: t.to_dense() if t.is_sparse else t for k, t in tree.items()}
+
+
 def plain_gradient(loss: Tensor, leaves: Params, **options: bool) -> dict[str, Tensor]:
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True, **options)
-    return {k: g.to_dense() if g.is_sparse else g for k, g in zip(leaves, grads, strict=True)}
+    return dense(dict(zip(leaves, grads, strict=True)))
 
 
 def by_autograd(f: Loss, p: Params, v: Params) -> Result:
@@ -137,7 +141,7 @@ def by_backward(f: Loss, p: Params, v: Params) -> Result:
     leaves = leaves_of(p)
     value = f(leaves)
     value.backward()
-    return {k: torch.zeros_like(t) if t.grad is None else t.grad for k, t in leaves.items()}, [value.detach()]
+    return dense({k: torch.zeros_like(t) if t.grad is None else t.grad for k, t in leaves.items()}), [value.detach()]
 
 
 def twice_by_autograd(f: Loss, p: Params, v: Params) -> Result:
@@ -163,14 +167,14 @@ def penalty_by_autograd(f: Loss, p: Params, v: Params) -> Result:
 def with_value(g: Callable[..., Any]) -> Callable[[Loss, Params, Params], Result]:
     def run(f: Loss, p: Params, v: Params) -> Result:
         grads, value = g(f)(p)
-        return grads, [value]
+        return dense(grads), [value]
 
     return run
 
 
 def by_vjp(f: Loss, p: Params, v: Params) -> Result:
     value, pullback = vjp(f, p)
-    return pullback(torch.full_like(value, 0.7))[0], [value]
+    return dense(pullback(torch.full_like(value, 0.7))[0]), [value]
 
 
 def by_jvp(f: Loss, p: Params, v: Params) -> Result:
@@ -182,7 +186,7 @@ def by_hvp(f: Loss, p: Params, v: Params) -> Result:
 
 
 def along_by(g: Callable[..., Any]) -> Callable[[Loss, Params, Params], Result]:
-    return lambda f, p, v: (g(lambda p: f(p) + along(g(f)(p), v))(p), [])
+    return lambda f, p, v: (dense(g(lambda p: f(p) + along(dense(g(f)(p)), v))(p)), [])
 
 
 def evaluated(mode: Callable[[], Any]) -> Callable[[Loss, Params, Params], Result]:
@@ -202,7 +206,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Loss, Params, Params], Result], Callable[[
     "hvp": (lambda f, p, v: (fs.hvp(f, p, v), []), by_hvp),
     "grad of grad": (along_by(grad), along_by(grad)),
     "fs.grad of fs.grad": (along_by(fs.grad), along_by(fs.grad)),
-    "grad of jvp": (lambda f, p, v: (grad(lambda p: jvp(f, (p,), (v,))[1])(p), []),) * 2,
+    "grad of jvp": (lambda f, p, v: (dense(grad(lambda p: jvp(f, (p,), (v,))[1])(p)), []),) * 2,
     "double backward": (twice_by_autograd, twice_by_autograd),
     "penalty": (penalty_by_autograd, penalty_by_autograd),
     "no_grad": (evaluated(torch.no_grad), evaluated(torch.no_grad)),

@@ -63,12 +63,11 @@ def values(*shape: int, seed: int = 5) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-BUFFERS_ARE_LOST = pytest.mark.xfail(raises=AssertionError, strict=True, reason="updates of batched buffers, with remat")
 PS = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
 
 
 @pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
-@pytest.mark.parametrize("p", [pytest.param(p, marks=BUFFERS_ARE_LOST if p.remat else ()) for p in PS], ids=str)
+@pytest.mark.parametrize("p", PS, ids=str)
 def test_simulated_ranks(p: P, sizes: dict[str, int]) -> None:
     """With dropout, batch norm and a parametrization, to second order; the model and the random state are left alone."""
     model = network()
