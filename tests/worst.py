@@ -33,6 +33,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import _disable_current_modes
 
+from funshard.wire import settle
+
 TIMEOUT = timedelta(seconds=30)
 HEADER = 512
 """Bytes in which ranks tell each other what they are about to do."""
@@ -70,6 +72,7 @@ def watched() -> Generator[_Log]:
     outer, _log = _log, _Log()
     try:
         yield _log
+        settle()  # as the next call would, what one that ended in an error has left
         if _log.faults:
             raise Misuse("\n".join(_log.faults))
     finally:
