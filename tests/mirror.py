@@ -39,6 +39,14 @@ def _group(size: int) -> str:
     return name
 
 
+def sent(size: int, run: Callable[[], object]) -> list[str]:
+    """The gathers and reductions over an axis of so many ranks while this runs."""
+    log = _groups()[_group(size)].sent
+    start = len(log)
+    run()
+    return log[start:]
+
+
 @functools.cache
 def _groups() -> dict[str, Mirror]:
     return {}
@@ -96,6 +104,7 @@ class Mirror(dist.ProcessGroup):
     def __init__(self, size: int) -> None:
         super().__init__(0, size)
         self._size = size
+        self.sent: list[str] = []
 
     def getBackendName(self) -> str:
         return "mirror"
@@ -122,15 +131,19 @@ class Mirror(dist.ProcessGroup):
         return _Done(tensors, lambda: tensors)
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> _Done:
+        self.sent.append(f"gather {x.numel()}")
         return _Done([out], lambda: [torch.cat([x] * self._size)])
 
     def all_gather_single_coalesced(self, outs: list[Tensor], xs: list[Tensor], opts: Any = None) -> _Done:
+        self.sent += [f"gather {x.numel()}" for x in xs]
         return _Done(outs, lambda: [torch.cat([x] * self._size) for x in xs])
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any) -> _Done:
+        self.sent.append(f"reduce {x.numel()}")
         return _Done([out], lambda: [self._reduced(x[: len(out)], opts.reduceOp)])
 
     def reduce_scatter_single_coalesced(self, outs: list[Tensor], xs: list[Tensor], opts: Any) -> _Done:
+        self.sent += [f"reduce {x.numel()}" for x in xs]
         return _Done(outs, lambda: [self._reduced(x[: len(out)], opts.reduceOp) for out, x in zip(outs, xs, strict=True)])
 
     # as torch 2.11 and 2.13 call them
