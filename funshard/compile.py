@@ -136,9 +136,10 @@ class _Backend:
 
         schedule = Schedule(note_phases(graph.graph), self.prefetch, self.in_flight)
         if self.compiler == "inductor":
+            from torch._inductor import list_options
             from torch._inductor.compile_fx import compile_fx
 
-            patches = {**_KEEP_ORDER, **self.options, _PASS: schedule}
+            patches = dict.fromkeys(_SORTS.intersection(list_options()), False) | {**self.options, _PASS: schedule}
             return cast("Callable[..., Any]", compile_fx(graph, inputs, config_patches=patches))
 
         def scheduled(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -150,7 +151,13 @@ class _Backend:
 
 
 _PASS = "post_grad_custom_post_pass"  # the last of inductor's passes that see the ATen graph, but for sorting it
-_KEEP_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
+_SORTS = {
+    "reorder_for_locality",
+    "reorder_for_peak_memory",
+    "reorder_for_compute_comm_overlap",
+    "aten_distributed_optimizations.enable_simple_overlap",  # from torch 2.15 on
+}
+"""The passes of inductor, of some version, that would sort anew."""
 
 
 def _options(mode: str | None) -> dict[str, Any]:
