@@ -393,6 +393,40 @@ def mirrored(rank: int, case: Case) -> str:
     return run(case, mirror.mesh(case.sizes), equal=True)
 
 
+def per_sample(rank: int, case: Case, clip: float | None) -> str:
+    """Of per_sample_grads on equal ranks, what is wrong: beside vmap of the plain gradient."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, x = Plain(case, 1, equal=True), batch(0)
+        try:
+            each = torch.vmap(grad(lambda p, row: plain.loss(0, row[None])(p)), (None, 0))(plain.trained, x)
+        except Exception as error:
+            return f"no reference: {type(error).__name__}: {error}"
+        net, spec = plain.sharded(), plain.spec.on(mirror.mesh(case.sizes))
+        trained, frozen = fs.partition(fs.shard(net, spec), spec)
+
+        def f(params: Params, row: Tensor) -> Tensor:
+            seed(11)
+            return score(fs.functional_call(net, fs.combine(params, frozen), row[None], spec=spec))
+
+        try:
+            with untouched(net, [*trained.values(), x]):
+                got = fs.per_sample_grads(f, trained, x, spec=spec, clip=clip)
+        except Changed as error:
+            return f"changed: {error}"
+        except Exception as error:
+            return refusal(error)
+        if clip is not None:
+            norms = sum((g.abs() ** 2).reshape(len(g), -1).sum(1).double() for g in each.values()).sqrt()
+            scale = (clip / (norms + 1e-6)).clamp(max=1)
+            mean = {name: (g * scale.to(g).view(-1, *(1,) * (g.dim() - 1))).mean(0) for name, g in each.items()}
+            full = fs.shard({**plain.full, **mean}, spec, rank=0)
+            each = {key: full[key] for key in trained}
+        if got.keys() != each.keys():
+            return f"WRONG keys {list(got)}, expected {list(each)}"
+        return "; ".join(text for k in got if (text := compare(f"'{k}'", got[k], each[k], case)))
+
+
 def on_real_ranks(rank: int, case: Case) -> str:
     """As `run`, on ranks with batches of their own."""
     mesh = (

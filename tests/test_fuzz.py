@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis
 import mirror
 import pytest
-from fuzz_cases import MEANS, PS, TRANSFORMS, Case, Plain, batch, mirrored, on_real_ranks, on_simulated, sharded
+from fuzz_cases import MEANS, PS, TRANSFORMS, Case, Plain, batch, mirrored, on_real_ranks, on_simulated, per_sample, sharded
 from fuzz_modules import PIECES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -124,6 +124,16 @@ def test_real_ranks(gloo2: Pool, case: Case) -> None:
     accept(gloo2.run(on_real_ranks, case))
 
 
+@example(case=one("ClampsWithoutGrad", "replicated", "per_sample"), clip=None)
+@example(case=one("Scripted", "shard", "per_sample"), clip=None)
+@example(case=one("TensorHook", "shard", "per_sample"), clip=0.5)
+@example(case=one("BufferBeforeAndAfter", "remat", "per_sample"), clip=None)
+@settings(max_examples=COUNT // 10)
+@given(case=cases(["per_sample"], [(2,), (2, 2)]), clip=st.sampled_from([None, 0.5]))
+def test_per_sample(alone: Pool, case: Case, clip: float | None) -> None:
+    accept(alone.run(per_sample, case, clip))
+
+
 def simulated(rank: int, case: Case) -> str:
     return on_simulated(case)
 
@@ -150,5 +160,5 @@ def traffic(rank: int) -> list[str]:
 
 
 def test_equal_ranks_gather_again(alone: Pool) -> None:
-    """On them as on others: all for forward, for backward the one whose weights it reads and that is gone, each reduced once."""
+    """All for forward, for backward the one whose weights it reads and that is gone; each is reduced once."""
     assert sorted(alone.run(traffic)[0]) == ["gather 10"] * 2 + ["gather 20"] * 2 + ["reduce 20"] * 2 + ["reduce 40"]
