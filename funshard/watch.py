@@ -38,21 +38,20 @@ class Watch:
         if not any(moved) and all(_torch.shares_memory(x) for x in self._now):
             return None
         with _torch.beneath():
-            for i, (now, before) in enumerate(zip(self._now, self._before, strict=True)):
-                if moved[i] or not _equal(now, before):
-                    name = self._name(i, now, before)
+            changed = [not _equal(now, before) for now, before in zip(self._now, self._before, strict=True)]
+            what = self._name(changed) if any(moved) or any(changed) else None
+            for now, before, differs in zip(self._now, self._before, changed, strict=True):
+                if differs:
                     now.copy_(before)
-                    return name
-        return None
+            return what
 
-    def _name(self, i: int, now: Tensor, before: Tensor) -> str:
+    def _name(self, changed: list[bool]) -> str:
         names = [param.name for param in self._unit.params]
-        if len(self._now) == len(names):
-            return f"parameter '{names[i]}'"
-        if now.dim() == 1:  # and no vmap has batched the buffer
-            pairs = zip(names, unflatten_unit(now, self._unit), unflatten_unit(before, self._unit), strict=True)
-            if changed := [name for name, *pair in pairs if not _equal(*pair)]:
-                return f"parameter '{changed[0]}'"
+        if len(changed) == 1 and self._now[0].dim() == 1:  # a buffer, and no vmap has batched it
+            now, before = (unflatten_unit(some[0], self._unit) for some in (self._now, self._before))
+            changed = [not _equal(*pair) for pair in zip(now, before, strict=True)]
+        if len(changed) == len(names) and any(changed):
+            return f"parameter '{names[changed.index(True)]}'"
         return f"one of the parameters {', '.join(map(repr, names))}"
 
 

@@ -236,13 +236,14 @@ def test_parameters_changed_in_place_are_refused(gloo2: Pool, kind: type[nn.Modu
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, ByNumpy])
-@pytest.mark.parametrize("full", [False, True])
-def test_on_one_rank_what_was_given_is_left_alone(kind: type[nn.Module], full: bool) -> None:
-    """Where the buffer is the caller's own shard, or his full parameters stand in its place."""
+@pytest.mark.parametrize("given", ["shards", "full", "views"])
+def test_on_one_rank_what_was_given_is_left_alone(kind: type[nn.Module], given: str) -> None:
+    """Where the buffer is the caller's own shard, or full parameters stand in its place, each its own tensor or not."""
     model = network(kind)
     spec = fs.by_type(kind)(model)
     params = fs.shard(model, spec)
-    params = {k: t.clone() for k, t in fs.unshard(params, spec).items()} if full else params
+    if given != "shards":
+        params = {k: t.clone() if given == "full" else t for k, t in fs.unshard(params, spec).items()}
     before = copy.deepcopy(params)
     with unchanged(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"parameter '1\.w.* was changed in place"):
         squared(model, params, inputs()[0], spec)
