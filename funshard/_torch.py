@@ -65,6 +65,7 @@ __all__ = [
     "overwrite",
     "pack_hook",
     "plain",
+    "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
     "reentrant_checkpoints",
     "reparametrized",
@@ -496,6 +497,14 @@ def push_saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:  # pyright: ignore
         torch._C._autograd._saved_tensors_hooks_enable()  # pyright: ignore
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # pyright: ignore
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Take the innermost saved-tensor hooks away, before a node of a backward differentiates something itself.
+
+    Pinned by ``test_hooks_of_a_node_can_be_taken_away``.
+    """
+    torch._C._autograd._pop_saved_tensors_default_hooks()  # pyright: ignore
 
 
 def pack_hook() -> Callable[[Tensor], object] | None:

@@ -52,8 +52,11 @@ def functional_call(
     autograd does if there is a unit to free: nothing for a second derivative that nobody can take. In a stack of
     transforms each derivative gathers again what it reads, and what is then kept are the gathered tangents and cotangents
     that another derivative reads; under torch.vmap, which batches what is gathered, all of it stays. Not so a module with
-    ``P(remat=True)``: in every derivative, of any order, it is gathered and run again (`funshard.remat`, whose
-    conditions are then the module's), and one such unit is alive at a time. A torch.func.grad *inside* forward needs
+    ``P(remat=True)``: in every derivative, of any order, it is gathered and run again (as by `funshard.remat`, whose
+    conditions are then the module's), and one such unit is alive at a time. Its arguments are also what it finds in its own
+    attributes and buffers and what forward has put in the place of its parameters, as torch.func.functional_call does;
+    caches and whatever else it changes are changed once. A parameter of a unit outside of it is none of its arguments:
+    RuntimeError. A torch.func.grad *inside* forward needs
     ``P(reshard=False)``: RuntimeError otherwise.
 
     While one unit computes, the next ``prefetch`` ones are gathered (in ``spec.order``, in backward in the reverse of

@@ -21,13 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch
+from .again import running
 from .batchnorm import MESH, SyncBatchNorm
 from .casting import buffer_dtypes, cast_around, cast_params
 from .division import Reduction
 from .fits import whole_unit
+from .kinds import set_attributes
 from .layout import unflatten_unit
 from .nested import Nested
-from .recompute import recomputed
+from .recompute import Replaced, recomputed, replaced
 from .saved import Hooks, Source, unpack
 from .schedule import Schedule, Visit
 from .spec import PartitionSpec, Unit
@@ -105,6 +107,8 @@ class Call:
         self.written: tuple[Unit, str] | None = None  # a parameter that forward has written to
         self.live: dict[int, Source] = {}  # by storage: what pack recognises
         self.scopes: list[list[_Gathered]] = [[]]
+        self.inside = running()
+        self.used: set[str] = set()  # the parameters that were read
         self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
         self.lost: list[str] = []  # the buffers that forward has changed and nobody asked for
 
@@ -116,6 +120,11 @@ class Call:
 
     def gather(self, unit: Unit) -> _Gathered:
         """The unit, gathered now or still alive."""
+        if running() != self.inside:
+            raise RuntimeError(
+                f"unit '{unit.key}' is read inside of {running()[-1]}, which does not own it: there it would have no gradient; "
+                "expected the parameter among the arguments, or P(remat=True) for a module around both"
+            )
         hook = _torch.pack_hook()
         inside = hook is not self.outer and hook is not None and hook.__module__ == "torch.utils.checkpoint"
         quiet = self.differentiable and not torch.is_grad_enabled()  # as in a reentrant checkpoint, or by the user's wish
@@ -266,7 +275,14 @@ class Call:
 
     def read(self, unit: Unit, i: int) -> Tensor:
         """The unit's i-th parameter."""
+        self.used.add(unit.params[i].name)
         return self.gather(unit).views[i]
+
+    def replaced(self, before: Attributes) -> Replaced:
+        """What forward has put in the place of parameters, but for those that it has put back."""
+        views = {id(view) for gathered in self.active.values() for view in gathered.views}
+        found = replaced(self.place, before)
+        return {where: tensor for where, tensor in found.items() if id(tensor) not in views}
 
     def _scoped(self, forward: Callable[..., Any], units: list[Unit]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -292,14 +308,20 @@ class Call:
                 params: Mapping[str, Tensor],
                 spec: PartitionSpec,
                 buffers: dict[str, Tensor],
+                replaced: Replaced,
                 args: tuple[Any, ...],
                 kwargs: dict[str, Any],
-            ) -> tuple[Any, Attributes]:
-                with Call(place, params, spec, self.reduction, *self.ahead, again=False, thread=self.thread).installed(
-                    buffers, attributes
-                ):
+            ) -> tuple[Any, list[str]]:
+                call = Call(place, params, spec, self.reduction, *self.ahead, again=False, thread=self.thread)
+                with call.installed(buffers, attributes):
+                    for (where, attr), tensor in replaced.items():
+                        place.modules[where]._parameters[attr] = tensor
                     out = place.modules[path].forward(*args, **kwargs)
-                    return out, {module: dict(vars(module)) for module in place.owned}
+                    replaced.update(call.replaced(attributes))
+                    after = {module: dict(vars(module)) for module in place.owned}
+                for module, new in after.items():
+                    set_attributes(module, new)
+                return out, sorted(call.used)
 
             if not self.schedule or _torch.level() != self.level:
                 return recomputed(inside, place, before, params, spec, (), args, kwargs)

@@ -19,8 +19,8 @@ from .division import Divide, Reduction
 from .fits import check_buffers
 from .layout import Params, unflatten_unit
 from .mesh import Simulated
-from .remat import Surroundings
 from .spec import PartitionSpec, Unit, bound
+from .surroundings import Surroundings
 from .transforms import grad
 from .travel import gather_unit, scatter_unit
 

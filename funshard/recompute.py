@@ -6,27 +6,26 @@ import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.utils import _pytree as pytree  # the tree of what modules keep
+from torch import Tensor, nn
 
 from . import _torch
-from .batchnorm import MESH
+from .kinds import OWN
 from .layout import Params, unflatten_unit
-from .remat import remat
+from .remat import run_again
 from .schedule import Visit
 from .spec import PartitionSpec
-from .swap import CONTAINERS, Attributes, Place
+from .swap import Attributes, Parameters, Place
 from .tree import join
 
-__all__ = ["Inside", "recomputed"]
+__all__ = ["Inside", "Replaced", "recomputed", "replaced"]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-Inside = Callable[[Attributes, Mapping[str, Tensor], PartitionSpec, Params, Args, Kwargs], tuple[Any, Attributes]]
-"""``inside(attributes, params, spec, buffers, args, kwargs)``: a run of the module with these insides. It gives the result
-and what the attributes are then, and updates the dict of buffers."""
-
-_OWN = ("_parameters", "_buffers", "forward", MESH)
+Replaced = dict[tuple[str, str], Any]
+"""By path and attribute what forward itself has put in the place of a module's parameters."""
+Inside = Callable[[Attributes, Mapping[str, Tensor], PartitionSpec, Params, Replaced, Args, Kwargs], tuple[Any, list[str]]]
+"""``inside(attributes, params, spec, buffers, replaced, args, kwargs)``: a run of the module with these insides. It gives
+the result and the names of the parameters that were read, and updates the dicts of buffers and of replaced parameters."""
 
 
 def recomputed(
@@ -39,11 +38,11 @@ def recomputed(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """The result of the module at this place, of which only the arguments are kept.
+    """The result of the module at this place, of which only the arguments are kept, and what can be reached from them.
 
     ``before`` are the attributes of the model before the call that runs, ``visits`` its own units where the schedule has
-    gathered them. Buffers that a run changes are changed once, and so are attributes; tensors come in by the arguments
-    and leave by the result: RuntimeError otherwise.
+    gathered them. What the first run changes in its arguments, in the modules' attributes and buffers, and in the place of
+    parameters, is changed once; another run finds it as the first one did.
     """
     buffers: dict[Tensor, list[str]] = {}
     for path, module in place.modules.items():
@@ -51,16 +50,40 @@ def recomputed(
             if buffer is not None:
                 buffers.setdefault(buffer, []).append(join(path, attr))
     run = _Runs(inside, place, before, list(buffers.values()), visits)
-    out, written = remat(run)(params, tuple(buffer.clone() for buffer in buffers), spec, args, kwargs)
-    for i, buffer in written.items():
-        if i in run.replaced:
-            for name in run.buffers[i]:
-                path, _, attr = name.rpartition(".")
-                place.modules[path]._buffers[attr] = buffer
-        else:
+    given = replaced(place, before)
+    now = dict(given)
+    roots: dict[str, Any] = {
+        "its parameters": params,
+        "its buffers": [buffer.clone() for buffer in buffers],
+        "its spec": spec,
+        "what was put in the place of its parameters": now,
+        "forward": {path: before[module]["forward"] for path, module in place.modules.items() if "forward" in before[module]},
+        "args": args,
+        "kwargs": kwargs,
+        **{f"module '{path}'": module for path, module in place.modules.items()},
+    }
+    out, written = run_again(run, f"module '{place.path}' with P(remat=True)", roots, place.owned)
+    for i, (buffer, is_new) in written.items():
+        if not is_new:
             _torch.overwrite(list(buffers)[i], buffer, told=i in run.told)
-    for module, new in run.changed.items():
-        vars(module).update(new)
+            continue
+        for name in run.buffers[i]:
+            path, _, attr = name.rpartition(".")
+            # a graph would be handed on with the buffers, from one step to the next
+            place.modules[path]._buffers[attr] = buffer if _torch.level() else buffer.detach()
+    for (path, attr), tensor in now.items():
+        if given.get((path, attr)) is not tensor:
+            place.modules[path]._parameters[attr] = tensor
+    return out
+
+
+def replaced(place: Place, before: Attributes) -> Replaced:
+    """What forward has put in the place of parameters until now."""
+    out: Replaced = {}
+    for path, module in place.modules.items():
+        now = module._parameters
+        if isinstance(now, Parameters):
+            out |= {(path, attr): tensor for attr, tensor in now.put(before[module]["_parameters"]).items()}
     return out
 
 
@@ -71,38 +94,75 @@ class _Runs:
         self, inside: Inside, place: Place, before: Attributes, buffers: list[list[str]], visits: Sequence[Visit]
     ) -> None:
         self._inside, self._place, self.buffers = inside, place, buffers
-        self._attributes = _entered(place, before)
-        self._known = {id(tensor) for module in place.owned for _, tensor in _kept(self._attributes[module])}
+        self._parameters = {module: before[module]["_parameters"] for module in place.owned}
         self._first, self._last = True, False
+        self._level = _torch.level()
         self._visits = visits
         self._leases = [visit.hold() for visit in visits]  # a backward that nobody comes back to runs it with these
-        self.changed: Attributes = {}
+        self._read: list[str] = []
+        self._written: dict[int, bool] = {}
         self.told: set[int] = set()
-        """The buffers that a run has changed and said so; others may have changed all the same."""
-        self.replaced: set[int] = set()
-        """Those in whose place it has put others."""
+        """The buffers that the first run has changed and said so; others may have changed all the same."""
 
     def __call__(
-        self, params: Mapping[str, Tensor], given: tuple[Tensor, ...], spec: PartitionSpec, args: Args, kwargs: Kwargs
-    ) -> tuple[Any, dict[int, Tensor]]:
+        self,
+        params: Mapping[str, Tensor],
+        given: Sequence[Tensor],
+        spec: PartitionSpec,
+        replaced: Replaced,
+        forwards: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
+        *_: nn.Module,
+    ) -> tuple[Any, dict[int, tuple[Tensor, bool]]]:
         copies = [buffer.clone() for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
         now = {name: copy for copy, names in zip(copies, self.buffers, strict=True) for name in names}
-        out, after = self._inside(self._attributes, self._gathered(params), spec, now, args, kwargs)
-        if self._first:
-            self.changed = _changed(self._place, self._attributes, self._known, after)
-            self._first = False
-        written: dict[int, Tensor] = {}
-        for i, (copy, version, names) in enumerate(zip(copies, versions, self.buffers, strict=True)):
+        own: dict[nn.Module, dict[str, Any]] = {
+            self._place.modules[path]: {"forward": forward} for path, forward in forwards.items()
+        }
+        attributes: Attributes = {
+            module: {name: value for name, value in vars(module).items() if name not in OWN}
+            | {"_parameters": parameters, "_buffers": module._buffers}
+            | own.get(module, {})
+            for module, parameters in self._parameters.items()
+        }
+        out, used = self._inside(attributes, self._gathered(params), spec, now, replaced, args, kwargs)
+        first, self._first = self._first, False
+        written = {
+            i: now[names[0]] is not copy
+            for i, (copy, version, names) in enumerate(zip(copies, versions, self.buffers, strict=True))
+            if now[names[0]] is not copy or _torch.version(copy) != version
+        }
+        if first:
+            self._read = used
+            self.told = {i for i, is_new in written.items() if not is_new}
             # kernels write running statistics without telling the version; those that vmap does not batch they refuse
-            silent = copy.is_floating_point() and (not _torch.level() or _torch.is_batched(copy))
-            if now[names[0]] is not copy:
-                self.replaced.add(i)
-            if _torch.version(copy) != version:
-                self.told.add(i)
-            if silent or i in self.replaced | self.told:
-                written[i] = now[names[0]]
-        return out, written
+            quiet = (i for i, x in enumerate(copies) if x.is_floating_point() and (not _torch.level() or _torch.is_batched(x)))
+            self._written = dict.fromkeys(quiet, False) | written
+        self._check(used, written, now)
+        return out, {i: (now[self.buffers[i][0]], is_new) for i, is_new in self._written.items()}
+
+    def _check(self, used: list[str], written: Mapping[int, bool], now: Params) -> None:
+        """RuntimeError for a run that reads other parameters or writes other buffers than the first one."""
+        name = f"module '{self._place.path}' with P(remat=True)"
+        if used != self._read:
+            differ = sorted(set(used) ^ set(self._read))
+            raise RuntimeError(
+                f"{name} reads other parameters in one of its runs than in the first one: {differ[0]!r} in one of them only; "
+                "expected the same control flow in each run"
+            )
+        for i, is_new in written.items():
+            if self._written.get(i) is not is_new:
+                raise RuntimeError(
+                    f"{name} writes its buffer '{self.buffers[i][0]}' in one of its runs otherwise than in the first one; "
+                    "expected the same control flow in each run"
+                )
+            if now[self.buffers[i][0]].requires_grad and not (is_new and self._level):
+                raise RuntimeError(
+                    f"{name} puts a tensor into its buffer '{self.buffers[i][0]}' that has a gradient, which would be lost: "
+                    "expected it detached, or in the result of the module"
+                )
 
     def _gathered(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The full parameters in the place of the shards that the schedule gathers, in the first and in the last run."""
@@ -125,46 +185,3 @@ class _Runs:
                 yield
         finally:
             self._last = False
-
-
-def _entered(place: Place, before: Attributes) -> Attributes:
-    """The attributes of the modules as forward sees them now, without what the call put there."""
-    out: Attributes = {}
-    for path, module in place.modules.items():
-        was, now = before[module], vars(module)
-        own = {name: was[name] for name in ("_parameters", "forward") if name in was}
-        out[module] = {name: value for name, value in now.items() if name not in ("_parameters", "forward")} | own
-        for name, tensor in _kept(out[module]):
-            if tensor.requires_grad or _torch.is_wrapped(tensor):
-                raise RuntimeError(
-                    f"module '{path}' has P(remat=True) and reads a tensor of the running computation from its attribute "
-                    f"'{name}': expected it among the arguments of the module"
-                )
-    return out
-
-
-def _changed(place: Place, attributes: Attributes, known: set[int], after: Attributes) -> Attributes:
-    """What a run has set; RuntimeError if there are tensors in it that are not known."""
-    out: Attributes = {}
-    for path, module in place.modules.items():
-        old, new = attributes[module], after[module]
-        for name, tensor in _kept(new):
-            if id(tensor) not in known and (tensor.is_floating_point() or tensor.is_complex()):
-                raise RuntimeError(
-                    f"module '{path}' has P(remat=True) and stores a tensor in its attribute '{name}', where it would have "
-                    "no gradient: expected it in the result of the module"
-                )
-        if set_now := {k: v for k, v in new.items() if k not in _OWN and (k not in old or old[k] is not v)}:
-            out[module] = set_now
-    return out
-
-
-def _kept(attributes: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """The tensors in a module's own attributes, its parameters and buffers aside."""
-    return [
-        (name, leaf)
-        for name, value in attributes.items()
-        if name not in _OWN and name not in CONTAINERS and isinstance(value, Tensor | list | dict | tuple)
-        for leaf in pytree.tree_leaves(value)
-        if isinstance(leaf, Tensor)
-    ]

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from . import _torch
-from .mesh import Mesh, Simulated
+from .again import Again
 from .saved import ended
-from .spec import PartitionSpec
 
-__all__ = ["Surroundings", "remat"]
+__all__ = ["remat", "run_again"]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -38,27 +36,47 @@ def remat(f: Callable[Args, Result]) -> Callable[Args, Result]:
     stack of them, at any order. Random numbers, autocast and ranks that vmap simulates are in every run those of the
     first. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 
-    What is differentiated or batched has to come in by the arguments (any pytree of tensors and constants) and leave by
-    the result: tensors that ``f`` closes over are constants, so are those that it stores elsewhere, and a spec on
-    simulated ranks is an argument, too. ``f`` must compute the same in every run and must not change its arguments.
-    Inside torch.compile it is ``f``: the compiler decides what to keep.
+    The arguments are all tensors that can be reached from ``f`` and what it is given: by closures, containers and
+    attributes of objects and modules, in context variables, and the ranks of a spec on simulated ones. What ``f`` changes in
+    these objects it changes once: each later run finds them as the first one did, and tensors that it leaves in them are
+    results. Python's and NumPy's random numbers are those of the first run, too. Inside torch.compile it is ``f``: the
+    compiler decides what to keep.
+
+    Out of reach are globals, attributes of classes, and what objects of C keep to themselves, such as the elements of a
+    NumPy array: a tensor of the running computation there is a constant, what is changed there is changed in every run.
 
     >>> import torch, funshard as fs
     >>> torch.func.grad(torch.func.grad(fs.remat(torch.sin)))(torch.tensor(0.0))
     tensor(-0.)
 
-    Raises TypeError for an argument or a result that hides tensors in a class that is no registered pytree node.
+    Raises RuntimeError where ``f`` changes a tensor in place that it was handed (but by ``.data``, which nobody sees), reads
+    parameters of a module or of a functional_call around it, which are none of its arguments, or does not do the same in
+    every run: results of other shapes, other values left behind, other random numbers. TypeError for an object that it
+    changes, or that holds tensors, and that cannot be made anew, as an iterator.
     """
+    name = f"remat of {getattr(f, '__qualname__', type(f).__name__)}"
 
     @functools.wraps(f)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if torch.compiler.is_compiling() or not _torch.differentiates():
             return f(*args, **kwargs)
-        leaves, treedef = pytree.tree_flatten((args, kwargs))
-        again = _Again(f, leaves, treedef)
-        return again.result(_Remat.apply(again, *again.tensors(leaves)))
+        return run_again(_called, name, {"the function": f, "args": args, "kwargs": kwargs})
 
     return run
+
+
+def _called(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return f(*args, **kwargs)
+
+
+def run_again(call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module] = ()) -> Any:
+    """``call(*roots.values())``, of which only the tensors are kept that can be reached from the roots.
+
+    ``name`` is what errors call it, and the roots have the names of their keys there. ``own`` are roots that are modules,
+    of which ``call`` brings the parameters, buffers and forward.
+    """
+    again = Again(call, name, roots, own)
+    return again.result(_Remat.apply(again, *again.tensors))
 
 
 class _Remat(_torch.Function):
@@ -66,6 +84,7 @@ class _Remat(_torch.Function):
 
     @staticmethod
     def forward(fn: Flat, *xs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        xs = tuple(x.detach() for x in xs)  # for a run that is in grad mode, as the caller is
         # an argument that comes back is another tensor than the argument
         return tuple(r.view_as(r) if any(r is x for x in xs) else r for r in fn(*xs))
 
@@ -84,13 +103,13 @@ class _Remat(_torch.Function):
         if not any(given) or not any(wanted):
             return (None,) * (1 + len(wanted))
         vjp = _Vjp(ctx.fn, wanted, given)
-        operands = *ctx.saved_tensors, *(g for g in grads if g is not None)
+        operands = *_saved(ctx), *(g for g in grads if g is not None)
         last = _torch.level() == 1 and _torch.is_last_backward(1)
         if last or not _torch.level():
             plain = [_torch.seen_from(x, 0) for x in operands]
             recorded = last or torch.is_grad_enabled()
             if not (recorded and any(_torch.is_tracked(x) for x in plain)):  # nobody comes back to this derivative
-                running = isinstance(ctx.fn, _Again) and not _torch.in_forward_ad()
+                running = isinstance(ctx.fn, Again) and not _torch.in_forward_ad()
                 with _torch.beneath(), ctx.fn.last_run() if running else contextlib.nullcontext():
                     found = vjp.plain(plain)
                 return None, *_spread(_with_end(operands, found) if last else found, wanted)
@@ -99,13 +118,22 @@ class _Remat(_torch.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         given = tuple(t is not None for t in tangents)
-        operands = *ctx.saved_tensors, *(t for t in tangents if t is not None)
+        operands = *_saved(ctx), *(t for t in tangents if t is not None)
         return _spread(_Remat.apply(_Jvp(ctx.fn, given, ctx.kinds), *operands), ctx.kinds)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, fn: Flat, *xs: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         out = _Remat.apply(_Vmap(fn, tuple(in_dims[1:]), info.randomness), *xs)
         return out, (0,) * len(out)
+
+
+def _saved(ctx: Any) -> tuple[Tensor, ...]:
+    """What was saved. Reading it may push hooks for what the node saves itself, which torch.func refuses."""
+    before = _torch.pack_hook()
+    tensors = ctx.saved_tensors
+    while _torch.pack_hook() is not before:
+        _torch.pop_saved_tensor_hooks()
+    return tensors
 
 
 def _with_end(operands: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -150,7 +178,10 @@ class _Vjp:
             xs = (x for x, wanted in zip(operands, self.wanted, strict=False) if wanted)
             return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(xs, self.plain(operands), strict=True))
         part, free, cotangents = self._split(operands)
-        return torch.func.vjp(part, *free)[1](cotangents)
+        pullback = torch.func.vjp(part, *free)[1]
+        # with gradients off, backwards of SiLU and others are kernels that forward-mode AD does not know
+        with torch.set_grad_enabled(torch.is_grad_enabled() or _torch.in_forward_ad()):
+            return pullback(cotangents)
 
     def plain(self, operands: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """The same by plain autograd, which frees as it goes: beneath all transforms. None for zero."""
@@ -194,103 +225,3 @@ class _Vmap:
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         return torch.vmap(self.fn, self.in_dims, randomness=self.randomness)(*operands)
-
-
-_HOLE = object()
-"""Where in a pytree a tensor is."""
-
-
-class _Again:
-    """``f`` as a function of the tensors among its arguments, the same in every run."""
-
-    def __init__(self, f: Callable[..., Any], leaves: list[Any], treedef: pytree.TreeSpec) -> None:
-        _check_open(leaves, "an argument")
-        self._f, self._treedef = f, treedef
-        self.last_run: Callable[[], contextlib.AbstractContextManager[None]] = getattr(f, "last_run", contextlib.nullcontext)
-        """What to run it in where plain autograd runs it for its gradient, once and for all."""
-        self._leaves = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._surroundings: Surroundings | None = None
-        self._out: tuple[list[Any], pytree.TreeSpec] | None = None
-
-    @staticmethod
-    def tensors(leaves: list[Any]) -> list[Tensor]:
-        """The operands of `_Remat`."""
-        return [x for leaf in leaves for x in _tensors(leaf)]
-
-    def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        values = iter(xs)
-        leaves = [
-            next(values) if leaf is _HOLE else _on_ranks(leaf, values) if isinstance(leaf, PartitionSpec) else leaf
-            for leaf in self._leaves
-        ]
-        args, kwargs = pytree.tree_unflatten(leaves, self._treedef)
-        if self._surroundings is None:
-            self._surroundings = Surroundings(xs)
-            out = self._f(*args, **kwargs)
-        else:
-            with self._surroundings.again():
-                out = self._f(*args, **kwargs)
-        results, treedef = pytree.tree_flatten(out)
-        _check_open(results, "a result")
-        self._out = [_HOLE if isinstance(result, Tensor) else result for result in results], treedef
-        return tuple(result for result in results if isinstance(result, Tensor))
-
-    def result(self, tensors: Iterable[Tensor]) -> Any:
-        """The result of ``f`` with these tensors in it."""
-        assert self._out is not None
-        values, (results, treedef) = iter(tensors), self._out
-        return pytree.tree_unflatten([next(values) if r is _HOLE else r for r in results], treedef)
-
-
-def _tensors(leaf: object) -> list[Tensor]:
-    """The tensors in a leaf: itself, or the ranks that a spec is bound to."""
-    if isinstance(leaf, PartitionSpec):
-        axes = leaf.mesh.axes if leaf.mesh else ()
-        return [axis.rank for _, axis in axes if isinstance(axis, Simulated)]
-    return [leaf] if isinstance(leaf, Tensor) else []
-
-
-def _on_ranks(spec: PartitionSpec, ranks: Iterator[Tensor]) -> PartitionSpec:
-    """The spec with other tensors as the ranks that vmap simulates."""
-    if not _tensors(spec):
-        return spec
-    axes = spec.bound_mesh.axes
-    return spec.on(Mesh(tuple((n, Simulated(a.size, next(ranks)) if isinstance(a, Simulated) else a) for n, a in axes)))
-
-
-def _check_open(leaves: Iterable[object], what: str) -> None:
-    """TypeError for a leaf with tensors in it that the pytree does not show."""
-    for leaf in leaves:
-        inside = vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | torch.nn.Module | type) else {}
-        if any(isinstance(x, Tensor) for x in pytree.tree_leaves(inside)):
-            raise TypeError(
-                f"remat: expected tensors in pytrees, got {what} of {type(leaf).__name__} with tensors inside; "
-                "register the class with torch.utils._pytree.register_pytree_node, or pass its tensors"
-            )
-
-
-class Surroundings:
-    """What a run depends on beside its arguments: the random number generators and autocast."""
-
-    def __init__(self, leaves: Iterable[object]) -> None:
-        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-        self._devices = sorted((device.type, device.index) for device in devices if device.type not in ("cpu", "meta"))
-        self._random = torch.get_rng_state()
-        self._on_devices = [torch.get_device_module(kind).get_rng_state(index) for kind, index in self._devices]
-        self._casts = [
-            torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in sorted({"cpu", *(kind for kind, _ in self._devices)})
-        ]
-
-    @contextlib.contextmanager
-    def again(self) -> Generator[None]:
-        """For a run that is to see them as they were."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            torch.set_rng_state(self._random)
-            for (kind, index), state in zip(self._devices, self._on_devices, strict=True):
-                stack.enter_context(torch.random.fork_rng(devices=[index], device_type=kind))
-                torch.get_device_module(kind).set_rng_state(state, index)
-            for cast in self._casts:
-                stack.enter_context(cast)
-            yield

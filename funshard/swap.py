@@ -80,6 +80,11 @@ class Parameters(dict[str, Any]):
     def copy(self) -> dict[str, Any]:  # noqa: D102
         return dict(self.items())
 
+    def put(self, original: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        """What has been put here, with nothing gathered."""
+        own = ((name, super(Parameters, self).__getitem__(name)) for name in self if name not in self._owned)
+        return {name: value for name, value in own if value is not original.get(name, self)}
+
 
 @dataclass(frozen=True)
 class Place:

@@ -307,6 +307,41 @@ def test_hooks_for_the_rest_of_a_node(by: Callable[..., Any] | None) -> None:
     assert len(saved) == count
 
 
+class Inner(torch.autograd.Function):
+    """The sine, whose backward is by torch.func, which refuses hooks."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        assert _torch.pack_hook() is not None
+        _torch.pop_saved_tensor_hooks()
+        assert _torch.pack_hook() is None
+        return torch.func.vjp(torch.sin, x)[1](g)[0]
+
+
+def test_hooks_of_a_node_can_be_taken_away() -> None:
+    """Those that are pushed while a node unpacks; nodes that run later are none the wiser."""
+
+    def push(tensor: Tensor) -> Tensor:
+        _torch.push_saved_tensor_hooks(lambda t: t, lambda t: t)
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    with _torch.saved_tensor_hooks(lambda t: t, push):
+        y = Inner.apply(x * 2)
+    (got,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    torch.testing.assert_close(got, 2 * (2 * x).cos())
+    assert _torch.pack_hook() is None
+
+
 class Told(torch.autograd.Function):
     """The same number, whose backward tells of which kind it is."""
 

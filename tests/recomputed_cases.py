@@ -1,0 +1,346 @@
+"""Modules as people write them, whose state passes by other ways than a tensor in and a tensor out, with P(remat=True)."""
+
+from __future__ import annotations
+
+import copy
+import random
+import types
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 3
+
+
+class Block(nn.Module):
+    """What runs again: its ``forward`` is ``body(self, x, state)``."""
+
+    def __init__(self, body: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.lin, self.body = nn.Linear(WIDTH, WIDTH), body
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        return self.body(self, x, state)
+
+
+class Model(nn.Module):
+    """Two blocks with one state, and a head that reads what they have left there."""
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        state: Callable[[], Any] = lambda: None,
+        read: Callable[[Any, Any], Any] = lambda model, state: 0.0,
+        before: Callable[[Any, Tensor, Any], Any] = lambda model, x, state: None,
+        **attributes: Any,
+    ) -> None:
+        super().__init__()
+        self.state, self.read, self.before = state, read, before
+        self.blocks = nn.ModuleList(Block(body, **copy.deepcopy(attributes)) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.state()
+        x = torch.tanh(self.head.weight * x)
+        self.before(self, x, state)
+        for block in self.blocks:
+            x = block(x, state)
+        return self.head(x) + self.read(self, state)
+
+
+class Plain:
+    """A cache as transformers has: attributes, and a list of layers that grows."""
+
+    def __init__(self) -> None:
+        self.layers: list[Plain] = []
+        self.seen = 0
+
+
+class Slots:
+    __slots__ = ("count", "held")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class MoreSlots(Slots):
+    __slots__ = ("__dict__", "other")
+
+
+@dataclass
+class Data:
+    held: list[Tensor] = field(default_factory=list)
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    held: Tensor | None = None
+    log: list[Any] = field(default_factory=list)
+
+
+class Pair(NamedTuple):
+    left: list[Tensor]
+    right: dict[str, Any]
+
+
+def cached(self: Any, x: Tensor, state: Any) -> Tensor:
+    layer = Plain()
+    layer.keys = torch.tanh(self.lin(x))
+    state.layers.append(layer)
+    state.seen += len(x)
+    return x + torch.cat([past.keys for past in state.layers]).mean(0) * state.seen
+
+
+def listed(self: Any, x: Tensor, state: Any) -> Tensor:
+    state.append(self.lin(x).sin())
+    return x + sum(state) * len(state)
+
+
+def in_dict(self: Any, x: Tensor, state: Any) -> Tensor:
+    state["n"] = state.get("n", 0) + 1
+    state["h"] = self.lin(x).sin() + state.get("h", 0)
+    return x + state["h"] * state["n"]
+
+
+def in_default_dict(self: Any, x: Tensor, state: Any) -> Tensor:
+    state["h"].append(self.lin(x).sin())
+    return x + sum(state["h"]) * len(state)
+
+
+def in_set(self: Any, x: Tensor, state: Any) -> Tensor:
+    state.add(len(state))
+    return self.lin(x).sin() * len(state)
+
+
+def in_deque(self: Any, x: Tensor, state: Any) -> Tensor:
+    state.append(self.lin(x).sin())
+    return x + sum(state) * len(state)
+
+
+def in_namespace(self: Any, x: Tensor, state: Any) -> Tensor:
+    state.h = self.lin(x).sin() + getattr(state, "h", 0)
+    return x + state.h
+
+
+def in_slots(self: Any, x: Tensor, state: Any) -> Tensor:
+    state.held = self.lin(x).sin() + getattr(state, "held", 0)
+    state.count += 1
+    return x + state.held * state.count
+
+
+def in_more_slots(self: Any, x: Tensor, state: Any) -> Tensor:
+    state.other = [in_slots(self, x, state), getattr(state, "other", None)]
+    state.free = getattr(state, "free", 1) * 2
+    return state.other[0] * state.free
+
+
+def in_data(self: Any, x: Tensor, state: Any) -> Tensor:
+    state.held.append(self.lin(x).sin())
+    state.count += 1
+    return x + sum(state.held) * state.count
+
+
+def in_frozen(self: Any, x: Tensor, state: Any) -> Tensor:
+    state.log.append(Frozen(self.lin(x).sin(), [len(state.log)]))
+    return x + sum(f.held * (1 + f.log[0]) for f in state.log)
+
+
+def in_pair(self: Any, x: Tensor, state: Any) -> Tensor:
+    state.left.append(self.lin(x).sin())
+    state.right["last"] = state.left[-1] + state.right.get("last", 0)
+    return x + sum(state.left) + state.right["last"]
+
+
+def replaced(self: Any, x: Tensor, state: Any) -> Tensor:
+    """What was there is changed to another tensor, or taken away."""
+    h = state.pop("h") * 2 if "h" in state else x
+    state["again"] = state["h"] = self.lin(h).sin()
+    return state["h"] + h
+
+
+def in_generator(self: Any, x: Tensor, state: Any) -> Tensor:
+    return self.lin(x) * torch.rand(x.shape, dtype=x.dtype, generator=state)
+
+
+def in_python_random(self: Any, x: Tensor, state: Any) -> Tensor:
+    return self.lin(x).sin() * (2 if random.random() < 0.5 else random.random())
+
+
+def in_own_random(self: Any, x: Tensor, state: Any) -> Tensor:
+    return self.lin(x).sin() * state.random()
+
+
+def aux_attribute(self: Any, x: Tensor, state: Any) -> Tensor:
+    h = self.lin(x).sin()
+    self.aux = (h**2).mean()
+    return x + h
+
+
+def kept_list(self: Any, x: Tensor, state: Any) -> Tensor:
+    self.kept.append(self.lin(x).sin())
+    return x + sum(self.kept) * len(self.kept)
+
+
+def counter(self: Any, x: Tensor, state: Any) -> Tensor:
+    self.stats["calls"] += 1
+    return self.lin(x).sin() * self.stats["calls"]
+
+
+def both_ways(self: Any, x: Tensor, state: Any) -> Tensor:
+    """The same object as an argument and as an attribute."""
+    assert self.shared is state
+    self.shared.append(self.lin(x).sin())
+    return x + sum(state) * len(self.shared)
+
+
+def share(model: Any, x: Tensor, state: Any) -> None:
+    for block in model.blocks:
+        block.shared = state
+
+
+def given_attribute(self: Any, x: Tensor, state: Any) -> Tensor:
+    return self.lin(x + self.given).sin()
+
+
+def give(model: Any, x: Tensor, state: Any) -> None:
+    for block in model.blocks:
+        block.given = x.cos()
+
+
+def by_grad_mode(self: Any, x: Tensor, state: Any) -> Tensor:
+    return self.lin(x).sin() * (2 if torch.is_grad_enabled() else 5)
+
+
+def detached_weight(self: Any, x: Tensor, state: Any) -> Tensor:
+    return nn.functional.linear(x, self.lin.weight.detach()) * self.lin(x)
+
+
+def weight_under_no_grad(self: Any, x: Tensor, state: Any) -> Tensor:
+    with torch.no_grad():
+        norm = self.lin.weight.norm() + self.lin(x).mean()
+    return self.lin(x).sin() / (1 + norm**2)
+
+
+def hooked(self: Any, x: Tensor, state: Any) -> Tensor:
+    return x + self.lin(x).sin()
+
+
+def hook_all(model: Any) -> None:
+    """Activations by hooks, in a list that only the hooks and the head know."""
+    taken: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> None:
+        taken.append(out)
+
+    for block in model.blocks:
+        block.lin.register_forward_hook(hook)
+    model.taken = taken
+
+
+def read_taken(model: Any, state: Any) -> Any:
+    total = sum((t**3).mean() * (i + 1) for i, t in enumerate(model.taken))
+    model.taken.clear()
+    return total
+
+
+def counted_in_closure() -> Callable[..., Tensor]:
+    n = 0
+
+    def body(self: Any, x: Tensor, state: Any) -> Tensor:
+        nonlocal n
+        n += 1
+        state["n"] = n
+        return self.lin(x).sin() * (1 + n % 2 * 3)
+
+    return body
+
+
+def fast_weights(self: Any, x: Tensor, state: Any) -> Tensor:
+    """A gradient step in forward, on the module's own child."""
+    weight, bias = self.lin.weight, self.lin.bias
+    fast = {"weight": weight - 0.1 * torch.outer(x.mean(0), x.mean(0)) * weight.sin(), "bias": bias}
+    return torch.func.functional_call(self.lin, fast, (x,)).sin() + self.lin(x)
+
+
+class Hyper(nn.Module):
+    """A module that calls one of its children, a unit of its own, with weights that it computes; and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.target = nn.Linear(WIDTH, WIDTH * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.make(x.mean(0)).view(WIDTH, WIDTH)
+        first = self.target(x)
+        fast = torch.func.functional_call(self.target, {"weight": made + self.target.weight}, (torch.tanh(first),))
+        return self.head(torch.sin(fast) + self.target(x) + self.target(fast))
+
+
+class Stateful(nn.Module):
+    """A buffer that forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        return self.lin(x - self.mean).sin()
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "cache": lambda: Model(cached, Plain),
+    "cache, read": lambda: Model(cached, Plain, lambda model, state: sum((layer.keys**3).mean() for layer in state.layers)),
+    "list": lambda: Model(listed, list, lambda model, state: (state[0] * state[1]).sum()),
+    "dict": lambda: Model(in_dict, dict, lambda model, state: (state["h"] ** 2).sum() * state["n"]),
+    "OrderedDict": lambda: Model(in_dict, OrderedDict, lambda model, state: (state["h"] ** 2).sum() * state["n"]),
+    "defaultdict": lambda: Model(in_default_dict, lambda: defaultdict(list)),
+    "set": lambda: Model(in_set, set),
+    "deque": lambda: Model(in_deque, lambda: deque(maxlen=2)),
+    "SimpleNamespace": lambda: Model(in_namespace, types.SimpleNamespace, lambda model, state: state.h.sum()),
+    "slots": lambda: Model(in_slots, Slots, lambda model, state: state.held.sum() * state.count),
+    "more slots": lambda: Model(in_more_slots, MoreSlots, lambda model, state: state.other[1][0].sum()),
+    "dataclass": lambda: Model(in_data, Data, lambda model, state: (state.held[0] * state.held[1]).sum()),
+    "frozen dataclass": lambda: Model(in_frozen, Frozen, lambda model, state: state.log[0].held.sum()),
+    "namedtuple": lambda: Model(in_pair, lambda: Pair([], {}), lambda model, state: (state.left[0] * state.left[1]).sum()),
+    "replaced": lambda: Model(replaced, dict, lambda model, state: (state["again"] ** 2).sum()),
+    "generator": lambda: Model(in_generator, lambda: torch.Generator().manual_seed(3)),
+    "python's random": lambda: Model(in_python_random),
+    "own random": lambda: Model(in_own_random, lambda: random.Random(3)),
+    "aux loss on itself": lambda: Model(aux_attribute, read=lambda model, state: sum(b.aux for b in model.blocks)),
+    "list on itself": lambda: Model(
+        kept_list, read=lambda model, state: sum(b.kept.pop().sum() for b in model.blocks), kept=[]
+    ),
+    "dict on itself": lambda: Model(
+        counter, before=lambda model, x, state: [b.stats.clear() for b in model.blocks], stats=defaultdict(int)
+    ),
+    "argument and attribute": lambda: Model(both_ways, list, before=share),
+    "given as attribute": lambda: Model(given_attribute, before=give),
+    "grad mode": lambda: Model(by_grad_mode),
+    "detached weight": lambda: Model(detached_weight),
+    "weight under no_grad": lambda: Model(weight_under_no_grad),
+    "nonlocal": lambda: Model(counted_in_closure(), dict, lambda model, state: 0.1 * (state["n"] % 2)),
+    "fast weights inside": lambda: Model(fast_weights),
+    "fast weights around": Hyper,
+    "buffer replaced": lambda: nn.Sequential(Stateful(), Stateful(), nn.Linear(WIDTH, 1)),
+}
+
+
+def hooked_model() -> nn.Module:
+    model = Model(hooked, read=read_taken)
+    hook_all(model)
+    return model
+
+
+CASES["hooks"] = hooked_model
+REMAT = (Block, Stateful)
+__all__ = ["CASES", "REMAT", "WIDTH", "namedtuple"]

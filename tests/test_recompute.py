@@ -1,0 +1,539 @@
+"""Laws R3 and G4: a module that runs again finds what it found, computes what it computed, and changes things once."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Pool
+from recomputed_cases import CASES, REMAT, WIDTH, Block, Hyper, Model
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import funshard as fs
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+Loss = Callable[[Any], Tensor]
+
+
+FEW = ["cache, read", "slots", "aux loss on itself", "hooks", "fast weights around", "buffer replaced"]
+"""Cases to try everywhere."""
+
+
+def squares(params: Any) -> Tensor:
+    return sum((g**2).sum() for g in params.values())
+
+
+def by_backward(loss: Loss, params: fs.Params, _: fs.Params) -> fs.Params:
+    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
+    loss(leaves).backward()
+    return {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in leaves.items()}
+
+
+def by_double_backward(loss: Loss, params: fs.Params, direction: fs.Params) -> fs.Params:
+    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
+    options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(loss(leaves), list(leaves.values()), create_graph=True, **options)
+    along = sum((g * direction[k]).sum() for k, g in zip(leaves, grads, strict=True))
+    return dict(zip(leaves, torch.autograd.grad(along, list(leaves.values()), **options), strict=True))
+
+
+WAYS: dict[str, Callable[[Loss, fs.Params, fs.Params], fs.Params]] = {
+    "fs.grad": lambda loss, p, v: fs.grad(loss)(p),
+    "torch.func.grad": lambda loss, p, v: torch.func.grad(loss)(p),
+    "backward": by_backward,
+    "hvp": lambda loss, p, v: fs.hvp(loss, p, v),
+    "double backward": by_double_backward,
+    "third": lambda loss, p, v: torch.func.grad(lambda p: squares(fs.hvp(loss, p, v)))(p),
+}
+"""Each gives the shards of what it gives for full parameters, of a loss that is a mean over ranks; but for the penalty."""
+
+
+def policy(model: nn.Module, p: fs.P) -> fs.PartitionSpec:
+    return (fs.by_type(nn.Linear, p=p) if isinstance(model, Hyper) else fs.by_type(*REMAT, p=p))(model)
+
+
+def seeded(way: Any, loss: Loss, *args: Any) -> Any:
+    def again(params: Any) -> Tensor:
+        torch.manual_seed(0)
+        random.seed(0)
+        return loss(params)
+
+    return way(again, *args)
+
+
+def made(name: str) -> tuple[nn.Module, Tensor, fs.Params, fs.Params]:
+    torch.manual_seed(1)
+    model = CASES[name]().double()
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    full = {k: p.detach().clone() for k, p in model.named_parameters()}
+    return model, x, full, {k: p.cos() for k, p in full.items()}
+
+
+def reference(model: nn.Module, x: Tensor) -> Loss:
+    def loss(params: fs.Params) -> Tensor:
+        mine = copy.deepcopy(model) if any(True for _ in model.buffers()) else model  # which plain calls change
+        return (torch.func.functional_call(mine, params, (x,)) ** 2).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_that_passes_by_other_ways(name: str) -> None:
+    """One rank, every order: as the plain module, in values and in the number of times that anything is changed."""
+    for key in ("backward", "hvp", "double backward", *(("third",) if name in FEW else ())):
+        way = WAYS[key]
+        model, x, full, v = made(name)
+        spec = policy(model, fs.P("shard", remat=True)).bound
+        want = fs.shard(seeded(way, reference(model, x[0]), full, v), spec)
+        model, *_ = made(name)  # what its closures have counted
+        loss = lambda p: (fs.functional_call(model, p, x[0], spec=spec) ** 2).sum()  # noqa: E731
+        got = seeded(way, loss, fs.shard(full, spec), fs.shard(v, spec))
+        assert_close(got, want, **EXACT, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def on_ranks(rank: int, name: str, p: fs.P) -> None:
+    for key in ("fs.grad", "torch.func.grad", "hvp") if name in FEW else ("fs.grad",):
+        way = WAYS[key]
+        model, x, full, v = made(name)
+        spec = policy(model, p).bound
+        both = lambda f: lambda p: (f[0](p) + f[1](p)) / 2  # noqa: E731
+
+        def again(loss: Loss) -> Loss:
+            def seed(p: Any) -> Tensor:
+                torch.manual_seed(0)
+                random.seed(0)
+                return loss(p)
+
+            return seed
+
+        references = [again(reference(model, each)) for each in x]
+        want = fs.shard(way(both(references), full, v), spec)
+        model, *_ = made(name)
+        loss = lambda p: (fs.functional_call(model, p, x[rank], spec=spec) ** 2).sum()  # noqa: E731
+        got = way(again(loss), fs.shard(full, spec), fs.shard(v, spec))
+        assert_close(got, want, **EXACT, msg=lambda m, key=key: f"{name} {key}: {m}")
+
+
+def all_on_ranks(rank: int, names: list[str], p: fs.P) -> None:
+    for name in names:
+        on_ranks(rank, name, p)
+
+
+def alone(x: Tensor) -> tuple[Tensor]:
+    return (x,)
+
+
+CODEC = fs.Precision(codec=fs.Codec(alone, torch.clone))
+STRATEGIES = {
+    "shard": fs.P("shard", remat=True),
+    "kept": fs.P("shard", remat=True, reshard=False),
+    "replicated": fs.P(remat=True),
+    "codec": fs.P("shard", remat=True, precision=CODEC),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_that_passes_by_other_ways_on_ranks(gloo2: Pool, strategy: str) -> None:
+    """Two real ranks with data of their own."""
+    names = [name for name in CASES if name != "nonlocal"]  # whose parity two references would change
+    gloo2.run(all_on_ranks, names if strategy == "shard" else FEW, STRATEGIES[strategy])
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_state_that_passes_by_other_ways_on_simulated_ranks(name: str) -> None:
+    model, x, full, _ = made(name)
+    grads = [torch.func.grad(reference(model, each))(full) for each in x]
+
+    def rank(mesh: Any, x: Tensor) -> fs.Params:
+        spec = policy(model, fs.P("shard", remat=True)).on(mesh)
+        loss = lambda p: (fs.functional_call(model, p, x, spec=spec) ** 2).sum()  # noqa: E731
+        return fs.unshard(torch.func.grad(loss)(fs.shard(full, spec)), spec)
+
+    got = fs.testing.spmd(rank, 2)(x)
+    for key in full:
+        assert_close(got[key][0], (grads[0][key] + grads[1][key]) / 2, **EXACT)
+
+
+# --- random state: a tree that forward changes at random places ---
+
+
+class Node:
+    """Something with attributes."""
+
+
+def programs() -> st.SearchStrategy[list[tuple[str, int, int]]]:
+    """What a block does with the state: kinds of steps on the objects that it knows by number."""
+    return st.lists(
+        st.tuples(st.sampled_from(["store", "read", "count", "branch", "link", "drop"]), st.integers(0, 5), st.integers(0, 5)),
+        min_size=1,
+        max_size=8,
+    )
+
+
+def run_program(self: Any, x: Tensor, state: Any) -> Tensor:
+    known: list[Any] = [state]
+    for step, i, j in self.program:
+        obj, name = known[i % len(known)], f"n{j}"
+        get = obj.get if isinstance(obj, dict) else lambda n, d=None, obj=obj: getattr(obj, n, d)
+        put = obj.__setitem__ if isinstance(obj, dict) else lambda n, v, obj=obj: setattr(obj, n, v)
+        if step == "store":
+            put(name, self.lin(x).sin() if get(name) is None or not isinstance(get(name), Tensor) else get(name) * 2)
+        elif step == "read" and isinstance(get(name), Tensor):
+            x = x + get(name)
+        elif step == "count":
+            put("count", (get("count") or 0) + 1)
+            x = x * get("count")
+        elif step == "branch":
+            new: Any = Node() if j % 2 else {}
+            put(name, new)
+            known.append(new)
+        elif step == "link":
+            put(name, known[j % len(known)])
+        elif step == "drop" and isinstance(obj, dict):
+            obj.pop(name, None)
+    return torch.tanh(self.lin(x))
+
+
+def stored(state: Any, seen: set[int] | None = None) -> Any:
+    """The sum of the tensors in a tree with shared parts and cycles."""
+    seen = set() if seen is None else seen
+    if id(state) in seen:
+        return 0.0
+    seen.add(id(state))
+    if isinstance(state, Tensor):
+        return (state**2).mean()
+    if isinstance(state, int):
+        return float(state)
+    values = state if isinstance(state, dict) else vars(state) if isinstance(state, Node) else {}
+    return sum((stored(v, seen) for v in values.values()), 0.0)
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(program=programs(), as_node=st.booleans())
+def test_random_changes_of_a_state(program: list[tuple[str, int, int]], as_node: bool) -> None:
+    """Two blocks that change one tree of objects; the head reads what is left in it."""
+    torch.manual_seed(0)
+    model = Model(run_program, Node if as_node else dict, lambda model, state: stored(state), program=program).double()
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    full = {k: p.detach() for k, p in model.named_parameters()}
+    spec = fs.by_type(Block, p=fs.P("shard", remat=True))(model).bound
+    loss = lambda p: torch.tanh(fs.functional_call(model, p, x, spec=spec)).sum()  # noqa: E731
+    plain = lambda p: torch.tanh(torch.func.functional_call(model, p, (x,))).sum()  # noqa: E731
+    for way in (WAYS["backward"], WAYS["hvp"]):
+        assert_close(way(loss, fs.shard(full, spec), fs.shard(full, spec)), fs.shard(way(plain, full, full), spec), **EXACT)
+
+
+# --- buffers ---
+
+
+class Rotated(nn.Module):
+    """A floating point buffer, as RoPE has, statistics, and an activation whose backward forward mode does not know."""
+
+    def __init__(self, activation: type[nn.Module]) -> None:
+        super().__init__()
+        self.lin, self.norm, self.activation = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), activation()
+        self.register_buffer("frequencies", torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.norm(self.lin(x) * self.frequencies.cos()))
+
+
+FORWARD = {
+    "jvp": lambda loss, p, v: {"": torch.func.jvp(loss, (p,), (v,))[1]},
+    "jvp of jvp": lambda loss, p, v: {"": torch.func.jvp(lambda p: torch.func.jvp(loss, (p,), (v,))[1], (p,), (v,))[1]},
+    "hvp": WAYS["hvp"],
+    "third": WAYS["third"],
+}
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.Mish, nn.Tanh])
+@pytest.mark.parametrize("way", FORWARD)
+def test_forward_mode_with_buffers(way: str, activation: type[nn.Module]) -> None:
+    model = nn.Sequential(Rotated(activation), Rotated(activation)).double()
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    full = {k: p.detach() for k, p in model.named_parameters()}
+    spec = fs.by_type(Rotated, p=fs.P("shard", remat=True))(model).bound
+    loss = lambda p: (fs.functional_call(model, p, x, spec=spec) ** 2).sum()  # noqa: E731
+    plain = lambda p: (torch.func.functional_call(copy.deepcopy(model), p, (x,)) ** 2).sum()  # noqa: E731
+    want, v = FORWARD[way](plain, full, {k: p.cos() for k, p in full.items()}), {k: p.cos() for k, p in full.items()}
+    got = FORWARD[way](loss, fs.shard(full, spec), fs.shard(v, spec))
+    assert_close(got, want if "" in want and len(want) == 1 else fs.shard(want, spec), rtol=1e-8, atol=1e-8)
+
+
+def test_a_buffer_that_forward_replaces_under_vmap() -> None:
+    model, x, full, _ = made("buffer replaced")
+    spec = policy(model, fs.P("shard", remat=True)).bound
+    loss = lambda p, x: (fs.functional_call(model, p, x, spec=spec) ** 2).sum()  # noqa: E731
+    got = torch.vmap(torch.func.grad(loss), (None, 0))(fs.shard(full, spec), x)
+    for i, each in enumerate(x):
+        want = fs.shard(torch.func.grad(reference(model, each))(full), spec)
+        assert_close({k: g[i] for k, g in got.items()}, want, **EXACT)
+
+
+def test_replaced_buffers_come_back() -> None:
+    """In the caller's dict, once for a step, without a graph."""
+    model, x, full, _ = made("buffer replaced")
+    results = []
+    for remat in (False, True):
+        spec = policy(model, fs.P("shard", remat=remat)).bound
+        buffers = {k: b.clone() for k, b in model.named_buffers()}
+        fs.grad(lambda p: fs.functional_call(model, p, x[0], spec=spec, buffers=buffers).sum())(fs.shard(full, spec))
+        results.append(buffers)
+        assert buffers["0.mean"].abs().sum() > 0
+        assert not buffers["0.mean"].requires_grad
+    assert_close(*results)
+
+
+# --- differences between runs, and what cannot be put back ---
+
+FLAG = {"calls": 0}
+"""Module-global, which nobody puts back."""
+
+
+def every_other(self: Any, x: Tensor, state: Any) -> bool:
+    FLAG["calls"] += 1
+    return FLAG["calls"] % 2 == 1
+
+
+def other_shape(self: Any, x: Tensor, state: Any) -> Any:
+    return self.lin(x) if every_other(self, x, state) else self.lin(x)[:, None]
+
+
+def other_number(self: Any, x: Tensor, state: Any) -> Any:
+    return [self.lin(x)] if every_other(self, x, state) else [self.lin(x), x.sin()]
+
+
+def other_parameter(self: Any, x: Tensor, state: Any) -> Any:
+    return self.lin(x) if every_other(self, x, state) else x @ self.lin.weight.T
+
+
+def other_random(self: Any, x: Tensor, state: Any) -> Any:
+    return nn.functional.dropout(self.lin(x), 0.5 if every_other(self, x, state) else 0.0)
+
+
+def other_value(self: Any, x: Tensor, state: Any) -> Any:
+    self.seen = FLAG["calls"]
+    every_other(self, x, state)
+    return self.lin(x)
+
+
+def other_type(self: Any, x: Tensor, state: Any) -> Any:
+    return {"y": self.lin(x)} if every_other(self, x, state) else [self.lin(x)]
+
+
+def argument_in_place(self: Any, x: Tensor, state: Any) -> Any:
+    return self.lin(x.add_(1))
+
+
+def state_in_place(self: Any, x: Tensor, state: Any) -> Any:
+    state["h"].mul_(2)
+    return self.lin(x) + state["h"]
+
+
+def consumed(self: Any, x: Tensor, state: Any) -> Any:
+    return self.lin(x) * next(state)
+
+
+def new_parameter(self: Any, x: Tensor, state: Any) -> Any:
+    self.lin.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=x.dtype))
+    return self.lin(x)
+
+
+def first(out: Any) -> Tensor:
+    return out if isinstance(out, Tensor) else next(iter(out.values() if isinstance(out, dict) else out))
+
+
+class One(nn.Module):
+    def __init__(self, body: Callable[..., Any], state: Callable[[], Any] = lambda: None) -> None:
+        super().__init__()
+        self.block, self.state = Block(body), state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return first(self.block(x + 0, self.state()))
+
+
+DIFFERENT = {
+    "shape": (
+        other_shape,
+        None,
+        r"its result\[0\] was torch.float64 of shape \[4, 3\], now it is .* of shape \[4, 1, 3\]",
+    ),
+    "number": (other_number, None, r"its result.* there were \[0\]|its result\[0\].* there (was|were) .* values"),
+    "parameter": (other_parameter, None, "reads other parameters in one of its runs .*: 'block.lin.bias' in one of them only"),
+    "random": (other_random, None, "does not draw in every run as many random numbers"),
+    "value": (other_value, None, r"module 'block'.seen was \d, now it is \d"),
+    "type": (other_type, None, r"its result\[0\] was a dict, now it is a list"),
+    "argument in place": (argument_in_place, None, r"changed a tensor in place that it was handed: args\[0\]"),
+    "state in place": (
+        state_in_place,
+        lambda: {"h": torch.ones(WIDTH).double()},
+        r"that it was handed: args\[1\]\['h'\]",
+    ),
+    "iterator": (consumed, lambda: iter([2.0, 3.0, 4.0]), "handed an object of list_iterator that it changes"),
+    "generator": (consumed, lambda: (i + 1.0 for i in range(9)), "handed an object of generator that it changes"),
+    "count": (consumed, lambda: itertools.count(1), "handed an object of count that it changes"),
+    "zip": (lambda self, x, state: self.lin(x) * next(state)[0], lambda: zip([2.0], [3.0], strict=True), "object of zip that"),
+    "a new parameter": (
+        new_parameter,
+        None,
+        "reads a tensor of the running computation that is neither an argument",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["fs.grad", "torch.func.grad", "backward", "hvp"])
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_what_differs_is_an_error(what: str, way: str) -> None:
+    """It names the module, and what of it."""
+    body, state, message = DIFFERENT[what]
+    model = One(body, state or (lambda: None)).double()
+    spec = fs.by_path({"block": fs.P("shard", remat=True)})(model).bound
+    params, x = fs.shard(model, spec), torch.ones(4, WIDTH, dtype=torch.float64)
+    FLAG["calls"] = 0
+    with pytest.raises((RuntimeError, TypeError), match=f"(?s)module 'block' with P.remat=True.*{message}"):
+        WAYS[way](lambda p: (fs.functional_call(model, p, x, spec=spec) ** 2).sum(), params, params)
+    assert (x == 1).all()
+
+
+class Reads(nn.Module):
+    """A module that reads, or calls, a module that it does not own."""
+
+    def __init__(self, other: nn.Module, how: str) -> None:
+        super().__init__()
+        self.lin, self.other, self.how = nn.Linear(WIDTH, WIDTH), [other], how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lin(x)
+        return nn.functional.linear(x, self.other[0].weight) if self.how == "read" else self.other[0](x)
+
+
+def reading(rank: int, how: str) -> None:
+    torch.manual_seed(0)
+    a = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(a, Reads(a, how)).double()
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    for p in (fs.P("shard", remat=True), fs.P(remat=True)):
+        spec = fs.by_path({"0": fs.P("shard"), "1": p})(model).bound
+        for way in ("fs.grad", "torch.func.grad", "backward", "hvp"):
+            params = fs.shard(model, spec)
+            with pytest.raises(RuntimeError, match=r"unit '0' is read inside of module '1' with P\(remat=True\)"):
+                WAYS[way](lambda p, spec=spec: fs.functional_call(model, p, x, spec=spec).sum(), params, params)
+
+
+@pytest.mark.parametrize("how", ["read", "call"])
+def test_parameters_of_other_units_are_refused(gloo2: Pool, how: str) -> None:
+    """On every rank, before anything is sent for it: the gradient would be zero."""
+    gloo2.run(reading, how)
+
+
+def test_a_state_that_is_an_error_is_as_before() -> None:
+    """Objects that a run has changed before it raised."""
+
+    def body(self: Any, x: Tensor, state: Any) -> Tensor:
+        state["list"].append(self.lin(x))
+        state["n"] += 1
+        raise ValueError("mine")
+
+    state: dict[str, Any] = {"list": [], "n": 1, "x": torch.ones(())}
+    model = One(body, lambda: state)
+    spec = fs.by_path({"block": fs.P("shard", remat=True)})(model).bound
+    with pytest.raises(ValueError, match="mine"):
+        fs.grad(lambda p: fs.functional_call(model, p, torch.ones(2, WIDTH), spec=spec).sum())(fs.shard(model, spec))
+    assert (state["list"], state["n"]) == ([], 1)
+
+
+# --- remat of a function ---
+
+W = torch.randn(WIDTH, WIDTH, dtype=torch.float64)
+X = torch.randn(4, WIDTH, dtype=torch.float64)
+
+
+def closing(again: Callable[..., Any], w: Tensor) -> Tensor:
+    """A function over a tensor, a list and a number that it changes."""
+    seen: list[Tensor] = []
+    n = 0
+
+    def f(x: Tensor) -> Tensor:
+        nonlocal n
+        n += 1
+        seen.append(torch.tanh(x @ w) * n)
+        return seen[-1] + sum(seen)
+
+    out = again(f)(X) + again(f)(X)
+    assert (n, len(seen)) == (2, 2)
+    return (out * seen[0] * seen[1]).sum()
+
+
+def test_closures_are_arguments() -> None:
+    for way in (WAYS["torch.func.grad"], WAYS["backward"], WAYS["hvp"], WAYS["double backward"]):
+        got = way(lambda p: closing(fs.remat, p["w"]), {"w": W}, {"w": W.cos()})
+        assert_close(got, way(lambda p: closing(lambda f: f, p["w"]), {"w": W}, {"w": W.cos()}), **EXACT)
+
+
+def test_functional_call_inside_remat() -> None:
+    """Parameters by the arguments, or by the closure."""
+    model = nn.Linear(WIDTH, WIDTH).double()
+    spec = fs.always(fs.P("shard"))(model).bound
+    params = fs.shard(model, spec)
+    call = lambda p: torch.tanh(fs.functional_call(model, p, X, spec=spec))  # noqa: E731
+    for way in (WAYS["torch.func.grad"], WAYS["backward"], WAYS["hvp"]):
+        want = way(lambda p: (call(p) ** 2).sum(), params, params)
+        assert_close(way(lambda p: (fs.remat(call)(p) ** 2).sum(), params, params), want, **EXACT)
+        assert_close(way(lambda p: (fs.remat(lambda: call(p))() ** 2).sum(), params, params), want, **EXACT)
+
+
+def test_remat_inside_functional_call_is_refused() -> None:
+    """A gathered parameter that a function reads is none of its arguments."""
+
+    class Inside(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return fs.remat(super().forward)(x)
+
+    model = nn.Sequential(Inside(WIDTH, WIDTH)).double()
+    spec = fs.by_type(Inside)(model).bound
+    with pytest.raises(RuntimeError, match=r"unit '0' is read inside of remat of Linear.forward, which does not own it"):
+        fs.grad(lambda p: fs.functional_call(model, p, X, spec=spec).sum())(fs.shard(model, spec))
+
+
+def test_a_module_in_remat_is_refused_or_frozen() -> None:
+    """Its parameters would have no gradient."""
+    lin = nn.Linear(WIDTH, WIDTH).double()
+    with pytest.raises(RuntimeError, match="remat of Linear reads a tensor of the running computation that is neither"):
+        fs.remat(lin)(X)
+    lin.requires_grad_(False)
+    got, want = (torch.func.grad(lambda x, f=f: (f(x) ** 2).sum())(X) for f in (fs.remat(lin), lin))
+    assert_close(got, want)
+
+
+CONSTANT = torch.ones(2)
+
+
+def test_constants_that_come_back_are_left_alone() -> None:
+    """Autograd would write a graph on them."""
+    out, constant = fs.remat(lambda x: (x * 2, CONSTANT))(X.clone().requires_grad_())
+    assert (CONSTANT.requires_grad, CONSTANT.grad_fn) == (False, None)
+    assert torch.equal(constant, CONSTANT)
+    out.sum().backward()
+
+
+def test_forces() -> None:
+    """A function that differentiates itself."""
+
+    def forces(x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.requires_grad_()
+        return torch.autograd.grad((x**3).sum(), x, create_graph=True)[0]
+
+    results = []
+    for f in (forces, fs.remat(forces)):
+        x = X.clone().requires_grad_()
+        (f(torch.tanh(x)) ** 2).sum().backward()
+        results.append(x.grad)
+    assert_close(*results)

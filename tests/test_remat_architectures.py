@@ -1,0 +1,177 @@
+"""Law R3 on transformers at their defaults: caches and dropout on, each block recomputed; gradients are the plain model's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import EXACT, VOCABULARY, Architecture, plain, unchanged
+from ranks import Pool
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import funshard as fs
+
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+CAUSAL = {**SMALL, "num_key_value_heads": 1, "max_position_embeddings": 16, "pad_token_id": 0}
+GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_positions": 8,
+    "n_embd": 8,
+    "n_layer": 2,
+    "n_head": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+T5 = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+BART = {
+    "d_model": 8,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 12,
+    "decoder_ffn_dim": 12,
+    "max_position_embeddings": 16,
+}
+OPT = {"ffn_dim": 12, "word_embed_proj_dim": 8, "max_position_embeddings": 16}
+VIT = {**SMALL, "image_size": 8, "patch_size": 4, "num_labels": 3}
+BERT = {**SMALL, "max_position_embeddings": 16, "num_labels": 3}
+
+# by name: the config and its options, the model, and the blocks
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
+    "gpt2": ("GPT2Config", GPT2, "GPT2LMHeadModel", ("GPT2Block",)),
+    "llama": ("LlamaConfig", CAUSAL, "LlamaForCausalLM", ("LlamaDecoderLayer",)),
+    "llama tied": ("LlamaConfig", {**CAUSAL, "tie_word_embeddings": True}, "LlamaForCausalLM", ("LlamaDecoderLayer",)),
+    "mistral": ("MistralConfig", {**CAUSAL, "sliding_window": 4}, "MistralForCausalLM", ("MistralDecoderLayer",)),
+    "qwen2": ("Qwen2Config", CAUSAL, "Qwen2ForCausalLM", ("Qwen2DecoderLayer",)),
+    "gemma": ("GemmaConfig", {**CAUSAL, "head_dim": 4}, "GemmaForCausalLM", ("GemmaDecoderLayer",)),
+    "mixtral": (
+        "MixtralConfig",
+        {**CAUSAL, "num_local_experts": 4, "output_router_logits": True, "experts_implementation": "eager"},
+        "MixtralForCausalLM",
+        ("MixtralDecoderLayer",),
+    ),
+    "opt": ("OPTConfig", {**SMALL, **OPT}, "OPTForCausalLM", ("OPTDecoderLayer",)),
+    "t5": ("T5Config", {"vocab_size": VOCABULARY, **T5}, "T5ForConditionalGeneration", ("T5Block",)),
+    "bart": (
+        "BartConfig",
+        {"vocab_size": VOCABULARY, **BART},
+        "BartForConditionalGeneration",
+        ("BartEncoderLayer", "BartDecoderLayer"),
+    ),
+    "bert": ("BertConfig", BERT, "BertForSequenceClassification", ("BertLayer",)),
+    "bert decoder": ("BertConfig", {**BERT, "is_decoder": True}, "BertLMHeadModel", ("BertLayer",)),
+    "vit": ("ViTConfig", VIT, "ViTForImageClassification", ("ViTLayer",)),
+}
+
+
+def build(name: str) -> Architecture:
+    torch.manual_seed(3)
+    config, options, model, blocks = ARCHITECTURES[name]
+    made = getattr(transformers, model)(getattr(transformers, config)(**options)).double().train()
+    types = {type(m) for m in made.modules()}
+    found = tuple(t for t in types if t.__name__ in blocks)
+    assert len(found) == len(blocks)
+    if name == "vit":
+        batches = {"pixel_values": torch.randn(2, 2, 3, 8, 8).double(), "labels": torch.randint(3, (2, 2))}
+    else:
+        ids = torch.randint(1, VOCABULARY, (2, 2, 5))
+        labels = torch.randint(3, (2, 2)) if name == "bert" else ids.clone()
+        batches = {"input_ids": ids, "labels": labels}
+    return Architecture(made, batches, lambda call, batch: call(**batch).loss, found)
+
+
+def by_backward(f: Any) -> Any:
+    def run(params: dict[str, Tensor]) -> dict[str, Tensor]:
+        leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
+        f(leaves).backward()
+        return {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in leaves.items()}
+
+    return run
+
+
+WAYS = {"fs.grad": fs.grad, "torch.func.grad": torch.func.grad, "backward": by_backward}
+
+
+def check(rank: int, name: str) -> None:
+    made = build(name)
+    grads = [plain(made, r)[0] for r in range(2)]
+    spec = fs.by_type(*made.blocks, p=fs.P("shard", remat=True))(made.model).bound
+    params = fs.shard(made.model, spec)
+    expected = fs.shard({k: (grads[0][k] + grads[1][k]) / 2 for k in grads[0]}, spec)
+    batch = {k: v[rank] for k, v in made.batches.items()}
+
+    def loss(params: fs.Params) -> Tensor:
+        torch.manual_seed(rank)
+        return made.loss(lambda **k: fs.functional_call(made.model, params, (), k, spec=spec), batch)
+
+    for way, by in WAYS.items():
+        with unchanged(made.model):
+            got = by(loss)(params)
+        for key in expected:
+            torch.testing.assert_close(got[key], expected[key], **EXACT, msg=lambda m, w=f"{way} {key}": f"{w}: {m}")
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gradients_at_the_defaults(gloo2: Pool, name: str) -> None:
+    """use_cache and dropout as they come, on two real ranks, with each block recomputed."""
+    gloo2.run(check, name)
+
+
+class Quiet(nn.Module):
+    """The loss as the result: dropout off, whatever the model has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(**batch).loss
+
+
+def second(rank: int, name: str) -> None:
+    made = build(name)
+    model = Quiet(made.model)
+    spec = fs.by_type(*made.blocks, p=fs.P("shard", remat=True))(model).bound
+    full = {k: v.detach() for k, v in model.named_parameters()}
+    batches = [{k: v[r] for k, v in made.batches.items()} for r in range(2)]
+    direction = {k: v.cos() for k, v in full.items()}
+
+    def loss(params: fs.Params) -> Tensor:
+        torch.manual_seed(0)
+        return fs.functional_call(model, params, (batches[rank],), spec=spec)
+
+    def one(full: fs.Params, batch: dict[str, Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        return torch.func.functional_call(model, full, (batch,))
+
+    def reference(full: fs.Params) -> Tensor:
+        return sum(one(full, batch) for batch in batches) / 2
+
+    def penalized(loss: Any) -> Any:
+        return torch.func.grad(lambda p: sum((g**2).sum() for g in torch.func.grad(loss)(p).values()))
+
+    with sdpa_kernel(SDPBackend.MATH):
+        got = fs.hvp(loss, fs.shard(full, spec), fs.shard(direction, spec))
+        want = fs.shard(fs.hvp(reference, full, direction), spec)
+        for key in want:
+            torch.testing.assert_close(got[key], want[key], **EXACT, msg=lambda m, k=key: f"hvp {k}: {m}")
+        got, want = penalized(loss)(fs.shard(full, spec)), penalized(reference)(full)
+        # the penalty of a rank is of its shards
+        want = fs.shard(want, spec)
+        for key in want:
+            # RMSNorm and losses are in float32
+            torch.testing.assert_close(got[key], want[key], rtol=1e-5, atol=1e-6, msg=lambda m, k=key: f"grad of grad {k}: {m}")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_second_order_at_the_defaults(gloo2: Pool, name: str) -> None:
+    """Products with the Hessian and gradients of a penalty on gradients: SiLU, RoPE and caches in each."""
+    gloo2.run(second, name)
