@@ -104,6 +104,9 @@ def rank_main(seconds: float, seed: int) -> None:
     faulthandler.enable()
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import _get_work_registry_size
+
+    from funshard.wire import settle
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -118,6 +121,8 @@ def rank_main(seconds: float, seed: int) -> None:
         steps += 1
     faulthandler.cancel_dump_traceback_later()
     gc.collect()
+    settle()
+    assert not _get_work_registry_size(), f"{_get_work_registry_size()} collectives that nobody has waited for"
     dist.barrier()
     print("steps", steps)
     dist.destroy_process_group()
