@@ -49,6 +49,7 @@ __all__ = [
     "followed",
     "graph_task",
     "group",
+    "has_tangent",
     "in_forward_ad",
     "in_python_node",
     "is_batched",
@@ -202,6 +203,11 @@ def _has_graph(tensor: Tensor) -> bool:
         return tensor.requires_grad
     made_without = tensor._is_view() and tensor._base is not None and tensor._base.requires_grad
     return not made_without
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether the innermost forward-mode derivative follows the tensor."""
+    return in_forward_ad() and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _has_tangent(tensor: Tensor, keys: DispatchKeys) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from . import _torch
 from .reach import TENSOR, Reached
+from .refuse import DATA, REGISTER_HOOK, Refuse
 from .runs import End, Made, Start
 from .surroundings import Surroundings
 
@@ -40,9 +41,12 @@ class Again:
         """What to run it in where plain autograd runs it for its gradient, once and for all."""
         self._labels = [*roots, "context"]
         self._grad = torch.is_grad_enabled()
+        levels = _torch.level() + _torch.in_forward_ad()  # of which plain autograd is another one, where it follows
         context = dict(contextvars.copy_context().items())
         self._found: Reached | None = Reached([*roots.values(), context], self._own)  # until the first run has ended
         self._start = Start(self._found, self._own)
+        levels += self._grad and any(_torch.base(x).requires_grad for x in self._found.tensors)
+        self._stacked = _torch.level() > 0 and levels > 1
         self._paths = [self._found.where((TENSOR, i), self._labels) for i in range(len(self._found.tensors))]
         self._surroundings: Surroundings | None = None
         self._changed: set[int] = set()
@@ -87,12 +91,13 @@ class Again:
         try:
             if self._surroundings is None:
                 self._surroundings = Surroundings(xs)
-                with torch.set_grad_enabled(self._grad), _context(made.roots[-1]):
+                with torch.set_grad_enabled(self._grad), _context(made.roots[-1]), self._of_one_level():
                     out = self._call(*made.roots[:-1])
                 self._surroundings.ended()
             else:
                 with self._surroundings.again(), torch.set_grad_enabled(self._grad), _context(made.roots[-1]):
-                    out = self._call(*made.roots[:-1])
+                    with self._of_one_level():
+                        out = self._call(*made.roots[:-1])
                     self._surroundings.check_end(self.name)
         finally:
             _RUNNING.names = before
@@ -101,6 +106,18 @@ class Again:
         if self._first is None:
             self._check_results(end, after, xs)
         return end, after
+
+    def _of_one_level(self) -> contextlib.AbstractContextManager[object]:
+        """Refuses what means one derivative of a stack: which one is another question in a run again."""
+        if not self._stacked:
+            return contextlib.nullcontext()
+        end = f"which in a stack of transforms means one of them, and not the same one when {self.name} runs again"
+        return Refuse(
+            {
+                DATA: f"{self.name} reads tensor.data, {end}: expected tensor.detach(), which means all of them",
+                REGISTER_HOOK: f"{self.name} calls tensor.register_hook, {end}: expected an autograd.Function, or no remat",
+            }
+        )
 
     def _check_results(self, end: End, after: Reached, xs: Sequence[Tensor]) -> None:
         """RuntimeError for what has a derivative in the first run, in which nothing has that is an operand."""

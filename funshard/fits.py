@@ -177,9 +177,10 @@ def check_not_own(params: Mapping[str, Tensor], model: nn.Module, spec: Partitio
     """
     ranks = torch.Size(size for _, size in spec.bound_mesh.sizes).numel()
     full = [] if ranks == 1 else [unit for unit in spec if unit.key not in params and unit.requires_grad]
+    named = dict(model.named_parameters(remove_duplicate=False)) if full else {}
     for unit in full:
         for param, tensor in zip(unit.params, whole_unit(params, unit) or (), strict=True):
-            own = model.get_parameter(param.name)
+            own = named[param.name]
             if _torch.is_tracked(tensor) and _torch.storage_id(_torch.base(tensor)) == _torch.storage_id(own):
                 raise ValueError(
                     f"parameter '{param.name}' is the model's own, and with full parameters no gradient is reduced: on "

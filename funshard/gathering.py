@@ -158,6 +158,8 @@ class Call:
             else:
                 make = self._data_flow(unit)
                 buffer = make(shard)
+                if _torch.in_forward_ad() and self.spec.size(unit) == 1:
+                    buffer = buffer.clone()  # forward may write to it, and so to its tangent, which is the caller's
                 watch = Watch(unit, (buffer,))
                 views = unflatten_unit(buffer, unit)
                 if self.nested and unit.p.reshard and not _torch.alias(buffer, shard) and _torch.level() == self.level:
@@ -230,12 +232,16 @@ class Call:
     @contextlib.contextmanager
     def _unwritten(self) -> Generator[None]:
         """Within this, forward runs; what is gathered afterwards is let go. RuntimeError if it wrote to a parameter."""
-        cause, interrupted = None, True
+        cause: Exception | None = None
+        interrupted = True
         try:
             yield
             interrupted = False
         except Exception as error:
             cause, interrupted = error, False
+            if self.active and "is a view and is being modified inplace" in str(error):  # torch has refused it already
+                unit = next(reversed(self.active.values())).unit
+                self.written = self.written or (unit, f"a view, as {', '.join(repr(p.name) for p in unit.params)}")
             raise
         finally:
             self.free(self.pending, keep_for_backward=True)

@@ -19,6 +19,7 @@ from .division import Divide, Reduction
 from .fits import check_buffers
 from .layout import Params, unflatten_unit
 from .mesh import Simulated
+from .refuse import REGISTER_HOOK, Refuse
 from .spec import PartitionSpec, Unit, bound
 from .surroundings import Surroundings
 from .transforms import grad
@@ -93,7 +94,9 @@ def per_sample_grads(
         return f(_full({key: _probed(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
 
     buffers = {unit.key: gather_unit(params[unit.key], unit, mesh) for unit in units}
-    squares: Mapping[str, Tensor] = of_samples(torch.func.grad(probed), {unit.key: _zero(params[unit.key]) for unit in units})
+    probes = {unit.key: _zero(params[unit.key]) for unit in units}
+    with contextlib.nullcontext() if compiled else Refuse({REGISTER_HOOK: _HOOK}):
+        squares: Mapping[str, Tensor] = of_samples(torch.func.grad(probed), probes)
     buffers.clear()
     norms = torch.stack(list(squares.values())).sum(0).sqrt()
     weights = (clip / (norms + 1e-6)).clamp(max=1)
@@ -110,6 +113,12 @@ def per_sample_grads(
         return grads
     total = sum_over(torch.tensor(float(samples), device=mesh.device), mesh) if reduce == "mean" else reduce
     return {key: (g / total).to(g.dtype) for key, g in grads.items()}
+
+
+_HOOK = (
+    "per_sample_grads: with clip, forward calls tensor.register_hook, which one of the two passes does not know: expected an "
+    "autograd.Function that changes the gradient, or no clip"
+)
 
 
 @torch.compiler.allow_in_graph

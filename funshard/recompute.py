@@ -158,9 +158,10 @@ class _Runs:
                     f"{name} writes its buffer '{self.buffers[i][0]}' in one of its runs otherwise than in the first one; "
                     "expected the same control flow in each run"
                 )
-            if now[self.buffers[i][0]].requires_grad and not (is_new and self._level):
+            buffer = now[self.buffers[i][0]]
+            if (buffer.requires_grad and not (is_new and self._level)) or (not is_new and _torch.has_tangent(buffer)):
                 raise RuntimeError(
-                    f"{name} puts a tensor into its buffer '{self.buffers[i][0]}' that has a gradient, which would be lost: "
+                    f"{name} puts a tensor into its buffer '{self.buffers[i][0]}' that has a derivative, which would be lost: "
                     "expected it detached, or in the result of the module"
                 )
 

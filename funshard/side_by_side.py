@@ -75,7 +75,8 @@ class Case:
     @functools.cached_property
     def full(self) -> dict[str, nn.Parameter]:
         """The model's own parameters that the spec knows, each once."""
-        return {p.name: self.model.get_parameter(p.name) for unit in self.spec for p in unit.params}
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        return {p.name: named[p.name] for unit in self.spec for p in unit.params}
 
     @functools.cached_property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -202,9 +203,9 @@ class Case:
                 for name in attributes.keys() & _CONTAINERS:
                     attributes[name].clear()
                     attributes[name].update(filled.get(name, ()))
-            for name, value in values.items():
-                if not torch.equal(self.model.get_parameter(name), value):  # forward wrote to it
-                    self.model.get_parameter(name).data.copy_(value)
+            for name, own in self.model.named_parameters():
+                if not torch.equal(own, values[name]):  # forward wrote to it
+                    own.data.copy_(values[name])
 
     def _install(self, buffers: Params) -> None:
         """Within `_as_it_is`: these in the place of the model's own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import funshard as fs
+
+pytestmark = pytest.mark.filterwarnings("ignore::funshard.BufferWarning")  # what is thrown away is not the matter here
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 Loss = Callable[[Any], Tensor]
@@ -123,8 +126,10 @@ def on_ranks(rank: int, name: str, p: fs.P) -> None:
 
 
 def all_on_ranks(rank: int, names: list[str], p: fs.P) -> None:
-    for name in names:
-        on_ranks(rank, name, p)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fs.BufferWarning)
+        for name in names:
+            on_ranks(rank, name, p)
 
 
 def alone(x: Tensor) -> tuple[Tensor]:
