@@ -116,8 +116,8 @@ def per_sample_grads(
 
 
 _HOOK = (
-    "per_sample_grads: with clip, forward calls tensor.register_hook, which one of the two passes does not know: expected an "
-    "autograd.Function that changes the gradient, or no clip"
+    "per_sample_grads(clip=): a module's forward calls tensor.register_hook, which one of the two passes does not know: "
+    "expected an autograd.Function that changes the gradient, or no clip"
 )
 
 

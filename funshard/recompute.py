@@ -64,8 +64,10 @@ def recomputed(
     }
     out, written = run_again(run, f"module '{place.path}' with P(remat=True)", roots, place.owned)
     for i, (buffer, is_new) in written.items():
-        if not is_new:
-            _torch.overwrite(list(buffers)[i], buffer, told=i in run.told)
+        before_it = list(buffers)[i]
+        # a vmap around has batched all results, and can only write those into what it has batched
+        if not is_new and _torch.is_batched(before_it) >= _torch.is_batched(buffer):
+            _torch.overwrite(before_it, buffer, told=i in run.told)
             continue
         for name in run.buffers[i]:
             path, _, attr = name.rpartition(".")

@@ -217,7 +217,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Loss, Params, Params], Result], Callable[[
 MEANS = ("fs.grad", "grad", "vjp", "jvp", "hvp", "no_grad")
 """Those that on simulated ranks are, inside of each rank, means over ranks."""
 
-NAMED = re.compile(r"(unit|module|parameter|buffer|argument|attribute) '|functional_call: ")
+NAMED = re.compile(r"(unit|module|parameter|buffer|argument|attribute) '|functional_call: |per_sample_grads\(")
 
 
 def batch(rank: int) -> Tensor:

@@ -218,7 +218,7 @@ def is_refused(rank: int, kind: type[nn.Module]) -> None:
     ours = r"parameter '1\.w(\.weight)?' of unit '1' was changed in place in forward: expected it left alone"
     some = r"one of the parameters .* of unit '1' was changed in place"  # torch has stopped it before a value was another
     for p in (*STRATEGIES.values(), P("shard", remat=True)):
-        for way, derivative in WAYS.items():
+        for derivative in WAYS.values():
             model, spec, params = setting(kind, p)
             before = copy.deepcopy(params)
             torchs = "a view, as '1.l.bias', '1.l.weight', '1.w' of unit '1' was changed in place"  # by torch's own word
