@@ -397,8 +397,9 @@ def by_fully_shard(rank: int, policy: MixedPrecisionPolicy, precision: Precision
 def test_fully_shard_bit_by_bit(
     gloo2: Pool, param: torch.dtype | None, reduce: torch.dtype | None, output: torch.dtype | None, reshard: bool
 ) -> None:
-    """FSDP2 itself: loss, gradients and, by them, three steps."""
-    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+    """FSDP2 itself: loss, gradients and, by them, three steps. From torch 2.15 on it reduces in the parameters' own dtype
+    where it is told none; ours is still ``param``."""
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce or param, output_dtype=output)
     gloo2.run(by_fully_shard, policy, Precision(param=param, reduce=reduce, output=output), reshard)
 
 

@@ -109,7 +109,7 @@ def by_funshard(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> tuple[fs
 
 PRECISIONS: dict[str, tuple[Precision | None, MixedPrecisionPolicy, float]] = {
     "float32": (None, MixedPrecisionPolicy(), 0),
-    "bf16": (Precision(param=BF16), MixedPrecisionPolicy(param_dtype=BF16), 1e-4),
+    "bf16": (Precision(param=BF16), MixedPrecisionPolicy(BF16, BF16), 1e-4),
     "bf16, reduced in float32": (Precision(param=BF16, reduce=F32), MixedPrecisionPolicy(BF16, F32), 0),
     "float32, reduced in bf16": (Precision(reduce=BF16), MixedPrecisionPolicy(reduce_dtype=BF16), 1e-4),
     "bf16, output in float32": (Precision(param=BF16, reduce=F32, output=F32), MixedPrecisionPolicy(BF16, F32, F32), 0),
