@@ -436,9 +436,12 @@ def copy_on_write(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-def shares_memory(tensor: Tensor) -> bool:
-    """Whether neither the tensor nor a `copy_on_write` of it has been written to; kernels that might write count as well."""
-    return torch._C._is_cow_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+def shares_memory(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether neither the tensor nor its `copy_on_write` has been written to; kernels that might write count as well.
+
+    Asking for the address by ``data_ptr`` would be one of them.
+    """
+    return torch._C._data_address(tensor) == torch._C._data_address(copy)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def group(name: str) -> dist.ProcessGroup:

@@ -164,6 +164,7 @@ class Call:
                 views = unflatten_unit(buffer, unit)
                 if self.nested and unit.p.reshard and not _torch.alias(buffer, shard) and _torch.level() == self.level:
                     storage = self.nested.gathered(unit.key, shard, buffer, make)
+        watch.views = views
         gathered = _Gathered(unit, views, watch, visit, _torch.level(), storage)
         self.active[unit.key] = gathered
         self.scopes[-1].append(gathered)

@@ -7,7 +7,7 @@ what forward reads is watched by a copy on write, which costs nothing until some
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,16 @@ __all__ = ["Watch", "written_error"]
 
 
 class Watch:
-    """The values of one unit's parameters from here on: in one buffer, or each by itself."""
+    """The values of one unit's parameters from here on: in one buffer, or each by itself.
 
-    __slots__ = ("_before", "_now", "_unit", "_versions")
+    ``views`` are the parameters where they are views of the buffer, which ``weight.data = other`` would take elsewhere.
+    """
+
+    __slots__ = ("_before", "_now", "_unit", "_versions", "views")
 
     def __init__(self, unit: Unit, tensors: Iterable[Tensor]) -> None:
         self._unit = unit
+        self.views: Sequence[Tensor] = ()
         bases = [] if _torch.traced() else [_torch.base(x) for x in tensors]
         self._now = [x for x in bases if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta]
         with _torch.beneath():
@@ -35,8 +39,9 @@ class Watch:
     def written(self) -> str | None:
         """What has been written to since, and has its values of before again; None if nothing has."""
         moved = [_torch.version(x) != version for x, version in zip(self._now, self._versions, strict=True)]
-        if not any(moved) and all(_torch.shares_memory(x) for x in self._now):
-            return None
+        same = all(_torch.shares_memory(*pair) for pair in zip(self._now, self._before, strict=True))
+        if not any(moved) and same:
+            return self._taken()
         with _torch.beneath():
             changed = [not _equal(now, before) for now, before in zip(self._now, self._before, strict=True)]
             what = self._name(changed) if any(moved) or any(changed) else None
@@ -44,6 +49,14 @@ class Watch:
                 if differs:
                     now.copy_(before)
             return what
+
+    def _taken(self) -> str | None:
+        """A parameter that is no view of the buffer any more."""
+        storages = {_torch.storage_id(x) for x in self._now}
+        for param, view in zip(self._unit.params, self.views, strict=False):
+            if storages and not _torch.is_wrapped(view) and _torch.storage_id(view) not in storages:
+                return f"parameter '{param.name}'"
+        return None
 
     def _name(self, changed: list[bool]) -> str:
         names = [param.name for param in self._unit.params]

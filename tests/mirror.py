@@ -20,11 +20,13 @@ from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import _disable_current_modes
 
 from funshard.collectives import Group, Mesh
+from funshard.wire import settle
 
 
 def mesh(sizes: Mapping[str, int]) -> Mesh:
     """A mesh of such ranks, whose first one is this process."""
-    _open.clear()  # what a case that failed has not waited for
+    settle()  # what a case that failed has not waited for
+    _open.clear()
     return Mesh(tuple((axis, Group(size, 0, _group(size))) for axis, size in sizes.items()))
 
 

@@ -129,7 +129,25 @@ class ByNumpy(Base):
         return torch.tanh(self.l(x)) @ self.w
 
 
-REFUSED = [DataInPlace, InPlace, InPlaceAfterUse, MaxNorm]
+class SetsData(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.w.data = self.w.data * 0.5
+        return torch.tanh(self.l(x)) @ self.w
+
+
+class InPlaceAround(nn.Module):
+    """Writes to a parameter of a unit before the unit's module runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.w.weight.data.clamp_(-0.3, 0.3)
+        return torch.tanh(self.w(x))
+
+
+REFUSED = [DataInPlace, InPlace, InPlaceAfterUse, MaxNorm, SetsData]
 
 
 def network(kind: type[nn.Module]) -> nn.Module:
@@ -213,6 +231,15 @@ def test_right(gloo2: Pool, kind: type[nn.Module]) -> None:
     gloo2.run(is_right, kind)
 
 
+OTHERS = "|".join(
+    [
+        r"a view, as '1\.l\.bias', '1\.l\.weight', '1\.w' of unit '1' was changed in place",  # as torch has found
+        r"module '1' with P\(remat=True\) reads tensor\.data",
+        r"mutating directly with `\.data` inside functorch transform is not allowed",  # torch's, of plain modules as well
+    ]
+)
+
+
 def is_refused(rank: int, kind: type[nn.Module]) -> None:
     x = inputs()[rank]
     ours = r"parameter '1\.w(\.weight)?' of unit '1' was changed in place in forward: expected it left alone"
@@ -221,8 +248,7 @@ def is_refused(rank: int, kind: type[nn.Module]) -> None:
         for derivative in WAYS.values():
             model, spec, params = setting(kind, p)
             before = copy.deepcopy(params)
-            torchs = "a view, as '1.l.bias', '1.l.weight', '1.w' of unit '1' was changed in place"  # by torch's own word
-            with unchanged(model), pytest.raises(RuntimeError, match=f"{ours}|{some}|{torchs}"):
+            with unchanged(model), pytest.raises(RuntimeError, match=f"{ours}|{some}|{OTHERS}"):
                 derivative(lambda q, m=model, s=spec: squared(m, q, x, s), params)
             assert all(torch.equal(params[key], t) for key, t in before.items())
         with torch.no_grad(), pytest.raises(RuntimeError, match=ours):
@@ -234,6 +260,19 @@ def is_refused(rank: int, kind: type[nn.Module]) -> None:
 def test_parameters_changed_in_place_are_refused(gloo2: Pool, kind: type[nn.Module]) -> None:
     """Also where no version tells, as with ``.data``; and the caller's shards are what they were."""
     gloo2.run(is_refused, kind)
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True)])
+@pytest.mark.parametrize("way", ["fs.grad", "grad", "autograd"])
+def test_writes_from_around_a_unit_are_refused(p: P, way: str) -> None:
+    """Where others have read the unit's buffer since."""
+    model = network(InPlaceAround)
+    spec = fs.by_path({"1.w": p, "2.w": p})(model)
+    params = fs.shard(model, spec)
+    before = copy.deepcopy(params)
+    with pytest.raises(RuntimeError, match=r"parameter '1\.w\.weight' of unit '1\.w' was changed in place"):
+        WAYS[way](lambda q: squared(model, q, inputs()[0], spec), params)
+    assert all(torch.equal(params[key], t) for key, t in before.items())
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, ByNumpy])
@@ -263,8 +302,9 @@ def test_kernels_that_might_write_do_not_count() -> None:
     unit = next(iter(spec))
     buffer = torch.zeros(unit.numel).double()
     watch = Watch(unit, (buffer,))
+    before = _torch.copy_on_write(buffer)
     buffer.data_ptr()
-    assert not _torch.shares_memory(buffer)
+    assert not _torch.shares_memory(buffer, before)
     assert watch.written() is None
     buffer.data[-1] = 1
     assert watch.written() == f"parameter '{unit.params[-1].name}'"
