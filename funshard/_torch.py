@@ -95,7 +95,12 @@ def level() -> int:
 
 
 def differentiates() -> bool:
-    """Whether something may come back to what is computed now for its derivative; plain forward-mode AD never does."""
+    """Whether something may come back to what is computed now for its derivative; plain forward-mode AD never does.
+
+    In inference mode nothing that it might want is kept.
+    """
+    if torch.is_inference_mode_enabled():
+        return False
     return level() > 0 or (torch.is_grad_enabled() and not in_forward_ad())
 
 

@@ -46,7 +46,7 @@ class Again:
         self._found: Reached | None = Reached([*roots.values(), context], self._own)  # until the first run has ended
         self._start = Start(self._found, self._own)
         levels += self._grad and any(_torch.base(x).requires_grad for x in self._found.tensors)
-        self._stacked = _torch.level() > 0 and levels > 1
+        self._stacked = (_torch.level() > 0 and levels > 1) or getattr(_RUNNING, "stacked", False)
         self._paths = [self._found.where((TENSOR, i), self._labels) for i in range(len(self._found.tensors))]
         self._surroundings: Surroundings | None = None
         self._changed: set[int] = set()
@@ -86,8 +86,8 @@ class Again:
         return tuple(end.results)
 
     def _run(self, made: Made, xs: Sequence[Tensor]) -> tuple[End, Reached]:
-        before = running()
-        _RUNNING.names = (*before, self.name)
+        before, stacked = running(), getattr(_RUNNING, "stacked", False)
+        _RUNNING.names, _RUNNING.stacked = (*before, self.name), self._stacked
         try:
             if self._surroundings is None:
                 self._surroundings = Surroundings(xs)
@@ -100,7 +100,7 @@ class Again:
                         out = self._call(*made.roots[:-1])
                     self._surroundings.check_end(self.name)
         finally:
-            _RUNNING.names = before
+            _RUNNING.names, _RUNNING.stacked = before, stacked
         after = Reached([out, *made.roots, *made.objects], self._own)
         end = End(after, made, xs)
         if self._first is None:

@@ -304,7 +304,7 @@ class Call:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not _torch.differentiates():
+            if self.inference or not _torch.differentiates():
                 return scoped(*args, **kwargs)
             place = self.place.within(path)
             spec = self.spec.within(path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()})

@@ -76,7 +76,8 @@ def run_again(call: Callable[..., Any], name: str, roots: dict[str, Any], own: I
     of which ``call`` brings the parameters, buffers and forward.
     """
     again = Again(call, name, roots, own)
-    return again.result(_Remat.apply(again, *again.tensors))
+    operands = [x.clone() if _torch.base(x).is_inference() else x for x in again.tensors]  # which autograd would not save
+    return again.result(_Remat.apply(again, *operands))
 
 
 class _Remat(_torch.Function):

@@ -1,4 +1,4 @@
-"""What a run depends on beside its arguments: generators of random numbers, and autocast."""
+"""What a run depends on beside its arguments: generators of random numbers, autocast, and attention's kernels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import _torch
 
 __all__ = ["Surroundings"]
 
 
+def _kernels() -> list[SDPBackend]:
+    """Those that torch.nn.attention.sdpa_kernel allows here."""
+    allowed = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
+    }
+    return [kernel for kernel, is_on in allowed.items() if is_on]
+
+
 class Surroundings:
-    """What a run depends on beside its arguments: the generators of random numbers and autocast."""
+    """What a run depends on beside its arguments: the generators of random numbers, autocast, and attention's kernels."""
 
     def __init__(self, leaves: Iterable[object]) -> None:
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
@@ -26,6 +38,7 @@ class Surroundings:
         self._state = self._random()
         self._end: list[Tensor] = []
         self._others: tuple[Any, Any] | None = _others()
+        self._kernels = _kernels()
         self._casts = [
             torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in sorted({"cpu", *(kind for kind, _ in self._devices)})
@@ -46,6 +59,8 @@ class Surroundings:
                 _put_others(self._others)
             for cast in self._casts:
                 stack.enter_context(cast)
+            if self._kernels != _kernels():
+                stack.enter_context(sdpa_kernel(self._kernels))
             yield
 
     def _put(self, states: Sequence[Tensor]) -> None:
