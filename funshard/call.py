@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import _torch
 from .batchnorm import MESH, SyncBatchNorm
 from .buffers import put_back, running_statistics, warn_of_lost, warn_of_lost_while_tracing
-from .casting import buffer_dtypes, cast_around, cast_back, cast_floats, cast_params
+from .casting import buffer_dtypes, cast_around, cast_back, cast_floats, cast_params, casts
 from .division import Divide, Reduction
 from .explained import about_arguments, explained
 from .fits import check_not_own, check_params, whole_unit
@@ -151,6 +151,7 @@ def _by_data_flow(
     method: str | None,
     reduction: Reduction,
 ) -> Any:
+    _check_casts_inside(spec)  # not on entering the context: Dynamo of torch 2.11 loses the error
     full: dict[str, Tensor] = {}
     for unit in spec:
         if (given := whole_unit(params, unit)) is not None:
@@ -187,6 +188,15 @@ def _by_data_flow(
     return out
 
 
+def _check_casts_inside(spec: PartitionSpec) -> None:
+    for path, p in spec.places.items():
+        if path and p.precision and casts(p.precision) and not _torch.FORWARD_CAN_BE_REPLACED:
+            raise NotImplementedError(
+                f"unit '{path}' has a Precision: inside torch.compile, torch {torch.__version__} can cast around the whole "
+                "model only: expected torch 2.13, or a Precision for whole(P(...)) and for no other unit"
+            )
+
+
 @contextlib.contextmanager
 def _on_mesh(model: nn.Module, mesh: Mesh) -> Generator[None]:
     """Within this, what takes statistics over ranks finds them."""
@@ -205,12 +215,7 @@ def _casts_inside(model: nn.Module, spec: PartitionSpec) -> Generator[None]:
     """Within this, the modules of units but the root's cast what they say they cast."""
     own: list[tuple[dict[str, Any], Any]] = []  # by __dict__, which Dynamo leaves as it was when it is put back
     for path, p in spec.places.items():
-        if path and p.precision:
-            if not _torch.FORWARD_CAN_BE_REPLACED:
-                raise NotImplementedError(
-                    f"unit '{path}' has a Precision: inside torch.compile, torch {torch.__version__} can cast around the whole "
-                    "model only: expected torch 2.13, or a Precision for whole(P(...)) and for no other unit"
-                )
+        if path and p.precision and casts(p.precision):
             module = model.get_submodule(path)
             own.append((module.__dict__, module.__dict__.get("forward")))
             module.__dict__["forward"] = cast_around(module.forward, p.precision)

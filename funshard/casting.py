@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 from .precision import Precision
 from .spec import PartitionSpec, Unit
 
-__all__ = ["buffer_dtypes", "cast_around", "cast_back", "cast_floats", "cast_params"]
+__all__ = ["buffer_dtypes", "cast_around", "cast_back", "cast_floats", "cast_params", "casts"]
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -41,9 +41,14 @@ def _map_floats(fn: Callable[[Tensor | PackedSequence], Tensor | PackedSequence]
     return pytree.tree_map(one, tree)
 
 
+def casts(precision: Precision) -> bool:
+    """Whether anything is cast around a module: not where the precision is about gathers, reductions or buffers alone."""
+    return precision.restore_outputs or any((precision.output, precision.cast_inputs and precision.param))
+
+
 def cast_around(forward: Callable[..., Any], precision: Precision | None) -> Callable[..., Any]:
     """A module's forward, or another method, with its inputs and outputs cast."""
-    if precision is None:
+    if precision is None or not casts(precision):
         return forward
 
     @functools.wraps(forward)

@@ -135,6 +135,16 @@ def test_casts_inside_of_a_compiled_call(gloo2: Pool, p: fs.P) -> None:
     gloo2.run(cast_when_compiled, p, "units")
 
 
+@pytest.mark.skipif(fs.call._torch.FORWARD_CAN_BE_REPLACED, reason="before torch 2.13")
+def test_casts_inside_of_a_compiled_call_are_refused() -> None:
+    """By name, where Dynamo cannot see them."""
+    model = Cast()
+    spec = fs.by_type(torch.nn.Linear, p=fs.P("shard", precision=LOW))(model)
+    call = torch.compile(lambda p, x: fs.functional_call(model, p, (x,), spec=spec), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"unit 'first' has a Precision: inside torch\.compile"):
+        call(fs.shard(model, spec), torch.randn(5, 3))
+
+
 def test_casts_around_a_compiled_call(gloo2: Pool) -> None:
     """A precision of the whole model, on every torch."""
     gloo2.run(cast_when_compiled, fs.P("shard", precision=fs.Precision(reduce=torch.bfloat16)), "whole")
