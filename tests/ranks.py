@@ -55,8 +55,10 @@ def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe:
     warnings.filterwarnings("ignore", "`torch.jit.script`")  # as in pyproject.toml
     torch.set_num_threads(1)
     os.environ.update(_env(port))
-    worst.register()
-    watched = worst.watched if backend == "worst" else contextlib.nullcontext
+    watched = contextlib.nullcontext
+    if backend == "worst":  # whose kernels would be those of every group of the process
+        worst.register()
+        watched = worst.watched
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
     try:
         while (task := pipe.recv()) is not None:
