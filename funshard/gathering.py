@@ -304,9 +304,11 @@ class Call:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            place = self.place.within(path)
+            # in one run of a module around it this one may run again, in another not: what it reads counts alike
+            self.used |= {unit.params[i].name for owned in place.owned.values() for unit, i in owned.values()}
             if self.inference or not _torch.differentiates():
                 return scoped(*args, **kwargs)
-            place = self.place.within(path)
             spec = self.spec.within(path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()})
             params = self._params_of(place, spec)
 
