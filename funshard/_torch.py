@@ -217,7 +217,7 @@ def has_tangent(tensor: Tensor) -> bool:
 
 def _has_tangent(tensor: Tensor, keys: DispatchKeys) -> bool:
     with torch._C._ForceDispatchKeyGuard(*keys), at_level(level_of(tensor)):
-        return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+        return has_tangent(tensor)
 
 
 @contextlib.contextmanager

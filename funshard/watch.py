@@ -48,7 +48,7 @@ class Watch:
             for now, before, differs in zip(self._now, self._before, changed, strict=True):
                 if differs:
                     now.copy_(before)
-            return what
+        return what or self._taken()
 
     def _taken(self) -> str | None:
         """A parameter that is no view of the buffer any more."""

@@ -306,6 +306,9 @@ def test_kernels_that_might_write_do_not_count() -> None:
     buffer.data_ptr()
     assert not _torch.shares_memory(buffer, before)
     assert watch.written() is None
+    watch.views = [torch.zeros(1).double(), *buffer[1:].split(1)]  # as weight.data = other leaves it
+    assert watch.written() == f"parameter '{unit.params[0].name}'", "also where a kernel might have written"
+    watch.views = ()
     buffer.data[-1] = 1
     assert watch.written() == f"parameter '{unit.params[-1].name}'"
     assert buffer[-1] == 0, "it has its values again"
