@@ -320,7 +320,7 @@ class Autocast(One):
         self.low = True
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.float16):
             y = F.linear(x.float(), self.l.weight.float())
             y = F.linear(y, self.l.weight.float())
         return y.double() + self.l.bias
@@ -335,7 +335,7 @@ class AutocastSingle(One):
         self.low = True
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.float16):
             with torch.no_grad():
                 y = self.l(x.float())
             y = self.l(x.float()) * y

@@ -1,0 +1,105 @@
+"""What a training step costs the host beyond the plain one: milliseconds for each unit, beside FSDP2.
+
+    python examples/benchmarks/host.py
+    python examples/benchmarks/host.py --modes plain,FSDP2,shard --rounds 20 --json host.json
+
+A GPT of 48 blocks of width 64 computes 4 tokens, on a fake process group of 8 ranks: its collectives return at once, so nothing
+is computed or sent to speak of, and what remains is what each library does in Python and in torch's operators to have units
+gathered, used, let go and reduced. On a GPU this is hidden behind large layers, and decides the time of small ones.
+
+A step is forward, loss and backward; its CPU time is taken, of one thread. Every round runs each mode once, in an order drawn anew,
+and what is reported is the median over rounds of what a mode takes beyond plain autograd *in the same round*, by the number of
+blocks; the "spread" is the middle half. "keep" is ``P("shard", reshard=False)``, beside FSDP2 with
+``reshard_after_forward=False``; "P()" is replicated (DDP itself does not run on a fake group); "torch.func" is torch.func.grad_and_value of ``P("shard")``,
+of which "plain torch.func" is torch's own part.
+"""
+
+import argparse
+import functools
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from common import GPT, Block, Step, fake_world, fsdp2, funshard, loss_of, plain, quartiles, report
+from torch import Tensor, nn
+
+import funshard as fs
+
+BLOCKS, WIDTH, TOKENS, RANKS = 48, 64, 4, 8
+
+
+def plain_functional(model: nn.Module) -> Step:
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(torch.func.functional_call(model, params, (x,)), y)
+
+    return lambda x, y: torch.func.grad_and_value(loss)(params, x, y)
+
+
+def sharded(model: nn.Module, p: fs.P, grad: Callable[..., object] = fs.grad_and_value) -> Step:
+    return funshard(model, fs.by_type(Block, p=p)(model), grad)
+
+
+def modes(mesh: dist.DeviceMesh) -> dict[str, Callable[[nn.Module], Step]]:
+    return {
+        "plain": plain,
+        "plain torch.func": plain_functional,
+        "FSDP2": lambda model: fsdp2(model, mesh),
+        "FSDP2 keep": lambda model: fsdp2(model, mesh, reshard=False),
+        "shard": functools.partial(sharded, p=fs.P("shard")),
+        "keep": functools.partial(sharded, p=fs.P("shard", reshard=False)),
+        "P()": functools.partial(sharded, p=fs.P()),
+        "torch.func": functools.partial(sharded, p=fs.P("shard"), grad=torch.func.grad_and_value),
+    }
+
+
+def measure(names: list[str], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each mode's steps, one a round."""
+    torch.set_num_threads(1)
+    steps: dict[str, Step] = {}
+    x = torch.randint(256, (1, TOKENS))
+    with fake_world(RANKS):
+        mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",))
+        for name in names:
+            torch.manual_seed(0)
+            steps[name] = modes(mesh)[name](GPT(BLOCKS, WIDTH, heads=2, seq=TOKENS))
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for i in range(rounds + 2):
+            for name in random.sample(names, len(names)):
+                start = time.process_time()
+                steps[name](x, x)
+                if i >= 2:
+                    times[name].append(time.process_time() - start)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", default="plain,plain torch.func,FSDP2,FSDP2 keep,shard,keep,P(),torch.func")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    names = args.modes.split(",")
+    if "plain" not in names:
+        parser.error(f"--modes: expected plain among them, which the others are measured beside, got {args.modes!r}")
+    times = measure(names, args.rounds)
+    extra = {
+        name: [1e3 * (a - b) / BLOCKS for a, b in zip(times[name], times["plain"], strict=True)] for name in names if name != "plain"
+    }
+    figures: dict[str, dict[str, float]] = {}
+    for name, some in extra.items():
+        low, middle, high = quartiles(some)
+        figures[name] = {"ms per unit": middle, "low": low, "high": high}
+    rows = [[name, f"{f['ms per unit']:.2f}", f"{f['low']:.2f} to {f['high']:.2f}"] for name, f in figures.items()]
+    if "FSDP2" in figures:
+        rows = [[*row, f"{figures[row[0]]['ms per unit'] / figures['FSDP2']['ms per unit']:.2f}"] for row in rows]
+    print(f"plain step: {1e3 * statistics.median(times['plain']):.1f} ms")
+    report(["beyond plain", "ms per unit", "spread", "of FSDP2's"][: len(rows[0])], rows, figures, args)
+
+
+if __name__ == "__main__":
+    main()
