@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ __all__ = [
     "backend",
     "backward_early",
     "base",
+    "below_autograd",
     "beneath",
     "bound_device",
     "copy_on_write",
@@ -162,9 +163,8 @@ def base(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether the tensor belongs to a transform."""
-    return _functorch.is_functorch_wrapped_tensor(tensor)
+is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+"""Whether the tensor belongs to a transform."""
 
 
 def level_of(tensor: Tensor) -> int:
@@ -258,11 +258,11 @@ Note = TypeVar("Note", bound=Noted)
 
 def viewed(tensor: Tensor, live: Mapping[int, Note]) -> Note | None:
     """Which of these buffers, by storage, a tensor sees by shape, strides and offset alone; None for any other tensor."""
-    inner = base(tensor)
-    if type(inner) is not Tensor or inner.layout is not torch.strided or inner.is_conj() or inner.is_neg():
+    inner = base(tensor) if is_wrapped(tensor) else tensor
+    if type(inner) is not Tensor or inner.layout is not torch.strided:
         return None
     note = live.get(storage_id(inner))
-    return note if note is not None and inner.dtype == note.dtype else None
+    return note if note is not None and inner.dtype == note.dtype and not inner.is_conj() and not inner.is_neg() else None
 
 
 def unchanged(tensor: Tensor, version_: int) -> Tensor:
@@ -291,14 +291,34 @@ def is_over(tensor: Tensor) -> bool:
     return _functorch.is_dead_tensor_wrapper(tensor)
 
 
-@contextlib.contextmanager
-def beneath() -> Generator[None]:
+class beneath:  # noqa: N801  a context, as torch.no_grad
     """Without gradients and beneath all transforms, where `base` tensors live.
 
-    What is computed from them inside a transform is wrapped by it and dies with it. Pinned by ``test_beneath``.
+    What is computed from them inside a transform is wrapped by it and dies with it. Pinned by ``test_beneath``. A class,
+    as it is entered some ten times for each unit: a generator takes three times as long.
     """
-    with torch.no_grad(), temporarily_clear_interpreter_stack() if level() else contextlib.nullcontext():
-        yield
+
+    __slots__ = ("_grad", "_stack")
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._stack = temporarily_clear_interpreter_stack() if level() else None
+        if self._stack is not None:
+            self._stack.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._stack is not None:
+            self._stack.__exit__(*error)
+        torch._C._set_grad_enabled(self._grad)
+
+
+def below_autograd() -> contextlib.AbstractContextManager[None]:
+    """Where operators go straight to what computes them: the functional collectives' autograd is written in Python.
+
+    Only `beneath`, where nobody differentiates. Pinned by ``test_below_autograd``.
+    """
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def backward_early(tensors: Iterable[Tensor]) -> None:
@@ -466,7 +486,7 @@ def bound_device(group: dist.ProcessGroup) -> torch.device | None:
 
 def version(tensor: Tensor) -> int:
     """How often the tensor was modified in place; 0 for inference tensors, which do not count and are not saved."""
-    inner = base(tensor)
+    inner = base(tensor) if is_wrapped(tensor) else tensor
     return 0 if inner.is_inference() else inner._version
 
 

@@ -93,6 +93,7 @@ class Call:
         self.mesh = spec.bound_mesh
         self.differentiable, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
+        self.hook = self.outer  # what replaces saved tensors while forward runs
         self.outer_reentrant = _torch.reentrant_checkpoints()
         self.level = _torch.level()
         ahead = _schedulable(params, spec)
@@ -108,7 +109,7 @@ class Call:
         self.live: dict[int, Source] = {}  # by storage: what pack recognises
         self.scopes: list[list[_Gathered]] = [[]]
         self.inside = running()
-        self.used: set[str] = set()  # the parameters that were read
+        self.used: set[str] | None = None if again else set()  # the parameters that a module to be run again has read
         self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
         self.lost: list[str] = []  # the buffers that forward has changed and nobody asked for
 
@@ -125,14 +126,8 @@ class Call:
                 f"unit '{unit.key}' is read inside of {running()[-1]}, which does not own it: there it would have no gradient; "
                 "expected the parameter among the arguments, or P(remat=True) for a module around both"
             )
-        hook = _torch.pack_hook()
-        inside = hook is not self.outer and hook is not None and hook.__module__ == "torch.utils.checkpoint"
-        quiet = self.differentiable and not torch.is_grad_enabled()  # as in a reentrant checkpoint, or by the user's wish
-        if inside or (quiet and _torch.reentrant_checkpoints() > self.outer_reentrant):
-            raise RuntimeError(
-                f"unit '{unit.key}': torch.utils.checkpoint inside functional_call would recompute with the module's own "
-                "parameters, not with these: expected none; checkpoint the functional_call as a whole"
-            )
+        if (hook := _torch.pack_hook()) is not self.hook or not torch.is_grad_enabled():
+            self._refuse_checkpoints(unit, hook)
         gathered = self.active.get(unit.key)
         if gathered is not None and gathered.level <= _torch.level():
             if gathered in self.pending:
@@ -170,6 +165,15 @@ class Call:
         self.scopes[-1].append(gathered)
         return gathered
 
+    def _refuse_checkpoints(self, unit: Unit, hook: Callable[..., object] | None) -> None:
+        inside = hook is not self.outer and hook is not None and hook.__module__ == "torch.utils.checkpoint"
+        quiet = self.differentiable and not torch.is_grad_enabled()  # as in a reentrant checkpoint, or by the user's wish
+        if inside or (quiet and _torch.reentrant_checkpoints() > self.outer_reentrant):
+            raise RuntimeError(
+                f"unit '{unit.key}': torch.utils.checkpoint inside functional_call would recompute with the module's own "
+                "parameters, not with these: expected none; checkpoint the functional_call as a whole"
+            )
+
     def _data_flow(self, unit: Unit) -> Callable[[Tensor], Tensor]:
         """From the unit's shard to its buffer, differentiable."""
         mesh, reduction = self.mesh, self.reduction  # and not this call, which notes in a graph would hold
@@ -190,23 +194,29 @@ class Call:
                 gathered.visit.leave(keep=keep_for_backward and gathered.storage != 0)
         many.clear()
 
-    @contextlib.contextmanager
-    def scope(self, units: list[Unit]) -> Generator[None]:
-        """A module's run: its units are gathered at the start, and what was gathered meanwhile is freed at the end."""
+    def enter(self, units: list[Unit]) -> None:
+        """A module's run begins: its units are gathered, and what is gathered from here on is freed where it ends."""
         self.scopes.append([])
         try:
             for unit in units:
                 self.gather(unit)
-            yield
-        finally:
-            for gathered in self.scopes.pop():
-                (self.pending if gathered.frees else self.scopes[0]).append(gathered)
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """The run that was entered last has ended."""
+        for gathered in self.scopes.pop():
+            (self.pending if gathered.frees else self.scopes[0]).append(gathered)
 
     @contextlib.contextmanager
     def installed(self, buffers: dict[str, Tensor] | None, attributes: Attributes | None = None) -> Generator[None]:
         """The modules with gathered parameters, and with other attributes where there are any; as they were afterwards."""
         kept = Hooks(self.nested.live if self.nested else self.live)
-        hooks = _torch.saved_tensor_hooks(kept.pack, unpack) if self.hooked or self.nested else contextlib.nullcontext()
+        hooks = contextlib.nullcontext()
+        if self.hooked or self.nested:
+            self.hook = kept.pack
+            hooks = _torch.saved_tensor_hooks(self.hook, unpack)
         with contextlib.ExitStack() as stack:
             with CHANGING:
                 before = stack.enter_context(restored(self.place.modules, self.thread))
@@ -282,7 +292,8 @@ class Call:
 
     def read(self, unit: Unit, i: int) -> Tensor:
         """The unit's i-th parameter."""
-        self.used.add(unit.params[i].name)
+        if self.used is not None:
+            self.used.add(unit.params[i].name)
         return self.gather(unit).views[i]
 
     def replaced(self, before: Attributes) -> Replaced:
@@ -294,8 +305,11 @@ class Call:
     def _scoped(self, forward: Callable[..., Any], units: list[Unit]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.scope(units):
+            self.enter(units)
+            try:
                 return forward(*args, **kwargs)
+            finally:
+                self.leave()
 
         return run
 
@@ -306,7 +320,8 @@ class Call:
         def run(*args: Any, **kwargs: Any) -> Any:
             place = self.place.within(path)
             # in one run of a module around it this one may run again, in another not: what it reads counts alike
-            self.used |= {unit.params[i].name for owned in place.owned.values() for unit, i in owned.values()}
+            if self.used is not None:
+                self.used |= {unit.params[i].name for owned in place.owned.values() for unit, i in owned.values()}
             if self.inference or not _torch.differentiates():
                 return scoped(*args, **kwargs)
             spec = self.spec.within(path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()})
@@ -330,13 +345,16 @@ class Call:
                     after = {module: dict(vars(module)) for module in place.owned}
                 for module, new in after.items():
                     set_attributes(module, new)
-                return out, sorted(call.used)
+                return out, sorted(call.used or ())
 
             if not self.schedule or _torch.level() != self.level:
                 return recomputed(inside, place, before, params, spec, (), args, kwargs)
-            with self.scope(units):
+            self.enter(units)
+            try:
                 visits = [gathered.visit for gathered in self.scopes[-1] if gathered.visit]
                 return recomputed(inside, place, before, params, spec, visits, args, kwargs)
+            finally:
+                self.leave()
 
         return run
 

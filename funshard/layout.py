@@ -50,11 +50,7 @@ def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tenso
 
 def ordered(tensor: Tensor, param: Param) -> Tensor:
     """A parameter, or its gradient, with its elements in the order of the buffer."""
-    return tensor.permute(param.order) if _permuted(param) else tensor
-
-
-def _permuted(param: Param) -> bool:
-    return param.order != tuple(range(len(param.order)))
+    return tensor.permute(param.order) if param.permuted else tensor
 
 
 def unflatten(buffers: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
@@ -82,7 +78,7 @@ def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:
 
 
 def _shaped(piece: Tensor, param: Param) -> Tensor:
-    if not _permuted(param):
+    if not param.permuted:
         return piece if len(param.shape) == 1 else piece.view(param.shape)
     return piece.view([param.shape[d] for d in param.order]).permute([param.order.index(d) for d in range(len(param.order))])
 

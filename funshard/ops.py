@@ -77,7 +77,7 @@ for _op in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "al
 
 
 def _wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x)
+    return torch.ops._c10d_functional.wait_tensor.default(x)
 
 
 def _itself(out: Tensor) -> Tensor:
@@ -92,13 +92,13 @@ def _gather(x: Tensor, where: Where, own: Tensor | None) -> Finish:
         return raw.then(lambda out: out.view(x.dtype))
     x = x.contiguous()
     if own is None:
-        out = torch.ops._c10d_functional.all_gather_into_tensor(x, where.size, where.name)
+        out = torch.ops._c10d_functional.all_gather_into_tensor.default(x, where.size, where.name)
     elif _torch.backend(where.name, x.device) == "gloo":
         return _broadcasts(x, where, own)
     else:
         if x.dtype != own.dtype:  # cast on the way to where its slice will be
             x = own.chunk(where.size)[_torch.group(where.name).rank()].copy_(x)
-        out = torch.ops._c10d_functional.all_gather_into_tensor_out(x, where.size, where.name, out=own)
+        out = torch.ops._c10d_functional.all_gather_into_tensor_out.default(x, where.size, where.name, out=own)
     return Finish((out,), _itself)
 
 
@@ -106,7 +106,7 @@ def _broadcasts(x: Tensor, where: Where, own: Tensor) -> Finish:
     """Gather as a broadcast in place from each rank: gloo's own gathers into another buffer first and copies that."""
     pieces = own.chunk(where.size)
     pieces[_torch.group(where.name).rank()].copy_(x)
-    under_way = [torch.ops._c10d_functional.broadcast_(piece, i, where.name) for i, piece in enumerate(pieces)]
+    under_way = [torch.ops._c10d_functional.broadcast_.default(piece, i, where.name) for i, piece in enumerate(pieces)]
     return Finish(under_way, lambda *_: own)
 
 
@@ -119,7 +119,7 @@ def _scatter(mean: bool) -> Callable[[Tensor, Where, Tensor | None], Finish]:
         if _torch.backend(where.name, x.device) == "gloo":
             return _exchange(x, where, mean)
         op = "avg" if mean else "sum"
-        out = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), op, where.size, where.name)
+        out = torch.ops._c10d_functional.reduce_scatter_tensor.default(x.contiguous(), op, where.size, where.name)
         return Finish((out,), _itself)
 
     return group
@@ -131,7 +131,7 @@ def _exchange(x: Tensor, where: Where, mean: bool) -> Finish:
     before, mine, after = x.contiguous().split([rank * n, n, (where.size - rank - 1) * n])
     theirs = torch.cat([before, after]) if len(before) and len(after) else before if len(before) else after
     lengths = [0 if i == rank else n for i in range(where.size)]
-    out = torch.ops._c10d_functional.all_to_all_single(theirs, lengths, lengths, where.name)
+    out = torch.ops._c10d_functional.all_to_all_single.default(theirs, lengths, lengths, where.name)
 
     def reduced(received: Tensor) -> Tensor:
         others = received if where.size == 2 else received.unflatten(0, (-1, n)).sum(0, dtype=x.dtype)
@@ -163,7 +163,9 @@ def _scatter_stack(mean: bool) -> Callable[[Tensor, int], Tensor]:
 
 def _reduce(op: str) -> Callable[[Tensor, Where, Tensor | None], Finish]:
     def group(x: Tensor, where: Where, own: Tensor | None) -> Finish:
-        reduce = torch.ops._c10d_functional.all_reduce if own is None else torch.ops._c10d_functional.all_reduce_
+        reduce = (
+            torch.ops._c10d_functional.all_reduce.default if own is None else torch.ops._c10d_functional.all_reduce_.default
+        )
         out = reduce(x.contiguous(), op, where.name)
         return Finish((out,), _itself)
 
@@ -179,7 +181,7 @@ def _identity_stack(x: Tensor, root: int) -> Tensor:
 
 
 def _broadcast(x: Tensor, where: Where, own: Tensor | None) -> Finish:
-    out = torch.ops._c10d_functional.broadcast(x.contiguous(), where.root, where.name)
+    out = torch.ops._c10d_functional.broadcast.default(x.contiguous(), where.root, where.name)
     return Finish((out,), _itself)
 
 
@@ -200,7 +202,7 @@ def _sum_to_stack(x: Tensor, root: int) -> Tensor:
 
 def _all_to_all(x: Tensor, where: Where, own: Tensor | None) -> Finish:
     pieces = [len(x) // where.size] * where.size
-    out = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), pieces, pieces, where.name)
+    out = torch.ops._c10d_functional.all_to_all_single.default(x.contiguous(), pieces, pieces, where.name)
     return Finish((out,), _itself)
 
 

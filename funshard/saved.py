@@ -10,7 +10,6 @@ plain autograd, and is not kept.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +22,9 @@ __all__ = ["Hooks", "Note", "Source", "ended", "save_in_node", "unpack"]
 
 Note = Callable[[], Tensor]
 """Gives the saved tensor."""
+
+Kept = tuple[Tensor, int]
+"""A saved tensor and its version."""
 
 
 class Source(_torch.Noted, Protocol):
@@ -42,19 +44,24 @@ class Hooks:
     def __init__(self, live: dict[int, Source], *, by_backward: bool = False, over: int = 0) -> None:
         self.live, self.by_backward, self.over = live, by_backward, over
 
-    def pack(self, tensor: Tensor) -> Note:
+    def pack(self, tensor: Tensor) -> Note | Kept:
         """What to keep in the place of a tensor."""
         if self.over and _torch.level_of(tensor) == self.over:
             return _nothing
         source = _torch.viewed(tensor, self.live)
         if source is not None and (note := source.noted(tensor, by_backward=self.by_backward)) is not None:
             return note
-        return functools.partial(_itself, _torch.kept(tensor), _torch.version(tensor))
+        return _torch.kept(tensor), _torch.version(tensor)
 
 
-def unpack(note: Any) -> Tensor:
-    """The tensor again, from its `Note`."""
-    return note()
+def unpack(packed: Any) -> Tensor:
+    """The tensor again."""
+    if type(packed) is not tuple:
+        return packed()
+    tensor, version = packed
+    if (level := _torch.level_of(tensor)) and _reads_last(level):
+        save_in_node({}, level)
+    return _torch.unchanged(tensor, version)
 
 
 def save_in_node(live: Mapping[int, Source], level: int) -> None:
@@ -68,12 +75,6 @@ def save_in_node(live: Mapping[int, Source], level: int) -> None:
         hooks.live.update(live)
     else:
         _torch.push_saved_tensor_hooks(Hooks(dict(live), by_backward=True, over=over).pack, unpack)
-
-
-def _itself(tensor: Tensor, version: int) -> Tensor:
-    if _reads_last(level := _torch.level_of(tensor)):
-        save_in_node({}, level)
-    return _torch.unchanged(tensor, version)
 
 
 def _reads_last(level: int) -> bool:

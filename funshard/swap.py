@@ -106,14 +106,14 @@ class Place:
     def of(cls, model: nn.Module, spec: PartitionSpec) -> Place:
         """The whole model; ValueError unless the spec was made for it."""
         with CHANGING:
-            modules = dict(model.named_modules(remove_duplicate=False))
+            modules = _modules_in(model, "")
             for path, module in modules.items():
                 refuse_compiled(path, module, in_place=True)
             return cls("", modules, _owners(modules, spec))
 
     def within(self, path: str) -> Place:
         """One of its modules."""
-        modules = dict(self.modules[path].named_modules(prefix=path, remove_duplicate=False))
+        modules = _modules_in(self.modules[path], path)
         return Place(path, modules, {module: self.owned[module] for module in modules.values()})
 
 
@@ -142,8 +142,8 @@ def restored(modules: Mapping[str, nn.Module], thread: int) -> Generator[Attribu
 class _Saved(NamedTuple):
     module: nn.Module
     attributes: dict[str, Any]
-    containers: dict[str, Any]
-    """Copies of those that have anything in them, which few have."""
+    containers: list[tuple[Any, Any]]
+    """Each with a copy, None where it is empty, which most are."""
     scripted: dict[str, Tensor | None]
     """What a ScriptModule's own code reads, where no mapping of Python's is asked."""
 
@@ -153,19 +153,29 @@ class _Saved(NamedTuple):
         inside: dict[str, Tensor | None] = {}
         if isinstance(module, torch.jit.ScriptModule):
             inside = _own(module, "_parameters") | _own(module, "_buffers")
-        filled = [name for name in CONTAINERS if attributes.get(name) and isinstance(attributes[name], dict | set)]
-        return cls(module, attributes, {name: attributes[name].copy() for name in filled}, inside)
+        some = [attributes.get(name) for name in CONTAINERS]
+        return cls(
+            module, attributes, [(one, one.copy() if one else None) for one in some if isinstance(one, dict | set)], inside
+        )
 
     def put_back(self) -> None:
         for name, tensor in self.scripted.items():
             setattr(self.module, name, tensor)
         vars(self.module).clear()
         vars(self.module).update(self.attributes)
-        for name in CONTAINERS:
-            container, content = self.attributes.get(name), self.containers.get(name, ())
-            if isinstance(container, dict | set) and (container or content) and container != content:
+        for container, content in self.containers:
+            if (container or content) and container != content:
                 container.clear()
-                container.update(content)
+                container.update(content or ())
+
+
+def _modules_in(module: nn.Module, path: str) -> dict[str, nn.Module]:
+    """``dict(module.named_modules(prefix=path, remove_duplicate=False))``, without a chain of generators for each."""
+    found = {path: module}
+    for name, child in module._modules.items():
+        if child is not None:
+            found |= _modules_in(child, join(path, name)) if child._modules else {join(path, name): child}
+    return found
 
 
 def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Module, dict[str, tuple[Unit, int]]]:
@@ -173,22 +183,22 @@ def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Mo
     parameters = {path: _own(module, "_parameters") for path, module in modules.items()}
     for unit in spec:
         for i, param in enumerate(unit.params):
-            for name in param.names:
-                path, _, attr = name.rpartition(".")
+            for path, attr in param.places:
                 tensor = parameters[path].get(attr) if path in parameters else None
                 if tensor is None or tensor.shape != param.shape:
                     got = "none" if tensor is None else f"shape {list(tensor.shape)}"
                     raise ValueError(
-                        f"parameter '{name}' of unit '{unit.key}': expected shape {list(param.shape)} in the model, "
-                        f"got {got}; was the model changed after the spec was made?"
+                        f"parameter '{join(path, attr)}' of unit '{unit.key}': expected shape {list(param.shape)} in the "
+                        f"model, got {got}; was the model changed after the spec was made?"
                     )
                 owned[modules[path]][attr] = unit, i
     left = {
         id(parameters[path].get(attr)) for path, _, attr in (name.rpartition(".") for name in spec.ignored) if path in modules
     }
-    for path, module in modules.items():
-        for attr, tensor in parameters[path].items():
-            if tensor is not None and attr not in owned[module] and id(tensor) not in left:
+    for path, own in parameters.items():
+        mine = owned[modules[path]]
+        for attr, tensor in own.items():
+            if attr not in mine and tensor is not None and id(tensor) not in left:
                 raise ValueError(
                     f"parameter '{join(path, attr)}' is not in the spec: expected the model that it was made for; "
                     "was the model changed after the spec was made?"
@@ -199,6 +209,8 @@ def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Mo
 def _own(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
     """A module's ``_parameters`` or ``_buffers``: those that are in it, and nothing is gathered for that."""
     mapping = vars(module)[kind]
+    if not mapping:  # as most are
+        return {}
     return dict(mapping.items() if isinstance(module, torch.jit.ScriptModule) else dict.items(mapping))
 
 

@@ -49,12 +49,22 @@ class Param:
     aliases: tuple[str, ...] = ()
     order: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """The number of elements."""
         return torch.Size(self.shape).numel()
 
-    @property
+    @cached_property
+    def permuted(self) -> bool:
+        """Whether memory order is another than that of the dimensions."""
+        return self.order != tuple(range(len(self.order)))
+
+    @cached_property
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """Of each FQN the module path and the attribute."""
+        return tuple((path, attr) for path, _, attr in (name.rpartition(".") for name in self.names))
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """All FQNs, ``name`` first."""
         return (self.name, *self.aliases)

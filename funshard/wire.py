@@ -81,6 +81,8 @@ def settle() -> None:
 class Chain:
     """Collectives one after the other, the next started when the one before is waited for. The first starts at once.
 
+    Made and waited for beneath all transforms.
+
     ``own`` is where the result of the last one goes, for the ops that `start` can give one.
     """
 
@@ -93,12 +95,13 @@ class Chain:
 
     def advance(self) -> None:
         """Wait for the one that is under way and start the next."""
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._x = finish()
-        if self._steps:
-            step = self._steps.popleft()
-            self._finish = step(self._x, None if self._steps else self._own)
+        with _torch.below_autograd():
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                self._x = finish()
+            if self._steps:
+                step = self._steps.popleft()
+                self._finish = step(self._x, None if self._steps else self._own)
 
     def result(self) -> Tensor:
         """Wait for all of them."""

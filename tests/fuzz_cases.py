@@ -217,7 +217,11 @@ TRANSFORMS: dict[str, tuple[Callable[[Loss, Params, Params], Result], Callable[[
 MEANS = ("fs.grad", "grad", "vjp", "jvp", "hvp", "no_grad")
 """Those that on simulated ranks are, inside of each rank, means over ranks."""
 
-NAMED = re.compile(r"(unit|module|parameter|buffer|argument|attribute) '|functional_call: |per_sample_grads\(")
+NAMED = re.compile(
+    r"(unit|module|parameter|buffer|argument|attribute) '|functional_call: |per_sample_grads\("
+    # torch's own words for what a transform cannot run where the plain model runs in another one
+    r"|inside of a function being transformed by a functorch transform|Batching rule not implemented for"
+)
 
 
 def batch(rank: int) -> Tensor:

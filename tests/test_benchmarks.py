@@ -205,3 +205,11 @@ def test_gpu_says_what_failed() -> None:
     assert f"failed: {figures['fs compiled']['failed']}" in table
     assert "over plain" in figures["fs"]
     assert all_finite(figures["fs"])
+
+
+def test_host() -> None:
+    """What each mode costs for a unit, beside FSDP2."""
+    table, result = run("host", "--rounds 1 --modes plain,FSDP2,shard,torch.func --blocks 2")
+    assert list(result["figures"]) == ["FSDP2", "shard", "torch.func"]
+    assert all_finite(result["figures"])
+    assert "of FSDP2's" in table

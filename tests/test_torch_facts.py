@@ -251,6 +251,18 @@ def test_groups_by_name() -> None:
         assert _torch.backend(group.group_name, torch.device("cpu")) == "fake"
 
 
+def test_below_autograd() -> None:
+    """Operators record nothing there, and still count what is modified in place and know what is a view of what."""
+    x = torch.randn(4, requires_grad=True)
+    with _torch.beneath(), _torch.below_autograd():
+        assert (x * 2).grad_fn is None
+        y = torch.zeros(4)
+        before = _torch.version(y)
+        y[:2].div_(2)
+        assert _torch.version(y) == before + 1
+    assert (x * 2).grad_fn is not None
+
+
 def test_beneath() -> None:
     """Beneath the transforms plain tensors stay plain; inside one, what is computed from them belongs to it."""
     plain = torch.ones(3)

@@ -7,11 +7,11 @@ A GPT of 48 blocks of width 64 computes 4 tokens, on a fake process group of 8 r
 is computed or sent to speak of, and what remains is what each library does in Python and in torch's operators to have units
 gathered, used, let go and reduced. On a GPU this is hidden behind large layers, and decides the time of small ones.
 
-A step is forward, loss and backward; its CPU time is taken, of one thread. Every round runs each mode once, in an order drawn anew,
-and what is reported is the median over rounds of what a mode takes beyond plain autograd *in the same round*, by the number of
-blocks; the "spread" is the middle half. "keep" is ``P("shard", reshard=False)``, beside FSDP2 with
-``reshard_after_forward=False``; "P()" is replicated (DDP itself does not run on a fake group); "torch.func" is torch.func.grad_and_value of ``P("shard")``,
-of which "plain torch.func" is torch's own part.
+A step is forward, loss and backward; its CPU time is taken, of one thread. Every round runs each mode once, in an order drawn
+anew, and what is reported is the median over rounds of what a mode takes beyond plain autograd *in the same round*, by the
+number of blocks; the "spread" is the middle half. "keep" is ``P("shard", reshard=False)``, beside FSDP2 with
+``reshard_after_forward=False``; "P()" is replicated (DDP itself does not run on a fake group); "torch.func" is
+torch.func.grad_and_value of ``P("shard")``, of which "plain torch.func" is torch's own part.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import funshard as fs
 
-BLOCKS, WIDTH, TOKENS, RANKS = 48, 64, 4, 8
+WIDTH, TOKENS, RANKS = 64, 4, 8
 
 
 def plain_functional(model: nn.Module) -> Step:
@@ -57,7 +57,7 @@ def modes(mesh: dist.DeviceMesh) -> dict[str, Callable[[nn.Module], Step]]:
     }
 
 
-def measure(names: list[str], rounds: int) -> dict[str, list[float]]:
+def measure(names: list[str], blocks: int, rounds: int) -> dict[str, list[float]]:
     """CPU seconds of each mode's steps, one a round."""
     torch.set_num_threads(1)
     steps: dict[str, Step] = {}
@@ -66,7 +66,7 @@ def measure(names: list[str], rounds: int) -> dict[str, list[float]]:
         mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",))
         for name in names:
             torch.manual_seed(0)
-            steps[name] = modes(mesh)[name](GPT(BLOCKS, WIDTH, heads=2, seq=TOKENS))
+            steps[name] = modes(mesh)[name](GPT(blocks, WIDTH, heads=2, seq=TOKENS))
         times: dict[str, list[float]] = {name: [] for name in names}
         for i in range(rounds + 2):
             for name in random.sample(names, len(names)):
@@ -80,15 +80,18 @@ def measure(names: list[str], rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", default="plain,plain torch.func,FSDP2,FSDP2 keep,shard,keep,P(),torch.func")
+    parser.add_argument("--blocks", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json")
     args = parser.parse_args()
     names = args.modes.split(",")
     if "plain" not in names:
         parser.error(f"--modes: expected plain among them, which the others are measured beside, got {args.modes!r}")
-    times = measure(names, args.rounds)
+    times = measure(names, args.blocks, args.rounds)
     extra = {
-        name: [1e3 * (a - b) / BLOCKS for a, b in zip(times[name], times["plain"], strict=True)] for name in names if name != "plain"
+        name: [1e3 * (a - b) / args.blocks for a, b in zip(times[name], times["plain"], strict=True)]
+        for name in names
+        if name != "plain"
     }
     figures: dict[str, dict[str, float]] = {}
     for name, some in extra.items():
