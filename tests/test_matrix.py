@@ -1,6 +1,6 @@
 """Every transform with every strategy, on simulated and on real ranks, is plain autograd on the whole model.
 
-The cells of README's table: `table` makes it of what is tested here, and ``python tests/test_matrix.py`` prints it.
+The cells of the guide's table: `table` makes it of what is tested here, and ``python tests/test_matrix.py`` prints it.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ TRANSFORMS = {
 
 @dataclass(frozen=True)
 class Limit:
-    """An error that running this on each simulated rank raises, which is torch's, and what README says of it."""
+    """An error that running this on each simulated rank raises, which is torch's, and what the guide says of it."""
 
     run: Callable[[OnRanks, State], Any]
     error: type[Exception]
@@ -424,7 +424,7 @@ LIMITS = {
 
 
 def table() -> str:
-    """README's table, in markdown, with its caption and notes."""
+    """The guide's table, in markdown, with its caption and notes."""
     notes = list(dict.fromkeys(limit.note for limit in LIMITS.values()))
     marks = {note: "¹²³⁴⁵"[i] for i, note in enumerate(notes)}
     alone, hybrid = (STRATEGIES[name] for name in ("`P()`", "HSDP"))
@@ -556,10 +556,10 @@ def test_the_cells_are_not_trivial() -> None:
         assert min(norms) < CLIP < max(norms)
 
 
-def test_readme_has_the_table() -> None:
+def test_the_guide_has_the_table() -> None:
     """Word for word."""
-    readme = Path(__file__).parent.parent / "README.md"
-    assert table() in readme.read_text(), f"README.md should have:\n\n{table()}"
+    page = Path(__file__).parent.parent / "examples" / "guide" / "transforms.md"
+    assert table() in page.read_text(), f"{page} should have:\n\n{table()}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the documentation shows is true: README's blocks and the modules' doctests run."""
+"""What the documentation shows is true: the blocks of README and of the guide's pages run, and so do the doctests."""
 
 from __future__ import annotations
 
@@ -7,64 +7,171 @@ import doctest
 import importlib
 import inspect
 import io
+import os
 import pkgutil
 import re
 import sys
 import types
+import warnings
+from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from ranks import Pool
+import torch.distributed as dist
+from ranks import Pool, launch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import funshard
 
-README = Path(__file__).parent.parent / "README.md"
-ROWS = re.findall(r"^\|(.+)\|(.+)\|$", README.read_text().partition("## Migrating")[2], re.MULTILINE)
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+GUIDE = ROOT / "examples" / "guide"
+PAGES = {page.stem: page for page in [README, *sorted(GUIDE.glob("*.md"))]}
+MARKS = {"", "script", "test command"}
+"""What a comment before a block says of it: that it is a script of its own, and that CI runs it."""
+
+FENCE = re.compile(r"(?:^<!-- (?P<mark>[^>]*) -->\n)?^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
+ROWS = re.findall(r"^\|(.+)\|(.+)\|$", PAGES["migrating"].read_text(), re.MULTILINE)
 IN_ROWS = {name for theirs, _ in ROWS for code in re.findall(r"`([^`]+)`", theirs) for name in re.findall(r"\w+", code)}
 OURS = [ours for _, ours in ROWS]
-MODULES = ["funshard", *(f"funshard.{m.name}" for m in pkgutil.iter_modules(funshard.__path__) if m.name != "__main__")]
+MODULES = ["funshard", *(m.name for m in pkgutil.walk_packages(funshard.__path__, "funshard.") if "__main__" not in m.name)]
 
 
-def blocks(language: str) -> list[str]:
-    """README's fenced blocks of a language; each under as many newlines as put its errors at README's lines."""
-    text = README.read_text()
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return ["\n" * text.count("\n", 0, block.start(1)) + block.group(1) for block in found]
+class Block(NamedTuple):
+    """A python block: its code under as many newlines as put its errors at the page's lines, and what it is to print."""
+
+    code: str
+    mark: str
+    shown: str
 
 
-def test_readme_python_blocks_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every python block runs, in order, in one namespace; what is printed is what the text block after it shows."""
-    python = blocks("python")
-    assert len(python) >= 8
-    readme = types.ModuleType("readme")
-    monkeypatch.setitem(sys.modules, "readme", readme)  # where the compiler looks for its names
-    for block in python:
-        exec(compile(block, str(README), "exec"), vars(readme))
-    assert capsys.readouterr().out.strip() in {block.strip() for block in blocks("text")}
+def blocks(page: str) -> list[Block]:
+    """A page's python blocks; each shows what the text block shows that follows it, with nothing between, or nothing."""
+    text = PAGES[page].read_text()
+    fences = list(FENCE.finditer(text))
+    found = []
+    for fence, following in zip_longest(fences, fences[1:]):
+        if fence["language"] != "python":
+            continue
+        shows = following and following["language"] == "text" and not text[fence.end() : following.start()].strip()
+        lines = "\n" * text.count("\n", 0, fence.start("body"))
+        found.append(
+            Block(lines + fence["body"], fence["mark"] or "", following["body"].strip() if following and shows else "")
+        )
+    return found
 
 
-def on_two_ranks(rank: int) -> str:
-    """What README's blocks print here, after a look at what the last of two meshes gave."""
-    readme = sys.modules["readme"] = types.ModuleType("readme")
+def run(page: str, folder: str) -> None:
+    """A page's blocks in order, in one namespace and in a folder of their own: each prints what the page shows.
+
+    Left out are scripts. On several ranks the first prints, or each does.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    name = f"page_{page}"
+    module = sys.modules[name] = types.ModuleType(name)  # where the compiler looks for its names
+    here = os.getcwd()
+    os.chdir(folder)
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            for block in blocks("python"):
-                exec(compile(block, str(README), "exec"), vars(readme))
-                if "on_both" in block:
-                    want = funshard.grad(readme.loss)(readme.params, readme.x, readme.y)
-                    torch.testing.assert_close(readme.grads, want)
+        for block in blocks(page):
+            if block.mark == "script":
+                continue
+            with contextlib.redirect_stdout(io.StringIO()) as said, warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # peft uses older names of transformers
+                exec(compile(block.code, str(PAGES[page]), "exec"), vars(module))
+            printed = said.getvalue().strip()
+            assert printed in {block.shown, "" if rank else block.shown}, f"rank {rank}: {block.code.strip()}\n{printed}"
     finally:
-        del sys.modules["readme"]
-    return printed.getvalue()
+        os.chdir(here)
+        del sys.modules[name]
 
 
-def test_readme_python_blocks_run_on_two_ranks(gloo2: Pool) -> None:
-    """All of them, as they stand."""
-    for printed in gloo2.run(on_two_ranks):
-        assert printed.strip() in {block.strip() for block in blocks("text")}
+def on_a_rank(rank: int, page: str, folder: str) -> None:
+    run(page, folder)
+
+
+def needed(page: str) -> None:
+    """Skips where a page is about a library, as its first lines say in a comment, that is not installed."""
+    for library in re.findall(r"^<!-- needs (\w+) -->$", PAGES[page].read_text(), re.MULTILINE):
+        pytest.importorskip(library)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run(page: str, tmp_path: Path) -> None:
+    """Every python block runs as it stands on one rank, and what is printed is what the text block after it shows."""
+    needed(page)
+    run(page, str(tmp_path))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run_on_two_ranks(gloo2: Pool, page: str, tmp_path: Path) -> None:
+    """So it does on two."""
+    needed(page)
+    gloo2.run(on_a_rank, page, str(tmp_path))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(block, id=f"{page}{i}") for page in PAGES for i, block in enumerate(blocks(page)) if block.mark == "script"],
+)
+def test_scripts_run(script: Block, ranks: int, tmp_path: Path) -> None:
+    """A whole script runs plainly and as under torchrun, and prints what the page shows."""
+    path = tmp_path / "script.py"
+    path.write_text(f"import os; os.chdir({str(tmp_path)!r})\n" + script.code)
+    assert launch(ranks, path).strip() == script.shown
+
+
+def test_pages_are_read_as_they_are_meant() -> None:
+    """There are blocks to run on every page but those of tables, their marks are known, and none is empty."""
+    of = {page: blocks(page) for page in PAGES}
+    every = [block for found in of.values() for block in found]
+    assert {page for page in of if not of[page]} <= {"migrating", "measuring", "limits"}
+    assert {fence["mark"] or "" for page in PAGES.values() for fence in FENCE.finditer(page.read_text())} == MARKS
+    assert all(fence["body"].strip() for page in PAGES.values() for fence in FENCE.finditer(page.read_text()))
+    assert sum(block.mark == "script" for block in every) >= 1
+    assert sum(bool(block.shown) for block in every) >= 10
+
+
+def test_readme_is_a_first_page() -> None:
+    """Of at most 200 lines, from which every page of the guide can be reached."""
+    assert len(README.read_text().splitlines()) <= 200
+    assert {page.name for page in GUIDE.glob("*.md")} <= set(re.findall(r"\(examples/guide/(\w+\.md)\)", README.read_text()))
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may point to: a page's headings, as GitHub names them."""
+    text = FENCE.sub("", page.read_text())
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """To a file, and to a heading that it has; and files of the repository that are named are there."""
+    text = FENCE.sub("", PAGES[page].read_text())
+    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text)
+    named = re.findall(r"`((?:tests|examples|funshard)/[\w/]+\.(?:py|md))`", text)
+    assert links or named
+    for target, anchor in links:
+        if target.startswith("http"):
+            continue
+        file = (PAGES[page].parent / target).resolve() if target else PAGES[page]
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+    for path in named:
+        assert (ROOT / path).exists(), path
+
+
+WORDS = ["seed", "dropout", "frozen", "generate", "no_grad", "lr_scheduler", "save_pretrained", "transformers", "synced_gpus"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_that_people_look_for_are_there(word: str) -> None:
+    """Somewhere in the guide."""
+    assert any(word in page.read_text() for page in PAGES.values())
 
 
 of_torch_2_13 = pytest.mark.skipif(
@@ -132,6 +239,8 @@ def test_doctests(name: str) -> None:
 
 
 def test_there_are_doctests() -> None:
-    """The doctest finder sees the library's examples at all."""
+    """The doctest finder sees the library's examples, in whatever folder their modules are."""
+    files = [file for folder in funshard.__path__ for file in Path(folder).rglob("*.py") if file.name != "__main__.py"]
+    assert len(MODULES) == len(files)
     modules = [importlib.import_module(name) for name in MODULES]
-    assert sum(len(t.examples) for m in modules for t in doctest.DocTestFinder().find(m)) >= 2
+    assert sum(len(t.examples) for m in modules for t in doctest.DocTestFinder().find(m)) >= 60

@@ -537,7 +537,7 @@ def check_jacobians(mine: dict[str, Any], rank: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_jacobians_on_simulated_ranks(ranks: int) -> None:
-    """Of gathered parameters and of inputs: the plain model's. Of shards: sums over every rank's basis, as the README says.
+    """Of gathered parameters and of inputs: the plain model's. Of shards: sums over every rank's basis, as the guide says.
 
     With respect to a shard, jacrev is this slice of the mean Jacobian over ranks, jacfwd the sum of this rank's
     Jacobian over all slices, and hessian the sum over the slices of this slice's rows of the mean Hessian.
