@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+from depth import PROFILE, split, thorough
 from ranks import Pool
 
 torch.set_num_threads(1)
@@ -14,21 +15,22 @@ hypothesis.settings.register_profile(
     "ci",
     derandomize=True,
     deadline=None,
-    max_examples=50,
+    max_examples=20,
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+hypothesis.settings.load_profile(os.environ.get(PROFILE, "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="hypothesis' profile of that name: 20,000 cases for the fuzzer")
+    parser.addoption("--thorough", action="store_true", help="every test at full depth: hours (depth.py)")
     parser.addoption("--worst", action="store_true", help="the tests of real ranks alone, on the group of worst.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--thorough"):
+        os.environ[PROFILE] = "thorough"
         hypothesis.settings.load_profile("thorough")
 
 
@@ -77,12 +79,16 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(trylast=True)  # after -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--worst"):
         items[:] = [item for item in items if {"gloo2", "gloo4"} & {*getattr(item, "fixturenames", ())}]
-    if hypothesis.settings().max_examples >= 2000:
+    if thorough():
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
+    else:
+        items[:], left_out = split(items)
+        config.hook.pytest_deselected(items=left_out)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from depth import depth
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import unchanged
@@ -175,7 +176,7 @@ def alone(rank: int, norm: nn.Module, steps: list[list[Tensor]]) -> tuple[list[T
     return normed(fs.convert_sync_batchnorm(norm), [xs[rank] for xs in steps])
 
 
-@settings(max_examples=25)
+@settings(max_examples=depth(10, 250))
 @given(
     st.sampled_from(sorted(KINDS)),
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(lambda n: sum(n) > 1), min_size=1, max_size=3),

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import world
+from depth import depth, each
 from models import build
 from ranks import Pool
 from torch import Tensor, nn
@@ -300,10 +301,10 @@ def test_graph_is_of_plain_operators() -> None:
 # --- values, on two real ranks ---
 
 
-def models(which: str) -> tuple[nn.Module, type[nn.Module], Step]:
+def models(which: str, layers: int = 2) -> tuple[nn.Module, type[nn.Module], Step]:
     """A model, the class of its blocks, and the loss of a batch of tokens by a call."""
     if which.startswith("gpt"):
-        model = gpt(2)
+        model = gpt(layers)
         return (model.float() if which == "gpt32" else model), common.Block, lambda call, x, y: common.loss_of(call(x), y)
     made = build("llama_tied", 1)
     return made.model, made.blocks[0], lambda call, x, y: call(input_ids=x % 17, labels=x % 17).loss
@@ -312,7 +313,7 @@ def models(which: str) -> tuple[nn.Module, type[nn.Module], Step]:
 def transformed(rank: int, which: str, transform: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, block, by_call = models(which)
+    model, block, by_call = models(which, depth(1, 2))
     spec = fs.by_type(block)(model).bound
     params, (x, y) = fs.shard(model, spec), tokens(rank)
 
@@ -338,6 +339,7 @@ def transformed(rank: int, which: str, transform: str) -> None:
     same(compile(step, backend="aot_eager")(params, x, y), expected)
 
 
+@each
 @pytest.mark.parametrize("transform", ["grad_and_value", "fs.grad_and_value", "hvp", "vmap of grad"])
 @pytest.mark.parametrize("which", ["gpt", "llama"])
 def test_transforms_equal_eager(gloo2: Pool, which: str, transform: str) -> None:
@@ -389,7 +391,7 @@ def test_training_llama_equals_eager(gloo2: Pool) -> None:
     gloo2.run(trained, "llama", "reshard", "aot_eager")
 
 
-@pytest.mark.parametrize("strategy", ["reshard", "hsdp"])
+@pytest.mark.parametrize("strategy", depth(["hsdp"], ["reshard", "hsdp"]))
 def test_training_on_four_ranks_equals_eager(gloo4: Pool, strategy: str) -> None:
     """All ranks' graphs, which differ on gloo, have their collectives in the same order."""
     gloo4.run(trained, "gpt", strategy, "aot_eager")

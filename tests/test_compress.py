@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import depth, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -137,6 +138,7 @@ def test_exact_is_the_transpose_of_unshard(data: st.DataObject) -> None:
             assert_close(out, want)
 
 
+@pairs
 @pytest.mark.parametrize("options", [{}, {"batched": True}, {"warm_start": False}, {"error_feedback": False}])
 @pytest.mark.parametrize("axes", [None, "shard", "replicate"])
 @each_layout
@@ -296,7 +298,7 @@ def test_quantized_as_by_torch(layout: str, chunk: int | None) -> None:
 
 
 @given(st.floats(-20, 20), st.integers(1, 40), st.sampled_from(["both", "some", "alone"]))
-@settings(max_examples=20)
+@settings(max_examples=depth(8, 200))
 def test_quantized_is_off_by_half_a_level_at_most(exponent: float, chunk: int, layout: str) -> None:
     """However small or large gradients are: torch's observer rounds those of 1e-10 to zero."""
     grads = {n: g * 10**exponent for n, g in gradients(ranks(layout)).items()}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import depth
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -149,7 +150,7 @@ SPLIT = Case({"replicate": 2, "shard": 2}, "replicate", (("bias", ("replicate", 
 @given(case=cases())
 @example(case=SMALL)
 @example(case=SPLIT)
-@settings(max_examples=25)
+@settings(max_examples=depth(10, 250))
 def test_a_lossless_one_is_the_mean_over_all_ranks(case: Case) -> None:
     """Over the axes that are named and over the others."""
     grads = case.gradients()
@@ -162,7 +163,7 @@ def test_a_lossless_one_is_the_mean_over_all_ranks(case: Case) -> None:
 
 
 @given(case=cases())
-@settings(max_examples=25)
+@settings(max_examples=depth(10, 250))
 def test_an_exact_one_is_the_mean_over_its_axes(case: Case) -> None:
     grads = case.gradients()
     want = case.slices(case.mean(grads, case.chosen))
@@ -176,7 +177,7 @@ def test_an_exact_one_is_the_mean_over_its_axes(case: Case) -> None:
 @given(case=cases())
 @example(case=SMALL)
 @example(case=SPLIT)
-@settings(max_examples=25)
+@settings(max_examples=depth(10, 250))
 def test_a_lossy_one_keeps_replicas_alike(case: Case) -> None:
     grads = [case.gradients(seed) for seed in range(2)]
     for make in OVER_ALL.values():
@@ -187,7 +188,7 @@ def test_a_lossy_one_keeps_replicas_alike(case: Case) -> None:
 @given(case=cases())
 @example(case=SMALL)
 @example(case=SPLIT)
-@settings(max_examples=15)
+@settings(max_examples=depth(6, 150))
 def test_what_powersgd_leaves_out_comes_later(case: Case) -> None:
     """Each step takes what it sends from what is left, whose rank is lower by one: then it was the mean over all ranks."""
     grads = case.gradients()
@@ -200,7 +201,7 @@ def test_what_powersgd_leaves_out_comes_later(case: Case) -> None:
 
 
 @given(case=cases())
-@settings(max_examples=25)
+@settings(max_examples=depth(10, 250))
 def test_what_quantize_sends_is_off_by_half_a_level(case: Case) -> None:
     grads = case.gradients()
     want = case.slices(case.mean(grads, tuple(case.sizes)))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power_hook
 from collective_log import Collectives, Sent, world
+from depth import each
 from ranks import Pool
 from test_compress import COMPRESSORS, LAYOUTS, MODEL, gradients, steps
 from torch import Tensor, nn
@@ -159,6 +160,7 @@ PAIRS: dict[str, Callable[[dict[str, Any]], tuple[Any, Any, Compressor[Any]]]] =
 }
 
 
+@each
 @pytest.mark.parametrize("split", [False, True], ids=["replicated", "split"])
 @pytest.mark.parametrize("kind", [kind for kind in PAIRS if kind != "powersgd"])
 def test_is_ddps_hook(gloo2: Pool, kind: str, split: bool) -> None:
@@ -180,6 +182,7 @@ POWER: dict[str, dict[str, Any]] = {
 }
 
 
+@each
 @pytest.mark.parametrize("split", [False, True], ids=["replicated", "split"])
 @pytest.mark.parametrize("name", POWER)
 def test_powersgd_is_ddps_hook(gloo2: Pool, name: str, split: bool) -> None:
@@ -220,6 +223,7 @@ def on_real_ranks(rank: int, layout: str, name: str, size: int) -> tuple[list[fs
     return out, state
 
 
+@each
 @pytest.mark.parametrize("layout", ["some", "four"])
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_real_ranks_are_as_simulated_ones(gloo2: Pool, gloo4: Pool, name: str, layout: str) -> None:

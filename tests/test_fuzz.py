@@ -1,6 +1,6 @@
 """R1 and R4: whatever people write in a forward is exact, or an error that says so, and nothing of the caller's is changed.
 
-Pieces of fuzz_modules.py, put together at random, under each transform, beside the plain model (fuzz_cases.py). About a minute;
+Pieces of fuzz_modules.py, put together at random, under each transform, beside the plain model (fuzz_cases.py);
 ``pytest --thorough tests/test_fuzz.py`` runs 20,000. Every bug that was found is an example.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import mirror
 import pytest
+from depth import depth
 from fuzz_cases import MEANS, PS, TRANSFORMS, Case, Plain, batch, mirrored, on_real_ranks, on_simulated, per_sample, sharded
 from fuzz_modules import PIECES
 from hypothesis import example, given, settings
@@ -20,8 +21,7 @@ from ranks import Pool
 
 import funshard as fs
 
-THOROUGH = settings().max_examples >= 2000
-COUNT = 20_000 if THOROUGH else 800
+COUNT = depth(200, 20_000)
 
 
 @st.composite

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from depth import each
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -122,6 +123,7 @@ def check(got: dict[str, fs.Params], expected: dict[str, fs.Params], spec: fs.Pa
 LAYOUTS = {"shard": fs.P("shard"), "kept": fs.P("shard", reshard=False), "remat": fs.P("shard", remat=True), "ddp": fs.P()}
 
 
+@each
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"shard": 3}], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -139,6 +141,7 @@ def on_ranks(rank: int, way: str, layout: str) -> dict[str, fs.Params]:
     return sharded(Mesh.world(), *(x[rank] for x in batch(2)), way=way, p=LAYOUTS[layout])
 
 
+@each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_contrastive_loss_on_two_ranks(gloo2: Pool, layout: str, way: str) -> None:

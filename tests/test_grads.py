@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, world
+from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -40,7 +41,7 @@ def same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         torch.testing.assert_close(got[key], expected[key], rtol=1e-9, atol=1e-9, msg=key)
 
 
-@settings(max_examples=30)
+@settings(max_examples=depth(12, 300))
 @given(st.data())
 def test_reduced_later_as_at_once(data: st.DataObject) -> None:
     """On any model, policy and mesh, to the mean, the sum, or the sum over a number."""
@@ -129,7 +130,7 @@ def test_micro_batches_with_one_all_reduce(gloo4: Pool, way: str, p: P) -> None:
     gloo4.run(on_a_real_mesh, way, p)
 
 
-@settings(max_examples=30)
+@settings(max_examples=depth(12, 300))
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_reduce_mean_is_the_mean_over_all_samples(counts: list[int]) -> None:
     """On ranks with any numbers of samples, none at all among them, where the rank's own mean is NaN."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from depth import each
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -92,6 +93,7 @@ def products(spec: fs.PartitionSpec, x: Tensor) -> list[fs.Params]:
     return [fs.hvp(loss, shards, v), fs.hvp(loss, shards, v, forward=False), again]
 
 
+@each
 @pytest.mark.parametrize("sizes", [{"shard": 4}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_reverse_over_reverse_on_simulated_ranks(policy: str, sizes: dict[str, int]) -> None:
@@ -128,6 +130,7 @@ THIRD = {
 }
 
 
+@each
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("axis", ["shard", "replicate", ("shard", "replicate"), None], ids=str)
 @pytest.mark.parametrize("transform", THIRD)

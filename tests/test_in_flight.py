@@ -18,6 +18,7 @@ import pytest
 import soak
 import torch
 import torch.distributed as dist
+from depth import each
 from ranks import Pool, launch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _get_work_registry_size
@@ -146,6 +147,7 @@ def after_an_error(rank: int, p: P, where: str, error: type[BaseException]) -> l
     return [str(item) for item in ignored]
 
 
+@each
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True), P()], ids=["shard", "remat", "replicated"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import each
 from parity import numbers, same, sharded_call, squared
 from peer_models import MLP, Net
 from ranks import Pool
@@ -137,6 +138,7 @@ def beside_fully_shard(rank: int, mesh_name: str, bad: int) -> None:
     assert scales == ([8, 16, 16, 32] if bad < 0 else [8, 4, 4, 8])
 
 
+@each
 @pytest.mark.parametrize("bad", [-1, 0, 2])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_gradient_scaler(gloo4: Pool, mesh: str, bad: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
+from depth import depth, each
 from gradient_cases import Case, agree, assert_shards_of_mean, cases, inputs, mean_loss, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -192,7 +193,7 @@ each_law = pytest.mark.parametrize("name", LAWS)
 
 
 @each_law
-@settings(max_examples=10)
+@settings(max_examples=depth(4, 100))
 @given(case=cases(models(1)))
 def test_laws(name: str, case: Case) -> None:
     model, policy, sizes = case
@@ -216,7 +217,7 @@ def law_on_this_rank(rank: int, name: str, model: nn.Module, spec: fs.PartitionS
 
 
 @each_law
-@settings(max_examples=5)
+@settings(max_examples=depth(3, 50))
 @given(data=st.data())
 def test_laws_on_real_ranks(gloo2: Pool, name: str, data: st.DataObject) -> None:
     model = data.draw(models(1))
@@ -233,7 +234,7 @@ def test_hvp_is_shards_of_the_mean_hessian_times_the_vector(case: Case, exact: b
     assert_shards_of_mean(case, lambda f, p, v: fs.hvp(f, p, v), by_reverse, exact=exact)
 
 
-@settings(max_examples=25)
+@settings(max_examples=depth(10, 250))
 @given(case=cases())
 def test_hvp_is_symmetric_and_linear(case: Case) -> None:
     """u.Hv and v.Hu are, on every rank, the unsharded number; H(2u - 3v) = 2Hu - 3Hv."""
@@ -367,6 +368,7 @@ def assert_exact(got: Tree, expected: Tree) -> None:
         torch.testing.assert_close(got[key], value.expand_as(got[key]), rtol=1e-9, atol=1e-12)
 
 
+@each
 @pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_hypergradient_is_the_exact_one(policy: fs.Policy, sizes: dict[str, int]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import world
+from depth import each
 from parity import WAYS, numbers
 from peer_models import Net, chain
 from torch import Tensor, nn
@@ -182,6 +183,7 @@ def test_frozen_units_are_bounded_in_backward(retain: bool) -> None:
             assert alive.now() == []
 
 
+@each
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_a_gradient_of_the_input_alone_holds_no_more(prefetch: int, trained: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import world
+from depth import each
 from ranks import Pool
 from test_memory import Alive, Curved, no_collector
 from torch import Tensor, nn
@@ -114,6 +115,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 SENT = fs.Precision(codec=fs.Codec(halves, torch.add))
 
 
+@each
 @pytest.mark.parametrize("p", [P("shard"), P("shard", precision=SENT)], ids=["plain", "codec"])
 @pytest.mark.parametrize("name", STACKS)
 def test_every_stack_is_exact(gloo2: Pool, name: str, p: P) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from collective_log import Collectives, gathers, reduce, scatters, world
+from depth import each
 from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, squared
 from peer_models import MLP, chain
 from ranks import Pool
@@ -201,6 +202,7 @@ def with_fully_shard(rank: int, shape: tuple[int, ...], mode: str, reshard: bool
     same(fs.gather_full(params, spec), {name: p.full_tensor() for name, p in peer.named_parameters()}, "parameters")
 
 
+@each
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("shape", "partial"), [((4,), False), ((2, 2), False), ((2, 2), True)])
@@ -318,6 +320,7 @@ def no_sync_patterns(rank: int, strategy: str, pattern: str) -> None:
         same(grads, expected, "FSDP1's gradient")
 
 
+@each
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_grad_acc(gloo2: Pool, strategy: str, pattern: str) -> None:

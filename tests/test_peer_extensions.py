@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, gathers, scatters, world
+from depth import each
 from parity import MAIN_WAYS, WAYS, average_gradients, numbers, same, sharded_call, squared
 from peer_models import MLP, Net, chain, frozen
 from ranks import Pool
@@ -105,6 +106,7 @@ def by_extension(rank: int, name: str, mesh_name: str, reshard: bool, param: tor
     same(fs.gather_full(params, spec), {n: p.full_tensor() for n, p in peer.named_parameters()}, "parameters")
 
 
+@each
 @pytest.mark.parametrize("param", [None, BF16])
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("mesh", MESHES)

@@ -8,6 +8,7 @@ import collective_log
 import pytest
 import torch
 from collective_log import gathers, scatters, world
+from depth import each
 from parity import MAIN_WAYS, average_gradients, check_parity, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Transformer, chain, frozen
 from ranks import Pool
@@ -29,6 +30,7 @@ def bitfit(rank: int, strategy: str, way: str) -> None:
         assert torch.equal(trained[name], p) is not p.requires_grad
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_train_mixed_requires_grad_per_group(gloo2: Pool, strategy: str, way: str) -> None:
@@ -99,6 +101,7 @@ def reused(rank: int, strategy: str, way: str) -> None:
     check_parity(rank, Reused(), fs.by_type(MLP, p=STRATEGIES[strategy])(Reused()), way=way)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_multi_forward_mixed_requires_grad(gloo2: Pool, strategy: str, way: str) -> None:

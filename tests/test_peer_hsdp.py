@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from collective_log import Collectives, Sent, gather, reduce, scatter, world
 from collective_log import step as sent_by
+from depth import each
 from parity import WAYS, check_parity, next_token, numbers, plain_call, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
 from ranks import Pool
@@ -77,6 +78,7 @@ def hsdp(rank: int, dim: int, p: P, at_last: bool, way: str) -> None:
 SETTINGS = [P("shard"), P("shard", reshard=False), P("shard", remat=True)]
 
 
+@each
 @pytest.mark.parametrize("at_last", [False, True])
 @pytest.mark.parametrize("p", SETTINGS, ids=str)
 @pytest.mark.parametrize("dim", [3, 16, 17])
@@ -147,6 +149,7 @@ def mixed(rank: int, way: str, root: P) -> None:
     check_parity(rank, model, spec, tokens, next_token, way=way, steps=3)
 
 
+@each
 @pytest.mark.parametrize("root", [P("shard"), P("replicate"), P()], ids=str)
 @pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
 def test_each_unit_its_own_strategy(gloo4: Pool, way: str, root: P) -> None:

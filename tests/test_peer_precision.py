@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import world
+from depth import each
 from hypothesis import given
 from hypothesis import strategies as st
 from models import unchanged
@@ -146,6 +147,7 @@ DERIVATIVES = {way: WAYS[way] for way in MAIN_WAYS} | {
 }
 
 
+@each
 @pytest.mark.parametrize("way", DERIVATIVES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_table(strategy: str, way: str) -> None:
@@ -348,6 +350,7 @@ def test_compute_dtype(gloo2: Pool, param: torch.dtype, p: P) -> None:
     gloo2.run(training, p, Precision(param=param), "fs")
 
 
+@each
 @pytest.mark.parametrize("way", ["fs", "torch.func", "backward", "autograd.grad"])
 @pytest.mark.parametrize(
     "precision",
@@ -390,6 +393,7 @@ def by_fully_shard(rank: int, policy: MixedPrecisionPolicy, precision: Precision
         ours.step()
 
 
+@each
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize(
     ("param", "reduce", "output"), [(F16, None, None), (F16, F32, None), (None, F16, None), (BF16, F32, F32), (BF16, None, F32)]
@@ -570,6 +574,7 @@ def structured(rank: int, kind: str, precision: Precision | None, remat: bool) -
     assert set(seen) == {param, I64}
 
 
+@each
 @pytest.mark.parametrize("precision", WHOLE_PRECISIONS, ids=str)
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_structured_input_and_output(gloo2: Pool, kind: str, precision: Precision | None) -> None:
@@ -895,6 +900,7 @@ def end_to_end(rank: int, name: str, master: torch.dtype, scaled: bool, prefetch
     assert [b.item() for n, b in buffers.items() if n.endswith("count")] == [2] * 3
 
 
+@each
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("master", [F32, F64], ids=str)
@@ -1070,6 +1076,7 @@ class Bytes(Alive):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True)], ids=str)
 def test_low_precision_buffers_are_freed(p: P, way: str) -> None:
@@ -1109,6 +1116,7 @@ class Watched(MLP):
         return super().forward(x)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
 @pytest.mark.parametrize("codec", [False, True])
@@ -1394,6 +1402,7 @@ def codec_on_ranks(rank: int, name: str, p: P, param: torch.dtype | None) -> Non
     assert all(torch.equal(full[n], q) for n, q in model.named_parameters())
 
 
+@each
 @pytest.mark.parametrize("param", [None, BF16])
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
 @pytest.mark.parametrize("codec", CODECS)

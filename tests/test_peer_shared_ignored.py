@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from depth import each
 from parity import MAIN_WAYS, WAYS, average_gradients, check_parity, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer, chain
 from ranks import Pool
@@ -28,6 +29,7 @@ def tied(rank: int, strategy: str, way: str) -> None:
     check_parity(rank, model, fs.by_type(Block, p=STRATEGIES[strategy])(model), tokens, next_token, way=way)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_train_parity_with_shared_params(gloo2: Pool, strategy: str, way: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 import pytest
 import torch
 import torch.nn.functional as F
+from depth import each
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -145,6 +146,7 @@ def fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
     compare(got, expected, rounding)
 
 
+@each
 @pytest.mark.parametrize("name", PRECISIONS)
 @pytest.mark.parametrize("mesh_name", MESHES)
 def test_fsdp2(gloo4: Pool, mesh_name: str, name: str) -> None:

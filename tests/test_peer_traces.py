@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from collective_log import Collectives, gathers, step, world
+from depth import each
 from parity import WAYS, numbers
 from peer_models import MLP, Net, Order, Outer, frozen
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ POLICIES: dict[str, tuple[Callable[[], nn.Module], Policy]] = {
 }
 
 
+@each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", POLICIES)
 def test_c2_same_trace_on_every_rank(name: str, way: str) -> None:

@@ -10,6 +10,7 @@ import copy
 
 import pytest
 import torch
+from depth import each
 from parity import (
     MAIN_WAYS,
     WAYS,
@@ -68,6 +69,7 @@ def multi_group(rank: int, strategy: str, way: str) -> None:
     )
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_train_parity_multi_group(gloo2: Pool, strategy: str, way: str) -> None:
@@ -194,6 +196,7 @@ def used_twice(rank: int, strategy: str, way: str) -> None:
         check_parity(rank, Twice(), policy(Twice()), way=way)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_multi_forward_module(gloo2: Pool, strategy: str, way: str) -> None:
@@ -211,6 +214,7 @@ def checkpointed(rank: int, strategy: str, way: str, tied: bool) -> None:
     check_parity(rank, model, fs.by_type(Block, p=STRATEGIES[strategy])(model), tokens, loss, way=way, steps=3)
 
 
+@each
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("way", ["fs", "backward"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -238,6 +242,7 @@ def chunked(rank: int, strategy: str, way: str) -> None:
     check_parity(rank, Chunked(1), fs.by_type(Block, p=STRATEGIES[strategy])(Chunked(1)), tokens, loss, way=way)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_partial_group_forward_then_standalone(gloo2: Pool, strategy: str, way: str) -> None:

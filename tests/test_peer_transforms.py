@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import world
+from depth import depth
 from parity import next_token, same, sharded_call, tokens
 from peer_models import Block, Transformer
 from ranks import Pool
@@ -154,7 +155,8 @@ def compiled_losses(rank: int, strategy: str, mesh: tuple[int, ...]) -> None:
 
     losses, params = run(grad_and_value_of_plain(loss))
     assert losses[-1] < losses[1] < losses[0] + 1  # it trains
-    for gradient in (backward, grad_and_value_of_plain(compiled)):
+    ways = backward, grad_and_value_of_plain(compiled)
+    for gradient in depth(ways[len(mesh) - 1 :], ways):
         theirs, trained = run(gradient)
         assert_close(torch.stack(theirs), torch.stack(losses))
         same(trained, params, "parameters")

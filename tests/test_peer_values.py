@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from depth import each
 from models import unchanged
 from parity import MAIN_WAYS, WAYS, average_gradients, check_parity, numbers, plain_call, same, sharded_call, squared
 from peer_models import MLP, Net
@@ -53,6 +54,7 @@ def unused_output(rank: int, strategy: str, way: str) -> None:
         check_parity(rank, TwoLayers(), policy(TwoLayers()), batch, loss, way=way)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unused_forward_output(gloo2: Pool, strategy: str, way: str) -> None:
@@ -69,6 +71,7 @@ def unused_module(rank: int, strategy: str, way: str) -> None:
         assert not torch.equal(trained["b.lin1.weight"], model.b.lin1.weight)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unused_forward_module(gloo2: Pool, strategy: str, way: str) -> None:
@@ -127,6 +130,7 @@ def structured(rank: int, kind: str, way: str) -> None:
     check_parity(rank, model, fs.by_type(Inner)(model), loss=loss, way=way, steps=4)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("kind", ["list", "tuple", "namedtuple", "dict", "nested"])
 def test_nontensor_activations(gloo2: Pool, kind: str, way: str) -> None:
@@ -166,6 +170,7 @@ def no_compute_grad(rank: int, strategy: str, way: str) -> None:
     assert torch.equal(trained["constant.in_proj.weight"], model.constant.in_proj.weight)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fsdp_module_no_compute_grad(gloo2: Pool, strategy: str, way: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, gathers, scatters, world
+from depth import each
 from gradient_cases import assert_shards_of_mean, cases, inputs, penalty, values
 from hypothesis import given
 from ranks import Pool
@@ -216,6 +217,7 @@ TRANSFORMS = {
 }
 
 
+@each
 @pytest.mark.parametrize("every", [True, False], ids=["all", "some"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @given(case=cases())
@@ -252,6 +254,7 @@ MEMORY: dict[str, tuple[int, Callable[..., Any]]] = {
 """For each transform, how many buffers of one unit's size are alive at once, exactly."""
 
 
+@each
 @pytest.mark.parametrize("blocks", [3, 6])
 @pytest.mark.parametrize("transform", MEMORY)
 def test_gathered_buffers_alive_do_not_grow_with_the_model(transform: str, blocks: int) -> None:
@@ -292,6 +295,7 @@ def test_recomputed_units_are_gathered_ahead(way: str) -> None:
         assert alive.now() == []
 
 
+@each
 @pytest.mark.parametrize("way", ONCE)
 @pytest.mark.parametrize("ways", ["frozen", "kept"])
 def test_recomputed_units_that_are_frozen_or_kept(ways: str, way: str) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
+from depth import each
 from models import unchanged
 from parity import WAYS, average_gradients, numbers
 from peer_models import MLP, Net, Order, Outer, chain, frozen
@@ -614,6 +615,7 @@ def every_schedule(rank: int, name: str, p: P) -> None:
             identical(got, first, (way, prefetch, in_flight))
 
 
+@each
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_schedule_gives_the_same_gradients(gloo2: Pool, name: str, p: P) -> None:
@@ -633,6 +635,7 @@ def every_order(rank: int, order: str, way: str) -> None:
     identical(step(model, spec, way, x, prefetch=2), first, "the tree's order")
 
 
+@each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ["bca", "abab", "aab", "ac"])
 def test_a_wrong_order_costs_no_correctness(gloo2: Pool, order: str, way: str) -> None:
@@ -895,6 +898,7 @@ def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, prefetch: int, i
     return memory
 
 
+@each
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("prefetch", AHEAD)
 @pytest.mark.parametrize("name", MEMORY)

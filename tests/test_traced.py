@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import SHORT, Collectives, world
+from depth import each
 from parity import WAYS
 from ranks import Pool
 from test_real_ranks import Block
@@ -120,6 +121,7 @@ def traced_training(rank: int, strategy: str, way: str, optimizer: str) -> None:
     check_traced_training(rank, 2, spec_on(strategy), way, optimizer)
 
 
+@each
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -253,6 +255,7 @@ def export_equals_eager(rank: int, strategy: str, strict: bool) -> None:
             assert not each.state_dict
 
 
+@each
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_export_equals_eager(gloo2: Pool, strategy: str, strict: bool) -> None:
@@ -260,6 +263,7 @@ def test_export_equals_eager(gloo2: Pool, strategy: str, strict: bool) -> None:
     gloo2.run(export_equals_eager, strategy, strict)
 
 
+@each
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_export_is_plain_operators(strategy: str, strict: bool) -> None:
@@ -429,6 +433,7 @@ def functionalized(rank: int, strategy: str, way: str) -> None:
         assert_close(g(other, batch(rank, 1)), expected, rtol=1e-13, atol=1e-15)
 
 
+@each
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_functionalize_of_a_traced_step(gloo2: Pool, strategy: str, way: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
+from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import unchanged
@@ -227,7 +228,7 @@ def cases(draw: st.DrawFn, real: dict[str, int] | None = None, op: str = "", way
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("op", COLLECTIVES)
-@settings(max_examples=12)
+@settings(max_examples=depth(5, 120))
 @given(data=st.data())
 def test_any_nesting(op: str, way: str, data: st.DataObject) -> None:
     """Every collective and its derivatives, at every entry, are what a loop over the batches gives.
@@ -277,14 +278,14 @@ def check_on_groups(pool: Pool, many: list[Case], sizes: dict[str, int]) -> None
         agree(case, got, expected(case, WAYS[case.way](COLLECTIVES[case.op])[1]))
 
 
-@settings(max_examples=20)
+@settings(max_examples=depth(8, 200))
 @given(many=st.lists(cases({"a": 2}), min_size=8, max_size=8))
 def test_any_nesting_on_a_process_group(gloo2: Pool, many: list[Case]) -> None:
     """The same where the axis is two processes, under one to three vmaps."""
     check_on_groups(gloo2, many, {"a": 2})
 
 
-@settings(max_examples=5)
+@settings(max_examples=depth(3, 50))
 @given(many=st.lists(cases({"a": 2, "b": 2}), min_size=8, max_size=8))
 def test_any_nesting_on_a_mesh_of_groups(gloo4: Pool, many: list[Case]) -> None:
     """The same over either axis of a real mesh of two axes."""

@@ -22,6 +22,7 @@ import test_matrix
 import test_optim
 import torch
 import torch.distributed as dist
+from depth import depth, each, some
 from ranks import Pool
 from test_compress import COMPRESSORS, steps
 from test_matrix import STRATEGIES, TRANSFORMS, without_ticks
@@ -318,12 +319,14 @@ def test_another_order_is_found(worst2: Pool) -> None:
 # --- and funshard itself ---
 
 
+@each
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=without_ticks)
-def test_the_matrix(worst2: Pool, worst4: Pool, strategy: str) -> None:
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=without_ticks)
+def test_the_matrix(worst2: Pool, worst4: Pool, transform: str, strategy: str) -> None:
     """Every transform with every strategy is plain autograd of the whole model."""
     pool = {2: worst2, 4: worst4}[STRATEGIES[strategy].real]
-    results = pool.run(test_matrix.on_real_ranks, strategy)
-    for (rank, mine), transform in itertools.product(enumerate(results), TRANSFORMS):
+    results = pool.run(test_matrix.on_real_ranks, strategy, (transform,))
+    for rank, mine in enumerate(results):
         assert not isinstance(mine[transform], str), mine[transform]
         test_matrix.check(mine[transform], transform, strategy, len(results), rank)
 
@@ -359,7 +362,7 @@ def overlapped(rank: int, layout: str) -> None:
     model, mesh, second = network(), mesh_of(shape), mesh_of(shape, own=True)
     policy = fs.by_type(Layer, p=p)(model)
     for spec in (policy.on(mesh), policy.on(mesh, reductions=second)):
-        for prefetch, in_flight, way in itertools.product((0, 1, 2), (1, 2), ("backward", "func")):
+        for prefetch, in_flight, way in some(itertools.product((0, 1, 2), (1, 2), ("backward", "func"))):
             step(rank, spec, model, way, prefetch=prefetch, in_flight=in_flight)
 
 
@@ -388,7 +391,7 @@ TASKS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "loss_scale": (2, test_loss_scale.on_real_ranks, ()),
     "fs.compile": (2, test_compile.trained, ("gpt", "reshard", "aot_eager")),
     "fs.compile, replicated": (2, test_compile.trained, ("gpt", "replicate", "aot_eager")),
-    "fs.compile, HSDP": (4, test_compile.trained, ("gpt", "hsdp", "aot_eager")),
+    **depth({}, {"fs.compile, HSDP": (4, test_compile.trained, ("gpt", "hsdp", "aot_eager"))}),
     **{
         f"gather_full, {mesh}": (test_gather_full.MESHES[mesh][0], test_gather_full.round_trip, (mesh, 1))
         for mesh in sorted(test_gather_full.MESHES)

@@ -1,0 +1,83 @@
+"""How much of each law, table and claim a run tests: a part of each by default, the whole with ``pytest --thorough``.
+
+Nothing is left out by default. A law has fewer examples (`depth`, and the profiles of conftest.py), and a test that is marked
+`pairs` or `each` runs fewer combinations of what it is parametrized by, the same ones every time:
+
+    @pairs  # each two values of two parameters are in one case together
+    @pytest.mark.parametrize("ranks", [2, 3, 8])
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    @pytest.mark.parametrize("way", WAYS)
+
+The others are counted as deselected. They are chosen from what -k or the command line has left: a case that is asked for runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+PROFILE = "HYPOTHESIS_PROFILE"
+"""The variable of the environment that holds the depth, so that real ranks have it too."""
+T = TypeVar("T")
+
+each = pytest.mark.each
+"""Each value of each parameter is in some case."""
+pairs = pytest.mark.pairs
+"""Each two values of two parameters are in some case together."""
+TOGETHER = {"each": 1, "pairs": 2}
+
+
+def thorough() -> bool:
+    """Whether this run is one of ``pytest --thorough``."""
+    return os.environ.get(PROFILE) == "thorough"
+
+
+def depth(default: T, thoroughly: T) -> T:
+    """The first by default, the second with ``pytest --thorough``."""
+    return thoroughly if thorough() else default
+
+
+def covering(cases: Sequence[Sequence[Hashable]], together: int) -> list[int]:
+    """Which of the cases to run, so that any ``together`` values that are in one case are in one of these."""
+    missing = [{*itertools.combinations(enumerate(case), min(together, len(case)))} for case in cases]
+    chosen = []
+    while any(missing):
+        best = max(range(len(cases)), key=lambda i: len(missing[i]))  # the first of several
+        covered = frozenset(missing[best])
+        chosen.append(best)
+        missing = [some - covered for some in missing]
+    return sorted(chosen)
+
+
+def some(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Of the cases that one test goes through: by default so many that each two values are in one of them together."""
+    every = list(cases)
+    return every if thorough() else [every[i] for i in covering(every, 2)]
+
+
+def split(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The tests that run by default, and the others."""
+    tables: dict[tuple[str, str, int], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        for mark, together in TOGETHER.items():
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker(mark):
+                tables[item.parent.nodeid, item.originalname, together].append(item)
+    left_out: set[pytest.Item] = set()
+    for (*_, together), cases in tables.items():
+        chosen = covering([_values(case) for case in cases], together)
+        left_out |= {*cases} - {cases[i] for i in chosen}
+    return [item for item in items if item not in left_out], [item for item in items if item in left_out]
+
+
+def _values(case: pytest.Function) -> tuple[tuple[int, ...], ...]:
+    """Which values each of its parametrizations, which may be of several names, has given it."""
+    given = case.callspec.params
+    tables = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    names = [[name.strip() for name in table.split(",")] if isinstance(table, str) else [*table] for table in tables]
+    known = {name for some in names for name in some}
+    return tuple(tuple(id(given[name]) for name in some) for some in (*names, *([name] for name in given if name not in known)))

@@ -1,0 +1,65 @@
+"""What a run at default depth leaves out, and what it never does."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from depth import covering, each, pairs, thorough
+from hypothesis import given
+from hypothesis import strategies as st
+
+TABLES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(lambda sizes: list(itertools.product(*map(range, sizes))))
+"""Cases of whole tables."""
+
+
+@given(TABLES, st.integers(1, 2), st.data())
+def test_what_is_left_out_is_covered_by_what_runs(table: list[tuple[int, ...]], together: int, data: st.DataObject) -> None:
+    """Also where some of the table's cases are not there."""
+    table = data.draw(st.lists(st.sampled_from(table), min_size=1, unique=True))
+    run = [table[i] for i in covering(table, together)]
+    for case in table:
+        for places in itertools.combinations(range(len(case)), together):
+            assert any(all(other[i] == case[i] for i in places) for other in run), (case, places)
+
+
+def test_how_many_run() -> None:
+    """The longest side of a table, or of its longest two about their product; a test of one parameter runs whole."""
+    assert len(covering(list(itertools.product(range(7), range(3))), 1)) == 7
+    assert len(covering(list(itertools.product(range(14), range(7), range(3))), 2)) <= 1.1 * 14 * 7
+    assert covering([(i,) for i in range(9)], 1) == covering([(i,) for i in range(9)], 2) == list(range(9))
+    assert covering([("only",)], 2) == [0]
+
+
+LETTERS, NUMBERS, TWINS = "abcd", [1, 2, 3], [(1, "x"), (1, "y"), (2, "y")]
+
+
+@each
+@pytest.mark.parametrize("letter", LETTERS)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize(("n", "twin"), TWINS)
+def test_each(letter: str, number: int, n: int, twin: str) -> None: ...
+
+
+@pairs
+@pytest.mark.parametrize("letter", LETTERS)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize(("n", "twin"), TWINS)
+def test_pairs(letter: str, number: int, n: int, twin: str) -> None: ...
+
+
+def test_marks_choose_from_the_cases(request: pytest.FixtureRequest) -> None:
+    """Of the two tests above, names that are parametrized together count as one."""
+    runs = {test: [item.callspec.params for item in request.session.items if item.name.startswith(f"{test}[")]
+            for test in ("test_each", "test_pairs")}  # fmt: skip
+    if thorough() or not all(runs.values()):  # all of them, or the one that was asked for
+        return
+    assert len(runs["test_each"]) == 4
+    for some in runs.values():
+        assert {case["letter"] for case in some} == {*LETTERS}
+        assert {case["number"] for case in some} == {*NUMBERS}
+        assert {(case["n"], case["twin"]) for case in some} == {*TWINS}
+    seen = runs["test_pairs"]
+    assert {(case["letter"], case["number"]) for case in seen} == {*itertools.product(LETTERS, NUMBERS)}
+    assert {(case["letter"], (case["n"], case["twin"])) for case in seen} == {*itertools.product(LETTERS, TWINS)}
+    assert 12 <= len(seen) < 36
