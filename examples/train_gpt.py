@@ -120,7 +120,7 @@ if args.strategy == "hsdp":
     # when the interpreter takes them down at exit.
     spec = spec.on(init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)) if world > 1 else axes)
 params = {key: shard.to(device) for key, shard in fs.shard(model, spec).items()}
-model.to("meta")
+model = fs.skeleton(model)  # the full parameters are let go
 if rank == 0:
     print(spec)
 

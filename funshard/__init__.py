@@ -29,6 +29,7 @@ from .policies import (
 from .precision import Precision
 from .remat import remat
 from .sharding import combine, partition, reshard, shard, unshard
+from .skeleton import skeleton
 from .spec import P, PartitionSpec, Unit
 from .transforms import grad, grad_and_value, hvp
 from .tree import ModuleTree, Param, module_tree
@@ -80,6 +81,7 @@ __all__ = [
     "reshard",
     "scatter_full",
     "shard",
+    "skeleton",
     "testing",
     "trace_order",
     "unflatten",

@@ -7,10 +7,11 @@ and runs, storages, and process groups.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ __all__ = [
     "Function",
     "alias",
     "alone",
+    "assumed_constant",
     "at_level",
     "backend",
     "backward_early",
@@ -52,6 +54,7 @@ __all__ = [
     "group",
     "has_tangent",
     "in_forward_ad",
+    "in_graph",
     "in_python_node",
     "is_batched",
     "is_fake",
@@ -64,6 +67,7 @@ __all__ = [
     "level",
     "level_of",
     "lower",
+    "not_in_graph",
     "overwrite",
     "pack_hook",
     "plain",
@@ -570,6 +574,57 @@ def noted(**notes: object) -> contextlib.AbstractContextManager[None]:
     Pinned by ``test_every_phase_gathers_what_was_let_go``.
     """
     return annotate(notes)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def assumed_constant(fn: F) -> F:
+    """torch.compiler.assume_constant_result: torch.compile runs the function while it traces, once for each graph.
+
+    As `in_graph` and `not_in_graph` without importing Dynamo, which takes longer than torch itself. Pinned by
+    ``test_said_in_a_compiled_call``.
+    """
+    fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return fn
+
+
+def in_graph(fn: F) -> F:
+    """torch.compiler.allow_in_graph, which Dynamo is told when it comes by. Pinned by tests/test_import.py."""
+
+    @assumed_constant
+    def known() -> None:
+        torch.compiler.allow_in_graph(fn)
+
+    @functools.wraps(fn)
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            known()
+        return fn(*args)
+
+    return cast("F", call)
+
+
+def not_in_graph(reason: str) -> Callable[[F], F]:
+    """torch.compiler.disable, asked for when Dynamo comes by. Pinned by tests/test_import.py."""
+
+    def decorated(fn: F) -> F:
+        disabled: dict[None, F] = {}
+
+        @assumed_constant
+        def known() -> None:
+            disabled.setdefault(None, cast("F", torch.compiler.disable(fn, reason=reason)))
+
+        @functools.wraps(fn)
+        def call(*args: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                return fn(*args)
+            known()
+            return disabled[None](*args)
+
+        return cast("F", call)
+
+    return decorated
 
 
 FORWARD_CAN_BE_REPLACED = TorchVersion(torch.__version__) >= "2.13"

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.fx.node import has_side_effect
 from torch.nn.modules.batchnorm import _NormBase
@@ -32,7 +31,7 @@ def warn_of_lost(model: nn.Module, names: Sequence[str], stacklevel: int) -> Non
         _warn(names, stacklevel + 1)
 
 
-@torch.compiler.assume_constant_result
+@_torch.assumed_constant
 def warn_of_lost_while_tracing(names: tuple[str, ...]) -> None:
     """The same inside torch.compile, which comes here when it traces, so once for each graph."""
     if names:
@@ -58,7 +57,8 @@ def running_statistics(model: nn.Module) -> Iterator[str]:
             yield from (join(path, name) for name in module._buffers)
 
 
-@torch.compiler.allow_in_graph
+@_torch.in_graph
+@has_side_effect
 def put_back(given: Tensor, now: Tensor) -> None:
     """Write a buffer's new values into the given one, inside torch.compile.
 
@@ -66,6 +66,3 @@ def put_back(given: Tensor, now: Tensor) -> None:
     As plain autograd does outside, so the caller's buffers are updated. Pinned by ``test_buffers_from_outside``.
     """
     _torch.overwrite(given, now)
-
-
-has_side_effect(put_back)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .agree import broadcast_text, process_group
 from .fits import check_full, check_shards
+from .host import on_host
 from .layout import Params, coordinates, flatten_unit, unflatten_unit
 from .mesh import Mesh, Simulated
 from .spec import PartitionSpec, Unit, bound
@@ -36,19 +37,33 @@ def gather_full(
     if rank0_only and any(isinstance(axis, Simulated) for _, axis in mesh.axes):
         raise ValueError("gather_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
     full: Params = {}
+    waiting: Callable[[], Params] = dict
     with torch.no_grad():
         for unit in units:
-            full |= _copies(shards[unit.key].detach(), unit, mesh, rank0_only, offload_to_cpu)
-    return full
+            copies = _copies(shards[unit.key].detach(), unit, mesh, rank0_only, offload_to_cpu)
+            full |= waiting()  # the one before, while this one is on its way
+            waiting = copies
+        return full | waiting()
 
 
-def _copies(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_cpu: bool) -> Params:
-    """A gathered unit's parameters, copied; its buffer is gone when this returns, before the next one is gathered."""
+def _copies(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_cpu: bool) -> Callable[[], Params]:
+    """A gathered unit's parameters, copied; its buffer is gone when this returns, before the next one is gathered.
+
+    Where they leave a device for the host that is one copy, which is waited for when what comes back is called.
+    """
     buffer = _gather_to_first(piece, unit, mesh) if rank0_only else gather_unit(piece, unit, mesh)
     if buffer is None:
-        return {}
-    tensors = zip(unit.params, unflatten_unit(buffer, unit), strict=True)
-    return {param.name: t.to("cpu", copy=True) if offload_to_cpu else t.clone() for param, t in tensors}
+        return dict
+    if offload_to_cpu and buffer.device.type != "cpu":
+        copy = on_host(buffer)
+        return lambda: _by_name(copy(), unit)
+    copies = _by_name(buffer, unit)
+    return lambda: copies
+
+
+def _by_name(buffer: Tensor, unit: Unit) -> Params:
+    """Each parameter as a tensor of its own: one that shared its memory with others could not be saved by itself."""
+    return {param.name: t.clone() for param, t in zip(unit.params, unflatten_unit(buffer, unit), strict=True)}
 
 
 def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src: int = 0) -> Params:

@@ -76,7 +76,9 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
     A loss that is the mean over this rank's samples, times this, and ``reduce="sum"``, is the mean over all ranks' samples.
     """
     mesh = bound(spec).bound_mesh
-    own = torch.as_tensor(weight, device=mesh.device)
+    # a number is filled in on the device: a copy from the host would have to wait for it
+    number = isinstance(weight, int | float)
+    own = torch.full((), weight, device=mesh.device) if number else torch.as_tensor(weight, device=mesh.device)
     own = own.to(torch.promote_types(own.dtype, torch.float32))
     total = sum_over(own, mesh)
     return torch.where(total > 0, own / total, 0)

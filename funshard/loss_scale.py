@@ -30,6 +30,8 @@ class LossScale(NamedTuple):
 def init(scale: float = 2.0**16, *, device: torch.device | str | None = None) -> LossScale:
     """The state before the first step, as torch.amp.GradScaler's. Raises ValueError for a scale that is not positive.
 
+    `update` takes it to the device where the gradients are; with a ``device`` it is there from the first step on.
+
     >>> import torch, funshard as fs
     >>> state = fs.loss_scale.init(4.0)
     >>> spec = fs.whole()(torch.nn.Linear(2, 1, bias=False))
@@ -53,10 +55,15 @@ def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) 
     The second is a bool scalar that all ranks of the spec's mesh have alike: one all-reduce for each of its axes. Where it
     is False leave the update out (`select`).
     """
+    mesh = bound(spec).bound_mesh
     inverse = state.scale.double().reciprocal().float()
     out = {key: (g * inverse.to(g.device)).to(g.dtype) for key, g in grads.items()}
-    bad = torch.stack([(~torch.isfinite(g)).any() for g in grads.values()]).any() if grads else torch.tensor(False)
-    ranks_with_bad = sum_over(bad.float(), bound(spec).bound_mesh)
+    bad = (
+        torch.stack([(~torch.isfinite(g)).any() for g in grads.values()]).any()
+        if grads
+        else torch.zeros((), device=mesh.device)
+    )
+    ranks_with_bad = sum_over(bad.float(), mesh)
     return out, ranks_with_bad == 0
 
 
@@ -70,22 +77,22 @@ def update(
 ) -> LossScale:
     """The state for the next step: the scale grows after so many good steps in a row, and falls after a bad one.
 
-    As torch.amp.GradScaler's ``update``, without a synchronisation. A scale that would overflow does not grow. Raises
-    ValueError for a growth factor of at most 1, a backoff factor that is not between 0 and 1, an interval under 1.
+    As torch.amp.GradScaler's ``update``, without a synchronisation, on the device of ``finite``. A scale that would overflow
+    does not grow. Raises ValueError for a growth factor of at most 1, a backoff factor that is not between 0 and 1, an
+    interval under 1.
     """
     if not (growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1):
         raise ValueError(
             "loss_scale.update: expected growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= 1, got "
             f"{growth_factor}, {backoff_factor} and {growth_interval}"
         )
-    finite = finite.to(state.scale.device)
-    good = state.good_steps + 1
+    scale, good = state.scale.to(finite.device), state.good_steps.to(finite.device) + 1
     grows = good >= growth_interval
-    grown = state.scale * growth_factor
-    kept = torch.where(grows & torch.isfinite(grown), grown, state.scale)
+    grown = scale * growth_factor
+    kept = torch.where(grows & torch.isfinite(grown), grown, scale)
     zero = torch.zeros_like(good)
     return LossScale(
-        torch.where(finite, kept, state.scale * backoff_factor),
+        torch.where(finite, kept, scale * backoff_factor),
         torch.where(finite & ~grows, good, zero),
     )
 

@@ -17,6 +17,7 @@ from .call import arguments
 from .collectives import broadcast, sum_over
 from .division import Divide, Reduction
 from .fits import check_buffers
+from .host import on_host
 from .layout import Params, unflatten_unit
 from .mesh import Simulated
 from .refuse import REGISTER_HOOK, Refuse
@@ -88,6 +89,8 @@ def per_sample_grads(
 
     params = {unit.key: params[unit.key].detach() for unit in units}
     compiled = torch.compiler.is_compiling()  # where both passes are in one graph, and nothing is drawn
+    # drawn and sent before all else, so that the host need not wait for the gradients to know it
+    seed = _seed(generator, spec, next(iter(params.values())).device) if noise and params and not compiled else None
     again = contextlib.nullcontext() if compiled else Surroundings(pytree.tree_leaves(args)).again()
 
     def probed(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
@@ -108,10 +111,10 @@ def per_sample_grads(
     with again:  # dropout as in the first pass
         grads: Params = grad(weighted)(params)
     if noise:
-        grads = _noisy(grads, noise * clip, units, spec, generator)
+        grads = _noisy(grads, noise * clip, units, spec, generator, seed)
     if reduce == "sum":
         return grads
-    total = sum_over(torch.tensor(float(samples), device=mesh.device), mesh) if reduce == "mean" else reduce
+    total = sum_over(torch.full((), float(samples), device=mesh.device), mesh) if reduce == "mean" else reduce
     return {key: (g / total).to(g.dtype) for key, g in grads.items()}
 
 
@@ -121,7 +124,7 @@ _HOOK = (
 )
 
 
-@torch.compiler.allow_in_graph
+@_torch.in_graph
 def _probed(buffer: Tensor, probe: Tensor) -> Tensor:
     # One node for Dynamo, which would lose the backward, and with it the clipping. As collectives._primitive.
     return _Probe.apply(buffer, probe)
@@ -168,19 +171,19 @@ def _full(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Params:
     return full
 
 
-@torch.compiler.disable(reason="noise is drawn by a generator, which no graph can seed")
+@_torch.not_in_graph("noise is drawn by a generator, which no graph can seed")
 def _noisy(
-    grads: Mapping[str, Tensor], scale: float, units: Iterable[Unit], spec: PartitionSpec, generator: torch.Generator | None
+    grads: Mapping[str, Tensor],
+    scale: float,
+    units: Iterable[Unit],
+    spec: PartitionSpec,
+    generator: torch.Generator | None,
+    seed: Callable[[], Tensor] | None,
 ) -> Params:
     """The gradients with normal numbers of this standard deviation, the same ones at any number of ranks."""
     mesh = spec.bound_mesh
     device = next(iter(grads.values())).device
-    with _torch.beneath():
-        seed = torch.randint(2**62, (), generator=generator, device=generator.device if generator else None).to(device)
-        for name in mesh.names:
-            if not isinstance(mesh[name], Simulated):  # whose ranks are one process
-                seed = broadcast(seed, mesh[name])
-        source = torch.Generator(device).manual_seed(int(seed))
+    source = torch.Generator(device).manual_seed(int((seed or _seed(generator, spec, device))()))
     out: Params = {}
     for unit in units:
         with _torch.beneath():
@@ -189,6 +192,17 @@ def _noisy(
             real[: unit.numel].normal_(generator=source)
         out[unit.key] = grads[unit.key] + scale * scatter_unit(whole, unit, mesh)
     return out
+
+
+def _seed(generator: torch.Generator | None, spec: PartitionSpec, device: torch.device) -> Callable[[], Tensor]:
+    """The seed that rank 0 draws and sends."""
+    mesh = spec.bound_mesh
+    with _torch.beneath():
+        seed = torch.randint(2**62, (), generator=generator, device=generator.device if generator else None)
+        axes = [mesh[name] for name in mesh.names if not isinstance(mesh[name], Simulated)]  # whose ranks are one process
+        for axis in axes:
+            seed = broadcast(seed.to(device, non_blocking=True), axis)
+        return on_host(seed)
 
 
 def _check_batch(args: tuple[object, ...]) -> int:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import _torch
@@ -14,7 +15,7 @@ from .layout import Params, unflatten_unit
 from .remat import run_again
 from .schedule import Visit
 from .spec import PartitionSpec
-from .swap import Attributes, Parameters, Place
+from .swap import Attributes, Parameters, Place, copy_of
 from .tree import join
 
 __all__ = ["Inside", "Replaced", "recomputed", "replaced"]
@@ -54,7 +55,7 @@ def recomputed(
     now = dict(given)
     roots: dict[str, Any] = {
         "its parameters": params,
-        "its buffers": [buffer.clone() for buffer in buffers],
+        "its buffers": [copy_of(buffer, buffer.dtype) for buffer in buffers],
         "its spec": spec,
         "what was put in the place of its parameters": now,
         "forward": {path: before[module]["forward"] for path, module in place.modules.items() if "forward" in before[module]},
@@ -117,7 +118,7 @@ class _Runs:
         kwargs: Kwargs,
         *_: nn.Module,
     ) -> tuple[Any, dict[int, tuple[Tensor, bool]]]:
-        copies = [buffer.clone() for buffer in given]
+        copies = [copy_of(buffer, buffer.dtype) for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
         now = {name: copy for copy, names in zip(copies, self.buffers, strict=True) for name in names}
         own: dict[nn.Module, dict[str, Any]] = {
@@ -140,7 +141,7 @@ class _Runs:
             self._read = used
             self.told = {i for i, is_new in written.items() if not is_new}
             # kernels write running statistics without telling the version; those that vmap does not batch they refuse
-            quiet = (i for i, x in enumerate(copies) if x.is_floating_point() and (not _torch.level() or _torch.is_batched(x)))
+            quiet = (i for i, x in enumerate(copies) if x.is_floating_point() and _may_be_written(given[i], x))
             self._written = dict.fromkeys(quiet, False) | written
         self._check(used, written, now)
         return out, {i: (now[self.buffers[i][0]], is_new) for i, is_new in self._written.items()}
@@ -188,3 +189,14 @@ class _Runs:
                 yield
         finally:
             self._last = False
+
+
+def _may_be_written(buffer: Tensor, copy: Tensor) -> bool:
+    """Whether a kernel may have written to the copy of a buffer without telling its version."""
+    if _torch.level():
+        return _torch.is_batched(copy)
+    return not (_strided(buffer) and _strided(copy) and _torch.shares_memory(buffer, copy))
+
+
+def _strided(x: Tensor) -> bool:
+    return type(x) is Tensor and x.layout is torch.strided

@@ -14,6 +14,7 @@ from .division import Divide, Reduction
 from .fits import check_mapping, check_shards, full_parameters
 from .full import scatter_full
 from .layout import Params, coordinates, flatten_unit, unflatten_unit
+from .skeleton import is_skeleton
 from .spec import PartitionSpec, Unit, bound, checked
 from .travel import gather_unit, scatter_unit
 from .tree import Param
@@ -58,6 +59,11 @@ def shard(
     full, values = None, None
     try:
         if _source(src, rank, spec):
+            if is_skeleton(model_or_params):
+                raise ValueError(
+                    "shard: the model is a skeleton, whose parameters have no values: expected the model that it was made "
+                    "of, or full parameters by name"
+                )
             full = full_parameters(model_or_params, spec)
         if together and check_values and src is None:
             values = fingerprints(full or {}, spec)

@@ -16,7 +16,17 @@ from .casting import cast_back, cast_floats
 from .spec import PartitionSpec, Unit
 from .tree import join, refuse_compiled
 
-__all__ = ["CHANGING", "CONTAINERS", "Attributes", "Parameters", "Place", "install_buffers", "restored", "this_thread"]
+__all__ = [
+    "CHANGING",
+    "CONTAINERS",
+    "Attributes",
+    "Parameters",
+    "Place",
+    "copy_of",
+    "install_buffers",
+    "restored",
+    "this_thread",
+]
 
 Attributes = dict[nn.Module, dict[str, Any]]
 """Of each module what ``vars`` gives."""
@@ -214,12 +224,20 @@ def _own(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
     return dict(mapping.items() if isinstance(module, torch.jit.ScriptModule) else dict.items(mapping))
 
 
+def copy_of(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a buffer, which costs nothing until forward writes to it, as to few; not where a vmap or tracing sees it."""
+    seen = torch.compiler.is_compiling() or _torch.traced() or _torch.is_batched(buffer)
+    if seen or dtype != buffer.dtype or type(buffer) is not Tensor or buffer.layout is not torch.strided:
+        return buffer.to(dtype, copy=True)
+    return _torch.copy_on_write(buffer)
+
+
 def install_buffers(
     modules: Mapping[str, nn.Module],
     buffers: Mapping[str, Tensor] | None,
     dtypes: Callable[[str], torch.dtype | None] | None = None,
 ) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], list[str]]]:
-    """Give every module its own ``_buffers``: the given ones, copies of the rest.
+    """Give every module its own ``_buffers``: the given ones, copies on write of the rest.
 
     Two functions come back: one reads the given ones, another names the copies that were changed since. ``dtypes`` says to
     what floating point buffers of the module at a path are cast; they are read back in their own.
@@ -242,7 +260,7 @@ def install_buffers(
             elif original is not None and mine[attr] is original and not original.is_meta:
                 dtype = cast if cast and original.is_floating_point() else original.dtype
                 if (original, dtype) not in copies:
-                    copies[original, dtype] = original.to(dtype, copy=True)
+                    copies[original, dtype] = copy_of(original, dtype)
                 mine[attr] = copies[original, dtype]
                 copied.append((name, module, attr, copies[original, dtype]))
     if given:

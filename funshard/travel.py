@@ -169,7 +169,7 @@ def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis]) -> Tensor:
     return torch.cat([codec.decoded([x[i] for x in tensors], len(piece)) for i in range(slices)])
 
 
-@torch.compiler.allow_in_graph
+@_torch.in_graph
 def _travel(
     x: Tensor,
     value: Tensor | None,

@@ -1,0 +1,154 @@
+"""skeleton: what is left of a model is all that a call needs, and the memory of its parameters is free."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from ranks import Pool
+from torch import Tensor, nn
+
+import funshard as fs
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, attn_pdrop=0, resid_pdrop=0)
+    config.embd_pdrop = 0
+    return transformers.GPT2LMHeadModel(config)  # its head is tied to its embedding
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(5)
+        self.norm.bias.requires_grad_(False)
+        self.register_buffer("shift", torch.arange(8.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(x)) + self.shift)
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "tied": Tied}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def call(model: nn.Module, params: fs.Params, spec: fs.PartitionSpec) -> Tensor:
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    out = fs.functional_call(model, params, (torch.arange(10).view(2, 5),), spec=spec, buffers=buffers)
+    return (out if isinstance(out, Tensor) else out.logits).square().mean()
+
+
+def grads(model: nn.Module, params: fs.Params, spec: fs.PartitionSpec) -> tuple[fs.Params, Tensor]:
+    return fs.grad_and_value(lambda p: call(model, p, spec))(params)
+
+
+def on_ranks(rank: int, name: str) -> None:
+    """Values, gradients, the spec and the way back, as with the model; then the model goes, and its memory."""
+    model = build(name)
+    policy = fs.by_size(100)
+    spec = policy(model).bound
+    params = fs.shard(model, spec)
+    expected = grads(model, params, spec)
+    full = {key: p.clone() for key, p in fs.gather_full(params, spec).items()}
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    bare = fs.skeleton(model)
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+    assert policy(bare) == policy(model)
+    assert [(n, p.requires_grad) for n, p in bare.named_parameters()] == [
+        (n, p.requires_grad) for n, p in model.named_parameters()
+    ]
+    assert all(b is dict(model.named_buffers())[n] for n, b in bare.named_buffers())
+    gone = [weakref.ref(x) for x in (*model.parameters(), *(p.untyped_storage() for p in model.parameters()), *model.modules())]
+    del model
+    gc.collect()
+    assert not [ref for ref in gone if ref() is not None]
+    spec = policy(bare).bound
+    for got, want in zip(grads(bare, params, spec), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert all(torch.equal(p, full[key]) for key, p in fs.gather_full(params, spec).items())
+    for key, p in fs.scatter_full(full if rank == 0 else None, spec).items() if torch.distributed.is_initialized() else ():
+        assert torch.equal(p, params[key])
+    assert all(torch.equal(p, full[key]) for key, p in fs.unshard(params, spec).items() if key in full)
+    with pytest.raises(ValueError, match="the model is a skeleton, whose parameters have no values"):
+        fs.shard(bare, spec)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_skeleton_is_all_that_a_call_needs(name: str) -> None:
+    on_ranks(0, name)
+
+
+def test_on_real_ranks(gloo2: Pool) -> None:
+    for name in MODELS:
+        gloo2.run(on_ranks, name)
+
+
+def closure(model: Any) -> None:
+    forward = model.norm.forward
+    model.norm.forward = lambda x: forward(x)
+
+
+def hook(model: Any) -> None:
+    model.head.register_forward_hook(lambda module, args, out: out + model.shift)
+
+
+def view(model: Any) -> None:
+    model.register_buffer("row", model.embed.weight.detach()[0])
+
+
+def attribute(model: Any) -> None:
+    model.row = model.embed.weight.detach()[0]
+
+
+def lock(model: Any) -> None:
+    model.running = (i for i in range(3))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (closure, "'forward' of module 'norm' holds a module or a parameter of the model"),
+        (hook, "'_forward_hooks' of module 'head' holds a module"),
+        (view, "'row' is in the memory of parameter 'embed.weight'"),
+        (attribute, "'row' is in the memory of parameter 'embed.weight'"),
+        (lock, "Tied cannot be copied: TypeError: cannot pickle"),
+        (lambda model: model.norm.compile(), "module 'norm' was compiled in place"),
+        (lambda model: setattr(model, "norm", torch.jit.script(nn.Linear(2, 2))), "module 'norm' is a ScriptModule"),
+    ],
+)
+def test_refused(change: Any, message: str) -> None:
+    model = Tied()
+    change(model)
+    with pytest.raises((TypeError, ValueError), match=message):
+        fs.skeleton(model)
+
+
+def test_methods_and_hooks_go_with_the_copy() -> None:
+    """What is bound to a module is bound to its copy; a hook that takes the module is given the copy."""
+    model: Any = Tied()
+    model.head.forward = functools.partial(Tied.forward, model.head)
+    model.norm.forward = model.norm.__class__.forward.__get__(model.norm)
+    model.norm.register_forward_hook(lambda module, args, out: out * module.eps)
+    bare: Any = fs.skeleton(model)
+    assert bare.norm.forward.__self__ is bare.norm
+    assert bare.head.forward.args[0] is bare.head
+    assert len(bare.norm._forward_hooks) == 1
