@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,10 @@ class Codec:
     >>> float8.decode(*float8.encode(torch.tensor([448.0, 3.1])))
     tensor([448.,   3.])
 
-    Both must be pure, and are called on every rank for each gather. After ``fsdp_pre_all_gather`` and
-    ``fsdp_post_all_gather`` of FSDP2's tensor subclasses.
+    Both must be pure, and are called on every rank for each gather: ``encode`` on its slice, ``decode`` on all slices at
+    once, by torch.vmap, so that the number of kernels is that of one. Where vmap cannot run it (it reads a value on the
+    host, or writes to a tensor that it made), and inside torch.compile, it is called slice by slice. After
+    ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of FSDP2's tensor subclasses.
     """
 
     encode: Callable[[Tensor], tuple[Tensor, ...]]
@@ -45,12 +48,21 @@ class Codec:
             raise TypeError(f"{self}: expected encode to return a tuple of tensors, got {got}")
         return tensors
 
-    def decoded(self, tensors: Iterable[Tensor], numel: int) -> Tensor:
-        """A slice of so many elements from what was sent. ValueError if it has another length."""
-        piece = self.decode(*tensors)
-        if tuple(piece.shape) != (numel,):
-            raise ValueError(f"{self}: expected decode to return {numel} elements, got shape {list(piece.shape)}")
-        return piece
+    def decoded(self, tensors: Sequence[Tensor], numel: int) -> Tensor:
+        """All slices, of so many elements each, end to end, from what was sent of them, stacked in dimension 0.
+
+        ValueError if a slice has another length.
+        """
+        rows: Sequence[Tensor] | Tensor | None = None
+        if not torch.compiler.is_compiling():  # which fuses what is written out, and recovers from no error
+            with contextlib.suppress(Exception):  # of torch.vmap, or else decode raises it again
+                rows = torch.vmap(self.decode)(*tensors)
+        if rows is None:
+            rows = [self.decode(*row) for row in zip(*tensors, strict=True)]
+        shapes = [tuple(rows.shape[1:])] if isinstance(rows, Tensor) else [tuple(row.shape) for row in rows]
+        if wrong := [shape for shape in shapes if shape != (numel,)]:
+            raise ValueError(f"{self}: expected decode to return {numel} elements, got shape {list(wrong[0])}")
+        return rows.flatten() if isinstance(rows, Tensor) else torch.cat(rows)
 
 
 Form = tuple[tuple[torch.dtype, torch.Size], ...]
@@ -71,11 +83,11 @@ def packed(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
 
 
 def unpacked(raw: Tensor, form: Form) -> list[Tensor]:
-    """The tensors, as views. Inverse of `packed`."""
+    """The tensors, as views; of many at once where the bytes have dimensions before the last. Inverse of `packed`."""
     tensors: list[Tensor] = []
     start = 0
     for dtype, shape in form:
         size = shape.numel() * dtype.itemsize
-        tensors.append(raw[start : start + size].view(dtype).view(shape))
+        tensors.append(raw[..., start : start + size].view(dtype).view(*raw.shape[:-1], *shape))
         start += size + -size % _ALIGN
     return tensors

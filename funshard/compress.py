@@ -119,8 +119,9 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
     A chunk is so many elements (512 in torch's hook), or all that one rank sends another of a unit. Ranks send each other
     scales and zero points as float32, and the bytes, and dequantize, add and divide in float32: an element is off by half
     a level at most. Split units send each rank the slice that it owns, replicated ones all to all, so that what a rank
-    takes in grows with their number. As quantization_pertensor_hook and quantization_perchannel_hook, but without the
-    least scale of 1.2e-7 by which gradients under that vanish. A chunk with a value that is not finite is not finite.
+    takes in, and holds in float32 while it adds that up, grows with their number. As quantization_pertensor_hook and
+    quantization_perchannel_hook, but without the least scale of 1.2e-7 by which gradients under that vanish. A chunk with a
+    value that is not finite is not finite.
 
     Raises ValueError for a chunk under 1.
     """
@@ -145,9 +146,8 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
             zero = (-low / scale).round().clamp(0, 255)
             data = ((pieces / scale[..., None]).round() + zero[..., None]).clamp(0, 255).to(torch.uint8)
             scales, zeros = _from_all(torch.stack([scale, zero], -1), unit, spec, over).unbind(-1)
-            total = torch.zeros_like(pieces[0])
-            for s, z, levels in zip(scales, zeros, _from_all(data, unit, spec, over), strict=True):
-                total = total + s[..., None] * (levels.float() - z[..., None])
+            received = _from_all(data, unit, spec, over).float().sub_(zeros[..., None]).mul_(scales[..., None])
+            total = received.sum(0)
             shards[key] = (total.flatten()[:n] / size_of(over, spec)).to(buffer.dtype)
         return shards, state
 

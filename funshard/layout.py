@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ __all__ = [
     "flatten_unit",
     "index",
     "ordered",
+    "spaced",
     "unflatten",
     "unflatten_unit",
     "views",
+    "widest",
 ]
 
 Params = dict[str, Tensor]
@@ -28,10 +30,10 @@ Params = dict[str, Tensor]
 
 
 def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
-    """One padded 1-D buffer per unit: its parameters end to end, each in its own memory order. Inverse of `unflatten`.
+    """One padded 1-D buffer per unit: its parameters one after the other, each in its own memory order. Inverse of `unflatten`.
 
     ``params`` are full tensors under any of their names. The buffers' length is ``spec.padded_numel(unit)``, the
-    padding is zeros, their dtype is the tensors' own. Differentiable; copies.
+    padding (``unit.parts``, and what comes after them) is zeros, their dtype is the tensors' own. Differentiable; copies.
 
     Raises ValueError, naming the parameter, for one that is missing, unknown, of another shape, or of another dtype
     than the rest of its unit.
@@ -45,7 +47,19 @@ def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tenso
     """The buffer of one unit, ``padded`` elements long."""
     tensors = full_of_unit(params, unit)
     pieces = [ordered(tensor, param).reshape(-1) for tensor, param in zip(tensors, unit.params, strict=True)]
-    return torch.cat([*pieces, pieces[0].new_zeros(padded - unit.numel)])
+    return torch.cat(spaced(pieces, unit, padded, pieces[0].new_zeros(widest(unit, padded))))
+
+
+def spaced(pieces: Iterable[Tensor], unit: Unit, padded: int, zeros: Tensor) -> list[Tensor]:
+    """What is a unit's buffer once it is joined: a piece for each parameter, and of `widest` zeros what is between them."""
+    rest = iter(pieces)
+    out = [zeros[:size] if param is None else next(rest) for size, param in unit.parts]
+    return [*out, zeros[: padded - unit.span]] if padded > unit.span else out
+
+
+def widest(unit: Unit, padded: int) -> int:
+    """Elements of the longest padding in a unit's buffer."""
+    return max(padded - unit.span, *(size for size, param in unit.parts if param is None), 0)
 
 
 def ordered(tensor: Tensor, param: Param) -> Tensor:
@@ -72,9 +86,8 @@ def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:
 
     One split: a slice per parameter would make as many full-size zero buffers in the backward pass.
     """
-    sizes = [param.numel for param in unit.params]
-    pieces = buffer.split([*sizes, buffer.shape[0] - unit.numel])
-    return [_shaped(piece, param) for piece, param in zip(pieces, unit.params, strict=False)]
+    pieces = buffer.split([*(size for size, _ in unit.parts), buffer.shape[0] - unit.span])
+    return [_shaped(piece, param) for piece, (_, param) in zip(pieces, unit.parts, strict=False) if param is not None]
 
 
 def _shaped(piece: Tensor, param: Param) -> Tensor:
@@ -130,8 +143,9 @@ def views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None
         length = spec.shard_numel(unit)
         begin = index(unit, mesh, at) * length
         start = 0
-        for param in unit.params:
-            low, high = (min(max(x - begin, 0), length) for x in (start, start + param.numel))
-            out[param.name] = shards[unit.key][low:high]
-            start += param.numel
+        for size, param in unit.parts:
+            if param is not None:
+                low, high = (min(max(x - begin, 0), length) for x in (start, start + size))
+                out[param.name] = shards[unit.key][low:high]
+            start += size
     return out

@@ -18,7 +18,7 @@ from .collectives import broadcast, sum_over
 from .division import Divide, Reduction
 from .fits import check_buffers
 from .host import on_host
-from .layout import Params, unflatten_unit
+from .layout import Params, spaced, unflatten_unit, widest
 from .mesh import Simulated
 from .refuse import REGISTER_HOOK, Refuse
 from .spec import PartitionSpec, Unit, bound
@@ -187,9 +187,11 @@ def _noisy(
     out: Params = {}
     for unit in units:
         with _torch.beneath():
-            whole = torch.zeros(spec.padded_numel(unit), dtype=grads[unit.key].dtype, device=device)
-            real = torch.view_as_real(whole) if whole.is_complex() else whole
-            real[: unit.numel].normal_(generator=source)
+            drawn = torch.empty(unit.numel, dtype=grads[unit.key].dtype, device=device)
+            (torch.view_as_real(drawn) if drawn.is_complex() else drawn).normal_(generator=source)
+            padded = spec.padded_numel(unit)
+            pieces = drawn.split([param.numel for param in unit.params])
+            whole = torch.cat(spaced(pieces, unit, padded, drawn.new_zeros(widest(unit, padded))))
         out[unit.key] = grads[unit.key] + scale * scatter_unit(whole, unit, mesh)
     return out
 

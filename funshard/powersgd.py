@@ -131,7 +131,9 @@ def powersgd(
             unit = spec.by_key[key]
             buffer = sent[key] if key in parts else flatten_unit(sent, unit, spec.padded_numel(unit))
             if key in units[key] and unit.numel < spec.padded_numel(unit):
-                own = torch.arange(spec.padded_numel(unit), device=buffer.device) < unit.numel
+                own = torch.zeros(spec.padded_numel(unit), dtype=torch.bool, device=buffer.device)
+                for view in unflatten_unit(own, unit):
+                    view.fill_(True)
                 own = sliced(outermost(own, unit, spec, other_axes(over, spec)), unit, spec, other_axes(over, spec))
                 buffer = torch.where(own, buffer, 0)
             shards[key] = sliced(buffer, unit, spec, over)

@@ -15,6 +15,8 @@ __all__ = ["BUCKET_BYTES", "Reductions"]
 
 BUCKET_BYTES = 2**22
 """The gradients of replicated units are reduced together once they are so many: see examples/benchmarks/comm.py."""
+BUCKET_BYTES_CUDA = 25 * 2**20
+"""The same on CUDA, where a collective costs more to start: DistributedDataParallel's default."""
 
 
 class Reductions:
@@ -61,7 +63,8 @@ class Reductions:
         dtypes = route.dtypes.reduce, route.dtype
         bucket = self._filling.setdefault(dtypes, _Bucket(route.reduce))  # replicated units of these dtypes have the same steps
         bucket.add(key, pieces, route.padded)
-        if bucket.numel * route.dtypes.reduce.itemsize >= BUCKET_BYTES:
+        most = BUCKET_BYTES_CUDA if pieces[0].is_cuda else BUCKET_BYTES
+        if bucket.numel * route.dtypes.reduce.itemsize >= most:
             self._reduce(self._filling.pop(dtypes), route.dtypes.reduce)
 
     def _reduce(self, bucket: _Bucket, dtype: torch.dtype) -> None:

@@ -26,7 +26,7 @@ from torch.autograd.function import FunctionCtx
 from . import _torch
 from .codec import Form, packed, unpacked
 from .division import Reduction
-from .layout import ordered, unflatten_unit
+from .layout import ordered, spaced, unflatten_unit
 from .reductions import Reductions
 from .saved import Note, ended, save_in_node
 from .spec import PartitionSpec, Unit
@@ -62,6 +62,7 @@ class Schedule:
         self._here, self._task = 0, -1  # where in that order which run of backward is
         self._around: int | None = None  # that run, while one inside it runs
         self._untold: deque[weakref.ref[Visit]] = deque()
+        self._padding: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def enter(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The shards as the call is to use them: what is reduced in backward arrives at them together, at its end."""
@@ -162,7 +163,7 @@ class Schedule:
         """Start to reduce a unit's gradient, given by parameter, which nobody differentiates."""
         route = self.routes.of[unit.key]
         with _torch.beneath():
-            pieces = _pieces(unit, grads, route, self.shards[unit.key])
+            pieces = _pieces(unit, grads, route, self.shards[unit.key], self._zeros(route, self.shards[unit.key]))
             self.reductions.begin(self.task())
             if route.gather:
                 self.reductions.split(unit.key, pieces, route)
@@ -172,25 +173,33 @@ class Schedule:
                 buffer = _torch.joined(pieces, pieces[0].new_empty(route.padded, dtype=route.dtypes.reduce))
                 self.reductions.done(unit.key, buffer.to(route.dtype))
 
+    def _zeros(self, route: Route, like: Tensor) -> Tensor:
+        """What padding is made of: for all units together, as nobody writes to it."""
+        of = like.device, route.dtypes.param
+        if route.widest and of not in self._padding:
+            longest = max(route.widest for route in self.routes.of.values())
+            self._padding[of] = like.new_zeros(longest, dtype=route.dtypes.param)
+        return self._padding.get(of, like)
+
     def collect(self, shard: Tensor) -> dict[str, Tensor]:
         """The reduced gradients of this backward, by unit key. The shard is any of those that they are gradients of."""
         self.reductions.begin(self.task())
         with _torch.beneath():
             reduced = self.reductions.collect()
         self.buffers.clear()
+        self._padding.clear()
         if not reduced or not self.is_last():
             return reduced
         return dict(zip(reduced, ended(shard, list(reduced.values())), strict=True))
 
 
-def _pieces(unit: Unit, grads: Sequence[Tensor | None], route: Route, like: Tensor) -> list[Tensor]:
+def _pieces(unit: Unit, grads: Sequence[Tensor | None], route: Route, like: Tensor, zeros: Tensor) -> list[Tensor]:
     """What to join to the gradient of a unit's buffer."""
-    pieces = [
+    pieces = (
         like.new_zeros(param.numel, dtype=route.dtypes.param) if grad is None else ordered(grad, param).contiguous()
         for grad, param in zip(grads, unit.params, strict=True)
-    ]
-    padding = route.padded - unit.numel
-    return [*pieces, like.new_zeros(padding, dtype=route.dtypes.param)] if padding else pieces
+    )
+    return spaced(pieces, unit, route.padded, zeros)
 
 
 class _Lease:
@@ -241,8 +250,7 @@ class Visit:
             full = chain.result()
             if route.codec and self._form:
                 rows = full.view(route.padded // len(self.shard), -1)
-                slices = [route.codec.decoded(unpacked(row, self._form), len(self.shard)) for row in rows]
-                full = torch.cat(slices).to(route.dtypes.param)
+                full = route.codec.decoded(unpacked(rows, self._form), len(self.shard)).to(route.dtypes.param)
             return full
 
     def arrive(self) -> None:
@@ -359,7 +367,8 @@ class Visit:
         if not any(g is not None and (_torch.is_wrapped(g) or _torch.is_tracked(g)) for g in own):
             self.schedule.reduce(self.unit, own)
             return None
-        pieces = _pieces(self.unit, grads, self.route, self.shard)
+        zeros = self.shard.new_zeros(self.route.widest, dtype=self.route.dtypes.param)
+        pieces = _pieces(self.unit, grads, self.route, self.shard, zeros)
         buffer = torch.cat([piece.reshape(-1) for piece in pieces])  # it may be differentiated again
         mesh, reduction = self.schedule.spec.bound_mesh, self.schedule.reduction
         return reduce_unit(buffer, self.unit, mesh, reduction, self.unit.p.precision, self.shard.dtype)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["P", "PartitionSpec", "Unit", "bound", "build", "checked"]
 
+ALIGN_BYTES = 16
+"""What vectorized kernels, tensor cores and NCCL want of the start of a tensor; FSDP1 aligns to as many (use_orig_params)."""
+
 
 @dataclass(frozen=True)
 class P:
@@ -26,7 +29,9 @@ class P:
 
     ``P("shard")`` is FSDP on a mesh ("shard",) and HSDP on ("replicate", "shard"); ``P()`` is DDP; a tuple of names
     splits over several axes, the first one outermost. ``reshard`` frees the gathered buffer between forward and
-    backward (ZeRO-3) or keeps it (ZeRO-2). A rank's slice is a multiple of ``align`` elements long.
+    backward (ZeRO-3) or keeps it (ZeRO-2). Every parameter, and every rank's slice, starts at a multiple of ``align``
+    elements: by default 16 bytes in each dtype that the unit is kept, gathered and reduced in, for which kernels are made;
+    with 1 parameters lie end to end.
 
     ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative.
 
@@ -39,7 +44,7 @@ class P:
     precision: Precision | None = field(default=None, kw_only=True)
     remat: bool = field(default=False, kw_only=True)
     offload: str | None = field(default=None, kw_only=True)
-    align: int = field(default=1, kw_only=True)
+    align: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in self.axes if isinstance(self.axis, tuple) else () if self.axis is None else (self.axis,):
@@ -54,9 +59,9 @@ class P:
                 raise TypeError(f"P: {name}: expected True or False, got {value!r}")
         if not isinstance(self.offload, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: offload: expected the name of a device or None, got {self.offload!r}")
-        if not isinstance(self.align, int) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(self.align, int | None) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: align: expected a whole number of elements, got {self.align!r}")
-        if self.align < 1:
+        if self.align is not None and self.align < 1:
             raise ValueError(f"P: expected align >= 1, got {self.align}")
 
     @property
@@ -88,9 +93,29 @@ class Unit:
     params: tuple[Param, ...]
     numel: int = field(init=False, compare=False, repr=False)
     """Elements of the parameters, without padding."""
+    align: int = field(init=False, compare=False, repr=False)
+    """Of how many elements the start of every parameter and of every slice is a multiple."""
+    parts: tuple[tuple[int, Param | None], ...] = field(init=False, compare=False, repr=False)
+    """What lies in the buffer, one after the other, and how many elements each is: parameters, and padding (None)."""
+    span: int = field(init=False, compare=False, repr=False)
+    """Elements up to the end of the last parameter, with the padding before it."""
 
     def __post_init__(self) -> None:
+        align = self.p.align
+        if align is None:
+            dtypes = (self.dtype, *(self.p.precision or Precision()).resolve(self.dtype))
+            align = max(ALIGN_BYTES // dtype.itemsize for dtype in dtypes)
+        parts: list[tuple[int, Param | None]] = []
+        span = 0
+        for param in self.params:
+            if gap := -span % align:
+                parts.append((gap, None))
+            parts.append((param.numel, param))
+            span += gap + param.numel
         object.__setattr__(self, "numel", sum(p.numel for p in self.params))
+        object.__setattr__(self, "align", align)
+        object.__setattr__(self, "parts", tuple(parts))
+        object.__setattr__(self, "span", span)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -194,7 +219,9 @@ class PartitionSpec:
         """This spec on a mesh: a `DeviceMesh`, or axis names with their sizes where no rank is to talk to another.
 
         ``reductions`` is a second mesh over the same ranks whose process groups functional_call reduces gradients over:
-        on NCCL, backward's gathers then overlap with them.
+        on NCCL, backward's gathers then overlap with them. Two groups' kernels wait for each other's ranks on the device: they
+        can deadlock where ranks start them in different orders (programs that differ) or where both do not fit on it at once
+        (``CUDA_DEVICE_MAX_CONNECTIONS=1``, too few free multiprocessors), as NCCL says of concurrent communicators.
 
         Raises ValueError, naming the unit, for an axis that the mesh does not have, and for another second mesh; and what
         makes no mesh is a ValueError or TypeError that says so.
@@ -248,8 +275,7 @@ class PartitionSpec:
 
     def shard_numel(self, unit: Unit) -> int:
         """Elements of one rank's slice of the unit, padding included: the same on every rank."""
-        size, align = self.size(unit), unit.p.align
-        return -(-unit.numel // (size * align)) * align
+        return -(-unit.span // (self.size(unit) * unit.align)) * unit.align
 
     def padded_numel(self, unit: Unit) -> int:
         """Elements of the whole padded buffer of the unit."""

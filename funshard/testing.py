@@ -91,7 +91,7 @@ def policies(model: nn.Module) -> SearchStrategy[Policy]:
     """Random policies for a model: of every kind, and of random paths with random `P`."""
     from hypothesis import strategies as st
 
-    p = st.builds(P, st.sampled_from(["shard", None]), reshard=st.booleans(), align=st.sampled_from([1, 4]))
+    p = st.builds(P, st.sampled_from(["shard", None]), reshard=st.booleans(), align=st.sampled_from([None, 1, 4]))
     paths = st.dictionaries(st.sampled_from(sorted({*module_tree(model).canonical})), p, max_size=4)
     classes = st.sampled_from(sorted({type(m) for m in model.modules()}, key=lambda c: c.__name__))
     return st.one_of(

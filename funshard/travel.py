@@ -164,9 +164,10 @@ def _gathered(piece: Tensor, split: Sequence[Axis]) -> Tensor:
 
 def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis]) -> Tensor:
     """The slices of all ranks, each encoded where it is and decoded everywhere."""
-    tensors = [_gathered(x[None], split) for x in codec.encoded(piece)]
-    slices = torch.Size(axis.size for axis in split).numel()
-    return torch.cat([codec.decoded([x[i] for x in tensors], len(piece)) for i in range(slices)])
+    rows = [_gathered(x[None], split) for x in codec.encoded(piece)]
+    if all(axis.size == 1 for axis in split):  # nothing was gathered, and decode may give what it is given
+        rows = [x.clone() for x in rows]
+    return codec.decoded(rows, len(piece))
 
 
 @_torch.in_graph

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import _torch
 from .codec import Codec
 from .division import Reduction, division
+from .layout import widest
 from .mesh import Group
 from .ops import Finish, Where, start
 from .precision import Dtypes, Precision
@@ -120,6 +121,8 @@ class Route:
     """How a unit travels: the length of its whole buffer, and the steps of its gather and of its reduction."""
 
     padded: int
+    widest: int
+    """Elements of the longest padding in it."""
     gather: tuple[Step, ...]
     reduce: tuple[Step, ...]
     dtype: torch.dtype
@@ -176,6 +179,7 @@ def _route(spec: PartitionSpec, unit: Unit, axes: dict[str, Group], dtype: torch
     made = bool(split) or dtypes.param != dtype or codec is not None
     return Route(
         spec.padded_numel(unit),
+        widest(unit, spec.padded_numel(unit)),
         tuple(_gather(axis) for axis in reversed(split)),
         _ended(reduce, before, after, dtype) if unit.numel else (),
         dtype,

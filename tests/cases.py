@@ -37,7 +37,7 @@ def _on(policy: fs.Policy, p: P) -> fs.Policy:
 def roots(sizes: Sizes) -> st.SearchStrategy[P]:
     """A P for the leftovers: over every axis, none, or all in either order."""
     names = tuple(sizes)
-    return st.builds(P, st.sampled_from([None, *names, names, names[::-1]]), align=st.sampled_from([1, 3]))
+    return st.builds(P, st.sampled_from([None, *names, names, names[::-1]]), align=st.sampled_from([None, 1, 3]))
 
 
 def specs(model: nn.Module, sizes: Sizes) -> st.SearchStrategy[PartitionSpec]:
@@ -68,6 +68,23 @@ def owners(unit: Unit, sizes: Sizes) -> Tensor:
     return grid.permute([names.index(name) for name in order]).reshape(
         math.prod(sizes[name] for name in unit.p.axes), -1
     )  # fmt: skip
+
+
+def alignment(unit: Unit) -> int:
+    """At a multiple of how many elements every parameter and slice of the unit starts, from the meaning of P alone."""
+    low = unit.p.precision
+    dtypes = [unit.dtype, *([d for d in (low.param, low.reduce) if d] if low and unit.dtype.is_floating_point else [])]
+    return unit.p.align or max(16 // dtype.itemsize for dtype in dtypes)
+
+
+def owned(unit: Unit, padded: int) -> Tensor:
+    """Where the unit's buffer holds parameters, and not padding."""
+    out, end = torch.zeros(padded, dtype=torch.bool), 0
+    for param in unit.params:
+        start = math.ceil(end / alignment(unit)) * alignment(unit)
+        end = start + math.prod(param.shape)
+        out[start:end] = True
+    return out
 
 
 def each_rank(full: Params | nn.Module, spec: PartitionSpec) -> list[Params]:

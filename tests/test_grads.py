@@ -198,7 +198,7 @@ class Total(nn.Linear):
 def test_history_in_float32() -> None:
     """What is accumulated as you say: 256 + 1 - 256 is 1 in float32, and 0 where it is added up in bfloat16."""
     model = Total(1, 1, bias=False)
-    spec = fs.whole(P("shard", precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32)))(model)
+    spec = fs.whole(P("shard", align=1, precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32)))(model)
 
     def run(mesh: fs.collectives.Mesh, *steps: Tensor) -> Tensor:
         bound = spec.on(mesh)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
 import torch
-from cases import Case, cases, each_rank, owners, poisoned, same
-from hypothesis import given
+from cases import Case, alignment, cases, each_rank, owned, owners, poisoned, same
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -57,25 +58,88 @@ def test_l2_every_element_has_one_owner(case: Case) -> None:
 
 @given(cases())
 def test_l2_padding_is_at_the_end_and_short(case: Case) -> None:
-    """A buffer is its parameters and then zeros, less than one `align` for every slice."""
+    """What is not of a parameter is zeros: less than one `align` for every parameter and for every slice."""
     for unit in case.spec:
         buffer, size = fs.flatten(case.full, case.spec)[unit.key], case.spec.size(unit)
         assert len(buffer) == case.spec.padded_numel(unit) == size * case.spec.shard_numel(unit)
-        assert not buffer[unit.numel :].any()
-        assert 0 <= len(buffer) - unit.numel < size * unit.p.align
-        assert case.spec.shard_numel(unit) % unit.p.align == 0
+        align, real = alignment(unit), owned(unit, len(buffer))
+        assert not buffer[~real].any()
+        assert int(real.sum()) == unit.numel
+        assert 0 <= len(buffer) - unit.numel < max(size + len(unit.params) - 1, 1) * align
+        assert case.spec.shard_numel(unit) % align == 0
 
 
 @given(cases())
 def test_l3_padding_is_in_no_view(case: Case) -> None:
     """NaN in the padding is seen neither by unflatten nor by views, and flattening anew leaves it behind."""
     buffers = fs.flatten(case.full, case.spec)
-    bad = {u.key: torch.cat([buffers[u.key][: u.numel], buffers[u.key][u.numel :] * torch.nan]) for u in case.spec}
+    bad = {u.key: torch.where(owned(u, len(buffers[u.key])), buffers[u.key], torch.nan) for u in case.spec}
     same(fs.unflatten(bad, case.spec), case.full)
     same(fs.flatten(fs.unflatten(bad, case.spec), case.spec), buffers)
     for rank in case.ranks:
         shards = fs.shard(case.full, case.spec, rank=rank)
         same(fs.views(poisoned(shards, case.spec, rank), case.spec, rank=rank), fs.views(shards, case.spec, rank=rank))
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+LOW = [None, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
+
+
+@given(cases(), st.sampled_from(DTYPES), st.sampled_from(LOW), st.sampled_from(LOW))
+def test_l9_parameters_and_slices_start_on_16_bytes(
+    case: Case, dtype: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None
+) -> None:
+    """By default, in each dtype in which the unit is kept, gathered or reduced, at the least padding that does it."""
+    model = copy.deepcopy(case.model)
+    for x in model.parameters():
+        x.data = x.to(dtype)
+    precision = fs.Precision(param=param, reduce=reduce)
+    policy = fs.override(fs.by_path({path: P(p.axis, precision=precision) for path, p in case.spec.selected}), fs.by_path({}))
+    spec = fs.override(policy, fs.by_path({"": P(case.spec.root.axis, precision=precision)}))(model).on(case.sizes)
+    for unit in spec:
+        kinds = (unit.dtype, *precision.resolve(unit.dtype))
+        for kind in kinds:
+            full = fs.unflatten({u.key: torch.zeros(spec.padded_numel(u), dtype=kind) for u in spec}, spec)
+            assert {full[p.name].storage_offset() * kind.itemsize % 16 for p in unit.params} == {0}
+            assert spec.shard_numel(unit) * kind.itemsize % 16 == 0
+        slack = 16 // min(kind.itemsize for kind in kinds)
+        assert spec.padded_numel(unit) - unit.numel < max(len(unit.params) - 1 + spec.size(unit), 1) * slack
+
+
+@given(cases())
+def test_l9_with_align_1_nothing_pads_inside(case: Case) -> None:
+    """Parameters end to end, then zeros, fewer than there are slices."""
+    policy = fs.by_path({path: P(p.axis, align=1) for path, p in case.spec.selected})
+    spec = fs.override(policy, fs.by_path({"": P(case.spec.root.axis, align=1)}))(case.model).on(case.sizes)
+    for unit in spec:
+        joined = torch.cat([memory_order(case.full[param.name], param) for param in unit.params])
+        buffer = fs.flatten(case.full, spec)[unit.key]
+        assert torch.equal(buffer[: unit.numel], joined)
+        assert len(buffer) - unit.numel < max(spec.size(unit), 1)
+
+
+@given(cases())
+def test_l9_padding_has_no_gradient(case: Case) -> None:
+    """The transpose of unflatten is flatten: zeros where there is no parameter; and the other way round."""
+    assume(case.full)
+    buffers = fs.flatten(case.full, case.spec)
+    numbers = fs.testing.integers_like(case.model, 5)
+    numbers = {name: numbers[name] for name in fs.unflatten(buffers, case.spec)}  # in this order
+    _, back = torch.func.vjp(lambda b: fs.unflatten(b, case.spec), buffers)
+    same(back(numbers)[0], fs.flatten(numbers, case.spec))
+    _, back = torch.func.vjp(lambda full: fs.flatten(full, case.spec), case.full)
+    ones = {name: torch.ones_like(x) for name, x in case.full.items()}
+    same(back({key: torch.ones_like(buffer) for key, buffer in buffers.items()})[0], ones)
+
+
+@pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
+def test_unflatten_is_one_node(p: P) -> None:
+    """No zeros of the size of the buffer for each parameter in backward, also where parameters are padded."""
+    model = weights(3, 7, 5, 5)
+    spec = fs.whole(p)(model).on({"shard": 2})
+    buffer = fs.flatten({name: x.detach() for name, x in model.named_parameters()}, spec)[""].requires_grad_()
+    nodes = {view.grad_fn.next_functions[0][0] for view in fs.unflatten({"": buffer}, spec).values() if view.grad_fn}
+    assert [node.name() for node in nodes if node] == ["SplitWithSizesBackward0"]
 
 
 class Odd(nn.Module):
@@ -97,7 +161,6 @@ class Odd(nn.Module):
             self.register_parameter(name, nn.Parameter(value, requires_grad=requires_grad))
 
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 WHOLE_DTYPES = [torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
@@ -129,9 +192,9 @@ def test_l4_one_unit_has_one_dtype_and_one_requires_grad() -> None:
     spec = fs.whole()(model).on({"shard": 2})
     buffers = fs.flatten(dict(model.named_parameters()), spec)
     assert {key: (buffer.dtype, len(buffer)) for key, buffer in buffers.items()} == {
-        ":float32": (torch.float32, 2),
-        ":float32:frozen": (torch.float32, 6),
-        ":bfloat16": (torch.bfloat16, 2),
+        ":float32": (torch.float32, 8),
+        ":float32:frozen": (torch.float32, 8),
+        ":bfloat16": (torch.bfloat16, 16),
         ":int64:frozen": (torch.int64, 4),
     }
     same(fs.unflatten(buffers, spec), {name: p.detach() for name, p in model.named_parameters()})
@@ -168,7 +231,7 @@ def test_b10_uneven_slices(numel: int, size: int, align: int) -> None:
     """torch.chunk's slices padded to the length of the first, and empty where chunk gives none (any align: ceil)."""
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(torch.arange(1.0, numel + 1)))
-    spec = fs.whole(P("shard"))(model).on({"shard": size})
+    spec = fs.whole(P("shard", align=1))(model).on({"shard": size})
     chunks = torch.arange(1.0, numel + 1).chunk(size) if numel else ()
     for rank in range(size):
         expected = chunks[rank] if rank < len(chunks) else torch.empty(0)
@@ -200,36 +263,37 @@ def spans(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> dict[str, tupl
 def test_flat_param_shard_metadata_unaligned(size: int, rank: int, expected: dict[str, tuple[int, int]]) -> None:
     """Three 10x10 weights: which elements of which a slice holds, clamped at the end; padding is in none."""
     model = weights(10, 10, 10, 10)
-    assert spans(model, fs.whole()(model).on({"shard": size}), rank) == expected
+    assert spans(model, fs.whole(P("shard", align=1))(model).on({"shard": size}), rank) == expected
 
 
 @pytest.mark.parametrize(
-    ("widths", "dtype", "padded", "expected"),
+    ("widths", "dtype", "span", "expected"),
     [
         (
             (3, 7, 5, 5),
             torch.float32,
-            82,
+            85,
             [{"0.weight": (0, 20), "1.weight": (0, 19)}, {"1.weight": (20, 34), "2.weight": (0, 24)}],
         ),
         (
             (2, 5, 5, 3),
             torch.float16,
-            50,
-            [{"0.weight": (0, 9), "1.weight": (0, 14)}, {"1.weight": (15, 24), "2.weight": (0, 14)}],
+            63,
+            [{"0.weight": (0, 9), "1.weight": (0, 15)}, {"1.weight": (16, 24), "2.weight": (0, 14)}],
         ),
     ],
 )
 def test_flat_param_shard_metadata_aligned(
-    widths: tuple[int, ...], dtype: torch.dtype, padded: int, expected: list[dict[str, tuple[int, int]]]
+    widths: tuple[int, ...], dtype: torch.dtype, span: int, expected: list[dict[str, tuple[int, int]]]
 ) -> None:
-    """The peer's aligned cases. It pads every parameter to 16 bytes (85 and 63 elements); here only the end is padded."""
+    """The peer's aligned cases: it pads every parameter but the last to 16 bytes, as here, and here slices are, too."""
     model = weights(*widths, dtype=dtype)
     spec = fs.whole()(model).on({"shard": 2})
-    assert [spec.padded_numel(unit) for unit in spec] == [padded]
+    assert [unit.span for unit in spec] == [span]
+    assert [spec.padded_numel(unit) for unit in spec] == [88 if span == 85 else 64]
     assert [spans(model, spec, rank) for rank in range(2)] == expected
-    aligned = fs.whole(P("shard", align=8))(model).on({"shard": 2})
-    assert [aligned.shard_numel(unit) for unit in aligned] == [48 if padded == 82 else 32]
+    close = fs.whole(P("shard", align=1))(model).on({"shard": 2})
+    assert [close.padded_numel(unit) for unit in close] == [82 if span == 85 else 50]
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

@@ -58,6 +58,10 @@ class Nested(nn.Module):
         return self.last(self.first(x))
 
 
+CLOSE = P("shard", align=1)
+"""Units of different lengths, by which these tests tell them apart, have slices of different lengths."""
+
+
 class SideBySide(nn.Module):
     """The middle unit's output is not in the loss: cut off, or left out."""
 
@@ -168,7 +172,7 @@ BACKWARD = {
 def test_the_events_of_a_step(way: str, prefetch: int) -> None:
     """Three blocks and a root, word by word; the root and the last block stay for backward."""
     with world(8):
-        model, spec = Blocks(), fs.by_type(MLP)(Blocks()).bound
+        model, spec = Blocks(), fs.by_type(MLP, p=CLOSE)(Blocks()).bound
         for _ in range(3):
             events = recorded(model, spec, way, prefetch=prefetch)
             assert events.forward == lines(FORWARD[prefetch])
@@ -180,7 +184,7 @@ def test_two_forwards_and_one_backward(prefetch: int) -> None:
     """Each call has a schedule of its own: the events of one step's forward twice, then of its backward twice."""
     with world(8):
         model = Blocks()
-        spec = fs.by_type(MLP)(model).bound
+        spec = fs.by_type(MLP, p=CLOSE)(model).bound
         params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
         with Events(spec) as events:
             call = lambda x: fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch).sum()  # noqa: E731
@@ -193,7 +197,7 @@ def test_two_forwards_and_one_backward(prefetch: int) -> None:
 
 def test_one_ahead_and_one_in_flight_is_the_default() -> None:
     with world(8):
-        spec = fs.by_type(MLP)(Blocks()).bound
+        spec = fs.by_type(MLP, p=CLOSE)(Blocks()).bound
         default, explicit = recorded(Blocks(), spec), recorded(Blocks(), spec, prefetch=1, in_flight=1)
         assert (default.forward, default.backward) == (explicit.forward, explicit.backward)
 
@@ -219,7 +223,7 @@ def test_each_gather_overlaps_with_the_computation_before_it(name: str, prefetch
     """In both directions a gather starts just before the unit ``prefetch`` places earlier computes, and ends at its use."""
     with world(8):
         model = CHAINS[name]()
-        spec = fs.by_type(MLP)(model).bound
+        spec = fs.by_type(MLP, p=CLOSE)(model).bound
         forward = [key.rpartition("blocks.")[2] or "root" for key in spec.order]
         backward = sorted(forward, reverse=True)  # the root, which ends the forward, begins it
         events = recorded(model, spec, prefetch=prefetch)
@@ -244,7 +248,7 @@ def test_each_gather_overlaps_with_the_computation_before_it(name: str, prefetch
 def test_each_reduction_overlaps_with_the_computation_after_it(way: str, in_flight: int) -> None:
     """A reduction is awaited after the backward of the unit ``in_flight`` places later, and so many are under way at most."""
     with world(8):
-        events = recorded(blocks_alone(), fs.by_type(MLP)(blocks_alone()).bound, way, in_flight=in_flight).backward
+        events = recorded(blocks_alone(), fs.by_type(MLP, p=CLOSE)(blocks_alone()).bound, way, in_flight=in_flight).backward
         for i in range(5):
             reduced = events.index(f"reduced {i}")
             assert reduced > events.index(f"reduce {i}")
@@ -259,7 +263,7 @@ def test_what_backward_does_not_read_is_not_gathered_ahead(prefetch: int) -> Non
     """The first layer's weight makes no gradient of its input, and a unit of such layers alone is not gathered again."""
     with world(8):
         model = nn.Sequential(nn.Linear(5, 5).double(), MLP(5, 7), MLP(5, 8))
-        spec = fs.by_path({"*": P("shard")})(model).bound
+        spec = fs.by_path({"*": CLOSE})(model).bound
         events = recorded(model, spec, prefetch=prefetch)
         assert gathered(events.forward) == Counter("012")
         assert gathered(events.backward) == Counter("1")
@@ -288,7 +292,7 @@ def test_whole_gradients_alive(in_flight: int, same_sizes: bool) -> None:
     """At most one more than are in flight, and none when backward has ended."""
     with world(8):
         model = Net(6) if same_sizes else Blocks(6)
-        spec = fs.by_type(MLP)(model).bound
+        spec = fs.by_type(MLP, p=CLOSE)(model).bound
         params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
         y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, in_flight=in_flight).sum()
         with Whole() as whole:
@@ -316,7 +320,7 @@ ORDERS = ["abc", "bca", "cba", "abab", "aab", "ac", "b", "abcabc", "aabbcc", "ca
 def test_the_tree_order_wastes_little(order: str, prefetch: int) -> None:
     """Whatever order forward has: every visit is gathered, at most ``prefetch`` units in vain, and none again in backward."""
     with world(8):
-        spec = fs.by_type(MLP)(Order(order)).bound
+        spec = fs.by_type(MLP, p=CLOSE)(Order(order)).bound
         events = recorded(Order(order), spec, prefetch=prefetch)
         used = Counter(visits(order))
         wasted = gathered(events.forward) - used
@@ -331,7 +335,7 @@ def test_the_tree_order_wastes_little(order: str, prefetch: int) -> None:
 def test_the_traced_order_wastes_nothing(order: str, prefetch: int) -> None:
     """Each visit is gathered once, started as soon as what is ``prefetch`` visits earlier is there."""
     with world(8):
-        spec = fs.by_type(MLP)(Order(order)).bound
+        spec = fs.by_type(MLP, p=CLOSE)(Order(order)).bound
         spec = spec.ordered(fs.trace_order(Order(order), spec, numbers(0, 0)))
         used = visits(order)
         assert [key or "root" for key in spec.order] == used
@@ -352,7 +356,7 @@ def test_the_traced_order_wastes_nothing(order: str, prefetch: int) -> None:
 def test_nested_units_are_ahead(prefetch: int) -> None:
     """The inner unit is gathered while the outer one computes, in either direction, and no unit twice."""
     with world(8):
-        spec = fs.by_type(MLP)(Nested()).bound
+        spec = fs.by_type(MLP, p=CLOSE)(Nested()).bound
         assert fs.trace_order(Nested(), spec, numbers(0, 0)) == ("first", "first.inner", "last")
         events = recorded(Nested(), spec, prefetch=prefetch)
         forward = {
@@ -374,7 +378,7 @@ def test_nested_units_are_ahead(prefetch: int) -> None:
 def test_a_wrong_order_bounds_what_is_wasted(order: list[str]) -> None:
     """Units that are gathered in vain are so once, and those that are not named are gathered when they are used."""
     with world(8):
-        spec = fs.by_type(MLP)(Order("abcab")).bound.ordered(order)
+        spec = fs.by_type(MLP, p=CLOSE)(Order("abcab")).bound.ordered(order)
         events = recorded(Order("abcab"), spec, prefetch=2)
         used = Counter(visits("abcab"))
         assert used - gathered(events.forward) == Counter()
@@ -409,7 +413,7 @@ def test_a_unit_that_backward_leaves_out(cut: bool, prefetch: int) -> None:
     """_unused_in_backward: gathered in vain at most, freed, not reduced; and a second backward does the same."""
     with world(8):
         model = SideBySide(cut)
-        spec = fs.by_type(MLP)(model).bound
+        spec = fs.by_type(MLP, p=CLOSE)(model).bound
         params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
         with Storages() as storages, Events(spec) as events:
             y, side = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, prefetch=prefetch)
@@ -477,7 +481,7 @@ def test_trace_order_names_what_forward_gathers(where: str) -> None:
 def test_trace_order_runs_nothing_and_sends_nothing() -> None:
     """In a world of ranks as well: no collective, no operator on real tensors, and the spec's mesh does not matter."""
     with world(8):
-        unbound = fs.by_type(MLP)(Order("bca"))
+        unbound = fs.by_type(MLP, p=CLOSE)(Order("bca"))
         model = Order("bca")
         for p in model.parameters():
             p.data.fill_(torch.inf)
@@ -512,7 +516,7 @@ def test_trace_order_refuses_what_depends_on_values(how: str) -> None:
 
 def test_ordered_specs_are_other_specs() -> None:
     """Equal, hashed and pickled by their order; an unknown name is named."""
-    spec = fs.by_type(MLP)(Order("bca"))
+    spec = fs.by_type(MLP, p=CLOSE)(Order("bca"))
     assert spec.order == ("", "a", "b", "c")
     ordered = spec.ordered(iter(["", "b", "c", "a"]))
     assert ordered.order == ("", "b", "c", "a")
@@ -529,7 +533,7 @@ def test_ordered_specs_are_other_specs() -> None:
 
 
 def shard_in_different_orders(rank: int) -> None:
-    spec = fs.by_type(MLP)(Order("abc")).bound
+    spec = fs.by_type(MLP, p=CLOSE)(Order("abc")).bound
     fs.shard(Order("abc"), spec.ordered(["a", "b"]))
     with pytest.raises(
         ValueError, match=r"different models: expected, as on its rank 0, order 'a', 'b'; got on rank 1 order 'b'"
@@ -554,7 +558,7 @@ def test_ranks_must_agree_on_the_order(gloo2: Pool) -> None:
 def test_options_are_checked(option: str, value: object, error: type[Exception]) -> None:
     """By name, before anything is sent."""
     with world(8):
-        spec = fs.by_type(MLP)(Blocks()).bound
+        spec = fs.by_type(MLP, p=CLOSE)(Blocks()).bound
         params = fs.shard(Blocks(), spec)
         options = cast("Any", {option: value})
         with Collectives() as sent, pytest.raises(error, match=f"^{option}: expected .* got {value!r}"):
@@ -625,7 +629,7 @@ def test_every_schedule_gives_the_same_gradients(gloo2: Pool, name: str, p: P) -
 
 def every_order(rank: int, order: str, way: str) -> None:
     model, x = Order(order), numbers(rank, 0)
-    spec = fs.by_type(MLP)(model).bound
+    spec = fs.by_type(MLP, p=CLOSE)(model).bound
     first = step(model, spec, way, x, prefetch=0)
     close(first, plain(model, spec, x, rank), way)
     traced = fs.trace_order(model, spec, x)
@@ -684,7 +688,7 @@ def test_reductions_over_a_second_mesh(gloo2: Pool, p: P) -> None:
 
 def test_the_second_mesh_has_the_same_axes() -> None:
     mesh = Mesh.of({"shard": 4})
-    spec = fs.by_type(MLP)(Net())
+    spec = fs.by_type(MLP, p=CLOSE)(Net())
     for other in ({"shard": 2}, {"other": 4}, {"replicate": 1, "shard": 4}):
         with pytest.raises(ValueError, match="reductions: expected a mesh of the same axes"):
             spec.on(mesh, reductions=Mesh.of(other))
@@ -718,7 +722,7 @@ class Cast(nn.Module):
 
 def reduced(rank: int, model: nn.Module, bucket: int, way: str) -> list[tuple[int, torch.dtype]]:
     x = numbers(rank, 0)
-    spec = fs.always(p=P())(model).bound
+    spec = fs.always(p=P(align=1))(model).bound
     with mock.patch.object(reductions, "BUCKET_BYTES", bucket), Reduced() as log:
         got = step(model, spec, way, x)
     close(got, plain(model, spec, x, rank), bucket)
@@ -909,7 +913,7 @@ def test_only_the_next_units_are_gathered_besides_those_that_run(name: str, pref
     """
     with world(8):
         model = MEMORY[name]()
-        spec = fs.by_type(MLP)(model).bound
+        spec = fs.by_type(MLP, p=CLOSE)(model).bound
         spec = spec.ordered(fs.trace_order(model, spec, numbers(0, 0))) if traced else spec
         for way in WAYS:
             memory = watched(copy.deepcopy(model), spec, way, prefetch, 1)
@@ -930,7 +934,7 @@ def test_what_is_gathered_and_unreduced_together(same_sizes: bool, prefetch: int
     """At most prefetch + 1 units gathered and in_flight + 1 unreduced, in buffers and in bytes."""
     with world(8):
         model = chain(7) if same_sizes else blocks_alone(7)
-        spec = fs.by_type(MLP)(model).bound
+        spec = fs.by_type(MLP, p=CLOSE)(model).bound
         sizes = sorted(8 * spec.padded_numel(unit) for unit in spec)
         memory = watched(model, spec, "backward", prefetch, in_flight)
         most = prefetch + 1 + in_flight + 1

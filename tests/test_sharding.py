@@ -249,7 +249,7 @@ def test_partition_by_requires_grad_trains_only_the_trainable() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith("bias"))
-    spec = fs.by_type(nn.Linear)(model).on({"shard": 1})
+    spec = fs.by_type(nn.Linear, p=P("shard", align=1))(model).on({"shard": 1})
     trainable, frozen = fs.partition(fs.shard(model, spec, rank=0), spec)
     assert (sorted(trainable), sorted(frozen)) == (["0", "1"], ["0:frozen", "1:frozen"])
     x = torch.ones(4, 2, dtype=torch.float64)
