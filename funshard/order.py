@@ -57,4 +57,4 @@ def trace_order(
                 f"trace_order: expected a forward that runs on shapes alone, got {type(error).__name__}: {error}; "
                 "if it depends on the values of tensors, give the order of the units to spec.ordered by hand"
             ) from error
-    return tuple(key for key in call.schedule.visited if call.schedule.routes.of[key].gather)
+    return tuple(key for key in call.schedule.visited if call.schedule.routes.of[key].split)

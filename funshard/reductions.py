@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from . import _torch
-from .wire import Buffers, Chain, Route, Step
+from .route import Route
+from .wire import Buffers, Chain, Step, Steps
 
 __all__ = ["BUCKET_BYTES", "Reductions"]
 
@@ -42,7 +43,7 @@ class Reductions:
             self._task = task
             self._forget()
 
-    def split(self, key: str, pieces: Sequence[Tensor], route: Route) -> None:
+    def split(self, key: str, pieces: Sequence[Tensor], route: Route, steps: Steps) -> None:
         """Start to reduce a unit's gradient, given in pieces, to slices. Older ones move on by a step."""
         while len(self._whole) >= self._in_flight:
             chain, buffer = self._whole.pop(0)
@@ -50,7 +51,7 @@ class Reductions:
             self._buffers.give(buffer)
             del buffer
         buffer = self._buffers.take(route.padded, route.dtypes.reduce, pieces[0])
-        chain = Chain(_torch.joined(pieces, buffer), route.reduce)
+        chain = Chain(_torch.joined(pieces, buffer), steps.reduce)
         self._whole.append((chain, buffer))
         self._slices.append((key, chain))
 
@@ -58,10 +59,10 @@ class Reductions:
         """A unit's gradient that nobody else has a part of."""
         self._slices.append((key, Chain(grad, ())))
 
-    def replicated(self, key: str, pieces: Sequence[Tensor], route: Route) -> None:
+    def replicated(self, key: str, pieces: Sequence[Tensor], route: Route, steps: Steps) -> None:
         """Put a unit's gradient, which every rank keeps whole, into the bucket of its dtypes; reduce that once it is full."""
         dtypes = route.dtypes.reduce, route.dtype
-        bucket = self._filling.setdefault(dtypes, _Bucket(route.reduce))  # replicated units of these dtypes have the same steps
+        bucket = self._filling.setdefault(dtypes, _Bucket(steps.reduce))  # replicated units of these dtypes have the same steps
         bucket.add(key, pieces, route.padded)
         most = BUCKET_BYTES_CUDA if pieces[0].is_cuda else BUCKET_BYTES
         if bucket.numel * route.dtypes.reduce.itemsize >= most:

@@ -28,10 +28,11 @@ from .codec import Form, packed, unpacked
 from .division import Reduction
 from .layout import ordered, spaced, unflatten_unit
 from .reductions import Reductions
+from .route import Route
 from .saved import Note, ended, save_in_node
 from .spec import PartitionSpec, Unit
 from .travel import reduce_unit
-from .wire import Buffers, Chain, Route, routes
+from .wire import Buffers, Chain, routes
 
 __all__ = ["Schedule", "Visit"]
 
@@ -50,7 +51,7 @@ class Schedule:
         self._witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
         self.spec, self._prefetch = spec, prefetch
         self.reduction = reduction
-        self.routes = routes(spec, tuple(shard.dtype for shard in self.shards.values()), reduction)
+        self.routes = spec.once(routes, tuple(shard.dtype for shard in self.shards.values()), reduction)
         self.buffers = Buffers()
         self.reductions = Reductions(in_flight, self.buffers)
         self._order = spec.order
@@ -161,14 +162,14 @@ class Schedule:
 
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Start to reduce a unit's gradient, given by parameter, which nobody differentiates."""
-        route = self.routes.of[unit.key]
+        route, steps = self.routes.of[unit.key], self.routes.steps[unit.key]
         with _torch.beneath():
             pieces = _pieces(unit, grads, route, self.shards[unit.key], self._zeros(route, self.shards[unit.key]))
             self.reductions.begin(self.task())
-            if route.gather:
-                self.reductions.split(unit.key, pieces, route)
-            elif route.reduce:
-                self.reductions.replicated(unit.key, pieces, route)
+            if route.split:
+                self.reductions.split(unit.key, pieces, route, steps)
+            elif steps.reduce:
+                self.reductions.replicated(unit.key, pieces, route, steps)
             else:
                 buffer = _torch.joined(pieces, pieces[0].new_empty(route.padded, dtype=route.dtypes.reduce))
                 self.reductions.done(unit.key, buffer.to(route.dtype))
@@ -217,7 +218,7 @@ class Visit:
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
         self.schedule, self.unit = schedule, unit
         self.shard = schedule.shards[unit.key]
-        self.route = schedule.routes.of[unit.key]
+        self.route, self._steps = schedule.routes.of[unit.key], schedule.routes.steps[unit.key]
         self.index = -1  # its place among those that forward left
         self.full: Tensor | None = None  # in forward
         self._lease: weakref.ref[_Lease] | None = None  # in backward
@@ -234,13 +235,13 @@ class Visit:
                 self.chain = Chain(self.shard.new_empty(route.padded, dtype=route.dtypes.param), ())
             elif route.codec:
                 sent, self._form = packed(route.codec.encoded(self.shard))
-                self.chain = Chain(sent, route.gather)
+                self.chain = Chain(sent, self._steps.gather)
             else:
                 own = None
-                if route.gather and not _torch.traced():
+                if route.split and not _torch.traced():
                     own = self.schedule.buffers.take(route.padded, route.dtypes.param, self.shard)
-                casts = own is not None and len(route.gather) == 1  # as it writes its own slice
-                self.chain = Chain(self.shard if casts else self.shard.to(route.dtypes.param), route.gather, own)
+                casts = own is not None and len(route.split) == 1  # as it writes its own slice
+                self.chain = Chain(self.shard if casts else self.shard.to(route.dtypes.param), self._steps.gather, own)
 
     def _arrived(self) -> Tensor:
         assert self.chain is not None

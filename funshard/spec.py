@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["P", "PartitionSpec", "Unit", "bound", "build", "checked"]
+
+Made = TypeVar("Made")
 
 ALIGN_BYTES = 16
 """What vectorized kernels, tensor cores and NCCL want of the start of a tensor; FSDP1 aligns to as many (use_orig_params)."""
@@ -117,6 +119,10 @@ class Unit:
         object.__setattr__(self, "parts", tuple(parts))
         object.__setattr__(self, "span", span)
 
+    def padded_numel(self, slices: int) -> int:
+        """Elements of the buffer where it is split into so many slices, padding included."""
+        return -(-self.span // (slices * self.align)) * self.align * slices
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of every parameter."""
@@ -152,8 +158,7 @@ class PartitionSpec:
     """The owner of every parameter, under each of its names."""
     places: Mapping[str, P] = field(init=False, compare=False, repr=False)
     """The `P` of every module path that is a unit, the root's ``""`` among them."""
-    derived: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """What follows from this very spec and is dear to compute, such as `size` of every unit, for as long as it lives."""
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = {name: (unit, param) for unit in self.units for param in unit.params for name in param.names}
@@ -190,6 +195,14 @@ class PartitionSpec:
         chosen = self.selected or (("", self.root),)
         return tuple(path for path, p in chosen if p.remat)
 
+    def once(self, make: Callable[..., Made], *args: Hashable) -> Made:
+        """``make(self, *args)``, made once for this very spec and kept for as long as it lives. It must not hold the spec."""
+        if torch.compiler.is_compiling():  # which has no use for it, and would guard it
+            return make(self, *args)
+        if (made := self._made.get((make, args))) is None:
+            made = self._made[make, args] = make(self, *args)
+        return made
+
     def owner(self, key: str) -> Unit | Param:
         """The unit of this key, or else the parameter of this name. Raises ValueError where there is neither."""
         if key in self.by_key:
@@ -200,18 +213,7 @@ class PartitionSpec:
 
     def within(self, path: str, keys: Iterable[str]) -> PartitionSpec:
         """The part of this spec for the insides of one of its modules, which uses the units of these keys."""
-        keys = set(keys)
-        if (known := self.derived.get(("within", path))) is None or set(known.by_key) != keys:
-            known = dataclasses.replace(
-                self,
-                selected=tuple((inner, p) for inner, p in self.selected if inner != path and is_within(inner, path)),
-                root=dataclasses.replace(self.root, remat=False),
-                units=tuple(unit for unit in self.units if unit.key in keys),
-                ignored=tuple(name for name in self.ignored if is_within(name, path)),
-                runs=None if self.runs is None else tuple(key for key in self.runs if key in keys),
-            )
-            self.derived["within", path] = known
-        return known
+        return self.once(_within, path, frozenset(keys))
 
     def on(
         self, mesh: DeviceMesh | Mesh | Mapping[str, int | Axis], *, reductions: DeviceMesh | Mesh | None = None
@@ -256,7 +258,9 @@ class PartitionSpec:
     @property
     def bound(self) -> PartitionSpec:
         """This spec on its mesh; an unbound one on the world as one axis "shard" (one rank without a process group)."""
-        return self if self.mesh is not None or self.sizes is not None else self.on(Mesh.world())
+        if self.mesh is not None or self.sizes is not None:
+            return self
+        return self.once(PartitionSpec.on, Mesh.world())
 
     @property
     def bound_mesh(self) -> Mesh:
@@ -266,20 +270,15 @@ class PartitionSpec:
 
     def size(self, unit: Unit) -> int:
         """In how many slices the unit's buffer is split."""
-        if (known := self.derived.get(("size", unit.p))) is None:
-            spec = self.bound
-            sizes = dict(spec.sizes or ())
-            known = torch.Size(sizes[axis] for axis in unit.p.axes).numel()
-            spec.derived["size", unit.p] = known
-        return known
+        return self.bound.once(_size, unit.p)
 
     def shard_numel(self, unit: Unit) -> int:
         """Elements of one rank's slice of the unit, padding included: the same on every rank."""
-        return -(-unit.span // (self.size(unit) * unit.align)) * unit.align
+        return unit.padded_numel(size := self.size(unit)) // size
 
     def padded_numel(self, unit: Unit) -> int:
         """Elements of the whole padded buffer of the unit."""
-        return self.shard_numel(unit) * self.size(unit)
+        return unit.padded_numel(self.size(unit))
 
     def __copy__(self) -> PartitionSpec:
         return self
@@ -289,13 +288,29 @@ class PartitionSpec:
 
     def __getstate__(self) -> dict[str, object]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**fields, "mesh": None, "derived": {}}
+        return {**fields, "mesh": None, "_made": {}}
 
     def __str__(self) -> str:
         return table(self)
 
     def __repr__(self) -> str:
         return short(self)
+
+
+def _size(spec: PartitionSpec, p: P) -> int:
+    sizes = dict(spec.sizes or ())
+    return torch.Size(sizes[axis] for axis in p.axes).numel()
+
+
+def _within(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSpec:
+    return dataclasses.replace(
+        spec,
+        selected=tuple((inner, p) for inner, p in spec.selected if inner != path and is_within(inner, path)),
+        root=dataclasses.replace(spec.root, remat=False),
+        units=tuple(unit for unit in spec.units if unit.key in keys),
+        ignored=tuple(name for name in spec.ignored if is_within(name, path)),
+        runs=None if spec.runs is None else tuple(key for key in spec.runs if key in keys),
+    )
 
 
 def bound(spec: object) -> PartitionSpec:

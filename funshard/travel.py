@@ -17,10 +17,11 @@ from torch.autograd.function import FunctionCtx
 from . import _torch
 from .codec import Codec
 from .collectives import all_gather, reduce_scatter, scatter, unvary, vary
-from .division import Divide, Reduction, division
+from .division import Divide, Reduction
 from .layout import coordinates
 from .mesh import Axis, Group, Mesh, Simulated
 from .precision import Precision
+from .route import Route
 from .spec import Unit
 
 __all__ = ["gather_unit", "reduce_along", "reduce_unit", "reduction_over", "scatter_unit"]
@@ -66,19 +67,19 @@ def gather_unit(
     DDP are this one function. In backward the gradient is reduce-scattered first and all-reduced as a slice. With a
     ``precision`` the buffer is in the dtype to compute in, and gradients are reduced in theirs.
     """
+    route = Route.of(unit, mesh, reduction, precision, piece.dtype)
     if not unit.numel:  # nothing to send
-        return piece.new_empty(0, dtype=(precision or Precision()).resolve(piece.dtype).param)
-    way = _Way.of(unit, mesh, reduction, precision, piece.dtype)
-    split, rest = way.axes()
-    if precision and precision.codec and piece.is_floating_point():
-        value = _sent(precision.codec, piece.detach(), split).to(way.dtypes[0])
-        return _travel(piece, value, *way, True)
-    if not way.plain:
-        return _travel(piece, None, *way, True)
+        return piece.new_empty(0, dtype=route.dtypes.param)
+    split, rest = ([mesh[name] for name in names] for names in (route.split, route.rest))
+    if route.codec:
+        value = _sent(route.codec, piece.detach(), split).to(route.dtypes.param)
+        return _travel(piece, value, *_constants(route, mesh), True)
+    if not route.plain:
+        return _travel(piece, None, *_constants(route, mesh), True)
     for axis in reversed(rest):
-        piece = vary(piece, axis, reduce=way.op)
+        piece = vary(piece, axis, reduce=route.op)
     for axis in reversed(split):
-        piece = all_gather(piece, axis, reduce=way.op)
+        piece = all_gather(piece, axis, reduce=route.op)
     return piece
 
 
@@ -94,10 +95,10 @@ def reduce_unit(
     dtype = dtype or buffer.dtype
     if not unit.numel:
         return buffer.new_empty(0, dtype=dtype)
-    way = _Way.of(unit, mesh, reduction, precision, dtype)
-    if not way.plain:
-        return _travel(buffer, None, *way, False)
-    return reduce_along(buffer, *way.axes(), way.op)
+    route = Route.of(unit, mesh, reduction, precision, dtype)
+    if not route.plain:
+        return _travel(buffer, None, *_constants(route, mesh), False)
+    return reduce_along(buffer, [mesh[name] for name in route.split], [mesh[name] for name in route.rest], route.op)
 
 
 def reduce_along(buffer: Tensor, split: Sequence[Axis], rest: Sequence[Axis], op: Literal["mean", "sum"]) -> Tensor:
@@ -109,40 +110,26 @@ def reduce_along(buffer: Tensor, split: Sequence[Axis], rest: Sequence[Axis], op
     return buffer
 
 
-class _Way(NamedTuple):
-    """The way of a unit between ranks, as constants and the ranks that vmap simulates, which is what Dynamo can record."""
+class _Constants(NamedTuple):
+    """A route on a mesh as constants and the ranks that vmap simulates, which is what Dynamo can record."""
 
     ranks: tuple[Tensor, ...]
     split: tuple[tuple[int, str | None], ...]
-    """The axes of slices, outermost first: their sizes and the names of their groups, None for simulated ones."""
+    """Of the axes the sizes and the names of their groups, None for simulated ones."""
     rest: tuple[tuple[int, str | None], ...]
-    """The other axes that gradients are reduced over."""
-    op: Any
-    """Whether collectives take the "mean" or the "sum"."""
+    op: Literal["mean", "sum"]
     factors: tuple[float, float]
-    """What gradients are divided by, before and after."""
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     """In which parameters are gathered, gradients reduced, and shards kept."""
 
-    @classmethod
-    def of(cls, unit: Unit, mesh: Mesh, reduction: Reduction, precision: Precision | None, dtype: torch.dtype) -> _Way:
-        param, reduce = (precision or Precision()).resolve(dtype)
-        rest = [name for name in reversed(mesh.names) if name not in unit.p.axes and reduction.includes(name)]
-        axes = [[mesh[name] for name in names] for names in (unit.p.axes, rest)]
-        ranks = tuple(axis.rank for some in axes for axis in some if isinstance(axis, Simulated))
-        split, others = (tuple((a.size, a.name if isinstance(a, Group) else None) for a in some) for some in axes)
-        total = torch.Size(size for size, _ in (*split, *others)).numel()
-        op, *factors = division(reduction.by, total, reduce)
-        return cls(ranks, split, others, op, (factors[0], factors[1]), (param, reduce, dtype))
 
-    @property
-    def plain(self) -> bool:
-        """Whether the collectives by themselves are the way."""
-        return len(set(self.dtypes)) == 1 and self.factors == (1, 1)
-
-    def axes(self) -> tuple[list[Axis], list[Axis]]:
-        """The axes of slices and the others, with these ranks."""
-        return _axes(self.ranks, self.split, self.rest)
+def _constants(route: Route, mesh: Mesh) -> _Constants:
+    axes = [[mesh[name] for name in names] for names in (route.split, route.rest)]
+    ranks = tuple(axis.rank for some in axes for axis in some if isinstance(axis, Simulated))
+    split, rest = (tuple((a.size, a.name if isinstance(a, Group) else None) for a in some) for some in axes)
+    return _Constants(
+        ranks, split, rest, route.op, (route.before, route.after), (route.dtypes.param, route.dtypes.reduce, route.dtype)
+    )
 
 
 def _axes(

@@ -7,21 +7,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _torch
-from .codec import Codec
-from .division import Reduction, division
-from .layout import widest
-from .mesh import Group
+from .division import Reduction
+from .mesh import Axis, Group, Mesh
 from .ops import Finish, Where, start
-from .precision import Dtypes, Precision
-from .spec import PartitionSpec, Unit
+from .route import Route
+from .spec import PartitionSpec
 from .tree import is_within
 
-__all__ = ["Buffers", "Chain", "Route", "Routes", "Step", "routes"]
+__all__ = ["Buffers", "Chain", "Routes", "Step", "Steps", "routes"]
 
 Step = Callable[[Tensor, Tensor | None], Finish]
 """Starts one collective of a `Chain` on a tensor; the second one is where the result goes, if it is to go anywhere."""
@@ -116,30 +115,27 @@ class Chain:
             unwanted.extend(self._finish.outs)
 
 
-@dataclass(frozen=True)
-class Route:
-    """How a unit travels: the length of its whole buffer, and the steps of its gather and of its reduction."""
+class Steps(NamedTuple):
+    """A unit's route as the steps of its chains."""
 
-    padded: int
-    widest: int
-    """Elements of the longest padding in it."""
     gather: tuple[Step, ...]
     reduce: tuple[Step, ...]
-    dtype: torch.dtype
-    """The shard's."""
-    dtypes: Dtypes
-    codec: Codec | None
-    made: bool
-    """Whether its buffer is another tensor than the shard."""
-    frees: bool
-    """Whether its buffer goes between forward and backward."""
+
+    @classmethod
+    def of(cls, route: Route, mesh: Mesh) -> Steps:
+        """Over the mesh's process groups."""
+        split, rest = ([_group(mesh[name]) for name in names] for names in (route.split, route.rest))
+        slices = [_reduce(f"scatter_{route.op}", axis) for axis in split]
+        sums = [_reduce(f"unvary_{route.op}", axis) for axis in rest]
+        return cls(tuple(_gather(axis) for axis in reversed(split)), _ended([*slices, *sums], route))
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Every unit's route by its key."""
+    """Every unit's route by its key, and the steps of its chains."""
 
     of: dict[str, Route]
+    steps: dict[str, Steps]
     gathered: tuple[int, ...]
     """The places in ``spec.order`` of the units that are gathered, but not those inside of modules that are recomputed."""
     connected: bool
@@ -149,45 +145,25 @@ class Routes:
 
 
 def routes(spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Reduction) -> Routes:
-    """The routes of a spec's units, whose shards have these dtypes, made once for a spec."""
-    if (known := spec.derived.get(("routes", dtypes, reduction))) is not None:
-        return known
-    axes = {name: axis for name, axis in spec.bound_mesh.axes if isinstance(axis, Group) and axis.size > 1}
-    of = {unit.key: _route(spec, unit, axes, dtype, reduction) for unit, dtype in zip(spec, dtypes, strict=True)}
-    recomputed = spec.recomputed
+    """The routes of a spec's units, whose shards have these dtypes, on its process groups. To be made `PartitionSpec.once`."""
+    mesh, recomputed = spec.bound_mesh, spec.recomputed
+    of = {unit.key: Route.of(unit, mesh, reduction, unit.p.precision, dtype) for unit, dtype in zip(spec, dtypes, strict=True)}
 
     def inside(key: str) -> bool:
         return any(is_within(at := spec.by_key[key].path, path) and at != path for path in recomputed)
 
-    made = Routes(
+    return Routes(
         of,
-        tuple(i for i, key in enumerate(spec.order) if of[key].gather and not inside(key)),
-        all(axis.name for axis in axes.values()),
+        {key: Steps.of(route, mesh) for key, route in of.items()},
+        tuple(i for i, key in enumerate(spec.order) if of[key].split and not inside(key)),
+        all(axis.size == 1 or (isinstance(axis, Group) and bool(axis.name)) for _, axis in mesh.axes),
         any(route.frees for route in of.values()),
     )
-    spec.derived["routes", dtypes, reduction] = made
-    return made
 
 
-def _route(spec: PartitionSpec, unit: Unit, axes: dict[str, Group], dtype: torch.dtype, reduction: Reduction) -> Route:
-    precision = unit.p.precision or Precision()
-    dtypes, codec = precision.resolve(dtype), precision.codec if dtype.is_floating_point and unit.numel else None
-    split = [axes[name] for name in unit.p.axes if name in axes] if unit.numel else []
-    rest = [axes[name] for name in reversed(axes) if name not in unit.p.axes and reduction.includes(name)] if unit.numel else []
-    op, before, after = division(reduction.by, torch.Size(axis.size for axis in (*split, *rest)).numel(), dtypes.reduce)
-    reduce = [_reduce(f"scatter_{op}", axis) for axis in split] + [_reduce(f"unvary_{op}", axis) for axis in rest]
-    made = bool(split) or dtypes.param != dtype or codec is not None
-    return Route(
-        spec.padded_numel(unit),
-        widest(unit, spec.padded_numel(unit)),
-        tuple(_gather(axis) for axis in reversed(split)),
-        _ended(reduce, before, after, dtype) if unit.numel else (),
-        dtype,
-        dtypes,
-        codec,
-        made,
-        unit.p.reshard and made,
-    )
+def _group(axis: Axis) -> Group:
+    assert isinstance(axis, Group)
+    return axis
 
 
 def _gather(axis: Group) -> Step:
@@ -200,8 +176,9 @@ def _reduce(op: str, axis: Group) -> Step:
     return lambda x, own: start(op, x, where, x if op.startswith("unvary") else own)
 
 
-def _ended(steps: list[Step], before: float, after: float, dtype: torch.dtype) -> tuple[Step, ...]:
+def _ended(steps: list[Step], route: Route) -> tuple[Step, ...]:
     """The steps with divisions before the first and after the last, in place, and a cast at the end."""
+    before, after, dtype = route.before, route.after, route.dtype
     if not steps:
         return () if before == after == 1 else (lambda x, own: Finish((), lambda: x.div_(before * after).to(dtype)),)
     first, last = steps[0], steps[-1]
