@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 import torch
@@ -23,52 +23,17 @@ from torch import Tensor, nn
 from . import _torch
 from .again import running
 from .batchnorm import MESH, SyncBatchNorm
-from .casting import buffer_dtypes, cast_around, cast_params
+from .casting import buffer_dtypes, cast_around
 from .division import Reduction
-from .fits import whole_unit
 from .kinds import set_attributes
-from .layout import unflatten_unit
-from .nested import Nested
+from .modes import Gathered, Scheduled, choose, given
 from .recompute import Replaced, recomputed, replaced
-from .saved import Hooks, Source, unpack
-from .schedule import Schedule, Visit
+from .saved import Hooks, unpack
 from .spec import PartitionSpec, Unit
 from .swap import CHANGING, Attributes, Parameters, Place, install_buffers, restored, this_thread
-from .travel import gather_unit
-from .watch import Watch, written_error
+from .watch import written_error
 
-__all__ = ["Call", "sharded"]
-
-
-def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
-    """Whether gathers and reductions may run ahead and behind: nothing batches them or differentiates them twice."""
-    if _torch.in_forward_ad() or not _torch.savable():
-        return False
-    if spec.bound_mesh.simulated:
-        return False
-    return not _torch.level() or not any(_torch.base(params[unit.key]).requires_grad for unit in spec if unit.key in params)
-
-
-def _nestable(spec: PartitionSpec) -> bool:
-    """Whether what the transforms that run save can be gathered again by each of them."""
-    return _torch.level() > 0 and not spec.bound_mesh.simulated and _torch.derivatives_alone() and not _torch.traced()
-
-
-def sharded(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:
-    """The part of the spec whose units ``params`` holds as shards."""
-    keys = spec.by_key.keys() & params.keys()
-    return spec if len(keys) == len(spec) else spec.within("", keys)
-
-
-class _Gathered:
-    """A unit that is gathered now: its parameters, the transforms it was gathered under, and its visit if it has one."""
-
-    def __init__(
-        self, unit: Unit, views: Sequence[Tensor], watch: Watch, visit: Visit | None = None, level: int = 0, storage: int = 0
-    ) -> None:
-        self.unit, self.views, self.watch, self.visit, self.level = unit, views, watch, visit, level
-        self.frees = visit.route.frees if visit else unit.p.reshard
-        self.storage = storage  # of the buffer, where saved tensors in it are to be replaced; else 0
+__all__ = ["Call"]
 
 
 class Call:
@@ -86,7 +51,7 @@ class Call:
         again: bool = True,
         thread: int | None = None,
     ) -> None:
-        self.place, self.params, self.spec = place, params, spec
+        self.place, self.spec = place, spec
         self.reduction = reduction
         self.thread = this_thread(thread)
         self.ahead = prefetch, in_flight
@@ -95,22 +60,13 @@ class Call:
         self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
         self.hook = self.outer  # what replaces saved tensors while forward runs
         self.outer_reentrant = _torch.reentrant_checkpoints()
-        self.level = _torch.level()
-        ahead = _schedulable(params, spec)
-        self.schedule = Schedule(params, sharded(params, spec), reduction, prefetch, in_flight) if ahead else None
-        if self.schedule and self.differentiable:
-            self.params = self.schedule.enter(params)
-        frees = self.schedule is not None and self.schedule.routes.frees
-        self.hooked = self.differentiable and frees and self.outer is None
-        self.nested = Nested() if again and self.differentiable and not ahead and not self.outer and _nestable(spec) else None
-        full = ((unit, whole_unit(params, unit)) for unit in spec)
-        self.active = {unit.key: _Gathered(unit, cast_params(views, unit), Watch(unit, views)) for unit, views in full if views}
+        self.mode = choose(params, spec, reduction, self.ahead, again=again, replaces=self.outer is None)
+        self.active = given(params, spec)
         self.written: tuple[Unit, str] | None = None  # a parameter that forward has written to
-        self.live: dict[int, Source] = {}  # by storage: what pack recognises
-        self.scopes: list[list[_Gathered]] = [[]]
+        self.scopes: list[list[Gathered]] = [[]]
         self.inside = running()
         self.used: set[str] | None = None if again else set()  # the parameters that a module to be run again has read
-        self.pending: list[_Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
+        self.pending: list[Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
         self.lost: list[str] = []  # the buffers that forward has changed and nobody asked for
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], buffers: dict[str, Tensor] | None, method: str | None) -> Any:
@@ -119,7 +75,7 @@ class Call:
             run = getattr(self.place.modules[""], method or "__call__")
             return cast_around(run, self.spec.places[""].precision)(*args, **kwargs)
 
-    def gather(self, unit: Unit) -> _Gathered:
+    def gather(self, unit: Unit) -> Gathered:
         """The unit, gathered now or still alive."""
         if running() != self.inside:
             raise RuntimeError(
@@ -137,30 +93,11 @@ class Call:
         self.free(self.pending)
         if self.written:
             raise written_error(*self.written)
-        shard = self.params[unit.key]
-        storage = 0
         probe = torch.is_inference_mode_enabled() and not self.inference
         # a gather under no_grad or in inference mode must serve uses outside of it
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self.differentiable):
-            visit = self.schedule.visit(unit) if self.schedule and _torch.level() == self.level else None
-            if visit:
-                watch = Watch(unit, (visit.buffer,))
-                views = visit.parameters(shard)
-                if visit.route.frees and self.hooked:
-                    assert visit.full is not None
-                    storage = _torch.storage_id(visit.full)
-                    self.live[storage] = visit
-            else:
-                make = self._data_flow(unit)
-                buffer = make(shard)
-                if _torch.in_forward_ad() and self.spec.size(unit) == 1:
-                    buffer = buffer.clone()  # forward may write to it, and so to its tangent, which is the caller's
-                watch = Watch(unit, (buffer,))
-                views = unflatten_unit(buffer, unit)
-                if self.nested and unit.p.reshard and not _torch.alias(buffer, shard) and _torch.level() == self.level:
-                    storage = self.nested.gathered(unit.key, shard, buffer, make)
-        watch.views = views
-        gathered = _Gathered(unit, views, watch, visit, _torch.level(), storage)
+            gathered = self.mode.gather(unit)
+        gathered.watch.views = gathered.views
         self.active[unit.key] = gathered
         self.scopes[-1].append(gathered)
         return gathered
@@ -174,24 +111,15 @@ class Call:
                 "parameters, not with these: expected none; checkpoint the functional_call as a whole"
             )
 
-    def _data_flow(self, unit: Unit) -> Callable[[Tensor], Tensor]:
-        """From the unit's shard to its buffer, differentiable."""
-        mesh, reduction = self.mesh, self.reduction  # and not this call, which notes in a graph would hold
-        return lambda shard: gather_unit(shard, unit, mesh, reduction, unit.p.precision)
-
-    def free(self, many: list[_Gathered], *, keep_for_backward: bool = False) -> None:
+    def free(self, many: list[Gathered], *, keep_for_backward: bool = False) -> None:
         """Let go of these, or leave their buffers to backward."""
         for gathered in many:
             if (what := gathered.watch.written()) and not self.written:
                 self.written = gathered.unit, what
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]
-            self.live.pop(gathered.storage, None)
-            if self.nested:
-                self.nested.live.pop(gathered.storage, None)
             gathered.views = ()
-            if gathered.visit:
-                gathered.visit.leave(keep=keep_for_backward and gathered.storage != 0)
+            self.mode.leave(gathered, keep=keep_for_backward)
         many.clear()
 
     def enter(self, units: list[Unit]) -> None:
@@ -212,10 +140,9 @@ class Call:
     @contextlib.contextmanager
     def installed(self, buffers: dict[str, Tensor] | None, attributes: Attributes | None = None) -> Generator[None]:
         """The modules with gathered parameters, and with other attributes where there are any; as they were afterwards."""
-        kept = Hooks(self.nested.live if self.nested else self.live)
         hooks = contextlib.nullcontext()
-        if self.hooked or self.nested:
-            self.hook = kept.pack
+        if self.mode.live is not None:
+            self.hook = Hooks(self.mode.live).pack
             hooks = _torch.saved_tensor_hooks(self.hook, unpack)
         with contextlib.ExitStack() as stack:
             with CHANGING:
@@ -234,8 +161,7 @@ class Call:
                         setattr(module, attr, self.read(unit, i))
                     yield
             finally:
-                if self.schedule:
-                    self.schedule.end_forward()
+                self.mode.end_forward()
                 if buffers is not None:
                     buffers.update(updated())
             self.lost = changed()
@@ -273,9 +199,9 @@ class Call:
             if isinstance(module, SyncBatchNorm):
                 vars(module)[MESH] = self.mesh
         for name in self.spec.ignored:
-            if name in self.params:
+            if name in self.mode.params:
                 path, _, attr = name.rpartition(".")
-                modules[path]._parameters[attr] = cast("nn.Parameter", self.params[name])
+                modules[path]._parameters[attr] = cast("nn.Parameter", self.mode.params[name])
         again = self.spec.recomputed
         by_path: dict[str, list[Unit]] = {path: [] for path in again}
         for unit in self.spec:
@@ -347,7 +273,7 @@ class Call:
                     set_attributes(module, new)
                 return out, sorted(call.used or ())
 
-            if not self.schedule or _torch.level() != self.level:
+            if not isinstance(self.mode, Scheduled) or not self.mode.is_here():
                 return recomputed(inside, place, before, params, spec, (), args, kwargs)
             self.enter(units)
             try:
@@ -361,7 +287,7 @@ class Call:
     def _params_of(self, place: Place, spec: PartitionSpec) -> dict[str, Tensor]:
         """The shards, or full parameters, of these units, and the ignored parameters."""
         names = [name for unit in spec for name in (unit.key, *(name for param in unit.params for name in param.names))]
-        params = {name: self.params[name] for name in names if name in self.params}
+        params = {name: self.mode.params[name] for name in names if name in self.mode.params}
         for name in spec.ignored:
             path, _, attr = name.rpartition(".")
             if path in place.modules and (tensor := place.modules[path]._parameters.get(attr)) is not None:

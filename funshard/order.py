@@ -12,6 +12,7 @@ from . import _torch
 from .call import arguments
 from .division import Reduction
 from .gathering import Call
+from .modes import Scheduled
 from .spec import PartitionSpec, checked
 from .swap import Place
 
@@ -49,7 +50,8 @@ def trace_order(
         params |= {name: fake(named[name]) for name in spec.ignored if name in named}
         positional, keywords = pytree.tree_map_only(Tensor, fake, given)
         call = Call(Place.of(model, spec), params, spec, Reduction(), 0, 1)
-        assert call.schedule
+        assert isinstance(call.mode, Scheduled)
+        schedule = call.mode.schedule
         try:
             call.run(positional, keywords, {name: fake(b) for name, b in model.named_buffers()}, method)
         except RuntimeError as error:
@@ -57,4 +59,4 @@ def trace_order(
                 f"trace_order: expected a forward that runs on shapes alone, got {type(error).__name__}: {error}; "
                 "if it depends on the values of tensors, give the order of the units to spec.ordered by hand"
             ) from error
-    return tuple(key for key in call.schedule.visited if call.schedule.routes.of[key].split)
+    return tuple(key for key in schedule.visited if schedule.routes.of[key].split)
