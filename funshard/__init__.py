@@ -1,16 +1,38 @@
-"""Fully sharded data parallel training for PyTorch as pure functions, in the style of JAX, on torch.func."""
+"""Fully sharded data parallel training for PyTorch as pure functions, in the style of JAX, on torch.func.
+
+The house. A folder imports only from floors below its own (tests/test_house.py); a name without an underscore is public.
+
+    7  testing                          laws and exactness for users: assert_exact, spmd, strategies
+    6  _call                            functional_call: entry, the four modes, the running call, schedule
+       _compiled                        fs.compile: the step and the passes over its graph
+    5  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads
+       _transforms                      grad, hvp, remat, per_sample_grads
+       optim, compress, averaging, loss_scale      around the step
+    4  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
+       policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
+    3  _spec                            P, Precision, Unit, PartitionSpec: frozen data
+    2  collectives                      meshes, collectives and their transposes
+    1  _torch                           every private part of torch, and the test that pins it
+"""
 
 from . import averaging, collectives, compress, loss_scale, optim, policies, testing
-from .batchnorm import SyncBatchNorm, convert_sync_batchnorm
-from .buffers import BufferWarning
-from .call import functional_call
-from .codec import Codec
-from .compile import compile
-from .full import gather_full, scatter_full
-from .grads import reduce_grads, reduce_mean, weight_share
-from .layout import Params, flatten, unflatten, views
-from .order import trace_order
-from .per_sample import per_sample_grads
+from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from ._call.buffers import BufferWarning
+from ._call.call import functional_call
+from ._call.order import trace_order
+from ._compiled.step import compile
+from ._sharding.full import gather_full, scatter_full
+from ._sharding.grads import reduce_grads, reduce_mean, weight_share
+from ._sharding.sharding import combine, partition, reshard, shard, unshard
+from ._sharding.skeleton import skeleton
+from ._spec.codec import Codec
+from ._spec.precision import Precision
+from ._spec.spec import P, PartitionSpec, Unit
+from ._spec.tree import ModuleTree, Param, module_tree
+from ._transforms.per_sample import per_sample_grads
+from ._transforms.remat import remat
+from ._transforms.transforms import grad, grad_and_value, hvp
+from ._units.layout import Params, flatten, unflatten, views
 from .policies import (
     Policy,
     always,
@@ -26,13 +48,6 @@ from .policies import (
     override,
     whole,
 )
-from .precision import Precision
-from .remat import remat
-from .sharding import combine, partition, reshard, shard, unshard
-from .skeleton import skeleton
-from .spec import P, PartitionSpec, Unit
-from .transforms import grad, grad_and_value, hvp
-from .tree import ModuleTree, Param, module_tree
 
 __all__ = [
     "BufferWarning",

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .collectives import all_reduce
-from .layout import Params
-from .mesh import Axes, Axis, Mesh
-from .reductions import BUCKET_BYTES
-from .spec import PartitionSpec, Unit, bound
+from ._spec.spec import PartitionSpec, Unit, bound
+from ._units.layout import Params
+from ._units.reductions import BUCKET_BYTES
+from .collectives._functions import all_reduce
+from .collectives._mesh import Axes, Axis, Mesh
 
 __all__ = ["Averaging", "average", "average_buffers", "ema", "hierarchical", "init", "periodic", "reduce_over"]
 

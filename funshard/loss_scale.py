@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree of what models return
 
-from .collectives import sum_over
-from .layout import Params
-from .spec import PartitionSpec, bound
+from ._spec.spec import PartitionSpec, bound
+from ._units.layout import Params
+from .collectives._functions import sum_over
 
 __all__ = ["LossScale", "init", "scale", "select", "unscale", "update"]
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import _disable_current_modes
 
+from funshard._units.chain import settle
 from funshard.collectives import Group, Mesh
-from funshard.wire import settle
 
 
 def mesh(sizes: Mapping[str, int]) -> Mesh:

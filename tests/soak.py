@@ -106,7 +106,7 @@ def rank_main(seconds: float, seed: int) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import _get_work_registry_size
 
-    from funshard.wire import settle
+    from funshard._units.chain import settle
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

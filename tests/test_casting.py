@@ -24,8 +24,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import funshard as fs
 from funshard import Codec, P, Precision
-from funshard.casting import cast_around, cast_back, cast_floats
-from funshard.division import Reduction, divide_factors, division
+from funshard._call.casting import cast_around, cast_back, cast_floats
+from funshard._spec.division import Reduction, divide_factors, division
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FLOATS = st.sampled_from([F16, BF16, F32, F64])

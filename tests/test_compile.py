@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import P, _torch
-from funshard.compile import compile
+from funshard._compiled.step import compile
 
 _found = importlib.util.spec_from_file_location(
     "benchmark_models", Path(__file__).parent.parent / "examples" / "benchmarks" / "common.py"

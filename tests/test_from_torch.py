@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard.optim import from_torch
-from funshard.optim_checks import ELEMENTWISE
+from funshard.optim._checks import ELEMENTWISE
 
 SIZES = {"shard": 3}
 CASES: list[tuple[Any, dict[str, Any]]] = [

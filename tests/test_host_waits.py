@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import _torch
-from funshard.host import on_host
+from funshard._units.host import on_host
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "unique")
 

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
-from funshard.explained import explained, lacks_forward_mode, note_of
+from funshard._transforms.explained import explained, lacks_forward_mode, note_of
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 

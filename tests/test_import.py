@@ -19,7 +19,7 @@ HEAVY = (
     "sympy",
     "numpy.testing",
     "transformers",
-    "funshard.passes",
+    "funshard._compiled.passes",
 )
 """What takes long to import, and that no call needs but those of the compiler."""
 

@@ -27,8 +27,8 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
-from funshard.ops import Where, start
-from funshard.wire import Chain
+from funshard._units.chain import Chain
+from funshard.collectives._ops import Where, start
 
 OPS = torch.ops._c10d_functional
 STARTED: dict[str, Callable[[Tensor, str], Tensor]] = {

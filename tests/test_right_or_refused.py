@@ -22,7 +22,7 @@ from torch.func import grad, jvp
 
 import funshard as fs
 from funshard import P, _torch
-from funshard.watch import Watch
+from funshard._call.watch import Watch
 
 Tree = Mapping[str, Tensor]
 Loss = Callable[[Tree], Tensor]

@@ -17,8 +17,8 @@ from models import unchanged
 from torch import nn
 
 import funshard as fs
+from funshard._spec.spec import build
 from funshard.policies import Policy
-from funshard.spec import build
 from funshard.testing import Sum, meshes, modules, policies
 
 MODELS = modules(frozen=True)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import funshard as fs
+from funshard._spec.tree import NAMESPACE, natural_key
 from funshard.testing import Sum, modules
-from funshard.tree import NAMESPACE, natural_key
 
 MODELS = modules(frozen=True)
 

@@ -34,10 +34,11 @@ from torch.utils import _pytree as pytree
 from worst import Misuse, watched
 
 import funshard as fs
-from funshard import P, _torch, ops
-from funshard.reductions import Reductions
-from funshard.schedule import Visit
-from funshard.wire import Buffers, Chain
+from funshard import P, _torch
+from funshard._call.schedule import Visit
+from funshard._units.chain import Buffers, Chain
+from funshard._units.reductions import Reductions
+from funshard.collectives import _ops as ops
 
 OPS = torch.ops._c10d_functional
 

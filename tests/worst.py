@@ -33,7 +33,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import _disable_current_modes
 
-from funshard.wire import settle
+from funshard._units.chain import settle
 
 TIMEOUT = timedelta(seconds=30)
 HEADER = 512

@@ -41,7 +41,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import funshard as fs
-from funshard.compile import compile
+from funshard._compiled.step import compile
 
 
 def plain_functional(model: nn.Module) -> Step:

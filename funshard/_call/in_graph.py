@@ -1,0 +1,112 @@
+"""functional_call inside torch.compile: all is gathered as data flow, and the compiler decides what lives how long."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .._batchnorm import MESH, SyncBatchNorm
+from .._spec.division import Reduction
+from .._spec.fits import whole_unit
+from .._spec.spec import PartitionSpec
+from .._spec.tree import join
+from .._units.flow import gather_unit
+from .._units.layout import unflatten_unit
+from ..collectives._mesh import Mesh
+from .buffers import put_back, running_statistics, warn_of_lost_while_tracing
+from .casting import buffer_dtypes, cast_around, cast_back, cast_floats, cast_params, casts
+
+__all__ = ["run"]
+
+
+def run(
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    spec: PartitionSpec,
+    buffers: dict[str, Tensor] | None,
+    method: str | None,
+    reduction: Reduction,
+) -> Any:
+    """What `functional_call` gives, its arguments checked."""
+    _check_casts_inside(spec)  # not on entering the context: Dynamo of torch 2.11 loses the error
+    full: dict[str, Tensor] = {}
+    for unit in spec:
+        if (given := whole_unit(params, unit)) is not None:
+            views = cast_params(given, unit)
+        else:
+            with _torch.noted(funshard_reshard=unit.p.reshard):  # for fs.compile, which then gathers again in backward
+                views = unflatten_unit(gather_unit(params[unit.key], unit, spec.bound_mesh, reduction, unit.p.precision), unit)
+        full |= {name: view for param, view in zip(unit.params, views, strict=True) for name in param.names}
+    full |= {name: params[name] for name in spec.ignored if name in params}
+    tensors: dict[str, Tensor] = {}
+    for path, module in model.named_modules():  # each once: two names of one attribute would not be put back right
+        tensors |= {name: full[name] for name in (join(path, attr) for attr in module._parameters) if name in full}
+    before = dict(model.named_buffers()) if buffers is None else buffers
+    dtypes = buffer_dtypes(spec)
+    moving = tuple(running_statistics(model))
+    copies = {x: x.clone() for name, x in before.items() if buffers is None or name in moving}
+    now: dict[str, Tensor] = {}
+    for name, x in before.items():
+        cast = cast_floats(x, dtypes(name.rpartition(".")[0]))
+        now[name] = copies[x] if cast is x and x in copies else cast
+    tensors |= now
+    with _torch.reparametrized(model, tensors), _casts_inside(model, spec), _on_mesh(model, spec.bound_mesh):
+        run = getattr(model, method) if method else model
+        out = cast_around(run, spec.places[""].precision)(*args, **kwargs)
+    if buffers is None:
+        warn_of_lost_while_tracing(tuple(name for name, x in now.items() if name in moving or tensors[name] is not x))
+        return out
+    for name, x in before.items():
+        after = tensors[name]
+        if x in copies and after is copies[x]:
+            put_back(x, after)
+        elif after is not x:
+            buffers[name] = cast_back(after, x, now[name])
+    return out
+
+
+def _check_casts_inside(spec: PartitionSpec) -> None:
+    for path, p in spec.places.items():
+        if path and p.precision and casts(p.precision) and not _torch.FORWARD_CAN_BE_REPLACED:
+            raise NotImplementedError(
+                f"unit '{path}' has a Precision: inside torch.compile, torch {torch.__version__} can cast around the whole "
+                "model only: expected torch 2.13, or a Precision for whole(P(...)) and for no other unit"
+            )
+
+
+@contextlib.contextmanager
+def _on_mesh(model: nn.Module, mesh: Mesh) -> Generator[None]:
+    """Within this, what takes statistics over ranks finds them."""
+    own = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+    for module in own:
+        setattr(module, MESH, mesh)
+    try:
+        yield
+    finally:
+        for module in own:
+            delattr(module, MESH)
+
+
+@contextlib.contextmanager
+def _casts_inside(model: nn.Module, spec: PartitionSpec) -> Generator[None]:
+    """Within this, the modules of units but the root's cast what they say they cast."""
+    own: list[tuple[dict[str, Any], Any]] = []  # by __dict__, which Dynamo leaves as it was when it is put back
+    for path, p in spec.places.items():
+        if path and p.precision and casts(p.precision):
+            module = model.get_submodule(path)
+            own.append((module.__dict__, module.__dict__.get("forward")))
+            module.__dict__["forward"] = cast_around(module.forward, p.precision)
+    try:
+        yield
+    finally:
+        for attributes, forward in own:
+            attributes.pop("forward")
+            if forward is not None:
+                attributes["forward"] = forward

@@ -1,0 +1,106 @@
+"""Weights that stacks of transforms save, gathered again by each of their backwards.
+
+Under several torch.func transforms, or one around plain autograd, a saved weight is a tensor of one level, and its value is
+one of the level below, with a graph or a tangent there. The note in its place says which view of which unit it was at which
+level. The backward of that level gathers the unit's shard once more as the level below sees it, so the gather is a part of
+what is differentiated there: exact at every order. No gradient tells when the last use has been made, so the units that were
+gathered last stay, and no others.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._transforms.saved import Note, Source, save_in_node
+
+__all__ = ["Nested"]
+
+ALIVE = 2
+"""How many units stay gathered in the backwards of a call."""
+
+
+class Nested:
+    """The gathers of one call that its backwards make again."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, Source] = {}  # by storage: what pack recognises
+        self._count = itertools.count()
+        self._recent: deque[tuple[int, int, Tensor]] = deque(maxlen=ALIVE)  # by number: what is in it must not hold this
+        self.keys = _torch.dispatch_keys()
+        with _torch.beneath():
+            empty = torch.empty(0)
+        self._levels = [_torch.wrapped(empty, level) for level in range(1, _torch.level() + 1)]  # to know when each is over
+
+    def gathered(self, key: str, shard: Tensor, buffer: Tensor, gather: Callable[[Tensor], Tensor]) -> int:
+        """The buffer of the unit of this key is there. Gives its storage, by which to say that it is left."""
+        storage = _torch.storage_id(_torch.base(buffer))
+        self.live[storage] = _Gather(self, key, next(self._count), shard, buffer.dtype, gather)
+        return storage
+
+    def recent(self, gather: _Gather, level: int) -> Tensor:
+        """The buffer as a level sees it, gathered again if it is not among the last ones."""
+        for *which, buffer in self._recent:
+            if which == [gather.number, level]:
+                return buffer
+        buffer = gather.again(level)
+        self._recent.append((gather.number, level, buffer))
+        return buffer
+
+    def is_over(self, level: int) -> bool:
+        """Whether the transform of this level has ended, as when the pullback of a vjp runs."""
+        return level > 0 and _torch.is_over(self._levels[level - 1])
+
+
+class _Gather:
+    """A gather that can be made again as any level sees it."""
+
+    def __init__(
+        self, call: Nested, key: str, number: int, shard: Tensor, dtype: torch.dtype, gather: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._key, self.number, self.dtype = key, number, dtype
+        self._call, self._shard, self._gather = call, shard, gather
+        self._version = _torch.version(shard)
+
+    def again(self, level: int) -> Tensor:
+        """The buffer as a level sees it; RuntimeError if the shard has been modified in place since."""
+        if _torch.version(self._shard) != self._version:
+            raise RuntimeError(
+                f"the shard of unit '{self._key}' was modified in place between forward and backward: "
+                f"expected version {self._version}, got {_torch.version(self._shard)}; update after backward"
+            )
+        with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
+            return self._gather(_torch.seen_from(self._shard, level))
+
+    def noted(self, tensor: Tensor, *, by_backward: bool) -> Note | None:
+        """How to have this view of the buffer again, that the graph of a level saves."""
+        level = _torch.level_of(tensor)
+        if level < 0:
+            return None
+        view = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return functools.partial(self._view, level, _torch.followed(tensor, self._call.keys), *view)
+
+    def _view(
+        self, level: int, followed: frozenset[int], shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt
+    ) -> Tensor:
+        over = self._call.is_over(level)
+        below = max(followed, default=-1)
+        buffer = self._call.recent(self, below)
+        if torch.is_grad_enabled():
+            save_in_node({_torch.storage_id(_torch.base(buffer)): self}, 0 if over else level)
+        with _torch.at_level(below), torch.set_grad_enabled(below >= 0):
+            view = buffer.as_strided(shape, stride, offset)
+        view = _torch.wrapped_for_dead(view) if over else _torch.wrapped(view, level)
+        now = _torch.followed(view, self._call.keys)
+        if now != followed:
+            raise RuntimeError(
+                f"unit '{self._key}': a weight that forward saved is followed by derivatives of levels {sorted(followed)}, "
+                f"gathered again by those of {sorted(now)}: expected the same; give the unit P(reshard=False)"
+            )
+        return view

@@ -1,0 +1,62 @@
+"""trace_order: in which order forward uses its units, found on shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # the tree of what models take and return
+
+from .. import _torch
+from .._spec.division import Reduction
+from .._spec.spec import PartitionSpec, checked
+from .call import arguments
+from .gathering import Call
+from .modes import Scheduled
+from .swap import Place
+
+__all__ = ["trace_order"]
+
+
+def trace_order(
+    model: nn.Module,
+    spec: PartitionSpec,
+    args: object = (),
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    method: str | None = None,
+) -> tuple[str, ...]:
+    """The keys of the units in the order in which the forward of ``model`` gathers them, for `PartitionSpec.ordered`.
+
+    Runs the forward once on shapes alone: nothing is computed, gathered or sent, the parameters are not read, and the
+    model is left as it was. It may be on the meta device, and the spec's mesh does not matter: what is gathered counts as on
+    the accelerator that the model's buffers, its parameters or the arguments are on, the first that are. A unit is named
+    once for each time that it is gathered. ``args``, ``kwargs`` and ``method`` are those of `functional_call`.
+
+    Raises RuntimeError where forward depends on the values of tensors: then give the order by hand, or none.
+    """
+    spec = checked(spec).on({axis: 2 for unit in spec for axis in unit.p.axes})
+    with _torch.fake_mode(), torch.no_grad():
+
+        def fake(x: Tensor) -> Tensor:
+            return torch.empty(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
+
+        given = arguments(args, kwargs)
+        tensors = (*model.buffers(), *model.parameters(), *(x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)))
+        device = next((x.device for x in tensors if x.device.type not in ("cpu", "meta")), torch.device("cpu"))
+        params = {u.key: torch.empty(spec.shard_numel(u), dtype=u.dtype, device=device) for u in spec}
+        named = dict(model.named_parameters(remove_duplicate=False))
+        params |= {name: fake(named[name]) for name in spec.ignored if name in named}
+        positional, keywords = pytree.tree_map_only(Tensor, fake, given)
+        call = Call(Place.of(model, spec), params, spec, Reduction(), 0, 1)
+        assert isinstance(call.mode, Scheduled)
+        schedule = call.mode.schedule
+        try:
+            call.run(positional, keywords, {name: fake(b) for name, b in model.named_buffers()}, method)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"trace_order: expected a forward that runs on shapes alone, got {type(error).__name__}: {error}; "
+                "if it depends on the values of tensors, give the order of the units to spec.ordered by hand"
+            ) from error
+    return tuple(key for key in schedule.visited if schedule.routes.of[key].split)

@@ -1,0 +1,202 @@
+"""A module that runs again for its derivatives: what it is made of is an argument, in every run the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .._spec.spec import PartitionSpec
+from .._spec.tree import join
+from .._transforms.kinds import OWN
+from .._transforms.remat import run_again
+from .._units.layout import Params, unflatten_unit
+from .schedule import Visit
+from .swap import Attributes, Parameters, Place, copy_of
+
+__all__ = ["Inside", "Replaced", "recomputed", "replaced"]
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Replaced = dict[tuple[str, str], Any]
+"""By path and attribute what forward itself has put in the place of a module's parameters."""
+Inside = Callable[[Attributes, Mapping[str, Tensor], PartitionSpec, Params, Replaced, Args, Kwargs], tuple[Any, list[str]]]
+"""``inside(attributes, params, spec, buffers, replaced, args, kwargs)``: a run of the module with these insides. It gives
+the result and the names of the parameters that were read, and updates the dicts of buffers and of replaced parameters."""
+
+
+def recomputed(
+    inside: Inside,
+    place: Place,
+    before: Attributes,
+    params: Mapping[str, Tensor],
+    spec: PartitionSpec,
+    visits: Sequence[Visit],
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """The result of the module at this place, of which only the arguments are kept, and what can be reached from them.
+
+    ``before`` are the attributes of the model before the call that runs, ``visits`` its own units where the schedule has
+    gathered them. What the first run changes in its arguments, in the modules' attributes and buffers, and in the place of
+    parameters, is changed once; another run finds it as the first one did.
+    """
+    buffers: dict[Tensor, list[str]] = {}
+    for path, module in place.modules.items():
+        for attr, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers.setdefault(buffer, []).append(join(path, attr))
+    run = _Runs(inside, place, before, list(buffers.values()), visits)
+    given = replaced(place, before)
+    now = dict(given)
+    roots: dict[str, Any] = {
+        "its parameters": params,
+        "its buffers": [copy_of(buffer, buffer.dtype) for buffer in buffers],
+        "its spec": spec,
+        "what was put in the place of its parameters": now,
+        "forward": {path: before[module]["forward"] for path, module in place.modules.items() if "forward" in before[module]},
+        "args": args,
+        "kwargs": kwargs,
+        **{f"module '{path}'": module for path, module in place.modules.items()},
+    }
+    out, written = run_again(run, f"module '{place.path}' with P(remat=True)", roots, place.owned)
+    for i, (buffer, is_new) in written.items():
+        before_it = list(buffers)[i]
+        # a vmap around has batched all results, and can only write those into what it has batched
+        if not is_new and _torch.is_batched(before_it) >= _torch.is_batched(buffer):
+            _torch.overwrite(before_it, buffer, told=i in run.told)
+            continue
+        for name in run.buffers[i]:
+            path, _, attr = name.rpartition(".")
+            # a graph would be handed on with the buffers, from one step to the next
+            place.modules[path]._buffers[attr] = buffer if _torch.level() else buffer.detach()
+    for (path, attr), tensor in now.items():
+        if given.get((path, attr)) is not tensor:
+            place.modules[path]._parameters[attr] = tensor
+    return out
+
+
+def replaced(place: Place, before: Attributes) -> Replaced:
+    """What forward has put in the place of parameters until now."""
+    out: Replaced = {}
+    for path, module in place.modules.items():
+        now = module._parameters
+        if isinstance(now, Parameters):
+            out |= {(path, attr): tensor for attr, tensor in now.put(before[module]["_parameters"]).items()}
+    return out
+
+
+class _Runs:
+    """The module as a function of all that it is made of. ``buffers`` are the names of each of its buffers."""
+
+    def __init__(
+        self, inside: Inside, place: Place, before: Attributes, buffers: list[list[str]], visits: Sequence[Visit]
+    ) -> None:
+        self._inside, self._place, self.buffers = inside, place, buffers
+        self._parameters = {module: before[module]["_parameters"] for module in place.owned}
+        self._first, self._last = True, False
+        self._level = _torch.level()
+        self._visits = visits
+        self._leases = [visit.hold() for visit in visits]  # a backward that nobody comes back to runs it with these
+        self._read: list[str] = []
+        self._written: dict[int, bool] = {}
+        self.told: set[int] = set()
+        """The buffers that the first run has changed and said so; others may have changed all the same."""
+
+    def __call__(
+        self,
+        params: Mapping[str, Tensor],
+        given: Sequence[Tensor],
+        spec: PartitionSpec,
+        replaced: Replaced,
+        forwards: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
+        *_: nn.Module,
+    ) -> tuple[Any, dict[int, tuple[Tensor, bool]]]:
+        copies = [copy_of(buffer, buffer.dtype) for buffer in given]
+        versions = [_torch.version(copy) for copy in copies]
+        now = {name: copy for copy, names in zip(copies, self.buffers, strict=True) for name in names}
+        own: dict[nn.Module, dict[str, Any]] = {
+            self._place.modules[path]: {"forward": forward} for path, forward in forwards.items()
+        }
+        attributes: Attributes = {
+            module: {name: value for name, value in vars(module).items() if name not in OWN}
+            | {"_parameters": parameters, "_buffers": module._buffers}
+            | own.get(module, {})
+            for module, parameters in self._parameters.items()
+        }
+        out, used = self._inside(attributes, self._gathered(params), spec, now, replaced, args, kwargs)
+        first, self._first = self._first, False
+        written = {
+            i: now[names[0]] is not copy
+            for i, (copy, version, names) in enumerate(zip(copies, versions, self.buffers, strict=True))
+            if now[names[0]] is not copy or _torch.version(copy) != version
+        }
+        if first:
+            self._read = used
+            self.told = {i for i, is_new in written.items() if not is_new}
+            # kernels write running statistics without telling the version; those that vmap does not batch they refuse
+            quiet = (i for i, x in enumerate(copies) if x.is_floating_point() and _may_be_written(given[i], x))
+            self._written = dict.fromkeys(quiet, False) | written
+        self._check(used, written, now)
+        return out, {i: (now[self.buffers[i][0]], is_new) for i, is_new in self._written.items()}
+
+    def _check(self, used: list[str], written: Mapping[int, bool], now: Params) -> None:
+        """RuntimeError for a run that reads other parameters or writes other buffers than the first one."""
+        name = f"module '{self._place.path}' with P(remat=True)"
+        if used != self._read:
+            differ = sorted(set(used) ^ set(self._read))
+            raise RuntimeError(
+                f"{name} reads other parameters in one of its runs than in the first one: {differ[0]!r} in one of them only; "
+                "expected the same control flow in each run"
+            )
+        for i, is_new in written.items():
+            if self._written.get(i) is not is_new:
+                raise RuntimeError(
+                    f"{name} writes its buffer '{self.buffers[i][0]}' in one of its runs otherwise than in the first one; "
+                    "expected the same control flow in each run"
+                )
+            buffer = now[self.buffers[i][0]]
+            if (buffer.requires_grad and not (is_new and self._level)) or (not is_new and _torch.has_tangent(buffer)):
+                raise RuntimeError(
+                    f"{name} puts a tensor into its buffer '{self.buffers[i][0]}' that has a derivative, which would be lost: "
+                    "expected it detached, or in the result of the module"
+                )
+
+    def _gathered(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The full parameters in the place of the shards that the schedule gathers, in the first and in the last run."""
+        params = dict(params)
+        for visit in self._visits if self._first or self._last else ():
+            shard = params.pop(visit.unit.key)
+            views = visit.parameters_again(shard) if self._last else unflatten_unit(visit.buffer, visit.unit)
+            params |= zip((param.name for param in visit.unit.params), views, strict=True)
+        return params
+
+    @contextlib.contextmanager
+    def last_run(self) -> Generator[None]:
+        """For the run that plain autograd's backward makes: gathered ahead, reduced behind."""
+        if not self._leases:
+            yield
+            return
+        self._last = True
+        try:
+            with self._visits[0].schedule.part_of_backward():
+                yield
+        finally:
+            self._last = False
+
+
+def _may_be_written(buffer: Tensor, copy: Tensor) -> bool:
+    """Whether a kernel may have written to the copy of a buffer without telling its version."""
+    if _torch.level():
+        return _torch.is_batched(copy)
+    return not (_strided(buffer) and _strided(copy) and _torch.shares_memory(buffer, copy))
+
+
+def _strided(x: Tensor) -> bool:
+    return type(x) is Tensor and x.layout is torch.strided

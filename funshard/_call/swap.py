@@ -1,0 +1,293 @@
+"""A module's insides, replaced for the length of a call and put back: parameters, buffers, attributes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .._spec.spec import PartitionSpec, Unit
+from .._spec.tree import join, refuse_compiled
+from .casting import cast_back, cast_floats
+
+__all__ = [
+    "CHANGING",
+    "CONTAINERS",
+    "Attributes",
+    "Parameters",
+    "Place",
+    "copy_of",
+    "install_buffers",
+    "restored",
+    "this_thread",
+]
+
+Attributes = dict[nn.Module, dict[str, Any]]
+"""Of each module what ``vars`` gives."""
+
+CONTAINERS = tuple(
+    name
+    for name, value in vars(nn.Module()).items()
+    if isinstance(value, dict | set) and name not in ("_parameters", "_buffers")
+)
+"""Where nn.Module keeps hooks and submodules, which forward may change in place (transformers 5 adds hooks)."""
+
+CHANGING = threading.RLock()
+"""Held while a model is being changed for a call and put back: other threads find it as it was, or with `Parameters`."""
+
+
+def this_thread(caller: int | None = None) -> int:
+    """The thread that runs. Autograd has threads of its own, in which a run of ``caller``'s is one of that thread."""
+    return caller if caller and isinstance(threading.current_thread(), threading._DummyThread) else threading.get_ident()
+
+
+class Parameters(dict[str, Any]):
+    """A module's ``_parameters`` for the length of a call in a thread: reading one gathers its unit."""
+
+    __slots__ = ("_owned", "_read", "thread")
+
+    def __init__(
+        self,
+        original: Mapping[str, Tensor | None],
+        owned: dict[str, tuple[Unit, int]],
+        read: Callable[[Unit, int], Tensor],
+        thread: int,
+    ) -> None:
+        super().__init__(original)
+        self._owned, self._read, self.thread = owned, read, thread
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._owned:
+            return self._read(*self._owned[name])
+        return super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._owned.pop(name, None)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._owned.pop(name, None)
+        super().__delitem__(name)
+
+    def __iter__(self) -> Iterator[str]:  # overriding it keeps dict(self) from copying the originals underneath
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401  that would call itself
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def put(self, original: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        """What has been put here, with nothing gathered."""
+        own = ((name, super(Parameters, self).__getitem__(name)) for name in self if name not in self._owned)
+        return {name: value for name, value in own if value is not original.get(name, self)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module of a model: its path, all modules in it by each of their paths, and which units own what of them."""
+
+    path: str
+    modules: Mapping[str, nn.Module]
+    owned: dict[nn.Module, dict[str, tuple[Unit, int]]]
+    """For each module the unit and position in it of its own parameters, by attribute."""
+
+    @property
+    def scripted(self) -> Iterator[tuple[nn.Module, str, Unit, int]]:
+        """The parameters that no mapping of Python's hands out: each ScriptModule's, by attribute, and where they are."""
+        for module, owned in self.owned.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                yield from ((module, attr, unit, i) for attr, (unit, i) in owned.items())
+
+    @classmethod
+    def of(cls, model: nn.Module, spec: PartitionSpec) -> Place:
+        """The whole model; ValueError unless the spec was made for it."""
+        with CHANGING:
+            modules = _modules_in(model, "")
+            for path, module in modules.items():
+                refuse_compiled(path, module, in_place=True)
+            return cls("", modules, _owners(modules, spec))
+
+    def within(self, path: str) -> Place:
+        """One of its modules."""
+        modules = _modules_in(self.modules[path], path)
+        return Place(path, modules, {module: self.owned[module] for module in modules.values()})
+
+
+@contextlib.contextmanager
+def restored(modules: Mapping[str, nn.Module], thread: int) -> Generator[Attributes]:
+    """Within this, the modules may be changed; afterwards every attribute is what it was before, which it gives.
+
+    Raises RuntimeError, naming the module, where another thread has one in a call.
+    """
+    with CHANGING:
+        for path, module in modules.items():
+            if isinstance(now := vars(module).get("_parameters"), Parameters) and now.thread != thread:
+                raise RuntimeError(
+                    f"module '{path}' is in a functional_call of another thread: expected one at a time, since what a module "
+                    "reads is put into it meanwhile; give each thread a model of its own, or hold a lock around the call"
+                )
+        saved = [_Saved.of(module) for module in dict.fromkeys(modules.values())]
+    try:
+        yield {one.module: one.attributes for one in saved}
+    finally:
+        with CHANGING:
+            for one in saved:
+                one.put_back()
+
+
+class _Saved(NamedTuple):
+    module: nn.Module
+    attributes: dict[str, Any]
+    containers: list[tuple[Any, Any]]
+    """Each with a copy, None where it is empty, which most are."""
+    scripted: dict[str, Tensor | None]
+    """What a ScriptModule's own code reads, where no mapping of Python's is asked."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Saved:
+        attributes = dict(vars(module))
+        inside: dict[str, Tensor | None] = {}
+        if isinstance(module, torch.jit.ScriptModule):
+            inside = _own(module, "_parameters") | _own(module, "_buffers")
+        some = [attributes.get(name) for name in CONTAINERS]
+        return cls(
+            module, attributes, [(one, one.copy() if one else None) for one in some if isinstance(one, dict | set)], inside
+        )
+
+    def put_back(self) -> None:
+        for name, tensor in self.scripted.items():
+            setattr(self.module, name, tensor)
+        vars(self.module).clear()
+        vars(self.module).update(self.attributes)
+        for container, content in self.containers:
+            if (container or content) and container != content:
+                container.clear()
+                container.update(content or ())
+
+
+def _modules_in(module: nn.Module, path: str) -> dict[str, nn.Module]:
+    """``dict(module.named_modules(prefix=path, remove_duplicate=False))``, without a chain of generators for each."""
+    found = {path: module}
+    for name, child in module._modules.items():
+        if child is not None:
+            found |= _modules_in(child, join(path, name)) if child._modules else {join(path, name): child}
+    return found
+
+
+def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Module, dict[str, tuple[Unit, int]]]:
+    owned: dict[nn.Module, dict[str, tuple[Unit, int]]] = {module: {} for module in modules.values()}
+    parameters = {path: _own(module, "_parameters") for path, module in modules.items()}
+    for unit in spec:
+        for i, param in enumerate(unit.params):
+            for path, attr in param.places:
+                tensor = parameters[path].get(attr) if path in parameters else None
+                if tensor is None or tensor.shape != param.shape:
+                    got = "none" if tensor is None else f"shape {list(tensor.shape)}"
+                    raise ValueError(
+                        f"parameter '{join(path, attr)}' of unit '{unit.key}': expected shape {list(param.shape)} in the "
+                        f"model, got {got}; was the model changed after the spec was made?"
+                    )
+                owned[modules[path]][attr] = unit, i
+    left = {
+        id(parameters[path].get(attr)) for path, _, attr in (name.rpartition(".") for name in spec.ignored) if path in modules
+    }
+    for path, own in parameters.items():
+        mine = owned[modules[path]]
+        for attr, tensor in own.items():
+            if attr not in mine and tensor is not None and id(tensor) not in left:
+                raise ValueError(
+                    f"parameter '{join(path, attr)}' is not in the spec: expected the model that it was made for; "
+                    "was the model changed after the spec was made?"
+                )
+    return owned
+
+
+def _own(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
+    """A module's ``_parameters`` or ``_buffers``: those that are in it, and nothing is gathered for that."""
+    mapping = vars(module)[kind]
+    if not mapping:  # as most are
+        return {}
+    return dict(mapping.items() if isinstance(module, torch.jit.ScriptModule) else dict.items(mapping))
+
+
+def copy_of(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a buffer, which costs nothing until forward writes to it, as to few; not where a vmap or tracing sees it."""
+    seen = torch.compiler.is_compiling() or _torch.traced() or _torch.is_batched(buffer)
+    if seen or dtype != buffer.dtype or type(buffer) is not Tensor or buffer.layout is not torch.strided:
+        return buffer.to(dtype, copy=True)
+    return _torch.copy_on_write(buffer)
+
+
+def install_buffers(
+    modules: Mapping[str, nn.Module],
+    buffers: Mapping[str, Tensor] | None,
+    dtypes: Callable[[str], torch.dtype | None] | None = None,
+) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], list[str]]]:
+    """Give every module its own ``_buffers``: the given ones, copies on write of the rest.
+
+    Two functions come back: one reads the given ones, another names the copies that were changed since. ``dtypes`` says to
+    what floating point buffers of the module at a path are cast; they are read back in their own.
+    """
+    given = dict(buffers or {})
+    copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
+    placed: list[tuple[str, nn.Module, str, Tensor, Tensor]] = []
+    copied: list[tuple[str, nn.Module, str, Tensor]] = []
+    fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
+    for path, module in modules.items():
+        own = _own(module, "_buffers")
+        mine = fresh.setdefault(module, dict(own))
+        cast = dtypes(path) if dtypes else None
+        for attr, original in own.items():
+            name = join(path, attr)
+            if name in given:
+                before = given.pop(name)
+                mine[attr] = used = cast_floats(before, cast)
+                placed.append((name, module, attr, before, used))
+            elif original is not None and mine[attr] is original and not original.is_meta:
+                dtype = cast if cast and original.is_floating_point() else original.dtype
+                if (original, dtype) not in copies:
+                    copies[original, dtype] = copy_of(original, dtype)
+                mine[attr] = copies[original, dtype]
+                copied.append((name, module, attr, copies[original, dtype]))
+    if given:
+        raise ValueError(f"buffer '{next(iter(given))}' is not in the model: expected its buffers' names")
+    for module, mine in fresh.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            for attr, buffer in mine.items():
+                setattr(module, attr, buffer)
+        else:
+            vars(module)["_buffers"] = mine
+
+    def now() -> dict[str, Tensor]:
+        found = [(name, _own(module, "_buffers").get(attr), before, used) for name, module, attr, before, used in placed]
+        return {name: cast_back(buffer, before, used) for name, buffer, before, used in found if buffer is not None}
+
+    def changed() -> list[str]:
+        moved = {
+            (module, attr): name
+            for name, module, attr, copy in copied
+            if module._buffers.get(attr) is not copy or _torch.version(copy)
+        }
+        # The kernels of BatchNorm do not tell the version of its statistics, but its module counts.
+        counted = {module for module, attr in moved if attr == "num_batches_tracked"}
+        return [
+            name
+            for name, module, attr, _ in copied
+            if (module, attr) in moved or (module in counted and attr in ("running_mean", "running_var"))
+        ]
+
+    return now, changed

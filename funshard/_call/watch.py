@@ -1,0 +1,82 @@
+"""Whether forward writes into the parameters that it reads, which are copies or the caller's own.
+
+A gathered buffer is let go and gathered again, so what is written into it would be lost for backward; a buffer that is the
+caller's own shard is not to be changed at all. Versions do not tell: ``weight.data.clamp_()`` leaves them as they are. So
+what forward reads is watched by a copy on write, which costs nothing until somebody writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .._spec.spec import Unit
+from .._units.layout import unflatten_unit
+
+__all__ = ["Watch", "written_error"]
+
+
+class Watch:
+    """The values of one unit's parameters from here on: in one buffer, or each by itself.
+
+    ``views`` are the parameters where they are views of the buffer, which ``weight.data = other`` would take elsewhere.
+    """
+
+    __slots__ = ("_before", "_now", "_unit", "_versions", "views")
+
+    def __init__(self, unit: Unit, tensors: Iterable[Tensor]) -> None:
+        self._unit = unit
+        self.views: Sequence[Tensor] = ()
+        bases = [] if _torch.traced() else [_torch.base(x) for x in tensors]
+        self._now = [x for x in bases if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta]
+        with _torch.beneath():
+            self._before = [_torch.copy_on_write(x) for x in self._now]
+        self._versions = [_torch.version(x) for x in self._now]
+
+    def written(self) -> str | None:
+        """What has been written to since, and has its values of before again; None if nothing has."""
+        moved = [_torch.version(x) != version for x, version in zip(self._now, self._versions, strict=True)]
+        same = all(_torch.shares_memory(*pair) for pair in zip(self._now, self._before, strict=True))
+        if not any(moved) and same:
+            return self._taken()
+        with _torch.beneath():
+            changed = [not _equal(now, before) for now, before in zip(self._now, self._before, strict=True)]
+            what = self._name(changed) if any(moved) or any(changed) else None
+            for now, before, differs in zip(self._now, self._before, changed, strict=True):
+                if differs:
+                    now.copy_(before)
+        return what or self._taken()
+
+    def _taken(self) -> str | None:
+        """A parameter that is no view of the buffer any more."""
+        storages = {_torch.storage_id(x) for x in self._now}
+        for param, view in zip(self._unit.params, self.views, strict=False):
+            if storages and not _torch.is_wrapped(view) and _torch.storage_id(view) not in storages:
+                return f"parameter '{param.name}'"
+        return None
+
+    def _name(self, changed: list[bool]) -> str:
+        names = [param.name for param in self._unit.params]
+        if len(changed) == 1 and self._now[0].dim() == 1:  # a buffer, and no vmap has batched it
+            now, before = (unflatten_unit(some[0], self._unit) for some in (self._now, self._before))
+            changed = [not _equal(*pair) for pair in zip(now, before, strict=True)]
+        if len(changed) == len(names) and any(changed):
+            return f"parameter '{names[changed.index(True)]}'"
+        return f"one of the parameters {', '.join(map(repr, names))}"
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Bit by bit, NaN among them."""
+    return torch.equal(a, b) or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
+
+
+def written_error(unit: Unit, what: str) -> RuntimeError:
+    """What to raise where `Watch.written` has found something."""
+    return RuntimeError(
+        f"{what} of unit '{unit.key}' was changed in place in forward: expected it left alone, since what is "
+        "gathered is let go again and what was given is yours; compute with a new tensor (w = self.weight.clamp(-1, 1)), or "
+        "change the shards between steps (weight clipping, and in the place of nn.Embedding's max_norm)"
+    )

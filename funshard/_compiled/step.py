@@ -1,0 +1,186 @@
+"""compile: a whole training step as one graph, with the schedule of functional_call written into it (passes.py).
+
+The compiler behind must keep the order that the passes make, so inductor's own passes that sort anew are switched off. What
+is private in torch: inductor's ``compile_fx`` and ``post_grad_custom_post_pass``; pinned by tests/test_compile.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from .. import _torch
+
+__all__ = ["compile"]
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def compile(
+    step: Step,
+    *,
+    donate: int | tuple[int, ...] = (),
+    prefetch: int = 1,
+    in_flight: int = 1,
+    backend: str | Compiler = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    fullgraph: bool = True,
+    **others: Any,
+) -> Step:
+    """A training step, compiled whole: ``torch.compile(step)`` at the memory and with the overlap of functional_call.
+
+    ``step`` takes parameters, optimizer state and a batch, takes gradients of a loss over `functional_call` by
+    `grad_and_value` or torch.func's, and returns what it computes. It runs under no_grad, so its results have no graph.
+    Units with ``P(reshard=True)`` are gathered again for backward, ``prefetch`` gathers start ahead of their use and
+    ``in_flight`` reductions are waited for late, as in `functional_call`.
+
+    ``donate`` says which positional arguments are given away: the step's results are written into their tensors, which
+    are what is returned. Their memory is used again, and **after the call the donated tensors hold the new values**.
+    The i-th donated argument goes with the first result that no other has taken and that has its tree, shapes and
+    dtypes; results are the elements of a returned tuple, or the one thing returned. Other results must not be views of
+    donated tensors: clone them.
+
+    >>> import torch, funshard as fs
+    >>> halve = fs.compile(lambda params: {key: p / 2 for key, p in params.items()}, donate=0, backend="aot_eager")
+    >>> given = {"w": torch.tensor([2.0])}
+    >>> halve(given)
+    {'w': tensor([1.])}
+    >>> given
+    {'w': tensor([1.])}
+
+    ``backend`` is "inductor", "aot_eager" (the graph as it is, without a compiler: for tests), or a function of an FX
+    graph of ATen operators and its inputs that returns what runs it. ``mode`` and ``options`` are torch.compile's and
+    inductor's; so are ``others``.
+
+    Raises ValueError where a donated argument has no result to go with, is given twice, or is seen in another result.
+    """
+    given_away = (donate,) if isinstance(donate, int) else tuple(donate)
+    compiler = _Backend(backend, prefetch, in_flight, {**_options(mode), **(options or {})})
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, str]:
+        return _run(step, given_away, *args, **kwargs)
+
+    # Dynamo counts recompiles by code object, so every compiled step is to have its own.
+    run = FunctionType(run.__code__.replace(), run.__globals__, "run", None, run.__closure__)
+    run = torch.compile(run, backend=compiler, fullgraph=fullgraph, **others)
+
+    @functools.wraps(step)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        donated = _check_donated(args, given_away)
+        out, problem = run(*args, **kwargs)
+        seen = Counter(_torch.storage_id(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
+        if any(seen[storage] > count for storage, count in donated.items()):
+            problem = "compile: a result is, or is a view of, a donated tensor, which was written to: return a clone of it"
+        if problem:
+            raise ValueError(problem)
+        return out
+
+    return cast("Step", compiled)
+
+
+def _run(step: Callable[..., Any], donate: tuple[int, ...], *args: Any, **kwargs: Any) -> tuple[Any, str]:
+    """The step's results, in the donated tensors where they have one; and what is wrong, for `compiled` to raise."""
+    with torch.no_grad():
+        out = step(*args, **kwargs)
+        results = list(out) if isinstance(out, tuple) else [out]
+        given = {leaf for i in donate for leaf in pytree.tree_leaves(args[i])}
+        writes: list[tuple[Tensor, Tensor]] = []
+        taken: list[int] = []
+        for i in donate:
+            old, tree = pytree.tree_flatten(args[i])
+            for j, result in enumerate(results):
+                new, other = pytree.tree_flatten(result)
+                if j not in taken and tree == other and all(map(_fits, old, new)):
+                    break
+            else:
+                return out, f"compile: donated argument {i}: expected a result with its tree, shapes and dtypes, got none"
+            taken.append(j)
+            results[j] = args[i]
+            # A value that is another donated tensor is to be read before that is written to.
+            writes += [(into, x.clone() if x in given else x) for into, x in zip(old, new, strict=True) if x is not into]
+        for into, value in writes:
+            into.copy_(value)
+    return (tuple(results) if isinstance(out, tuple) else results[0]), ""
+
+
+def _fits(old: Any, new: Any) -> bool:
+    return isinstance(new, Tensor) and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+
+
+class _Backend:
+    """What torch.compile calls with Dynamo's graph."""
+
+    def __init__(self, compiler: str | Compiler, prefetch: int, in_flight: int, options: dict[str, Any]) -> None:
+        if isinstance(compiler, str) and compiler not in ("inductor", "aot_eager"):
+            raise ValueError(f"compile: backend: expected 'inductor', 'aot_eager' or a function, got {compiler!r}")
+        if _PASS in options:
+            raise ValueError(f"compile: options: expected no {_PASS!r}, which is where the schedule is made")
+        self.compiler, self.prefetch, self.in_flight, self.options = compiler, prefetch, in_flight, options
+
+    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # Here, because the compiler takes a second to import.
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        from .passes import Schedule, note_phases
+
+        schedule = Schedule(note_phases(graph.graph), self.prefetch, self.in_flight)
+        if self.compiler == "inductor":
+            from torch._inductor import list_options
+            from torch._inductor.compile_fx import compile_fx
+
+            patches = dict.fromkeys(_SORTS.intersection(list_options()), False) | {**self.options, _PASS: schedule}
+            return cast("Callable[..., Any]", compile_fx(graph, inputs, config_patches=patches))
+
+        def scheduled(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            schedule(graph.graph)
+            graph.recompile()
+            return make_boxed_func(graph if isinstance(self.compiler, str) else self.compiler(graph, inputs))
+
+        return aot_autograd(fw_compiler=scheduled, keep_inference_input_mutations=True)(graph, inputs)
+
+
+_PASS = "post_grad_custom_post_pass"  # the last of inductor's passes that see the ATen graph, but for sorting it
+_SORTS = {
+    "reorder_for_locality",
+    "reorder_for_peak_memory",
+    "reorder_for_compute_comm_overlap",
+    "aten_distributed_optimizations.enable_simple_overlap",  # from torch 2.15 on
+}
+"""The passes of inductor, of some version, that would sort anew."""
+
+
+def _options(mode: str | None) -> dict[str, Any]:
+    if mode is None:
+        return {}
+    from torch._inductor import list_mode_options  # here, because the compiler takes a second to import
+
+    return list_mode_options(mode)
+
+
+def _check_donated(args: tuple[Any, ...], donate: tuple[int, ...]) -> Counter[int]:
+    """How many donated tensors a storage has; TypeError or ValueError for arguments that cannot be written to one by one."""
+    seen: set[int] = set()
+    storages: Counter[int] = Counter()
+    for i in donate:
+        if not 0 <= i < len(args):
+            raise ValueError(f"compile: donate {donate} but {len(args)} positional arguments: expected 0..{len(args) - 1}")
+        for path, leaf in pytree.tree_flatten_with_path(args[i])[0]:
+            where = f"donated argument {i}{pytree.keystr(path)}"
+            if not isinstance(leaf, Tensor):
+                raise TypeError(f"compile: {where}: expected a tensor, got {type(leaf).__name__}")
+            if id(leaf) in seen:
+                raise ValueError(f"compile: {where}: expected a tensor of its own, got one that is given away before")
+            seen.add(id(leaf))
+            storages[_torch.storage_id(leaf)] += 1
+    return storages

@@ -1,0 +1,169 @@
+"""gather_full, scatter_full: full parameters leaving and entering, unit by unit; the functional summon_full_params."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._spec.fits import check_full, check_shards
+from .._spec.spec import PartitionSpec, Unit, bound
+from .._units.flow import gather_unit
+from .._units.host import on_host
+from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit
+from ..collectives._mesh import Mesh, Simulated
+from .agree import broadcast_text, process_group
+
+__all__ = ["gather_full", "scatter_full"]
+
+
+def gather_full(
+    shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank0_only: bool = False, offload_to_cpu: bool = False
+) -> Params:
+    """The full parameters by name, each a tensor of its own without gradient, unit by unit: summon_full_params.
+
+    With ``rank0_only`` the mesh's first rank alone gets them, by a gather that allocates nothing elsewhere; the others
+    get ``{}``. With ``offload_to_cpu`` each unit goes to host memory before the next is gathered, so that the peak on
+    the device is one unit. `scatter_full` writes them back. Works for anything sharded like the parameters: gradients,
+    optimizer state; and for a part of the units (`partition`).
+
+    Raises ValueError as `unshard` does, and for ``rank0_only`` on a simulated mesh, where all ranks run as one.
+    """
+    spec = bound(spec)
+    mesh = spec.bound_mesh
+    units = check_shards(shards, spec, part=True)
+    if rank0_only and any(isinstance(axis, Simulated) for _, axis in mesh.axes):
+        raise ValueError("gather_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
+    full: Params = {}
+    waiting: Callable[[], Params] = dict
+    with torch.no_grad():
+        for unit in units:
+            copies = _copies(shards[unit.key].detach(), unit, mesh, rank0_only, offload_to_cpu)
+            full |= waiting()  # the one before, while this one is on its way
+            waiting = copies
+        return full | waiting()
+
+
+def _copies(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_cpu: bool) -> Callable[[], Params]:
+    """A gathered unit's parameters, copied; its buffer is gone when this returns, before the next one is gathered.
+
+    Where they leave a device for the host that is one copy, which is waited for when what comes back is called.
+    """
+    buffer = _gather_to_first(piece, unit, mesh) if rank0_only else gather_unit(piece, unit, mesh)
+    if buffer is None:
+        return dict
+    if offload_to_cpu and buffer.device.type != "cpu":
+        copy = on_host(buffer)
+        return lambda: _by_name(copy(), unit)
+    copies = _by_name(buffer, unit)
+    return lambda: copies
+
+
+def _by_name(buffer: Tensor, unit: Unit) -> Params:
+    """Each parameter as a tensor of its own: one that shared its memory with others could not be saved by itself."""
+    return {param.name: t.clone() for param, t in zip(unit.params, unflatten_unit(buffer, unit), strict=True)}
+
+
+def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src: int = 0) -> Params:
+    """The shards of the parameters that rank ``src`` of the mesh holds; the other ranks give None. The write-back.
+
+    Only slices travel: a scatter over the sharded axes, a broadcast over the replicated ones. The shards have the
+    spec's dtypes and the mesh's device. Inverse of ``gather_full(..., rank0_only=True)``.
+
+    Raises ValueError on *every* rank if what ``src`` holds does not fit the spec; nothing has been sent by then but
+    the message that says so.
+    """
+    spec = bound(spec)
+    mesh = spec.bound_mesh
+    if any(isinstance(axis, Simulated) for _, axis in mesh.axes):
+        raise ValueError("scatter_full on a simulated mesh: expected process groups; use shard(full, spec) there")
+    source, here = coordinates(mesh, src), coordinates(mesh, None)
+    error = _source_error(full, spec) if source == here else ""
+    device = mesh.device or torch.device("cpu")
+    error = broadcast_text(error, mesh, source, device)
+    if error:
+        raise ValueError(f"scatter_full: rank {src} holds other parameters than the spec's: {error}")
+    out: Params = {}
+    for unit in spec:
+        buffer = None
+        if source == here:
+            assert full is not None
+            buffer = flatten_unit(full, unit, spec.padded_numel(unit)).detach().to(device)
+        out[unit.key] = _scatter_from(buffer, unit, spec, mesh, source, device)
+    return out
+
+
+# --- Gathers to one rank and scatters from one: data movement, below autograd, over c10d's own collectives. ---
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    """A 1-D buffer as the bytes that it is: every backend moves these, of whatever dtype."""
+    return buffer.contiguous().view(torch.uint8)
+
+
+def _gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
+    """The unit's buffer on the mesh's first rank; None, and no buffer, on the others."""
+    at = dict(zip(mesh.names, coordinates(mesh, None), strict=True))
+    if any(at[name] for name in mesh.names if name not in unit.p.axes):
+        return None  # another replica
+    for name in reversed(unit.p.axes):
+        axis, group = process_group(mesh, name)
+        if group is None:
+            continue
+        raw = _bytes(piece)
+        rows = raw.new_empty(axis.size, len(raw)) if at[name] == 0 else None
+        dist.gather(raw, None if rows is None else list(rows), group=group, group_dst=0)
+        if rows is None:
+            return None
+        piece = rows.flatten().view(piece.dtype)
+    return piece
+
+
+def _scatter_from(
+    buffer: Tensor | None, unit: Unit, spec: PartitionSpec, mesh: Mesh, source: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """The inverse: slices of the source's buffer along the sharded axes, then copies along the replicated ones."""
+    numel = spec.padded_numel(unit)
+    here, want = (dict(zip(mesh.names, c, strict=True)) for c in (coordinates(mesh, None), source))
+    rest = list(mesh.names)
+    for name in (*unit.p.axes, *(n for n in mesh.names if n not in unit.p.axes)):
+        axis, group = process_group(mesh, name)
+        rest.remove(name)
+        split = name in unit.p.axes
+        numel = numel // axis.size if split else numel
+        # In this step those take part that the source's data has reached, or reaches now: they sit where the source
+        # sits on every axis still to come.
+        if group is None or any(here[n] != want[n] for n in rest):
+            continue
+        out = torch.empty(numel, dtype=unit.dtype, device=device)
+        if split:
+            whole = None if buffer is None or here[name] != want[name] else _bytes(buffer)
+            pieces = None if whole is None else list(whole.view(axis.size, len(whole) // axis.size))
+            dist.scatter(_bytes(out), pieces, group=group, group_src=want[name])
+        else:
+            out = buffer if buffer is not None else out
+            dist.broadcast(_bytes(out), group=group, group_src=want[name])
+        buffer = out
+    assert buffer is not None
+    return buffer
+
+
+def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str:
+    if full is None:
+        return "expected a dict of full parameters, got None"
+    if not isinstance(full, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return f"expected a dict of full parameters, got {type(full).__name__}"
+    for name, tensor in full.items():
+        if not isinstance(tensor, Tensor) or tensor.is_meta:  # pyright: ignore[reportUnnecessaryIsInstance]
+            kind = "a meta tensor" if isinstance(tensor, Tensor) else type(tensor).__name__  # pyright: ignore
+            return f"parameter '{name}': expected a tensor with data, got {kind}"
+    try:
+        check_full(full, spec)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    for name, tensor in full.items():
+        if name in spec.by_name and tensor.dtype != spec.by_name[name][1].dtype:
+            return f"parameter '{name}': expected {spec.by_name[name][1].dtype}, got {tensor.dtype}"
+    return ""

@@ -1,0 +1,95 @@
+"""reduce_grads and reduce_mean: gradients that are reduced when you say so. no_sync, gradient accumulation, uneven batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from .._spec.division import Divide
+from .._spec.fits import check_buffers, check_mapping, whole_unit
+from .._spec.spec import PartitionSpec, Unit, bound
+from .._units.flow import reduce_unit, reduction_over
+from .._units.layout import Params, flatten_unit
+from ..collectives._functions import sum_over
+
+__all__ = ["reduce_grads", "reduce_mean", "weight_share"]
+
+
+def reduce_grads(
+    grads: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Iterable[str] | None = None, reduce: Divide = "mean"
+) -> Params:
+    """The gradients of the shards, by unit key, from each rank's own gradients: their mean over ranks, in slices.
+
+    Differentiate with respect to ``unshard(params, spec)`` as often as you like, add up, and reduce once: ``no_sync``.
+    ``grads`` are full gradients by parameter name, all of a unit's or none of them. ``axes`` are the mesh axes to reduce
+    over, or one, by default all. What has been reduced over some of them (here, or by functional_call with ``reduce_over``), by
+    unit key, can be reduced over the rest later: HSDP with one all-reduce for many micro-batches. Reduced in the dtype that
+    the unit's `Precision` says, given back in the gradients' own. Differentiable.
+
+    Equal to the gradients of functional_call, where that reduces. ``reduce`` is "mean", "sum", or what to divide the sum by.
+
+    Raises ValueError, naming the path, for gradients that do not fit the spec, unknown axes, and axes of which a unit is
+    split over one that is missing, or, given by unit key, over one that is there; before any communication.
+    """
+    spec = bound(spec)
+    mesh = spec.bound_mesh
+    full, slices = _given(grads, spec)
+    reduction = reduction_over(reduce, mesh.names if axes is None else axes, mesh, full)
+    for unit in slices:
+        if split := [axis for axis in unit.p.axes if reduction.includes(axis)]:
+            raise ValueError(
+                f"unit '{unit.key}': a slice cannot be reduced over axis '{split[0]}', which the unit is split over: expected "
+                "axes= without it, or full gradients by parameter name"
+            )
+    out: Params = {}
+    for unit in full:
+        buffer = flatten_unit(grads, unit, spec.padded_numel(unit))
+        out[unit.key] = reduce_unit(buffer, unit, mesh, reduction, unit.p.precision)
+    for unit in slices:
+        whole = dataclasses.replace(unit, p=dataclasses.replace(unit.p, axis=None))  # of what is a buffer for the rest
+        out[unit.key] = reduce_unit(grads[unit.key], whole, mesh, reduction, unit.p.precision)
+    return {unit.key: out[unit.key] for unit in spec if unit.key in out}
+
+
+def reduce_mean(grads: Mapping[str, Tensor], weight: float | Tensor, spec: PartitionSpec) -> Params:
+    """``sum_r w_r g_r / sum_r w_r`` in slices: the mean over all samples, where ranks have different numbers of them.
+
+    ``grads`` are this rank's full gradients by parameter name, of the mean over its own samples or tokens, and ``weight``
+    is how many these are: a number, or a scalar tensor. A rank without any takes part with weight 0, whatever its
+    gradients are, NaN too; without any samples at all the result is zeros. One all-reduce of a scalar for each axis, and
+    `reduce_grads`. What ``Join`` of torch.distributed.algorithms approximates. To reduce while backward runs, multiply the
+    loss by `weight_share` instead and call functional_call with ``reduce="sum"``.
+
+    Raises what `reduce_grads` raises.
+    """
+    share = weight_share(weight, spec)
+    weighted = {name: torch.where(share > 0, g * share.to(g.device, g.dtype), 0).to(g.dtype) for name, g in grads.items()}
+    return reduce_grads(weighted, spec, reduce="sum")
+
+
+def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
+    """``w / sum_r w_r``, a scalar in float32 at least: this rank's share of the weight of all. 0 where that is 0.
+
+    A loss that is the mean over this rank's samples, times this, and ``reduce="sum"``, is the mean over all ranks' samples.
+    """
+    mesh = bound(spec).bound_mesh
+    # a number is filled in on the device: a copy from the host would have to wait for it
+    number = isinstance(weight, int | float)
+    own = torch.full((), weight, device=mesh.device) if number else torch.as_tensor(weight, device=mesh.device)
+    own = own.to(torch.promote_types(own.dtype, torch.float32))
+    total = sum_over(own, mesh)
+    return torch.where(total > 0, own / total, 0)
+
+
+def _given(grads: Mapping[str, Tensor], spec: PartitionSpec) -> tuple[list[Unit], list[Unit]]:
+    """The units of which there are full gradients, and those of which there are slices; ValueError for anything else."""
+    check_mapping(grads)
+    full = [unit for unit in spec if whole_unit(grads, unit) is not None]
+    names = {name for unit in full for param in unit.params for name in param.names}
+    slices = [unit for unit in spec if unit.key in grads]
+    lengths = {unit.key: spec.shard_numel(unit) for unit in slices}
+    check_buffers({key: g for key, g in grads.items() if key not in names}, spec, lengths)
+    return full, slices

@@ -1,0 +1,204 @@
+"""shard, unshard, reshard, and partition: parameters on their way between full and sharded."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor, nn
+
+from .. import _torch
+from .._spec.division import Divide, Reduction
+from .._spec.fits import check_mapping, check_shards, full_parameters
+from .._spec.spec import PartitionSpec, Unit, bound, checked
+from .._spec.tree import Param
+from .._units.flow import gather_unit, scatter_unit
+from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit
+from .agree import check_ranks_agree, fingerprints, talks
+from .full import scatter_full
+from .skeleton import is_skeleton
+
+__all__ = [
+    "combine",
+    "partition",
+    "reshard",
+    "shard",
+    "unshard",
+]
+
+
+def shard(
+    model_or_params: nn.Module | Mapping[str, Tensor],
+    spec: PartitionSpec,
+    *,
+    rank: int | None = None,
+    src: int | None = None,
+    check_values: bool = True,
+) -> Params:
+    """This rank's 1-D slice of every unit, by unit key. Inverse of `unshard`.
+
+    From a module, whose parameters it copies and leaves alone, or from full parameters by name (then differentiable,
+    its transpose gathers). On the device of the mesh; ``spec.shard_numel(unit)`` elements of the tensors' own dtype.
+    With an unbound spec the whole world is one axis "shard". ``rank`` gives another rank's shards, counted over the
+    mesh row by row.
+
+    Each rank takes its slice from what it holds itself, so all must hold the same: seed them alike before the model is
+    built. Where the mesh has other processes and no rank is given, they compare a digest of every parameter's bits
+    first, which is one pass over them and one small all-gather; not inside a transform or a compiler.
+    ``check_values=False`` leaves the values out, for what is meant to differ. With ``src`` rank ``src`` of the mesh sends
+    its values, a unit at a time, in the spec's dtypes and without a graph (`scatter_full`); what the others hold is not
+    looked at, and may be on the meta device.
+
+    Raises ValueError, naming the parameter, as `flatten` does; and, where ranks compare, on every rank: if their specs
+    differ, if a parameter does, with the ranks where, or if one of them has an error of its own.
+    """
+    spec = bound(spec)
+    mesh, device = spec.bound_mesh, spec.bound_mesh.device
+    together = rank is None and talks(mesh) and _torch.plain()
+    full, values = None, None
+    try:
+        if _source(src, rank, spec):
+            if is_skeleton(model_or_params):
+                raise ValueError(
+                    "shard: the model is a skeleton, whose parameters have no values: expected the model that it was made "
+                    "of, or full parameters by name"
+                )
+            full = full_parameters(model_or_params, spec)
+        if together and check_values and src is None:
+            values = fingerprints(full or {}, spec)
+    except Exception as error:
+        if together:  # tell the ranks that wait for the digest
+            told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(ValueError):
+                check_ranks_agree(spec, error=told)
+        raise
+    if together:
+        check_ranks_agree(spec, values, () if src is None else (f"src={src}",))
+    if src is not None:
+        return scatter_full(full, spec, src=src)
+    assert full is not None
+    out: Params = {}
+    for unit in spec:
+        buffer = flatten_unit(full, unit, spec.padded_numel(unit))
+        piece = scatter_unit(buffer, unit, mesh, rank)
+        out[unit.key] = piece if device is None or piece.is_meta else piece.to(device)
+    return out
+
+
+def _source(src: int | None, rank: int | None, spec: PartitionSpec) -> bool:
+    """Whether this rank's values are used; ValueError unless it is known which slices are wanted."""
+    mesh = spec.bound_mesh
+    if src is not None:
+        if rank is not None:
+            raise ValueError(f"shard: expected rank= or src=, got both: {rank} and {src}")
+        if mesh.simulated:
+            raise ValueError("shard: src= on a simulated mesh: expected process groups; simulated ranks close over the same")
+        return coordinates(mesh, src) == coordinates(mesh, None)
+    split = {name for unit in spec for name in unit.p.axes}
+    if rank is None and any(axis.rank is None for name, axis in mesh.axes if name in split):
+        last = math.prod(size for _, size in mesh.sizes) - 1
+        raise ValueError(
+            f"shard: the spec is on sizes alone, {dict(mesh.sizes)}: expected a rank in 0..{last}, got None; give rank=, or "
+            "bind the spec to process groups by .on(init_device_mesh(...))"
+        )
+    return True
+
+
+def unshard(
+    shards: Mapping[str, Tensor], spec: PartitionSpec, *, units: Iterable[str] | None = None, reduce: Divide = "mean"
+) -> Params:
+    """The full parameters by name, all alive at once, as views of one buffer per unit. Inverse of `shard`.
+
+    Differentiable at every order: the gradient of a shard is its slice of the mean over ranks of the full gradients,
+    of their sum with ``reduce="sum"``, or of that over a number. In the shards' own dtype, both ways. Where nothing is
+    to be gathered (``P()``, one rank) the buffer is the shard itself. ``shards`` may be a part of them (`partition`).
+    ``units`` are the keys of units to gather, by default all that are given; an ignored parameter passes through.
+
+    Raises ValueError, naming the unit, for shards that do not fit the spec, before any communication.
+    """
+    spec = bound(spec)
+    mesh, reduction = spec.bound_mesh, Reduction.of(reduce)
+    given = [unit.key for unit in check_shards(shards, spec, part=True)]
+    chosen = given if units is None else tuple(units)
+    for key in chosen:
+        if key not in spec.by_key:
+            raise ValueError(f"unit '{key}' is not in the spec: expected some of {list(spec.by_key)[:8]}")
+        if key not in given:
+            raise ValueError(f"unit '{key}' is missing: expected its shard among those given, got units {given[:4]}")
+    full: Params = {}
+    for unit in (spec.by_key[key] for key in chosen):
+        tensors = unflatten_unit(gather_unit(shards[unit.key], unit, mesh, reduction), unit)
+        full.update(zip((p.name for p in unit.params), tensors, strict=True))
+    return full | {name: shards[name] for name in spec.ignored if name in shards}
+
+
+def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: PartitionSpec) -> Params:
+    """``shard(unshard(shards, spec), new_spec)`` without ever holding all of it: other policy, other mesh axes.
+
+    A gathered unit lives from the first new unit that needs it to the last, so between equal units the peak is one
+    unit. Of a part of the units (`partition`) come the new units that it makes. Raises ValueError unless both specs cover
+    the same parameters, and the part all of each new unit or nothing of it: naming one that is only in one of them.
+    """
+    spec, new_spec = bound(spec), bound(new_spec)
+    new_mesh = new_spec.bound_mesh
+    given = {unit.key for unit in check_shards(shards, spec, part=True)}
+    for name in spec.by_name.keys() ^ new_spec.by_name.keys():
+        where = "the old spec" if name in spec.by_name else "the new spec"
+        raise ValueError(f"parameter '{name}' is in {where} only: expected two specs of one model")
+    names = {unit.key: {spec.by_name[p.name][0].key for p in unit.params} for unit in new_spec}
+    made = [unit for unit in new_spec if not given.isdisjoint(names[unit.key])]
+    for unit in made:
+        if missing := sorted(names[unit.key] - given):
+            raise ValueError(
+                f"unit '{missing[0]}' is missing: expected all that the new spec's unit '{unit.key}' is made of, "
+                f"{sorted(names[unit.key])}, or nothing of it"
+            )
+    last = {old: new.key for new in made for old in names[new.key]}
+    full: Params = {}
+    gathered: set[str] = set()
+    out: Params = {}
+    for unit in made:
+        for key in sorted(names[unit.key] - gathered):
+            gathered.add(key)
+            full |= unshard(shards, spec, units=[key])
+        out[unit.key] = scatter_unit(flatten_unit(full, unit, new_spec.padded_numel(unit)), unit, new_mesh)
+        for old in (key for key in names[unit.key] if last[key] == unit.key):
+            for param in spec.by_key[old].params:
+                del full[param.name]
+    return out
+
+
+def partition(
+    params: Mapping[str, Tensor],
+    spec: PartitionSpec,
+    predicate: Callable[[Unit | Param], bool] | None = None,
+) -> tuple[Params, Params]:
+    """``(trainable, frozen)``: the params, split in two. Inverse of `combine`.
+
+    Shards are split by ``predicate(unit)``, full parameters by ``predicate(param)``; by default what has
+    ``requires_grad`` is trainable. Parameters that the spec ignores are frozen. Differentiate with respect to the first
+    and combine inside the loss. Raises ValueError for a key that is neither a unit nor a parameter of the spec.
+    """
+    spec = checked(spec)
+    check_mapping(params)
+    parts: tuple[Params, Params] = {}, {}
+    for key, tensor in params.items():
+        trainable = key not in spec.ignored and (predicate or _trained)(spec.owner(key))
+        parts[0 if trainable else 1][key] = tensor
+    return parts
+
+
+def _trained(owner: Unit | Param) -> bool:
+    return owner.requires_grad
+
+
+def combine(*parts: Mapping[str, Tensor]) -> Params:
+    """One dict of all parts. Inverse of `partition`. Raises ValueError for a key that is in two of them."""
+    out: Params = {}
+    for part in parts:
+        for key, tensor in part.items():
+            if key in out:
+                raise ValueError(f"combine: '{key}' is in two parts: expected disjoint ones")
+            out[key] = tensor
+    return out

@@ -1,0 +1,125 @@
+"""skeleton: a model without the memory of its parameters, for after `shard`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .._spec.tree import join, module_tree, refuse_compiled
+
+__all__ = ["is_skeleton", "skeleton"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_SKELETONS: WeakSet[nn.Module] = WeakSet()
+
+
+def skeleton(model: M) -> M:
+    """The model with parameters on the meta device: of the same shapes, dtypes, ties and ``requires_grad``, without values.
+
+    For after `shard`: ``model = skeleton(model)`` lets the full parameters go, and every call takes the skeleton in the
+    model's place. Buffers are the model's own tensors, also those that its state_dict leaves out, which
+    ``model.to("meta")`` would lose. All else is copied, as by ``copy.deepcopy``; the model stays as it is.
+
+    >>> import torch, funshard as fs
+    >>> model = torch.nn.Linear(2, 1)
+    >>> spec = fs.whole()(model)
+    >>> params = fs.shard(model, spec)
+    >>> bare = fs.skeleton(model)
+    >>> bare.weight.device, bare.weight.shape
+    (device(type='meta'), torch.Size([1, 2]))
+    >>> x = torch.ones(3, 2)
+    >>> torch.equal(fs.functional_call(bare, params, (x,), spec=spec), model(x))
+    True
+
+    Raises TypeError, naming the module, for a ScriptModule, a compiled one, a parameter of another type than nn.Parameter,
+    and for what cannot be copied; ValueError for a hook or forward that holds a module or a parameter of the model, which
+    a copy would share, and for a buffer or another tensor of a module that is in a parameter's memory.
+    """
+    tree = module_tree(model)
+    memo: dict[int, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        refuse_compiled(path, module, in_place=True)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"skeleton: module '{path}' is a ScriptModule, which cannot be copied without its parameters")
+        for name, param in module._parameters.items():
+            if param is not None:
+                memo[id(param)] = memo.get(id(param)) if id(param) in memo else _without_values(param, join(path, name))
+    storages = {_torch.storage_id(p): name for name, p in model.named_parameters()}
+    inside = {id(x) for x in (*model.modules(), *model.parameters())}
+    for path, module in model.named_modules():
+        for name, tensor in _tensors(module):
+            if id(tensor) in memo:
+                continue
+            if (owner := storages.get(_torch.storage_id(tensor))) is not None:
+                raise ValueError(
+                    f"skeleton: '{join(path, name)}' is in the memory of parameter '{owner}', which would stay: expected a "
+                    "copy of its own; clone it"
+                )
+            memo[id(tensor)] = tensor
+        for name, function in _functions(module):
+            if any(id(x) in inside for x in _held(function)):
+                raise ValueError(
+                    f"skeleton: {name} of module '{path}' holds a module or a parameter of the model, which a copy "
+                    "would share: expected a method, or a function that takes the module as its argument"
+                )
+    try:
+        bare = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise TypeError(f"skeleton: {type(model).__name__} cannot be copied: {type(error).__name__}: {error}") from error
+    if module_tree(bare) != tree or not all(p.is_meta for p in bare.parameters()) or {*map(id, bare.modules())} & inside:
+        raise TypeError(
+            f"skeleton: {type(model).__name__} does not copy as it is: expected a plain copy.deepcopy of its modules"
+        )
+    _SKELETONS.add(bare)
+    return bare
+
+
+def is_skeleton(model: object) -> bool:
+    """Whether the model came from `skeleton`."""
+    return isinstance(model, nn.Module) and model in _SKELETONS
+
+
+def _without_values(param: Tensor, name: str) -> nn.Parameter:
+    if type(param) is not nn.Parameter or param.layout is not torch.strided:
+        raise TypeError(f"skeleton: parameter '{name}': expected a dense nn.Parameter, got {type(param).__name__}")
+    empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+    bare = nn.Parameter(empty, requires_grad=param.requires_grad)
+    vars(bare).update(vars(param))
+    return bare
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Its buffers, and what it has as plain attributes."""
+    yield from ((name, x) for some in (module._buffers, vars(module)) for name, x in some.items() if isinstance(x, Tensor))
+
+
+def _functions(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
+    """Functions that were put on this one module: hooks, another forward."""
+    for name, value in vars(module).items():
+        inside = value.values() if isinstance(value, dict) else [value]
+        yield from ((f"'{name}'", x) for x in inside if isinstance(x, FunctionType))
+
+
+def _held(function: FunctionType) -> Iterator[object]:
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    for value in (*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield value
+        owner = getattr(value, "__self__", None)  # a bound method, such as the forward that was there before
+        if owner is not None:
+            yield owner
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,189 @@
+"""Do these parameters fit the spec? One place that says what is wrong with them, and with which path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .spec import PartitionSpec, Unit
+from .tree import Param, refuse_compiled
+
+__all__ = [
+    "check_buffers",
+    "check_full",
+    "check_mapping",
+    "check_not_own",
+    "check_params",
+    "check_shards",
+    "full_of_unit",
+    "full_parameters",
+    "whole_unit",
+]
+
+
+def check_mapping(params: object) -> None:
+    """TypeError unless these are a dict of tensors."""
+    if not isinstance(params, Mapping):
+        hint = "; fs.shard(model, spec) gives them" if isinstance(params, nn.Module) else ""
+        raise TypeError(f"params: expected a dict of tensors by unit key or parameter name, got {type(params).__name__}{hint}")
+
+
+# --- Shards and buffers, by unit key. ---
+
+
+def check_shards(shards: Mapping[str, Tensor], spec: PartitionSpec, *, part: bool = False) -> list[Unit]:
+    """The units of which these are shards; ValueError or TypeError, naming the unit, for what `shard` does not give.
+
+    All of the spec's, or with ``part`` some of them.
+    """
+    check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec}, part=part)
+    return [unit for unit in spec if unit.key in shards]
+
+
+def check_buffers(
+    buffers: Mapping[str, Tensor], spec: PartitionSpec, lengths: Mapping[str, int], *, part: bool = False
+) -> None:
+    """ValueError or TypeError, naming the unit, unless ``buffers`` are 1-D tensors of these lengths, no more no less.
+
+    With ``part`` some may be missing.
+    """
+    check_mapping(buffers)
+    for key, tensor in buffers.items():
+        if key not in lengths and key not in spec.ignored:
+            raise ValueError(
+                f"unit '{key}' is not in the spec: expected units {list(lengths)[:4]}; are these params of another spec?"
+            )
+        if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"unit '{key}': expected a tensor, got {type(tensor).__name__}")
+    for key, length in lengths.items():
+        if key not in buffers:
+            if part:
+                continue
+            raise ValueError(f"unit '{key}' is missing: expected a buffer of {length} elements, got units {list(buffers)[:4]}")
+        if tuple(buffers[key].shape) != (length,):
+            on = ", ".join(f"{name}={size}" for name, size in spec.bound_mesh.sizes)
+            raise ValueError(
+                f"unit '{key}': expected a 1-D buffer of {length} elements, got shape {list(buffers[key].shape)}; "
+                f"are these params of another spec or another mesh than {on}?"
+            )
+
+
+def check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
+    """ValueError or TypeError unless there is of each unit the shard, or the full parameters, of a dtype to compute with."""
+    check_mapping(params)
+    full = {unit.key: tensors for unit in spec if (tensors := whole_unit(params, unit)) is not None}
+    names = {name for key in full for param in spec.by_key[key].params for name in param.names}
+    for key in params:
+        if key in spec.by_name and key not in names:
+            unit = spec.by_name[key][0].key
+            raise ValueError(f"parameter '{key}': expected the shard of its unit '{unit}' or its full parameters, got both")
+    shards = {key: tensor for key, tensor in params.items() if key not in names} if names else params
+    check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec if unit.key not in full})
+    for unit in spec:
+        for tensor in full[unit.key] if unit.key in full else (params[unit.key],):
+            if tensor.dtype != unit.dtype and not (tensor.is_floating_point() and unit.dtype.is_floating_point):
+                like = "a floating point dtype such as " if unit.dtype.is_floating_point else ""
+                raise TypeError(f"unit '{unit.key}': expected {like}{unit.dtype}, got {tensor.dtype}")
+
+
+# --- Full parameters, by name. ---
+
+
+def full_of_unit(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor]:
+    """The parameters of a unit, under any of their names: all of their shapes and of one dtype, or an error."""
+    tensors = [_full(params, param, unit) for param in unit.params]
+    for tensor, param in zip(tensors, unit.params, strict=True):
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(
+                f"parameter '{param.name}' of unit '{unit.key}': expected {tensors[0].dtype} as "
+                f"'{unit.params[0].name}' has, got {tensor.dtype}; one unit is one buffer of one dtype"
+            )
+    return tensors
+
+
+def _full(params: Mapping[str, Tensor], param: Param, unit: Unit) -> Tensor:
+    tensor = next((params[name] for name in param.names if name in params), None)
+    if tensor is None:
+        raise ValueError(f"parameter '{param.name}' of unit '{unit.key}' is missing: expected {list(param.shape)}, got none")
+    if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"parameter '{param.name}' of unit '{unit.key}': expected a tensor, got {type(tensor).__name__}")
+    if tuple(tensor.shape) != param.shape:
+        raise ValueError(
+            f"parameter '{param.name}' of unit '{unit.key}': expected shape {list(param.shape)}, "
+            f"got {list(tensor.shape)}; was the model changed after the spec was made?"
+        )
+    return tensor
+
+
+def whole_unit(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor] | None:
+    """The unit's full parameters if they are in ``params``, under any of their names, in the place of its buffer.
+
+    Raises ValueError, naming the parameter, where only some are, or with another shape.
+    """
+    if unit.key in params or not any(name in params for param in unit.params for name in param.names):
+        return None
+    return [_full(params, param, unit) for param in unit.params]
+
+
+def check_full(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
+    """ValueError or TypeError, naming the parameter, unless these are all of the spec's, a dtype for each unit."""
+    check_mapping(params)
+    for name in params:
+        if name not in spec.by_name and name not in spec.ignored:
+            raise ValueError(
+                f"parameter '{name}' is not in the spec: expected names such as {list(spec.by_name)[:4]}; "
+                "was the model changed after the spec was made?"
+            )
+    for unit in spec:
+        full_of_unit(params, unit)
+
+
+def full_parameters(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Tensor]:
+    """The full parameters by name: those of a model, detached, or these themselves; an error unless they fit the spec."""
+    if isinstance(model_or_params, nn.Module):
+        return _of_model(model_or_params, spec)
+    check_full(model_or_params, spec)
+    return dict(model_or_params)
+
+
+def _of_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tensor]:
+    for path, module in model.named_modules():
+        refuse_compiled(path, module)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in named.items():
+        if name not in spec.by_name and name not in spec.ignored and not any(tensor is named.get(i) for i in spec.ignored):
+            raise ValueError(f"parameter '{name}' is not in the spec: expected the model that it was made for; make a new spec")
+    for name, (unit, param) in spec.by_name.items():
+        if name not in named:
+            raise ValueError(f"parameter '{name}' of unit '{unit.key}' is not in the model: was it changed after the spec?")
+        if named[name].dtype != param.dtype or tuple(named[name].shape) != param.shape:
+            got = f"{list(named[name].shape)} {named[name].dtype}"
+            raise ValueError(
+                f"parameter '{name}' of unit '{unit.key}': expected {list(param.shape)} {param.dtype}, got {got}; "
+                "was the model changed after the spec was made?"
+            )
+        if named[name] is not named[param.name]:
+            raise ValueError(f"parameter '{name}' of unit '{unit.key}': expected it tied to '{param.name}', got two tensors")
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def check_not_own(params: Mapping[str, Tensor], model: nn.Module, spec: PartitionSpec) -> None:
+    """ValueError where the model's own parameters are differentiated on several ranks: nothing would reduce their gradients.
+
+    What `unshard` gives is not the model's own: there the caller has said who reduces.
+    """
+    ranks = torch.Size(size for _, size in spec.bound_mesh.sizes).numel()
+    full = [] if ranks == 1 else [unit for unit in spec if unit.key not in params and unit.requires_grad]
+    named = dict(model.named_parameters(remove_duplicate=False)) if full else {}
+    for unit in full:
+        for param, tensor in zip(unit.params, whole_unit(params, unit) or (), strict=True):
+            own = named[param.name]
+            if _torch.is_tracked(tensor) and _torch.storage_id(_torch.base(tensor)) == _torch.storage_id(own):
+                raise ValueError(
+                    f"parameter '{param.name}' is the model's own, and with full parameters no gradient is reduced: on "
+                    f"{ranks} ranks each would train alone; expected fs.shard(model, spec), or fs.unshard(params, spec) with "
+                    "fs.reduce_grads on the gradients"
+                )

@@ -1,0 +1,104 @@
+"""How a spec prints: a row for each unit, one row for those that are alike."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ..collectives._mesh import Mesh
+
+if TYPE_CHECKING:
+    from .spec import PartitionSpec
+
+__all__ = ["short", "table"]
+
+HEAD = ("unit", "P", "parameters", "numel", "padding", "bytes per rank")
+ALIKE = 3
+"""So many units that differ in a number of their path alone share a row."""
+
+
+def short(spec: PartitionSpec) -> str:
+    """A spec in one line: how many units of how many parameters and elements, on what."""
+    units = len(spec.units)
+    params, numel = sum(len(unit.params) for unit in spec.units), sum(unit.numel for unit in spec.units)
+    where = "unbound" if spec.sizes is None else _sizes(spec.sizes)
+    return f"<PartitionSpec: {units} unit{'s' * (units != 1)}, {params:,} parameters, {numel:,} elements, {where}>"
+
+
+def _sizes(sizes: Iterable[tuple[str, int]]) -> str:
+    return " x ".join(f"{name}={size}" for name, size in sizes)
+
+
+def table(spec: PartitionSpec) -> str:
+    """A spec as a table: path, `P`, parameters, elements, padding and bytes per rank of every unit, and their totals.
+
+    Units that are alike but for numbers in their paths share a row, with how many they are before what each has:
+    ``layers.{0..31}``.
+    """
+    sizes = spec.sizes or _world()
+    known = all(axis in dict(sizes) for unit in spec.units for axis in unit.p.axes)
+    bound = spec.on(dict(sizes)) if known else spec.on({axis: 1 for unit in spec.units for axis in unit.p.axes})
+    of: dict[str, tuple[str, ...]] = {}
+    totals = [0, 0, 0, 0]
+    for unit in spec.units:
+        padding = bound.padded_numel(unit) - unit.numel
+        counts = [len(unit.params), unit.numel, padding, bound.shard_numel(unit) * unit.dtype.itemsize]
+        totals = [a + b for a, b in zip(totals, counts, strict=True)]
+        of[unit.key] = (str(unit.p), *(f"{c:,}" for c in counts))
+    body = [(name, p, *(f"{n} x {c}" if n > 1 else c for c in counts)) for name, n, (p, *counts) in _joined(of)]
+    mesh = _sizes(sizes) if known else "unbound: as on one rank"
+    rows = [HEAD, *body, ("total", mesh, *(f"{c:,}" for c in totals))]
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    lines = [
+        "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+    rest = [f"ignored: {', '.join(spec.ignored)}"] if spec.ignored else []
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *rest])
+
+
+def _world() -> tuple[tuple[str, int], ...]:
+    """The axes of the world; one rank where its process group is still to come: printing raises nothing."""
+    try:
+        return Mesh.world().sizes
+    except RuntimeError:
+        return (("shard", 1),)
+
+
+def _joined(rows: dict[str, tuple[str, ...]]) -> list[tuple[str, int, tuple[str, ...]]]:
+    """The name of each row, how many units are in it, and its cells: units in their order, those alike at the first one."""
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for key, cells in rows.items():
+        shape = tuple(None if part.isdecimal() else part for part in _parts(key))
+        alike.setdefault((shape, cells), []).append(key)
+    out: list[tuple[str, int, tuple[str, ...]]] = []
+    for keys in alike.values():
+        name = _common(keys) if len(keys) >= ALIKE else None
+        out += [(key or "''", 1, rows[key]) for key in keys] if name is None else [(name, len(keys), rows[keys[0]])]
+    return out
+
+
+def _parts(key: str) -> list[str]:
+    """A unit's key in pieces, with what stands between them."""
+    return re.split("([.:])", key)
+
+
+def _common(keys: Sequence[str]) -> str | None:
+    """The name that stands for all of these, which differ in numbers only; None where no such name does."""
+    values = [set(part) for part in zip(*map(_parts, keys), strict=True)]
+    if len(keys) != math.prod(len(some) for some in values):
+        return None
+    return "".join(next(iter(some)) if len(some) == 1 else f"{{{_ranges(sorted(map(int, some)))}}}" for some in values)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers, those without a gap as the first and the last one."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)

@@ -1,0 +1,152 @@
+"""A function that runs again: each time with what it was handed and could reach in its first run, and to the same end.
+
+What it reaches is found before the first run (reach.py). Objects that hold tensors are copied for each run, with the
+tensors of that run in them; in later runs so are those that the first run has changed, or anybody since. What the first run
+has changed is then put into the caller's objects: tensors that it has left there are results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .reach import TENSOR, Reached
+from .refuse import DATA, REGISTER_HOOK, Refuse
+from .runs import End, Made, Start
+from .surroundings import Surroundings
+
+__all__ = ["Again", "running"]
+
+_RUNNING = threading.local()
+
+
+def running() -> tuple[str, ...]:
+    """The names of what runs now to run again, the innermost last."""
+    return getattr(_RUNNING, "names", ())
+
+
+class Again:
+    """``call(*roots)`` as a function of all the tensors in its arguments, the same in every run."""
+
+    def __init__(self, call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module] = ()) -> None:
+        self._call, self.name, self._own = call, name, set(own)
+        self.last_run: Callable[[], contextlib.AbstractContextManager[None]] = getattr(call, "last_run", contextlib.nullcontext)
+        """What to run it in where plain autograd runs it for its gradient, once and for all."""
+        self._labels = [*roots, "context"]
+        self._grad = torch.is_grad_enabled()
+        levels = _torch.level() + _torch.in_forward_ad()  # of which plain autograd is another one, where it follows
+        context = dict(contextvars.copy_context().items())
+        self._found: Reached | None = Reached([*roots.values(), context], self._own)  # until the first run has ended
+        self._start = Start(self._found, self._own)
+        levels += self._grad and any(_torch.base(x).requires_grad for x in self._found.tensors)
+        self._stacked = (_torch.level() > 0 and levels > 1) or getattr(_RUNNING, "stacked", False)
+        self._paths = [self._found.where((TENSOR, i), self._labels) for i in range(len(self._found.tensors))]
+        self._surroundings: Surroundings | None = None
+        self._changed: set[int] = set()
+        self._first: End | None = None
+        self._left: tuple[Reached, End] | None = None  # likewise
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The operands."""
+        assert self._found is not None
+        return list(self._found.tensors)
+
+    def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        versions = [_torch.version(x) for x in xs]
+        made = self._start.made(xs, self._changed, self._found, self.name, self._paths)
+        try:
+            end, after = self._run(made, xs)
+        except BaseException:
+            if self._found is not None:
+                made.undo(self._found)
+            raise
+        finally:
+            made.restore()
+        for x, version, path in zip(xs, versions, self._paths, strict=True):
+            if _torch.version(x) != version:
+                raise RuntimeError(
+                    f"{self.name} changed a tensor in place that it was handed: {path}; expected it as it was, for it runs "
+                    "again: change a copy of it"
+                )
+        if self._first is None:
+            self._changed = end.changed(self._start)
+            self._start.check_makeable(self._changed, self.name)
+            self._first, self._left = end, (after, end)
+            return tuple(r.detach() for r in end.results)  # autograd writes on what a Function returns, which may be a constant
+        if difference := end.differs(self._first, after, ["its result", *self._labels]):
+            raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {difference}")
+        return tuple(end.results)
+
+    def _run(self, made: Made, xs: Sequence[Tensor]) -> tuple[End, Reached]:
+        before, stacked = running(), getattr(_RUNNING, "stacked", False)
+        _RUNNING.names, _RUNNING.stacked = (*before, self.name), self._stacked
+        try:
+            if self._surroundings is None:
+                self._surroundings = Surroundings(xs)
+                with torch.set_grad_enabled(self._grad), _context(made.roots[-1]), self._of_one_level():
+                    out = self._call(*made.roots[:-1])
+                self._surroundings.ended()
+            else:
+                with self._surroundings.again(), torch.set_grad_enabled(self._grad), _context(made.roots[-1]):
+                    with self._of_one_level():
+                        out = self._call(*made.roots[:-1])
+                    self._surroundings.check_end(self.name)
+        finally:
+            _RUNNING.names, _RUNNING.stacked = before, stacked
+        after = Reached([out, *made.roots, *made.objects], self._own)
+        end = End(after, made, xs)
+        if self._first is None:
+            self._check_results(end, after, xs)
+        return end, after
+
+    def _of_one_level(self) -> contextlib.AbstractContextManager[object]:
+        """Refuses what means one derivative of a stack: which one is another question in a run again."""
+        if not self._stacked:
+            return contextlib.nullcontext()
+        end = f"which in a stack of transforms means one of them, and not the same one when {self.name} runs again"
+        return Refuse(
+            {
+                DATA: f"{self.name} reads tensor.data, {end}: expected tensor.detach(), which means all of them",
+                REGISTER_HOOK: f"{self.name} calls tensor.register_hook, {end}: expected an autograd.Function, or no remat",
+            }
+        )
+
+    def _check_results(self, end: End, after: Reached, xs: Sequence[Tensor]) -> None:
+        """RuntimeError for what has a derivative in the first run, in which nothing has that is an operand."""
+        for k, result in zip(end.numbers, end.results, strict=True):
+            tracked = self._grad and _torch.base(result).requires_grad and not any(_torch.base(x).requires_grad for x in xs)
+            if tracked or _torch.level_of(result) > _torch.level():
+                raise RuntimeError(
+                    f"{self.name} reads a tensor of the running computation that is neither an argument nor reached from one "
+                    f"({after.where((TENSOR, k), ['its result', *self._labels])} depends on it), where it would have no "
+                    "gradient: expected it among the arguments"
+                )
+
+    def result(self, outputs: Sequence[Tensor]) -> Any:
+        """The result of the first run, with these results in it; what it has changed is in the caller's objects."""
+        assert self._found is not None
+        assert self._left is not None
+        (after, end), found = self._left, self._found
+        self._left = self._found = None
+        out = end.put(after, found, self._changed, outputs)
+        end.results = []
+        return out
+
+
+@contextlib.contextmanager
+def _context(values: dict[contextvars.ContextVar[Any], Any]) -> Generator[None]:
+    """Within this, context variables have these values."""
+    tokens = [(var, var.set(value)) for var, value in values.items() if var.get(values) is not value]
+    try:
+        yield
+    finally:
+        for var, token in reversed(tokens):
+            var.reset(token)

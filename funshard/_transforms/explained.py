@@ -1,0 +1,93 @@
+"""torch's errors in a forward, with a note of what in the call may be the reason: arguments, or a missing derivative.
+
+The error stays torch's own, with its type and traceback, and so does what catches it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TypeVar
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # the tree of what models take and return
+
+from .._spec.spec import PartitionSpec
+
+__all__ = ["about_arguments", "explained", "lacks_forward_mode", "note_of"]
+
+E = TypeVar("E", bound=BaseException)
+
+_START = "funshard: "
+_LACKS_FORWARD = re.compile(r"forward AD with (\S+) that|jvp function for custom (autograd\.Function)")
+_LACKS_SECOND = re.compile(r"derivative for (\S*attention\S*) is not implemented")
+
+
+def lacks_forward_mode(error: BaseException) -> bool:
+    """Whether torch says that it has no forward-mode rule. Pinned by ``test_what_has_no_forward_mode_rule``."""
+    return isinstance(error, NotImplementedError) and _LACKS_FORWARD.search(str(error)) is not None
+
+
+def explained(error: E, model: nn.Module | None = None, *, known: str = "") -> E:
+    """The same error; one about a missing derivative has a note, which names the module of ``model`` that was running.
+
+    ``known`` is a note on what failed before, which knows the module where a traceback through backward does not.
+    """
+    found = _LACKS_FORWARD.search(str(error)) or _LACKS_SECOND.search(str(error))
+    if found is None or note_of(error):
+        return error
+    if "attention" in found.group() and "attention" in known:
+        return _noted(error, known)
+    if "attention" in found.group():
+        hint = (
+            "torch's fused attention kernels have neither second derivatives nor forward-mode ones: expected the math kernel; "
+            "call it under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+        )
+    else:
+        what = next(filter(None, found.groups()))
+        hint = f"torch has no forward-mode rule for {what}: a gradient of a gradient may do, as fs.hvp(..., forward=False)"
+    path = _running(error.__traceback__, model)
+    return _noted(error, _START + ("" if path is None else f"module '{path}': ") + hint)
+
+
+def about_arguments(error: Exception, params: Mapping[str, Tensor], spec: PartitionSpec, args: object, given: object) -> None:
+    """Add to torch's words about an argument, a dtype or a device what of the call may be the reason."""
+    hints: list[str] = []
+    if isinstance(args, list):
+        hints.append("args is a list, which is the model's only argument: for several, or for one tensor, give a tuple")
+    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    devices = [{str(x.device) for x in some} for some in (params.values(), tensors)]
+    if len(devices[0] | devices[1]) > 1:
+        hints.append(f"params are on {', '.join(sorted(devices[0]))}, the arguments on {', '.join(sorted(devices[1]))}")
+    for unit in spec:
+        if unit.key in params and params[unit.key].dtype != unit.dtype and not unit.p.precision:
+            hints.append(f"unit '{unit.key}' is given in {params[unit.key].dtype}, in the model it is {unit.dtype}")
+            break
+    if hints and error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\nfunctional_call: {'; '.join(hints)}", *error.args[1:])
+
+
+def note_of(error: BaseException) -> str:
+    """The note that `explained` has given an error; empty for none."""
+    return next((note for note in (*getattr(error, "__notes__", ()), *str(error).split("\n")) if note.startswith(_START)), "")
+
+
+def _noted(error: E, note: str) -> E:
+    """The same error with a note; before Python 3.11, at the end of its message."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = f"{error}\n{note}", *error.args[1:]
+    return error
+
+
+def _running(traceback: TracebackType | None, model: nn.Module | None) -> str | None:
+    """The path of the innermost module of the model in a traceback, None if there is none."""
+    paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
+    path = None
+    while traceback is not None:
+        path = paths.get(id(traceback.tb_frame.f_locals.get("self")), path)
+        traceback = traceback.tb_next
+    return path

@@ -1,0 +1,112 @@
+"""What autograd keeps in the place of what it saves: of a gathered weight which view of what it is, else the tensor.
+
+Saved-tensor hooks for the forward of a call, and for those nodes of its backwards that read what was kept so: where
+backward records itself, such a node may save it once more.
+
+torch.func.grad ends with a backward that records itself, although nobody can come back to it in that transform any more
+(one around it has a record of its own). What its nodes would save there is most of what torch.func.grad holds beyond
+plain autograd, and is not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from .. import _torch
+
+__all__ = ["Hooks", "Note", "Source", "ended", "save_in_node", "unpack"]
+
+Note = Callable[[], Tensor]
+"""Gives the saved tensor."""
+
+Kept = tuple[Tensor, int]
+"""A saved tensor and its version."""
+
+
+class Source(_torch.Noted, Protocol):
+    """A gathered buffer, of which autograd saves views."""
+
+    def noted(self, tensor: Tensor, *, by_backward: bool) -> Note | None:
+        """How to have this view of it again; None for one that is to be kept."""
+        ...
+
+
+class Hooks:
+    """What to keep, of what a forward saves or, ``by_backward``, a node of a backward.
+
+    ``live`` are the gathered buffers that are there, by storage; ``over`` is a level at which nobody reads what is saved.
+    """
+
+    def __init__(self, live: dict[int, Source], *, by_backward: bool = False, over: int = 0) -> None:
+        self.live, self.by_backward, self.over = live, by_backward, over
+
+    def pack(self, tensor: Tensor) -> Note | Kept:
+        """What to keep in the place of a tensor."""
+        if self.over and _torch.level_of(tensor) == self.over:
+            return _nothing
+        source = _torch.viewed(tensor, self.live)
+        if source is not None and (note := source.noted(tensor, by_backward=self.by_backward)) is not None:
+            return note
+        return _torch.kept(tensor), _torch.version(tensor)
+
+
+def unpack(packed: Any) -> Tensor:
+    """The tensor again."""
+    if type(packed) is not tuple:
+        return packed()
+    tensor, version = packed
+    if (level := _torch.level_of(tensor)) and _reads_last(level):
+        save_in_node({}, level)
+    return _torch.unchanged(tensor, version)
+
+
+def save_in_node(live: Mapping[int, Source], level: int) -> None:
+    """Hooks for what the running node of a backward saves from here on, to be called while it reads what was kept.
+
+    ``level`` is that of the transform that made the node.
+    """
+    over = level if _reads_last(level) else 0
+    hooks = getattr(_torch.pack_hook(), "__self__", None)
+    if isinstance(hooks, Hooks) and hooks.by_backward and hooks.over == over:  # it has read before
+        hooks.live.update(live)
+    else:
+        _torch.push_saved_tensor_hooks(Hooks(dict(live), by_backward=True, over=over).pack, unpack)
+
+
+def _reads_last(level: int) -> bool:
+    """Whether nobody comes back to what the running node saves at this level."""
+    return _torch.is_last_backward(level) and not _torch.in_python_node()
+
+
+def _nothing() -> Tensor:
+    raise _freed()
+
+
+def ended(of: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients that the last backward of a torch.func.grad gives without a graph, with one that says so. ``of`` has one."""
+    return _Ended.apply(of, *grads)
+
+
+class _Ended(_torch.Function):
+    @staticmethod
+    def forward(of: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise _freed()
+
+
+def _freed() -> RuntimeError:
+    return RuntimeError(
+        "the graph of a torch.autograd.grad(..., create_graph=True, retain_graph=False) inside a torch.func.grad was freed: "
+        "expected retain_graph=True, or torch.func.grad inside as well"
+    )

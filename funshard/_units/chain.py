@@ -1,0 +1,192 @@
+"""How units travel between ranks: the steps of a spec's gathers and reductions, chains of them, and their buffers."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._spec.division import Reduction
+from .._spec.spec import PartitionSpec
+from .._spec.tree import is_within
+from ..collectives._mesh import Axis, Group, Mesh
+from ..collectives._ops import Finish, Where, start
+from .route import Route
+
+__all__ = ["Buffers", "Chain", "Routes", "Step", "Steps", "routes"]
+
+Step = Callable[[Tensor, Tensor | None], Finish]
+"""Starts one collective of a `Chain` on a tensor; the second one is where the result goes, if it is to go anywhere."""
+
+
+class Buffers:
+    """Buffers that were let go, for the next to be filled: the fewer are allocated, the fewer pages fault.
+
+    Only one that nothing else holds is written over. Other devices than the CPU have allocators that do this.
+    """
+
+    def __init__(self) -> None:
+        self._spare: list[Tensor] = []
+
+    def give(self, buffer: Tensor) -> None:
+        """A buffer that is no longer needed."""
+        if buffer.device.type == "cpu":
+            self._spare.append(buffer)
+
+    def take(self, numel: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+        """A buffer of so many elements of this dtype, on another tensor's device, with anything in it."""
+        while self._spare:
+            buffer = self._spare.pop()
+            if buffer.dtype == dtype and len(buffer) == numel and _torch.alone(buffer):
+                return buffer
+            del buffer
+        return like.new_empty(numel, dtype=dtype)
+
+    def clear(self) -> None:
+        """Keep none, nor those of collectives that nobody wants any more."""
+        self._spare.clear()
+        if sys.exc_info()[0] is None:
+            settle()
+        else:  # an error is on its way: what waits now might hang, or fail for the same cause
+            for _ in range(len(_unwanted)):
+                out = _unwanted.popleft()
+                _unwanted.append(weakref.ref(out) if isinstance(out, Tensor) else out)
+
+
+_unwanted: deque[Tensor | weakref.ref[Tensor]] = deque()
+"""What collectives write to whose chains were let go, or references to it: the process group holds it as long as it needs it.
+
+Pinned by ``test_gloo_holds_what_it_writes``.
+"""
+
+
+def settle() -> None:
+    """Wait for the collectives that nobody wants any more: one that is never waited for keeps its buffers for ever."""
+    if not _unwanted:
+        return
+    with _torch.beneath():
+        while _unwanted:
+            out = _unwanted.popleft()
+            if (out := out if isinstance(out, Tensor) else out()) is not None:
+                Finish((out,), lambda out: out)()
+
+
+class Chain:
+    """Collectives one after the other, the next started when the one before is waited for. The first starts at once.
+
+    Made and waited for beneath all transforms.
+
+    ``own`` is where the result of the last one goes, for the ops that `start` can give one.
+    """
+
+    _finish: Finish | None = None
+
+    def __init__(self, x: Tensor, steps: Iterable[Step], own: Tensor | None = None) -> None:
+        settle()
+        self._x, self._steps, self._own = x, deque(steps), own
+        self.advance()
+
+    def advance(self) -> None:
+        """Wait for the one that is under way and start the next."""
+        with _torch.below_autograd():
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                self._x = finish()
+            if self._steps:
+                step = self._steps.popleft()
+                self._finish = step(self._x, None if self._steps else self._own)
+
+    def result(self) -> Tensor:
+        """Wait for all of them."""
+        while self._finish is not None:
+            self.advance()
+        return self._x
+
+    def __del__(self, unwanted: deque[Tensor | weakref.ref[Tensor]] = _unwanted) -> None:
+        # Nobody wants it. Not to be waited for in here: after an error other ranks may never come.
+        if self._finish is not None:
+            unwanted.extend(self._finish.outs)
+
+
+class Steps(NamedTuple):
+    """A unit's route as the steps of its chains."""
+
+    gather: tuple[Step, ...]
+    reduce: tuple[Step, ...]
+
+    @classmethod
+    def of(cls, route: Route, mesh: Mesh) -> Steps:
+        """Over the mesh's process groups."""
+        split, rest = ([_group(mesh[name]) for name in names] for names in (route.split, route.rest))
+        slices = [_reduce(f"scatter_{route.op}", axis) for axis in split]
+        sums = [_reduce(f"unvary_{route.op}", axis) for axis in rest]
+        return cls(tuple(_gather(axis) for axis in reversed(split)), _ended([*slices, *sums], route))
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Every unit's route by its key, and the steps of its chains."""
+
+    of: dict[str, Route]
+    steps: dict[str, Steps]
+    gathered: tuple[int, ...]
+    """The places in ``spec.order`` of the units that are gathered, but not those inside of modules that are recomputed."""
+    connected: bool
+    """Whether every axis has a process group."""
+    frees: bool
+    """Whether any buffer goes between forward and backward."""
+
+
+def routes(spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Reduction) -> Routes:
+    """The routes of a spec's units, whose shards have these dtypes, on its process groups. To be made `PartitionSpec.once`."""
+    mesh, recomputed = spec.bound_mesh, spec.recomputed
+    of = {unit.key: Route.of(unit, mesh, reduction, unit.p.precision, dtype) for unit, dtype in zip(spec, dtypes, strict=True)}
+
+    def inside(key: str) -> bool:
+        return any(is_within(at := spec.by_key[key].path, path) and at != path for path in recomputed)
+
+    return Routes(
+        of,
+        {key: Steps.of(route, mesh) for key, route in of.items()},
+        tuple(i for i, key in enumerate(spec.order) if of[key].split and not inside(key)),
+        all(axis.size == 1 or (isinstance(axis, Group) and bool(axis.name)) for _, axis in mesh.axes),
+        any(route.frees for route in of.values()),
+    )
+
+
+def _group(axis: Axis) -> Group:
+    assert isinstance(axis, Group)
+    return axis
+
+
+def _gather(axis: Group) -> Step:
+    where = Where(axis.size, axis.name)
+    return lambda x, own: start("gather_mean", x, where, own)
+
+
+def _reduce(op: str, axis: Group) -> Step:
+    where = Where(axis.size, axis.reductions or axis.name)
+    return lambda x, own: start(op, x, where, x if op.startswith("unvary") else own)
+
+
+def _ended(steps: list[Step], route: Route) -> tuple[Step, ...]:
+    """The steps with divisions before the first and after the last, in place, and a cast at the end."""
+    before, after, dtype = route.before, route.after, route.dtype
+    if not steps:
+        return () if before == after == 1 else (lambda x, own: Finish((), lambda: x.div_(before * after).to(dtype)),)
+    first, last = steps[0], steps[-1]
+    if before != 1:
+        steps = [lambda x, own: first(x.div_(before), own), *steps[1:]]
+        last = steps[-1]
+
+    def end(x: Tensor, own: Tensor | None) -> Finish:
+        return last(x, own).then(lambda out: (out.div_(after) if after != 1 else out).to(dtype))
+
+    return (*steps[:-1], end)

@@ -1,0 +1,223 @@
+"""A unit's buffer between ranks as data flow: gathered, reduced, sliced; differentiable at every order.
+
+Where nothing is cast these are chains of the collectives. With a `Precision`, what is gathered and what is reduced have
+dtypes of their own, but between two nodes of autograd a gradient has the dtype of the value. So then the whole way is one
+linear map with a transpose of its own: shards to what is computed with, and its gradients to those of shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from .. import _torch
+from .._spec.codec import Codec
+from .._spec.division import Divide, Reduction
+from .._spec.precision import Precision
+from .._spec.spec import Unit
+from ..collectives._functions import all_gather, reduce_scatter, scatter, unvary, vary
+from ..collectives._mesh import Axis, Group, Mesh, Simulated
+from .layout import coordinates
+from .route import Route
+
+__all__ = ["gather_unit", "reduce_along", "reduce_unit", "reduction_over", "scatter_unit"]
+
+MEAN = Reduction()
+
+
+def reduction_over(by: Divide, axes: Iterable[str] | None, mesh: Mesh, units: Iterable[Unit]) -> Reduction:
+    """How these units' gradients are reduced, over these mesh axes or all.
+
+    Raises ValueError for an unknown axis, and, naming the unit, without an axis that it is split over.
+    """
+    reduction = Reduction.of(by, None if axes is None else mesh.chosen(axes))
+    if reduction.over is None:
+        return reduction
+    for unit in units:
+        if missing := [axis for axis in unit.p.axes if not reduction.includes(axis)]:
+            raise ValueError(
+                f"unit '{unit.key}' is split over axis '{missing[0]}': expected its gradients to be reduced over it, too, "
+                f"got axes {sorted(reduction.over or ())}"
+            )
+    return reduction
+
+
+def scatter_unit(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
+    """This rank's (or ``rank``'s) slice of a unit's full buffer that all ranks have alike. Inverse of `gather_unit`."""
+    if rank is not None:
+        at = coordinates(mesh, rank)
+        for name in unit.p.axes:
+            buffer = scatter(buffer, mesh[name], rank=at[mesh.names.index(name)])
+        return buffer
+    for name in unit.p.axes:
+        buffer = scatter(buffer, mesh[name])
+    return buffer
+
+
+def gather_unit(
+    piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction = MEAN, precision: Precision | None = None
+) -> Tensor:
+    """The full buffer of a unit from each rank's slice of it; its gradient is the reduced slice.
+
+    Gathers over the axes of ``unit.p``, and over the other axes of the mesh the buffer is replicated: FSDP, HSDP and
+    DDP are this one function. In backward the gradient is reduce-scattered first and all-reduced as a slice. With a
+    ``precision`` the buffer is in the dtype to compute in, and gradients are reduced in theirs.
+    """
+    route = Route.of(unit, mesh, reduction, precision, piece.dtype)
+    if not unit.numel:  # nothing to send
+        return piece.new_empty(0, dtype=route.dtypes.param)
+    split, rest = ([mesh[name] for name in names] for names in (route.split, route.rest))
+    if route.codec:
+        value = _sent(route.codec, piece.detach(), split).to(route.dtypes.param)
+        return _travel(piece, value, *_constants(route, mesh), True)
+    if not route.plain:
+        return _travel(piece, None, *_constants(route, mesh), True)
+    for axis in reversed(rest):
+        piece = vary(piece, axis, reduce=route.op)
+    for axis in reversed(split):
+        piece = all_gather(piece, axis, reduce=route.op)
+    return piece
+
+
+def reduce_unit(
+    buffer: Tensor,
+    unit: Unit,
+    mesh: Mesh,
+    reduction: Reduction = MEAN,
+    precision: Precision | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """This rank's slice of the reduced full buffers of a unit, in this dtype. The transpose of `gather_unit`."""
+    dtype = dtype or buffer.dtype
+    if not unit.numel:
+        return buffer.new_empty(0, dtype=dtype)
+    route = Route.of(unit, mesh, reduction, precision, dtype)
+    if not route.plain:
+        return _travel(buffer, None, *_constants(route, mesh), False)
+    return reduce_along(buffer, [mesh[name] for name in route.split], [mesh[name] for name in route.rest], route.op)
+
+
+def reduce_along(buffer: Tensor, split: Sequence[Axis], rest: Sequence[Axis], op: Literal["mean", "sum"]) -> Tensor:
+    """A buffer reduced: to a slice along some axes, and as that slice along the rest."""
+    for axis in split:
+        buffer = reduce_scatter(buffer, axis, reduce=op)
+    for axis in rest:
+        buffer = unvary(buffer, axis, reduce=op)
+    return buffer
+
+
+class _Constants(NamedTuple):
+    """A route on a mesh as constants and the ranks that vmap simulates, which is what Dynamo can record."""
+
+    ranks: tuple[Tensor, ...]
+    split: tuple[tuple[int, str | None], ...]
+    """Of the axes the sizes and the names of their groups, None for simulated ones."""
+    rest: tuple[tuple[int, str | None], ...]
+    op: Literal["mean", "sum"]
+    factors: tuple[float, float]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    """In which parameters are gathered, gradients reduced, and shards kept."""
+
+
+def _constants(route: Route, mesh: Mesh) -> _Constants:
+    axes = [[mesh[name] for name in names] for names in (route.split, route.rest)]
+    ranks = tuple(axis.rank for some in axes for axis in some if isinstance(axis, Simulated))
+    split, rest = (tuple((a.size, a.name if isinstance(a, Group) else None) for a in some) for some in axes)
+    return _Constants(
+        ranks, split, rest, route.op, (route.before, route.after), (route.dtypes.param, route.dtypes.reduce, route.dtype)
+    )
+
+
+def _axes(
+    ranks: Sequence[Tensor], split: Sequence[tuple[int, str | None]], rest: Sequence[tuple[int, str | None]]
+) -> tuple[list[Axis], list[Axis]]:
+    values = iter(ranks)
+
+    def axis(size: int, name: str | None) -> Axis:
+        return Simulated(size, next(values)) if name is None else Group(size, None, name)
+
+    return [axis(*some) for some in split], [axis(*some) for some in rest]
+
+
+def _gathered(piece: Tensor, split: Sequence[Axis]) -> Tensor:
+    for axis in reversed(split):
+        piece = all_gather(piece, axis)
+    return piece
+
+
+def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis]) -> Tensor:
+    """The slices of all ranks, each encoded where it is and decoded everywhere."""
+    rows = [_gathered(x[None], split) for x in codec.encoded(piece)]
+    if all(axis.size == 1 for axis in split):  # nothing was gathered, and decode may give what it is given
+        rows = [x.clone() for x in rows]
+    return codec.decoded(rows, len(piece))
+
+
+@_torch.in_graph
+def _travel(
+    x: Tensor,
+    value: Tensor | None,
+    ranks: tuple[Tensor, ...],
+    split: tuple[tuple[int, str | None], ...],
+    rest: tuple[tuple[int, str | None], ...],
+    op: Literal["mean", "sum"],
+    factors: tuple[float, float],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    gathers: bool,
+) -> Tensor:
+    # One node for Dynamo, as collectives._primitive.
+    param, reduce, shard = dtypes
+
+    def there(piece: Tensor, *ranks: Tensor) -> Tensor:
+        return _gathered(piece.to(param), _axes(ranks, split, rest)[0])
+
+    def back(grad: Tensor, *ranks: Tensor) -> Tensor:
+        before, after = factors
+        grad = grad.to(reduce) / before if before != 1 else grad.to(reduce)
+        grad = reduce_along(grad, *_axes(ranks, split, rest), op)
+        return (grad / after if after != 1 else grad).to(shard)
+
+    return _Map.apply(x, value, *((there, back) if gathers else (back, there)), *ranks)
+
+
+Linear = Callable[..., Tensor]
+
+
+class _Map(_torch.Function):
+    """``linear(x, *ranks)``, with a ``transpose`` that is not autograd's own. Where there is a ``value``, its value is that."""
+
+    @staticmethod
+    def forward(x: Tensor, value: Tensor | None, linear: Linear, transpose: Linear, *ranks: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        out = linear(x, *ranks) if value is None else value
+        return out.view_as(out) if out is x or out is value else out
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        _, _, ctx.linear, ctx.transpose, *ctx.ranks = inputs  # pyright: ignore[reportAttributeAccessIssue]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        out = _Map.apply(grad, None, ctx.transpose, ctx.linear, *ctx.ranks)
+        return out, *(None for _ in range(3 + len(ctx.ranks)))
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if tangent._is_zerotensor():  # as in collectives._Collective
+            tangent = torch.zeros_like(tangent)
+        return _Map.apply(tangent, None, ctx.linear, ctx.transpose, *ctx.ranks)
+
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: Any, x: Tensor, value: Tensor | None, linear: Linear, transpose: Linear, *ranks: Tensor
+    ) -> tuple[Tensor, int]:
+        def first(x: Tensor, dim: int | None) -> Tensor:
+            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+        dims = (0, *in_dims[4:])
+        # with memory of its own: a result that sees one element several times can have no tangent
+        value = None if value is None else first(value, in_dims[1]).contiguous()
+        return _Map.apply(first(x, in_dims[0]), value, torch.vmap(linear, dims), torch.vmap(transpose, dims), *ranks), 0

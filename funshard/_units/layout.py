@@ -1,0 +1,151 @@
+"""flatten, unflatten, views: where each parameter lies in its unit's buffer. Arithmetic, no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .._spec.fits import check_buffers, check_full, check_shards, full_of_unit
+from .._spec.spec import PartitionSpec, Unit, bound
+from .._spec.tree import Param
+from ..collectives._mesh import Group, Mesh
+
+__all__ = [
+    "Params",
+    "flatten",
+    "flatten_unit",
+    "index",
+    "ordered",
+    "spaced",
+    "unflatten",
+    "unflatten_unit",
+    "views",
+    "widest",
+]
+
+Params = dict[str, Tensor]
+"""Tensors by unit key when sharded or flattened, by parameter name when full."""
+
+
+def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
+    """One padded 1-D buffer per unit: its parameters one after the other, each in its own memory order. Inverse of `unflatten`.
+
+    ``params`` are full tensors under any of their names. The buffers' length is ``spec.padded_numel(unit)``, the
+    padding (``unit.parts``, and what comes after them) is zeros, their dtype is the tensors' own. Differentiable; copies.
+
+    Raises ValueError, naming the parameter, for one that is missing, unknown, of another shape, or of another dtype
+    than the rest of its unit.
+    """
+    spec = bound(spec)
+    check_full(params, spec)
+    return {unit.key: flatten_unit(params, unit, spec.padded_numel(unit)) for unit in spec}
+
+
+def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tensor:
+    """The buffer of one unit, ``padded`` elements long."""
+    tensors = full_of_unit(params, unit)
+    pieces = [ordered(tensor, param).reshape(-1) for tensor, param in zip(tensors, unit.params, strict=True)]
+    return torch.cat(spaced(pieces, unit, padded, pieces[0].new_zeros(widest(unit, padded))))
+
+
+def spaced(pieces: Iterable[Tensor], unit: Unit, padded: int, zeros: Tensor) -> list[Tensor]:
+    """What is a unit's buffer once it is joined: a piece for each parameter, and of `widest` zeros what is between them."""
+    rest = iter(pieces)
+    out = [zeros[:size] if param is None else next(rest) for size, param in unit.parts]
+    return [*out, zeros[: padded - unit.span]] if padded > unit.span else out
+
+
+def widest(unit: Unit, padded: int) -> int:
+    """Elements of the longest padding in a unit's buffer."""
+    return max(padded - unit.span, *(size for size, param in unit.parts if param is None), 0)
+
+
+def ordered(tensor: Tensor, param: Param) -> Tensor:
+    """A parameter, or its gradient, with its elements in the order of the buffer."""
+    return tensor.permute(param.order) if param.permuted else tensor
+
+
+def unflatten(buffers: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
+    """The full parameters, by name, as *views* of the units' buffers. Inverse of `flatten`.
+
+    Raises ValueError, naming the unit, for one that is missing, unknown or of another length.
+    """
+    spec = bound(spec)
+    check_buffers(buffers, spec, {unit.key: spec.padded_numel(unit) for unit in spec})
+    return {
+        param.name: view
+        for unit in spec
+        for param, view in zip(unit.params, unflatten_unit(buffers[unit.key], unit), strict=True)
+    }
+
+
+def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:
+    """The unit's parameters, in the order of ``unit.params``, as views of its buffer (padded or not).
+
+    One split: a slice per parameter would make as many full-size zero buffers in the backward pass.
+    """
+    pieces = buffer.split([*(size for size, _ in unit.parts), buffer.shape[0] - unit.span])
+    return [_shaped(piece, param) for piece, (_, param) in zip(pieces, unit.parts, strict=False) if param is not None]
+
+
+def _shaped(piece: Tensor, param: Param) -> Tensor:
+    if not param.permuted:
+        return piece if len(param.shape) == 1 else piece.view(param.shape)
+    return piece.view([param.shape[d] for d in param.order]).permute([param.order.index(d) for d in range(len(param.order))])
+
+
+def index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
+    """Which slice of the unit the rank at these mesh coordinates owns."""
+    at = 0
+    for name in unit.p.axes:
+        i = mesh.names.index(name)
+        at = at * mesh.axes[i][1].size + coordinates[i]
+    return at
+
+
+def coordinates(mesh: Mesh, rank: int | None) -> tuple[int, ...]:
+    """The mesh coordinates of a rank counted row by row; of this process for None.
+
+    Raises ValueError where there is no such rank, or where it is not known which rank this is.
+    """
+    sizes = [axis.size for _, axis in mesh.axes]
+    if rank is None:
+        own = tuple(axis.rank for _, axis in mesh.axes if isinstance(axis, Group) and axis.rank is not None)
+        if len(own) < len(sizes):
+            raise ValueError(
+                f"a mesh of sizes {sizes} does not know its rank: expected rank=0..{torch.Size(sizes).numel() - 1}"
+            )
+        return own
+    if not 0 <= rank < torch.Size(sizes).numel():
+        raise ValueError(f"rank {rank} is not on the mesh of sizes {sizes}: expected 0..{torch.Size(sizes).numel() - 1}")
+    out: list[int] = []
+    for size in reversed(sizes):
+        rank, at = divmod(rank, size)
+        out.append(at)
+    return tuple(reversed(out))
+
+
+def views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None = None) -> Params:
+    """The 1-D piece of every parameter that lies in this rank's slice, possibly empty, as a *view* of the shard.
+
+    By parameter name; elements are in the parameter's memory order (``Param.order``). ``rank`` is the rank on the mesh
+    (row-major) whose shards these are; this process's by default. What per-parameter weight decay, masks and
+    inspection need: writing into a piece writes into the shard; the padding is in none.
+    """
+    spec = bound(spec)
+    check_shards(shards, spec)
+    mesh = spec.bound_mesh
+    at = coordinates(mesh, rank)
+    out: Params = {}
+    for unit in spec:
+        length = spec.shard_numel(unit)
+        begin = index(unit, mesh, at) * length
+        start = 0
+        for size, param in unit.parts:
+            if param is not None:
+                low, high = (min(max(x - begin, 0), length) for x in (start, start + size))
+                out[param.name] = shards[unit.key][low:high]
+            start += size
+    return out

@@ -1,0 +1,294 @@
+"""Differentiable collectives over a mesh axis, and the axis that is a batch dimension of torch.vmap.
+
+Every primitive is linear and acts on dimension 0. Its derivative is itself, its gradient is its *transpose*, and the
+transpose has a transpose, so each is exact at every order. What the transpose is follows from there being two kinds of
+values: those that came out of a gather count with their **mean** over ranks, those that are computed from shards alone
+with their **sum**. In the type lines ``[n]`` is a rank's own value, ``S[n]`` one that is a shard, and the pictures show
+three ranks.
+
+What the ops do is in _ops.py. torch.func differentiates the functional ops of torch wrongly (grad raises, jvp is silently
+zero, vmap is silently wrong; pinned in tests/test_torch_facts.py), so they run only inside the forward of the one
+autograd Function below.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from .. import _torch
+from ._mesh import Axis, Group, Mesh, Simulated, axis_rank, global_rank, members
+from ._ops import OPS, Where, no_group, start
+
+__all__ = [
+    "Axis",
+    "Group",
+    "Mesh",
+    "Reduce",
+    "Simulated",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "axis_rank",
+    "broadcast",
+    "gather_values",
+    "global_rank",
+    "members",
+    "reduce_scatter",
+    "scatter",
+    "sum_over",
+    "sum_shards",
+    "unvary",
+    "vary",
+]
+
+Reduce = Literal["mean", "sum"]
+
+
+class _Collective(_torch.Function):
+    """One linear map over an axis: a process group's (``name``), or that of ranks stacked in dimension 0 (no name).
+
+    ``rank`` is a Simulated axis's rank, None on a group. It is the operand that is batched at the simulated axis's own
+    vmap and at no other: that is how the vmap rule tells the mesh from any other vmap, at whatever depth.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return start(op, x, Where(size, name, root))() if name else OPS[op].stack(x, root).clone()
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.rest = inputs[1:]  # pyright: ignore[reportAttributeAccessIssue]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rank, op, *rest = ctx.rest
+        return _Collective.apply(grad, rank, OPS[op].transpose, *rest), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if tangent._is_zerotensor():  # the ops read its memory, which it does not have
+            tangent = torch.zeros_like(tangent)
+        return _Collective.apply(tangent, *ctx.rest)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, rank: Tensor | None, *rest: Any) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dim, rank_dim = in_dims[:2]
+        if rank_dim is not None:  # the simulated axis itself: its ranks come to dimension 0
+            if info.batch_size != rest[1]:
+                raise ValueError(
+                    f"a simulated axis of {rest[1]} ranks: expected all of them in one vmap, got {info.batch_size}; "
+                    "a vmap with chunk_size cannot be an axis"
+                )
+            stacked = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return _Collective.apply(stacked, None, *rest), 0
+        return _Collective.apply(x.movedim(dim, -1), rank, *rest), x.dim() - 1
+
+
+@_torch.in_graph
+def _primitive(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int) -> Tensor:
+    # torch 2.13: Dynamo, inlining the Function, can lose its backward, and it knows no vmap rule. Pinned by
+    # test_compiled_equals_eager and test_matrix.py.
+    return _Collective.apply(x, rank, op, size, name, root)
+
+
+def _apply(op: str, x: Tensor, axis: Axis, root: int = 0) -> Tensor:
+    if isinstance(axis, Simulated):
+        return _primitive(x, axis.rank, op, axis.size, "", root)
+    if axis.size == 1:
+        return x
+    if not axis.name:
+        raise no_group(axis.size)
+    # A view of x, never the differentiated leaf itself (torch 2.13: Dynamo can otherwise lose a custom backward).
+    return _primitive(x.view_as(x), None, op, axis.size, axis.name, root)
+
+
+def _divisible(what: str, x: Tensor, axis: Axis) -> None:
+    if x.dim() == 0 or len(x) % axis.size:
+        raise ValueError(f"{what}: expected a first dimension that {axis.size} ranks divide, got {tuple(x.shape)}; pad it")
+
+
+def _checked(reduce: str, x: Tensor) -> str:
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f"reduce: expected 'mean' or 'sum', got {reduce!r}")
+    if reduce == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"a mean over ranks needs a floating point tensor, got {x.dtype}; use reduce='sum'")
+    return reduce
+
+
+def all_gather(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+    """The ranks' shards joined along dimension 0, in rank order. Inverse of `scatter`.
+
+    For slices of one whole, such as a parameter's: gradients of the joined tensor are averaged. For values that each rank
+    has computed of its own batch, such as features or losses, that is wrong by the number of ranks, and nothing in a tensor
+    tells the two apart: `gather_values` is the one for those.
+
+    Type: ``S[n, ...] -> [N*n, ...]``. Transpose: `reduce_scatter` with the same ``reduce``::
+
+        rank 0  a          abc                    backward   abc          a+d+g
+        rank 1  b    ->    abc                               def    ->    b+e+h    (each / 3 for the mean)
+        rank 2  c          abc                               ghi          c+f+i
+    """
+    if x.dim() == 0:
+        raise ValueError("all_gather: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f"reduce: expected 'mean' or 'sum', got {reduce!r}")
+    return _apply(f"gather_{reduce}", x, axis)
+
+
+def gather_values(x: Tensor, axis: Axis) -> Tensor:
+    """The ranks' own values joined along dimension 0, in rank order: features of each rank's batch, say.
+
+    Type: ``[n, ...] -> [N*n, ...]``. Transpose: the sum over ranks of this rank's rows, because what one rank's value does
+    to every rank's loss adds up. Its transpose is ``gather_values`` again::
+
+        rank 0  a          abc                    backward   abc          a+d+g
+        rank 1  b    ->    abc                               def    ->    b+e+h
+        rank 2  c          abc                               ghi          c+f+i
+
+    With it a loss that compares rows of all ranks, such as CLIP's, can be written both ways: every rank the whole loss, or
+    each rank the loss of its own rows against all. The mean over ranks, which is what gradients are of (``reduce="mean"``
+    in `functional_call`), is the loss of the joined batch either way, and so are its gradients, at every order::
+
+        def whole(params, images, texts):  # the same number on all ranks
+            u, v = features(params, images, texts)  # [n, d] each
+            logits = gather_values(u, axis) @ gather_values(v, axis).T  # [N*n, N*n]
+            return cross_entropy(logits, arange(len(logits)))
+
+        def own_rows(params, images, texts):  # another on each rank; 1/N of the products
+            u, v = features(params, images, texts)
+            logits = u @ gather_values(v, axis).T  # [n, N*n]
+            return cross_entropy(logits, arange(len(u)) + axis.rank * len(u))
+
+    With ``reduce="sum"`` both give N times that. With `all_gather` in its place, made for shards, all gradients of ``whole``
+    are N times too small, and of ``own_rows`` what comes by ``v``.
+
+    Every rank gives the same shape: pad rows that a rank lacks, and mask them. On several mesh axes, one by one, the last
+    (innermost) first. Integers, such as labels, are joined as well.
+
+    Raises ValueError for a 0-dim tensor.
+    """
+    if x.dim() == 0:
+        raise ValueError("gather_values: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
+    return _apply("gather_sum", x, axis)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+    """Rank r's slice of the mean (or sum) over ranks.
+
+    Type: ``[N*n, ...] -> S[n, ...]``. Transpose: `all_gather`, without another factor::
+
+        rank 0  abc          a+d+g
+        rank 1  def    ->    b+e+h    (each / 3 for the mean)
+        rank 2  ghi          c+f+i
+
+    Raises ValueError where the axis does not divide dimension 0, TypeError for the mean of integers.
+    """
+    _divisible("reduce_scatter", x, axis)
+    return _apply(f"scatter_{_checked(reduce, x)}", x, axis)
+
+
+def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+    """The mean (or sum) over ranks, on every rank: for values that came out of a gather, such as a loss.
+
+    Type: ``[n] -> [n]``. Transpose: itself. So averaging the loss inside ``grad`` changes nothing::
+
+        rank 0  a          a+b+c
+        rank 1  b    ->    a+b+c    (/ 3 for the mean)
+        rank 2  c          a+b+c
+    """
+    return _apply(f"reduce_{_checked(reduce, x)}", x, axis)
+
+
+def sum_over(x: Tensor, mesh: Mesh) -> Tensor:
+    """The sum over all ranks of a mesh, by an `all_reduce` for each of its axes."""
+    for name in mesh.names:
+        x = all_reduce(x, mesh[name], reduce="sum")
+    return x
+
+
+def sum_shards(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks of values computed from shards alone, on every rank: a differentiable global norm.
+
+    Type: ``S[n] -> [n]``. Transpose: the mean over ranks, which takes ``[n]`` back to ``S[n]``. The picture is
+    `all_reduce`'s.
+    """
+    return _apply("shards_to_sum", x, axis)
+
+
+def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+    """The tensor itself: a replicated parameter on its way into each rank's own computation (DDP's "gather").
+
+    Type: ``one value on all ranks -> [n]``. Transpose: the mean (or sum) over ranks, whose transpose is ``vary``::
+
+        rank 0  a          a                      backward   g          g+h+i
+        rank 1  a    ->    a                                 h    ->    g+h+i   (/ 3)
+        rank 2  a          a                                 i          g+h+i
+    """
+    return _apply(f"vary_{_checked(reduce, x)}" if x.is_floating_point() or x.is_complex() else "vary_sum", x, axis)
+
+
+def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+    """The mean (or sum) over ranks of gradients for one value that all have alike. The transpose of `vary`.
+
+    Type: ``[n] -> one value on all ranks``. Transpose: `vary`. The picture is `all_reduce`'s.
+    """
+    return _apply(f"unvary_{_checked(reduce, x)}", x, axis)
+
+
+def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:
+    """Rank ``src``'s tensor on every rank.
+
+    Type: ``[n] -> [n]``. Transpose: the sum over ranks at ``src`` and zeros elsewhere::
+
+        rank 0  a          a                      backward   g          g+h+i
+        rank 1  b    ->    a                                 h    ->    0
+        rank 2  c          a                                 i          0
+
+    Raises ValueError for a ``src`` that is not a rank of the axis.
+    """
+    if not 0 <= src < axis.size:
+        raise ValueError(f"broadcast: expected src in 0..{axis.size - 1}, got {src}")
+    return _apply("broadcast", x, axis, src)
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Slice j of rank i as slice i of rank j. Its own inverse and its own transpose.
+
+    Type: ``[N*n, ...] -> [N*n, ...]``::
+
+        rank 0  abc          adg
+        rank 1  def    ->    beh
+        rank 2  ghi          cfi
+
+    Raises ValueError where the axis does not divide dimension 0.
+    """
+    _divisible("all_to_all", x, axis)
+    return _apply("all_to_all", x, axis)
+
+
+def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
+    """This rank's slice of a tensor that all ranks have alike, copied; no communication. Inverse of `all_gather`.
+
+    Type: ``one value on all ranks [N*n, ...] -> S[n, ...]``. Transpose: `all_gather`::
+
+        rank 0  abc          a
+        rank 1  abc    ->    b
+        rank 2  abc          c
+
+    ``rank`` takes another rank's slice. Raises ValueError where the axis does not divide dimension 0 or the rank is
+    not known.
+    """
+    _divisible("scatter", x, axis)
+    if isinstance(axis, Simulated) and rank is None:
+        return _apply("slice", x, axis)
+    here = rank if rank is not None or isinstance(axis, Simulated) else axis.rank
+    if here is None or not 0 <= here < axis.size:
+        raise ValueError(f"scatter: expected a rank in 0..{axis.size - 1}, got {here}; give rank= or bind a DeviceMesh")
+    if isinstance(axis, Group) and axis.name and rank is None and axis.size > 1:
+        return _apply("slice", x, axis, here)
+    n = len(x) // axis.size
+    return x.narrow(0, here * n, n).clone()

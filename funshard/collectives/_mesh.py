@@ -1,0 +1,244 @@
+"""Mesh axes: over process groups, simulated by vmap, or only sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Axes", "Axis", "Group", "Mesh", "Simulated", "axis_rank", "global_rank", "members"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """An axis over a process group: its size, this process's rank in it and the group's name.
+
+    Without a name it is only a size: shapes can be computed, nothing can be sent. One rank needs no name.
+    ``reductions`` is the name of another process group over the same ranks for functional_call's reductions.
+    """
+
+    size: int
+    rank: int | None = None
+    name: str = ""
+    reductions: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """An axis whose ranks are a batch dimension of torch.vmap: N ranks in one process, without a process group.
+
+    ``rank`` is ``torch.arange(size)`` as seen inside that vmap. `funshard.testing.spmd` makes it.
+    """
+
+    size: int
+    rank: Tensor
+
+
+Axis = Group | Simulated
+Axes = str | tuple[str, ...] | None
+"""Axes of a mesh by name; None for all of them."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes with what it takes to communicate over them."""
+
+    axes: tuple[tuple[str, Axis], ...]
+    device_type: str | None = None
+
+    @staticmethod
+    def of(mesh: DeviceMesh | Mesh | Mapping[str, int | Axis]) -> Mesh:
+        """The Mesh of a `DeviceMesh`, or of axis names with sizes. An unnamed one-dimensional DeviceMesh is "shard".
+
+        Raises ValueError for several unnamed dimensions, for ranks that do not rise along each of them, for a mesh that
+        this process is not on and for sizes below one, TypeError for anything else.
+        """
+        if isinstance(mesh, Mesh):
+            return mesh
+        if isinstance(mesh, Mapping):
+            return Mesh(tuple((name, _axis(name, axis)) for name, axis in mesh.items()))
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise TypeError(f"mesh: expected a DeviceMesh, or axis names with sizes such as {{'shard': 2}}, got {mesh!r}")
+        names = mesh.mesh_dim_names or (("shard",) if mesh.ndim == 1 else None)
+        if names is None:
+            raise ValueError(
+                f"mesh of {mesh.ndim} dimensions has no names: expected one for each axis; "
+                "give mesh_dim_names to init_device_mesh"
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"mesh: rank {dist.get_rank()} of the world is not on the mesh of ranks {mesh.mesh.tolist()}: expected a mesh "
+                "that this process is on; the others leave the call out"
+            )
+        for i, name in enumerate(names):
+            if (mesh.mesh.diff(dim=i) <= 0).any():  # a process group counts its ranks in the order of the world's
+                raise ValueError(f"mesh axis '{name}': expected ranks that rise along it, got {mesh.mesh.tolist()}; sort them")
+        groups = [mesh.get_group(i) for i in range(mesh.ndim)]
+        axes = (Group(mesh.size(i), mesh.get_local_rank(i), g.group_name) for i, g in enumerate(groups))
+        return Mesh(tuple(zip(names, axes, strict=True)), mesh.device_type)
+
+    def reducing_over(self, other: Mesh) -> Mesh:
+        """This mesh with another one's process groups for reductions.
+
+        Raises ValueError unless both are over the same axes, and where the second has no group of its own.
+        """
+        if self.sizes != other.sizes:
+            raise ValueError(f"reductions: expected a mesh of the same axes {dict(self.sizes)}, got {dict(other.sizes)}")
+        for (name, axis), (_, second) in zip(self.axes, other.axes, strict=True):
+            if isinstance(axis, Group) and axis.size > 1 and axis == second:
+                raise ValueError(
+                    f"reductions: expected other process groups, got the same one for axis '{name}' (init_device_mesh gives "
+                    "one for the same ranks); make it by DeviceMesh.from_group(torch.distributed.new_group(...), ...)"
+                )
+        axes = [
+            (name, replace(axis, reductions=second.name) if isinstance(axis, Group) and isinstance(second, Group) else axis)
+            for (name, axis), (_, second) in zip(self.axes, other.axes, strict=True)
+        ]
+        return replace(self, axes=tuple(axes))
+
+    @staticmethod
+    def world() -> Mesh:
+        """All processes as one axis "shard"; one rank where torch.distributed was not initialised.
+
+        Raises RuntimeError where it was not and a launcher such as torchrun started this process as one of several
+        (``WORLD_SIZE``): each would train alone.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            started = os.environ.get("WORLD_SIZE", "")
+            if started.isdecimal() and int(started) > 1:
+                raise RuntimeError(
+                    f"this process was started as one of {started} (WORLD_SIZE) and has no process group, so each would train "
+                    "alone: expected torch.distributed.init_process_group() before this, or .on({'shard': 1}) on the spec"
+                )
+            return Mesh((("shard", Group(1, 0)),))
+        group = dist.group.WORLD
+        assert group is not None
+        axis = Group(dist.get_world_size(), dist.get_rank(), group.group_name)
+        return Mesh((("shard", axis),), _device_type(dist.get_backend_config()))
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that tensors of this mesh are on; None where any will do.
+
+        Of an accelerator it is the one that the process groups are bound to (``init_process_group(device_id=...)``), or
+        else the current one.
+        """
+        if self.device_type in (None, "cpu"):
+            return None if self.device_type is None else torch.device("cpu")
+        groups = [_torch.group(axis.name) for _, axis in self.axes if isinstance(axis, Group) and axis.name]
+        if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None:
+            groups.append(dist.group.WORLD)
+        for device in map(_torch.bound_device, groups):
+            if device is not None and device.type == self.device_type:
+                return device
+        return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
+
+    def __getitem__(self, name: str) -> Axis:
+        return dict(self.axes)[name]
+
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """The axis names with their sizes, outermost first."""
+        return tuple((name, axis.size) for name, axis in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axis names, outermost first."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the ranks of any axis are a batch dimension of vmap."""
+        return any(isinstance(axis, Simulated) for _, axis in self.axes)
+
+    def chosen(self, axes: Iterable[str] | None) -> tuple[str, ...]:
+        """The names of some axes, or one axis, or all, in the mesh's order. Raises ValueError for an unknown one."""
+        names = self.names if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        for name in names:
+            if name not in self.names:
+                raise ValueError(f"unknown mesh axis '{name}': expected some of {self.names}")
+        return tuple(name for name in self.names if name in names)
+
+
+def _axis(name: object, axis: object) -> Axis:
+    """An axis as it is, or one that is only a size."""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"mesh: expected axis names, got {name!r}")
+    if isinstance(axis, Group | Simulated):
+        return axis
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise TypeError(f"mesh axis '{name}': expected its size, got {axis!r}")
+    if axis < 1:
+        raise ValueError(f"mesh axis '{name}': expected a size of at least 1, got {axis}")
+    return Group(axis, 0 if axis == 1 else None)
+
+
+def _device_type(backends: str) -> str | None:
+    """The accelerator of this machine that has a backend of its own among those of a group, such as "cpu:gloo,cuda:nccl".
+
+    None where one backend serves the CPU as well (gloo): then tensors stay where they are.
+    """
+    of = dict(pair.split(":", 1) for pair in backends.split(",") if ":" in pair)
+    own = [kind for kind, backend in of.items() if kind != "cpu" and backend != of.get("cpu")]
+    return next((kind for kind in own if torch.get_device_module(kind).is_available()), None)
+
+
+def members(axis: Axis) -> tuple[int, ...]:
+    """The ranks in the world of all ranks of the axis that this one communicates with along it, itself among them.
+
+    In the order of their ranks on the axis, so that ``members(axis)[axis.rank]`` is this process. As torch's
+    ``get_process_group_ranks``. Collectives take ranks on the axis, such as ``src``; this is for the rest of
+    torch.distributed.
+
+    >>> from funshard.collectives import Mesh, members
+    >>> members(Mesh.world()["shard"])
+    (0,)
+
+    Raises ValueError for an axis that is only a size, and for a simulated one: those ranks are all in this process, and
+    count from 0 on their axis alone.
+    """
+    if isinstance(axis, Simulated):
+        raise ValueError(
+            f"a simulated axis of {axis.size} ranks is in one process: expected an axis over a process group; "
+            f"collectives take its own ranks 0..{axis.size - 1}"
+        )
+    if axis.name:
+        return tuple(dist.get_process_group_ranks(_torch.group(axis.name)))
+    if axis.size == 1:
+        return (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
+    raise ValueError(
+        f"an axis of {axis.size} ranks without a process group has no members: expected a DeviceMesh axis; "
+        "bind the spec with .on(mesh) (a pickled spec must be bound anew)"
+    )
+
+
+def global_rank(axis: Axis, rank: int) -> int:
+    """The rank in the world of the axis's rank ``rank``. Inverse of `axis_rank`; torch's ``get_global_rank``.
+
+    Raises what `members` raises, and ValueError for a rank that the axis does not have.
+    """
+    ranks = members(axis)
+    if not 0 <= rank < len(ranks):
+        raise ValueError(f"global_rank: expected a rank of the axis, 0..{len(ranks) - 1}, got {rank}")
+    return ranks[rank]
+
+
+def axis_rank(axis: Axis, global_rank: int) -> int:
+    """The rank on the axis of the world's rank ``global_rank``. Inverse of `global_rank`; torch's ``get_group_rank``.
+
+    Raises what `members` raises, and ValueError for a rank that is not one of those.
+    """
+    ranks = members(axis)
+    if global_rank not in ranks:
+        raise ValueError(f"axis_rank: expected a rank of the world that is on the axis, one of {ranks}, got {global_rank}")
+    return ranks.index(global_rank)

@@ -1,0 +1,125 @@
+"""What compressors have in common: the pair of functions, and what they do with a unit's gradients beside compressing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from .._spec.fits import check_mapping, whole_unit
+from .._spec.spec import PartitionSpec, Unit, bound
+from .._units.flow import reduce_along
+from .._units.layout import Params, flatten_unit
+from ..collectives._functions import scatter
+from ..collectives._mesh import Axes
+
+__all__ = [
+    "Compressor",
+    "buffer_of",
+    "exactly",
+    "given_grads",
+    "other_axes",
+    "outermost",
+    "over_axes",
+    "reduced",
+    "size_of",
+    "sliced",
+]
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Compressor(Generic[S]):
+    """A pair of pure functions. The state is a pytree of tensors, of the same structure after every step."""
+
+    init: Callable[[PartitionSpec], S]
+    """``init(spec)``: the state before the first step."""
+    reduce: Callable[[Mapping[str, Tensor], S, PartitionSpec], tuple[Params, S]]
+    """``reduce(grads, state, spec)``: the mean over ranks of their full gradients by parameter name, or about that, as
+    `shard` slices it, in the gradients' own dtypes and with zeros for padding; and the next state. Units without
+    gradients are left out. Raises ValueError or TypeError, naming the parameter, before any communication, for one that
+    is not of the spec, is missing from its unit, or has another shape or dtype."""
+
+
+def over_axes(axes: Axes, spec: PartitionSpec) -> tuple[PartitionSpec, tuple[str, ...]]:
+    """The bound spec, and the axes in its mesh's order."""
+    spec = bound(spec)
+    return spec, spec.bound_mesh.chosen(axes)
+
+
+def other_axes(over: tuple[str, ...], spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that are not these."""
+    return tuple(name for name in spec.bound_mesh.names if name not in over)
+
+
+def size_of(axes: Iterable[str], spec: PartitionSpec) -> int:
+    """How many ranks there are over these axes."""
+    return math.prod([spec.bound_mesh[name].size for name in axes])
+
+
+def given_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too: bool = False) -> dict[str, list[Tensor]]:
+    """The units' gradients, in the order of their parameters, by unit key; an error for what is not a gradient."""
+    check_mapping(grads)
+    for name in grads:
+        if name not in spec.by_name and name not in spec.ignored:
+            raise ValueError(
+                f"gradient '{name}' is not of a parameter of the spec: expected full gradients by names such as "
+                f"{list(spec.by_name)[:4]}; differentiate with respect to unshard(params, spec)"
+            )
+    given = {unit.key: tensors for unit in spec if (tensors := whole_unit(grads, unit)) is not None}
+    for key, tensors in given.items():
+        for param, tensor in zip(spec.by_key[key].params, tensors, strict=True):
+            if not (tensor.is_floating_point() or (complex_too and tensor.is_complex())):
+                raise TypeError(f"gradient of parameter '{param.name}': expected a floating point dtype, got {tensor.dtype}")
+            if tensor.dtype != tensors[0].dtype:
+                raise ValueError(
+                    f"gradient of parameter '{param.name}' of unit '{key}': expected {tensors[0].dtype} as "
+                    f"'{spec.by_key[key].params[0].name}' has, got {tensor.dtype}; one unit is one buffer of one dtype"
+                )
+    return given
+
+
+def buffer_of(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
+    """The unit's padded buffer of its gradients."""
+    names = [param.name for param in unit.params]
+    return flatten_unit(dict(zip(names, tensors, strict=True)), unit, spec.padded_numel(unit))
+
+
+def exactly(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
+    """This rank's slice of the mean over these axes, without compression."""
+    return sliced(reduced(buffer, unit, spec, over), unit, spec, other_axes(over, spec))
+
+
+def reduced(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
+    """The mean over some axes: a slice along those of them that the unit is split over. With `sliced` a rank's own slice."""
+    if not unit.numel:
+        return buffer
+    mesh = spec.bound_mesh
+    buffer = outermost(buffer, unit, spec, over)
+    narrow = buffer.itemsize == 2
+    if narrow:
+        buffer = buffer / size_of(over, spec)
+    split = [mesh[name] for name in unit.p.axes if name in over]
+    rest = [mesh[name] for name in reversed(over) if name not in unit.p.axes]
+    return reduce_along(buffer, split, rest, "sum" if narrow else "mean")
+
+
+def outermost(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
+    """The slices of a unit's buffer reordered so that it is split over these axes first."""
+    order = sorted(range(len(unit.p.axes)), key=lambda i: unit.p.axes[i] not in over)
+    if order == sorted(order):
+        return buffer
+    sizes = [spec.bound_mesh[name].size for name in unit.p.axes]
+    return buffer.unflatten(0, (*sizes, -1)).permute(*order, len(order)).flatten()
+
+
+def sliced(buffer: Tensor, unit: Unit, spec: PartitionSpec, axes: tuple[str, ...]) -> Tensor:
+    """This rank's slice, along some axes of the unit, of what all ranks have alike or of its own."""
+    for name in unit.p.axes:
+        if name in axes:
+            buffer = scatter(buffer, spec.bound_mesh[name])
+    return buffer

@@ -1,0 +1,166 @@
+"""Gradient compression: what is sent in the place of each unit's gradients, with its state passed along.
+
+A `Compressor` takes the place of the reduction. Differentiate with respect to the full parameters, so that the gradients
+are this rank's own, and hand them over::
+
+    full = fs.unshard(params, spec)
+    grads, state = compressor.reduce(torch.func.grad(loss)(full), state, spec)  # sharded like params
+
+Without compression, by `exact`, that is ``grad(lambda p: loss(unshard(p, spec)))(params)``. For each unit the ranks are
+those of the whole mesh, also where it is split over one axis and replicated over another. ``axes=`` names the ones to
+compress over; over the others gradients are reduced exactly, and first, so that ``axes="replicate"`` on HSDP compresses
+slices, on the slow wires alone. As the communication hooks of DistributedDataParallel and FSDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from .._spec.spec import PartitionSpec, Unit, bound
+from .._units.layout import Params
+from ..collectives._functions import all_gather, all_to_all
+from ..collectives._mesh import Axes
+from ._compressor import Compressor, buffer_of, exactly, given_grads, other_axes, over_axes, reduced, size_of
+from ._powersgd import PowerSGD, powersgd
+
+__all__ = ["Compressor", "PowerSGD", "cast", "exact", "post_local", "powersgd", "quantize", "switch", "unreduced"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def exact(axes: Axes = None) -> Compressor[tuple[()]]:
+    """The mean over ranks itself; or over some mesh axes only, and along the others each rank's own slice of its own.
+
+    Gradients of 16 bits are divided before they are added, so that sums do not overflow. As allreduce_hook.
+
+    >>> import torch, funshard as fs
+    >>> spec = fs.whole()(torch.nn.Linear(2, 1, bias=False))
+    >>> fs.compress.exact().reduce({"weight": torch.tensor([[3.0, 4.0]])}, (), spec)
+    ({'': tensor([3., 4.])}, ())
+    """
+
+    def reduce(grads: Mapping[str, Tensor], state: tuple[()], spec: PartitionSpec) -> tuple[Params, tuple[()]]:
+        spec, over = over_axes(axes, spec)
+        given = given_grads(grads, spec, complex_too=True)
+        return {
+            key: exactly(buffer_of(given[key], spec.by_key[key], spec), spec.by_key[key], spec, over) for key in given
+        }, state
+
+    return Compressor(lambda spec: (), reduce)
+
+
+def unreduced() -> Compressor[tuple[()]]:
+    """No reduction: this rank's slice of its own gradient. As noop_hook."""
+    return exact(())
+
+
+def switch(at: int, before: Compressor[S], after: Compressor[T]) -> Compressor[tuple[Tensor, S, T]]:
+    """``before`` for ``at`` steps, then ``after``.
+
+    The state is ``(steps, before's, after's)``. The number of steps, an int64 scalar on the CPU, is read in Python: it
+    must not come from outside of `testing.spmd` or torch.compile.
+    """
+
+    def reduce(
+        grads: Mapping[str, Tensor], state: tuple[Tensor, S, T], spec: PartitionSpec
+    ) -> tuple[Params, tuple[Tensor, S, T]]:
+        steps, first, second = state
+        if int(steps) < at:
+            shards, first = before.reduce(grads, first, spec)
+        else:
+            shards, second = after.reduce(grads, second, spec)
+        return shards, (steps + 1, first, second)
+
+    return Compressor(lambda spec: (torch.zeros((), dtype=torch.int64), before.init(spec), after.init(spec)), reduce)
+
+
+def post_local(start: int, local: Axes) -> Compressor[tuple[Tensor, tuple[()], tuple[()]]]:
+    """The mean over all ranks for ``start`` steps, then over the axes ``local`` only. As post_localSGD_hook.
+
+    From then on what is replicated over the other axes drifts apart, and is to be averaged now and then.
+    """
+    return switch(start, exact(), exact(local))
+
+
+@overload
+def cast(dtype: torch.dtype) -> Compressor[tuple[()]]: ...
+@overload
+def cast(dtype: torch.dtype, inner: Compressor[S]) -> Compressor[S]: ...
+def cast(dtype: torch.dtype, inner: Compressor[S] | None = None) -> Compressor[S] | Compressor[tuple[()]]:
+    """What ``inner``, by default `exact`, makes of the gradients in this dtype, and back: half the bytes for a 16-bit one.
+
+    As fp16_compress_hook, bf16_compress_hook and their wrappers. Raises TypeError for a dtype that is not floating point.
+    """
+    if not dtype.is_floating_point:
+        raise TypeError(f"compress.cast: expected a floating point dtype, got {dtype}; for bytes there is quantize()")
+    if inner is None:
+        return _cast(dtype, exact())
+    return _cast(dtype, inner)
+
+
+def _cast(dtype: torch.dtype, inner: Compressor[S]) -> Compressor[S]:
+    def reduce(grads: Mapping[str, Tensor], state: S, spec: PartitionSpec) -> tuple[Params, S]:
+        spec = bound(spec)
+        given = given_grads(grads, spec)
+        shards, state = inner.reduce({name: grad.to(dtype) for name, grad in grads.items()}, state, spec)
+        return {key: shard.to(given[key][0].dtype) for key, shard in shards.items()}, state
+
+    return Compressor(inner.init, reduce)
+
+
+def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple[()]]:
+    """The mean of gradients that are sent as bytes: 256 levels between the smallest and the largest, and zero, of each chunk.
+
+    A chunk is so many elements (512 in torch's hook), or all that one rank sends another of a unit. Ranks send each other
+    scales and zero points as float32, and the bytes, and dequantize, add and divide in float32: an element is off by half
+    a level at most. Split units send each rank the slice that it owns, replicated ones all to all, so that what a rank
+    takes in, and holds in float32 while it adds that up, grows with their number. As quantization_pertensor_hook and
+    quantization_perchannel_hook, but without the least scale of 1.2e-7 by which gradients under that vanish. A chunk with a
+    value that is not finite is not finite.
+
+    Raises ValueError for a chunk under 1.
+    """
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"compress.quantize: expected chunks of at least one element, got {chunk}")
+
+    def reduce(grads: Mapping[str, Tensor], state: tuple[()], spec: PartitionSpec) -> tuple[Params, tuple[()]]:
+        spec, over = over_axes(axes, spec)
+        given = given_grads(grads, spec)
+        shards: Params = {}
+        for key, tensors in given.items():
+            unit = spec.by_key[key]
+            buffer = reduced(buffer_of(tensors, unit, spec), unit, spec, other_axes(over, spec))
+            if not unit.numel:
+                shards[key] = buffer
+                continue
+            n = spec.shard_numel(unit)
+            size = min(chunk or n, n)
+            pieces = torch.nn.functional.pad(buffer.float().unflatten(0, (-1, n)), (0, -n % size)).unflatten(1, (-1, size))
+            low, high = pieces.amin(-1).clamp(max=0), pieces.amax(-1).clamp(min=0)
+            scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).tiny)
+            zero = (-low / scale).round().clamp(0, 255)
+            data = ((pieces / scale[..., None]).round() + zero[..., None]).clamp(0, 255).to(torch.uint8)
+            scales, zeros = _from_all(torch.stack([scale, zero], -1), unit, spec, over).unbind(-1)
+            received = _from_all(data, unit, spec, over).float().sub_(zeros[..., None]).mul_(scales[..., None])
+            total = received.sum(0)
+            shards[key] = (total.flatten()[:n] / size_of(over, spec)).to(buffer.dtype)
+        return shards, state
+
+    return Compressor(lambda spec: (), reduce)
+
+
+def _from_all(pieces: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
+    """What all ranks have for this one, ``[ranks, ...]``: ``pieces[i]`` is for the owner of slice i of the unit."""
+    mesh = spec.bound_mesh
+    pieces = pieces.unsqueeze(1)
+    for axis in (mesh[name] for name in unit.p.axes if name in over):
+        pieces = all_to_all(pieces, axis).unflatten(0, (axis.size, -1)).movedim(0, 1).flatten(1, 2)
+    pieces = pieces.squeeze(0)
+    for axis in (mesh[name] for name in over if name not in unit.p.axes):
+        pieces = all_gather(pieces, axis)
+    return pieces

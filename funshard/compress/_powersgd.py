@@ -1,0 +1,241 @@
+"""powersgd: the mean of gradients by its approximation of low rank, of which only two thin matrices are sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._spec.spec import PartitionSpec, Unit
+from .._units.layout import Params, flatten_unit, unflatten_unit
+from ..collectives._functions import all_reduce
+from ..collectives._mesh import Axes
+from ._compressor import (
+    Compressor,
+    buffer_of,
+    exactly,
+    given_grads,
+    other_axes,
+    outermost,
+    over_axes,
+    reduced,
+    size_of,
+    sliced,
+)
+
+__all__ = ["PowerSGD", "powersgd"]
+
+N = TypeVar("N", int, Tensor)
+Shape = tuple[int, int, int]
+"""A matrix's rows, columns, and the rank of its approximation."""
+
+
+class PowerSGD(NamedTuple):
+    """The state of `powersgd`, by parameter name; by unit key where the matrix is a unit's buffer."""
+
+    step: Tensor
+    """int64 scalar: how many were taken. With the seed it says what is drawn."""
+    q: Params
+    """[columns, rank]: what the next step starts from, the same on all ranks that compress together."""
+    error: Params
+    """[rows, columns]: what this rank has not sent yet, another one on each; {} without error feedback."""
+
+
+def powersgd(
+    rank: int = 1,
+    *,
+    axes: Axes = None,
+    batched: bool = False,
+    min_compression_rate: float = 2.0,
+    error_feedback: bool = True,
+    warm_start: bool = True,
+    seed: int = 0,
+) -> Compressor[PowerSGD]:
+    """The mean's approximation of low rank, ``P @ Q.T``, of which only P and Q are sent.
+
+    Each gradient is a matrix [its first dimension, the rest]; with ``batched``, and where only slices are compressed, each
+    unit's buffer is one, padded to a square. It is compressed where P and Q are ``min_compression_rate`` times smaller.
+    Then ``P = orthogonal(sum over ranks of M @ Q)``, ``Q = mean over ranks of M.T @ P``: one all-reduce of every unit's P,
+    together with what is not compressed, and one of every Q, over each axis and for each dtype.
+
+    With ``error_feedback`` M is the gradient and what the steps before have left out of it, ``M - P @ Q.T``: so what was
+    sent and the ranks' mean error add up to the gradients' means, over any number of steps. That takes the memory of this
+    rank's whole gradients, slices with ``axes``. With ``warm_start`` a step starts from the Q of the step before. Random
+    numbers are a function of seed and step. A column of Q that comes out as zeros is drawn anew.
+
+    Vogels, Karimireddy and Jaggi, PowerSGD, 2019; as powerSGD_hook and batched_powerSGD_hook after their first
+    ``start_powerSGD_iter`` steps, for which there is ``switch(1000, exact(), powersgd())``. A gradient of zeros, which
+    needs orthogonalization_epsilon there, is one here. Frozen units have no state and are not compressed. Leave the state
+    of a step with gradients that are not finite (`loss_scale.select`): it would not be finite again.
+
+    Raises ValueError for a rank under 1 and, naming the parameter or unit, for a state that is not of these options, spec
+    and mesh, before any communication.
+    """
+    if rank < 1:
+        raise ValueError(f"compress.powersgd: expected a rank of at least 1, got {rank}")
+
+    def shapes(unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> dict[str, Shape]:
+        """The matrices of the unit that are worth compressing."""
+        if not unit.requires_grad:
+            return {}
+        if _as_buffer(unit, batched, over):
+            side = math.ceil(math.sqrt(spec.shard_numel(unit) * size_of((a for a in unit.p.axes if a in over), spec)))
+            sides = {unit.key: (side, side)}
+        else:
+            sides = {p.name: (p.shape[0], p.numel // p.shape[0]) for p in unit.params if p.shape and p.shape[0]}
+        ranked = {key: (n, m, min(n, m, rank)) for key, (n, m) in sides.items()}
+        return {key: (n, m, r) for key, (n, m, r) in ranked.items() if (n + m) * r * min_compression_rate < n * m}
+
+    def init(spec: PartitionSpec) -> PowerSGD:
+        spec, over = over_axes(axes, spec)
+        step = torch.zeros((), dtype=torch.int64, device=spec.bound_mesh.device)
+        every = {key: (shape, unit.dtype) for unit in spec for key, shape in shapes(unit, spec, over).items()}
+        zeros = {key: torch.zeros(n, m, dtype=d, device=step.device) for key, ((n, m, _), d) in every.items()}
+        like = {key: zeros[key].new_zeros(m, r) for key, ((_, m, r), _) in every.items()}
+        return PowerSGD(step, _drawn(like, seed, step), zeros if error_feedback else {})
+
+    def reduce(grads: Mapping[str, Tensor], state: PowerSGD, spec: PartitionSpec) -> tuple[Params, PowerSGD]:
+        spec, over = over_axes(axes, spec)
+        given = given_grads(grads, spec)
+        units = {key: shapes(spec.by_key[key], spec, over) for key in given}
+        every = {key: shape for unit in units.values() for key, shape in unit.items()}
+        _check_state(state, every, error_feedback)
+        shards: Params = {}
+        pieces: dict[str, Params] = {}
+        for key, tensors in given.items():
+            unit = spec.by_key[key]
+            if units[key] or not any(name in over for name in unit.p.axes):
+                pieces[key] = _pieces(tensors, unit, spec, over, batched)
+            else:
+                shards[key] = exactly(buffer_of(tensors, unit, spec), unit, spec, spec.bound_mesh.names)
+        sent: Params = {}
+        q, error = dict(state.q), dict(state.error)
+        for dtype in dict.fromkeys(given[key][0].dtype for key in pieces):
+            some = {name: g for key in pieces if given[key][0].dtype == dtype for name, g in pieces[key].items()}
+            matrices = {name: _matrix(some[name], *every[name][:2]) for name in some if name in every}
+            if error_feedback:
+                matrices = {name: m + error[name].to(m) for name, m in matrices.items()}
+            rest = {name: g for name, g in some.items() if name not in every}
+            low, means, new = _approximated(matrices, {name: q[name].to(m) for name, m in matrices.items()}, rest, over, spec)
+            if error_feedback:
+                error |= {name: (m - low[name]).to(error[name].dtype) for name, m in matrices.items()}
+            q |= {name: x.to(q[name].dtype) for name, x in new.items()}
+            sent |= means | {name: x.flatten()[: some[name].numel()].view(some[name].shape) for name, x in low.items()}
+        fresh = _drawn(q, seed, state.step + 1)
+        for name in every:
+            q[name] = torch.where((q[name] == 0).all(0), fresh[name], q[name]) if warm_start else fresh[name]
+        for key, parts in pieces.items():
+            unit = spec.by_key[key]
+            buffer = sent[key] if key in parts else flatten_unit(sent, unit, spec.padded_numel(unit))
+            if key in units[key] and unit.numel < spec.padded_numel(unit):
+                own = torch.zeros(spec.padded_numel(unit), dtype=torch.bool, device=buffer.device)
+                for view in unflatten_unit(own, unit):
+                    view.fill_(True)
+                own = sliced(outermost(own, unit, spec, other_axes(over, spec)), unit, spec, other_axes(over, spec))
+                buffer = torch.where(own, buffer, 0)
+            shards[key] = sliced(buffer, unit, spec, over)
+        return {key: shards[key] for key in given}, PowerSGD(state.step + 1, q, error)
+
+    return Compressor(init, reduce)
+
+
+def _approximated(
+    matrices: Params, q: Params, rest: Params, over: tuple[str, ...], spec: PartitionSpec
+) -> tuple[Params, Params, Params]:
+    """``(about the mean of the matrices, the mean of the rest, the next q)``, all of one dtype, in two collectives."""
+    size = size_of(over, spec)
+    start = _orthogonal(q)
+    summed = _summed({k: m @ start[k] for k, m in matrices.items()} | {k: g / size for k, g in rest.items()}, over, spec)
+    p = _orthogonal({k: summed[k] for k in matrices})
+    q = {k: x / size for k, x in _summed({k: m.mT @ p[k] for k, m in matrices.items()}, over, spec).items()}
+    return {k: p[k] @ q[k].mT for k in matrices}, {k: summed[k] for k in rest}, q
+
+
+def _summed(tensors: Params, over: tuple[str, ...], spec: PartitionSpec) -> Params:
+    """The sums over ranks, sent together."""
+    if not sum(x.numel() for x in tensors.values()):
+        return tensors
+    flat = torch.cat([x.flatten() for x in tensors.values()])
+    for name in over:
+        flat = all_reduce(flat, spec.bound_mesh[name], reduce="sum")
+    parts = flat.split([x.numel() for x in tensors.values()])
+    return {k: part.view(x.shape) for (k, x), part in zip(tensors.items(), parts, strict=True)}
+
+
+def _orthogonal(matrices: Params) -> Params:
+    """Orthonormal columns that span what the matrices' columns do; those of one shape at once.
+
+    By QR, and one column by its norm. Gram-Schmidt, which torch's hook has for two columns, differs from it by signs, which
+    ``P @ Q.T`` does not have, until columns are dependent; then its columns are not orthogonal.
+    """
+    out: Params = {}
+    for shape in dict.fromkeys(x.shape for x in matrices.values()):
+        some = {k: x for k, x in matrices.items() if x.shape == shape}
+        x = torch.stack(list(some.values()))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if shape[1] == 1:
+            norm = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+            wide = wide / torch.where(norm == 0, 1, norm)
+        else:
+            wide = torch.linalg.qr(wide).Q
+        out |= zip(some, wide.to(x.dtype).unbind(), strict=True)
+    return {k: out[k] for k in matrices}
+
+
+def _drawn(like: Params, seed: int, step: Tensor) -> Params:
+    """Normal numbers in these shapes: a function of seed and step alone, by arithmetic on tensors, on every device."""
+    if not like:
+        return {}
+    names = sorted(like)
+    total = sum(x.numel() for x in like.values())
+    key = _mix(step + _mix(_mix(seed) + (seed >> 32)))
+    bits = _mix(_mix(torch.arange(2 * total, device=step.device)) + key)
+    radius, angle = ((bits >> 8).float() + 0.5).div(2**24).split(total)
+    flat = (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
+    parts = flat.split([like[name].numel() for name in names])
+    drawn = {name: part.view(like[name].shape).to(like[name]) for name, part in zip(names, parts, strict=True)}
+    return {name: drawn[name] for name in like}
+
+
+def _mix(x: N) -> N:
+    """A permutation of 32-bit numbers that looks random: lowbias32 of C. Wellons' hash-prospector."""
+    x = x & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _as_buffer(unit: Unit, batched: bool, over: tuple[str, ...]) -> bool:
+    """Whether the unit is compressed as one matrix: also where a rank has only a slice of it."""
+    return batched or any(name not in over for name in unit.p.axes)
+
+
+def _pieces(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec, over: tuple[str, ...], batched: bool) -> Params:
+    """What is compressed, reduced exactly over the other axes: the unit's buffer by its key, or its parameters by name."""
+    rest = other_axes(over, spec)
+    if rest or batched:
+        buffer = reduced(buffer_of(tensors, unit, spec), unit, spec, rest)
+        if _as_buffer(unit, batched, over):
+            return {unit.key: buffer}
+        tensors = unflatten_unit(buffer, unit)
+    return {param.name: tensor for param, tensor in zip(unit.params, tensors, strict=True)}
+
+
+def _matrix(tensor: Tensor, n: int, m: int) -> Tensor:
+    flat = tensor.reshape(-1)
+    return (torch.nn.functional.pad(flat, (0, n * m - len(flat))) if n * m > len(flat) else flat).view(n, m)
+
+
+def _check_state(state: PowerSGD, shapes: Mapping[str, Shape], error_feedback: bool) -> None:
+    for key, (n, m, r) in shapes.items():
+        parts = (("q", state.q, (m, r)), *((("error", state.error, (n, m)),) if error_feedback else ()))
+        for part, tensors, shape in parts:
+            if key not in tensors or tuple(tensors[key].shape) != shape:
+                got = list(tensors[key].shape) if key in tensors else "none"
+                raise ValueError(
+                    f"compress.powersgd: '{key}': expected a state whose {part} is {list(shape)}, got {got}; "
+                    "make it by init(spec) with the same options, spec and mesh"
+                )

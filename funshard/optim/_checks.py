@@ -1,0 +1,153 @@
+"""What `optim.from_torch` refuses, by name and before anything is changed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from ._groups import Layout
+
+__all__ = [
+    "ELEMENTWISE",
+    "Initial",
+    "check_fits",
+    "layout_of",
+    "moves",
+    "named",
+    "refuse_derivatives",
+    "refuse_shared_memory",
+    "refuse_whole",
+]
+
+State = Mapping[str, Mapping[str, Tensor]]
+
+Initial = Callable[[Tensor], Mapping[str, Tensor]]
+"""The state that an optimizer begins a vector with."""
+
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+"""Those of torch.optim that work element by element. Pinned by ``test_every_optimizer_is_right_or_refused``."""
+
+
+def refuse_whole(cls: object, initial: Initial | None) -> None:
+    """ValueError, naming it, for an optimizer that is not known to work element by element, TypeError for what is none."""
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(f"from_torch: expected a class of optimizers such as torch.optim.AdamW, got {cls!r}")
+    of_torch = cls.__module__.startswith("torch.optim")
+    if cls not in ELEMENTWISE and (of_torch or initial is None):
+        vouch = "" if of_torch else ", or initial= for a class of your own that works element by element"
+        raise ValueError(
+            f"from_torch: {cls.__name__} is not known to work element by element, and on slices it would be another "
+            f"optimizer: expected one of {[c.__name__ for c in ELEMENTWISE]}{vouch}; one that needs whole tensors can step "
+            "those of fs.unshard or fs.gather_full"
+        )
+
+
+def moves(tensor: Tensor) -> bool:
+    """Whether an optimizer moves it: integers stay as they are."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def layout_of(layouts: Mapping[str, Layout] | None, key: str, tensor: object) -> Layout:
+    """The layout of one unit; ValueError or TypeError, naming it, unless the tensor is a shard of it."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"unit '{key}': expected a tensor, got {type(tensor).__name__}")
+    if layouts is None:
+        return Layout()
+    if key not in layouts:
+        raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*layouts][:8]}")
+    if tuple(tensor.shape) != (layouts[key].numel,):
+        raise ValueError(
+            f"unit '{key}': expected a shard of {layouts[key].numel} elements, got shape {list(tensor.shape)}; "
+            "are these params of another spec or another mesh?"
+        )
+    return layouts[key]
+
+
+def check_fits(
+    grads: Mapping[str, Tensor],
+    state: State,
+    params: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    names: Iterable[frozenset[str]],
+    scalars: frozenset[str],
+) -> None:
+    """ValueError or TypeError, naming the unit, unless there is a gradient and a state for each of the params' units."""
+    of_group = [*names]
+    for what, tree in (("gradient", grads), ("state", state)):
+        for key in tree:
+            if key not in params:
+                raise ValueError(f"unit '{key}' has a {what} and is not in params: expected some of {[*params][:8]}")
+    for key in params:
+        if key not in state:
+            raise ValueError(f"unit '{key}' has no state: expected that of init(params) or of an update, got {[*state][:8]}")
+    for key, layout in layouts.items():
+        param = params[key]
+        if key not in grads:
+            raise ValueError(f"unit '{key}' has no gradient: expected one for each of the params, got {[*grads][:8]}")
+        _alike(f"the gradient of unit '{key}'", grads[key], param)
+        expected = {name for group in layout.groups for name in of_group[group]}
+        if set(state[key]) != expected:
+            raise ValueError(f"the state of unit '{key}': expected {sorted(expected)}, got {sorted(state[key])}")
+        for name, tensor in state[key].items():
+            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"'{name}' of unit '{key}': expected a tensor, got {type(tensor).__name__}")
+            shape = param.shape if name not in scalars else () if len(layout.groups) == 1 else (len(layout.groups),)
+            if tensor.shape != shape:
+                raise ValueError(f"'{name}' of unit '{key}': expected shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def _alike(what: str, grad: object, param: Tensor) -> None:
+    if not isinstance(grad, Tensor):
+        raise TypeError(f"{what}: expected a tensor, got {type(grad).__name__}; an unused parameter has gradient zeros")
+    if grad.layout != torch.strided:
+        raise ValueError(f"{what}: expected a dense tensor, got {grad.layout}; use grad.to_dense()")
+    expected, got = (f"{list(t.shape)} {t.dtype} on {t.device}" for t in (param, grad))
+    if expected != got:
+        raise ValueError(f"{what}: expected {expected}, got {got}")
+
+
+def named(grads: Mapping[str, Tensor], state: State, params: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with what to call it in an error."""
+    yield from ((f"params['{key}']", tensor) for key, tensor in params.items())
+    yield from ((f"grads['{key}']", tensor) for key, tensor in grads.items())
+    yield from ((f"state['{key}']['{name}']", t) for key, values in state.items() for name, t in values.items())
+
+
+def refuse_derivatives(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """RuntimeError where something would be differentiated through the update: torch's kernels lose that silently."""
+    for what, tensor in tensors:
+        if _torch.is_tracked(tensor):
+            raise RuntimeError(
+                f"from_torch: {what} takes part in a derivative, which torch's kernels would lose: expected "
+                "differentiable=True, or an update under torch.no_grad() or outside of the transform"
+            )
+
+
+def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """ValueError where two of the tensors overlap in memory that is to be written."""
+    spans = sorted(
+        (_torch.storage_id(base), base.storage_offset() * base.itemsize, base.numel() * base.itemsize, what)
+        for what, base in ((what, _torch.base(tensor)) for what, tensor in tensors)
+        if base.numel()
+    )
+    for (storage, start, length, what), (other, begin, _, second) in itertools.pairwise(spans):
+        if storage == other and begin < start + length:
+            raise ValueError(
+                f"from_torch: {what} and {second} share memory, which donate=True writes: expected tensors of their own"
+            )

@@ -1,0 +1,328 @@
+"""Policies: pure functions from a module pytree to a partition spec.
+
+After torch.distributed.fsdp.wrap; where these differ from their namesakes there (shared modules and tied parameters
+are counted once, root options are never changed) tests/test_policies.py says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from .._spec.precision import Precision
+from .._spec.spec import P, PartitionSpec, build
+from .._spec.tree import ModuleTree, Param
+from ._policy import SHARD, Called, Policy, called, check_classes, check_p, literal, matches
+
+__all__ = [
+    "Policy",
+    "always",
+    "any_of",
+    "by_path",
+    "by_size",
+    "by_type",
+    "custom",
+    "full_precision",
+    "ignoring",
+    "mark",
+    "marked",
+    "override",
+    "whole",
+]
+
+_MARK = "_funshard_mark"
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def _selecting(text: str, select: Callable[[ModuleTree], P | None], root: P) -> Policy:
+    """The policy that selects the nodes for which ``select`` gives a P."""
+
+    def policy(tree: ModuleTree) -> PartitionSpec:
+        chosen = {node.path: p for node in tree.nodes() if (p := select(node)) is not None}
+        return build(tree, chosen, root)
+
+    return Called(text, policy)
+
+
+def whole(p: P = SHARD) -> Policy:
+    """The model as one unit."""
+    check_p("whole", p)
+    return _selecting(called("whole", p=p), lambda node: None, p)
+
+
+def always(p: P = SHARD) -> Policy:
+    """Every submodule that owns parameters is a unit (always_wrap_policy)."""
+    check_p("always", p)
+    return _selecting(called("always", p=p), lambda node: p if node.params else None, p)
+
+
+def by_type(*classes: type[nn.Module], p: P = SHARD) -> Policy:
+    """Every instance of the classes is a unit (ModuleWrapPolicy, transformer_auto_wrap_policy).
+
+    Raises ValueError without classes, and for a model that has no module of any of them, TypeError for what is no module
+    class.
+    """
+    if not classes:
+        raise ValueError("by_type: expected at least one module class, got none; whole() makes one unit")
+    check_classes("by_type", classes)
+    check_p("by_type", p)
+
+    def policy(tree: ModuleTree) -> PartitionSpec:
+        chosen = {node.path: p for node in tree.nodes() if issubclass(node.cls, classes)}
+        if not chosen:
+            there = list(dict.fromkeys(node.cls.__name__ for node in tree.nodes()))
+            raise ValueError(
+                f"by_type: no module is of {', '.join(cls.__name__ for cls in classes)}: expected classes of the model's "
+                f"modules, some of {there[:8]}; whole() makes one unit"
+            )
+        return build(tree, chosen, p)
+
+    return Called(called("by_type", *classes, p=p), policy)
+
+
+def by_size(
+    min_numel: float = int(1e8),
+    *,
+    force_leaf: Iterable[type[nn.Module]] = (nn.MultiheadAttention,),
+    exclude: Iterable[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
+    p: P = SHARD,
+) -> Policy:
+    """Modules with at least ``min_numel`` parameter elements that no unit below took (size_based_auto_wrap_policy).
+
+    Bottom up: a module below the threshold, or of a ``force_leaf`` class, is not descended into and is no unit; one of
+    an ``exclude`` class is descended into and is no unit. Elements of a parameter count once, for the modules that
+    hold all its uses; a shared module is looked at once, below the lowest module that holds all its places.
+    """
+    leaves, excluded = tuple(force_leaf), tuple(exclude)
+    check_classes("by_size", (*leaves, *excluded))
+    check_p("by_size", p)
+
+    def policy(tree: ModuleTree) -> PartitionSpec:
+        held: dict[str, dict[str, int]] = {node.path: {} for node in tree.nodes()}
+        for param in tree.all_params:
+            for path in tree.dominators(param):
+                held[path][param.name] = param.numel
+        descended: dict[str, ModuleTree] = {}
+        for node in tree.nodes():
+            if node is not tree and tree.dominators(node)[-1] not in descended:
+                continue
+            if sum(held[node.path].values()) >= min_numel and not issubclass(node.cls, leaves):
+                descended[node.path] = node
+        chosen: dict[str, P] = {}
+        taken: set[str] = set()
+        for path, node in reversed(descended.items()):  # children first
+            left = sum(numel for name, numel in held[path].items() if name not in taken)
+            if node is not tree and left >= min_numel and not issubclass(node.cls, excluded):
+                chosen[path] = p
+                taken |= held[path].keys()
+        return build(tree, chosen, p)
+
+    return Called(called("by_size", min_numel, p=p), policy)
+
+
+def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) -> Policy:
+    """The modules for which ``fn(module)`` is True, or a dict of fields of `P` that override ``p`` (CustomPolicy).
+
+    False and an empty dict select nothing. Raises ValueError for any other result, naming the path.
+    """
+    check_p("custom", p)
+
+    def select(node: ModuleTree) -> P | None:
+        result = fn(node.module)
+        if isinstance(result, bool):
+            return p if result else None
+        if not isinstance(result, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"custom: module '{node.path}': expected {fn} to give a bool or a dict, got {result!r}")
+        return _overridden(p, result, f"custom: module '{node.path}'") if result else None
+
+    return _selecting(called("custom", fn, p=p), select, p)
+
+
+def _overridden(p: P, fields: Mapping[str, Any], where: str) -> P:
+    known = [f.name for f in dataclasses.fields(P)]
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{where}: P has no field '{name}': expected some of {known}")
+    try:
+        return dataclasses.replace(p, **fields)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
+    """The modules whose paths match the patterns: ``*`` stands within one component, ``**`` for any number of them.
+
+    Components match as wholes: ``blocks.1`` is not ``blocks.10``. Where several patterns match a module, the one with
+    most literal components rules; a component that is a module's very name is literal, whatever is in it. Raises ValueError
+    for a pattern that matches no module, and for two equally good ones with different `P`, TypeError for what is no dict of
+    patterns and `P`.
+    """
+    check_p("by_path", p)
+    if not isinstance(patterns, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"by_path: expected a dict of path patterns and P, got {type(patterns).__name__}")
+    for pattern, value in patterns.items():
+        if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"by_path: expected path patterns such as 'blocks.*', got {pattern!r}")
+        check_p(f"by_path: pattern '{pattern}'", value)
+
+    def policy(tree: ModuleTree) -> PartitionSpec:
+        best: dict[str, tuple[int, str]] = {}
+        for pattern, value in patterns.items():
+            hits = [path for path in tree.canonical if matches(pattern.split("."), path.split("."))]
+            if not hits:
+                near = difflib.get_close_matches(pattern, tree.canonical, 3, 0.3) or list(tree.canonical)[:8]
+                raise ValueError(f"by_path: pattern '{pattern}' matches no module: expected a path such as {near}")
+            for path in hits:
+                weight = literal(pattern, path)
+                other = best.get(path)
+                if other is None or other[0] < weight:
+                    best[path] = weight, pattern
+                elif other[0] == weight and patterns[other[1]] != value:
+                    raise ValueError(
+                        f"by_path: module '{path}' is matched by '{other[1]}' ({patterns[other[1]]}) and by "
+                        f"'{pattern}' ({value}): expected one, or one that is more literal"
+                    )
+        return build(tree, {path: patterns[pattern] for path, (_, pattern) in best.items()}, p)
+
+    return Called(called("by_path", dict(patterns), p=p), policy)
+
+
+def mark(module: _Module, **overrides: Any) -> _Module:
+    """The module, marked as a unit for `marked`: the functional ``wrap``, written where the model builds itself.
+
+    ``overrides`` are fields of `P` that this unit has otherwise than the policy. Adds one attribute to the module and
+    returns it; marking again adds to the overrides. Raises ValueError for what is no field of P.
+    """
+    _overridden(SHARD, overrides, "mark")
+    setattr(module, _MARK, {**getattr(module, _MARK, {}), **overrides})
+    return module
+
+
+def marked(p: P = SHARD) -> Policy:
+    """The modules that `mark` marked, with their overrides of ``p`` (``enable_wrap``, without its global state)."""
+    check_p("marked", p)
+
+    def select(node: ModuleTree) -> P | None:
+        overrides = vars(node.module).get(_MARK)
+        return None if overrides is None else _overridden(p, overrides, f"mark: module '{node.path}'")
+
+    return _selecting(called("marked", p=p), select, p)
+
+
+def any_of(*policies: Policy) -> Policy:
+    """The modules that any of the policies selects (``_or_policy``). Commutes.
+
+    Raises ValueError where two of them want different `P` for one module; `override` says who is right.
+    """
+
+    def policy(tree: ModuleTree) -> PartitionSpec:
+        chosen: dict[str, P] = {}
+        specs = [policy(tree) for policy in policies]
+        if not specs:
+            raise ValueError("any_of: expected at least one policy, got none")
+        for path, p in (entry for spec in specs for entry in spec.selected):
+            if chosen.setdefault(path, p) != p:
+                raise ValueError(f"any_of: module '{path}' is selected as {chosen[path]} and as {p}; use override(base, extra)")
+        roots = {spec.root for spec in specs}
+        if "" not in chosen and len(roots) > 1:
+            raise ValueError(f"any_of: module '' (the leftovers) is {' and '.join(sorted(map(str, roots)))}; use override")
+        return build(_ignoring_all(tree, specs), chosen, chosen.get("", specs[0].root))
+
+    return Called(called("any_of", *policies), policy)
+
+
+def override(base: Policy, extra: Policy) -> Policy:
+    """``base``, with what ``extra`` selects added or put in its place. Associative; the leftovers stay the base's."""
+
+    def policy(tree: ModuleTree) -> PartitionSpec:
+        first, second = base(tree), extra(tree)
+        return build(_ignoring_all(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
+
+    return Called(called("override", base, extra), policy)
+
+
+def _ignoring_all(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
+    names = {name for spec in specs for name in spec.ignored}
+    return tree.without(lambda node: False, lambda param: param.name in names) if names else tree
+
+
+def ignoring(
+    policy: Policy,
+    modules: Iterable[str | nn.Module | type[nn.Module]] = (),
+    params: Iterable[str | nn.Parameter] = (),
+) -> Policy:
+    """``policy`` on the model without these subtrees and parameters: not sharded, not synchronised, not counted.
+
+    Modules are given as path patterns (see `by_path`), classes or the modules themselves; parameters as name patterns
+    or themselves. functional_call reads ignored parameters from the model. Raises ValueError for what matches nothing
+    or everything, TypeError for anything else.
+    """
+    some, others = _listed("modules", modules), _listed("params", params)
+    for item in some:
+        if not isinstance(item, str | nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise TypeError(f"ignoring: modules: expected path patterns, module classes or modules, got {type(item).__name__}")
+    for item in others:
+        if not isinstance(item, str | nn.Parameter):
+            raise TypeError(f"ignoring: params: expected name patterns or parameters, got {type(item).__name__}")
+
+    def hits_module(item: object, node: ModuleTree) -> bool:
+        if isinstance(item, str):
+            return any(matches(item.split("."), path.split(".")) for path in node.names)
+        return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
+
+    def hits_param(item: object, param: Param, owner: ModuleTree) -> bool:
+        if isinstance(item, str):
+            return any(matches(item.split("."), name.split(".")) for name in param.names)
+        own = owner.module._parameters
+        return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
+
+    def inner(tree: ModuleTree) -> PartitionSpec:
+        gone = {node.path for node in tree.nodes() for item in some if hits_module(item, node)}
+        names = {p.name for node in tree.nodes() for p in node.params for item in others if hits_param(item, p, node)}
+        for item in some:
+            if not any(hits_module(item, node) for node in tree.nodes()):
+                raise ValueError(f"ignoring: modules: {item!r} matches no module: expected some of {list(tree.canonical)[:8]}")
+        for item in others:
+            if not any(hits_param(item, p, node) for node in tree.nodes() for p in node.params):
+                raise ValueError(f"ignoring: params: {item!r} matches no parameter of the model")
+        if tree.path in gone:
+            raise ValueError("ignoring: modules: the root '' is ignored: expected something left to shard")
+        return policy(tree.without(lambda node: node.path in gone, lambda p: p.name in names))
+
+    return Called(called("ignoring", policy, some, others), inner)
+
+
+def _listed(what: str, items: object) -> list[object]:
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise TypeError(f"ignoring: {what}: expected an iterable, got {type(items).__name__}; put it in a list")
+    return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
+    """``policy`` with every instance of the classes a unit of its own, as around it but computed with in float32.
+
+    For normalisation layers; without classes, batch norm (``_module_classes_to_ignore`` of MixedPrecision). Where there is
+    a `Precision` around, their inputs are cast to float32 and their outputs back to the dtype that the inputs had.
+    """
+    check_classes("full_precision", classes)
+    kinds = classes or (_BatchNorm,)
+    full = Precision(param=torch.float32, restore_outputs=True)
+
+    def inner(tree: ModuleTree) -> PartitionSpec:
+        spec = policy(tree)
+        chosen = dict(spec.selected)
+        kept = _ignoring_all(tree, [spec])
+        before = {"": spec.root, **chosen}
+        for node in kept.nodes():
+            if issubclass(node.cls, kinds):
+                around = before[[path for path in (*kept.dominators(node), node.path) if path in before][-1]]
+                chosen[node.path] = dataclasses.replace(around, precision=full if around.precision else None)
+        return build(kept, chosen, spec.root)
+
+    return Called(called("full_precision", policy, *classes), inner)

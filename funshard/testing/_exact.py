@@ -1,0 +1,142 @@
+"""assert_exact: a model on shards against plain autograd of the same model, on these ranks or on simulated ones."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .._spec.spec import PartitionSpec
+from ..collectives._mesh import Group, Simulated
+from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Loss, Outcome
+
+__all__ = ["assert_exact"]
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def assert_exact(
+    loss: Loss,
+    model: nn.Module,
+    spec: PartitionSpec,
+    batch: Any,
+    *,
+    order: int = 1,
+    method: str | None = None,
+    seed: int = 0,
+    tolerance: float | None = None,
+) -> None:
+    """Nothing, where the loss and its derivatives on shards are those of plain autograd on the whole model.
+
+    ``loss(call, batch)`` is a rank's scalar loss. ``call(*args, **kwargs)`` is the model, or with ``method`` another of its
+    methods: the model itself in one run, `functional_call` on shards in the other. Compared are each rank's loss, its
+    buffers after forward, and the gradients, with the mean over ranks of the plain ones; with ``order=2`` also a
+    Hessian-vector product. Model, buffers and random state are afterwards what they were.
+
+    On these ranks, each with a ``batch`` of its own, where the spec is unbound or bound to process groups. Where it is
+    bound to sizes, ``spec.on({"shard": 4})``, on simulated ranks (`spmd`): tensors in ``batch`` have the ranks in
+    dimension 0. The whole model has to fit, on the device of the batch.
+
+    ``tolerance`` is relative to the largest element of each tensor: 1e-9 in float64 (``model.double()`` shows most), 1e-4
+    in float32, and more where a `Precision` computes in less; a lossy codec needs one. ``seed`` is for dropout, the same
+    on both sides, and for the vector.
+
+    >>> import torch, funshard as fs
+    >>> model = torch.nn.Linear(3, 2)
+    >>> spec = fs.whole()(model).on({"shard": 4})
+    >>> fs.testing.assert_exact(lambda call, x: call(x).pow(2).mean(), model, spec, torch.randn(4, 5, 3), order=2)
+
+    Raises AssertionError, on every rank, that names the first parameter that differs and by how much. It says so if the
+    plain model differs from itself: when run again (an impure forward: nothing can be compared), or with another seed (a
+    random one: the sharded run may have drawn other numbers). ValueError for another ``order`` and a simulated mesh that
+    the batch does not fit.
+    """
+    if order not in (1, 2):
+        raise ValueError(f"assert_exact: order: expected 1 or 2, got {order!r}")
+    case = Case(loss, model, spec.bound, batch, method, _on_simulated_ranks(spec))
+    _check_batch(case)
+    tolerance = _tolerance(case.spec) if tolerance is None else tolerance
+    once = case.plain(seed)
+    if difference := _difference(case, case.plain(seed), once, tolerance):
+        raise AssertionError(
+            f"assert_exact: run again with the same seed, the plain model gives another {difference}. Its forward is impure "
+            "(it keeps something from call to call, or draws numbers of its own): nothing can be compared with it"
+        )
+    random = bool(_difference(case, case.plain(seed + 1), once, tolerance))
+    expected = case.plain(seed, order, by_vmap=random) if random or order == 2 else once
+    if difference := _difference(case, case.sharded(seed, order, once), expected, tolerance):
+        why = (
+            "With another seed the plain model gives other numbers as well: its forward is random, and may have drawn others "
+            "on shards; run it without (model.eval(), dropout 0) to see whether anything else is wrong"
+            if random
+            else "The plain model gives the same again, and with another seed: its forward is neither impure nor random, and "
+            "the sharded run is wrong"
+        )
+        raise AssertionError(f"assert_exact: on shards, another {difference}. {why}")
+
+
+def _on_simulated_ranks(spec: PartitionSpec) -> bool:
+    """Whether the spec is bound to sizes alone. ValueError for a mesh that is neither this nor has all process groups."""
+    axes = spec.bound_mesh.axes
+    if any(isinstance(axis, Simulated) for _, axis in axes):
+        raise ValueError("assert_exact: expected a spec on sizes, got one on the mesh of spmd; call it outside of spmd")
+    grouped = [name for name, axis in axes if isinstance(axis, Group) and axis.name]
+    alone = [name for name, axis in axes if isinstance(axis, Group) and axis.size > 1 and not axis.name]
+    if grouped and alone:
+        raise ValueError(f"assert_exact: axis '{alone[0]}' has no process group, but '{grouped[0]}' has one; give all or none")
+    return bool(alone) or (spec.mesh is not None and not grouped)
+
+
+def _check_batch(case: Case) -> None:
+    if not case.simulated:
+        return
+    for path, leaf in pytree.tree_flatten_with_path(case.batch)[0]:
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != len(case.ranks)):
+            sizes = dict(case.spec.bound_mesh.sizes)
+            raise ValueError(
+                f"assert_exact: batch{pytree.keystr(path)}: expected the {len(case.ranks)} ranks of {sizes} in dimension 0, "
+                f"got shape {list(leaf.shape)}; stack the ranks' batches"
+            )
+
+
+def _tolerance(spec: PartitionSpec) -> float:
+    """That of the coarsest dtype in which a unit is stored, computed with or reduced."""
+    dtypes = {d for unit in spec for d in (unit.dtype, *(unit.p.precision.resolve(unit.dtype) if unit.p.precision else ()))}
+    inexact = (dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    return max((TOLERANCES.get(dtype, 0.0) for dtype in inexact), default=0.0)
+
+
+def _difference(case: Case, got: Outcome, expected: Outcome, tolerance: float) -> str:
+    """In words what differs first, and the most on any rank; empty if nothing does. The same on all ranks."""
+    floor = max((x for (kind, _), x in expected.largest.items() if kind == GRADIENT), default=0.0) / 100
+    apart: list[tuple[float, int, str, str]] = []
+    for rank, ours, theirs in zip(case.ranks, got.ranks, expected.ranks, strict=True):
+        for key, tensor in theirs.items():
+            by = _distance(ours[key], tensor)
+            if not by <= tolerance * max(expected.largest[key], floor):  # nor for NaN
+                apart.append((by, rank, *key))
+    every = [found for text in case.told(json.dumps(apart)) for found in json.loads(text)]
+    most = {(kind, name): (by, rank) for by, rank, kind, name in sorted(every)}
+    if not most:
+        return ""
+    of_a_kind = {kind: [key for key in expected.largest if key[0] == kind] for kind in (GRADIENT, PRODUCT, LOSS, BUFFER)}
+    kind, name = first = next(key for keys in of_a_kind.values() for key in keys if key in most)
+    where = f" of '{name}'" if name else ""
+    if kind in (GRADIENT, PRODUCT):
+        unit = case.spec.by_name[name][0]
+        where += f" (unit '{unit.key}', {unit.p})"
+    by, rank = most[first]
+    count = f"; {sum(key in most for key in of_a_kind[kind])} of {len(of_a_kind[kind])} differ" if name else ""
+    return f"{kind}{where}: by {by:.3g} on rank {rank}, where its largest element is {expected.largest[first]:.3g}{count}"
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two elements; infinite for other shapes, NaN where only one is NaN."""
+    if a.shape != b.shape:
+        return float("inf")
+    a, b = (x.detach().cpu().to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
+    apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+    return float(apart.max()) if apart.numel() else 0.0

@@ -1,0 +1,320 @@
+"""A model run as it is, and on shards, with what comes of it for each rank: what assert_exact compares."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .._call.call import functional_call
+from .._sharding.agree import gather_texts
+from .._sharding.sharding import combine, partition, shard
+from .._spec.spec import PartitionSpec
+from .._spec.tree import join
+from .._transforms.transforms import grad_and_value, hvp
+from .._units.layout import Params, coordinates, views
+from ..collectives._functions import all_reduce
+from ._simulated import spmd
+
+__all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCT", "Case", "Key", "Loss", "Outcome"]
+
+Loss = Callable[[Callable[..., Any], Any], Tensor]
+"""From the model as a function and a rank's batch to the rank's loss."""
+
+Key = tuple[str, str]
+"""What a tensor is, and of which parameter or buffer."""
+
+_CONTAINERS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)}
+"""Where nn.Module keeps parameters, submodules and hooks, which forward may change in place."""
+
+LOSS, GRADIENT, PRODUCT, BUFFER = "loss", "gradient", "Hessian-vector product", "buffer"
+
+
+class Outcome(NamedTuple):
+    """What a run gives: for each of the case's ranks tensors, derivatives as its pieces; of each key the largest element."""
+
+    ranks: list[dict[Key, Tensor]]
+    largest: dict[Key, float]
+
+
+class _Plain(NamedTuple):
+    """One rank's loss and buffers, and its derivatives by whole parameters."""
+
+    own: dict[Key, Tensor]
+    derivatives: dict[Key, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its spec, and the batch of this rank, or of all ``simulated`` ranks."""
+
+    loss: Loss
+    model: nn.Module
+    spec: PartitionSpec
+    batch: Any
+    method: str | None
+    simulated: bool
+
+    @functools.cached_property
+    def ranks(self) -> range:
+        """The ranks of the mesh, counted row by row, that run in this process."""
+        sizes = [size for _, size in self.spec.bound_mesh.sizes]
+        if self.simulated:
+            return range(torch.Size(sizes).numel())
+        here = 0
+        for size, at in zip(sizes, coordinates(self.spec.bound_mesh, None), strict=True):
+            here = here * size + at
+        return range(here, here + 1)
+
+    @functools.cached_property
+    def full(self) -> dict[str, nn.Parameter]:
+        """The model's own parameters that the spec knows, each once."""
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        return {p.name: named[p.name] for unit in self.spec for p in unit.params}
+
+    @functools.cached_property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Those that have a gradient, in the model's order."""
+        names = [name for name, _ in self.model.named_parameters() if name in self.full]
+        return {name: self.full[name] for name in names if self.full[name].requires_grad}
+
+    @functools.cached_property
+    def buffers(self) -> Params:
+        """The model's own buffers, by all of their names."""
+        return dict(self.model.named_buffers(remove_duplicate=False))
+
+    @functools.cached_property
+    def devices(self) -> set[torch.device]:
+        """Where random numbers may be drawn, besides the CPU."""
+        tensors = [*self.model.parameters(), *self.buffers.values(), *_tensors(self.batch)]
+        return {x.device for x in tensors if x.device.type not in ("cpu", "meta")}
+
+    def vector(self, seed: int) -> Params:
+        """A direction for the Hessian, the same on every rank."""
+        draw = torch.Generator().manual_seed(seed)
+        shapes = ((name, p, torch.cfloat if p.is_complex() else torch.float) for name, p in self.trained.items())
+        return {name: torch.randn(p.shape, generator=draw, dtype=dtype).to(p) for name, p, dtype in shapes}
+
+    def plain(self, seed: int, order: int = 1, *, by_vmap: bool = False) -> Outcome:
+        """By plain autograd on the model itself; derivatives are means over ranks.
+
+        Simulated ranks run one after the other, or ``by_vmap`` together, and then draw the numbers that they draw on shards.
+        """
+        vector = self.vector(seed) if order == 2 else None
+        runs: list[_Plain] = []
+        error: Exception | None = None
+        try:
+            runs = self._together(seed, vector) if by_vmap and self.simulated else self._one_by_one(seed, vector)
+        except Exception as raised:  # the other ranks hear of it before they wait for this one's gradients
+            error = raised
+        texts = self.told("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text:
+                raise AssertionError(f"assert_exact: the plain model raised on rank {rank}: {text}")
+        mean = {key: torch.stack([run.derivatives[key] for run in runs]).mean(0) for key in runs[0].derivatives}
+        for _, axis in () if self.simulated else self.spec.bound_mesh.axes:
+            mean = {key: all_reduce(x, axis) for key, x in mean.items()}
+        largest = {key: max(_largest(run.own[key]) for run in runs) for key in runs[0].own}
+        return Outcome(
+            [self._pieces(mean, rank) | run.own for rank, run in zip(self.ranks, runs, strict=True)],
+            largest | {key: _largest(x) for key, x in mean.items()},
+        )
+
+    def _pieces(self, full: Mapping[Key, Tensor], rank: int) -> dict[Key, Tensor]:
+        """The pieces that a rank has of whole parameters' derivatives."""
+        out: dict[Key, Tensor] = {}
+        for kind in dict.fromkeys(kind for kind, _ in full):
+            values = {name: full[kind, name] if name in self.trained else p.detach() for name, p in self.full.items()}
+            out |= self._named(kind, shard(values, self.spec, rank=rank), rank)
+        return out
+
+    def _named(self, kind: str, shards: Params, rank: int) -> dict[Key, Tensor]:
+        """The pieces of what is trained in a rank's shards, of which those that are frozen need not be there."""
+        others = partition(shard(self.model, self.spec, rank=rank), self.spec)[1]
+        pieces = views(others | shards, self.spec, rank=rank)
+        return {(kind, name): pieces[name] for name in self.trained}
+
+    def _one_by_one(self, seed: int, vector: Params | None) -> list[_Plain]:
+        out: list[_Plain] = []
+        for rank in self.ranks:
+            with self._as_it_is(seed + rank):
+                self._install(_clones(self.buffers))
+                value = self.loss(self._call, _clones(_row(self.batch, rank) if self.simulated else self.batch))
+                derivatives = self._derivatives(value, vector)
+                own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._installed.items()}
+                out.append(_Plain({key: x.detach() for key, x in own.items()}, derivatives))
+        return out
+
+    def _together(self, seed: int, vector: Params | None) -> list[_Plain]:
+        def rank(_: object, batch: Any, buffers: Params) -> dict[Key, Tensor]:
+            self._install(buffers)
+            value = self.loss(self._call, _clones(batch))
+            return {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._installed.items()}
+
+        with self._as_it_is(seed):
+            found = spmd(rank, self._sizes)(self.batch, self._stacked(self.buffers))
+            derivatives = self._derivatives(found[LOSS, ""].mean(), vector)
+        return [_Plain({key: x[r].detach() for key, x in found.items()}, derivatives) for r in self.ranks]
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.model, self.method or "__call__")(*args, **kwargs)
+
+    def _derivatives(self, value: Tensor, vector: Params | None) -> dict[Key, Tensor]:
+        """The gradient, and with a vector the Hessian's product with it."""
+        grads = self._gradient(value, create_graph=vector is not None)
+        out = {(GRADIENT, name): g.detach() for name, g in grads.items()}
+        if vector is not None:
+            along = sum(((g * vector[name].conj()).real.sum() for name, g in grads.items()), value.new_zeros(()))
+            out |= {(PRODUCT, name): g for name, g in self._gradient(along).items()}
+        return out
+
+    def _gradient(self, value: Tensor, *, create_graph: bool = False) -> Params:
+        if value.dim():
+            raise ValueError(f"assert_exact: expected the loss to be a scalar, got shape {list(value.shape)}; reduce it")
+        if not value.requires_grad or not self.trained:
+            return {name: torch.zeros_like(p) for name, p in self.trained.items()}
+        leaves = list(self.trained.values())
+        grads = torch.autograd.grad(value, leaves, create_graph=create_graph, allow_unused=True, materialize_grads=True)
+        return {name: g.to_dense() if g.is_sparse else g for name, g in zip(self.trained, grads, strict=True)}
+
+    @contextlib.contextmanager
+    def _as_it_is(self, seed: int) -> Generator[None]:
+        """Within this the model may change itself; its attributes and parameters are afterwards as they were."""
+        values = _clones({name: p.detach() for name, p in self.model.named_parameters()})
+        before = [
+            (module, dict(vars(module)), {name: vars(module)[name].copy() for name in _CONTAINERS if vars(module).get(name)})
+            for module in self.model.modules()
+        ]
+        try:
+            with _seeded(seed, self.devices), torch.enable_grad():
+                yield
+        finally:
+            for module, attributes, filled in before:
+                vars(module).clear()
+                vars(module).update(attributes)
+                for name in attributes.keys() & _CONTAINERS:
+                    attributes[name].clear()
+                    attributes[name].update(filled.get(name, ()))
+            for name, own in self.model.named_parameters():
+                if not torch.equal(own, values[name]):  # forward wrote to it
+                    own.data.copy_(values[name])
+
+    def _install(self, buffers: Params) -> None:
+        """Within `_as_it_is`: these in the place of the model's own."""
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            if module._buffers:
+                vars(module)["_buffers"] = {attr: buffers.get(join(path, attr)) for attr in module._buffers}
+
+    @property
+    def _installed(self) -> Params:
+        now = dict(self.model.named_buffers(remove_duplicate=False))
+        return {name: now[name] for name in self.buffers if name in now}
+
+    def sharded(self, seed: int, order: int, plain: Outcome) -> Outcome:
+        """By `functional_call` on shards. Simulated ranks have buffers of their own where the plain run changed them."""
+        changed = {n for n, b in self.buffers.items() if not all(_same(own[BUFFER, n], b) for own in plain.ranks)}
+        varying = {name: b for name, b in self.buffers.items() if name in changed}
+        direction = {name: p.detach() for name, p in self.full.items()} | (self.vector(seed) if order == 2 else {})
+
+        def run(fn: Callable[[PartitionSpec, Any, Params], Any]) -> list[Any]:
+            """``fn(spec, batch, buffers)`` on each rank."""
+            with _seeded(seed + (0 if self.simulated else self.ranks[0]), self.devices):
+                if not self.simulated:
+                    return [fn(self.spec, self.batch, varying)]
+                on_a_rank = lambda mesh, batch, own: fn(self.spec.on(mesh), batch, own)  # noqa: E731
+                out = spmd(on_a_rank, self._sizes)(self.batch, self._stacked(varying))
+                return [_row(out, rank) for rank in self.ranks]
+
+        def gradient(spec: PartitionSpec, batch: Any, own: Params) -> Any:
+            trained, frozen = partition(shard(self.model, spec), spec)
+            return grad_and_value(self._loss_on(spec, frozen, batch, own), has_aux=True)(trained)
+
+        def product(spec: PartitionSpec, batch: Any, own: Params) -> Params:
+            trained, frozen = partition(shard(self.model, spec), spec)
+            along, _ = partition(shard(direction, spec), spec)
+            loss = self._loss_on(spec, frozen, batch, own)
+            return hvp(lambda params: loss(params)[0], trained, along)
+
+        out: list[dict[Key, Tensor]] = []
+        for rank, (grads, (value, buffers)) in zip(self.ranks, run(gradient), strict=True):
+            own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in buffers.items()}
+            out.append(own | self._named(GRADIENT, grads, rank))
+        if order == 2:
+            for rank, found, products in zip(self.ranks, out, run(product), strict=True):
+                found |= self._named(PRODUCT, products, rank)
+        return Outcome(out, plain.largest)
+
+    def _loss_on(
+        self, spec: PartitionSpec, frozen: Params, batch: Any, own: Params
+    ) -> Callable[[Params], tuple[Tensor, Params]]:
+        """From shards of what is trained to the loss, and the buffers after it."""
+
+        def loss(trained: Params) -> tuple[Tensor, Params]:
+            params, buffers = combine(trained, frozen), _clones(self.buffers | own)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return functional_call(self.model, params, args, kwargs, spec=spec, buffers=buffers, method=self.method)
+
+            return self.loss(call, _clones(batch)), buffers
+
+        return loss
+
+    def told(self, text: str) -> list[str]:
+        """The texts of all ranks of the mesh; simulated ones have one."""
+        mesh = self.spec.bound_mesh
+        if self.simulated:
+            return [text]
+        return [row[1:] for row in gather_texts(f".{text}", mesh, mesh.device or torch.device("cpu"))]  # never an empty one
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.spec.bound_mesh.sizes)
+
+    def _stacked(self, buffers: Params) -> Params:
+        """A copy for each rank, one of each tensor."""
+        copies: dict[int, Tensor] = {}
+        return {name: copies.setdefault(id(b), torch.stack([b] * len(self.ranks))) for name, b in buffers.items()}
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, devices: Iterable[torch.device]) -> Generator[None]:
+    """Within this, random numbers follow from the seed; afterwards the generators are where they were."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device's
+        for device in devices:
+            stack.enter_context(torch.random.fork_rng(devices=[device.index], device_type=device.type))
+            module = torch.get_device_module(device.type)
+            with module.device(device):
+                module.manual_seed(seed)
+        yield
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _clones(tree: Any) -> Any:
+    """The tree with copies of its tensors, one of each: forward may write to them."""
+    copies: dict[int, Tensor] = {}
+    return pytree.tree_map_only(Tensor, lambda x: copies.setdefault(id(x), x.clone()), tree)
+
+
+def _row(tree: Any, rank: int) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: x[rank], tree)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu()))
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.detach().abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0

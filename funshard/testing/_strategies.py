@@ -1,0 +1,119 @@
+"""For users' own tests: a model against itself unsharded, ranks by vmap, hypothesis strategies (with the extra ``test``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .._spec.spec import P
+from .._spec.tree import module_tree
+from .._units.layout import Params
+from ..policies._policies import Policy, always, by_path, by_size, by_type, whole
+from ._exact import assert_exact
+from ._simulated import spmd
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+__all__ = ["assert_exact", "integers_like", "meshes", "modules", "policies", "spmd"]
+
+
+def integers_like(model: nn.Module, seed: int = 0, high: int = 4) -> Params:
+    """Small whole numbers in the shapes and dtypes of a model's parameters, by name: sums of them are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randint(-high, high + 1, p.shape, generator=generator).to(p.dtype) for name, p in model.named_parameters()
+    }
+
+
+class Sum(nn.Module):
+    """The sum of its children's outputs and of its own parameters: a tree node for random models."""
+
+    def __init__(self, children: list[nn.Module], shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(children)
+        for i, shape in enumerate(shapes):
+            self.register_parameter(f"w{i}", nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x
+        for p in self._parameters.values():
+            if p is not None:
+                out = out + (p * x).sum()
+        for part in self.parts:
+            out = out + part(out)
+        return out
+
+
+class Leafy(Sum):
+    """Another class of node, so that policies by type have something to tell apart."""
+
+
+def modules(
+    *, max_depth: int = 3, tied: bool = True, frozen: bool = False, dtype: torch.dtype = torch.float64
+) -> SearchStrategy[nn.Module]:
+    """Random module trees with odd, empty and 0-dim parameters, shared modules and tied parameters, some frozen if asked.
+
+    Each maps a 0-dim tensor to a 0-dim tensor, by sums and products: exact on small whole numbers.
+    """
+    from hypothesis import strategies as st
+
+    shapes = st.lists(st.sampled_from([(), (1,), (2,), (3,), (2, 3), (0,), (5,), (1, 7)]), max_size=3)
+    kinds = st.sampled_from([Sum, Leafy])
+
+    @st.composite
+    def tree(draw: st.DrawFn, depth: int, pool: list[nn.Module]) -> nn.Module:
+        count = draw(st.integers(0, 3)) if depth else 0
+        children: list[nn.Module] = []
+        for _ in range(count):
+            if tied and pool and draw(st.integers(0, 5)) == 0:
+                children.append(draw(st.sampled_from(pool)))
+            else:
+                children.append(draw(tree(depth - 1, pool)))
+        module = draw(kinds)(children, draw(shapes), dtype)
+        if frozen:
+            for p in module.parameters(recurse=False):
+                p.requires_grad_(draw(st.booleans()))
+        if tied and pool and draw(st.integers(0, 5)) == 0:
+            others = list(draw(st.sampled_from(pool)).parameters())
+            if others:
+                module.register_parameter("tied", draw(st.sampled_from(others)))
+        pool.append(module)
+        return module
+
+    return st.deferred(lambda: st.builds(list[nn.Module]).flatmap(lambda pool: tree(max_depth, pool)))
+
+
+def policies(model: nn.Module) -> SearchStrategy[Policy]:
+    """Random policies for a model: of every kind, and of random paths with random `P`."""
+    from hypothesis import strategies as st
+
+    p = st.builds(P, st.sampled_from(["shard", None]), reshard=st.booleans(), align=st.sampled_from([None, 1, 4]))
+    paths = st.dictionaries(st.sampled_from(sorted({*module_tree(model).canonical})), p, max_size=4)
+    classes = st.sampled_from(sorted({type(m) for m in model.modules()}, key=lambda c: c.__name__))
+    return st.one_of(
+        st.builds(whole, p),
+        st.builds(always, p),
+        st.builds(lambda c, p: by_type(c, p=p), classes, p),
+        st.builds(lambda n, p: by_size(n, p=p), st.integers(0, 30), p),
+        st.builds(lambda paths, p: by_path(_consistent(model, paths), p), paths, p),
+    )
+
+
+def _consistent(model: nn.Module, paths: Mapping[str, P]) -> dict[str, P]:
+    """The same P for the several paths of a shared module."""
+    first: dict[str, P] = {}
+    canonical = module_tree(model).canonical
+    return {path: first.setdefault(canonical[path], p) for path, p in paths.items()}
+
+
+def meshes(max_size: int = 5) -> SearchStrategy[dict[str, int]]:
+    """Random mesh shapes: ("shard",), or ("replicate", "shard") for HSDP."""
+    from hypothesis import strategies as st
+
+    n = st.integers(1, max_size)
+    small = st.integers(1, 3)
+    return st.one_of(st.builds(lambda s: {"shard": s}, n), st.builds(lambda r, s: {"replicate": r, "shard": s}, small, small))

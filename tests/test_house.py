@@ -1,0 +1,95 @@
+"""The house (funshard/__init__.py): imports run downwards, and what has no underscore is public and documented."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import funshard
+
+ROOT = Path(funshard.__file__).parent
+MAP = re.findall(r"^    ([1-9 ])  ((?:_?[a-z_]+(?:, )?)+)  ", funshard.__doc__ or "", re.MULTILINE)
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def floors() -> dict[str, int]:
+    """By the name of a folder or file at the top, from the map in the package's docstring."""
+    floor, out = 0, {}
+    for number, names in MAP:
+        floor = int(number) if number.strip() else floor
+        out |= dict.fromkeys(names.split(", "), floor)
+    return out
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """The modules of the package that a file imports, with dots from its root: also within functions, not for types alone."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    tree = ast.parse(path.read_text())
+    types = {
+        id(x)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for x in node.body
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level and id(node) not in types:
+            above = package[: len(package) - node.level + 1]
+            where = [*above, *(node.module.split(".") if node.module else [])]
+            for name in [node.module] if node.module and where else node.names:
+                yield node.lineno, ".".join(where if isinstance(name, str) else [*where, name.name])
+
+
+def test_the_map_is_complete() -> None:
+    """Every folder and file has its floor."""
+    assert set(floors()) == {m.name for m in pkgutil.iter_modules([str(ROOT)])}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_downwards(path: Path) -> None:
+    """From a folder to itself, or to a lower floor."""
+    own, *_ = (*path.relative_to(ROOT).with_suffix("").parts, "")
+    if own == "__init__":
+        return
+    up = [(line, to) for line, to in imported(path) if (top := to.split(".")[0]) != own and floors()[top] >= floors()[own]]
+    assert not up
+
+
+def test_there_are_no_circles() -> None:
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    sorter = TopologicalSorter({name: {to for _, to in imported(path) if to in names} for name, path in names.items()})
+    assert len(list(sorter.static_order())) >= len(names) > 60
+
+
+def test_public_modules_are_exported() -> None:
+    """A module without an underscore, at the top or in a public folder, is in its package's list."""
+    public = {m.name for m in pkgutil.iter_modules([str(ROOT)]) if not m.name.startswith("_")}
+    assert public == {name for name in funshard.__all__ if (ROOT / name).is_dir() or (ROOT / f"{name}.py").exists()}
+    for folder in (ROOT / name for name in public if (ROOT / name).is_dir()):
+        assert all(path.name.startswith("_") for path in folder.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_parts_of_torch_are_in_one_place(path: Path) -> None:
+    """Elsewhere nothing of torch with an underscore is used but torch.utils._pytree, whose nodes models return."""
+    if path.relative_to(ROOT).parts[0] == "_torch":
+        return
+    text = path.read_text()
+    used = re.findall(r"\btorch(?:\.\w+)*\._\w+(?:\.\w+)*", re.sub(r'(?s)""".*?"""', "", text))
+    used += [f"{a}.{b}" for a, b in re.findall(r"from (torch[\w.]*) import (?:.*\b)?(_\w+)", text)]
+    used += re.findall(r"from (torch[\w.]*\._[\w.]*) import", text)
+    assert [name for name in used if not name.startswith(ALLOWED)] == []
+
+
+ALLOWED = ("torch.ops._c10d_functional", "torch.utils._pytree")
+"""The functional collectives are torch's documented way for compilers, under this name."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 300
