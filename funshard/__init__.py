@@ -27,8 +27,9 @@ from ._sharding.sharding import combine, partition, reshard, shard, unshard
 from ._sharding.skeleton import skeleton
 from ._spec.codec import Codec
 from ._spec.precision import Precision
-from ._spec.spec import P, PartitionSpec, Unit
+from ._spec.spec import PartitionSpec
 from ._spec.tree import ModuleTree, Param, module_tree
+from ._spec.unit import P, Unit
 from ._transforms.per_sample import per_sample_grads
 from ._transforms.remat import remat
 from ._transforms.transforms import grad, grad_and_value, hvp

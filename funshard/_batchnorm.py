@@ -7,8 +7,8 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from ._torch.layers import BatchNorm
 from .collectives._functions import gather_values
 from .collectives._mesh import Axes, Mesh
 
@@ -18,7 +18,7 @@ MESH = "_mesh_of_call"
 """The attribute of a `SyncBatchNorm` in which it finds the mesh of the `functional_call` that runs it."""
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """BatchNorm whose statistics are those of the joined batch of all ranks: torch.nn.SyncBatchNorm of collectives.
 
     In training, the mean and variance of each channel are over the batches of all ranks on the mesh of the `functional_call`
@@ -124,7 +124,7 @@ def convert_sync_batchnorm(model: nn.Module, *, axes: Axes = None) -> nn.Module:
     made: dict[nn.Module, nn.Module] = {}
     converted = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     for path, module in list(converted.named_modules()):
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             made[module] = _converted(path, module, axes)
     for module in list(converted.modules()):
         for name, child in module._modules.items():
@@ -133,8 +133,8 @@ def convert_sync_batchnorm(model: nn.Module, *, axes: Axes = None) -> nn.Module:
     return made.get(converted, converted)
 
 
-def _converted(path: str, module: _BatchNorm, axes: Axes) -> SyncBatchNorm:
-    if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
+def _converted(path: str, module: BatchNorm, axes: Axes) -> SyncBatchNorm:
+    if type(module).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
         raise ValueError(
             f"module '{path}' of {type(module).__name__} has a forward of its own, which would be lost: expected one of "
             "torch's BatchNorm; use gather_values in it, or build it on SyncBatchNorm"

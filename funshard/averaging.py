@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._spec.spec import PartitionSpec, Unit, bound
+from ._spec.spec import PartitionSpec, bound
+from ._spec.unit import Unit
 from ._units.layout import Params
 from ._units.reductions import BUCKET_BYTES
 from .collectives._functions import all_reduce

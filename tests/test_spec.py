@@ -17,7 +17,7 @@ from models import unchanged
 from torch import nn
 
 import funshard as fs
-from funshard._spec.spec import build
+from funshard._spec.build import build
 from funshard.policies import Policy
 from funshard.testing import Sum, meshes, modules, policies
 

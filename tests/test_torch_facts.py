@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from funshard import _torch
+from funshard._torch.layers import BatchNorm, Normalized
 
 
 @pytest.fixture
@@ -261,6 +262,15 @@ def test_below_autograd() -> None:
         y[:2].div_(2)
         assert _torch.version(y) == before + 1
     assert (x * 2).grad_fn is not None
+
+
+def test_layers_with_statistics() -> None:
+    """One class is above every BatchNorm, another above those and InstanceNorm."""
+    norms = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)]
+    assert all(isinstance(norm, BatchNorm) for norm in norms)
+    assert not isinstance(nn.InstanceNorm1d(2), BatchNorm)
+    assert all(isinstance(norm, Normalized) for norm in [*norms, nn.InstanceNorm1d(2)])
+    assert not isinstance(nn.LayerNorm(2), Normalized)
 
 
 def test_beneath() -> None:

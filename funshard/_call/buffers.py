@@ -8,10 +8,10 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.fx.node import has_side_effect
-from torch.nn.modules.batchnorm import _NormBase
 
 from .. import _torch
 from .._spec.tree import join
+from .._torch.layers import Normalized
 
 __all__ = ["BufferWarning", "put_back", "running_statistics", "warn_of_lost", "warn_of_lost_while_tracing"]
 
@@ -53,7 +53,7 @@ def _warn(names: Sequence[str], stacklevel: int) -> None:
 def running_statistics(model: nn.Module) -> Iterator[str]:
     """The names of the buffers that the model's normalisation layers change when they run in training mode."""
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+        if isinstance(module, Normalized) and module.training and module.track_running_stats:
             yield from (join(path, name) for name in module._buffers)
 
 

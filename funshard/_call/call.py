@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from .._spec.division import Divide
 from .._spec.fits import check_not_own, check_params
 from .._spec.spec import PartitionSpec, bound
-from .._transforms.explained import about_arguments, explained
+from .._transforms.explained import about_arguments, arguments, explained
 from .._units.flow import reduction_over
 from . import in_graph
 from .buffers import warn_of_lost
 from .gathering import Call
 from .swap import Place
 
-__all__ = ["arguments", "functional_call"]
+__all__ = ["functional_call"]
 
 
 def functional_call(
@@ -113,11 +113,6 @@ def functional_call(
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
     return out
-
-
-def arguments(args: object, kwargs: Mapping[str, object] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What to call the model with: ``args`` is a tuple, or the only argument."""
-    return args if isinstance(args, tuple) else (args,), dict(kwargs or {})
 
 
 def _check_supported(spec: PartitionSpec) -> None:

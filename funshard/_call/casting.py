@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .._spec.precision import Precision
-from .._spec.spec import PartitionSpec, Unit
+from .._spec.spec import PartitionSpec
+from .._spec.unit import Unit
 
 __all__ = ["buffer_dtypes", "cast_around", "cast_back", "cast_floats", "cast_params", "casts"]
 

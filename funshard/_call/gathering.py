@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from .. import _torch
 from .._batchnorm import MESH, SyncBatchNorm
 from .._spec.division import Reduction
-from .._spec.spec import PartitionSpec, Unit
+from .._spec.spec import PartitionSpec
+from .._spec.unit import Unit
 from .._transforms.again import running
-from .._transforms.kinds import set_attributes
 from .._transforms.saved import Hooks, unpack
+from .._transforms.special import set_attributes
 from .casting import buffer_dtypes, cast_around
 from .modes import Gathered, Scheduled, choose, given
 from .recompute import Replaced, recomputed, replaced

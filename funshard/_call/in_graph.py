@@ -41,7 +41,7 @@ def run(
         if (given := whole_unit(params, unit)) is not None:
             views = cast_params(given, unit)
         else:
-            with _torch.noted(funshard_reshard=unit.p.reshard):  # for fs.compile, which then gathers again in backward
+            with _torch.annotated(funshard_reshard=unit.p.reshard):  # for fs.compile, which then gathers again in backward
                 views = unflatten_unit(gather_unit(params[unit.key], unit, spec.bound_mesh, reduction, unit.p.precision), unit)
         full |= {name: view for param, view in zip(unit.params, views, strict=True) for name in param.names}
     full |= {name: params[name] for name in spec.ignored if name in params}

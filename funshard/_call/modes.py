@@ -21,7 +21,8 @@ from torch import Tensor
 from .. import _torch
 from .._spec.division import Reduction
 from .._spec.fits import whole_unit
-from .._spec.spec import PartitionSpec, Unit
+from .._spec.spec import PartitionSpec
+from .._spec.unit import Unit
 from .._transforms.saved import Source
 from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._transforms.saved import Note, Source, save_in_node
+from .._transforms.saved import SavedAs, Source, save_in_node
 
 __all__ = ["Nested"]
 
@@ -78,7 +78,7 @@ class _Gather:
         with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
             return self._gather(_torch.seen_from(self._shard, level))
 
-    def noted(self, tensor: Tensor, *, by_backward: bool) -> Note | None:
+    def saved_as(self, tensor: Tensor, *, by_backward: bool) -> SavedAs | None:
         """How to have this view of the buffer again, that the graph of a level saves."""
         level = _torch.level_of(tensor)
         if level < 0:

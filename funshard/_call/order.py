@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 from .. import _torch
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec, checked
-from .call import arguments
+from .._transforms.explained import arguments
 from .gathering import Call
 from .modes import Scheduled
 from .swap import Place

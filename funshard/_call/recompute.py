@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join
-from .._transforms.kinds import OWN
+from .._transforms.kind import OWN
 from .._transforms.remat import run_again
 from .._units.layout import Params, unflatten_unit
 from .schedule import Visit
@@ -101,7 +101,7 @@ class _Runs:
         self._first, self._last = True, False
         self._level = _torch.level()
         self._visits = visits
-        self._leases = [visit.hold() for visit in visits]  # a backward that nobody comes back to runs it with these
+        self._leases = [visit.lease_for_rerun() for visit in visits]  # a backward that nobody comes back to runs it with these
         self._read: list[str] = []
         self._written: dict[int, bool] = {}
         self.told: set[int] = set()

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._spec.spec import PartitionSpec, Unit
+from .._spec.spec import PartitionSpec
 from .._spec.tree import join, refuse_compiled
+from .._spec.unit import Unit
 from .casting import cast_back, cast_floats
 
 __all__ = [

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._spec.spec import Unit
+from .._spec.unit import Unit
 from .._units.layout import unflatten_unit
 
 __all__ = ["Watch", "written_error"]

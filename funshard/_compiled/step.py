@@ -130,15 +130,13 @@ class _Backend:
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # Here, because the compiler takes a second to import.
         from functorch.compile import make_boxed_func
-        from torch._dynamo.backends.common import aot_autograd
 
-        from .passes import Schedule, note_phases
+        from .._torch.compiler import aot_autograd, compile_fx, list_options
+        from .graph import annotate_phases
+        from .passes import GraphSchedule
 
-        schedule = Schedule(note_phases(graph.graph), self.prefetch, self.in_flight)
+        schedule = GraphSchedule(annotate_phases(graph.graph), self.prefetch, self.in_flight)
         if self.compiler == "inductor":
-            from torch._inductor import list_options
-            from torch._inductor.compile_fx import compile_fx
-
             patches = dict.fromkeys(_SORTS.intersection(list_options()), False) | {**self.options, _PASS: schedule}
             return cast("Callable[..., Any]", compile_fx(graph, inputs, config_patches=patches))
 
@@ -163,7 +161,7 @@ _SORTS = {
 def _options(mode: str | None) -> dict[str, Any]:
     if mode is None:
         return {}
-    from torch._inductor import list_mode_options  # here, because the compiler takes a second to import
+    from .._torch.compiler import list_mode_options  # here, because the compiler takes a second to import
 
     return list_mode_options(mode)
 

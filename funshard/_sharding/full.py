@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._spec.fits import check_full, check_shards
-from .._spec.spec import PartitionSpec, Unit, bound
+from .._spec.spec import PartitionSpec, bound
+from .._spec.unit import Unit
 from .._units.flow import gather_unit
 from .._units.host import on_host
 from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._spec.division import Divide
 from .._spec.fits import check_buffers, check_mapping, whole_unit
-from .._spec.spec import PartitionSpec, Unit, bound
+from .._spec.spec import PartitionSpec, bound
+from .._spec.unit import Unit
 from .._units.flow import reduce_unit, reduction_over
 from .._units.layout import Params, flatten_unit
 from ..collectives._functions import sum_over

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from .. import _torch
 from .._spec.division import Divide, Reduction
 from .._spec.fits import check_mapping, check_shards, full_parameters
-from .._spec.spec import PartitionSpec, Unit, bound, checked
+from .._spec.spec import PartitionSpec, bound, checked
 from .._spec.tree import Param
+from .._spec.unit import Unit
 from .._units.flow import gather_unit, scatter_unit
 from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit
 from .agree import check_ranks_agree, fingerprints, talks

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .spec import PartitionSpec, Unit
+from .spec import PartitionSpec
 from .tree import Param, refuse_compiled
+from .unit import Unit
 
 __all__ = [
     "check_buffers",

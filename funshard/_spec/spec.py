@@ -10,128 +10,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..collectives._mesh import Axis, Mesh
-from .precision import Precision
 from .table import short, table
-from .tree import ModuleTree, Param, is_within, natural_key
+from .tree import Param, is_within
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["P", "PartitionSpec", "Unit", "bound", "build", "checked"]
+from .unit import P, Unit
+
+__all__ = ["PartitionSpec", "bound", "checked", "sample"]
 
 Made = TypeVar("Made")
-
-ALIGN_BYTES = 16
-"""What vectorized kernels, tensor cores and NCCL want of the start of a tensor; FSDP1 aligns to as many (use_orig_params)."""
-
-
-@dataclass(frozen=True)
-class P:
-    """How one unit's flat buffer lies on the mesh, with JAX's meaning: split over ``axis``, replicated over the rest.
-
-    ``P("shard")`` is FSDP on a mesh ("shard",) and HSDP on ("replicate", "shard"); ``P()`` is DDP; a tuple of names
-    splits over several axes, the first one outermost. ``reshard`` frees the gathered buffer between forward and
-    backward (ZeRO-3) or keeps it (ZeRO-2). Every parameter, and every rank's slice, starts at a multiple of ``align``
-    elements: by default 16 bytes in each dtype that the unit is kept, gathered and reduced in, for which kernels are made;
-    with 1 parameters lie end to end.
-
-    ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative.
-
-    Raises TypeError for an axis that is no name and a field of another type, ValueError for an axis that is named twice
-    and for ``align < 1``.
-    """
-
-    axis: str | tuple[str, ...] | None = None
-    reshard: bool = field(default=True, kw_only=True)
-    precision: Precision | None = field(default=None, kw_only=True)
-    remat: bool = field(default=False, kw_only=True)
-    offload: str | None = field(default=None, kw_only=True)
-    align: int | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        for name in self.axes if isinstance(self.axis, tuple) else () if self.axis is None else (self.axis,):
-            if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(f"P: expected an axis name, a tuple of names or None, got {self.axis!r}")
-        if len(set(self.axes)) < len(self.axes):
-            raise ValueError(f"P: axis named twice in {self.axis!r}: expected different mesh axes")
-        if not isinstance(self.precision, Precision | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"P: precision: expected a Precision or None, got {self.precision!r}")
-        for name in ("reshard", "remat"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"P: {name}: expected True or False, got {value!r}")
-        if not isinstance(self.offload, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"P: offload: expected the name of a device or None, got {self.offload!r}")
-        if not isinstance(self.align, int | None) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"P: align: expected a whole number of elements, got {self.align!r}")
-        if self.align is not None and self.align < 1:
-            raise ValueError(f"P: expected align >= 1, got {self.align}")
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axis names as a tuple, outermost first."""
-        return () if self.axis is None else (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
-
-    def __str__(self) -> str:
-        axis = "" if self.axis is None else repr(self.axis)
-        changed = [
-            f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self)[1:] if getattr(self, f.name) != f.default
-        ]
-        return f"P({', '.join(filter(None, [axis, *changed]))})"
-
-    __repr__ = __str__
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One flat buffer: parameters of one dtype and one ``requires_grad`` that are gathered, used and freed together.
-
-    ``key`` is the unit's key in a dict of shards: its module path, plus a suffix where that module's parameters mix
-    dtypes or ``requires_grad`` and become several units (``blocks.0:bfloat16``, ``blocks.0:frozen``).
-    """
-
-    key: str
-    path: str
-    p: P
-    params: tuple[Param, ...]
-    numel: int = field(init=False, compare=False, repr=False)
-    """Elements of the parameters, without padding."""
-    align: int = field(init=False, compare=False, repr=False)
-    """Of how many elements the start of every parameter and of every slice is a multiple."""
-    parts: tuple[tuple[int, Param | None], ...] = field(init=False, compare=False, repr=False)
-    """What lies in the buffer, one after the other, and how many elements each is: parameters, and padding (None)."""
-    span: int = field(init=False, compare=False, repr=False)
-    """Elements up to the end of the last parameter, with the padding before it."""
-
-    def __post_init__(self) -> None:
-        align = self.p.align
-        if align is None:
-            dtypes = (self.dtype, *(self.p.precision or Precision()).resolve(self.dtype))
-            align = max(ALIGN_BYTES // dtype.itemsize for dtype in dtypes)
-        parts: list[tuple[int, Param | None]] = []
-        span = 0
-        for param in self.params:
-            if gap := -span % align:
-                parts.append((gap, None))
-            parts.append((param.numel, param))
-            span += gap + param.numel
-        object.__setattr__(self, "numel", sum(p.numel for p in self.params))
-        object.__setattr__(self, "align", align)
-        object.__setattr__(self, "parts", tuple(parts))
-        object.__setattr__(self, "span", span)
-
-    def padded_numel(self, slices: int) -> int:
-        """Elements of the buffer where it is split into so many slices, padding included."""
-        return -(-self.span // (slices * self.align)) * self.align * slices
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of every parameter."""
-        return self.params[0].dtype
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the parameters are trained."""
-        return self.params[0].requires_grad
 
 
 @dataclass(frozen=True)
@@ -247,7 +136,7 @@ class PartitionSpec:
         runs = tuple(names)
         for name in runs:
             if name not in self.by_key:
-                raise ValueError(f"ordered: '{name}' is not a unit: expected some of {_sample(self.by_key)}")
+                raise ValueError(f"ordered: '{name}' is not a unit: expected some of {sample(self.by_key)}")
         return dataclasses.replace(self, runs=runs)
 
     @property
@@ -327,47 +216,7 @@ def checked(spec: object) -> PartitionSpec:
     raise TypeError(f"spec: expected a PartitionSpec such as fs.whole()(model), got {type(spec).__name__}")
 
 
-def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> PartitionSpec:
-    """The spec in which each parameter belongs to the longest selected path above all its uses.
-
-    ``root`` is the `P` of the leftovers; with None nothing may be left. Raises ValueError, naming the path, for a path
-    that matches no module, a module selected under two paths with different `P`, and an uncovered parameter.
-    """
-    chosen: dict[str, P] = {}
-    for path, p in selected.items():
-        if path not in tree.canonical:
-            raise ValueError(f"path '{path}' matches no module: expected one of {_sample(tree.canonical)}")
-        if chosen.setdefault(tree.canonical[path], p) != p:
-            first = tree.canonical[path]
-            raise ValueError(f"module '{path}' is also '{first}' and is selected twice: as {chosen[first]} and as {p}")
-    owned: dict[str, list[Param]] = {}
-    for param in tree.all_params:
-        owners = [path for path in tree.dominators(param) if path in chosen]
-        if not owners and root is None:
-            raise ValueError(
-                f"parameter '{param.name}' is in no unit: expected a selected path above all its uses, "
-                f"got {_sample(chosen)}; select '' for the leftovers"
-            )
-        owned.setdefault(owners[-1] if owners else "", []).append(param)
-    every = {"": root or P(), **chosen}
-    units = [unit for path, params in owned.items() for unit in _units(path, every[path], params)]
-    first = {node.path: min(map(natural_key, node.names)) for node in tree.nodes()}
-    units.sort(key=lambda unit: (unit.path != "", first[unit.path]))  # parents first, in natural order
-    entries = tuple(sorted(chosen.items(), key=lambda item: natural_key(item[0])))
-    return PartitionSpec(entries, root or P(), tuple(units), tree.ignored)
-
-
-def _units(path: str, p: P, params: list[Param]) -> Iterator[Unit]:
-    """The params of one path as units of one dtype and one requires_grad, with a suffix where there are several."""
-    groups: dict[tuple[str, bool], list[Param]] = {}
-    for param in sorted(params, key=lambda param: param.sort_key):
-        groups.setdefault((str(param.dtype).removeprefix("torch."), param.requires_grad), []).append(param)
-    dtypes, kinds = {d for d, _ in groups}, {k for _, k in groups}
-    for (dtype, trained), group in sorted(groups.items()):
-        parts = ([dtype] if len(dtypes) > 1 else []) + (["frozen"] if len(kinds) > 1 and not trained else [])
-        yield Unit(":".join([path, *parts]), path, p, tuple(group))
-
-
-def _sample(paths: Mapping[str, object], most: int = 8) -> str:
+def sample(paths: Mapping[str, object], most: int = 8) -> str:
+    """A few of the paths, to show."""
     names = [repr(path) for path in paths]
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

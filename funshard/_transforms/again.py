@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .ends import End
 from .reach import TENSOR, Reached
 from .refuse import DATA, REGISTER_HOOK, Refuse
-from .runs import End, Made, Start
+from .runs import Made, Start
 from .surroundings import Surroundings
 
 __all__ = ["Again", "running"]

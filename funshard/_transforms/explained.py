@@ -9,14 +9,14 @@ import re
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .._spec.spec import PartitionSpec
 
-__all__ = ["about_arguments", "explained", "lacks_forward_mode", "note_of"]
+__all__ = ["about_arguments", "arguments", "explained", "lacks_forward_mode", "note_of"]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -91,3 +91,8 @@ def _running(traceback: TracebackType | None, model: nn.Module | None) -> str | 
         path = paths.get(id(traceback.tb_frame.f_locals.get("self")), path)
         traceback = traceback.tb_next
     return path
+
+
+def arguments(args: object, kwargs: Mapping[str, object] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call the model with: ``args`` is a tuple, or the only argument."""
+    return args if isinstance(args, tuple) else (args,), dict(kwargs or {})

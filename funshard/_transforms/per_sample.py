@@ -13,15 +13,16 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from .. import _torch
-from .._call.call import arguments
 from .._spec.division import Divide, Reduction
 from .._spec.fits import check_buffers
-from .._spec.spec import PartitionSpec, Unit, bound
+from .._spec.spec import PartitionSpec, bound
+from .._spec.unit import Unit
 from .._units.flow import gather_unit, scatter_unit
 from .._units.host import on_host
 from .._units.layout import Params, spaced, unflatten_unit, widest
 from ..collectives._functions import broadcast, sum_over
 from ..collectives._mesh import Simulated
+from .explained import arguments
 from .refuse import REGISTER_HOOK, Refuse
 from .surroundings import Surroundings
 from .transforms import grad

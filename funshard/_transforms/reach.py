@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .kinds import ATOMS, Parts, kind_of, read_own
+from .kind import ATOMS, Parts
+from .kinds import kind_of
+from .special import read_own
 
 __all__ = ["LEAF", "OBJECT", "TENSOR", "Reached", "Token", "alike", "read"]
 

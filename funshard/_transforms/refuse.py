@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["DATA", "REGISTER_HOOK", "Refuse"]
+from .._torch import DATA
 
-DATA: Callable[..., Any] = vars(torch._C.TensorBase)["data"].__get__
-"""Reading ``tensor.data``, which cuts the derivative of one level."""
+__all__ = ["DATA", "REGISTER_HOOK", "Refuse"]
 
 REGISTER_HOOK: Callable[..., Any] = torch.Tensor.register_hook
 """``tensor.register_hook``, which changes the gradient of one level."""

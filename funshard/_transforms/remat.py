@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 
 from .. import _torch
 from .again import Again
-from .saved import ended
+from .saved import freed_graph
 
 __all__ = ["remat", "run_again"]
 
@@ -141,7 +141,7 @@ def _with_end(operands: Sequence[Tensor], grads: Sequence[Tensor | None]) -> lis
     """Gradients that nobody can differentiate any more in the transform that these operands are of."""
     of = next((x for x in operands if x.requires_grad), None)
     some = [g for g in grads if g is not None]
-    values = iter(some if of is None else ended(of, some))
+    values = iter(some if of is None else freed_graph(of, some))
     return [None if g is None else next(values) for g in grads]
 
 

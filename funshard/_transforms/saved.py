@@ -18,9 +18,9 @@ from torch.autograd.function import FunctionCtx
 
 from .. import _torch
 
-__all__ = ["Hooks", "Note", "Source", "ended", "save_in_node", "unpack"]
+__all__ = ["Hooks", "SavedAs", "Source", "freed_graph", "save_in_node", "unpack"]
 
-Note = Callable[[], Tensor]
+SavedAs = Callable[[], Tensor]
 """Gives the saved tensor."""
 
 Kept = tuple[Tensor, int]
@@ -30,7 +30,7 @@ Kept = tuple[Tensor, int]
 class Source(_torch.Noted, Protocol):
     """A gathered buffer, of which autograd saves views."""
 
-    def noted(self, tensor: Tensor, *, by_backward: bool) -> Note | None:
+    def saved_as(self, tensor: Tensor, *, by_backward: bool) -> SavedAs | None:
         """How to have this view of it again; None for one that is to be kept."""
         ...
 
@@ -44,12 +44,12 @@ class Hooks:
     def __init__(self, live: dict[int, Source], *, by_backward: bool = False, over: int = 0) -> None:
         self.live, self.by_backward, self.over = live, by_backward, over
 
-    def pack(self, tensor: Tensor) -> Note | Kept:
+    def pack(self, tensor: Tensor) -> SavedAs | Kept:
         """What to keep in the place of a tensor."""
         if self.over and _torch.level_of(tensor) == self.over:
             return _nothing
         source = _torch.viewed(tensor, self.live)
-        if source is not None and (note := source.noted(tensor, by_backward=self.by_backward)) is not None:
+        if source is not None and (note := source.saved_as(tensor, by_backward=self.by_backward)) is not None:
             return note
         return _torch.kept(tensor), _torch.version(tensor)
 
@@ -86,12 +86,12 @@ def _nothing() -> Tensor:
     raise _freed()
 
 
-def ended(of: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def freed_graph(of: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Gradients that the last backward of a torch.func.grad gives without a graph, with one that says so. ``of`` has one."""
-    return _Ended.apply(of, *grads)
+    return _FreedGraph.apply(of, *grads)
 
 
-class _Ended(_torch.Function):
+class _FreedGraph(_torch.Function):
     @staticmethod
     def forward(of: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tuple(grad.view_as(grad) for grad in grads)

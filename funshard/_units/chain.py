@@ -127,7 +127,7 @@ class Steps(NamedTuple):
         split, rest = ([_group(mesh[name]) for name in names] for names in (route.split, route.rest))
         slices = [_reduce(f"scatter_{route.op}", axis) for axis in split]
         sums = [_reduce(f"unvary_{route.op}", axis) for axis in rest]
-        return cls(tuple(_gather(axis) for axis in reversed(split)), _ended([*slices, *sums], route))
+        return cls(tuple(_gather(axis) for axis in reversed(split)), _scaled([*slices, *sums], route))
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _reduce(op: str, axis: Group) -> Step:
     return lambda x, own: start(op, x, where, x if op.startswith("unvary") else own)
 
 
-def _ended(steps: list[Step], route: Route) -> tuple[Step, ...]:
+def _scaled(steps: list[Step], route: Route) -> tuple[Step, ...]:
     """The steps with divisions before the first and after the last, in place, and a cast at the end."""
     before, after, dtype = route.before, route.after, route.dtype
     if not steps:

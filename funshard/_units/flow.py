@@ -18,7 +18,7 @@ from .. import _torch
 from .._spec.codec import Codec
 from .._spec.division import Divide, Reduction
 from .._spec.precision import Precision
-from .._spec.spec import Unit
+from .._spec.unit import Unit
 from ..collectives._functions import all_gather, reduce_scatter, scatter, unvary, vary
 from ..collectives._mesh import Axis, Group, Mesh, Simulated
 from .layout import coordinates

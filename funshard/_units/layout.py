@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .._spec.fits import check_buffers, check_full, check_shards, full_of_unit
-from .._spec.spec import PartitionSpec, Unit, bound
+from .._spec.spec import PartitionSpec, bound
 from .._spec.tree import Param
+from .._spec.unit import Unit
 from ..collectives._mesh import Group, Mesh
 
 __all__ = [

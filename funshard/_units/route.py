@@ -10,7 +10,7 @@ import torch
 from .._spec.codec import Codec
 from .._spec.division import Reduction, division
 from .._spec.precision import Dtypes, Precision
-from .._spec.spec import Unit
+from .._spec.unit import Unit
 from ..collectives._mesh import Mesh
 from .layout import widest
 

@@ -20,7 +20,8 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec, Unit, bound
+from .._spec.spec import PartitionSpec, bound
+from .._spec.unit import Unit
 from .._units.layout import Params
 from ..collectives._functions import all_gather, all_to_all
 from ..collectives._mesh import Axes

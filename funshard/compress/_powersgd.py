@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec, Unit
+from .._spec.spec import PartitionSpec
+from .._spec.unit import Unit
 from .._units.layout import Params, flatten_unit, unflatten_unit
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Axes

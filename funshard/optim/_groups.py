@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec, Unit, bound
+from .._spec.spec import PartitionSpec, bound
 from .._spec.tree import Param
+from .._spec.unit import Unit
 from .._units.layout import views
 from ..collectives._mesh import Simulated
 

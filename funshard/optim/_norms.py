@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec, Unit, bound
+from .._spec.spec import PartitionSpec, bound
+from .._spec.unit import Unit
 from .._units.layout import Params
 from ..collectives._functions import all_gather, sum_shards
 from ._from_torch import Optimizer, State, from_torch

@@ -1,5 +1,6 @@
 """Policies: pure functions from a module pytree to a partition spec."""
 
+from ._exceptions import full_precision, ignoring
 from ._policies import (
     Policy,
     always,
@@ -8,8 +9,6 @@ from ._policies import (
     by_size,
     by_type,
     custom,
-    full_precision,
-    ignoring,
     mark,
     marked,
     override,

@@ -11,13 +11,13 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from .._spec.precision import Precision
-from .._spec.spec import P, PartitionSpec, build
-from .._spec.tree import ModuleTree, Param
+from .._spec.build import build
+from .._spec.spec import PartitionSpec
+from .._spec.tree import ModuleTree
+from .._spec.unit import P
+from ._exceptions import ignoring_all
 from ._policy import SHARD, Called, Policy, called, check_classes, check_p, literal, matches
 
 __all__ = [
@@ -28,8 +28,6 @@ __all__ = [
     "by_size",
     "by_type",
     "custom",
-    "full_precision",
-    "ignoring",
     "mark",
     "marked",
     "override",
@@ -232,7 +230,7 @@ def any_of(*policies: Policy) -> Policy:
         roots = {spec.root for spec in specs}
         if "" not in chosen and len(roots) > 1:
             raise ValueError(f"any_of: module '' (the leftovers) is {' and '.join(sorted(map(str, roots)))}; use override")
-        return build(_ignoring_all(tree, specs), chosen, chosen.get("", specs[0].root))
+        return build(ignoring_all(tree, specs), chosen, chosen.get("", specs[0].root))
 
     return Called(called("any_of", *policies), policy)
 
@@ -242,87 +240,6 @@ def override(base: Policy, extra: Policy) -> Policy:
 
     def policy(tree: ModuleTree) -> PartitionSpec:
         first, second = base(tree), extra(tree)
-        return build(_ignoring_all(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
+        return build(ignoring_all(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
 
     return Called(called("override", base, extra), policy)
-
-
-def _ignoring_all(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
-    names = {name for spec in specs for name in spec.ignored}
-    return tree.without(lambda node: False, lambda param: param.name in names) if names else tree
-
-
-def ignoring(
-    policy: Policy,
-    modules: Iterable[str | nn.Module | type[nn.Module]] = (),
-    params: Iterable[str | nn.Parameter] = (),
-) -> Policy:
-    """``policy`` on the model without these subtrees and parameters: not sharded, not synchronised, not counted.
-
-    Modules are given as path patterns (see `by_path`), classes or the modules themselves; parameters as name patterns
-    or themselves. functional_call reads ignored parameters from the model. Raises ValueError for what matches nothing
-    or everything, TypeError for anything else.
-    """
-    some, others = _listed("modules", modules), _listed("params", params)
-    for item in some:
-        if not isinstance(item, str | nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module)):
-            raise TypeError(f"ignoring: modules: expected path patterns, module classes or modules, got {type(item).__name__}")
-    for item in others:
-        if not isinstance(item, str | nn.Parameter):
-            raise TypeError(f"ignoring: params: expected name patterns or parameters, got {type(item).__name__}")
-
-    def hits_module(item: object, node: ModuleTree) -> bool:
-        if isinstance(item, str):
-            return any(matches(item.split("."), path.split(".")) for path in node.names)
-        return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
-
-    def hits_param(item: object, param: Param, owner: ModuleTree) -> bool:
-        if isinstance(item, str):
-            return any(matches(item.split("."), name.split(".")) for name in param.names)
-        own = owner.module._parameters
-        return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
-
-    def inner(tree: ModuleTree) -> PartitionSpec:
-        gone = {node.path for node in tree.nodes() for item in some if hits_module(item, node)}
-        names = {p.name for node in tree.nodes() for p in node.params for item in others if hits_param(item, p, node)}
-        for item in some:
-            if not any(hits_module(item, node) for node in tree.nodes()):
-                raise ValueError(f"ignoring: modules: {item!r} matches no module: expected some of {list(tree.canonical)[:8]}")
-        for item in others:
-            if not any(hits_param(item, p, node) for node in tree.nodes() for p in node.params):
-                raise ValueError(f"ignoring: params: {item!r} matches no parameter of the model")
-        if tree.path in gone:
-            raise ValueError("ignoring: modules: the root '' is ignored: expected something left to shard")
-        return policy(tree.without(lambda node: node.path in gone, lambda p: p.name in names))
-
-    return Called(called("ignoring", policy, some, others), inner)
-
-
-def _listed(what: str, items: object) -> list[object]:
-    if isinstance(items, str) or not isinstance(items, Iterable):
-        raise TypeError(f"ignoring: {what}: expected an iterable, got {type(items).__name__}; put it in a list")
-    return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-
-
-def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
-    """``policy`` with every instance of the classes a unit of its own, as around it but computed with in float32.
-
-    For normalisation layers; without classes, batch norm (``_module_classes_to_ignore`` of MixedPrecision). Where there is
-    a `Precision` around, their inputs are cast to float32 and their outputs back to the dtype that the inputs had.
-    """
-    check_classes("full_precision", classes)
-    kinds = classes or (_BatchNorm,)
-    full = Precision(param=torch.float32, restore_outputs=True)
-
-    def inner(tree: ModuleTree) -> PartitionSpec:
-        spec = policy(tree)
-        chosen = dict(spec.selected)
-        kept = _ignoring_all(tree, [spec])
-        before = {"": spec.root, **chosen}
-        for node in kept.nodes():
-            if issubclass(node.cls, kinds):
-                around = before[[path for path in (*kept.dominators(node), node.path) if path in before][-1]]
-                chosen[node.path] = dataclasses.replace(around, precision=full if around.precision else None)
-        return build(kept, chosen, spec.root)
-
-    return Called(called("full_precision", policy, *classes), inner)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .._spec.spec import P, PartitionSpec
+from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree, module_tree
+from .._spec.unit import P
 
 __all__ = ["SHARD", "Called", "Policy", "called", "check_classes", "check_p", "literal", "matches"]
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .._call.call import functional_call
 from .._sharding.agree import gather_texts
@@ -21,6 +20,7 @@ from .._transforms.transforms import grad_and_value, hvp
 from .._units.layout import Params, coordinates, views
 from ..collectives._functions import all_reduce
 from ._simulated import spmd
+from ._values import clones, largest_of, row, same, seeded, tensors_of
 
 __all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCT", "Case", "Key", "Loss", "Outcome"]
 
@@ -92,7 +92,7 @@ class Case:
     @functools.cached_property
     def devices(self) -> set[torch.device]:
         """Where random numbers may be drawn, besides the CPU."""
-        tensors = [*self.model.parameters(), *self.buffers.values(), *_tensors(self.batch)]
+        tensors = [*self.model.parameters(), *self.buffers.values(), *tensors_of(self.batch)]
         return {x.device for x in tensors if x.device.type not in ("cpu", "meta")}
 
     def vector(self, seed: int) -> Params:
@@ -122,10 +122,10 @@ class Case:
         mean = {key: torch.stack([run.derivatives[key] for run in runs]).mean(0) for key in runs[0].derivatives}
         for _, axis in () if self.simulated else self.spec.bound_mesh.axes:
             mean = {key: all_reduce(x, axis) for key, x in mean.items()}
-        largest = {key: max(_largest(run.own[key]) for run in runs) for key in runs[0].own}
+        largest = {key: max(largest_of(run.own[key]) for run in runs) for key in runs[0].own}
         return Outcome(
             [self._pieces(mean, rank) | run.own for rank, run in zip(self.ranks, runs, strict=True)],
-            largest | {key: _largest(x) for key, x in mean.items()},
+            largest | {key: largest_of(x) for key, x in mean.items()},
         )
 
     def _pieces(self, full: Mapping[Key, Tensor], rank: int) -> dict[Key, Tensor]:
@@ -146,8 +146,8 @@ class Case:
         out: list[_Plain] = []
         for rank in self.ranks:
             with self._as_it_is(seed + rank):
-                self._install(_clones(self.buffers))
-                value = self.loss(self._call, _clones(_row(self.batch, rank) if self.simulated else self.batch))
+                self._install(clones(self.buffers))
+                value = self.loss(self._call, clones(row(self.batch, rank) if self.simulated else self.batch))
                 derivatives = self._derivatives(value, vector)
                 own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._installed.items()}
                 out.append(_Plain({key: x.detach() for key, x in own.items()}, derivatives))
@@ -156,7 +156,7 @@ class Case:
     def _together(self, seed: int, vector: Params | None) -> list[_Plain]:
         def rank(_: object, batch: Any, buffers: Params) -> dict[Key, Tensor]:
             self._install(buffers)
-            value = self.loss(self._call, _clones(batch))
+            value = self.loss(self._call, clones(batch))
             return {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._installed.items()}
 
         with self._as_it_is(seed):
@@ -188,13 +188,13 @@ class Case:
     @contextlib.contextmanager
     def _as_it_is(self, seed: int) -> Generator[None]:
         """Within this the model may change itself; its attributes and parameters are afterwards as they were."""
-        values = _clones({name: p.detach() for name, p in self.model.named_parameters()})
+        values = clones({name: p.detach() for name, p in self.model.named_parameters()})
         before = [
             (module, dict(vars(module)), {name: vars(module)[name].copy() for name in _CONTAINERS if vars(module).get(name)})
             for module in self.model.modules()
         ]
         try:
-            with _seeded(seed, self.devices), torch.enable_grad():
+            with seeded(seed, self.devices), torch.enable_grad():
                 yield
         finally:
             for module, attributes, filled in before:
@@ -220,18 +220,18 @@ class Case:
 
     def sharded(self, seed: int, order: int, plain: Outcome) -> Outcome:
         """By `functional_call` on shards. Simulated ranks have buffers of their own where the plain run changed them."""
-        changed = {n for n, b in self.buffers.items() if not all(_same(own[BUFFER, n], b) for own in plain.ranks)}
+        changed = {n for n, b in self.buffers.items() if not all(same(own[BUFFER, n], b) for own in plain.ranks)}
         varying = {name: b for name, b in self.buffers.items() if name in changed}
         direction = {name: p.detach() for name, p in self.full.items()} | (self.vector(seed) if order == 2 else {})
 
         def run(fn: Callable[[PartitionSpec, Any, Params], Any]) -> list[Any]:
             """``fn(spec, batch, buffers)`` on each rank."""
-            with _seeded(seed + (0 if self.simulated else self.ranks[0]), self.devices):
+            with seeded(seed + (0 if self.simulated else self.ranks[0]), self.devices):
                 if not self.simulated:
                     return [fn(self.spec, self.batch, varying)]
                 on_a_rank = lambda mesh, batch, own: fn(self.spec.on(mesh), batch, own)  # noqa: E731
                 out = spmd(on_a_rank, self._sizes)(self.batch, self._stacked(varying))
-                return [_row(out, rank) for rank in self.ranks]
+                return [row(out, rank) for rank in self.ranks]
 
         def gradient(spec: PartitionSpec, batch: Any, own: Params) -> Any:
             trained, frozen = partition(shard(self.model, spec), spec)
@@ -258,12 +258,12 @@ class Case:
         """From shards of what is trained to the loss, and the buffers after it."""
 
         def loss(trained: Params) -> tuple[Tensor, Params]:
-            params, buffers = combine(trained, frozen), _clones(self.buffers | own)
+            params, buffers = combine(trained, frozen), clones(self.buffers | own)
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 return functional_call(self.model, params, args, kwargs, spec=spec, buffers=buffers, method=self.method)
 
-            return self.loss(call, _clones(batch)), buffers
+            return self.loss(call, clones(batch)), buffers
 
         return loss
 
@@ -282,39 +282,3 @@ class Case:
         """A copy for each rank, one of each tensor."""
         copies: dict[int, Tensor] = {}
         return {name: copies.setdefault(id(b), torch.stack([b] * len(self.ranks))) for name, b in buffers.items()}
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, devices: Iterable[torch.device]) -> Generator[None]:
-    """Within this, random numbers follow from the seed; afterwards the generators are where they were."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device's
-        for device in devices:
-            stack.enter_context(torch.random.fork_rng(devices=[device.index], device_type=device.type))
-            module = torch.get_device_module(device.type)
-            with module.device(device):
-                module.manual_seed(seed)
-        yield
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _clones(tree: Any) -> Any:
-    """The tree with copies of its tensors, one of each: forward may write to them."""
-    copies: dict[int, Tensor] = {}
-    return pytree.tree_map_only(Tensor, lambda x: copies.setdefault(id(x), x.clone()), tree)
-
-
-def _row(tree: Any, rank: int) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x[rank], tree)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu()))
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.detach().abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0

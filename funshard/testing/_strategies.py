@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .._spec.spec import P
 from .._spec.tree import module_tree
+from .._spec.unit import P
 from .._units.layout import Params
 from ..policies._policies import Policy, always, by_path, by_size, by_type, whole
 from ._exact import assert_exact

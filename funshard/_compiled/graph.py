@@ -1,0 +1,140 @@
+"""What is what in the ATen graph of a compiled step: its gathers, what reads them, and its phases."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .._torch.compiler import FUNC_GRADIENT, OpOverload
+
+__all__ = [
+    "RESHARD",
+    "Gathered",
+    "annotate_phases",
+    "annotation",
+    "assembles",
+    "gathered_units",
+    "is_light",
+    "mutates",
+    "phases_of",
+    "reach",
+    "starts",
+    "waits",
+]
+
+_PHASE, RESHARD = "funshard_phase", "funshard_reshard"
+
+
+_GRADIENTS = (FUNC_GRADIENT, torch.autograd.grad)
+
+
+def annotate_phases(graph: Graph) -> str:
+    """Note in Dynamo's graph how many gradients were taken before and at each node; all notes as a string.
+
+    What AOTAutograd makes of a node, so all of a backward pass, gets the node's notes.
+    """
+    phase = 0
+    for node in graph.nodes:
+        phase += node.target in _GRADIENTS
+        node.meta["custom"] = {**node.meta.get("custom", {}), _PHASE: phase}
+    return repr([(annotation(node, _PHASE), annotation(node, RESHARD)) for node in graph.nodes])
+
+
+def annotation(node: Node, key: str) -> Any:
+    return node.meta.get("custom", {}).get(key)
+
+
+# --- what is what in an ATen graph ---
+
+
+def _op(node: Node) -> str:
+    return str(node.target) if node.op == "call_function" else ""
+
+
+def waits(node: Node) -> bool:
+    return _op(node).startswith("_c10d_functional.wait_tensor")
+
+
+def _gathers(node: Node) -> bool:
+    return _op(node).startswith("_c10d_functional.all_gather_into_tensor")
+
+
+def starts(node: Node) -> bool:
+    return _op(node).startswith("_c10d_functional.") and not waits(node)
+
+
+def is_light(node: Node) -> bool:
+    """Whether it is a view or a cast: worth doing again rather than keeping."""
+    return node.target is operator.getitem or getattr(node.target, "is_view", False) or _op(node).startswith(_CASTS)
+
+
+def assembles(node: Node) -> bool:
+    """Whether it may be between a gradient and its reduction, and be done as early as that."""
+    tags = getattr(node.target, "tags", ())
+    pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return is_light(node) or pointwise or _op(node).startswith(_ASSEMBLES)
+
+
+def mutates(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+_CASTS = ("aten._to_copy", "aten.clone", "prims.convert_element_type")
+_ASSEMBLES = ("aten.cat", "aten.sum", "aten.zeros", "aten.new_zeros", "aten.full", "aten.constant_pad_nd")
+
+
+@dataclass
+class Gathered:
+    """A gathered unit in the graph: what makes it, what is seen of it, and the nodes that compute with it, in order."""
+
+    wait: Node
+    makes: list[Node]
+    views: list[Node]
+    uses: list[Node]
+
+    @property
+    def start(self) -> Node:
+        return self.wait.all_input_nodes[0]
+
+
+def gathered_units(graph: Graph) -> list[Gathered]:
+    """Every gather of what is an input, or a view or cast of one."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    given: set[Node] = set()
+    found: list[Gathered] = []
+    for node in graph.nodes:
+        from_given = bool(node.all_input_nodes) and given.issuperset(node.all_input_nodes)
+        if node.op in ("placeholder", "get_attr") or (from_given and (is_light(node) or _gathers(node) or waits(node))):
+            given.add(node)
+        if node not in given or not waits(node) or not _gathers(node.all_input_nodes[0]):
+            continue
+        views = reach([node], lambda n: [user for user in n.users if is_light(user)])
+        uses = {user for view in (node, *views) for user in view.users} - set(views)
+        if not all(_gathers(use) for use in uses):  # else it is one of several axes
+            makes = reach([node], lambda n: [m for m in n.all_input_nodes if m.op == "call_function"])
+            found.append(Gathered(node, *(sorted(nodes, key=place.__getitem__) for nodes in (makes, views, uses))))
+    return found
+
+
+def reach(nodes: Iterable[Node], further: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """The nodes that are reached by going further from these, without these."""
+    seen: dict[Node, None] = {}
+    front = list(nodes)
+    while front:
+        more = [node for node in further(front.pop()) if node not in seen]
+        seen.update(dict.fromkeys(more))
+        front += more
+    return list(seen)
+
+
+def phases_of(graph: Graph) -> dict[Node, int]:
+    """Each node's phase. A pass that replaces a node can lose its notes; the order of phases stays."""
+    phase, phases = 0, {}
+    for node in graph.nodes:
+        phase = phases[node] = max(phase, annotation(node, _PHASE) or 0)
+    return phases

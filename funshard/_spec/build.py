@@ -1,0 +1,57 @@
+"""The spec that a policy's choice makes of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from .tree import ModuleTree, Param, natural_key
+
+if TYPE_CHECKING:
+    pass
+
+from .spec import PartitionSpec, sample
+from .unit import P, Unit
+
+__all__ = ["build"]
+
+
+def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> PartitionSpec:
+    """The spec in which each parameter belongs to the longest selected path above all its uses.
+
+    ``root`` is the `P` of the leftovers; with None nothing may be left. Raises ValueError, naming the path, for a path
+    that matches no module, a module selected under two paths with different `P`, and an uncovered parameter.
+    """
+    chosen: dict[str, P] = {}
+    for path, p in selected.items():
+        if path not in tree.canonical:
+            raise ValueError(f"path '{path}' matches no module: expected one of {sample(tree.canonical)}")
+        if chosen.setdefault(tree.canonical[path], p) != p:
+            first = tree.canonical[path]
+            raise ValueError(f"module '{path}' is also '{first}' and is selected twice: as {chosen[first]} and as {p}")
+    owned: dict[str, list[Param]] = {}
+    for param in tree.all_params:
+        owners = [path for path in tree.dominators(param) if path in chosen]
+        if not owners and root is None:
+            raise ValueError(
+                f"parameter '{param.name}' is in no unit: expected a selected path above all its uses, "
+                f"got {sample(chosen)}; select '' for the leftovers"
+            )
+        owned.setdefault(owners[-1] if owners else "", []).append(param)
+    every = {"": root or P(), **chosen}
+    units = [unit for path, params in owned.items() for unit in _units(path, every[path], params)]
+    first = {node.path: min(map(natural_key, node.names)) for node in tree.nodes()}
+    units.sort(key=lambda unit: (unit.path != "", first[unit.path]))  # parents first, in natural order
+    entries = tuple(sorted(chosen.items(), key=lambda item: natural_key(item[0])))
+    return PartitionSpec(entries, root or P(), tuple(units), tree.ignored)
+
+
+def _units(path: str, p: P, params: list[Param]) -> Iterator[Unit]:
+    """The params of one path as units of one dtype and one requires_grad, with a suffix where there are several."""
+    groups: dict[tuple[str, bool], list[Param]] = {}
+    for param in sorted(params, key=lambda param: param.sort_key):
+        groups.setdefault((str(param.dtype).removeprefix("torch."), param.requires_grad), []).append(param)
+    dtypes, kinds = {d for d, _ in groups}, {k for _, k in groups}
+    for (dtype, trained), group in sorted(groups.items()):
+        parts = ([dtype] if len(dtypes) > 1 else []) + (["frozen"] if len(kinds) > 1 and not trained else [])
+        yield Unit(":".join([path, *parts]), path, p, tuple(group))

@@ -1,0 +1,129 @@
+"""P and Unit: how one flat buffer lies on the mesh, and what is in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from .precision import Precision
+from .tree import Param
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["P", "Unit"]
+
+ALIGN_BYTES = 16
+"""What vectorized kernels, tensor cores and NCCL want of the start of a tensor; FSDP1 aligns to as many (use_orig_params)."""
+
+
+@dataclass(frozen=True)
+class P:
+    """How one unit's flat buffer lies on the mesh, with JAX's meaning: split over ``axis``, replicated over the rest.
+
+    ``P("shard")`` is FSDP on a mesh ("shard",) and HSDP on ("replicate", "shard"); ``P()`` is DDP; a tuple of names
+    splits over several axes, the first one outermost. ``reshard`` frees the gathered buffer between forward and
+    backward (ZeRO-3) or keeps it (ZeRO-2). Every parameter, and every rank's slice, starts at a multiple of ``align``
+    elements: by default 16 bytes in each dtype that the unit is kept, gathered and reduced in, for which kernels are made;
+    with 1 parameters lie end to end.
+
+    ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative.
+
+    Raises TypeError for an axis that is no name and a field of another type, ValueError for an axis that is named twice
+    and for ``align < 1``.
+    """
+
+    axis: str | tuple[str, ...] | None = None
+    reshard: bool = field(default=True, kw_only=True)
+    precision: Precision | None = field(default=None, kw_only=True)
+    remat: bool = field(default=False, kw_only=True)
+    offload: str | None = field(default=None, kw_only=True)
+    align: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in self.axes if isinstance(self.axis, tuple) else () if self.axis is None else (self.axis,):
+            if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"P: expected an axis name, a tuple of names or None, got {self.axis!r}")
+        if len(set(self.axes)) < len(self.axes):
+            raise ValueError(f"P: axis named twice in {self.axis!r}: expected different mesh axes")
+        if not isinstance(self.precision, Precision | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: precision: expected a Precision or None, got {self.precision!r}")
+        for name in ("reshard", "remat"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"P: {name}: expected True or False, got {value!r}")
+        if not isinstance(self.offload, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: offload: expected the name of a device or None, got {self.offload!r}")
+        if not isinstance(self.align, int | None) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: align: expected a whole number of elements, got {self.align!r}")
+        if self.align is not None and self.align < 1:
+            raise ValueError(f"P: expected align >= 1, got {self.align}")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axis names as a tuple, outermost first."""
+        return () if self.axis is None else (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+
+    def __str__(self) -> str:
+        axis = "" if self.axis is None else repr(self.axis)
+        changed = [
+            f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self)[1:] if getattr(self, f.name) != f.default
+        ]
+        return f"P({', '.join(filter(None, [axis, *changed]))})"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One flat buffer: parameters of one dtype and one ``requires_grad`` that are gathered, used and freed together.
+
+    ``key`` is the unit's key in a dict of shards: its module path, plus a suffix where that module's parameters mix
+    dtypes or ``requires_grad`` and become several units (``blocks.0:bfloat16``, ``blocks.0:frozen``).
+    """
+
+    key: str
+    path: str
+    p: P
+    params: tuple[Param, ...]
+    numel: int = field(init=False, compare=False, repr=False)
+    """Elements of the parameters, without padding."""
+    align: int = field(init=False, compare=False, repr=False)
+    """Of how many elements the start of every parameter and of every slice is a multiple."""
+    parts: tuple[tuple[int, Param | None], ...] = field(init=False, compare=False, repr=False)
+    """What lies in the buffer, one after the other, and how many elements each is: parameters, and padding (None)."""
+    span: int = field(init=False, compare=False, repr=False)
+    """Elements up to the end of the last parameter, with the padding before it."""
+
+    def __post_init__(self) -> None:
+        align = self.p.align
+        if align is None:
+            dtypes = (self.dtype, *(self.p.precision or Precision()).resolve(self.dtype))
+            align = max(ALIGN_BYTES // dtype.itemsize for dtype in dtypes)
+        parts: list[tuple[int, Param | None]] = []
+        span = 0
+        for param in self.params:
+            if gap := -span % align:
+                parts.append((gap, None))
+            parts.append((param.numel, param))
+            span += gap + param.numel
+        object.__setattr__(self, "numel", sum(p.numel for p in self.params))
+        object.__setattr__(self, "align", align)
+        object.__setattr__(self, "parts", tuple(parts))
+        object.__setattr__(self, "span", span)
+
+    def padded_numel(self, slices: int) -> int:
+        """Elements of the buffer where it is split into so many slices, padding included."""
+        return -(-self.span // (slices * self.align)) * self.align * slices
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of every parameter."""
+        return self.params[0].dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameters are trained."""
+        return self.params[0].requires_grad

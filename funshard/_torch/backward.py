@@ -1,0 +1,202 @@
+"""What autograd saves, and which backward runs."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
+from torch.utils.checkpoint import CheckpointFunction
+
+from .levels import base, is_wrapped, level, without_graph
+from .storage import storage_id, version
+
+__all__ = [
+    "Function",
+    "Note",
+    "Noted",
+    "backward_early",
+    "graph_task",
+    "in_python_node",
+    "is_last_backward",
+    "kept",
+    "pack_hook",
+    "pop_saved_tensor_hooks",
+    "push_saved_tensor_hooks",
+    "reentrant_checkpoints",
+    "saved_tensor_hooks",
+    "unchanged",
+    "viewed",
+]
+
+
+class Function(torch.autograd.Function):
+    """torch.autograd.Function for those with ``setup_context``, of which ``apply`` asks the signature of forward anew.
+
+    Here that finds it at once: some 40 us less a call. Pinned by ``test_functions_keep_their_signature``.
+    """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.forward.__signature__ = inspect.signature(cls.forward)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+class Noted(Protocol):
+    """What stands for the views of a buffer of this dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+Note = TypeVar("Note", bound=Noted)
+
+
+def viewed(tensor: Tensor, live: Mapping[int, Note]) -> Note | None:
+    """Which of these buffers, by storage, a tensor sees by shape, strides and offset alone; None for any other tensor."""
+    inner = base(tensor) if is_wrapped(tensor) else tensor
+    if type(inner) is not Tensor or inner.layout is not torch.strided:
+        return None
+    note = live.get(storage_id(inner))
+    return note if note is not None and inner.dtype == note.dtype and not inner.is_conj() and not inner.is_neg() else None
+
+
+def unchanged(tensor: Tensor, version_: int) -> Tensor:
+    """A tensor that hooks kept. The version check is autograd's own, which hooks switch off."""
+    if version(tensor) != version_:
+        raise RuntimeError(
+            f"a tensor of shape {list(tensor.shape)} needed for gradient computation was modified in place: "
+            f"it is at version {version(tensor)}, expected version {version_}"
+        )
+    return tensor
+
+
+def backward_early(tensors: Iterable[Tensor]) -> None:
+    """Have backward come to all that these were made from as soon as it can.
+
+    By itself it goes back in the order in which forward ran, so to what was made before all else it comes last, and
+    until then every gradient waits. Pinned by ``test_backward_early``.
+    """
+    for tensor in tensors:
+        node = tensor.grad_fn
+        while node is not None and node.next_functions and node._sequence_nr() != _EARLY:
+            node._set_sequence_nr(_EARLY)  # pyright: ignore[reportAttributeAccessIssue]
+            node = node.next_functions[0][0]
+
+
+_EARLY = 2**62
+
+
+def graph_task() -> int:
+    """The number of the running backward pass, -1 outside of one. Pinned by ``test_graph_task``."""
+    return torch._C._current_graph_task_id()
+
+
+def is_last_backward(level_: int) -> bool:
+    """Whether the backward that runs is the one that a torch.func.grad of this level ends with.
+
+    It records itself (create_graph) and frees the graph as it goes (no retain_graph), so nobody comes back to it at that
+    level. Pinned by ``test_last_backward``.
+    """
+    running = level_ > 0 and level_ == level() and torch.is_grad_enabled()
+    return running and not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
+
+
+def in_python_node() -> bool:
+    """Whether a node of backward runs that Python defines: it may differentiate something itself. Pinned with the last."""
+    return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+
+
+def kept(tensor: Tensor) -> Tensor:
+    """What saved-tensor hooks may keep in a tensor's place: itself, or itself without its graph if that keeps itself.
+
+    A node that saves its own output would hold itself. Of the C++ nodes only the newest can be saving its output; one
+    that Python defines may have made others since. Autograd adds the graph again when it unpacks. Pinned by
+    ``test_saved_outputs_hold_no_graph``.
+    """
+    if is_wrapped(tensor):
+        return without_graph(tensor)
+    node = tensor.grad_fn
+    if node is None:
+        return tensor
+    own = isinstance(node, torch.autograd.function.BackwardCFunction) or node._sequence_nr() == _get_sequence_nr() - 1
+    return tensor.detach() if own else tensor
+
+
+@contextlib.contextmanager
+def saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[object], Tensor]) -> Generator[None]:
+    """torch.autograd.graph.saved_tensors_hooks, which torch.func.grad switches off, also inside it.
+
+    torch.func forbids the hooks because it has not said what a hook sees (pytorch issue 146036). What it sees is the
+    tensor of the level that saves it, which is all that functional_call needs: it takes the storage from `base`, and
+    gathers again from the shard one level below. Pinned by ``test_hooks_work_in_one_transform``. A transform that
+    begins inside is refused by torch, with its error and ours; pinned by ``test_transforms_refuse_hooks_outside``.
+    """
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()  # pyright: ignore
+    if message is not None:
+        torch._C._autograd._saved_tensors_hooks_enable()  # pyright: ignore
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        raise RuntimeError(
+            "functional_call: forward uses a torch.func transform, which torch refuses where saved tensors are "
+            "replaced: expected P(reshard=False) for every unit, which replaces none"
+        ) from error
+    finally:
+        if message is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(message)  # pyright: ignore
+
+
+def push_saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[object], Tensor]) -> None:
+    """Saved-tensor hooks for the rest of one node of a backward that is running, to be called from within it.
+
+    Nothing takes them away: autograd puts thread-local state back after each node. Pinned by
+    ``test_hooks_for_the_rest_of_a_node``.
+    """
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:  # pyright: ignore
+        torch._C._autograd._saved_tensors_hooks_enable()  # pyright: ignore
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # pyright: ignore
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Take the innermost saved-tensor hooks away, before a node of a backward differentiates something itself.
+
+    Pinned by ``test_hooks_of_a_node_can_be_taken_away``.
+    """
+    torch._C._autograd._pop_saved_tensors_default_hooks()  # pyright: ignore
+
+
+def pack_hook() -> Callable[[Tensor], object] | None:
+    """The pack function of the innermost saved-tensor hooks, None where there are none.
+
+    functional_call must not come between torch.utils.checkpoint and its tensors, and must see one that begins inside
+    it. Pinned by ``test_checkpoint_is_seen_by_its_hooks``.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    return None if hooks is None else hooks[0]
+
+
+def reentrant_checkpoints() -> int:
+    """How many reentrant torch.utils.checkpoints run their forward here, which leaves no trace but its frame.
+
+    functional_call must see one that begins inside it. Pinned by ``test_reentrant_checkpoint_is_seen_by_its_frame``.
+    """
+    code = CheckpointFunction.forward.__code__
+    frame, count = inspect.currentframe(), 0
+    while frame is not None:
+        count += frame.f_code is code
+        frame = frame.f_back
+    return count
+
+
+DATA: Callable[..., Any] = vars(torch._C.TensorBase)["data"].__get__
+"""What a TorchFunctionMode sees where ``tensor.data`` is read, which cuts the derivative of one level.
+
+Pinned by ``test_right_or_refused.py``'s modules that read it.
+"""

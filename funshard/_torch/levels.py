@@ -1,0 +1,238 @@
+"""torch.func's stack of transforms, and what each level of it knows of a tensor: torch has no public questions for this."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._functorch.eager_transforms import grad_increment_nesting
+from torch._functorch.pyfunctorch import (
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+    temporarily_pop_interpreter_stack,
+)
+
+__all__ = [
+    "DispatchKeys",
+    "at_level",
+    "base",
+    "below_autograd",
+    "beneath",
+    "derivatives_alone",
+    "differentiates",
+    "dispatch_keys",
+    "followed",
+    "has_tangent",
+    "in_forward_ad",
+    "is_batched",
+    "is_over",
+    "is_tracked",
+    "is_wrapped",
+    "level",
+    "level_of",
+    "lower",
+    "savable",
+    "seen_from",
+    "without_graph",
+    "wrapped",
+    "wrapped_for_dead",
+]
+
+
+def level() -> int:
+    """How many torch.func transforms are running: 0 outside of all.
+
+    functional_call must not hand a tensor of a transform that has ended to one that runs on, and `grad` must know
+    whether it is nested. Pinned by ``test_level_counts_transforms``.
+    """
+    return _functorch.maybe_current_level() or 0
+
+
+def differentiates() -> bool:
+    """Whether something may come back to what is computed now for its derivative; plain forward-mode AD never does.
+
+    In inference mode nothing that it might want is kept.
+    """
+    if torch.is_inference_mode_enabled():
+        return False
+    return level() > 0 or (torch.is_grad_enabled() and not in_forward_ad())
+
+
+def savable() -> bool:
+    """Whether saved tensors can be replaced: outside of torch.func, or in a single torch.func.grad, vjp or the like.
+
+    Deeper stacks keep what they save. Pinned by ``test_hooks_work_in_one_transform``.
+    """
+    depth = level()
+    return depth == 0 or (depth == 1 and _functorch.peek_interpreter_stack().key() == _functorch.TransformType.Grad)
+
+
+def base(tensor: Tensor) -> Tensor:
+    """The plain tensor inside the wrappers of all transforms: the one that has a storage."""
+    while is_wrapped(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+
+"""Whether the tensor belongs to a transform."""
+
+
+def level_of(tensor: Tensor) -> int:
+    """The level of the transform that the tensor belongs to, 0 for none, -1 for one that has ended."""
+    return _functorch.maybe_get_level(tensor) if is_wrapped(tensor) else 0
+
+
+def seen_from(tensor: Tensor, level: int) -> Tensor:
+    """The tensor as this level sees it: without the wrappers of those above, or of those that have ended."""
+    while level_of(tensor) > max(level, 0) or is_over(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+DispatchKeys = tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]
+
+"""Which dispatch keys are included and excluded in this thread."""
+
+
+def dispatch_keys() -> DispatchKeys:
+    """Those of user code that runs now, for `followed`."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def followed(tensor: Tensor, keys: DispatchKeys) -> frozenset[int]:
+    """The levels below its own at which a derivative follows the tensor: 0 is plain autograd's.
+
+    ``detach`` ends all of them, ``.data`` that of its own level alone, ``no_grad`` those of reverse mode: what it gives a
+    view of says that it requires grad and has no graph. Where autograd saves tensors, the levels below cannot be asked
+    for a tangent but with the ``keys`` of user code. Pinned by ``test_followed_at_which_levels``.
+    """
+    levels: list[int] = []
+    while is_wrapped(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+        if _has_graph(tensor) or (in_forward_ad() and _has_tangent(tensor, keys)):
+            levels.append(level_of(tensor))
+    return frozenset(levels)
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    if not tensor.requires_grad or tensor.grad_fn is not None:
+        return tensor.requires_grad
+    made_without = tensor._is_view() and tensor._base is not None and tensor._base.requires_grad
+    return not made_without
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether the innermost forward-mode derivative follows the tensor."""
+    return in_forward_ad() and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _has_tangent(tensor: Tensor, keys: DispatchKeys) -> bool:
+    with torch._C._ForceDispatchKeyGuard(*keys), at_level(level_of(tensor)):
+        return has_tangent(tensor)
+
+
+@contextlib.contextmanager
+def at_level(target: int) -> Generator[None]:
+    """Beneath the transforms above this level. With `seen_from` and `wrapped` pinned by ``test_weights_of_every_level``."""
+    with contextlib.ExitStack() as stack:
+        while level() > max(target, 0):
+            stack.enter_context(temporarily_pop_interpreter_stack())
+        yield
+
+
+def wrapped(tensor: Tensor, level: int) -> Tensor:
+    """A constant of this level, 0 for none: as a graph's saved tensor it keeps what the levels below know of it."""
+    return _functorch._wrap_for_grad(tensor, level) if level else tensor
+
+
+def wrapped_for_dead(tensor: Tensor) -> Tensor:
+    """The same for a level that has ended: the wrapper is another one's that ends here, and gives way to what is inside."""
+    with grad_increment_nesting() as level:
+        return _functorch._wrap_for_grad(tensor, level)
+
+
+def derivatives_alone() -> bool:
+    """Whether every torch.func transform that runs is a grad, vjp or jvp."""
+    kinds = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
+    return all(interpreter.key() in kinds for interpreter in retrieve_all_functorch_interpreters())
+
+
+def is_tracked(tensor: Tensor) -> bool:
+    """Whether autograd, torch.func or forward-mode AD follows the tensor. Pinned by ``test_derivatives_are_refused``."""
+    while is_wrapped(tensor):
+        if _functorch.is_gradtrackingtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return True
+    return in_forward_ad() and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def is_over(tensor: Tensor) -> bool:
+    """Whether the transform that the tensor belongs to has ended. Pinned by ``test_a_pullback_gives_plain_tensors``."""
+    return _functorch.is_dead_tensor_wrapper(tensor)
+
+
+class beneath:  # noqa: N801  a context, as torch.no_grad
+    """Without gradients and beneath all transforms, where `base` tensors live.
+
+    What is computed from them inside a transform is wrapped by it and dies with it. Pinned by ``test_beneath``. A class,
+    as it is entered some ten times for each unit: a generator takes three times as long.
+    """
+
+    __slots__ = ("_grad", "_stack")
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._stack = temporarily_clear_interpreter_stack() if level() else None
+        if self._stack is not None:
+            self._stack.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._stack is not None:
+            self._stack.__exit__(*error)
+        torch._C._set_grad_enabled(self._grad)
+
+
+def below_autograd() -> contextlib.AbstractContextManager[None]:
+    """Where operators go straight to what computes them: the functional collectives' autograd is written in Python.
+
+    Only `beneath`, where nobody differentiates. Pinned by ``test_below_autograd``.
+    """
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a vmap has batched the tensor. Pinned, as `overwrite`, by ``test_pure_form``."""
+    while is_wrapped(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
+def lower(tensor: Tensor) -> Tensor:
+    """The tensor as the transform below sees it: without the outermost wrapper of a running torch.func.grad."""
+    return _functorch.get_unwrapped(tensor) if _functorch.is_gradtrackingtensor(tensor) else tensor
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """The same values with the graph of the running torch.func.grad cut off, or that of plain autograd outside of it.
+
+    ``detach`` inside a transform cuts those of all levels. Pinned by ``test_without_graph_cuts_one_level``.
+    """
+    if _functorch.is_gradtrackingtensor(tensor):
+        return _functorch._wrap_for_grad(lower(tensor), _functorch.maybe_get_level(tensor))
+    return tensor.detach()
+
+
+def in_forward_ad() -> bool:
+    """Whether a torch.autograd.forward_ad level is open. Pinned by ``test_forward_ad_level``."""
+    return torch.autograd.forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

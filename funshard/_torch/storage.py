@@ -1,0 +1,120 @@
+"""Storages, versions and copies on write; and process groups by their names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .levels import base, beneath, is_batched, is_wrapped
+from .tracing import traced
+
+__all__ = [
+    "alias",
+    "alone",
+    "backend",
+    "bound_device",
+    "copy_on_write",
+    "group",
+    "joined",
+    "overwrite",
+    "shares_memory",
+    "storage_id",
+    "version",
+]
+
+
+def overwrite(target: Tensor, source: Tensor, *, told: bool = True) -> None:
+    """Put values into a tensor, as kernels do with buffers: torch.func refuses ``copy_`` to what was made outside of it.
+
+    Unless it is to be ``told``, the tensor's version stays, as it does when those kernels write. Where vmap has batched one
+    of them, ``copy_`` decides. Pinned by ``test_buffers_of_recomputed_modules``.
+    """
+    if is_batched(target) or is_batched(source):
+        target.copy_(source)
+        return
+    with beneath():
+        (base(target) if told else base(target).data).copy_(base(source))
+
+
+def joined(pieces: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Contiguous tensors end to end in a buffer of any dtype, by one kernel if they have one dtype.
+
+    torch.cat wants them flat, and on CUDA casts them by a kernel each. Only what is recorded is torch.cat, which compilers
+    know. Pinned by ``test_joined``.
+    """
+    some = [piece if piece.dim() else piece.reshape(1) for piece in pieces if piece.numel()]
+    if traced() or len({piece.dtype for piece in some}) != 1:
+        return torch.cat([piece.reshape(-1) for piece in some], out=out) if some else out
+    torch.ops.aten._chunk_cat.out(some, 0, 1, out=out.view(1, -1))
+    return out
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The identity of a live storage, also of fake and meta ones, which have no address."""
+    return tensor.untyped_storage()._cdata
+
+
+def alias(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are of one storage, whatever transforms they are wrapped for."""
+    return storage_id(base(a)) == storage_id(base(b))
+
+
+def alone(tensor: Tensor) -> bool:
+    """Whether this tensor is all that holds its storage: no view, no other tensor, no Python object.
+
+    A buffer may be written over only then. Pinned by ``test_alone``.
+    """
+    return _holders(tensor) == _ONE_HOLDER
+
+
+def _holders(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_ONE_HOLDER = _holders(torch.empty(1))
+
+
+def copy_on_write(tensor: Tensor) -> Tensor:
+    """A copy that shares the tensor's memory until one of the two is written to, by whatever means: ``.data`` as well.
+
+    It costs less than a microsecond. Memory that torch did not allocate is copied at once. Pinned, with
+    `shares_memory`, by ``test_copies_on_write``.
+    """
+    try:
+        return torch._lazy_clone(tensor)  # pyright: ignore[reportPrivateImportUsage]
+    except RuntimeError:
+        return tensor.clone()
+
+
+def shares_memory(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether neither the tensor nor its `copy_on_write` has been written to; kernels that might write count as well.
+
+    Asking for the address by ``data_ptr`` would be one of them.
+    """
+    return torch._C._data_address(tensor) == torch._C._data_address(copy)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def group(name: str) -> dist.ProcessGroup:
+    """The process group of that name, as the functional collectives find it. Pinned by ``test_groups_by_name``."""
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+def backend(name: str, device: torch.device) -> str:
+    """What moves a device's tensors in the process group of that name: "gloo", "nccl", ... Pinned with `group`."""
+    return group(name)._get_backend(device).name()
+
+
+def bound_device(group: dist.ProcessGroup) -> torch.device | None:
+    """The device that ``init_process_group(device_id=...)`` bound the group to. Pinned by ``test_bound_device``."""
+    return getattr(group, "bound_device_id", None)
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor was modified in place; 0 for inference tensors, which do not count and are not saved."""
+    inner = base(tensor) if is_wrapped(tensor) else tensor
+    return 0 if inner.is_inference() else inner._version

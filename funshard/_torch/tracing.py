@@ -1,0 +1,140 @@
+"""What is recorded, compiled or of shapes alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.traceback import annotate
+from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
+from torch.torch_version import TorchVersion
+
+from .levels import level
+
+__all__ = [
+    "FORWARD_CAN_BE_REPLACED",
+    "F",
+    "annotated",
+    "assumed_constant",
+    "fake_mode",
+    "in_graph",
+    "is_fake",
+    "not_in_graph",
+    "plain",
+    "reparametrized",
+    "traced",
+]
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor has a shape and no data."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and no data.
+
+    Pinned, as `is_fake`, by ``test_trace_order_names_what_forward_gathers``.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def traced() -> bool:
+    """Whether operators are being recorded, as by make_fx: then everything has to be data flow.
+
+    Pinned by ``test_fully_shard_compile_graph``.
+    """
+    return get_proxy_mode() is not None
+
+
+def plain() -> bool:
+    """Whether what runs is neither in a torch.func transform, nor compiled, nor recorded, nor on shapes alone.
+
+    Pinned by ``test_values_are_compared_where_they_can_be``.
+    """
+    if level() or torch.compiler.is_compiling() or traced():
+        return False
+    return not is_fake(torch.empty(0, device="cpu"))
+
+
+def annotated(**notes: object) -> contextlib.AbstractContextManager[None]:
+    """A context in which torch.compile writes these notes on the nodes of what it traces, under ``meta["custom"]``.
+
+    Pinned by ``test_every_phase_gathers_what_was_let_go``.
+    """
+    return annotate(notes)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def assumed_constant(fn: F) -> F:
+    """torch.compiler.assume_constant_result: torch.compile runs the function while it traces, once for each graph.
+
+    As `in_graph` and `not_in_graph` without importing Dynamo, which takes longer than torch itself. Pinned by
+    ``test_said_in_a_compiled_call``.
+    """
+    fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return fn
+
+
+def in_graph(fn: F) -> F:
+    """torch.compiler.allow_in_graph, which Dynamo is told when it comes by. Pinned by tests/test_import.py."""
+
+    @assumed_constant
+    def known() -> None:
+        torch.compiler.allow_in_graph(fn)
+
+    @functools.wraps(fn)
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            known()
+        return fn(*args)
+
+    return cast("F", call)
+
+
+def not_in_graph(reason: str) -> Callable[[F], F]:
+    """torch.compiler.disable, asked for when Dynamo comes by. Pinned by tests/test_import.py."""
+
+    def decorated(fn: F) -> F:
+        disabled: dict[None, F] = {}
+
+        @assumed_constant
+        def known() -> None:
+            disabled.setdefault(None, cast("F", torch.compiler.disable(fn, reason=reason)))
+
+        @functools.wraps(fn)
+        def call(*args: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                return fn(*args)
+            known()
+            return disabled[None](*args)
+
+        return cast("F", call)
+
+    return decorated
+
+
+FORWARD_CAN_BE_REPLACED = TorchVersion(torch.__version__) >= "2.13"
+
+"""Whether Dynamo sees a ``forward`` that is put into a module's ``__dict__`` for a while, and leaves none behind.
+
+Pinned by ``test_casts_inside_of_a_compiled_call``.
+"""
+
+
+def reparametrized(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+    """What torch.func.functional_call runs a module in; by itself it serves methods other than forward as well.
+
+    Afterwards the dict holds what the module then had in their places.
+
+    Dynamo traces it. Pinned by ``test_compiled_equals_eager``.
+    """
+    return _reparametrize_module(module, tensors)

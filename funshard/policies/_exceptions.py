@@ -1,0 +1,99 @@
+"""Policies that take something out of another: parameters that are ignored, classes in full precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from .._spec.build import build
+from .._spec.precision import Precision
+from .._spec.spec import PartitionSpec
+from .._spec.tree import ModuleTree, Param
+from .._torch.layers import BatchNorm
+from ._policy import Called, Policy, called, check_classes, matches
+
+__all__ = ["full_precision", "ignoring", "ignoring_all"]
+
+
+def ignoring_all(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
+    names = {name for spec in specs for name in spec.ignored}
+    return tree.without(lambda node: False, lambda param: param.name in names) if names else tree
+
+
+def ignoring(
+    policy: Policy,
+    modules: Iterable[str | nn.Module | type[nn.Module]] = (),
+    params: Iterable[str | nn.Parameter] = (),
+) -> Policy:
+    """``policy`` on the model without these subtrees and parameters: not sharded, not synchronised, not counted.
+
+    Modules are given as path patterns (see `by_path`), classes or the modules themselves; parameters as name patterns
+    or themselves. functional_call reads ignored parameters from the model. Raises ValueError for what matches nothing
+    or everything, TypeError for anything else.
+    """
+    some, others = _listed("modules", modules), _listed("params", params)
+    for item in some:
+        if not isinstance(item, str | nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise TypeError(f"ignoring: modules: expected path patterns, module classes or modules, got {type(item).__name__}")
+    for item in others:
+        if not isinstance(item, str | nn.Parameter):
+            raise TypeError(f"ignoring: params: expected name patterns or parameters, got {type(item).__name__}")
+
+    def hits_module(item: object, node: ModuleTree) -> bool:
+        if isinstance(item, str):
+            return any(matches(item.split("."), path.split(".")) for path in node.names)
+        return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
+
+    def hits_param(item: object, param: Param, owner: ModuleTree) -> bool:
+        if isinstance(item, str):
+            return any(matches(item.split("."), name.split(".")) for name in param.names)
+        own = owner.module._parameters
+        return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
+
+    def inner(tree: ModuleTree) -> PartitionSpec:
+        gone = {node.path for node in tree.nodes() for item in some if hits_module(item, node)}
+        names = {p.name for node in tree.nodes() for p in node.params for item in others if hits_param(item, p, node)}
+        for item in some:
+            if not any(hits_module(item, node) for node in tree.nodes()):
+                raise ValueError(f"ignoring: modules: {item!r} matches no module: expected some of {list(tree.canonical)[:8]}")
+        for item in others:
+            if not any(hits_param(item, p, node) for node in tree.nodes() for p in node.params):
+                raise ValueError(f"ignoring: params: {item!r} matches no parameter of the model")
+        if tree.path in gone:
+            raise ValueError("ignoring: modules: the root '' is ignored: expected something left to shard")
+        return policy(tree.without(lambda node: node.path in gone, lambda p: p.name in names))
+
+    return Called(called("ignoring", policy, some, others), inner)
+
+
+def _listed(what: str, items: object) -> list[object]:
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise TypeError(f"ignoring: {what}: expected an iterable, got {type(items).__name__}; put it in a list")
+    return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
+    """``policy`` with every instance of the classes a unit of its own, as around it but computed with in float32.
+
+    For normalisation layers; without classes, batch norm (``_module_classes_to_ignore`` of MixedPrecision). Where there is
+    a `Precision` around, their inputs are cast to float32 and their outputs back to the dtype that the inputs had.
+    """
+    check_classes("full_precision", classes)
+    kinds = classes or (BatchNorm,)
+    full = Precision(param=torch.float32, restore_outputs=True)
+
+    def inner(tree: ModuleTree) -> PartitionSpec:
+        spec = policy(tree)
+        chosen = dict(spec.selected)
+        kept = ignoring_all(tree, [spec])
+        before = {"": spec.root, **chosen}
+        for node in kept.nodes():
+            if issubclass(node.cls, kinds):
+                around = before[[path for path in (*kept.dominators(node), node.path) if path in before][-1]]
+                chosen[node.path] = dataclasses.replace(around, precision=full if around.precision else None)
+        return build(kept, chosen, spec.root)
+
+    return Called(called("full_precision", policy, *classes), inner)
