@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from wrap_oracle import NESTED, Wrapper, lambdas, sequential, size, torch_units, units_of, wrapped
 
 import funshard as fs
-from funshard.testing import Leafy, modules
+from funshard.testing import modules
+from funshard.testing._strategies import Leafy
 
 BF16 = fs.Precision(param=torch.bfloat16)
 FULL = fs.Precision(param=torch.float32, restore_outputs=True)

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import wrap
 from wrap_oracle import assert_same, lambdas, owning, size, torch_units, units_of, wide
 
 import funshard as fs
-from funshard.testing import Leafy, Sum, modules
+from funshard.testing import modules
+from funshard.testing._strategies import Leafy, Sum
 
 TREES = modules(tied=False)
 

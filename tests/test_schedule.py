@@ -28,7 +28,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
-from funshard import P, reductions
+from funshard import P
+from funshard._units import reductions
 from funshard.collectives._mesh import Mesh
 
 AHEAD = [0, 1, 2]

@@ -19,7 +19,8 @@ from torch import nn
 import funshard as fs
 from funshard._spec.build import build
 from funshard.policies import Policy
-from funshard.testing import Sum, meshes, modules, policies
+from funshard.testing import meshes, modules, policies
+from funshard.testing._strategies import Sum
 
 MODELS = modules(frozen=True)
 

@@ -13,7 +13,8 @@ from torch import nn
 
 import funshard as fs
 from funshard._spec.tree import NAMESPACE, natural_key
-from funshard.testing import Sum, modules
+from funshard.testing import modules
+from funshard.testing._strategies import Sum
 
 MODELS = modules(frozen=True)
 
