@@ -72,19 +72,39 @@ def owners(unit: Unit, sizes: Sizes) -> Tensor:
 
 def alignment(unit: Unit) -> int:
     """At a multiple of how many elements every parameter and slice of the unit starts, from the meaning of P alone."""
-    low = unit.p.precision
-    dtypes = [unit.dtype, *([d for d in (low.param, low.reduce) if d] if low and unit.dtype.is_floating_point else [])]
-    return unit.p.align or max(16 // dtype.itemsize for dtype in dtypes)
+    return unit.p.align or (8 if unit.dtype == torch.float32 else 16 // unit.dtype.itemsize)
+
+
+def places(unit: Unit) -> dict[str, slice]:
+    """Where each parameter lies in the unit's buffer: after the one before it, from the next aligned element on."""
+    out, end = {}, 0
+    for param in unit.params:
+        start = math.ceil(end / alignment(unit)) * alignment(unit)
+        end = start + math.prod(param.shape)
+        out[param.name] = slice(start, end)
+    return out
 
 
 def owned(unit: Unit, padded: int) -> Tensor:
     """Where the unit's buffer holds parameters, and not padding."""
-    out, end = torch.zeros(padded, dtype=torch.bool), 0
-    for param in unit.params:
-        start = math.ceil(end / alignment(unit)) * alignment(unit)
-        end = start + math.prod(param.shape)
-        out[start:end] = True
+    out = torch.zeros(padded, dtype=torch.bool)
+    for place in places(unit).values():
+        out[place] = True
     return out
+
+
+def slice_numel(unit: Unit, count: int) -> int:
+    """Elements of each slice where there are so many, from the meaning of P alone."""
+    end = max(place.stop for place in places(unit).values())
+    return math.ceil(end / (count * alignment(unit))) * alignment(unit)
+
+
+def slices(full: Mapping[str, Tensor], unit: Unit, count: int) -> tuple[Tensor, ...]:
+    """The unit's buffer in so many slices: parameters at their places and zeros between them; `shard`, written out."""
+    buffer = full[unit.params[0].name].new_zeros(count * slice_numel(unit, count))
+    for name, place in places(unit).items():
+        buffer[place] = full[name].flatten()
+    return buffer.chunk(count)
 
 
 def each_rank(full: Params | nn.Module, spec: PartitionSpec) -> list[Params]:

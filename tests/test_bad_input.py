@@ -13,7 +13,7 @@ import funshard as fs
 from funshard import P, Params, PartitionSpec
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False))
-SPEC = fs.by_type(nn.Linear)(MODEL).on({"shard": 2})
+SPEC = fs.by_type(nn.Linear, p=fs.P("shard", align=4))(MODEL).on({"shard": 2})
 PARAMS = fs.shard(MODEL, SPEC, rank=0)
 POLICY = fs.by_type(nn.Linear)
 ONE = SPEC.on({"shard": 1})

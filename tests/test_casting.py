@@ -173,6 +173,24 @@ def test_outputs_stay_where_no_input_is_floating() -> None:
     assert run(torch.ones(2, dtype=torch.int64)).dtype == BF16
 
 
+@pytest.mark.parametrize("shapes", [((2, 2), (2, 4)), ((3, 1), (1, 5)), ((2, 5), (5, 4), (4, 3))])
+def test_shards_are_those_of_every_precision(shapes: list[tuple[int, int]]) -> None:
+    """What was split for one precision is used with another, and then is what it was."""
+    model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
+    full = fs.testing.integers_like(model)
+    low, precise = (fs.whole(P("shard", precision=precision))(model) for precision in (Precision(param=BF16), None))
+    x = torch.ones(2, 3, shapes[0][0])
+
+    def rank(mesh: fs.collectives.Mesh, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = (fs.shard(full, spec.on(mesh)) for spec in (low, precise))
+        call = lambda shards, spec: fs.functional_call(model, shards, x, spec=spec.on(mesh)).float()  # noqa: E731
+        return call(first, precise), call(second, low)
+
+    expected = torch.func.functional_call(model, full, x)
+    for got in fs.testing.spmd(rank, 2)(x):
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=0)
+
+
 def test_nothing_around_without_precision() -> None:
     forward = lambda x: x  # noqa: E731
     assert cast_around(forward, None) is forward
@@ -230,7 +248,7 @@ class Counting(nn.Module):
 def test_buffers_keep_their_dtypes(buffer: torch.dtype | None, way: str, remat: bool) -> None:
     """Inside they are cast, integers never; outside they are what they were, bit by bit where forward left them alone."""
     model = Counting()
-    spec = fs.whole(P("shard", remat=remat, precision=Precision(buffer=buffer)))(model)
+    spec = fs.whole(P("shard", align=1, remat=remat, precision=Precision(buffer=buffer)))(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     before = {name: b.clone() for name, b in model.named_buffers()}
     x = torch.arange(3.0)

@@ -195,7 +195,7 @@ def defaults(rank: int, size: int) -> list[Tensor]:
     model = nn.Linear(1, 5, bias=False)
     compressors = [exact(), cast(torch.float16), cast(torch.bfloat16), quantize(), powersgd(min_compression_rate=0)]
     out = []
-    for p in (fs.P("shard"), fs.P("shard", reshard=False), fs.P()):
+    for p in (fs.P("shard", align=1), fs.P("shard", reshard=False, align=1), fs.P()):
         spec = fs.whole(p)(model)
         full = fs.unshard(fs.shard(model, spec), spec)
         grads = torch.func.grad(lambda q: torch.func.functional_call(model, q, torch.full((1, 1), float(rank))).sum())(full)
@@ -276,27 +276,28 @@ def test_powersgd_of_slices() -> None:
     first, second, _ = (math.ceil(math.sqrt(n / 4)) for n in units.values())
     last = 16  # the slice of "2" is a 4 x 4 square: P and Q are not twice smaller
     reduced = [Sent("all_reduce", n, 4 * n, 2) for n in (first + second + last, first + second)]
-    assert sent(powersgd(axes="replicate"), fs.always(), EIGHT) == scattered + reduced
+    assert sent(powersgd(axes="replicate"), fs.always(fs.P("shard", align=1)), EIGHT) == scattered + reduced
 
 
 def test_what_quantize_and_cast_send() -> None:
     """A quarter and half of the bytes: all of it to all, or each slice to its owner."""
     whole, slice_ = 64 * 48 + 48, (64 * 48 + 48) // 8
+    close = fs.always(fs.P("shard", align=1))
     only = fs.by_path({"0": fs.P()}, fs.P())
     assert Sent("all_gather", whole, whole, 8) in sent(quantize(), only, {"shard": 8})
     assert Sent("all_gather", 2, 8, 8) in sent(quantize(), only, {"shard": 8})
-    got = sent(quantize(), fs.always(), {"shard": 8})
+    got = sent(quantize(), close, {"shard": 8})
     assert [(x.op, x.numel, x.bytes) for x in got[:2]] == [("all_to_all_single", 16, 64), ("all_to_all_single", whole, whole)]
     chunks = math.ceil(slice_ / 128)
-    got = sent(quantize(128), fs.always(), {"shard": 8})
+    got = sent(quantize(128), close, {"shard": 8})
     assert [(x.op, x.numel, x.bytes) for x in got[:2]] == [
         ("all_to_all_single", 8 * chunks * 2, 8 * chunks * 8),
         ("all_to_all_single", 8 * chunks * 128, 8 * chunks * 128),
     ]
     assert len(got) == 2 * 3
     for dtype, size in ((torch.float16, 2), (torch.bfloat16, 2)):
-        assert sent(cast(dtype), fs.always(), {"shard": 8})[0] == Sent("reduce_scatter", whole, size * whole, 8)
-    assert sent(exact(), fs.always(), {"shard": 8})[0] == Sent("reduce_scatter", whole, 4 * whole, 8)
+        assert sent(cast(dtype), close, {"shard": 8})[0] == Sent("reduce_scatter", whole, size * whole, 8)
+    assert sent(exact(), close, {"shard": 8})[0] == Sent("reduce_scatter", whole, 4 * whole, 8)
 
 
 def test_what_is_local_is_not_sent() -> None:

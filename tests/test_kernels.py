@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from collective_log import world
+from collective_log import Collectives, world
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import Kernels
@@ -15,15 +15,15 @@ from parity import WAYS
 from torch import Tensor, nn
 
 import funshard as fs
-from funshard import Codec, P, Precision
+from funshard import Codec, P, Precision, reductions
 
 
 def layers(units: int, dim: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(dim, dim) for _ in range(units)))
 
 
-def kernels(p: P, size: int, way: str = "fs", units: int = 4, dim: int = 256) -> Kernels:
-    """What a step on so many ranks dispatches."""
+def kernels(p: P, size: int, way: str = "fs", units: int = 4, dim: int = 512) -> Kernels:
+    """What a step on so many ranks dispatches, where slices need no padding on up to 64."""
     model, x = layers(units, dim), torch.ones(3, dim)
     with world(size):
         spec = fs.by_type(nn.Linear, p=p)(model).bound
@@ -31,6 +31,59 @@ def kernels(p: P, size: int, way: str = "fs", units: int = 4, dim: int = 256) ->
         with Kernels() as counted:
             WAYS[way](lambda params: fs.functional_call(model, params, (x,), spec=spec).sum())(params)
     return counted
+
+
+def plain_kernels(way: str, units: int, dim: int) -> int:
+    """What a step of the whole model dispatches."""
+    model, x = layers(units, dim), torch.ones(3, dim)
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with Kernels() as counted:
+        WAYS[way](lambda params: torch.func.functional_call(model, params, (x,)).sum())(params)
+    return counted.all
+
+
+# --- steps ---
+
+MOST = {
+    "P()": (P(), 0.1),
+    "shard": (P("shard"), 1.9),
+    "bfloat16": (P("shard", precision=Precision(param=torch.bfloat16)), 4.0),
+    "float16": (P("shard", precision=Precision(param=torch.float16)), 6.0),
+}
+"""So many for each unit, beyond the plain step's."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("p", MOST)
+def test_kernels_of_a_step(p: str, way: str) -> None:
+    """A joining of gradients for each bucket or unit, and in low precision a cast before each gather and after the reduction.
+
+    Float16 has two divisions more: sums over ranks must neither overflow nor vanish, so one part of the number of ranks
+    divides before the collective and the rest after it (`divide_factors`). Also where slices are padded, as of 64 ranks.
+    """
+    spec, most = MOST[p]
+    units, dim = 16, 128
+    counts = [kernels(spec, size, way, units, dim).all for size in (2, 8, 64)]
+    assert max(counts) - plain_kernels(way, units, dim) <= most * units
+    assert counts[1] <= counts[2] <= counts[1] + 1  # the zeros of all padding
+    assert counts[0] == counts[1] - units * (p == "float16")  # on two ranks it divides once
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_buckets_of_replicated_units(way: str) -> None:
+    """On the CPU they are reduced once they are BUCKET_BYTES together, and at the end of backward."""
+    units, dim = 9, 512
+    model, x = layers(units, dim), torch.ones(3, dim)
+    with world(8):
+        spec = fs.by_type(nn.Linear, p=P())(model).bound
+        params = fs.shard(model, spec)
+        with Collectives() as sent:
+            WAYS[way](lambda params: fs.functional_call(model, params, (x,), spec=spec).sum())(params)
+    one = 4 * (dim * dim + dim)
+    together = -(-reductions.BUCKET_BYTES // one)
+    assert 1 < together < units / 2
+    assert {s.op for s in sent.all} == {"all_reduce"}
+    assert [s.bytes for s in sent.all] == [together * one] * (units // together) + [units % together * one]
 
 
 # --- codecs ---

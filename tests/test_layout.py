@@ -89,15 +89,24 @@ LOW = [None, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
 def test_l9_parameters_and_slices_start_on_16_bytes(
     case: Case, dtype: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None
 ) -> None:
-    """By default, in each dtype in which the unit is kept, gathered or reduced, at the least padding that does it."""
+    """By default, in their own dtype, and float32 in those of 16 bits, at the least padding that does it.
+
+    Whatever the precision, so that shards may be used with another one.
+    """
     model = copy.deepcopy(case.model)
     for x in model.parameters():
         x.data = x.to(dtype)
-    precision = fs.Precision(param=param, reduce=reduce)
-    policy = fs.override(fs.by_path({path: P(p.axis, precision=precision) for path, p in case.spec.selected}), fs.by_path({}))
-    spec = fs.override(policy, fs.by_path({"": P(case.spec.root.axis, precision=precision)}))(model).on(case.sizes)
+
+    def spec_with(precision: fs.Precision | None) -> fs.PartitionSpec:
+        chosen = {path: P(p.axis, precision=precision) for path, p in [*case.spec.selected, ("", case.spec.root)]}
+        return fs.by_path(chosen)(model).on(case.sizes)
+
+    spec = spec_with(fs.Precision(param=param, reduce=reduce))
+    assert [(u.parts, spec.padded_numel(u)) for u in spec] == [
+        (u.parts, s.padded_numel(u)) for s in [spec_with(None)] for u in s
+    ]
     for unit in spec:
-        kinds = (unit.dtype, *precision.resolve(unit.dtype))
+        kinds = (torch.float32, torch.bfloat16) if unit.dtype == torch.float32 else (unit.dtype,)
         for kind in kinds:
             full = fs.unflatten({u.key: torch.zeros(spec.padded_numel(u), dtype=kind) for u in spec}, spec)
             assert {full[p.name].storage_offset() * kind.itemsize % 16 for p in unit.params} == {0}
@@ -192,8 +201,8 @@ def test_l4_one_unit_has_one_dtype_and_one_requires_grad() -> None:
     spec = fs.whole()(model).on({"shard": 2})
     buffers = fs.flatten(dict(model.named_parameters()), spec)
     assert {key: (buffer.dtype, len(buffer)) for key, buffer in buffers.items()} == {
-        ":float32": (torch.float32, 8),
-        ":float32:frozen": (torch.float32, 8),
+        ":float32": (torch.float32, 16),
+        ":float32:frozen": (torch.float32, 16),
         ":bfloat16": (torch.bfloat16, 16),
         ":int64:frozen": (torch.int64, 4),
     }
@@ -286,9 +295,9 @@ def test_flat_param_shard_metadata_unaligned(size: int, rank: int, expected: dic
 def test_flat_param_shard_metadata_aligned(
     widths: tuple[int, ...], dtype: torch.dtype, span: int, expected: list[dict[str, tuple[int, int]]]
 ) -> None:
-    """The peer's aligned cases: it pads every parameter but the last to 16 bytes, as here, and here slices are, too."""
+    """The peer's aligned cases: it pads every parameter but the last to 16 bytes; here slices are, too."""
     model = weights(*widths, dtype=dtype)
-    spec = fs.whole()(model).on({"shard": 2})
+    spec = fs.whole(P("shard", align=16 // dtype.itemsize))(model).on({"shard": 2})
     assert [unit.span for unit in spec] == [span]
     assert [spec.padded_numel(unit) for unit in spec] == [88 if span == 85 else 64]
     assert [spans(model, spec, rank) for rank in range(2)] == expected

@@ -399,7 +399,7 @@ def test_native_accumulation_dtypes(
     """
     model = Outputs(1, 2, bias=False)
     precision = Precision(param=BF16)
-    spec = fs.whole(P("shard", precision=precision))(model)
+    spec = fs.whole(P("shard", precision=precision, align=1))(model)
 
     def run(mesh: Mesh, _: Tensor) -> Tensor:
         bound = spec.on(mesh)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cases import slice_numel
 from collective_log import world
 from depth import each
 from hypothesis import given
@@ -1183,7 +1184,7 @@ def simulated(sizes: dict[str, int], p: P, xs: Tensor, **options: Any) -> Tensor
     initial = {"w": model.w.detach()}
 
     def run(mesh: Any, x: Tensor) -> Tensor:
-        spec = fs.whole(p)(model).on(mesh)
+        spec = fs.whole(dataclasses.replace(p, align=1))(model).on(mesh)
         return fs.grad(lambda q: fs.functional_call(model, q, (x,), spec=spec, **options))(fs.shard(initial, spec))[""]
 
     return fs.testing.spmd(run, sizes)(xs)
@@ -1259,7 +1260,7 @@ def test_the_sum_over_a_number_on_real_ranks(gloo2: Pool, p: P, reduce: torch.dt
 def test_one_real_rank_divides_by_the_number(reduce: torch.dtype | None, way: str) -> None:
     with world(1):
         model, x = Dot(3), torch.tensor([3.0, 4.5, 1 / 3])
-        for p in (P("shard"), P()):
+        for p in (P("shard", align=1), P(align=1)):
             spec = fs.whole(dataclasses.replace(p, precision=Precision(reduce=reduce)))(model).bound
             loss = lambda q: fs.functional_call(model, q, (x,), spec=spec, reduce=3.0)  # noqa: E731
             grads, _ = WAYS[way](loss)(fs.shard(model, spec))
@@ -1430,7 +1431,7 @@ def test_what_is_sent_is_encoded(codec: str) -> None:
         model = mlps()
         spec = fs.by_type(MLP, p=P("shard", precision=Precision(codec=CODECS[codec])))(model).bound
         n = spec.shard_numel(spec.by_key["0"])
-        assert n == (16 * 32 * 2 + 16 + 32) / 8
+        assert n == slice_numel(spec.by_key["0"], 8)
         params = fs.shard(model, spec)
         with Lengths() as log, torch.no_grad():
             fs.functional_call(model, params, (batch(0, 0),), spec=spec)
@@ -1456,7 +1457,7 @@ def test_codec_errors(name: str) -> None:
     codec, error, match = CODEC_ERRORS[name]
     model = Dot(8)
     with world(2):
-        spec = fs.whole(P("shard", precision=Precision(codec=codec)))(model).bound
+        spec = fs.whole(P("shard", align=1, precision=Precision(codec=codec)))(model).bound
         params = fs.shard(model, spec)
         run = lambda q: fs.functional_call(model, q, (torch.ones(8),), spec=spec)  # noqa: E731
         with pytest.raises(error, match=match):
@@ -1465,7 +1466,7 @@ def test_codec_errors(name: str) -> None:
             fs.hvp(run, params, params)  # by data flow
 
     def simulate(mesh: Any, x: Tensor) -> Tensor:
-        on = fs.whole(P("shard", precision=Precision(codec=codec)))(model).on(mesh)
+        on = fs.whole(P("shard", align=1, precision=Precision(codec=codec)))(model).on(mesh)
         return fs.functional_call(model, fs.shard({"w": model.w.detach()}, on), (x,), spec=on)
 
     with pytest.raises(error, match=match):
@@ -1483,7 +1484,7 @@ def test_codec_leaves_empty_units_and_integers_alone() -> None:
         return scaled_encode(x)
 
     with world(2):
-        spec = fs.always(P("shard", precision=Precision(codec=Codec(encode, scaled_decode))))(model).bound
+        spec = fs.always(P("shard", align=1, precision=Precision(codec=Codec(encode, scaled_decode))))(model).bound
         params = fs.shard(model, spec)
         fs.functional_call(model, params, (torch.ones(4),), spec=spec)
         some, rest = fs.partition(params, spec)

@@ -80,7 +80,7 @@ def test_c2_same_trace_on_every_rank(name: str, way: str) -> None:
 def test_c3_ten_thousand_ranks() -> None:
     """Counts do not depend on the size of the world, and slices are padded to it."""
     with world(10_000, rank=9_999):
-        spec = fs.by_type(MLP)(Net()).bound
+        spec = fs.by_type(MLP, p=P("shard", align=1))(Net()).bound
         sent = step(Net(), spec)
         assert Counter(s.op for s in sent.all) == {"all_gather": 6, "reduce_scatter": 4}
         assert {s.numel for s in sent.all} == {1, 10_000}

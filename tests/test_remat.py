@@ -430,7 +430,7 @@ def test_tensors_pass_by_attributes(what: str) -> None:
 def test_other_attributes_pass() -> None:
     """What forward counts on itself is there for the modules around it."""
     model = Around("count")
-    spec = fs.by_path({"inner": fs.P(remat=True)})(model).bound
+    spec = fs.by_path({"inner": fs.P(remat=True, align=1)})(model).bound
     params = fs.shard(model, spec)
     got = fs.grad(lambda p: fs.functional_call(model, p, torch.ones(3, 2), spec=spec).sum())(params)
     assert_close(got["inner"], torch.full_like(got["inner"], 9.0))

@@ -179,7 +179,7 @@ def from_nowhere(rank: int) -> str:
 
 def wrong_worlds(rank: int) -> dict[str, str]:
     model = layers()
-    spec = fs.whole()(model)
+    spec = fs.whole(P("shard", align=1))(model)
     shards = fs.shard(model, spec)
     x = torch.ones(1, 3)
     calls = {

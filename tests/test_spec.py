@@ -11,6 +11,7 @@ from math import inf
 
 import pytest
 import torch
+from cases import alignment
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from models import unchanged
@@ -323,7 +324,7 @@ def test_s7_padding_is_bounded(case: tuple[nn.Module, Policy], sizes: dict[str, 
         ranks = sizes["shard"] if unit.p.axis else 1
         assert spec.size(unit) == ranks
         assert spec.shard_numel(unit) * ranks == spec.padded_numel(unit) >= unit.numel
-        align = unit.p.align or 16 // unit.dtype.itemsize
+        align = alignment(unit)
         assert spec.shard_numel(unit) % align == 0
         assert spec.padded_numel(unit) - unit.numel < max(ranks + len(unit.params) - 1, 1) * align
     buffers = fs.flatten(dict(model.named_parameters()), spec)
@@ -342,11 +343,11 @@ def test_str_of_a_spec_is_a_table() -> None:
     assert str(spec) == (
         "unit        P                                                  parameters  numel  padding  bytes per rank\n"
         "---------------------------------------------------------------------------------------------------------\n"
-        "''          P('shard')                                                  1      3       13              16\n"
-        "0           P('shard')                                                  2  2,020       12           2,032\n"
+        "''          P('shard')                                                  1      3       29              32\n"
+        "0           P('shard')                                                  2  2,020       28           2,048\n"
         "1:bfloat16  P(('replicate', 'shard'), reshard=False, align=8)           2      4       60              16\n"
         "1:float32   P(('replicate', 'shard'), reshard=False, align=8)           2     12       52              32\n"
-        "total       replicate=2 x shard=4                                       7  2,039      137           2,096\n"
+        "total       replicate=2 x shard=4                                       7  2,039      169           2,128\n"
         "ignored: 2.bias"
     )
 
@@ -368,9 +369,9 @@ def test_rows_that_are_alike_are_one() -> None:
     assert str(fs.by_path({"layers.*": fs.P("shard")})(model).on({"shard": 4})) == (
         "unit            P           parameters    numel  padding  bytes per rank\n"
         "------------------------------------------------------------------------\n"
-        "''              P('shard')           2       16        0              16\n"
+        "''              P('shard')           2       16       16              32\n"
         "layers.{0..31}  P('shard')      32 x 2  32 x 20  32 x 12         32 x 32\n"
-        "total           shard=4             66      656      384           1,040"
+        "total           shard=4             66      656      400           1,056"
     )
 
 

@@ -208,7 +208,7 @@ def test_src_where_there_is_none() -> None:
 def test_simulated_ranks_hold_what_they_are_given() -> None:
     """There nothing is compared: each is handed its values as an argument."""
     model = nn.Linear(2, 1, bias=False)
-    spec = fs.whole(P())(model)
+    spec = fs.whole(P(align=1))(model)
     out = fs.testing.spmd(lambda mesh, w: fs.shard({"weight": w}, spec.on(mesh))[""], 3)(torch.arange(6.0).view(3, 1, 2))
     assert torch.equal(out, torch.arange(6.0).view(3, 2))
 

@@ -451,7 +451,7 @@ class Dropping(nn.Module):
 
 def gradient_with_mask(mesh: Mesh, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """The gradient of ones (all is positive, so what is zero was dropped), and what was kept."""
-    spec = fs.always()(DROPPING).on(mesh)
+    spec = fs.always(fs.P("shard", align=1))(DROPPING).on(mesh)
     params = fs.shard({name: torch.ones(p.shape) for name, p in DROPPING.named_parameters()}, spec)
 
     def loss(params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -27,8 +27,8 @@ class P:
     ``P("shard")`` is FSDP on a mesh ("shard",) and HSDP on ("replicate", "shard"); ``P()`` is DDP; a tuple of names
     splits over several axes, the first one outermost. ``reshard`` frees the gathered buffer between forward and
     backward (ZeRO-3) or keeps it (ZeRO-2). Every parameter, and every rank's slice, starts at a multiple of ``align``
-    elements: by default 16 bytes in each dtype that the unit is kept, gathered and reduced in, for which kernels are made;
-    with 1 parameters lie end to end.
+    elements: by default 16 bytes, for which kernels are made, in its own dtype and, where that is float32, in those of 16
+    bits, whatever ``precision`` is, so that the same shards may be used with another; with 1 parameters lie end to end.
 
     ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative.
 
@@ -100,8 +100,8 @@ class Unit:
     def __post_init__(self) -> None:
         align = self.p.align
         if align is None:
-            dtypes = (self.dtype, *(self.p.precision or Precision()).resolve(self.dtype))
-            align = max(ALIGN_BYTES // dtype.itemsize for dtype in dtypes)
+            # not of the precision: the lengths of shards cannot tell apart two layouts of the same parameters
+            align = ALIGN_BYTES // (torch.bfloat16 if self.dtype == torch.float32 else self.dtype).itemsize
         parts: list[tuple[int, Param | None]] = []
         span = 0
         for param in self.params:

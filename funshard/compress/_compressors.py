@@ -40,9 +40,9 @@ def exact(axes: Axes = None) -> Compressor[tuple[()]]:
     Gradients of 16 bits are divided before they are added, so that sums do not overflow. As allreduce_hook.
 
     >>> import torch, funshard as fs
-    >>> spec = fs.whole()(torch.nn.Linear(2, 1, bias=False))
-    >>> fs.compress.exact().reduce({"weight": torch.tensor([[3.0, 4.0]])}, (), spec)
-    ({'': tensor([3., 4.])}, ())
+    >>> spec = fs.whole()(torch.nn.Linear(8, 1, bias=False))
+    >>> fs.compress.exact().reduce({"weight": torch.arange(8.0)[None]}, (), spec)
+    ({'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}, ())
     """
 
     def reduce(grads: Mapping[str, Tensor], state: tuple[()], spec: PartitionSpec) -> tuple[Params, tuple[()]]:
