@@ -239,7 +239,7 @@ def _mean(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]], mes
 
 
 def _mean_over(x: Tensor, axis: Axis) -> Tensor:
-    # A sum of float16 overflows where its mean does not.
+    # A sum of float16 overflows where its mean does not; parameters, unlike gradients, do not vanish when divided first.
     return all_reduce(x / axis.size, axis, reduce="sum") if x.dtype == torch.float16 else all_reduce(x, axis)
 
 

@@ -243,15 +243,19 @@ class Call:
     def _recomputed(self, path: str, before: Attributes, forward: Callable[..., Any], units: list[Unit]) -> Callable[..., Any]:
         scoped = self._scoped(forward, units)
 
+        @functools.cache  # it may run often in one call
+        def insides() -> tuple[Place, PartitionSpec]:
+            place = self.place.within(path)
+            return place, self.spec.within(path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()})
+
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            place = self.place.within(path)
             # in one run of a module around it this one may run again, in another not: what it reads counts alike
             if self.used is not None:
-                self.used |= {unit.params[i].name for owned in place.owned.values() for unit, i in owned.values()}
+                self.used |= {unit.params[i].name for owned in insides()[0].owned.values() for unit, i in owned.values()}
             if self.inference or not _torch.differentiates():
                 return scoped(*args, **kwargs)
-            spec = self.spec.within(path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()})
+            place, spec = insides()
             params = self._params_of(place, spec)
 
             def inside(

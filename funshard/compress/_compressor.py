@@ -102,7 +102,7 @@ def reduced(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ..
     mesh = spec.bound_mesh
     buffer = outermost(buffer, unit, spec, over)
     narrow = buffer.itemsize == 2
-    if narrow:
+    if narrow:  # all of it before the sum, as torch's allreduce and fp16 hooks do, whose results these are
         buffer = buffer / size_of(over, spec)
     split = [mesh[name] for name in unit.p.axes if name in over]
     rest = [mesh[name] for name in reversed(over) if name not in unit.p.axes]
