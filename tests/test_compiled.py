@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import funshard as fs
+from funshard import _torch
 
 TRANSFORMS = ["grad", "grad_and_value", "fs.grad_and_value", "grad of grad", "hvp", "vmap of grad"]
 
@@ -128,14 +129,14 @@ def cast_when_compiled(rank: int, p: fs.P, which: str) -> None:
             torch.testing.assert_close(got[key], g, rtol=0, atol=0)
 
 
-@pytest.mark.skipif(not fs.call._torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: Dynamo and a forward in __dict__")
+@pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: Dynamo and a forward in __dict__")
 @pytest.mark.parametrize("p", [fs.P("shard", precision=LOW), fs.P(precision=LOW)], ids=["shard", "replicated"])
 def test_casts_inside_of_a_compiled_call(gloo2: Pool, p: fs.P) -> None:
     """The same casts around modules, of buffers, gathers and reductions, bit for bit; the model is as it was."""
     gloo2.run(cast_when_compiled, p, "units")
 
 
-@pytest.mark.skipif(fs.call._torch.FORWARD_CAN_BE_REPLACED, reason="before torch 2.13")
+@pytest.mark.skipif(_torch.FORWARD_CAN_BE_REPLACED, reason="before torch 2.13")
 def test_casts_inside_of_a_compiled_call_are_refused() -> None:
     """By name, where Dynamo cannot see them."""
     model = Cast()

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
+from funshard._units import layout
 from funshard.optim import from_torch
 from funshard.optim._checks import ELEMENTWISE
 
@@ -95,7 +96,7 @@ def on_ranks(cls: Any, spec: fs.PartitionSpec, start: fs.Params, steps: int, **o
         trees.append(params)
     joined: fs.Params = {}
     for unit in spec:
-        slices = {fs.layout.index(unit, spec.bound_mesh, fs.layout.coordinates(spec.bound_mesh, r)): r for r in range(ranks)}
+        slices = {layout.index(unit, spec.bound_mesh, layout.coordinates(spec.bound_mesh, r)): r for r in range(ranks)}
         joined[unit.key] = torch.cat([trees[slices[i]][unit.key] for i in range(spec.size(unit))])
         assert not joined[unit.key][~owned(unit, len(joined[unit.key]))].any()  # the padding
     return fs.unflatten(joined, spec)

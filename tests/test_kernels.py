@@ -15,7 +15,8 @@ from parity import WAYS
 from torch import Tensor, nn
 
 import funshard as fs
-from funshard import Codec, P, Precision, reductions
+from funshard import Codec, P, Precision
+from funshard._units import reductions
 
 
 def layers(units: int, dim: int) -> nn.Sequential:
