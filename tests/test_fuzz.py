@@ -128,6 +128,7 @@ def test_real_ranks(gloo2: Pool, case: Case) -> None:
 @example(case=one("Scripted", "shard", "per_sample"), clip=None)
 @example(case=one("TensorHook", "shard", "per_sample"), clip=0.5)
 @example(case=one("BufferBeforeAndAfter", "remat", "per_sample"), clip=None)
+@example(case=one("BufferBeforeAndAfter", "remat", "per_sample", order=(0, 0)), clip=0.5)
 @settings(max_examples=COUNT // 10)
 @given(case=cases(["per_sample"], [(2,), (2, 2)]), clip=st.sampled_from([None, 0.5]))
 def test_per_sample(alone: Pool, case: Case, clip: float | None) -> None:
@@ -138,6 +139,7 @@ def simulated(rank: int, case: Case) -> str:
     return on_simulated(case)
 
 
+@example(case=one("BufferBeforeAndAfter", "remat", "fs.grad", order=(0, 0), train=False))
 @settings(max_examples=COUNT // 10)
 @given(case=cases(list(MEANS), [(2,), (3,), (2, 2)], train=False))
 def test_simulated_ranks(alone: Pool, case: Case) -> None:

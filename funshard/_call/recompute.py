@@ -73,7 +73,9 @@ def recomputed(
         for name in run.buffers[i]:
             path, _, attr = name.rpartition(".")
             # a graph would be handed on with the buffers, from one step to the next
-            place.modules[path]._buffers[attr] = buffer if _torch.level() else buffer.detach()
+            kept = buffer if _torch.level() else buffer.detach()
+            with torch.no_grad():
+                place.modules[path]._buffers[attr] = kept.clone() if _torch.overlaps(kept) else kept
     for (path, attr), tensor in now.items():
         if given.get((path, attr)) is not tensor:
             place.modules[path]._parameters[attr] = tensor

@@ -226,9 +226,14 @@ def _own(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
 
 
 def copy_of(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of a buffer, which costs nothing until forward writes to it, as to few; not where a vmap or tracing sees it."""
+    """A copy of a buffer, which costs nothing until forward writes to it, as to few; not where a vmap or tracing sees it.
+
+    Nor of one with an element at several places, as vmap expands them: its copy on write could not be written to.
+    """
     seen = torch.compiler.is_compiling() or _torch.traced() or _torch.is_batched(buffer)
     if seen or dtype != buffer.dtype or type(buffer) is not Tensor or buffer.layout is not torch.strided:
+        return buffer.to(dtype, copy=True)
+    if _torch.overlaps(buffer):
         return buffer.to(dtype, copy=True)
     return _torch.copy_on_write(buffer)
 

@@ -20,6 +20,7 @@ __all__ = [
     "copy_on_write",
     "group",
     "joined",
+    "overlaps",
     "overwrite",
     "shares_memory",
     "storage_id",
@@ -89,6 +90,15 @@ def copy_on_write(tensor: Tensor) -> Tensor:
         return torch._lazy_clone(tensor)  # pyright: ignore[reportPrivateImportUsage]
     except RuntimeError:
         return tensor.clone()
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether an element is at several places, as vmap expands what it has not batched: nothing can be written there.
+
+    Pinned by ``test_fuzz.py``'s buffers that are read before and after they change.
+    """
+    inner = base(tensor)
+    return inner.layout is torch.strided and any(n > 1 and s == 0 for n, s in zip(inner.shape, inner.stride(), strict=True))
 
 
 def shares_memory(tensor: Tensor, copy: Tensor) -> bool:
