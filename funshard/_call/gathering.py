@@ -5,8 +5,8 @@ of the gathered buffer of the owning unit, and gathers it if nobody has. A unit 
 (or, used from outside, when first touched) and let go when the module that was running then is left. Letting go is
 dropping a reference: nothing is ever resized or freed by hand, so whatever user code still holds stays readable.
 
-What would hold the buffer until backward is autograd, which saves weights. Saved-tensor hooks put a note in their
-place: this view of that unit. When backward asks for it, the unit is gathered again, once, and let go when the
+What would hold the buffer until backward is autograd, which saves weights. Saved-tensor hooks put in their place how to
+have them again: this view of that unit. When backward asks for it, the unit is gathered again, once, and let go when the
 gradient of its buffer is complete, which is also when that gradient is reduce-scattered.
 """
 
@@ -56,7 +56,6 @@ class Call:
         self.reduction = reduction
         self.thread = this_thread(thread)
         self.ahead = prefetch, in_flight
-        self.mesh = spec.bound_mesh
         self.differentiable, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
         self.hook = self.outer  # what replaces saved tensors while forward runs
@@ -198,7 +197,7 @@ class Call:
             if vars(module).get("sparse") is True:  # nn.Embedding's: gradients go into a buffer, where zeros are as dear
                 vars(module)["sparse"] = False
             if isinstance(module, SyncBatchNorm):
-                vars(module)[MESH] = self.mesh
+                vars(module)[MESH] = self.spec.bound_mesh
         for name in self.spec.ignored:
             if name in self.mode.params:
                 path, _, attr = name.rpartition(".")

@@ -197,8 +197,4 @@ def _may_be_written(buffer: Tensor, copy: Tensor) -> bool:
     """Whether a kernel may have written to the copy of a buffer without telling its version."""
     if _torch.level():
         return _torch.is_batched(copy)
-    return not (_strided(buffer) and _strided(copy) and _torch.shares_memory(buffer, copy))
-
-
-def _strided(x: Tensor) -> bool:
-    return type(x) is Tensor and x.layout is torch.strided
+    return not (_torch.is_strided(buffer) and _torch.is_strided(copy) and _torch.shares_memory(buffer, copy))

@@ -231,9 +231,7 @@ def copy_of(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     Nor of one with an element at several places, as vmap expands them: its copy on write could not be written to.
     """
     seen = torch.compiler.is_compiling() or _torch.traced() or _torch.is_batched(buffer)
-    if seen or dtype != buffer.dtype or type(buffer) is not Tensor or buffer.layout is not torch.strided:
-        return buffer.to(dtype, copy=True)
-    if _torch.overlaps(buffer):
+    if seen or dtype != buffer.dtype or not _torch.is_strided(buffer) or _torch.overlaps(buffer):
         return buffer.to(dtype, copy=True)
     return _torch.copy_on_write(buffer)
 

@@ -14,7 +14,7 @@ from .._torch.compiler import FUNC_GRADIENT, OpOverload
 
 __all__ = [
     "RESHARD",
-    "Gathered",
+    "GatherNodes",
     "annotate_phases",
     "annotation",
     "assembles",
@@ -28,8 +28,6 @@ __all__ = [
 ]
 
 _PHASE, RESHARD = "funshard_phase", "funshard_reshard"
-
-
 _GRADIENTS = (FUNC_GRADIENT, torch.autograd.grad)
 
 
@@ -46,6 +44,7 @@ def annotate_phases(graph: Graph) -> str:
 
 
 def annotation(node: Node, key: str) -> Any:
+    """What was written on the node under this key, None for nothing."""
     return node.meta.get("custom", {}).get(key)
 
 
@@ -57,6 +56,7 @@ def _op(node: Node) -> str:
 
 
 def waits(node: Node) -> bool:
+    """Whether it waits for a collective."""
     return _op(node).startswith("_c10d_functional.wait_tensor")
 
 
@@ -65,6 +65,7 @@ def _gathers(node: Node) -> bool:
 
 
 def starts(node: Node) -> bool:
+    """Whether it starts a collective."""
     return _op(node).startswith("_c10d_functional.") and not waits(node)
 
 
@@ -81,6 +82,7 @@ def assembles(node: Node) -> bool:
 
 
 def mutates(node: Node) -> bool:
+    """Whether it writes to what it is given."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
@@ -89,7 +91,7 @@ _ASSEMBLES = ("aten.cat", "aten.sum", "aten.zeros", "aten.new_zeros", "aten.full
 
 
 @dataclass
-class Gathered:
+class GatherNodes:
     """A gathered unit in the graph: what makes it, what is seen of it, and the nodes that compute with it, in order."""
 
     wait: Node
@@ -102,11 +104,11 @@ class Gathered:
         return self.wait.all_input_nodes[0]
 
 
-def gathered_units(graph: Graph) -> list[Gathered]:
+def gathered_units(graph: Graph) -> list[GatherNodes]:
     """Every gather of what is an input, or a view or cast of one."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     given: set[Node] = set()
-    found: list[Gathered] = []
+    found: list[GatherNodes] = []
     for node in graph.nodes:
         from_given = bool(node.all_input_nodes) and given.issuperset(node.all_input_nodes)
         if node.op in ("placeholder", "get_attr") or (from_given and (is_light(node) or _gathers(node) or waits(node))):
@@ -117,7 +119,7 @@ def gathered_units(graph: Graph) -> list[Gathered]:
         uses = {user for view in (node, *views) for user in view.users} - set(views)
         if not all(_gathers(use) for use in uses):  # else it is one of several axes
             makes = reach([node], lambda n: [m for m in n.all_input_nodes if m.op == "call_function"])
-            found.append(Gathered(node, *(sorted(nodes, key=place.__getitem__) for nodes in (makes, views, uses))))
+            found.append(GatherNodes(node, *(sorted(nodes, key=place.__getitem__) for nodes in (makes, views, uses))))
     return found
 
 

@@ -23,7 +23,19 @@ from torch.fx import Graph, Node
 from .._torch.compiler import CustomGraphPass, get_hash_for_files
 from . import graph as graph_file
 from . import operators
-from .graph import RESHARD, Gathered, annotation, assembles, gathered_units, is_light, mutates, phases_of, reach, starts, waits
+from .graph import (
+    RESHARD,
+    GatherNodes,
+    annotation,
+    assembles,
+    gathered_units,
+    is_light,
+    mutates,
+    phases_of,
+    reach,
+    starts,
+    waits,
+)
 
 __all__ = ["GraphSchedule"]
 
@@ -81,7 +93,7 @@ def _regather(graph: Graph) -> None:
 class _Again:
     """A second gather of a unit, before a node, and views of it where they are asked for."""
 
-    def __init__(self, unit: Gathered, before: Node) -> None:
+    def __init__(self, unit: GatherNodes, before: Node) -> None:
         self.own, self.before = {unit.wait, *unit.makes, *unit.views}, before
         self.copies: dict[Node, Node] = {}
 

@@ -16,9 +16,9 @@ from .levels import base, is_wrapped, level, without_graph
 from .storage import storage_id, version
 
 __all__ = [
+    "Buffer",
     "Function",
-    "Note",
-    "Noted",
+    "OfDtype",
     "backward_early",
     "graph_task",
     "in_python_node",
@@ -45,17 +45,17 @@ class Function(torch.autograd.Function):
         cls.forward.__signature__ = inspect.signature(cls.forward)  # pyright: ignore[reportFunctionMemberAccess]
 
 
-class Noted(Protocol):
+class OfDtype(Protocol):
     """What stands for the views of a buffer of this dtype."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
 
-Note = TypeVar("Note", bound=Noted)
+Buffer = TypeVar("Buffer", bound=OfDtype)
 
 
-def viewed(tensor: Tensor, live: Mapping[int, Note]) -> Note | None:
+def viewed(tensor: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
     """Which of these buffers, by storage, a tensor sees by shape, strides and offset alone; None for any other tensor."""
     inner = base(tensor) if is_wrapped(tensor) else tensor
     if type(inner) is not Tensor or inner.layout is not torch.strided:

@@ -19,6 +19,7 @@ __all__ = [
     "bound_device",
     "copy_on_write",
     "group",
+    "is_strided",
     "joined",
     "overlaps",
     "overwrite",
@@ -90,6 +91,11 @@ def copy_on_write(tensor: Tensor) -> Tensor:
         return torch._lazy_clone(tensor)  # pyright: ignore[reportPrivateImportUsage]
     except RuntimeError:
         return tensor.clone()
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether it is no subclass and no wrapper, and has a storage with strides: what `copy_on_write` is for."""
+    return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
 def overlaps(tensor: Tensor) -> bool:

@@ -142,6 +142,7 @@ def _reference(obj: Any) -> Callable[[], Any]:
 
 
 def write(obj: Any, contents: Any, own: set[nn.Module]) -> None:
+    """Have this in an object; modules but for ``own`` get all their attributes."""
     kind = kind_of(obj)
     assert kind is not None
     if isinstance(obj, nn.Module) and obj not in own:
@@ -186,6 +187,7 @@ def _found(token: Token, found: Reached) -> Any:
 
 
 def same_names(names: list[Any], others: list[Any]) -> bool:
+    """Whether what was seen has the same names in the same order: tensors by identity, others by value."""
     if len(names) != len(others):
         return False
     return all(not (a is not b and (isinstance(a, Tensor) or a != b)) for a, b in zip(names, others, strict=True))

@@ -27,7 +27,7 @@ Kept = tuple[Tensor, int]
 """A saved tensor and its version."""
 
 
-class Source(_torch.Noted, Protocol):
+class Source(_torch.OfDtype, Protocol):
     """A gathered buffer, of which autograd saves views."""
 
     def saved_as(self, tensor: Tensor, *, by_backward: bool) -> SavedAs | None:

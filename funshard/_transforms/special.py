@@ -202,6 +202,7 @@ SPECIAL: dict[type, Kind | None] = {
 
 
 def ranks_in(obj: PartitionSpec | Mesh | Simulated) -> list[Tensor]:
+    """The ranks in it that vmap simulates."""
     if isinstance(obj, Simulated):
         return [obj.rank]
     mesh = obj.mesh if isinstance(obj, PartitionSpec) else obj

@@ -19,6 +19,7 @@ __all__ = ["full_precision", "ignoring", "ignoring_all"]
 
 
 def ignoring_all(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
+    """The tree without the parameters that any of the specs ignores."""
     names = {name for spec in specs for name in spec.ignored}
     return tree.without(lambda node: False, lambda param: param.name in names) if names else tree
 

@@ -28,6 +28,7 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Generator[None]:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a tree."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -38,12 +39,15 @@ def clones(tree: Any) -> Any:
 
 
 def row(tree: Any, rank: int) -> Any:
+    """The tree of one of the ranks that are stacked in dimension 0."""
     return pytree.tree_map_only(Tensor, lambda x: x[rank], tree)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
+    """Whether they are equal in every element, wherever they are."""
     return a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu()))
 
 
 def largest_of(x: Tensor) -> float:
+    """The largest magnitude; what is not finite counts as 0, and so does nothing."""
     return float(x.detach().abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0
