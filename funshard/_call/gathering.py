@@ -193,7 +193,7 @@ class Call:
         for module, attributes in self.place.owned.items():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            vars(module)["_parameters"] = Parameters(module._parameters, dict(attributes), self.read, self.thread)
+            vars(module)["_parameters"] = Parameters(module._parameters, attributes, self.read, self.thread)
             if vars(module).get("sparse") is True:  # nn.Embedding's: gradients go into a buffer, where zeros are as dear
                 vars(module)["sparse"] = False
             if isinstance(module, SyncBatchNorm):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,12 +34,9 @@ __all__ = [
 Attributes = dict[nn.Module, dict[str, Any]]
 """Of each module what ``vars`` gives."""
 
-CONTAINERS = tuple(
-    name
-    for name, value in vars(nn.Module()).items()
-    if isinstance(value, dict | set) and name not in ("_parameters", "_buffers")
-)
-"""Where nn.Module keeps hooks and submodules, which forward may change in place (transformers 5 adds hooks)."""
+_KINDS = (dict, set)
+CONTAINERS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, _KINDS) and name != "_parameters")
+"""Where nn.Module keeps hooks, submodules and buffers, which forward may change in place (transformers 5 adds hooks)."""
 
 CHANGING = threading.RLock()
 """Held while a model is being changed for a call and put back: other threads find it as it was, or with `Parameters`."""
@@ -56,7 +55,7 @@ class Parameters(dict[str, Any]):
     def __init__(
         self,
         original: Mapping[str, Tensor | None],
-        owned: dict[str, tuple[Unit, int]],
+        owned: Mapping[str, tuple[Unit, int]],
         read: Callable[[Unit, int], Tensor],
         thread: int,
     ) -> None:
@@ -64,17 +63,20 @@ class Parameters(dict[str, Any]):
         self._owned, self._read, self.thread = owned, read, thread
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._owned:
-            return self._read(*self._owned[name])
-        return super().__getitem__(name)
+        owned = self._owned.get(name)
+        return super().__getitem__(name) if owned is None else self._read(*owned)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._owned.pop(name, None)
+        self._disown(name)
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
-        self._owned.pop(name, None)
+        self._disown(name)
         super().__delitem__(name)
+
+    def _disown(self, name: str) -> None:
+        if name in self._owned:  # which all calls share
+            self._owned = {other: at for other, at in self._owned.items() if other != name}
 
     def __iter__(self) -> Iterator[str]:  # overriding it keeps dict(self) from copying the originals underneath
         return super().__iter__()
@@ -151,33 +153,45 @@ def restored(modules: Mapping[str, nn.Module], thread: int) -> Generator[Attribu
 
 
 class _Saved(NamedTuple):
+    """A module's attributes, in whose place a copy is for the length of a call."""
+
     module: nn.Module
     attributes: dict[str, Any]
-    containers: list[tuple[Any, Any]]
-    """Each with a copy, None where it is empty, which most are."""
+    containers: Sequence[Any]
+    contents: Sequence[Any]
+    """Copies of these, none at all where all are empty, as in most modules."""
     scripted: dict[str, Tensor | None]
     """What a ScriptModule's own code reads, where no mapping of Python's is asked."""
 
     @classmethod
     def of(cls, module: nn.Module) -> _Saved:
-        attributes = dict(vars(module))
+        attributes = vars(module)
+        object.__setattr__(module, "__dict__", attributes.copy())
         inside: dict[str, Tensor | None] = {}
         if isinstance(module, torch.jit.ScriptModule):
             inside = _own(module, "_parameters") | _own(module, "_buffers")
-        some = [attributes.get(name) for name in CONTAINERS]
-        return cls(
-            module, attributes, [(one, one.copy() if one else None) for one in some if isinstance(one, dict | set)], inside
-        )
+        try:
+            containers = _containers(attributes)
+        except KeyError:
+            containers = [attributes.get(name) for name in CONTAINERS]
+        if not any(containers):
+            return cls(module, attributes, containers, (), inside)
+        containers = [one for one in containers if isinstance(one, _KINDS)]
+        return cls(module, attributes, containers, [one.copy() if one else None for one in containers], inside)
 
     def put_back(self) -> None:
         for name, tensor in self.scripted.items():
             setattr(self.module, name, tensor)
-        vars(self.module).clear()
-        vars(self.module).update(self.attributes)
-        for container, content in self.containers:
+        object.__setattr__(self.module, "__dict__", self.attributes)
+        if not self.contents and not any(self.containers):
+            return
+        for container, content in itertools.zip_longest(self.containers, self.contents):
             if (container or content) and container != content:
                 container.clear()
                 container.update(content or ())
+
+
+_containers: Callable[[dict[str, Any]], Sequence[Any]] = operator.itemgetter(*CONTAINERS)
 
 
 def _modules_in(module: nn.Module, path: str) -> dict[str, nn.Module]:
@@ -253,6 +267,8 @@ def install_buffers(
     fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
     for path, module in modules.items():
         own = _own(module, "_buffers")
+        if not own:  # as most
+            continue
         mine = fresh.setdefault(module, dict(own))
         cast = dtypes(path) if dtypes else None
         for attr, original in own.items():

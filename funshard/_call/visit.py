@@ -158,10 +158,11 @@ class Visit:
     @property
     def buffer(self) -> Tensor:
         """The gathered buffer, while it is there."""
+        if self.full is not None:
+            return self.full
         lease = self._leased()
-        buffer = self.full if self.full is not None else lease.buffer if lease else None
-        assert buffer is not None
-        return buffer
+        assert lease is not None and lease.buffer is not None
+        return lease.buffer
 
     def leave(self, *, keep: bool) -> None:
         """Forward is done with it: let the buffer go, or keep it for backward."""
@@ -175,8 +176,10 @@ class Visit:
 
     def lease(self) -> _Lease:
         """What to hold for as long as backward may ask for the buffer."""
-        lease = self._leased() or _Lease()
-        self._lease = weakref.ref(lease)
+        lease = self._leased()
+        if lease is None:
+            lease = _Lease()
+            self._lease = weakref.ref(lease)
         return lease
 
     def lease_for_rerun(self) -> _Lease:
@@ -220,18 +223,17 @@ class Visit:
 
     def saved_as(self, tensor: Tensor, *, by_backward: bool) -> SavedAs:
         """How to have this view of the buffer again, that autograd saves in forward or in a backward that records itself."""
-        return functools.partial(
-            self._view, self.lease(), tensor.shape, tensor.stride(), tensor.storage_offset(), by_backward=by_backward
-        )
+        lease = self.lease()
+        return functools.partial(self._view, lease, by_backward, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _view(
-        self, _: _Lease, shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt, *, by_backward: bool
+        self, lease: _Lease, by_backward: bool, shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt
     ) -> Tensor:
         self.schedule.approach(self)
         if by_backward:
             self.schedule.keep_latest(self)
         over = self.schedule.is_over()
-        buffer = self.again()
+        buffer = self.again() if lease.buffer is None else lease.buffer
         if torch.is_grad_enabled() and self.route.frees:
             save_in_node({_torch.storage_id(buffer): self}, 0 if over else _torch.level())
         view = buffer.as_strided(shape, stride, offset)
@@ -251,12 +253,17 @@ class Visit:
         return reduce_unit(buffer, self.unit, mesh, reduction, self.unit.p.precision, self.shard.dtype)
 
 
-class _Parameters(_torch.Function):
+class _Parameters(_torch.LevelFunction):
     """A unit's parameters, as views of the buffer of one visit."""
 
     @staticmethod
     def forward(shard: Tensor, visit: Visit) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tuple(unflatten_unit(shard if visit.buffer is visit.shard else visit.buffer, visit.unit))
+        buffer, level = visit.buffer, _torch.level()
+        if not level:
+            return tuple(unflatten_unit(shard if buffer is visit.shard else buffer, visit.unit))
+        with _torch.beneath():
+            views = unflatten_unit(buffer, visit.unit)
+        return tuple(_torch.wrapped(view, level) for view in views)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:

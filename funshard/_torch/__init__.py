@@ -7,6 +7,7 @@ and runs, storages, and process groups.
 from .backward import (
     DATA,
     Function,
+    LevelFunction,
     OfDtype,
     backward_early,
     graph_task,
@@ -77,6 +78,7 @@ __all__ = [
     "DATA",
     "FORWARD_CAN_BE_REPLACED",
     "Function",
+    "LevelFunction",
     "OfDtype",
     "alias",
     "alone",

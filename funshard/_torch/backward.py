@@ -10,6 +10,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
+from torch._C._functorch import (
+    get_single_level_autograd_function_allowed,
+    set_single_level_autograd_function_allowed,
+)
+from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from .levels import base, is_wrapped, level, without_graph
@@ -18,6 +23,7 @@ from .storage import storage_id, version
 __all__ = [
     "Buffer",
     "Function",
+    "LevelFunction",
     "OfDtype",
     "backward_early",
     "graph_task",
@@ -45,6 +51,24 @@ class Function(torch.autograd.Function):
         cls.forward.__signature__ = inspect.signature(cls.forward)  # pyright: ignore[reportFunctionMemberAccess]
 
 
+class LevelFunction(_SingleLevelFunction):
+    """An autograd Function of the graph of the running torch.func.grad, or of plain autograd's: nothing below is to know of it.
+
+    torch.func takes a torch.autograd.Function down to every level, by a class that it makes anew at each call: 0.3 ms.
+    Here ``forward`` runs in the transform, and gives tensors of its level. Pinned by ``test_functions_of_one_level``.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """What ``forward`` gives, with a node."""
+        before = get_single_level_autograd_function_allowed()
+        set_single_level_autograd_function_allowed(True)
+        try:
+            return super().apply(*args)
+        finally:
+            set_single_level_autograd_function_allowed(before)
+
+
 class OfDtype(Protocol):
     """What stands for the views of a buffer of this dtype."""
 
@@ -58,10 +82,15 @@ Buffer = TypeVar("Buffer", bound=OfDtype)
 def viewed(tensor: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
     """Which of these buffers, by storage, a tensor sees by shape, strides and offset alone; None for any other tensor."""
     inner = base(tensor) if is_wrapped(tensor) else tensor
-    if type(inner) is not Tensor or inner.layout is not torch.strided:
+    if type(inner) is not Tensor or inner.layout is not _STRIDED:
         return None
-    note = live.get(storage_id(inner))
-    return note if note is not None and inner.dtype == note.dtype and not inner.is_conj() and not inner.is_neg() else None
+    note = live.get(inner.untyped_storage()._cdata)
+    if note is None or inner.dtype != note.dtype or inner.is_conj() or inner.is_neg():
+        return None
+    return note
+
+
+_STRIDED = torch.strided  # looking it up takes as long as asking for a tensor's layout, which is done for all that is saved
 
 
 def unchanged(tensor: Tensor, version_: int) -> Tensor:
@@ -107,23 +136,21 @@ def is_last_backward(level_: int) -> bool:
 
 def in_python_node() -> bool:
     """Whether a node of backward runs that Python defines: it may differentiate something itself. Pinned with the last."""
-    return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+    return isinstance(torch._C._current_autograd_node(), BackwardCFunction)
 
 
-def kept(tensor: Tensor) -> Tensor:
-    """What saved-tensor hooks may keep in a tensor's place: itself, or itself without its graph if that keeps itself.
+def kept(tensor: Tensor) -> tuple[Tensor, int]:
+    """What saved-tensor hooks may keep in a tensor's place, for `unchanged`: itself, or without its graph if that keeps itself.
 
     A node that saves its own output would hold itself. Of the C++ nodes only the newest can be saving its output; one
     that Python defines may have made others since. Autograd adds the graph again when it unpacks. Pinned by
     ``test_saved_outputs_hold_no_graph``.
     """
     if is_wrapped(tensor):
-        return without_graph(tensor)
+        return without_graph(tensor), version(tensor)
     node = tensor.grad_fn
-    if node is None:
-        return tensor
-    own = isinstance(node, torch.autograd.function.BackwardCFunction) or node._sequence_nr() == _get_sequence_nr() - 1
-    return tensor.detach() if own else tensor
+    own = node is not None and (node._sequence_nr() == _get_sequence_nr() - 1 or isinstance(node, BackwardCFunction))
+    return tensor.detach() if own else tensor, version(tensor)
 
 
 @contextlib.contextmanager

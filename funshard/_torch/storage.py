@@ -133,4 +133,9 @@ def bound_device(group: dist.ProcessGroup) -> torch.device | None:
 def version(tensor: Tensor) -> int:
     """How often the tensor was modified in place; 0 for inference tensors, which do not count and are not saved."""
     inner = base(tensor) if is_wrapped(tensor) else tensor
-    return 0 if inner.is_inference() else inner._version
+    try:
+        return inner._version
+    except RuntimeError:
+        if inner.is_inference():
+            return 0
+        raise

@@ -25,12 +25,18 @@ from .surroundings import Surroundings
 
 __all__ = ["Again", "running"]
 
-_RUNNING = threading.local()
+
+class _Running(threading.local):
+    names: tuple[str, ...] = ()
+    stacked = False
+
+
+_RUNNING = _Running()
 
 
 def running() -> tuple[str, ...]:
     """The names of what runs now to run again, the innermost last."""
-    return getattr(_RUNNING, "names", ())
+    return _RUNNING.names
 
 
 class Again:
@@ -47,7 +53,7 @@ class Again:
         self._found: Reached | None = Reached([*roots.values(), context], self._own)  # until the first run has ended
         self._start = Start(self._found, self._own)
         levels += self._grad and any(_torch.base(x).requires_grad for x in self._found.tensors)
-        self._stacked = (_torch.level() > 0 and levels > 1) or getattr(_RUNNING, "stacked", False)
+        self._stacked = (_torch.level() > 0 and levels > 1) or _RUNNING.stacked
         self._paths = [self._found.where((TENSOR, i), self._labels) for i in range(len(self._found.tensors))]
         self._surroundings: Surroundings | None = None
         self._changed: set[int] = set()
@@ -87,7 +93,7 @@ class Again:
         return tuple(end.results)
 
     def _run(self, made: Made, xs: Sequence[Tensor]) -> tuple[End, Reached]:
-        before, stacked = running(), getattr(_RUNNING, "stacked", False)
+        before, stacked = running(), _RUNNING.stacked
         _RUNNING.names, _RUNNING.stacked = (*before, self.name), self._stacked
         try:
             if self._surroundings is None:

@@ -51,7 +51,7 @@ class Hooks:
         source = _torch.viewed(tensor, self.live)
         if source is not None and (note := source.saved_as(tensor, by_backward=self.by_backward)) is not None:
             return note
-        return _torch.kept(tensor), _torch.version(tensor)
+        return _torch.kept(tensor)
 
 
 def unpack(packed: Any) -> Tensor:

@@ -87,7 +87,7 @@ def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:
 
     One split: a slice per parameter would make as many full-size zero buffers in the backward pass.
     """
-    pieces = buffer.split([*(size for size, _ in unit.parts), buffer.shape[0] - unit.span])
+    pieces = buffer.split_with_sizes([*(size for size, _ in unit.parts), buffer.shape[0] - unit.span])
     return [_shaped(piece, param) for piece, (_, param) in zip(pieces, unit.parts, strict=False) if param is not None]
 
 
