@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ._spec.spec import PartitionSpec, bound
 from ._spec.unit import Unit
+from ._units.joining import BUCKET_BYTES, Bucket, Buckets
 from ._units.layout import Params
-from ._units.reductions import BUCKET_BYTES
 from .collectives._functions import all_reduce
 from .collectives._mesh import Axes, Axis, Mesh
 
@@ -225,16 +225,12 @@ def _over(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict
 
 def _mean(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]], mesh: Mesh) -> Params:
     out = dict(params)
-    for keys in _together(params, over):
-        first = params[keys[0]]
-        mean = first if len(keys) == 1 else torch.cat([params[key].reshape(-1) for key in keys])
-        for name in over[keys[0]]:
+    for names, bucket in _together(params, over):
+        mean = bucket.joined()
+        for name in names:
             mean = _mean_over(mean, mesh[name])
-        if len(keys) == 1:
-            out[keys[0]] = mean
-            continue
-        pieces = mean.split([params[key].numel() for key in keys])
-        out |= {key: piece.reshape(params[key].shape).clone() for key, piece in zip(keys, pieces, strict=True)}
+        for key, part in bucket.parts(mean):
+            out[key] = part.view(params[key].shape) if part is mean else part.view(params[key].shape).clone()
     return out
 
 
@@ -243,20 +239,15 @@ def _mean_over(x: Tensor, axis: Axis) -> Tensor:
     return all_reduce(x / axis.size, axis, reduce="sum") if x.dtype == torch.float16 else all_reduce(x, axis)
 
 
-def _together(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]]) -> Iterator[list[str]]:
-    """The keys in groups to reduce in one go: large tensors alone, small ones of the same axes, dtype and device."""
-    waiting: dict[tuple[tuple[str, ...], torch.dtype, torch.device], tuple[int, list[str]]] = {}
+def _together(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], Bucket]]:
+    """What to reduce in one go, and over which axes: large tensors alone, small ones of the same axes, dtype and device."""
+    small: Buckets[tuple[tuple[str, ...], torch.dtype, torch.device]] = Buckets()
     for key in sorted(over):  # in whatever order a rank has them
-        tensor = params[key]
-        if tensor.nbytes >= BUCKET_BYTES:
-            yield [key]
-            continue
-        kind = (over[key], tensor.dtype, tensor.device)
-        size, keys = waiting.pop(kind, (0, []))
-        size += tensor.nbytes
-        if size < BUCKET_BYTES:
-            waiting[kind] = (size, [*keys, key])
-        else:
-            yield [*keys, key]
-    for _, keys in waiting.values():
-        yield keys
+        x, names = params[key], over[key]
+        most = BUCKET_BYTES / x.itemsize
+        if x.numel() >= most:
+            yield names, Bucket([(key, x)])
+        elif full := small.add((names, x.dtype, x.device), key, [x.reshape(-1)], x.numel(), most):
+            yield names, full
+    for (names, *_), bucket in small.rest():
+        yield names, bucket

@@ -68,12 +68,7 @@ def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) 
 
 
 def update(
-    state: LossScale,
-    finite: Tensor,
-    *,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
+    state: LossScale, finite: Tensor, *, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000
 ) -> LossScale:
     """The state for the next step: the scale grows after so many good steps in a row, and falls after a bad one.
 
@@ -91,10 +86,7 @@ def update(
     grown = scale * growth_factor
     kept = torch.where(grows & torch.isfinite(grown), grown, scale)
     zero = torch.zeros_like(good)
-    return LossScale(
-        torch.where(finite, kept, scale * backoff_factor),
-        torch.where(finite & ~grows, good, zero),
-    )
+    return LossScale(torch.where(finite, kept, scale * backoff_factor), torch.where(finite & ~grows, good, zero))
 
 
 def select(finite: Tensor, new: Tree, old: Tree) -> Tree:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -93,3 +96,28 @@ ALLOWED = ("torch.ops._c10d_functional", "torch.utils._pytree", "torch.__version
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 300
+
+
+def undocumented(path: Path) -> Iterator[str]:
+    """The functions, classes and methods of a file without an underscore or a docstring, but for methods that inherit one."""
+
+    def bare(node: ast.AST, *classes: str) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.FunctionDef | ast.ClassDef) or child.name.startswith("_"):
+                continue
+            if isinstance(child, ast.ClassDef):
+                yield from bare(child, *classes, child.name)
+            if ast.get_docstring(child) is None and "overload" not in map(ast.unparse, child.decorator_list):
+                names = ".".join([*classes, child.name])
+                if not (classes and isinstance(child, ast.FunctionDef) and inspect.getdoc(attrgetter(names)(module))):
+                    yield names
+
+    name = ".".join(("funshard", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    module = importlib.import_module(name)
+    return bare(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_has_no_underscore_has_a_docstring(path: Path) -> None:
+    """Also in private folders, which ruff takes for private files and passes over."""
+    assert list(undocumented(path)) == []

@@ -565,6 +565,35 @@ def test_functions_keep_their_signature() -> None:
     assert torch.equal(torch.autograd.grad(Scaled.apply(x).sum(), x)[0], torch.full((2,), 3.0))
 
 
+def test_functions_of_one_level() -> None:
+    """A node of the running level's graph alone, which torch.func's own way through a Function would make a class for."""
+    made: list[int] = []
+
+    class Doubled(_torch.LevelFunction):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            made.append(_torch.level())
+            with _torch.beneath():
+                out = 2 * _torch.base(x)
+            return _torch.wrapped(out, _torch.level())
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            ctx.level = _torch.level_of(inputs[0])
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            made.append(_torch.level_of(g) - ctx.level)
+            return 2 * g
+
+    x = torch.ones(2)
+    assert torch.equal(grad(lambda x: (Doubled.apply(x) ** 2).sum())(x), torch.full((2,), 8.0))
+    assert torch.equal(torch.autograd.grad((Doubled.apply(x.requires_grad_()) ** 2).sum(), x)[0], torch.full((2,), 8.0))
+    assert made == [1, 0, 0, 0]
+    with pytest.raises(RuntimeError, match="functorch"):
+        grad(lambda x: torch.autograd.function._SingleLevelFunction.apply(x))(x.detach())
+
+
 def test_followed_at_which_levels() -> None:
     """``detach`` ends derivatives of all levels, ``.data`` that of its own, ``no_grad`` those of reverse mode, views too."""
     keys: list[Any] = []

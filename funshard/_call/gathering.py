@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._batchnorm import MESH, SyncBatchNorm
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms.again import running
+from .._transforms.rerun import running
 from .._transforms.saved import Hooks, unpack
 from .._transforms.special import set_attributes
 from .casting import buffer_dtypes, cast_around
+from .fittings import fittings
 from .modes import Gathered, Scheduled, choose, given
 from .recompute import Replaced, recomputed, replaced
 from .swap import CHANGING, Attributes, Parameters, Place, install_buffers, restored, this_thread
@@ -196,8 +196,6 @@ class Call:
             vars(module)["_parameters"] = Parameters(module._parameters, attributes, self.read, self.thread)
             if vars(module).get("sparse") is True:  # nn.Embedding's: gradients go into a buffer, where zeros are as dear
                 vars(module)["sparse"] = False
-            if isinstance(module, SyncBatchNorm):
-                vars(module)[MESH] = self.spec.bound_mesh
         for name in self.spec.ignored:
             if name in self.mode.params:
                 path, _, attr = name.rpartition(".")
@@ -211,9 +209,8 @@ class Call:
                 vars(modules[path])["forward"] = self._recomputed(path, before, modules[path].forward, units)
             elif path in modules and path != self.place.path:
                 vars(modules[path])["forward"] = self._scoped(modules[path].forward, units)
-        for path, p in self.spec.places.items():
-            if p.precision and path in modules and path != self.place.path:
-                vars(modules[path])["forward"] = cast_around(modules[path].forward, p.precision)
+        for module, name, value in fittings(modules, self.spec, self.place.path):
+            vars(module)[name] = value
         return [] if self.place.path in again else by_path.get(self.place.path, [])
 
     def read(self, unit: Unit, i: int) -> Tensor:

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._batchnorm import MESH, SyncBatchNorm
 from .._spec.division import Reduction
 from .._spec.fits import whole_unit
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join
 from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit
-from ..collectives._mesh import Mesh
 from .buffers import put_back, running_statistics, warn_of_lost_while_tracing
 from .casting import buffer_dtypes, cast_around, cast_back, cast_floats, cast_params, casts
+from .fittings import fittings
 
 __all__ = ["run"]
 
@@ -57,7 +56,7 @@ def run(
         cast = cast_floats(x, dtypes(name.rpartition(".")[0]))
         now[name] = copies[x] if cast is x and x in copies else cast
     tensors |= now
-    with _torch.reparametrized(model, tensors), _casts_inside(model, spec), _on_mesh(model, spec.bound_mesh):
+    with _torch.reparametrized(model, tensors), _fitted(model, spec):
         run = getattr(model, method) if method else model
         out = cast_around(run, spec.places[""].precision)(*args, **kwargs)
     if buffers is None:
@@ -82,31 +81,19 @@ def _check_casts_inside(spec: PartitionSpec) -> None:
 
 
 @contextlib.contextmanager
-def _on_mesh(model: nn.Module, mesh: Mesh) -> Generator[None]:
-    """Within this, what takes statistics over ranks finds them."""
-    own = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-    for module in own:
-        setattr(module, MESH, mesh)
+def _fitted(model: nn.Module, spec: PartitionSpec) -> Generator[None]:
+    """Within this, the modules have their `fittings`."""
+    before: list[tuple[nn.Module, str, Any]] = []
+    for module, name, value in fittings(dict(model.named_modules(remove_duplicate=False)), spec, ""):
+        before.append((module, name, module.__dict__.get(name)))
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for module in own:
-            delattr(module, MESH)
-
-
-@contextlib.contextmanager
-def _casts_inside(model: nn.Module, spec: PartitionSpec) -> Generator[None]:
-    """Within this, the modules of units but the root's cast what they say they cast."""
-    own: list[tuple[dict[str, Any], Any]] = []  # by __dict__, which Dynamo leaves as it was when it is put back
-    for path, p in spec.places.items():
-        if path and p.precision and casts(p.precision):
-            module = model.get_submodule(path)
-            own.append((module.__dict__, module.__dict__.get("forward")))
-            module.__dict__["forward"] = cast_around(module.forward, p.precision)
-    try:
-        yield
-    finally:
-        for attributes, forward in own:
-            attributes.pop("forward")
-            if forward is not None:
-                attributes["forward"] = forward
+        for module, name, value in reversed(before):
+            if name == "forward":  # delattr would not find it, for Dynamo, as the class has one, too
+                module.__dict__.pop(name)
+            else:  # before torch 2.13 Dynamo does not know that pop
+                delattr(module, name)
+            if value is not None:
+                setattr(module, name, value)

@@ -49,7 +49,7 @@ class Nested:
         for *which, buffer in self._recent:
             if which == [gather.number, level]:
                 return buffer
-        buffer = gather.again(level)
+        buffer = gather.unshard_again(level)
         self._recent.append((gather.number, level, buffer))
         return buffer
 
@@ -68,7 +68,7 @@ class _Gather:
         self._call, self._shard, self._gather = call, shard, gather
         self._version = _torch.version(shard)
 
-    def again(self, level: int) -> Tensor:
+    def unshard_again(self, level: int) -> Tensor:
         """The buffer as a level sees it; RuntimeError if the shard has been modified in place since."""
         if _torch.version(self._shard) != self._version:
             raise RuntimeError(

@@ -13,7 +13,7 @@ from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join
 from .._transforms.kind import OWN
-from .._transforms.remat import run_again
+from .._transforms.remat import rerun
 from .._units.layout import Params, unflatten_unit
 from .schedule import Visit
 from .swap import Attributes, Parameters, Place, copy_of
@@ -63,7 +63,7 @@ def recomputed(
         "kwargs": kwargs,
         **{f"module '{path}'": module for path, module in place.modules.items()},
     }
-    out, written = run_again(run, f"module '{place.path}' with P(remat=True)", roots, place.owned)
+    out, written = rerun(run, f"module '{place.path}' with P(remat=True)", roots, place.owned)
     for i, (buffer, is_new) in written.items():
         before_it = list(buffers)[i]
         # a vmap around has batched all results, and can only write those into what it has batched

@@ -106,6 +106,8 @@ class Visit:
 
     def _gather(self) -> None:
         route = self.route
+        if not route.made:
+            return
         with _torch.beneath():
             if not self.schedule.routes.connected and _torch.is_fake(self.shard):  # shapes can be computed
                 self.chain = Chain(self.shard.new_empty(route.padded, dtype=route.dtypes.param), ())
@@ -120,8 +122,10 @@ class Visit:
                 self.chain = Chain(self.shard if casts else self.shard.to(route.dtypes.param), self._steps.gather, own)
 
     def _arrived(self) -> Tensor:
-        assert self.chain is not None
         route = self.route
+        if not route.made:
+            return self.shard
+        assert self.chain is not None
         with _torch.beneath():
             chain, self.chain = self.chain, None
             full = chain.result()
@@ -161,8 +165,9 @@ class Visit:
         if self.full is not None:
             return self.full
         lease = self._leased()
-        assert lease is not None and lease.buffer is not None
-        return lease.buffer
+        buffer = lease.buffer if lease else None
+        assert buffer is not None
+        return buffer
 
     def leave(self, *, keep: bool) -> None:
         """Forward is done with it: let the buffer go, or keep it for backward."""

@@ -101,6 +101,7 @@ class GatherNodes:
 
     @property
     def start(self) -> Node:
+        """The node that starts the collective."""
         return self.wait.all_input_nodes[0]
 
 

@@ -77,20 +77,20 @@ def _regather(graph: Graph) -> None:
             continue
         others = [[place[use] for use in other.uses] for other in gathered if other is not unit]
         uses = [use for use in unit.uses if use.op != "output" and not mutates(use)]
-        again: _Again | None = None
+        anew: _UnshardAgain | None = None
         for before, use in itertools.pairwise(uses):
             between = range(place[before] + 1, place[use])
             if phases[use] > phases[before] and sum(any(i in between for i in other) for other in others) > 1:
-                again = _Again(unit, use)
-            if again:
+                anew = _UnshardAgain(unit, use)
+            if anew:
                 for node in use.all_input_nodes:
-                    use.replace_input_with(node, again.copy(node))
+                    use.replace_input_with(node, anew.copy(node))
     for view in (view for unit in gathered for view in reversed(unit.views)):
         if not view.users:
             graph.erase_node(view)
 
 
-class _Again:
+class _UnshardAgain:
     """A second gather of a unit, before a node, and views of it where they are asked for."""
 
     def __init__(self, unit: GatherNodes, before: Node) -> None:

@@ -130,15 +130,18 @@ def _mixed(words: Tensor) -> Tensor:
 
 def talks(mesh: Mesh) -> bool:
     """Whether there are other processes on the mesh, with groups to reach them by."""
-    return any(isinstance(axis, Group) and axis.name and axis.size > 1 for _, axis in mesh.axes)
+    return bool(_talking(mesh))
+
+
+def _talking(mesh: Mesh) -> list[Group]:
+    return [axis for _, axis in mesh.axes if isinstance(axis, Group) and axis.name and axis.size > 1]
 
 
 def _rows(row: Tensor, mesh: Mesh) -> Tensor:
     """The rows of all ranks of the mesh, in its row-major order, over the axes that can communicate."""
     rows = row.unsqueeze(0)
-    for _, axis in reversed(mesh.axes):
-        if isinstance(axis, Group) and axis.name and axis.size > 1:
-            rows = all_gather(rows, axis)
+    for axis in reversed(_talking(mesh)):
+        rows = all_gather(rows, axis)
     return rows
 
 

@@ -14,7 +14,7 @@ from .._spec.unit import Unit
 from .._units.flow import gather_unit
 from .._units.host import on_host
 from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit
-from ..collectives._mesh import Mesh, Simulated
+from ..collectives._mesh import Mesh
 from .agree import broadcast_text, process_group
 
 __all__ = ["gather_full", "scatter_full"]
@@ -35,7 +35,7 @@ def gather_full(
     spec = bound(spec)
     mesh = spec.bound_mesh
     units = check_shards(shards, spec, part=True)
-    if rank0_only and any(isinstance(axis, Simulated) for _, axis in mesh.axes):
+    if rank0_only and mesh.simulated:
         raise ValueError("gather_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
     full: Params = {}
     waiting: Callable[[], Params] = dict
@@ -78,7 +78,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
     """
     spec = bound(spec)
     mesh = spec.bound_mesh
-    if any(isinstance(axis, Simulated) for _, axis in mesh.axes):
+    if mesh.simulated:
         raise ValueError("scatter_full on a simulated mesh: expected process groups; use shard(full, spec) there")
     source, here = coordinates(mesh, src), coordinates(mesh, None)
     error = _source_error(full, spec) if source == here else ""

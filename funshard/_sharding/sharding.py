@@ -20,13 +20,7 @@ from .agree import check_ranks_agree, fingerprints, talks
 from .full import scatter_full
 from .skeleton import is_skeleton
 
-__all__ = [
-    "combine",
-    "partition",
-    "reshard",
-    "shard",
-    "unshard",
-]
+__all__ = ["combine", "partition", "reshard", "shard", "unshard"]
 
 
 def shard(
@@ -171,9 +165,7 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
 
 
 def partition(
-    params: Mapping[str, Tensor],
-    spec: PartitionSpec,
-    predicate: Callable[[Unit | Param], bool] | None = None,
+    params: Mapping[str, Tensor], spec: PartitionSpec, predicate: Callable[[Unit | Param], bool] | None = None
 ) -> tuple[Params, Params]:
     """``(trainable, frozen)``: the params, split in two. Inverse of `combine`.
 
@@ -185,13 +177,10 @@ def partition(
     check_mapping(params)
     parts: tuple[Params, Params] = {}, {}
     for key, tensor in params.items():
-        trainable = key not in spec.ignored and (predicate or _trained)(spec.owner(key))
+        owner = None if key in spec.ignored else spec.owner(key)
+        trainable = owner is not None and (predicate(owner) if predicate else owner.requires_grad)
         parts[0 if trainable else 1][key] = tensor
     return parts
-
-
-def _trained(owner: Unit | Param) -> bool:
-    return owner.requires_grad
 
 
 def combine(*parts: Mapping[str, Tensor]) -> Params:

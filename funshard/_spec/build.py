@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
-
-from .tree import ModuleTree, Param, natural_key
-
-if TYPE_CHECKING:
-    pass
 
 from .spec import PartitionSpec, sample
+from .tree import ModuleTree, Param, natural_key
 from .unit import P, Unit
 
 __all__ = ["build"]

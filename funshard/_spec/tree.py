@@ -156,9 +156,7 @@ def _prune(node: ModuleTree, gone: set[str], cut: set[str]) -> ModuleTree:
     )
 
 
-def _flatten_node(
-    node: ModuleTree,
-) -> tuple[Iterable[Param | ModuleTree], tuple[ModuleTree, int]]:
+def _flatten_node(node: ModuleTree) -> tuple[Iterable[Param | ModuleTree], tuple[ModuleTree, int]]:
     bare = dataclasses.replace(node, params=(), children=())  # no leaves: trees of one structure compare equal
     return (*node.params, *node.children), (bare, len(node.params))
 
@@ -191,10 +189,7 @@ def module_tree(model: nn.Module | ModuleTree) -> ModuleTree:
 
 # Not a closure that calls itself: that is a reference cycle, which keeps a dropped model alive until the next gc.
 def _node(
-    module: nn.Module,
-    paths: Mapping[nn.Module, list[str]],
-    infos: Mapping[torch.Tensor, Param],
-    seen: set[nn.Module],
+    module: nn.Module, paths: Mapping[nn.Module, list[str]], infos: Mapping[torch.Tensor, Param], seen: set[nn.Module]
 ) -> ModuleTree:
     seen.add(module)
     first, *rest = paths[module]

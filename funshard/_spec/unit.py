@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from .precision import Precision
 from .tree import Param
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["P", "Unit"]
 

@@ -21,7 +21,7 @@ from .levels import base, is_wrapped, level, without_graph
 from .storage import storage_id, version
 
 __all__ = [
-    "Buffer",
+    "DATA",
     "Function",
     "LevelFunction",
     "OfDtype",
@@ -64,7 +64,7 @@ class LevelFunction(_SingleLevelFunction):
         before = get_single_level_autograd_function_allowed()
         set_single_level_autograd_function_allowed(True)
         try:
-            return super().apply(*args)
+            return super().apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
         finally:
             set_single_level_autograd_function_allowed(before)
 
@@ -73,7 +73,9 @@ class OfDtype(Protocol):
     """What stands for the views of a buffer of this dtype."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """The buffer's."""
+        ...
 
 
 Buffer = TypeVar("Buffer", bound=OfDtype)
@@ -82,15 +84,12 @@ Buffer = TypeVar("Buffer", bound=OfDtype)
 def viewed(tensor: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
     """Which of these buffers, by storage, a tensor sees by shape, strides and offset alone; None for any other tensor."""
     inner = base(tensor) if is_wrapped(tensor) else tensor
-    if type(inner) is not Tensor or inner.layout is not _STRIDED:
+    if type(inner) is not Tensor or inner.layout is not torch.strided:
         return None
-    note = live.get(inner.untyped_storage()._cdata)
+    note = live.get(storage_id(inner))
     if note is None or inner.dtype != note.dtype or inner.is_conj() or inner.is_neg():
         return None
     return note
-
-
-_STRIDED = torch.strided  # looking it up takes as long as asking for a tensor's layout, which is done for all that is saved
 
 
 def unchanged(tensor: Tensor, version_: int) -> Tensor:

@@ -17,7 +17,6 @@ from torch._functorch.pyfunctorch import (
 )
 
 __all__ = [
-    "DispatchKeys",
     "at_level",
     "base",
     "below_autograd",

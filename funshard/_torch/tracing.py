@@ -19,7 +19,6 @@ from .levels import level
 
 __all__ = [
     "FORWARD_CAN_BE_REPLACED",
-    "F",
     "annotated",
     "assumed_constant",
     "fake_mode",

@@ -19,7 +19,7 @@ from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.flow import gather_unit, scatter_unit
 from .._units.host import on_host
-from .._units.layout import Params, spaced, unflatten_unit, widest
+from .._units.layout import Params, padded_buffer, unflatten_unit
 from ..collectives._functions import broadcast, sum_over
 from ..collectives._mesh import Simulated
 from .explained import arguments
@@ -92,7 +92,7 @@ def per_sample_grads(
     compiled = torch.compiler.is_compiling()  # where both passes are in one graph, and nothing is drawn
     # drawn and sent before all else, so that the host need not wait for the gradients to know it
     seed = _seed(generator, spec, next(iter(params.values())).device) if noise and params and not compiled else None
-    again = contextlib.nullcontext() if compiled else Surroundings(pytree.tree_leaves(args)).again()
+    as_before = contextlib.nullcontext() if compiled else Surroundings(pytree.tree_leaves(args)).as_they_were()
 
     def probed(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
         return f(_full({key: _probed(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
@@ -109,7 +109,7 @@ def per_sample_grads(
         buffers = {unit.key: gather_unit(params[unit.key], unit, mesh, Reduction("sum")) for unit in units}
         return (of_samples(f, _full(buffers, units)) * weights).sum()
 
-    with again:  # dropout as in the first pass
+    with as_before:  # dropout as in the first pass
         grads: Params = grad(weighted)(params)
     if noise:
         grads = _noisy(grads, noise * clip, units, spec, generator, seed)
@@ -190,9 +190,7 @@ def _noisy(
         with _torch.beneath():
             drawn = torch.empty(unit.numel, dtype=grads[unit.key].dtype, device=device)
             (torch.view_as_real(drawn) if drawn.is_complex() else drawn).normal_(generator=source)
-            padded = spec.padded_numel(unit)
-            pieces = drawn.split([param.numel for param in unit.params])
-            whole = torch.cat(spaced(pieces, unit, padded, drawn.new_zeros(widest(unit, padded))))
+            whole = padded_buffer(drawn.split([param.numel for param in unit.params]), unit, spec.padded_numel(unit))
         out[unit.key] = grads[unit.key] + scale * scatter_unit(whole, unit, mesh)
     return out
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
-from .again import Again
+from .rerun import Rerun
 from .saved import freed_graph
 
-__all__ = ["remat", "run_again"]
+__all__ = ["remat", "rerun"]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -60,24 +60,21 @@ def remat(f: Callable[Args, Result]) -> Callable[Args, Result]:
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if torch.compiler.is_compiling() or not _torch.differentiates():
             return f(*args, **kwargs)
-        return run_again(_called, name, {"the function": f, "args": args, "kwargs": kwargs})
+        roots = {"the function": f, "args": args, "kwargs": kwargs}
+        return rerun(lambda f, args, kwargs: f(*args, **kwargs), name, roots)
 
     return run
 
 
-def _called(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return f(*args, **kwargs)
-
-
-def run_again(call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module] = ()) -> Any:
+def rerun(call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module] = ()) -> Any:
     """``call(*roots.values())``, of which only the tensors are kept that can be reached from the roots.
 
     ``name`` is what errors call it, and the roots have the names of their keys there. ``own`` are roots that are modules,
     of which ``call`` brings the parameters, buffers and forward.
     """
-    again = Again(call, name, roots, own)
-    operands = [x.clone() if _torch.base(x).is_inference() else x for x in again.tensors]  # which autograd would not save
-    return again.result(_Remat.apply(again, *operands))
+    runs = Rerun(call, name, roots, own)
+    operands = [x.clone() if _torch.base(x).is_inference() else x for x in runs.tensors]  # which autograd would not save
+    return runs.result(_Remat.apply(runs, *operands))
 
 
 class _Remat(_torch.Function):
@@ -110,7 +107,7 @@ class _Remat(_torch.Function):
             plain = [_torch.seen_from(x, 0) for x in operands]
             recorded = last or torch.is_grad_enabled()
             if not (recorded and any(_torch.is_tracked(x) for x in plain)):  # nobody comes back to this derivative
-                running = isinstance(ctx.fn, Again) and not _torch.in_forward_ad()
+                running = isinstance(ctx.fn, Rerun) and not _torch.in_forward_ad()
                 with _torch.beneath(), ctx.fn.last_run() if running else contextlib.nullcontext():
                     found = vjp.plain(plain)
                 return None, *_spread(_with_end(operands, found) if last else found, wanted)
@@ -187,14 +184,14 @@ class _Vjp:
     def plain(self, operands: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """The same by plain autograd, which frees as it goes: beneath all transforms. None for zero."""
         part, free, cotangents = self._split(operands)
-        again = torch.is_grad_enabled() and any(x.requires_grad for x in operands)  # a derivative of this one is under way
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in operands)  # a derivative of this one is under way
         with torch.enable_grad():
-            free = [x.view_as(x) if again and x.requires_grad else x.detach().requires_grad_() for x in free]
+            free = [x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_() for x in free]
             pairs = [(out, g) for out, g in zip(part(*free), cotangents, strict=True) if out.requires_grad]
             if not pairs:
                 return (None,) * len(free)
             outs, cotangents = zip(*pairs, strict=True)
-            return torch.autograd.grad(outs, free, cotangents, create_graph=again, allow_unused=True)
+            return torch.autograd.grad(outs, free, cotangents, create_graph=recorded, allow_unused=True)
 
     def _split(self, operands: Sequence[Tensor]) -> tuple[Flat, list[Tensor], tuple[Tensor, ...]]:
         xs, cotangents = operands[: len(self.wanted)], operands[len(self.wanted) :]

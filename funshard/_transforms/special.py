@@ -63,19 +63,14 @@ _INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if isins
 """Hooks and submodules: few modules have anything there."""
 
 
-def _read_module(module: nn.Module) -> Parts:
-    some = [(name, value) for name, value in vars(module).items() if name not in _INTERNAL or value]
-    return [([name for name, _ in some], [value for _, value in some])]
+def _read_module(module: nn.Module, but: tuple[str, ...] = ()) -> Parts:
+    some = {k: value for k, value in vars(module).items() if k not in but and (k not in _INTERNAL or value)}
+    return [(list(some), list(some.values()))]
 
 
 def read_own(module: nn.Module) -> Parts:
     """What is in a module but for `OWN` and submodules."""
-    some = [
-        (name, value)
-        for name, value in vars(module).items()
-        if name not in OWN and name != "_modules" and (name not in _INTERNAL or value)
-    ]
-    return [([name for name, _ in some], [value for _, value in some])]
+    return _read_module(module, (*OWN, "_modules"))
 
 
 def set_attributes(module: nn.Module, new: Mapping[str, Any], but: tuple[str, ...] = OWN) -> None:

@@ -49,8 +49,8 @@ class Surroundings:
         return [torch.get_rng_state(), *(torch.get_device_module(kind).get_rng_state(index) for kind, index in self._devices)]
 
     @contextlib.contextmanager
-    def again(self) -> Generator[None]:
-        """For a run that is to see them as they were."""
+    def as_they_were(self) -> Generator[None]:
+        """For a rerun: as they were, within this."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._put, self._random())
             self._put(self._state)

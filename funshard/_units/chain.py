@@ -177,7 +177,11 @@ def _reduce(op: str, axis: Group) -> Step:
 
 
 def _scaled(steps: list[Step], route: Route) -> tuple[Step, ...]:
-    """The steps with divisions before the first and after the last, in place, and a cast at the end."""
+    """The steps with divisions before the first and after the last, in place, and a cast at the end.
+
+    NCCL's PREMUL_SUM would divide as it sends, but functional collectives name an op by a string, which has no place for its
+    factor: "Unrecognized reduce_op: premul_sum" in torch 2.11 to 2.13.
+    """
     before, after, dtype = route.before, route.after, route.dtype
     if not steps:
         return () if before == after == 1 else (lambda x, own: Finish((), lambda: x.div_(before * after).to(dtype)),)

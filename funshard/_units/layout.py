@@ -19,6 +19,7 @@ __all__ = [
     "flatten_unit",
     "index",
     "ordered",
+    "padded_buffer",
     "spaced",
     "unflatten",
     "unflatten_unit",
@@ -47,7 +48,11 @@ def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
 def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tensor:
     """The buffer of one unit, ``padded`` elements long."""
     tensors = full_of_unit(params, unit)
-    pieces = [ordered(tensor, param).reshape(-1) for tensor, param in zip(tensors, unit.params, strict=True)]
+    return padded_buffer([ordered(t, param).reshape(-1) for t, param in zip(tensors, unit.params, strict=True)], unit, padded)
+
+
+def padded_buffer(pieces: Sequence[Tensor], unit: Unit, padded: int) -> Tensor:
+    """The buffer of one unit from a piece for each parameter, with zeros between them."""
     return torch.cat(spaced(pieces, unit, padded, pieces[0].new_zeros(widest(unit, padded))))
 
 

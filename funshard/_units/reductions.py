@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .. import _torch
 from .chain import Buffers, Chain, Step, Steps
+from .joining import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, Buckets
 from .route import Route
 
-__all__ = ["BUCKET_BYTES", "Reductions"]
-
-BUCKET_BYTES = 2**22
-"""The gradients of replicated units are reduced together once they are so many: see examples/benchmarks/comm.py."""
-BUCKET_BYTES_CUDA = 25 * 2**20
-"""The same on CUDA, where a collective costs more to start: DistributedDataParallel's default."""
+__all__ = ["Reductions"]
 
 
 class Reductions:
@@ -34,8 +29,9 @@ class Reductions:
     def _forget(self) -> None:
         self._whole: list[tuple[Chain, Tensor]] = []  # split units' gradients that are not reduced to slices yet
         self._slices: list[tuple[str, Chain]] = []
-        self._buckets: list[tuple[_Bucket, Chain]] = []
-        self._filling: dict[tuple[torch.dtype, torch.dtype], _Bucket] = {}
+        self._full: list[tuple[Bucket, Chain]] = []
+        self._filling: Buckets[tuple[torch.dtype, torch.dtype]] = Buckets()
+        self._steps: dict[tuple[torch.dtype, torch.dtype], Sequence[Step]] = {}  # replicated units of these dtypes share them
 
     def begin(self, task: int) -> None:
         """What follows is of the run of backward of this number; what another one left, that did not end, is forgotten."""
@@ -61,45 +57,26 @@ class Reductions:
 
     def replicated(self, key: str, pieces: Sequence[Tensor], route: Route, steps: Steps) -> None:
         """Put a unit's gradient, which every rank keeps whole, into the bucket of its dtypes; reduce that once it is full."""
-        dtypes = route.dtypes.reduce, route.dtype
-        bucket = self._filling.setdefault(dtypes, _Bucket(steps.reduce))  # replicated units of these dtypes have the same steps
-        bucket.add(key, pieces, route.padded)
-        most = BUCKET_BYTES_CUDA if pieces[0].is_cuda else BUCKET_BYTES
-        if bucket.numel * route.dtypes.reduce.itemsize >= most:
-            self._reduce(self._filling.pop(dtypes), route.dtypes.reduce)
+        dtypes = dtype, _ = route.dtypes.reduce, route.dtype
+        self._steps[dtypes] = steps.reduce
+        most = (BUCKET_BYTES_CUDA if pieces[0].is_cuda else BUCKET_BYTES) / dtype.itemsize
+        if full := self._filling.add(dtypes, key, pieces, route.padded, most):
+            self._reduce(full, *dtypes)
 
-    def _reduce(self, bucket: _Bucket, dtype: torch.dtype) -> None:
+    def _reduce(self, bucket: Bucket, dtype: torch.dtype, shard: torch.dtype) -> None:
         buffer = _torch.joined(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=dtype))
         bucket.pieces.clear()
-        self._buckets.append((bucket, Chain(buffer, bucket.steps)))
+        self._full.append((bucket, Chain(buffer, self._steps[dtype, shard])))
 
     def collect(self) -> dict[str, Tensor]:
         """Wait for everything that this run of backward started: the gradients by unit key, summed over visits."""
-        for (dtype, _), bucket in self._filling.items():
-            self._reduce(bucket, dtype)
+        for dtypes, bucket in self._filling.rest():
+            self._reduce(bucket, *dtypes)
         parts = [(key, chain.result()) for key, chain in self._slices]
-        for bucket, chain in self._buckets:
-            total = chain.result()
-            parts += zip(bucket.keys, total.split(bucket.lengths) if len(bucket.keys) > 1 else [total], strict=True)
+        for bucket, chain in self._full:
+            parts += bucket.parts(chain.result())
         self._forget()
         out: dict[str, Tensor] = {}
         for key, grad in parts:
             out[key] = out[key] + grad if key in out else grad
         return out
-
-
-@dataclass
-class _Bucket:
-    """Gradients that are to be reduced together."""
-
-    steps: Sequence[Step]
-    keys: list[str] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    pieces: list[Tensor] = field(default_factory=list)
-    numel: int = 0
-
-    def add(self, key: str, pieces: Sequence[Tensor], numel: int) -> None:
-        self.keys.append(key)
-        self.lengths.append(numel)
-        self.pieces += pieces
-        self.numel += numel

@@ -1,19 +1,12 @@
 """Differentiable collectives over a mesh axis, and the axis that is a batch dimension of torch.vmap."""
 
 from ._functions import (
-    Axis,
-    Group,
-    Mesh,
     Reduce,
-    Simulated,
     all_gather,
     all_reduce,
     all_to_all,
-    axis_rank,
     broadcast,
     gather_values,
-    global_rank,
-    members,
     reduce_scatter,
     scatter,
     sum_over,
@@ -21,6 +14,7 @@ from ._functions import (
     unvary,
     vary,
 )
+from ._mesh import Axis, Group, Mesh, Simulated, axis_rank, global_rank, members
 
 __all__ = [
     "Axis",

@@ -20,23 +20,16 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
-from ._mesh import Axis, Group, Mesh, Simulated, axis_rank, global_rank, members
+from ._mesh import Axis, Group, Mesh, Simulated
 from ._ops import OPS, Where, no_group, start
 
 __all__ = [
-    "Axis",
-    "Group",
-    "Mesh",
     "Reduce",
-    "Simulated",
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "axis_rank",
     "broadcast",
     "gather_values",
-    "global_rank",
-    "members",
     "reduce_scatter",
     "scatter",
     "sum_over",
@@ -111,10 +104,14 @@ def _divisible(what: str, x: Tensor, axis: Axis) -> None:
         raise ValueError(f"{what}: expected a first dimension that {axis.size} ranks divide, got {tuple(x.shape)}; pad it")
 
 
-def _checked(reduce: str, x: Tensor) -> str:
+def _known(reduce: str) -> str:
     if reduce not in ("mean", "sum"):
         raise ValueError(f"reduce: expected 'mean' or 'sum', got {reduce!r}")
-    if reduce == "mean" and not (x.is_floating_point() or x.is_complex()):
+    return reduce
+
+
+def _checked(reduce: str, x: Tensor) -> str:
+    if _known(reduce) == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"a mean over ranks needs a floating point tensor, got {x.dtype}; use reduce='sum'")
     return reduce
 
@@ -134,9 +131,7 @@ def all_gather(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
     """
     if x.dim() == 0:
         raise ValueError("all_gather: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
-    if reduce not in ("mean", "sum"):
-        raise ValueError(f"reduce: expected 'mean' or 'sum', got {reduce!r}")
-    return _apply(f"gather_{reduce}", x, axis)
+    return _apply(f"gather_{_known(reduce)}", x, axis)
 
 
 def gather_values(x: Tensor, axis: Axis) -> Tensor:

@@ -11,21 +11,11 @@ from torch import Tensor
 
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
+from .._units.joining import Bucket
 from .._units.layout import Params, flatten_unit, unflatten_unit
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Axes
-from ._compressor import (
-    Compressor,
-    buffer_of,
-    exactly,
-    given_grads,
-    other_axes,
-    outermost,
-    over_axes,
-    reduced,
-    size_of,
-    sliced,
-)
+from ._compressor import Compressor, buffer_of, exactly, given_grads, other_axes, outermost, over_axes, reduced, size_of, sliced
 
 __all__ = ["PowerSGD", "powersgd"]
 
@@ -159,11 +149,11 @@ def _summed(tensors: Params, over: tuple[str, ...], spec: PartitionSpec) -> Para
     """The sums over ranks, sent together."""
     if not sum(x.numel() for x in tensors.values()):
         return tensors
-    flat = torch.cat([x.flatten() for x in tensors.values()])
+    bucket = Bucket(tensors.items())
+    flat = bucket.joined()
     for name in over:
         flat = all_reduce(flat, spec.bound_mesh[name], reduce="sum")
-    parts = flat.split([x.numel() for x in tensors.values()])
-    return {k: part.view(x.shape) for (k, x), part in zip(tensors.items(), parts, strict=True)}
+    return {k: part.view(tensors[k].shape) for k, part in bucket.parts(flat)}
 
 
 def _orthogonal(matrices: Params) -> Params:

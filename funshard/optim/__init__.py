@@ -1,4 +1,4 @@
-"""Around the update: norms and inner products of what is sharded like the parameters, clipping, torch"s optimizers."""
+"""Around the update: norms and inner products of what is sharded like the parameters, clipping, torch's optimizers."""
 
 from ._norms import Optimizer, State, clip_by_global_norm, from_torch, global_norm, vdot
 

@@ -187,9 +187,8 @@ def _update(
         if plan.donate:
             return tensor
         tensor = tensor if plan.differentiable else tensor.detach()
-        if (
-            key in layouts and tensor.shape == grads[key].shape and _torch.is_wrapped(grads[key])
-        ):  # vmap writes into what has its dimension
+        # vmap writes into what has its dimension
+        if key in layouts and tensor.shape == grads[key].shape and _torch.is_wrapped(grads[key]):
             return tensor + torch.zeros_like(grads[key], dtype=tensor.dtype)
         return tensor.clone()
 
@@ -206,7 +205,8 @@ def _update(
                 piece, given = piece.clone(), {name: tensor.clone() for name, tensor in given.items()}
             piece.grad = grad
             optimizer.param_groups[group]["params"].append(piece)
-            optimizer.state[piece] = {} if _is_first(plan, given) else dict(given)
+            first = plan.cls is torch.optim.SGD and "step" in given and bool(given["step"] == 0)
+            optimizer.state[piece] = {} if first else dict(given)
             stepped.append((key, at, piece, given))
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
     if stepped:
@@ -220,10 +220,6 @@ def _update(
     if plan.donate:  # torch 2.13: fused kernels do not count, and autograd would take stale values for fresh ones
         torch.autograd.graph.increment_version([new_params[key] for key in layouts])
     return new_params, new_state
-
-
-def _is_first(plan: _Plan, given: Mapping[str, Tensor]) -> bool:
-    return plan.cls is torch.optim.SGD and "step" in given and bool(given["step"] == 0)
 
 
 def _settle(plan: _Plan, given: dict[str, Tensor], after: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,6 @@ from .._spec.spec import PartitionSpec, bound
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.layout import views
-from ..collectives._mesh import Simulated
 
 __all__ = ["Layout", "Options", "Run", "join", "laid_out", "part", "pieces", "put"]
 
@@ -50,7 +49,7 @@ def laid_out(
             check(param.name, own)
             groups.append(own)
         group_of[param.name] = groups.index(own)
-    unknown = rank is None and any(isinstance(axis, Simulated) for _, axis in spec.bound_mesh.axes)
+    unknown = rank is None and spec.bound_mesh.simulated
     if unknown and len(groups) > 1:
         raise ValueError(
             "options: where a parameter lies in a shard depends on the rank, and simulated ranks are all there at once: "

@@ -25,9 +25,7 @@ def ignoring_all(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree
 
 
 def ignoring(
-    policy: Policy,
-    modules: Iterable[str | nn.Module | type[nn.Module]] = (),
-    params: Iterable[str | nn.Parameter] = (),
+    policy: Policy, modules: Iterable[str | nn.Module | type[nn.Module]] = (), params: Iterable[str | nn.Parameter] = ()
 ) -> Policy:
     """``policy`` on the model without these subtrees and parameters: not sharded, not synchronised, not counted.
 

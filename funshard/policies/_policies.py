@@ -20,19 +20,7 @@ from .._spec.unit import P
 from ._exceptions import ignoring_all
 from ._policy import SHARD, Called, Policy, called, check_classes, check_p, literal, matches
 
-__all__ = [
-    "Policy",
-    "always",
-    "any_of",
-    "by_path",
-    "by_size",
-    "by_type",
-    "custom",
-    "mark",
-    "marked",
-    "override",
-    "whole",
-]
+__all__ = ["Policy", "always", "any_of", "by_path", "by_size", "by_type", "custom", "mark", "marked", "override", "whole"]
 
 _MARK = "_funshard_mark"
 _Module = TypeVar("_Module", bound=nn.Module)

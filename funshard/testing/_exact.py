@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .._spec.spec import PartitionSpec
-from ..collectives._mesh import Group, Simulated
+from ..collectives._mesh import Group
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Loss, Outcome
 
 __all__ = ["assert_exact"]
@@ -81,7 +81,7 @@ def assert_exact(
 def _on_simulated_ranks(spec: PartitionSpec) -> bool:
     """Whether the spec is bound to sizes alone. ValueError for a mesh that is neither this nor has all process groups."""
     axes = spec.bound_mesh.axes
-    if any(isinstance(axis, Simulated) for _, axis in axes):
+    if spec.bound_mesh.simulated:
         raise ValueError("assert_exact: expected a spec on sizes, got one on the mesh of spmd; call it outside of spmd")
     grouped = [name for name, axis in axes if isinstance(axis, Group) and axis.name]
     alone = [name for name, axis in axes if isinstance(axis, Group) and axis.size > 1 and not axis.name]

@@ -1,4 +1,4 @@
-"""A function that runs again: each time with what it was handed and could reach in its first run, and to the same end.
+"""A rerun: a function that runs again, each time with what it was handed and could reach in its first run, and to the same end.
 
 What it reaches is found before the first run (reach.py). Objects that hold tensors are copied for each run, with the
 tensors of that run in them; in later runs so are those that the first run has changed, or anybody since. What the first run
@@ -23,7 +23,7 @@ from .refuse import DATA, REGISTER_HOOK, Refuse
 from .runs import Made, Start
 from .surroundings import Surroundings
 
-__all__ = ["Again", "running"]
+__all__ = ["Rerun", "running"]
 
 
 class _Running(threading.local):
@@ -39,7 +39,7 @@ def running() -> tuple[str, ...]:
     return _RUNNING.names
 
 
-class Again:
+class Rerun:
     """``call(*roots)`` as a function of all the tensors in its arguments, the same in every run."""
 
     def __init__(self, call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module] = ()) -> None:
@@ -102,7 +102,7 @@ class Again:
                     out = self._call(*made.roots[:-1])
                 self._surroundings.ended()
             else:
-                with self._surroundings.again(), torch.set_grad_enabled(self._grad), _context(made.roots[-1]):
+                with self._surroundings.as_they_were(), torch.set_grad_enabled(self._grad), _context(made.roots[-1]):
                     with self._of_one_level():
                         out = self._call(*made.roots[:-1])
                     self._surroundings.check_end(self.name)

@@ -1,0 +1,65 @@
+"""Small tensors that are reduced as one: which wait for which others, how they are joined and taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, ItemsView, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["BUCKET_BYTES", "BUCKET_BYTES_CUDA", "Bucket", "Buckets"]
+
+BUCKET_BYTES = 2**22
+"""Tensors are reduced together once they are so many: see examples/benchmarks/comm.py."""
+BUCKET_BYTES_CUDA = 25 * 2**20
+"""The same for gradients on CUDA, where a collective costs more to start: DistributedDataParallel's default."""
+
+Kind = TypeVar("Kind", bound=Hashable)
+
+
+class Bucket:
+    """Tensors that are to be reduced as one, by key, each in one piece or in several."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
+        self.keys: list[str] = []
+        self.pieces: list[Tensor] = []
+        self._lengths: list[int] = []
+        for key, tensor in tensors:
+            self.add(key, [tensor.reshape(-1)], tensor.numel())
+
+    def add(self, key: str, pieces: Sequence[Tensor], numel: int) -> None:
+        """Another tensor, of so many elements."""
+        self.keys.append(key)
+        self.pieces += pieces
+        self._lengths.append(numel)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of them."""
+        return sum(self._lengths)
+
+    def joined(self) -> Tensor:
+        """All of them, one after the other, of one dtype. Differentiable; a single piece is itself."""
+        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
+
+    def parts(self, total: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What became of each, by key, as 1-D views of what became of the joined tensor."""
+        return zip(self.keys, total.split(self._lengths) if len(self.keys) > 1 else [total], strict=True)
+
+
+class Buckets(Generic[Kind]):
+    """Buckets that are not full, by what the tensors in one must have in common."""
+
+    def __init__(self) -> None:
+        self._filling: dict[Kind, Bucket] = {}
+
+    def add(self, kind: Kind, key: str, pieces: Sequence[Tensor], numel: int, most: float) -> Bucket | None:
+        """Put a tensor into the bucket of its kind. Gives that, to be reduced, if it has ``most`` elements now."""
+        bucket = self._filling.setdefault(kind, Bucket())
+        bucket.add(key, pieces, numel)
+        return self._filling.pop(kind) if bucket.numel >= most else None
+
+    def rest(self) -> ItemsView[Kind, Bucket]:
+        """Those that are still not full, with their kinds."""
+        return self._filling.items()
