@@ -11,6 +11,7 @@ threads yet: they start in hundredths of a second.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import runpy
@@ -20,6 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -29,10 +31,11 @@ from typing import Any
 TIMEOUT = 120
 THREADS = 64
 """Of a rank, beyond which a pool starts anew: a process group that a task has made keeps three, which wake 100 times a
-second until the process ends, and those of some hundred tasks keep a small machine busy."""
+second until the process ends, and those of some hundred tasks keep a small machine busy. So `_shared_groups`."""
 
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "funshard", "hypothesis", "pytest"])
+COMPILER = ["torch._dynamo", "torch._inductor.compile_fx"]
+CONTEXT.set_forkserver_preload([*COMPILER, "torch.distributed.tensor", "funshard", "hypothesis", "pytest"])
 
 
 def _free_port() -> str:
@@ -46,6 +49,7 @@ def _env(port: str) -> dict[str, str]:
 
 
 def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe: Connection) -> None:
+    gc.freeze()  # what was imported before the fork: the collector's every run would go through it
     sys.path[:] = path
     import torch
     import torch.distributed as dist
@@ -60,9 +64,11 @@ def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe:
         worst.register()
         watched = worst.watched
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+    begin = _shared_groups()
     try:
         while (task := pipe.recv()) is not None:
             fn, args = task
+            begin()
             try:
                 torch.manual_seed(0)
                 with watched():
@@ -74,6 +80,24 @@ def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe:
         pass
     finally:
         dist.destroy_process_group()
+
+
+def _shared_groups() -> Callable[[], None]:
+    """Has a task's meshes take the process groups of those of earlier tasks, each its own. To be called at a task's begin."""
+    from torch.distributed import device_mesh
+
+    make, made = device_mesh.new_group, defaultdict[str, list[Any]](list)
+    taken: Counter[str] = Counter()
+
+    def new_group(**options: Any) -> Any:
+        key = str(options)
+        taken[key] += 1
+        if taken[key] > len(made[key]):
+            made[key].append(make(**options))
+        return made[key][taken[key] - 1]
+
+    device_mesh.new_group = new_group
+    return taken.clear
 
 
 def _crowded() -> bool:
@@ -145,6 +169,7 @@ class Pool:
 
 
 def _script(path: str, argv: list[str], env: dict[str, str], output: str) -> None:
+    gc.freeze()
     import torch
 
     os.environ.update(env)

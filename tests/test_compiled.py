@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from depth import depth
 from ranks import Pool
 from test_real_ranks import MODEL, Block, data
 from torch import Tensor
@@ -118,7 +119,7 @@ def cast_when_compiled(rank: int, p: fs.P, which: str) -> None:
         assert y.dtype == torch.bfloat16 or p.precision is None or p.precision.param is None
         return y.float().square().mean()
 
-    for gradient in (fs.grad, torch.func.grad):
+    for gradient in depth([fs.grad if p.axes else torch.func.grad], [fs.grad, torch.func.grad]):
         torch._dynamo.reset()
         expected = gradient(loss)(params, x)
         before = {path: dict(vars(module)) for path, module in model.named_modules()}

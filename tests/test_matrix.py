@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from cases import slices
-from depth import pairs
+from depth import depth, pairs
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -309,7 +310,8 @@ def elsewhere(params: fs.Params, x: Tensor) -> tuple[fs.Params, Tensor]:
 def compiled(on: OnRanks, state: State) -> Any:
     params, _, x, _ = state
     torch._dynamo.reset()
-    once = torch.compile(on(step), fullgraph=True, backend="aot_eager")
+    backend = "aot_eager" if dist.is_initialized() else depth("eager", "aot_eager")
+    once = torch.compile(on(step), fullgraph=True, backend=backend)
     once(*elsewhere(params, x))
     with torch.compiler.set_stance("fail_on_recompile"):
         return once(params, x)

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from collective_log import SHORT, Collectives, world
+from depth import depth
 from parity import WAYS, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
 from ranks import Pool
@@ -48,7 +49,7 @@ def test_no_warmup_jvp(gloo2: Pool, reshard: bool) -> None:
 
 
 def compiled_training(rank: int, strategy: str) -> None:
-    model = Transformer(2)
+    model = Transformer(depth(1, 2))
     p = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}[strategy]
     spec = fs.by_type(Block, p=p)(model).bound
 

@@ -156,7 +156,8 @@ def compiled_losses(rank: int, strategy: str, mesh: tuple[int, ...]) -> None:
     losses, params = run(grad_and_value_of_plain(loss))
     assert losses[-1] < losses[1] < losses[0] + 1  # it trains
     ways = backward, grad_and_value_of_plain(compiled)
-    for gradient in depth(ways[len(mesh) - 1 :], ways):
+    by_default = {"reshard": ways[len(mesh) - 1 :], "keep": ways[:1], "replicate": ways[1:]}[strategy]
+    for gradient in depth(by_default, ways):
         theirs, trained = run(gradient)
         assert_close(torch.stack(theirs), torch.stack(losses))
         same(trained, params, "parameters")

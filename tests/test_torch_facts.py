@@ -521,7 +521,7 @@ def test_saved_outputs_hold_no_graph(name: str) -> None:
     saved: list[weakref.ref[Any]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        what = _torch.kept(tensor)
+        what, _ = _torch.kept(tensor)
         if tensor.untyped_storage()._cdata != x.untyped_storage()._cdata and not isinstance(tensor, nn.Parameter):
             saved.append(weakref.ref(what.untyped_storage()))
         return what

@@ -354,26 +354,29 @@ def test_export_takes_no_grad_of_a_custom_function() -> None:
 # --- torch.func.linearize ---
 
 
-def linearized(rank: int, strategy: str) -> None:
+LINEARIZED = {"loss": lambda loss: loss, "grad": grad, "fs.grad_and_value": fs.grad_and_value}
+
+
+def linearized(rank: int, strategy: str, of: str) -> None:
     spec = spec_on(strategy)
     params, x = fs.shard(MODEL, spec), batch(rank, 0)
-    loss = sharded(spec)
+    f = lambda p: LINEARIZED[of](sharded(spec))(p, x)  # noqa: E731
     v, w = ({k: f(p) for k, p in params.items()} for f in (torch.sin, torch.exp))
-    functions = [lambda p: loss(p, x), lambda p: grad(loss)(p, x), lambda p: fs.grad_and_value(loss)(p, x)]
-    for f in functions:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node", UserWarning)
-            value, tangent = linearize(f, params)
-            for direction in (v, w, v):
-                expected = jvp(f, (params,), (direction,))
-                assert all(t.any() for t in pytree.tree_leaves(expected[1]))
-                assert_close((value, tangent(direction)), expected, rtol=1e-12, atol=1e-14)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node", UserWarning)
+        value, tangent = linearize(f, params)
+        for direction in (v, w, v):
+            expected = jvp(f, (params,), (direction,))
+            assert all(t.any() for t in pytree.tree_leaves(expected[1]))
+            assert_close((value, tangent(direction)), expected, rtol=1e-12, atol=1e-14)
 
 
+@each
+@pytest.mark.parametrize("of", LINEARIZED)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_linearize_is_jvp(gloo2: Pool, strategy: str) -> None:
+def test_linearize_is_jvp(gloo2: Pool, strategy: str, of: str) -> None:
     """linearize of a sharded loss and of its gradient is jvp, in many directions."""
-    gloo2.run(linearized, strategy)
+    gloo2.run(linearized, strategy, of)
 
 
 def folded(strategy: str) -> tuple[list[str], list[str]]:

@@ -1,19 +1,30 @@
-"""What becomes of a model's buffers in a functional_call: what is thrown away is said, what is given is written back."""
+"""A model's buffers in a functional_call: copies on write; what is thrown away is said, what is given is written back."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.fx.node import has_side_effect
 
 from .. import _torch
 from .._spec.tree import join
 from .._torch.layers import Normalized
+from .casting import cast_back, cast_floats
+from .swap import own_of
 
-__all__ = ["BufferWarning", "put_back", "running_statistics", "warn_of_lost", "warn_of_lost_while_tracing"]
+__all__ = [
+    "BufferWarning",
+    "copy_of",
+    "install_buffers",
+    "put_back",
+    "running_statistics",
+    "warn_of_lost",
+    "warn_of_lost_while_tracing",
+]
 
 
 class BufferWarning(UserWarning):
@@ -66,3 +77,77 @@ def put_back(given: Tensor, now: Tensor) -> None:
     As plain autograd does outside, so the caller's buffers are updated. Pinned by ``test_buffers_from_outside``.
     """
     _torch.overwrite(given, now)
+
+
+def copy_of(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a buffer, which costs nothing until forward writes to it, as to few; not where a vmap or tracing sees it.
+
+    Nor of one with an element at several places, as vmap expands them: its copy on write could not be written to.
+    """
+    seen = torch.compiler.is_compiling() or _torch.traced() or _torch.is_batched(buffer)
+    if seen or dtype != buffer.dtype or not _torch.is_strided(buffer) or _torch.overlaps(buffer):
+        return buffer.to(dtype, copy=True)
+    return _torch.copy_on_write(buffer)
+
+
+def install_buffers(
+    modules: Mapping[str, nn.Module],
+    buffers: Mapping[str, Tensor] | None,
+    dtypes: Callable[[str], torch.dtype | None] | None = None,
+) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], list[str]]]:
+    """Give every module its own ``_buffers``: the given ones, copies on write of the rest.
+
+    Two functions come back: one reads the given ones, another names the copies that were changed since. ``dtypes`` says to
+    what floating point buffers of the module at a path are cast; they are read back in their own.
+    """
+    given = dict(buffers or {})
+    copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
+    placed: list[tuple[str, nn.Module, str, Tensor, Tensor]] = []
+    copied: list[tuple[str, nn.Module, str, Tensor]] = []
+    fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
+    for path, module in modules.items():
+        own = own_of(module, "_buffers")
+        if not own:  # as most
+            continue
+        mine = fresh.setdefault(module, dict(own))
+        cast = dtypes(path) if dtypes else None
+        for attr, original in own.items():
+            name = join(path, attr)
+            if name in given:
+                before = given.pop(name)
+                mine[attr] = used = cast_floats(before, cast)
+                placed.append((name, module, attr, before, used))
+            elif original is not None and mine[attr] is original and not original.is_meta:
+                dtype = cast if cast and original.is_floating_point() else original.dtype
+                if (original, dtype) not in copies:
+                    copies[original, dtype] = copy_of(original, dtype)
+                mine[attr] = copies[original, dtype]
+                copied.append((name, module, attr, copies[original, dtype]))
+    if given:
+        raise ValueError(f"buffer '{next(iter(given))}' is not in the model: expected its buffers' names")
+    for module, mine in fresh.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            for attr, buffer in mine.items():
+                setattr(module, attr, buffer)
+        else:
+            vars(module)["_buffers"] = mine
+
+    def now() -> dict[str, Tensor]:
+        found = [(name, own_of(module, "_buffers").get(attr), before, used) for name, module, attr, before, used in placed]
+        return {name: cast_back(buffer, before, used) for name, buffer, before, used in found if buffer is not None}
+
+    def changed() -> list[str]:
+        moved = {
+            (module, attr): name
+            for name, module, attr, copy in copied
+            if module._buffers.get(attr) is not copy or _torch.version(copy)
+        }
+        # The kernels of BatchNorm do not tell the version of its statistics, but its module counts.
+        counted = {module for module, attr in moved if attr == "num_batches_tracked"}
+        return [
+            name
+            for name, module, attr, _ in copied
+            if (module, attr) in moved or (module in counted and attr in ("running_mean", "running_var"))
+        ]
+
+    return now, changed

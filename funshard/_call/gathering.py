@@ -27,11 +27,12 @@ from .._spec.unit import Unit
 from .._transforms.rerun import running
 from .._transforms.saved import Hooks, unpack
 from .._transforms.special import set_attributes
+from .buffers import install_buffers
 from .casting import buffer_dtypes, cast_around
 from .fittings import fittings
 from .modes import Gathered, Scheduled, choose, given
 from .recompute import Replaced, recomputed, replaced
-from .swap import CHANGING, Attributes, Parameters, Place, install_buffers, restored, this_thread
+from .swap import CHANGING, Attributes, Parameters, Place, restored, this_thread
 from .watch import written_error
 
 __all__ = ["Call"]

@@ -15,8 +15,9 @@ from .._spec.tree import join
 from .._transforms.kind import OWN
 from .._transforms.remat import rerun
 from .._units.layout import Params, unflatten_unit
+from .buffers import copy_of
 from .schedule import Visit
-from .swap import Attributes, Parameters, Place, copy_of
+from .swap import Attributes, Parameters, Place
 
 __all__ = ["Inside", "Replaced", "recomputed", "replaced"]
 
