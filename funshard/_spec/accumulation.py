@@ -10,7 +10,6 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from .. import _torch
 from .division import Divide, Reduction
 from .spec import PartitionSpec
 
@@ -80,4 +79,4 @@ def _of_this_thread() -> list[Accumulation]:
     if torch.compiler.is_compiling():
         return _RUNNING
     own = [one for one in _RUNNING if one.thread == threading.get_ident()]
-    return own if own or _torch.graph_task() < 0 else _RUNNING
+    return _RUNNING if not own and isinstance(threading.current_thread(), threading._DummyThread) else own

@@ -50,7 +50,8 @@ def accumulate(
 
     ``weights`` are how much each micro-batch counts, such as its number of tokens: numbers, or scalar tensors. Then all is
     the mean by weight over the micro-batches of all ranks, ``sum_ri w_ri g_ri / sum_ri w_ri`` (one all-reduce of a scalar
-    for each axis), and ``value`` is that of this rank's own. What has weight 0 counts for nothing, NaN neither.
+    for each axis), and ``value`` is that of this rank's own. A loss of weight 0 counts for nothing, NaN neither, as
+    cross_entropy's where all is ignored; but do not divide by 0 in it, which makes NaN of a gradient of 0.
 
     ``reduce`` is "mean", or "sum", of all micro-batches of all ranks, or what to divide that sum by; ``value`` is this
     rank's mean or sum, divided likewise. ``reduce_over`` are the mesh axes to reduce over, as in `functional_call`. Both are
@@ -149,7 +150,7 @@ def _batches(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
     if isinstance(microbatches, list | tuple):
         first: Any = microbatches
         rest: Iterable[Any] = ()
-    elif isinstance(microbatches, Tensor | Mapping) or not isinstance(microbatches, Iterable):
+    elif isinstance(microbatches, Tensor | Mapping) or not hasattr(microbatches, "__iter__"):
         raise TypeError(f"accumulate: expected a list of micro-batches, or a generator, got {type(microbatches).__name__}")
     else:
         rest = iter(microbatches)

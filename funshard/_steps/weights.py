@@ -25,7 +25,7 @@ def scales_of(weights: Sequence[float | Tensor], params: Mapping[str, Tensor], m
         if isinstance(weight, Tensor):
             if weight.dim():
                 raise ValueError(f"accumulate: weight {i}: expected a scalar, got shape {list(weight.shape)}")
-        elif not isinstance(weight, int | float):
+        elif not isinstance(weight, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"accumulate: weight {i}: expected a number or a scalar tensor, got {type(weight).__name__}")
         elif not 0 <= weight < math.inf:
             raise ValueError(f"accumulate: weight {i}: expected a number from 0 on, got {weight}")
