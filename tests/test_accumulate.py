@@ -259,6 +259,28 @@ def test_compiled(gloo2: Pool, keep: str) -> None:
     gloo2.run(compiled, keep)
 
 
+def compiled_loss(rank: int) -> None:
+    model = nn.Linear(5, 1).double()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    spec = fs.whole()(model).on(mesh)
+    params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
+    loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
+    torch._dynamo.reset()
+    quick = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    first = quick(params, batches[0])  # outside of accumulate: the same function, compiled without it
+    for keep in KEEPS:
+        expected, _ = fs.accumulate(loss, params, batches, spec=spec, keep=keep, reduce="sum")
+        got, _ = fs.accumulate(quick, params, batches, spec=spec, keep=keep, reduce="sum")
+        close(got, expected)
+    close({"": first}, {"": quick(params, batches[0])})
+    close(fs.grad(quick)(params, batches[0]), fs.grad(loss)(params, batches[0]))
+
+
+def test_of_a_compiled_loss(gloo2: Pool) -> None:
+    """The graph is another one inside of accumulate, where replicas are reduced later and the sum is taken, than outside."""
+    gloo2.run(compiled_loss)
+
+
 # --- what is sent ---
 
 
