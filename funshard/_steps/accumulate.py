@@ -36,7 +36,7 @@ def accumulate(
 ) -> tuple[Params, Any]:
     """``(grads, value)``, or ``(grads, (value, auxes))``: those of the mean of ``f(params, microbatch)``, one after the other.
 
-    Equal to `grad_and_value` of that mean, at the memory of one micro-batch; at every order, under every transform.
+    Equal to `grad_and_value` of that mean, at every order, in the memory of one micro-batch and a sum of gradients.
     ``params`` are shards, some or all of them (`partition`, and close over the rest), and ``f`` gives the loss of one
     micro-batch of this rank, or ``(loss, aux)``, by `functional_call` with this spec. ``auxes`` is a list.
 
