@@ -43,19 +43,23 @@ def scales_of(weights: Sequence[float | Tensor], params: Mapping[str, Tensor], m
 
 
 def scaled_by(loss: Tensor, scales: Tensor, i: int) -> Tensor:
+    """The i-th micro-batch's loss by its scale; 0 where that is 0. ValueError where there is none."""
     if i >= len(scales):
         raise ValueError(f"accumulate: expected a weight for each micro-batch, got {len(scales)} and one more micro-batch")
     return torch.where(scales[i] > 0, loss * scales[i], 0)
 
 
 def check_as_many(weights: Sequence[Any] | Tensor, count: int) -> None:
+    """ValueError unless there is a weight for each of so many micro-batches."""
     if len(weights) != count:
         raise ValueError(f"accumulate: expected a weight for each of {count} micro-batches, got {len(weights)}")
 
 
 def widest(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add up in: this one, or float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def wide(x: Tensor) -> Tensor:
+    """The tensor in the dtype to add up in."""
     return x.to(widest(x.dtype))

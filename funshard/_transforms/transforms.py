@@ -124,6 +124,7 @@ def _kind(leaf: object) -> str:
 
 
 def differentiated_outside(arguments: object) -> bool:
+    """Whether anything around can differentiate, batch or record what is computed from these arguments."""
     if torch.compiler.is_compiling() or _torch.level() or _torch.in_forward_ad():
         return True
     tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
@@ -145,6 +146,7 @@ def _replaced(args: tuple[Any, ...], argnums: int | tuple[int, ...], chosen: Any
 
 
 def check_leaves(chosen: object) -> None:
+    """TypeError, naming its path, for what nothing can be differentiated with respect to."""
     if all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in pytree.tree_leaves(chosen)):
         return
     for path, leaf in pytree.tree_flatten_with_path(chosen)[0]:
@@ -159,6 +161,7 @@ def check_leaves(chosen: object) -> None:
 
 
 def loss_and_aux(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
+    """``(loss, aux)`` of what a loss function gave, None without aux; TypeError or ValueError for what is no loss."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):  # pyright: ignore[reportUnknownArgumentType]
         raise TypeError(f"grad: expected f to return (loss, aux) with has_aux=True, got {type(out).__name__}")
     loss, aux = out if has_aux else (out, None)
