@@ -5,6 +5,7 @@ The house. A folder imports only from floors below its own (tests/test_house.py)
     7  testing                          laws and exactness for users: assert_exact, spmd, strategies
     6  _call                            functional_call: entry, the four modes, the running call, schedule
        _compiled                        fs.compile: the step and the passes over its graph
+       _steps                           accumulate: how gradients become a step
     5  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads
        _transforms                      grad, hvp, remat, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
@@ -30,6 +31,7 @@ from ._spec.precision import Precision
 from ._spec.spec import PartitionSpec
 from ._spec.tree import ModuleTree, Param, module_tree
 from ._spec.unit import P, Unit
+from ._steps.accumulate import accumulate
 from ._transforms.per_sample import per_sample_grads
 from ._transforms.remat import remat
 from ._transforms.transforms import grad, grad_and_value, hvp
@@ -62,6 +64,7 @@ __all__ = [
     "Precision",
     "SyncBatchNorm",
     "Unit",
+    "accumulate",
     "always",
     "any_of",
     "averaging",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._spec.accumulation import accumulation_of
 from .._spec.division import Divide
 from .._spec.fits import check_not_own, check_params
 from .._spec.spec import PartitionSpec, bound
@@ -62,8 +63,9 @@ def functional_call(
 
     Gradients are reduced to their mean over ranks; with ``reduce="sum"`` to their sum, with a number to the sum over that.
     ``reduce_over`` are the mesh axes to reduce over, or one, all by default: over the others gradients stay each rank's
-    own, as for HSDP's micro-batches (`reduce_grads` reduces the rest later) or local SGD. `Precision` says in which dtypes
-    units are gathered, computed with and reduced, and what is cast around their modules; gradients have the shards' own.
+    own, as for HSDP's micro-batches (`reduce_grads` reduces the rest later) or local SGD. `accumulate` decides both by itself.
+    `Precision` says in which dtypes units are gathered, computed with and reduced, and what is cast around their modules;
+    gradients have the shards' own.
 
     ``params`` are what `shard` gives, of any floating dtype. In the place of a unit's shard its full parameters may stand
     under their names, as `unshard` gives them: then nothing is gathered or reduced for it. Parameters that the spec
@@ -95,7 +97,11 @@ def functional_call(
     spec = bound(spec)
     check_params(params, spec)
     _check_supported(spec)
-    reduction = reduction_over(reduce, reduce_over, spec.bound_mesh, (unit for unit in spec if unit.key in params))
+    accumulation = accumulation_of(params, spec, reduce, reduce_over)
+    if accumulation:
+        params, reduction = accumulation.entering(params)
+    else:
+        reduction = reduction_over(reduce, reduce_over, spec.bound_mesh, (unit for unit in spec if unit.key in params))
     _check_count("prefetch", prefetch, 0)
     _check_count("in_flight", in_flight, 1)
     given = arguments(args, kwargs)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 from .. import _torch
 from .explained import explained, lacks_forward_mode, note_of
 
-__all__ = ["grad", "grad_and_value", "hvp"]
+__all__ = ["check_leaves", "differentiated_outside", "grad", "grad_and_value", "hvp", "loss_and_aux"]
 
 
 def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -42,14 +42,14 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         chosen = _arguments(args, argnums)
         leaves, treedef = pytree.tree_flatten(chosen)
-        _check_leaves(chosen)
-        if _differentiated_outside((args, kwargs)):
+        check_leaves(chosen)
+        if differentiated_outside((args, kwargs)):
             return torch.func.grad_and_value(f, argnums, has_aux)(*args, **kwargs)
         with torch.enable_grad():
             inputs = [leaf.detach().requires_grad_() for leaf in leaves]
             fresh = _replaced(args, argnums, pytree.tree_unflatten(inputs, treedef))
             out = f(*fresh, **kwargs)
-            loss, aux = _split(out, has_aux)
+            loss, aux = loss_and_aux(out, has_aux)
             if loss.requires_grad and inputs:
                 try:
                     grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
@@ -82,12 +82,12 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None
     raises. Of torch's attention kernels only the math one has a second derivative (``torch.nn.attention.sdpa_kernel``):
     torch's error about another one has a note with the module's path.
     """
-    _check_leaves(params)
+    check_leaves(params)
     leaves, treedef = pytree.tree_flatten(params)
     direction = pytree.tree_unflatten(_like(params, v), treedef)
     if not leaves:
         return direction
-    first = torch.func.grad(lambda p: _split(f(p), has_aux=False)[0])
+    first = torch.func.grad(lambda p: loss_and_aux(f(p), has_aux=False)[0])
     missing = ""
     if forward is not False:
         try:
@@ -123,7 +123,8 @@ def _kind(leaf: object) -> str:
     return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
-def _differentiated_outside(arguments: object) -> bool:
+def differentiated_outside(arguments: object) -> bool:
+    """Whether anything around can differentiate, batch or record what is computed from these arguments."""
     if torch.compiler.is_compiling() or _torch.level() or _torch.in_forward_ad():
         return True
     tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
@@ -144,7 +145,8 @@ def _replaced(args: tuple[Any, ...], argnums: int | tuple[int, ...], chosen: Any
     return tuple(out)
 
 
-def _check_leaves(chosen: object) -> None:
+def check_leaves(chosen: object) -> None:
+    """TypeError, naming its path, for what nothing can be differentiated with respect to."""
     if all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in pytree.tree_leaves(chosen)):
         return
     for path, leaf in pytree.tree_flatten_with_path(chosen)[0]:
@@ -158,7 +160,8 @@ def _check_leaves(chosen: object) -> None:
             )
 
 
-def _split(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
+def loss_and_aux(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
+    """``(loss, aux)`` of what a loss function gave, None without aux; TypeError or ValueError for what is no loss."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):  # pyright: ignore[reportUnknownArgumentType]
         raise TypeError(f"grad: expected f to return (loss, aux) with has_aux=True, got {type(out).__name__}")
     loss, aux = out if has_aux else (out, None)

@@ -1,0 +1,160 @@
+"""accumulate: the gradients of many micro-batches, reduced one by one to slices or all together."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .._spec.division import Divide
+from .._spec.spec import PartitionSpec, bound
+from .._transforms.explained import explained
+from .._transforms.transforms import differentiated_outside, loss_and_aux
+from .._units.layout import Params
+from .plan import Parts, Plan
+from .weights import check_as_many, scaled_by, scales_of, wide, widest
+
+__all__ = ["accumulate"]
+
+
+def accumulate(
+    f: Callable[..., Any],
+    params: Mapping[str, Tensor],
+    microbatches: Iterable[Any],
+    *,
+    spec: PartitionSpec,
+    keep: Literal["shards", "full"] = "shards",
+    weights: Sequence[float | Tensor] | None = None,
+    has_aux: bool = False,
+    reduce: Divide = "mean",
+    reduce_over: Iterable[str] | None = None,
+) -> tuple[Params, Any]:
+    """``(grads, value)``, or ``(grads, (value, auxes))``: those of the mean of ``f(params, microbatch)``, one after the other.
+
+    Equal to `grad_and_value` of that mean, at every order, in the memory of one micro-batch and a sum of gradients.
+    ``params`` are shards, some or all of them (`partition`, and close over the rest), and ``f`` gives the loss of one
+    micro-batch of this rank, or ``(loss, aux)``, by `functional_call` with this spec. ``auxes`` is a list.
+
+    With ``keep="shards"`` each micro-batch is reduced as its backward runs, and slices are added up, in float32 at least; on
+    a mesh ("replicate", "shard") over the axes that a unit is split over, and over the others once, at the end. With
+    ``keep="full"`` each unit is gathered once and reduced once for all micro-batches, and all full parameters and
+    gradients are alive: ``no_sync``. Gradients are reduced in the dtype that the unit's `Precision` says, and come in the
+    shards' own. A functional_call of other parameters than those that ``f`` is given, as of what it computes from them,
+    or inside of `remat`, gathers and reduces for itself over all axes. Under another transform, or in torch.compile, "shards"
+    reduces each micro-batch over all axes.
+
+    ``weights`` are how much each micro-batch counts, such as its number of tokens: numbers, or scalar tensors. Then all is
+    the mean by weight over the micro-batches of all ranks, ``sum_ri w_ri g_ri / sum_ri w_ri`` (one all-reduce of a scalar
+    for each axis), and ``value`` is that of this rank's own. A loss of weight 0 counts for nothing, NaN neither, as
+    cross_entropy's where all is ignored; but do not divide by 0 in it, which makes NaN of a gradient of 0.
+
+    ``reduce`` is "mean", or "sum", of all micro-batches of all ranks, or what to divide that sum by; ``value`` is this
+    rank's mean or sum, divided likewise. ``reduce_over`` are the mesh axes to reduce over, as in `functional_call`. Both are
+    said here and not there. ``microbatches`` may be a generator. With "shards" all ranks must have as many of them, or they
+    wait for each other for ever; with "full" they need not: a rank's mean is of its own, and with weights all count alike.
+
+    >>> import torch, funshard as fs
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> spec = fs.whole()(model)
+    >>> loss = lambda params, x: fs.functional_call(model, params, x, spec=spec).sum()
+    >>> fs.accumulate(loss, fs.shard(model, spec), torch.tensor([[[1.0, 2.0]], [[3.0, 6.0]]]).unbind(), spec=spec)[0][""][:2]
+    tensor([2., 4.])
+
+    Raises ValueError or TypeError for params that are not shards of the spec, no micro-batch, another number of
+    weights or negative ones, axes that do not fit, a functional_call of these shards with another spec or with a reduction
+    of its own, and what `grad_and_value` raises.
+    """
+    plan = Plan.of(params, bound(spec), keep, has_aux, reduce, reduce_over)
+    batches, known = _batches(microbatches)
+    if weights is not None and known is microbatches:
+        check_as_many(weights, len(known))
+    plan = dataclasses.replace(plan, in_place=not differentiated_outside((params, weights, known)))
+    scales = None if weights is None else scales_of(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
+    parts = (_in_place if plan.in_place else _recorded)(f, plan, batches, scales)
+    if scales is not None:
+        check_as_many(scales, len(parts.values))
+    value = plan.value(parts.values, scales)
+    return plan.grads(parts, scales), ((value, parts.auxes) if has_aux else value)
+
+
+def _in_place(f: Callable[..., Any], plan: Plan, batches: Iterable[Any], scales: Tensor | None) -> Parts:
+    """What the micro-batches give where nobody differentiates it: gradients are added up in the place of the first ones."""
+    parts = Parts()
+    with torch.no_grad():
+        shards = {key: p.detach() for key, p in plan.params.items()}
+        given, entered = _leaves(shards, parts.own), _leaves(plan.entered(shards), parts.through)
+    leaves = [*given.values(), *entered.values()]
+    with plan.within(given, entered), torch.enable_grad():
+        for i, batch in enumerate(batches):
+            if i and differentiated_outside(batch):
+                raise ValueError(
+                    f"accumulate: micro-batch {i} requires grad and the first one does not: expected all of them or none; "
+                    "give a list"
+                )
+            loss, aux = loss_and_aux(f(dict(given), batch), plan.has_aux)
+            scaled = loss if scales is None else scaled_by(loss, scales, i)
+            if scaled.requires_grad and leaves:
+                try:
+                    scaled.backward(inputs=leaves)
+                except RuntimeError as error:
+                    raise explained(error)  # noqa: B904 - the same one
+            parts.values.append(loss.detach())
+            parts.auxes.append(pytree.tree_map_only(Tensor, Tensor.detach, aux))
+            del loss, scaled, aux
+    return parts
+
+
+def _leaves(tensors: Params, sums: Params) -> Params:
+    """The tensors for plain autograd, whose gradients are added to the sums as they arrive."""
+
+    def leaf(key: str, x: Tensor) -> Tensor:
+        def arrived(x: Tensor) -> None:
+            grad, x.grad = x.grad, None
+            if grad is not None:
+                if key not in sums:
+                    sums[key] = torch.zeros_like(grad, dtype=widest(grad.dtype))
+                sums[key].add_(grad)
+
+        x = x.detach().requires_grad_()
+        x.register_post_accumulate_grad_hook(arrived)
+        return x
+
+    return {key: leaf(key, x) for key, x in tensors.items()}
+
+
+def _recorded(f: Callable[..., Any], plan: Plan, batches: Iterable[Any], scales: Tensor | None) -> Parts:
+    """What the micro-batches give as data flow, for whoever differentiates, batches or records it."""
+
+    def one(given: Params, entered: Params, batch: Any, i: int) -> tuple[Tensor, tuple[Any, ...]]:
+        with plan.within(given, entered):
+            loss, aux = loss_and_aux(f(dict(given), batch), plan.has_aux)
+        return (loss if scales is None else scaled_by(loss, scales, i)), ((loss, aux) if plan.has_aux else (loss,))
+
+    parts, entered = Parts(), plan.entered(plan.params)
+    for i, batch in enumerate(batches):
+        grads, (_, (value, *aux)) = torch.func.grad_and_value(one, (0, 1), has_aux=True)(plan.params, entered, batch, i)
+        for sums, new in zip((parts.own, parts.through), grads, strict=True):
+            sums |= {key: sums[key] + wide(grad) if key in sums else wide(grad) for key, grad in new.items()}
+        parts.values.append(value)
+        parts.auxes.extend(aux)
+    return parts
+
+
+def _batches(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
+    """The micro-batches, and those of them that are known before the first one runs: all, or of a generator one."""
+    if isinstance(microbatches, list | tuple):
+        first: Any = microbatches
+        rest: Iterable[Any] = ()
+    elif isinstance(microbatches, Tensor | Mapping) or not hasattr(microbatches, "__iter__"):
+        raise TypeError(f"accumulate: expected a list of micro-batches, or a generator, got {type(microbatches).__name__}")
+    else:
+        rest = iter(microbatches)
+        first = list(itertools.islice(rest, 1))
+    if not first:
+        raise ValueError("accumulate: expected one micro-batch at least, got none")
+    return (first if rest == () else itertools.chain(first, rest)), first

@@ -1,0 +1,143 @@
+"""What an accumulation adds up, and what it reduces at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._spec.accumulation import Accumulation
+from .._spec.division import Divide, Reduction
+from .._spec.fits import check_shards
+from .._spec.precision import Precision
+from .._spec.spec import PartitionSpec
+from .._spec.unit import Unit
+from .._transforms.transforms import check_leaves
+from .._units.flow import gather_unit, reduce_unit, reduction_over
+from .._units.layout import Params, flatten_unit, unflatten_unit
+from .weights import wide, widest
+
+__all__ = ["Parts", "Plan"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What micro-batches have given so far, the gradients added up."""
+
+    own: Params = dataclasses.field(default_factory=dict)
+    """Of the shards, but not through functional_call: penalties."""
+    through: Params = dataclasses.field(default_factory=dict)
+    """Of what entered functional_call: slices by unit key, or full gradients by parameter name."""
+    values: list[Tensor] = dataclasses.field(default_factory=list)
+    auxes: list[Any] = dataclasses.field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How gradients are added up, and what is left to reduce at the end."""
+
+    params: Params
+    spec: PartitionSpec
+    full: bool
+    has_aux: bool
+    reduction: Reduction
+    in_place: bool = True
+    """Whether nothing around it differentiates."""
+
+    @classmethod
+    def of(
+        cls,
+        params: Mapping[str, Tensor],
+        spec: PartitionSpec,
+        keep: str,
+        has_aux: bool,
+        reduce: Divide,
+        over: Iterable[str] | None,
+    ) -> Plan:
+        """A checked one."""
+        if keep not in ("shards", "full"):
+            raise ValueError(f"accumulate: keep: expected 'shards' or 'full', got {keep!r}")
+        units = check_shards(params, spec, part=True)
+        for name in params:
+            if name not in spec.by_key:
+                raise ValueError(f"parameter '{name}' is ignored by the spec: expected shards of its units; close over it")
+        check_leaves(params)
+        reduction = reduction_over(reduce, over, spec.bound_mesh, units)
+        return cls(dict(params), spec, keep == "full", has_aux, reduction)
+
+    def entered(self, shards: Params) -> Params:
+        """What enters functional_call in the place of these shards: what they are gathered to, or themselves."""
+        if not self.full:
+            return dict(shards)
+        mesh, out = self.spec.bound_mesh, {}
+        for unit in self._units():
+            buffer = gather_unit(shards[unit.key], unit, mesh, self.reduction, unit.p.precision)
+            out |= zip((param.name for param in unit.params), unflatten_unit(buffer, unit), strict=True)
+        return out
+
+    @property
+    def later(self) -> bool:
+        """Whether units are reduced over the axes that they are not split over at the end alone."""
+        return self.in_place and not self.full
+
+    def within(self, given: Params, entered: Params) -> Accumulation:
+        """The context of a run of the loss."""
+        partial = Reduction(self.reduction.by, frozenset()) if self.later else self.reduction
+        thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
+        return Accumulation(self.spec, given, entered, partial, self.reduction, thread)
+
+    def value(self, values: Sequence[Tensor], scales: Tensor | None) -> Tensor:
+        """This rank's mean or sum."""
+        by, all_ = self.reduction.by, torch.stack([wide(value) for value in values])
+        if scales is not None:
+            all_ = torch.where(scales > 0, all_ * scales, 0)
+        if by == "mean":
+            count = len(values) if scales is None else torch.where((total := scales.sum()) > 0, total, 1)
+        else:
+            count = 1.0 if by == "sum" else by
+        return (all_.sum() / count).to(values[0].dtype)
+
+    def grads(self, parts: Parts, scales: Tensor | None) -> Params:
+        """The gradients of the shards, with what is left to reduce reduced. What has been added up is let go."""
+        mean = self.reduction.by == "mean"
+        count = len(parts.values) if mean else 1
+        share = scales.mean() if mean and scales is not None else None  # of the weights, beside that of a rank on average
+        out: Params = {}
+        for unit in self._units():
+            shard = self.params[unit.key]
+            grad = self._reduced(unit, parts.through, shard, count)
+            if (own := parts.own.pop(unit.key, None)) is not None:
+                own = own / count
+                grad = grad + (own if share is None else torch.where(share > 0, own / share, 0))
+            out[unit.key] = grad.to(shard.dtype)
+        return {key: out[key] for key in self.params}
+
+    def _reduced(self, unit: Unit, through: Params, shard: Tensor, count: int) -> Tensor:
+        mesh, p, by = self.spec.bound_mesh, unit.p, self.reduction.by
+        if self.full:
+            full = {x.name: _taken(through, x.name, shard, x.shape) for x in unit.params}
+            grad, reduction = flatten_unit(full, unit, self.spec.padded_numel(unit)), self.reduction
+            del full
+        else:
+            grad = _taken(through, unit.key, shard, shard.shape)
+            rest = [name for name, axis in mesh.axes if axis.size > 1 and name not in p.axes and self.reduction.includes(name)]
+            reduction = Reduction("mean" if by == "mean" else "sum", frozenset(rest))
+            unit = dataclasses.replace(unit, p=dataclasses.replace(p, axis=None))  # its slice is a buffer for the rest
+            if not rest or not self.later:
+                return grad / count
+        dtypes = (p.precision or Precision()).resolve(shard.dtype)
+        return reduce_unit((grad / count).to(dtypes.reduce), unit, mesh, reduction, p.precision, shard.dtype)
+
+    def _units(self) -> Iterator[Unit]:
+        return (unit for unit in self.spec if unit.key in self.params)
+
+
+def _taken(sums: Params, key: str, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A sum, no longer held there; zeros where nothing was added."""
+    total, dtype = sums.pop(key, None), widest(like.dtype)
+    return like.new_zeros(shape, dtype=dtype) if total is None else total.to(dtype)

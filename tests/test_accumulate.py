@@ -1,0 +1,701 @@
+"""accumulate: the gradients of the mean over micro-batches, for both ways to keep them, and what it sends."""
+
+from __future__ import annotations
+
+import _thread
+import functools
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from collective_log import Collectives, Sent, gathers, reduce, scatters, world
+from depth import depth, each
+from gradient_cases import agree, calls, cases, models, penalty, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parity import WAYS, numbers
+from peer_models import MLP, Net, chain
+from ranks import Pool
+from test_memory import Alive, Peak, no_collector
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+
+import funshard as fs
+from funshard import P, Precision
+from funshard.collectives import Mesh
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+KEEPS = ["shards", "full"]
+MICRO = 3
+
+
+def each_alone(
+    loss: Callable[..., Tensor], params: fs.Params, batches: Sequence[Any], weights: Sequence[Any] | None = None
+) -> tuple[fs.Params, Tensor]:
+    """The mean over micro-batches, each differentiated and reduced by itself; by weights of one rank, where there are any."""
+    by = [1.0] * len(batches) if weights is None else [w / sum(weights) * len(batches) for w in weights]
+    got = [fs.grad_and_value(loss)(params, batch) for batch in batches]
+    grads = {key: sum(w * g[key].double() for w, (g, _) in zip(by, got, strict=True)) / len(by) for key in params}
+    return grads, sum(w * v.double() for w, (_, v) in zip(by, got, strict=True)) / len(by)
+
+
+def close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-9) -> None:
+    assert got.keys() == expected.keys()
+    for key, g in expected.items():
+        torch.testing.assert_close(
+            got[key].double(), g.double(), rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{k}: {m}"
+        )
+
+
+# --- on simulated ranks ---
+
+
+@settings(max_examples=depth(15, 300))
+@given(cases(st.one_of(models(), calls())), st.sampled_from(KEEPS), st.sampled_from(["mean", "sum", 4.0]))
+def test_of_any_model_on_any_mesh(case: Any, keep: str, by: Any) -> None:
+    """With a penalty on shards; "sum" and a number are of all micro-batches, too. Values and gradients."""
+    model, policy, sizes = case
+    t = values(model, exact=False)
+    xs = torch.linspace(0.3, 1, torch.Size(sizes.values()).numel() * 2).double().view(-1, 2)
+
+    def run(mesh: Mesh, x: Tensor) -> Any:
+        spec = policy(model).on(mesh)
+        params = fs.shard(t, spec)
+
+        def loss(p: fs.Params, x: Tensor, **options: Any) -> Tensor:
+            return fs.functional_call(model, p, x, spec=spec, **options) + penalty(p)
+
+        got = fs.accumulate(loss, params, x.unbind(), spec=spec, keep=keep, reduce=by)
+        grads, value = fs.grad_and_value(lambda p: sum(loss(p, one, reduce=by) for one in x))(params)
+        share = 2 if by == "mean" else 1
+        return got, ({key: g / share for key, g in grads.items()}, value / (share if by in ("mean", "sum") else by))
+
+    (grads, value), (expected, mean) = fs.testing.spmd(run, sizes)(xs)
+    agree(grads, expected, exact=False)
+    torch.testing.assert_close(value, mean)
+
+
+@settings(max_examples=depth(8, 200))
+@given(cases(), st.sampled_from(KEEPS))
+def test_at_the_second_order(case: Any, keep: str) -> None:
+    """The gradient of a norm of what accumulate gives, as a step of meta-learning has it: that of the mean's gradient."""
+    model, policy, sizes = case
+    t = values(model, exact=False)
+    xs = torch.linspace(0.3, 1, torch.Size(sizes.values()).numel() * 2).double().view(-1, 2)
+
+    def run(mesh: Mesh, x: Tensor) -> Any:
+        spec = policy(model).on(mesh)
+        params = fs.shard(t, spec)
+        loss = lambda p, x: fs.functional_call(model, p, x, spec=spec)  # noqa: E731
+        square = lambda grads: sum((g**2).sum() for g in grads.values())  # noqa: E731
+
+        def norm(p: fs.Params) -> Tensor:
+            grads, value = fs.accumulate(loss, p, x.unbind(), spec=spec, keep=keep)
+            return square(grads) + value
+
+        def expected(p: fs.Params) -> Tensor:
+            grads, value = torch.func.grad_and_value(lambda p: (loss(p, x[0]) + loss(p, x[1])) / 2)(p)
+            return square(grads) + value
+
+        return torch.func.grad(norm)(params), torch.func.grad(expected)(params)
+
+    got, want = fs.testing.spmd(run, sizes)(xs)
+    agree(got, want, exact=False)
+
+
+# --- on real ranks ---
+
+LOSSY = fs.Codec(lambda x: ((x * 8).round() / 8,), lambda x: x)
+STRATEGIES = {
+    "shard": P("shard"),
+    "kept": P("shard", reshard=False),
+    "replicated": P(),
+    "remat": P("shard", remat=True),
+    "replicated remat": P(remat=True),
+    "all axes": P(("replicate", "shard")),
+    "bf16": P("shard", precision=Precision(param=BF16, reduce=F32, restore_outputs=True)),
+    "bf16 reduced": P("shard", precision=Precision(reduce=BF16)),
+    "fp16": P("shard", precision=Precision(param=F16, restore_outputs=True)),
+    "replicated fp16": P(precision=Precision(param=F16, restore_outputs=True)),
+    "codec": P("shard", precision=Precision(codec=LOSSY)),
+}
+
+
+class Unused(nn.Linear):
+    pass
+
+
+class Some(nn.Module):
+    """Blocks, one of which is not used, under a root of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.unused = Net(blocks=2), Unused(2, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def policy(p: P, root: P | None = None) -> fs.Policy:
+    return fs.override(fs.by_type(MLP, Unused, p=p), fs.by_path({"": root or P()}))
+
+
+def on_ranks(rank: int, shape: tuple[int, ...], strategy: str, keep: str, way: str) -> None:
+    """Beside each micro-batch by itself, and beside plain autograd of all ranks' micro-batches."""
+    names = ("replicate", "shard")[-len(shape) :]
+    p = STRATEGIES[strategy]
+    model = Some()
+    spec = policy(p, P("shard"))(model).on(init_device_mesh("cpu", shape, mesh_dim_names=names))
+    params, size = fs.shard(model, spec), torch.Size(shape).numel()
+    batches = [numbers(rank, i) for i in range(MICRO)]
+    narrow = p.precision is not None
+    tolerance = 1e-9 if not narrow or "codec" in strategy else 4e-2
+
+    def loss(p: fs.Params, x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        y = fs.functional_call(model, p, (x,), spec=spec, **options).double()
+        return (y**2).mean() + 0.1 * sum((shard**2).sum() for shard in p.values()), y.mean()
+
+    for by in ("mean", "sum", 3.0):
+        expected, value = each_alone(lambda p, x, by=by: loss(p, x, reduce=by)[0], params, batches)
+        share = 1 if by == "mean" else MICRO
+        got, (mean, auxes) = by_way(way, loss, params, batches, spec=spec, keep=keep, reduce=by, has_aux=True)
+        close(got, {key: share * g for key, g in expected.items()}, tolerance)
+        assert {key: g.dtype for key, g in got.items()} == {key: shard.dtype for key, shard in params.items()}
+        torch.testing.assert_close(mean, value * share / (by if by == 3.0 else 1), rtol=tolerance, atol=tolerance)
+        assert [aux.shape for aux in auxes] == [()] * MICRO
+        assert not any(aux.requires_grad for aux in auxes) or way == "backward"
+    if narrow:
+        return
+
+    def plain(full: fs.Params) -> Tensor:
+        out = lambda r, i: torch.func.functional_call(model, full, (numbers(r, i),)) ** 2  # noqa: E731
+        return sum(out(r, i).mean() for r in range(size) for i in range(MICRO)) / size / MICRO
+
+    full = {name: t.detach() for name, t in model.named_parameters()}
+    data = lambda p, x: loss(p, x)[0] - 0.1 * sum((shard**2).sum() for shard in p.values())  # noqa: E731
+    grads, _ = fs.accumulate(data, params, iter(batches), spec=spec, keep=keep)
+    close(grads, fs.shard(fs.grad(plain)(full), spec))
+    assert not grads["unused"].any()
+
+
+def by_way(way: str, loss: Any, params: fs.Params, batches: Sequence[Tensor], **options: Any) -> Any:
+    """accumulate called plainly; under torch.func; or where the shards require grad: then its results have a graph."""
+    if way == "torch.func":
+        one = torch.zeros(1, dtype=torch.float64)
+        return torch.func.vjp(lambda _: fs.accumulate(loss, params, batches, **options), one)[0]
+    if way == "backward":
+        params = {key: p.detach().requires_grad_() for key, p in params.items()}
+        grads, value = fs.accumulate(loss, params, batches, **options)
+        assert all(g.requires_grad for key, g in grads.items() if key != "unused")
+        return grads, value
+    return fs.accumulate(loss, params, batches, **options)
+
+
+@each
+@pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "all axes"])
+def test_on_two_ranks(gloo2: Pool, strategy: str, keep: str, way: str) -> None:
+    """Every strategy: the mean, the sum, and the sum over a number, with aux, penalties and an unused unit."""
+    gloo2.run(on_ranks, (2,), strategy, keep, way)
+
+
+@each
+@pytest.mark.parametrize("way", ["fs", "torch.func"])
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_on_replicas(gloo4: Pool, strategy: str, keep: str, way: str) -> None:
+    """The same on a mesh of two axes, where "shards" reduces over one of them at the end."""
+    gloo4.run(on_ranks, (2, 2), strategy, keep, way)
+
+
+def second_order(rank: int, keep: str) -> None:
+    model = Net(blocks=1)
+    spec = policy(P("shard"))(model).bound
+    params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
+    loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
+    v = {key: torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(7)) for key, p in params.items()}
+    expected = fs.hvp(lambda p: (loss(p, batches[0]) + loss(p, batches[1])) / 2, params, v)
+    along = lambda grads: sum((g * v[key]).sum() for key, g in grads.items())  # noqa: E731
+    inner = lambda p: along(fs.accumulate(loss, p, batches, spec=spec, keep=keep)[0])  # noqa: E731
+    close(torch.func.grad(inner)(params), expected)
+    close(WAYS["backward"](inner)(params)[0], expected)
+    forward = torch.func.jvp(lambda p: fs.accumulate(loss, p, batches, spec=spec, keep=keep)[0], (params,), (v,))[1]
+    close(forward, expected)
+    value = lambda p: fs.accumulate(loss, p, batches, spec=spec, keep=keep)[1]  # noqa: E731
+    close(torch.func.grad(value)(params), fs.accumulate(loss, params, batches, spec=spec, keep=keep)[0])
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_at_the_second_order_on_two_ranks(gloo2: Pool, keep: str) -> None:
+    gloo2.run(second_order, keep)
+
+
+def compiled(rank: int, keep: str) -> None:
+    model = MLP(5)
+    spec = fs.whole()(model).bound
+    params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
+    weights = [torch.tensor(2.0 + rank), torch.tensor(1.0)]
+
+    def step(params: fs.Params, batches: list[Tensor], weights: list[Tensor]) -> Any:
+        loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
+        return fs.accumulate(loss, params, batches, spec=spec, keep=keep, reduce="sum", weights=weights)
+
+    torch._dynamo.reset()
+    expected, value = step(params, batches, weights)
+    compile = functools.partial(torch.compile, fullgraph=True) if keep == "full" else fs.compile
+    grads, v = compile(step, backend="aot_eager")(params, batches, weights)
+    close(grads, expected)
+    torch.testing.assert_close(v, value)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_compiled(gloo2: Pool, keep: str) -> None:
+    """In one graph: what the loss calls inside knows how accumulate reduces."""
+    gloo2.run(compiled, keep)
+
+
+def compiled_loss(rank: int) -> None:
+    model = nn.Linear(5, 1).double()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    spec = fs.whole()(model).on(mesh)
+    params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
+    loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
+    torch._dynamo.reset()
+    quick = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    first = quick(params, batches[0])  # outside of accumulate: the same function, compiled without it
+    for keep in KEEPS:
+        expected, _ = fs.accumulate(loss, params, batches, spec=spec, keep=keep, reduce="sum")
+        got, _ = fs.accumulate(quick, params, batches, spec=spec, keep=keep, reduce="sum")
+        close(got, expected)
+    close({"": first}, {"": quick(params, batches[0])})
+    close(fs.grad(quick)(params, batches[0]), fs.grad(loss)(params, batches[0]))
+
+
+def test_of_a_compiled_loss(gloo2: Pool) -> None:
+    """The graph is another one inside of accumulate, where replicas are reduced later and the sum is taken, than outside."""
+    gloo2.run(compiled_loss)
+
+
+# --- what is sent ---
+
+
+def sent_by(model: nn.Module, spec: fs.PartitionSpec, count: int = MICRO, **options: Any) -> Collectives:
+    params, batches = fs.shard(model, spec), [numbers(0, i) for i in range(count)]
+    loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
+    with Collectives() as sent:
+        fs.accumulate(loss, params, batches, spec=spec, **options)
+    return sent
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True)], ids=str)
+def test_full_gathers_and_reduces_each_unit_once(p: P) -> None:
+    with world(8):
+        model = Net(blocks=3)
+        spec = fs.by_type(MLP, p=p)(model).bound
+        keys = list(spec.by_key)
+        assert sent_by(model, spec, keep="full").all == gathers(spec, *keys) + scatters(spec, *keys)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_replicas_are_reduced_once(count: int) -> None:
+    """Over slices with each micro-batch; over replicas, and of replicated units over all, at the end."""
+    with world(8):
+        model = Net(blocks=3)
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
+        spec = fs.override(fs.by_type(MLP), fs.by_path({"": P(), "blocks.2": P(("replicate", "shard"))}))(model).on(mesh)
+        sent = sent_by(model, spec, count).all
+        counts = Counter(sent)
+        once = [reduce(spec, "", 4), reduce(spec, "", 2), *(reduce(spec, key, 4) for key in ("blocks.0", "blocks.1"))]
+        assert Counter(s for s in sent if s.op == "all_reduce") == Counter(once)
+        for s in scatters(spec, "blocks.0", "blocks.1"):
+            assert counts[s] == 2 * count
+        assert Counter(s.op for s in sent)["reduce_scatter"] == (2 + 2) * count  # the last one is split over both axes
+        full = sent_by(model, spec, count, keep="full").all
+        assert Counter(s.op for s in full) == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 4}
+
+
+def test_of_some_axes_only() -> None:
+    """``reduce_over`` is accumulate's: over the others gradients stay each rank's own."""
+    with world(8):
+        model = Net(blocks=2)
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
+        spec = fs.by_type(MLP)(model).on(mesh)
+        for keep in KEEPS:
+            sent = sent_by(model, spec, keep=keep, reduce_over="shard").all
+            assert {s.op for s in sent} == {"all_gather", "reduce_scatter"}
+        with pytest.raises(ValueError, match="split over axis 'shard'"):
+            sent_by(model, spec, reduce_over=["replicate"])
+
+
+def test_weights_are_summed_up_once() -> None:
+    """One scalar for each axis."""
+    with world(8):
+        model = Net(blocks=1)
+        spec = fs.by_type(MLP)(model).bound
+        sent = sent_by(model, spec, keep="full", weights=[1, 2, 3]).all
+        assert [s for s in sent if s.op == "all_reduce"] == [Sent("all_reduce", 1, 8, 8)]
+        assert not [s for s in sent_by(model, spec, weights=[1, 2, 3], reduce="sum").all if s.op == "all_reduce"]
+
+
+# --- what is alive ---
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_what_lives_from_one_micro_batch_to_the_next(keep: str) -> None:
+    """One sum of gradients in slices; or of whole ones, and the full parameters. And in backward what one call has there."""
+    with world(4), no_collector():
+        model = chain(5)
+        spec = fs.by_type(MLP)(model).bound
+        params, batches = fs.shard(model, spec), [numbers(0, i) for i in range(MICRO)]
+        block = spec.padded_numel(spec.by_key["0"])
+        slices = sum(p.nbytes for p in params.values())
+        between: list[int] = []
+
+        def loss(p: fs.Params, x: Tensor) -> Tensor:
+            between.append(sum(nbytes for held, nbytes in peak.alive.values() if held() is not None))
+            return fs.functional_call(model, p, (x,), spec=spec).square().mean()
+
+        with Alive() as alive, Peak() as peak:
+            fs.accumulate(loss, params, batches, spec=spec, keep=keep)
+        own = slices if keep == "shards" else sum(p.nbytes for p in model.parameters())
+        before = slices + (0 if keep == "shards" else 4 * slices)  # the shards themselves, and what they are gathered to
+        for held, sums in zip(between, (0, own, own), strict=True):
+            assert before + sums <= held <= before + sums + 100  # and the losses
+        if keep == "shards":
+            assert max(alive.peak, alive.peak_unreduced) <= 4 * block
+            assert alive.peak_unreduced <= 2 * block
+        assert alive.now() == []
+
+
+# --- weights ---
+
+
+def tokens_of(rank: int, i: int) -> tuple[Tensor, Tensor]:
+    """A batch with other numbers of tokens that count on each rank; none at all in some."""
+    generator = torch.Generator().manual_seed(10 * rank + i)
+    x = torch.randn(4, 5, dtype=torch.float64, generator=generator)
+    y = torch.randint(3, (4,), generator=generator)
+    y[(rank + 3 * i) % 5 :] = -100
+    return x, y
+
+
+def by_tokens(rank: int, size: int, keep: str, way: str, reduce: str) -> None:
+    model = nn.Sequential(MLP(5), nn.Linear(5, 3).double())
+    spec = policy(P("shard"))(model).bound
+    params, batches = fs.shard(model, spec), [tokens_of(rank, i) for i in range(MICRO)]
+    counts = [(y >= 0).sum() for _, y in batches]
+
+    def loss(p: fs.Params, batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = fs.functional_call(model, p, (batch[0],), spec=spec)
+        return nn.functional.cross_entropy(y, batch[1]) + (0.1 * sum((q**2).sum() for q in p.values()) if way == "fs" else 0)
+
+    def plain(full: fs.Params) -> Tensor:
+        each = [tokens_of(r, i) for r in range(size) for i in range(MICRO)]
+        out = torch.func.functional_call(model, full, (torch.cat([x for x, _ in each]),))
+        data = nn.functional.cross_entropy(out, torch.cat([y for _, y in each]), reduction=reduce)
+        return data + (0.1 * sum((t**2).sum() for t in full.values()) if way == "fs" else 0)
+
+    full = {name: t.detach() for name, t in model.named_parameters()}
+    expected = fs.shard(fs.grad(plain)(full), spec)
+    got, value = by_way(way, loss, params, batches, spec=spec, keep=keep, weights=counts, reduce=reduce)
+    if reduce == "sum" and way == "fs":  # the penalty counts with the rank's tokens, as in the sum of its gradients
+        expected = {key: g + 0.2 * params[key] * (int(sum(counts)) - 1) for key, g in expected.items()}
+    close(got, expected)
+    losses = [float(loss(params, batch)) for batch in batches]
+    own = [(v, int(n)) for v, n in zip(losses, counts, strict=True) if n]
+    mean = sum(v * n for v, n in own) / (sum(n for _, n in own) if reduce == "mean" else 1)
+    torch.testing.assert_close(float(value), mean)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("way", ["fs", "torch.func"])
+@pytest.mark.parametrize("keep", KEEPS)
+def test_weights_are_of_all_ranks(gloo2: Pool, keep: str, way: str, reduce: str) -> None:
+    """Numbers of tokens: the mean over those of all ranks, or their sum; the NaN of a mean of none counts for nothing."""
+    assert any(int((y >= 0).sum()) == 0 for _, y in (tokens_of(r, i) for r in range(2) for i in range(MICRO)))
+    gloo2.run(by_tokens, 2, keep, way, reduce)
+
+
+def test_without_any_weight() -> None:
+    """Zeros, and not NaN; a rank without weight takes part."""
+    model = nn.Linear(2, 1).double()
+
+    def run(mesh: Mesh, weight: Tensor) -> Any:
+        spec = fs.whole()(model).on(mesh)
+        params = fs.shard({name: t.detach() for name, t in model.named_parameters()}, spec)
+        some, nan = weight.clamp(min=1), torch.where(weight > 0, 0, torch.nan)
+        loss = lambda p, x: fs.functional_call(model, p, x, spec=spec).sum() / some + nan  # noqa: E731
+        return fs.accumulate(loss, params, [torch.ones(1, 2).double()], spec=spec, weights=[weight])
+
+    grads, value = fs.testing.spmd(run, 2)(torch.tensor([0.0, 0.0]))
+    assert not grads[""].any()
+    assert not value.any()
+    grads, value = fs.testing.spmd(run, 2)(torch.tensor([0.0, 2.0]))
+    assert torch.equal(
+        fs.testing.spmd(lambda mesh, g: fs.unshard(g, fs.whole()(model).on(mesh)), 2)(grads)["bias"][0], value.new_tensor([0.5])
+    )
+    assert value[0] == 0 != value[1]
+
+
+def with_other_counts(rank: int) -> None:
+    model = nn.Linear(5, 1).double()
+    spec = fs.whole()(model).bound
+    params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(1 + 2 * rank)]
+    loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
+    weighted, _ = fs.accumulate(loss, params, batches, spec=spec, keep="full", weights=[1] * len(batches))
+    full = {name: t.detach() for name, t in model.named_parameters()}
+    xs = torch.cat([numbers(r, i) for r in range(2) for i in range(1 + 2 * r)])
+    expected = fs.grad(lambda p: (torch.func.functional_call(model, p, (xs,)) ** 2).mean())(full)
+    close(weighted, fs.shard(expected, spec))
+
+
+def test_full_takes_other_numbers_of_micro_batches(gloo2: Pool) -> None:
+    """One on the first rank and three on the second, whose micro-batches all count alike with weights."""
+    gloo2.run(with_other_counts)
+
+
+# --- dtypes ---
+
+
+class Total(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float().sum()
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_added_up_in_float32(dtype: torch.dtype, keep: str) -> None:
+    """256 + 1 - 256 is 1, which bfloat16 loses; the result is in the shards' own dtype."""
+    model = Total(1, 1, bias=False).to(dtype)
+    spec = fs.whole(P("shard", precision=Precision(param=BF16)))(model)
+    loss = lambda p, x: fs.functional_call(model, p, torch.full((1, 1), x), spec=spec)  # noqa: E731
+    grads, _ = fs.accumulate(loss, fs.shard(model, spec), [256.0, 1.0, -256.0], spec=spec, keep=keep, reduce="sum")
+    assert grads[""].dtype == dtype
+    assert grads[""][0] == 1
+
+
+def half(rank: int, keep: str) -> None:
+    model = Total(1, 1, bias=False)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    spec = fs.whole(P("shard", precision=Precision(param=F16)))(model).on(mesh)
+    loss = lambda p, x: fs.functional_call(model, p, torch.full((1, 1), x), spec=spec)  # noqa: E731
+    grads, _ = fs.accumulate(loss, fs.shard(model, spec), [20480.0, 24576.0], spec=spec, keep=keep)
+    assert float(fs.gather_full(grads, spec)["weight"]) == 22528.0  # whose sum over ranks float16 does not hold
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_float16_does_not_overflow(gloo4: Pool, keep: str) -> None:
+    gloo4.run(half, keep)
+
+
+# --- what people write ---
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_dropout_and_buffers(keep: str) -> None:
+    """Random numbers are those of one micro-batch after the other; what BatchNorm keeps goes through aux."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+    spec = fs.by_type(nn.Linear)(model)
+    params, batches = fs.shard(model, spec), [numbers(0, i) for i in range(MICRO)]
+
+    def loss(p: fs.Params, x: Tensor, buffers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        buffers = {name: b.clone() for name, b in buffers.items()}
+        return fs.functional_call(model, p, (x,), spec=spec, buffers=buffers).square().mean(), buffers
+
+    def run(gradient: Callable[[Any], Any]) -> tuple[Any, dict[str, Tensor]]:
+        torch.manual_seed(3)
+        now = dict(model.named_buffers())
+
+        def one(p: fs.Params, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            nonlocal now
+            value, now = loss(p, x, now)
+            return value, now
+
+        return gradient(one), now
+
+    (got, (value, auxes)), last = run(lambda one: fs.accumulate(one, params, batches, spec=spec, keep=keep, has_aux=True))
+    each, after = run(lambda one: [fs.grad_and_value(one, has_aux=True)(params, x) for x in batches])
+    close(got, {key: sum(g[key] for g, _ in each) / MICRO for key in params})
+    close({"": value}, {"": sum(v for _, (v, _) in each) / MICRO})
+    for mine, (_, (_, theirs)) in zip(auxes, each, strict=True):
+        close(mine, theirs)
+    close(last, after)
+    assert int(last["2.num_batches_tracked"]) == MICRO
+
+
+def frozen(rank: int, keep: str) -> None:
+    model = Net(blocks=2)
+    model.blocks.requires_grad_(False)
+    spec = policy(P("shard"))(model).bound
+    trained, rest = fs.partition(fs.shard(model, spec), spec)
+    batches = [numbers(rank, i) for i in range(MICRO)]
+    loss = lambda p, x: (fs.functional_call(model, fs.combine(p, rest), (x,), spec=spec) ** 2).mean()  # noqa: E731
+    got, _ = fs.accumulate(loss, trained, batches, spec=spec, keep=keep)
+    close(got, each_alone(loss, trained, batches)[0])
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_frozen_by_closure(gloo2: Pool, keep: str) -> None:
+    gloo2.run(frozen, keep)
+
+
+def computed_from(rank: int, keep: str, what: str) -> None:
+    """Shards that the loss has changed, a gradient inside the loss, a teacher: nothing of this is reduced twice or never."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, teacher = Net(blocks=2), Net(blocks=1)
+    spec, other = (policy(P("shard"))(m).on(mesh) for m in (model, teacher))
+    params, taught = fs.shard(model, spec), fs.shard(teacher, other)
+    batches = [numbers(rank, i) for i in range(2)]
+
+    def loss(p: fs.Params, x: Tensor, **by: Any) -> Tensor:
+        call = lambda p: fs.functional_call(model, p, (x,), spec=spec, **by)  # noqa: E731
+        if what == "changed":
+            return (call({key: q * 2 if key else q for key, q in p.items()}) ** 2).mean()
+        if what == "twice":
+            return (call(p) ** 2).mean() + call({key: q * 0.5 for key, q in p.items()}).mean()
+        if what == "step inside":
+            inner = torch.func.grad(lambda p: (call(p) ** 2).mean())(p)
+            return (call({key: q - 0.1 * inner[key] for key, q in p.items()}) ** 2).mean()
+        if what == "gradient of the input":
+            slope = torch.func.grad(lambda x: fs.functional_call(model, p, (x,), spec=spec, **by).square().sum())
+            return (slope(x) ** 2).mean()
+        if what == "remat":
+            return fs.remat(lambda p, x: (fs.functional_call(model, p, (x,), spec=spec, **by) ** 2).mean())(p, x)
+        if what == "checkpoint":
+            run = lambda x: fs.functional_call(model, p, (x,), spec=spec, **by)  # noqa: E731
+            return (torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False) ** 2).mean()
+        return ((call(p) - fs.functional_call(teacher, taught, (x,), spec=other, reduce="sum")) ** 2).mean()
+
+    for by in ("mean", "sum"):
+        expected, _ = each_alone(lambda p, x, by=by: loss(p, x, reduce=by), params, batches)
+        got, _ = fs.accumulate(loss, params, batches, spec=spec, keep=keep, reduce=by)
+        close(got, {key: g * (1 if by == "mean" else 2) for key, g in expected.items()})
+
+
+WHAT = ["changed", "twice", "step inside", "gradient of the input", "remat", "checkpoint", "teacher"]
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_what_is_computed_from_shards(gloo4: Pool, what: str) -> None:
+    for keep in KEEPS:
+        gloo4.run(computed_from, keep, what)
+
+
+def test_nothing_of_the_callers_is_changed() -> None:
+    """Nor is anything left behind where the loss fails."""
+    model = chain(2)
+    spec = policy(P("shard"))(model)
+    params, x = fs.shard(model, spec), numbers(0, 0)
+    kept = {key: p.clone() for key, p in params.items()}
+
+    def loss(p: fs.Params, x: Tensor, **options: Any) -> Tensor:
+        return fs.functional_call(model, p, (x,), spec=spec, **options).sum()
+
+    def failing(p: fs.Params, x: Tensor) -> Tensor:
+        p.clear()
+        raise KeyError("mine")
+
+    first, _ = fs.accumulate(loss, params, [x, x], spec=spec)
+    with pytest.raises(KeyError, match="mine"):
+        fs.accumulate(failing, params, [x, x], spec=spec)
+    fs.grad(lambda p: loss(p, x, reduce="sum"))(params)  # which inside of accumulate would be refused
+    second, _ = fs.accumulate(loss, params, [x, x], spec=spec)
+    close(second, first)
+    first["0"].zero_()
+    assert all(torch.equal(p, kept[key]) for key, p in params.items())
+    assert not any(p.requires_grad or p.grad is not None for p in params.values())
+
+
+def test_of_the_thread_that_runs_it() -> None:
+    """A call in another thread is not inside of it; but in a thread of autograd's own, which Python has not started, it is."""
+    model = chain(1)
+    spec = policy(P("shard"))(model)
+    params, x = fs.shard(model, spec), numbers(0, 0)
+    said: queue.Queue[str] = queue.Queue()
+
+    def call() -> None:
+        try:
+            fs.functional_call(model, params, (x,), spec=spec, reduce="sum")
+            said.put("none")
+        except ValueError as error:
+            said.put(str(error))
+
+    def loss(p: fs.Params, x: Tensor) -> Tensor:
+        for start in (lambda: threading.Thread(target=call).start(), lambda: _thread.start_new_thread(call, ())):
+            start()
+            heard.append(said.get(timeout=60))
+        return fs.functional_call(model, p, (x,), spec=spec).sum()
+
+    heard: list[str] = []
+    fs.accumulate(loss, params, [x], spec=spec)
+    assert heard[0] == "none"
+    assert "give them to accumulate" in heard[1]
+
+
+# --- what is refused ---
+
+
+def refusals() -> dict[str, tuple[type[Exception], str, dict[str, Any]]]:
+    x = numbers(0, 0)
+    return {
+        "none": (ValueError, "expected one micro-batch at least, got none", {"microbatches": []}),
+        "an empty generator": (ValueError, "one micro-batch at least", {"microbatches": iter(())}),
+        "a tensor": (TypeError, "expected a list of micro-batches, or a generator, got Tensor", {"microbatches": x}),
+        "keep": (ValueError, "keep: expected 'shards' or 'full', got 'all'", {"keep": "all"}),
+        "reduce": (ValueError, "reduce: expected 'mean', 'sum'", {"reduce": "max"}),
+        "axes": (ValueError, "unknown mesh axis 'data'", {"reduce_over": "data"}),
+        "weights": (ValueError, "expected a weight for each of 2 micro-batches, got 1", {"weights": [1]}),
+        "of a generator": (
+            ValueError,
+            "for each micro-batch, got 1 and one more",
+            {"weights": [1], "microbatches": iter([x, x])},
+        ),
+        "too many": (ValueError, "for each of 1 micro-batches, got 2", {"weights": [1, 1], "microbatches": iter([x])}),
+        "negative": (ValueError, "weight 1: expected a number from 0 on, got -1", {"weights": [1, -1]}),
+        "NaN": (ValueError, "weight 0: expected a number from 0 on, got nan", {"weights": [float("nan"), 1]}),
+        "text": (TypeError, "weight 0: expected a number or a scalar tensor, got str", {"weights": ["1", 1]}),
+        "shape": (ValueError, r"weight 0: expected a scalar, got shape \[2\]", {"weights": [torch.ones(2), 1]}),
+        "no shards": (ValueError, "is not in the spec", {"params": {"0.in_proj.weight": x}}),
+        "some grad": (ValueError, "micro-batch 1 requires grad", {"microbatches": iter([x, x.clone().requires_grad_()])}),
+    }
+
+
+@pytest.mark.parametrize("what", refusals())
+def test_refused(what: str) -> None:
+    model = chain(2)
+    spec = policy(P("shard"))(model)
+    error, match, options = refusals()[what]
+    given: dict[str, Any] = {"params": fs.shard(model, spec), "microbatches": [numbers(0, 0)] * 2, "spec": spec} | options
+    with pytest.raises(error, match=match):
+        fs.accumulate(lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum(), **given)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_what_decides_the_reduction(keep: str) -> None:
+    """A call inside that says how to reduce, or takes the shards with another spec, would be reduced in two ways."""
+    model = chain(2)
+    spec, other = policy(P("shard"))(model), policy(P("shard", reshard=False))(model)
+    params, x = fs.shard(model, spec), numbers(0, 0)
+
+    def run(on: fs.PartitionSpec, **options: Any) -> None:
+        loss = lambda p, x: fs.functional_call(model, p, (x,), spec=on, **options).sum()  # noqa: E731
+        fs.accumulate(loss, params, [x], spec=spec, keep=keep)
+
+    for options in ({"reduce": "sum"}, {"reduce": 2.0}, {"reduce_over": ["shard"]}):
+        with pytest.raises(ValueError, match="give them to accumulate"):
+            run(spec, **options)
+    with pytest.raises(ValueError, match="unit '0': functional_call takes the shards of accumulate with another spec"):
+        run(other)
+
+
+def test_ignored_parameters_are_closed_over() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    spec = fs.ignoring(fs.whole(), modules=["1"])(model)
+    params = {**fs.shard(model, spec), "1.weight": model[1].weight.detach()}
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' is ignored by the spec: expected shards"):
+        fs.accumulate(lambda p, x: p[""].sum(), params, [torch.ones(2)], spec=spec)
