@@ -127,7 +127,7 @@ class Visit:
             full = chain.result()
             if route.codec and self._form:
                 rows = full.view(route.padded // len(self.shard), -1)
-                full = route.codec.decoded(unpacked(rows, self._form), len(self.shard)).to(route.dtypes.param)
+                full = route.codec.decoded(unpacked(rows, self._form), len(self.shard), route.dtypes.param)
             return full
 
     def arrive(self) -> None:

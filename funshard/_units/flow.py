@@ -72,7 +72,7 @@ def gather_unit(
         return piece.new_empty(0, dtype=route.dtypes.param)
     split, rest = ([mesh[name] for name in names] for names in (route.split, route.rest))
     if route.codec:
-        value = _sent(route.codec, piece.detach(), split).to(route.dtypes.param)
+        value = _sent(route.codec, piece.detach(), split, route.dtypes.param)
         return _travel(piece, value, *_constants(route, mesh), True)
     if not route.plain:
         return _travel(piece, None, *_constants(route, mesh), True)
@@ -149,12 +149,12 @@ def _gathered(piece: Tensor, split: Sequence[Axis]) -> Tensor:
     return piece
 
 
-def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis]) -> Tensor:
+def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: torch.dtype) -> Tensor:
     """The slices of all ranks, each encoded where it is and decoded everywhere."""
     rows = [_gathered(x[None], split) for x in codec.encoded(piece)]
     if all(axis.size == 1 for axis in split):  # nothing was gathered, and decode may give what it is given
         rows = [x.clone() for x in rows]
-    return codec.decoded(rows, len(piece))
+    return codec.decoded(rows, len(piece), dtype)
 
 
 @_torch.in_graph
