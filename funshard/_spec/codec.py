@@ -77,7 +77,11 @@ class Codec:
         return self._forms[numel, dtype]
 
     def _form(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
-        form = tuple((x.dtype, x.shape) for x in self.encoded(torch.empty(numel, dtype=dtype, device="meta")))
+        try:
+            encoded = self.encoded(torch.empty(numel, dtype=dtype, device="meta"))
+        except RuntimeError as error:
+            raise TypeError(f"{self}: expected encode to run on shapes alone, on the meta device, got {error}") from error
+        form = tuple((x.dtype, x.shape) for x in encoded)
         sizes = [shape.numel() * dtype.itemsize for dtype, shape in form]
         return sum(size + -size % _ALIGN for size in sizes), form
 
