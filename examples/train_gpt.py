@@ -11,15 +11,13 @@ Runs on nccl where there are CUDA devices, on gloo elsewhere; without torchrun t
 
 import argparse
 import math
-import os
-import sysconfig
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from gpt import GPT, Block, batch, ranks, text
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
@@ -42,67 +40,22 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--log-every", type=int, default=20)
 parser.add_argument("--eval-batches", type=int, default=10)
 parser.add_argument("--sample", type=int, default=200, help="bytes of text to generate at the end")
+parser.add_argument("--save", help="a file for the trained parameters, such as gpt.pt for lora.py")
 parser.add_argument("--max-bytes", type=int, default=8_000_000, help="of text, training and validation together")
 args = parser.parse_args()
 
-
-class Block(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, layers: int, dim: int, heads: int, seq: int) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(256, dim), nn.Embedding(seq, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256, bias=False)
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                into_residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks:
-            h = block(h)
-        return self.head(self.norm(h))
-
-
 # --- ranks and devices ---
 
-gpu = torch.cuda.is_available()
-if dist.is_torchelastic_launched():
-    dist.init_process_group("nccl" if gpu else "gloo")
-rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
-if gpu:
-    torch.cuda.set_device(device)
-torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+rank, world, device = ranks()
 
 # --- data: this rank's batches are drawn by this rank's generator ---
 
-files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-text = b"".join(file.read_bytes() for file in files)[: args.max_bytes]
-data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-split = len(data) * 9 // 10
-train, validation = data[:split], data[split:]
+train, validation = text("*.py", args.max_bytes)
 generator = torch.Generator().manual_seed(args.seed + 1 + rank)
 
 
-def batch(source: Tensor) -> tuple[Tensor, Tensor]:
-    starts = torch.randint(len(source) - args.seq - 1, (args.batch, 1), generator=generator)
-    chunk = source[starts + torch.arange(args.seq + 1)].long().to(device)
-    return chunk[:, :-1], chunk[:, 1:]
+def draw(source: Tensor) -> tuple[Tensor, Tensor]:
+    return batch(source, (args.batch, args.seq), generator, device)
 
 
 # --- model: born alike on every rank from the same seed, then only its structure is kept ---
@@ -134,7 +87,7 @@ def gradients(params: fs.Params) -> tuple[fs.Params, Tensor]:
     """Of the mean over micro-batches: each reduced over the slices while its backward runs, over replicas all at once."""
     later = [name for name in spec.bound_mesh.names if name not in p.axes and args.micro_batches > 1]
     now = [name for name in spec.bound_mesh.names if name not in later]
-    parts = (fs.grad_and_value(loss)(params, *batch(train), now) for _ in range(args.micro_batches))
+    parts = (fs.grad_and_value(loss)(params, *draw(train), now) for _ in range(args.micro_batches))
     total, value = next(parts)
     for grads, loss_value in parts:
         total, value = {key: total[key] + grads[key] for key in total}, value + loss_value
@@ -192,7 +145,7 @@ for step in range(args.steps):
 # --- validation, and a sample: every rank takes part in the gathers ---
 
 with torch.no_grad():
-    mean = over_ranks(torch.stack([loss(params, *batch(validation)) for _ in range(args.eval_batches)]).mean())
+    mean = over_ranks(torch.stack([loss(params, *draw(validation)) for _ in range(args.eval_batches)]).mean())
     if rank == 0:
         print(f"validation loss {mean:.4f}")
     ids = torch.tensor([list(b"def ")], device=device)
@@ -203,5 +156,9 @@ with torch.no_grad():
         ids = torch.cat([ids, chosen[None].to(device)], 1)
     if rank == 0:
         print("sample:\n" + bytes(ids[0].tolist()).decode(errors="replace"))
+if args.save:
+    full = fs.gather_full(params, spec, rank0_only=True, offload_to_cpu=True)
+    if rank == 0:
+        torch.save(full, args.save)
 if dist.is_initialized():
     dist.destroy_process_group()

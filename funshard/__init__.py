@@ -11,12 +11,13 @@ The house. A folder imports only from floors below its own (tests/test_house.py)
        optim, compress, averaging, loss_scale      around the step
     4  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
        policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
+       codecs                           int8 and NF4, for what is sent and what is at rest
     3  _spec                            P, Precision, Unit, PartitionSpec: frozen data
     2  collectives                      meshes, collectives and their transposes
     1  _torch                           every private part of torch, and the test that pins it
 """
 
-from . import averaging, collectives, compress, loss_scale, optim, policies, testing
+from . import averaging, codecs, collectives, compress, loss_scale, optim, policies, testing
 from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from ._call.buffers import BufferWarning
 from ._call.call import functional_call
@@ -71,6 +72,7 @@ __all__ = [
     "by_path",
     "by_size",
     "by_type",
+    "codecs",
     "collectives",
     "combine",
     "compile",

@@ -215,3 +215,17 @@ def test_host() -> None:
     assert list(result["figures"]) == ["FSDP2", "shard", "torch.func"]
     assert all_finite(result["figures"])
     assert "of FSDP2's" in table
+
+
+def test_lora() -> None:
+    """Every mode has its figures; the bytes at rest are NF4's, and the losses those of one training."""
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    tiny = "--layers 1 --dim 64 --ffn 128 --heads 2 --rank 2 --seq 16 --batch 1 --rounds 1 --warmup 0 --pretrain 1 --adapt 5"
+    table, result = run("lora", tiny)
+    figures = result["figures"]
+    assert list(figures) == ["FSDP2", "fs", "fs P()", "fs QLoRA"]
+    assert all(f"\n{mode} " in table and one["over FSDP2"] > 0 < one["peak bytes"] for mode, one in figures.items())
+    assert figures["fs"]["at rest of bf16"] == 2
+    assert 0.28125 <= figures["fs QLoRA"]["at rest of bf16"] < 0.2813
+    assert 0 < abs(figures["fs QLoRA"]["loss"] - figures["fs"]["loss"]) < 0.1

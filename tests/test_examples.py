@@ -87,3 +87,29 @@ def test_train_gpt_in_low_precision_and_micro_batches(strategy: str) -> None:
     assert low[:10] == pytest.approx(whole[:10], abs=2e-2)
     assert abs(halves[-1] - low[-1]) < 0.6
     assert halves[-1] < halves[0] - 1.5
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, "--quantize"), (1, "")])
+def test_lora_adapts_and_merges(ranks: int, flags: str) -> None:
+    """The loss on another text falls, with few bytes trained, and the merged GPT is the adapted one."""
+    tiny = TINY.partition("--steps")[0] + "--pretrain 30 --steps 30 --lr 1e-2"
+    output = run(ranks, "lora.py", f"{tiny} {flags}")
+    before, after = (float(x) for x in re.search(r"other text: ([\d.]+) before, ([\d.]+) after", output).groups())  # pyright: ignore
+    assert after < before - 0.03
+    assert "the merged GPT is the adapted one" in output
+    held = re.search(r"adapting: bytes per rank: ([\d,]+) trained, ([\d,]+) of optimizer state, ([\d,]+) frozen", output)
+    assert held is not None
+    trained, moments, frozen = (int(x.replace(",", "")) for x in held.groups())
+    assert 2 * trained <= moments < 2 * trained + 200
+    root, blocks = (256 * 32 * 2 + 32 * 32 + 64) * 4 // ranks, 2 * 12 * 32 * 32 * 4 // ranks
+    norms = 2 * 2 * 64 * 4
+    assert frozen == root + norms + (blocks if not flags else blocks // 8 + blocks // 64)  # half a byte, and 4 for 64 elements
+
+
+def test_lora_takes_what_train_gpt_saved(tmp_path: Path) -> None:
+    """Trained by the one, adapted by the other."""
+    saved = tmp_path / "gpt.pt"
+    run(1, "train_gpt.py", f"{TINY.replace('--steps 30', '--steps 3')} --save {saved}")
+    output = run(1, "lora.py", f"{TINY.partition('--steps')[0]} --steps 3 --load {saved}")
+    assert "pretraining" not in output
+    assert "the merged GPT is the adapted one" in output

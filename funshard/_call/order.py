@@ -45,7 +45,8 @@ def trace_order(
         given = arguments(args, kwargs)
         tensors = (*model.buffers(), *model.parameters(), *(x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)))
         device = next((x.device for x in tensors if x.device.type not in ("cpu", "meta")), torch.device("cpu"))
-        params = {u.key: torch.empty(spec.shard_numel(u), dtype=u.dtype, device=device) for u in spec}
+        shards = {u.key: spec.stored(u) for u in spec}
+        params = {key: torch.empty(length, dtype=dtype, device=device) for key, (length, dtype) in shards.items()}
         named = dict(model.named_parameters(remove_duplicate=False))
         params |= {name: fake(named[name]) for name in spec.ignored if name in named}
         positional, keywords = pytree.tree_map_only(Tensor, fake, given)

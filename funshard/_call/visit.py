@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
-from .._spec.codec import Form, packed, unpacked
+from .._spec.codec import Form, packed
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
@@ -111,6 +111,9 @@ class Visit:
         with _torch.beneath():
             if not self.schedule.routes.connected and _torch.is_fake(self.shard):  # shapes can be computed
                 self.chain = Chain(self.shard.new_empty(route.padded, dtype=route.dtypes.param), ())
+            elif route.form:
+                self._form = route.form
+                self.chain = Chain(self.shard if route.split else self.shard.clone(), self._steps.gather)
             elif route.codec:
                 sent, self._form = packed(route.codec.encoded(self.shard))
                 self.chain = Chain(sent, self._steps.gather)
@@ -130,8 +133,7 @@ class Visit:
             chain, self.chain = self.chain, None
             full = chain.result()
             if route.codec and self._form:
-                rows = full.view(route.padded // len(self.shard), -1)
-                full = route.codec.decoded(unpacked(rows, self._form), len(self.shard)).to(route.dtypes.param)
+                full = route.decoded(full, self._form)
             return full
 
     def arrive(self) -> None:

@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._spec.division import Reduction
 from .._spec.fits import check_full, check_shards
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
-from .._units.flow import gather_unit
+from .._units.flow import gather_unit, stored
 from .._units.host import on_host
 from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit
+from .._units.route import Route
 from ..collectives._mesh import Mesh
 from .agree import broadcast_text, process_group
 
@@ -92,7 +94,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
         if source == here:
             assert full is not None
             buffer = flatten_unit(full, unit, spec.padded_numel(unit)).detach().to(device)
-        out[unit.key] = _scatter_from(buffer, unit, spec, mesh, source, device)
+        out[unit.key] = stored(_scatter_from(buffer, unit, spec, mesh, source, device), unit)
     return out
 
 
@@ -119,7 +121,8 @@ def _gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
         if rows is None:
             return None
         piece = rows.flatten().view(piece.dtype)
-    return piece
+    route = Route.of(unit, mesh, Reduction(), None, piece.dtype)
+    return route.decoded(piece, route.form) if route.form else piece
 
 
 def _scatter_from(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._spec.division import Divide
-from .._spec.fits import check_buffers, check_mapping, whole_unit
+from .._spec.fits import check_buffers, check_mapping, check_trained, whole_unit
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.flow import reduce_unit, reduction_over
@@ -91,6 +91,7 @@ def _given(grads: Mapping[str, Tensor], spec: PartitionSpec) -> tuple[list[Unit]
     full = [unit for unit in spec if whole_unit(grads, unit) is not None]
     names = {name for unit in full for param in unit.params for name in param.names}
     slices = [unit for unit in spec if unit.key in grads]
+    check_trained((*full, *slices), "gradient")
     lengths = {unit.key: spec.shard_numel(unit) for unit in slices}
     check_buffers({key: g for key, g in grads.items() if key not in names}, spec, lengths)
     return full, slices

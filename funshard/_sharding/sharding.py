@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._spec.division import Divide, Reduction
-from .._spec.fits import check_mapping, check_shards, full_parameters
+from .._spec.fits import check_mapping, check_shards, check_trained, full_parameters
 from .._spec.spec import PartitionSpec, bound, checked
 from .._spec.tree import Param
 from .._spec.unit import Unit
-from .._units.flow import gather_unit, scatter_unit
+from .._units.flow import gather_unit, scatter_unit, stored
 from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit
 from .agree import check_ranks_agree, fingerprints, talks
 from .full import scatter_full
@@ -35,7 +35,8 @@ def shard(
 
     From a module, whose parameters it copies and leaves alone, or from full parameters by name (then differentiable,
     its transpose gathers). On the device of the mesh; ``spec.shard_numel(unit)`` elements of the tensors' own dtype.
-    With an unbound spec the whole world is one axis "shard". ``rank`` gives another rank's shards, counted over the
+    Of a unit at rest in a codec (`P`) they are its bytes, of this slice alone. With an unbound spec the whole world is one
+    axis "shard". ``rank`` gives another rank's shards, counted over the
     mesh row by row.
 
     Each rank takes its slice from what it holds itself, so all must hold the same: seed them alike before the model is
@@ -76,7 +77,7 @@ def shard(
     out: Params = {}
     for unit in spec:
         buffer = flatten_unit(full, unit, spec.padded_numel(unit))
-        piece = scatter_unit(buffer, unit, mesh, rank)
+        piece = stored(scatter_unit(buffer, unit, mesh, rank), unit)
         out[unit.key] = piece if device is None or piece.is_meta else piece.to(device)
     return out
 
@@ -106,7 +107,8 @@ def unshard(
     """The full parameters by name, all alive at once, as views of one buffer per unit. Inverse of `shard`.
 
     Differentiable at every order: the gradient of a shard is its slice of the mean over ranks of the full gradients,
-    of their sum with ``reduce="sum"``, or of that over a number. In the shards' own dtype, both ways. Where nothing is
+    of their sum with ``reduce="sum"``, or of that over a number. In the shards' own dtype, both ways; of a unit at rest in
+    a codec what is decoded, in the parameters' own dtype, a constant. Where nothing is
     to be gathered (``P()``, one rank) the buffer is the shard itself. ``shards`` may be a part of them (`partition`).
     ``units`` are the keys of units to gather, by default all that are given; an ignored parameter passes through.
 
@@ -157,7 +159,7 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
         for key in sorted(names[unit.key] - gathered):
             gathered.add(key)
             full |= unshard(shards, spec, units=[key])
-        out[unit.key] = scatter_unit(flatten_unit(full, unit, new_spec.padded_numel(unit)), unit, new_mesh)
+        out[unit.key] = stored(scatter_unit(flatten_unit(full, unit, new_spec.padded_numel(unit)), unit, new_mesh), unit)
         for old in (key for key in names[unit.key] if last[key] == unit.key):
             for param in spec.by_key[old].params:
                 del full[param.name]
@@ -171,7 +173,8 @@ def partition(
 
     Shards are split by ``predicate(unit)``, full parameters by ``predicate(param)``; by default what has
     ``requires_grad`` is trainable. Parameters that the spec ignores are frozen. Differentiate with respect to the first
-    and combine inside the loss. Raises ValueError for a key that is neither a unit nor a parameter of the spec.
+    and combine inside the loss. Raises ValueError for a key that is neither a unit nor a parameter of the spec, and for a
+    unit at rest in a codec that is to be trainable.
     """
     spec = checked(spec)
     check_mapping(params)
@@ -179,6 +182,8 @@ def partition(
     for key, tensor in params.items():
         owner = None if key in spec.ignored else spec.owner(key)
         trainable = owner is not None and (predicate(owner) if predicate else owner.requires_grad)
+        if trainable and key in spec.by_key:
+            check_trained([spec.by_key[key]], "gradient")
         parts[0 if trainable else 1][key] = tensor
     return parts
 

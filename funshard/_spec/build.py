@@ -35,6 +35,12 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
         owned.setdefault(owners[-1] if owners else "", []).append(param)
     every = {"": root or P(), **chosen}
     units = [unit for path, params in owned.items() for unit in _units(path, every[path], params)]
+    encoded = [path for path in owned if every[path].at_rest]
+    if encoded and not any(unit.at_rest for unit in units):
+        raise ValueError(
+            f"unit '{encoded[0]}' is {every[encoded[0]]}, which is for what is frozen, and nothing is: expected "
+            "requires_grad_(False) before the spec is made"
+        )
     first = {node.path: min(map(natural_key, node.names)) for node in tree.nodes()}
     units.sort(key=lambda unit: (unit.path != "", first[unit.path]))  # parents first, in natural order
     entries = tuple(sorted(chosen.items(), key=lambda item: natural_key(item[0])))

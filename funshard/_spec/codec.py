@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from .. import _torch
+
 __all__ = ["Codec", "Form", "packed", "unpacked"]
+
+
+Form = tuple[tuple[torch.dtype, torch.Size], ...]
+"""The dtypes and shapes of an encoded slice's tensors."""
+
+_ALIGN = 16  # bytes: more than any dtype's
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,12 +40,22 @@ class Codec:
     once, by torch.vmap, so that the number of kernels is that of one. Where vmap cannot run it (it reads a value on the
     host, or writes to a tensor that it made), and inside torch.compile, it is called slice by slice. After
     ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of FSDP2's tensor subclasses.
+
+    ``block`` is of how many elements it works in blocks: so that none straddles two parameters or two ranks, what is at
+    rest in it (`P`) starts there. Where ``decode`` takes the ``dtype`` to decode to as a keyword, ``takes_dtype`` says so.
+    ``name`` is what it prints as. `funshard.codecs` has some.
     """
 
     encode: Callable[[Tensor], tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
+    block: int = field(default=1, kw_only=True)
+    takes_dtype: bool = field(default=False, kw_only=True)
+    name: str = field(default="", kw_only=True)
+    _forms: dict[tuple[int, torch.dtype], tuple[int, Form]] = field(default_factory=dict, init=False, compare=False)
 
     def __repr__(self) -> str:  # the same on every rank
+        if self.name:
+            return self.name
         names = (f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__qualname__)}" for fn in (self.encode, self.decode))
         return f"Codec({', '.join(names)})"
 
@@ -48,27 +67,40 @@ class Codec:
             raise TypeError(f"{self}: expected encode to return a tuple of tensors, got {got}")
         return tensors
 
-    def decoded(self, tensors: Sequence[Tensor], numel: int) -> Tensor:
-        """All slices, of so many elements each, end to end, from what was sent of them, stacked in dimension 0.
+    def form(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
+        """``(bytes, form)`` of an encoded slice of so many elements: `packed`'s, from the shapes alone."""
+        if torch.compiler.is_compiling():  # as PartitionSpec.once
+            return self._form(numel, dtype)
+        if (numel, dtype) not in self._forms:
+            with _torch.beneath():
+                self._forms[numel, dtype] = self._form(numel, dtype)
+        return self._forms[numel, dtype]
+
+    def _form(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
+        try:
+            encoded = self.encoded(torch.empty(numel, dtype=dtype, device="meta"))
+        except RuntimeError as error:
+            raise TypeError(f"{self}: expected encode to run on shapes alone, on the meta device, got {error}") from error
+        form = tuple((x.dtype, x.shape) for x in encoded)
+        sizes = [shape.numel() * dtype.itemsize for dtype, shape in form]
+        return sum(size + -size % _ALIGN for size in sizes), form
+
+    def decoded(self, tensors: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
+        """All slices, of so many elements each, end to end in this dtype, from what was sent of them, stacked in dimension 0.
 
         ValueError if a slice has another length.
         """
+        decode = functools.partial(self.decode, dtype=dtype) if self.takes_dtype else self.decode
         rows: Sequence[Tensor] | Tensor | None = None
         if not torch.compiler.is_compiling():  # which fuses what is written out, and recovers from no error
             with contextlib.suppress(Exception):  # of torch.vmap, or else decode raises it again
-                rows = torch.vmap(self.decode)(*tensors)
+                rows = torch.vmap(decode)(*tensors)
         if rows is None:
-            rows = [self.decode(*row) for row in zip(*tensors, strict=True)]
+            rows = [decode(*row) for row in zip(*tensors, strict=True)]
         shapes = [tuple(rows.shape[1:])] if isinstance(rows, Tensor) else [tuple(row.shape) for row in rows]
         if wrong := [shape for shape in shapes if shape != (numel,)]:
             raise ValueError(f"{self}: expected decode to return {numel} elements, got shape {list(wrong[0])}")
-        return rows.flatten() if isinstance(rows, Tensor) else torch.cat(rows)
-
-
-Form = tuple[tuple[torch.dtype, torch.Size], ...]
-"""The dtypes and shapes of an encoded slice's tensors."""
-
-_ALIGN = 16  # bytes: more than any dtype's
+        return (rows.flatten() if isinstance(rows, Tensor) else torch.cat(rows)).to(dtype)
 
 
 def packed(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ __all__ = [
     "check_not_own",
     "check_params",
     "check_shards",
+    "check_trained",
     "full_of_unit",
     "full_parameters",
     "whole_unit",
@@ -40,8 +41,31 @@ def check_shards(shards: Mapping[str, Tensor], spec: PartitionSpec, *, part: boo
 
     All of the spec's, or with ``part`` some of them.
     """
-    check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec}, part=part)
+    _check_stored(shards, spec, spec, part=part)
     return [unit for unit in spec if unit.key in shards]
+
+
+def _check_stored(shards: Mapping[str, Tensor], spec: PartitionSpec, units: Iterable[Unit], *, part: bool = False) -> None:
+    lengths: dict[str, int] = {}
+    for unit in units:
+        lengths[unit.key], dtype = spec.stored(unit)
+        got = shards.get(unit.key) if unit.at_rest and isinstance(shards, Mapping) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(got, Tensor) and (got.dtype, tuple(got.shape)) != (dtype, (lengths[unit.key],)):
+            raise ValueError(
+                f"unit '{unit.key}' is at rest in {unit.at_rest}: expected its {lengths[unit.key]} bytes (uint8) on this mesh, "
+                f"got shape {list(got.shape)} {got.dtype}; shard(model, spec) or reshard(params, old_spec, spec) gives them"
+            )
+    check_buffers(shards, spec, lengths, part=part)
+
+
+def check_trained(units: Iterable[Unit], what: str) -> None:
+    """ValueError, naming the unit, where one is at rest in a codec: it is frozen, and bytes have no derivative."""
+    for unit in units:
+        if unit.at_rest:
+            raise ValueError(
+                f"unit '{unit.key}' is at rest in {unit.at_rest}, and so frozen: expected no {what} of it; set it apart with "
+                "trainable, frozen = partition(params, spec), or leave at_rest= out of its P to train it"
+            )
 
 
 def check_buffers(
@@ -82,9 +106,9 @@ def check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
             unit = spec.by_name[key][0].key
             raise ValueError(f"parameter '{key}': expected the shard of its unit '{unit}' or its full parameters, got both")
     shards = {key: tensor for key, tensor in params.items() if key not in names} if names else params
-    check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec if unit.key not in full})
+    _check_stored(shards, spec, [unit for unit in spec if unit.key not in full])
     for unit in spec:
-        for tensor in full[unit.key] if unit.key in full else (params[unit.key],):
+        for tensor in full[unit.key] if unit.key in full else () if unit.at_rest else (params[unit.key],):
             if tensor.dtype != unit.dtype and not (tensor.is_floating_point() and unit.dtype.is_floating_point):
                 like = "a floating point dtype such as " if unit.dtype.is_floating_point else ""
                 raise TypeError(f"unit '{unit.key}': expected {like}{unit.dtype}, got {tensor.dtype}")

@@ -165,6 +165,11 @@ class PartitionSpec:
         """Elements of one rank's slice of the unit, padding included: the same on every rank."""
         return unit.padded_numel(size := self.size(unit)) // size
 
+    def stored(self, unit: Unit) -> tuple[int, torch.dtype]:
+        """Length and dtype of what `shard` gives of the unit: `shard_numel` elements, or the bytes of what is at rest."""
+        numel = self.shard_numel(unit)
+        return (unit.at_rest.form(numel, unit.dtype)[0], torch.uint8) if unit.at_rest else (numel, unit.dtype)
+
     def padded_numel(self, unit: Unit) -> int:
         """Elements of the whole padded buffer of the unit."""
         return unit.padded_numel(self.size(unit))

@@ -44,7 +44,8 @@ def table(spec: PartitionSpec) -> str:
     totals = [0, 0, 0, 0]
     for unit in spec.units:
         padding = bound.padded_numel(unit) - unit.numel
-        counts = [len(unit.params), unit.numel, padding, bound.shard_numel(unit) * unit.dtype.itemsize]
+        length, dtype = bound.stored(unit)
+        counts = [len(unit.params), unit.numel, padding, length * dtype.itemsize]
         totals = [a + b for a, b in zip(totals, counts, strict=True)]
         of[unit.key] = (str(unit.p), *(f"{c:,}" for c in counts))
     body = [(name, p, *(f"{n} x {c}" if n > 1 else c for c in counts)) for name, n, (p, *counts) in _joined(of)]

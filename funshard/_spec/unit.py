@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import torch
 
+from .codec import Codec
 from .precision import Precision
 from .tree import Param
 
@@ -28,6 +30,10 @@ class P:
 
     ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative.
 
+    ``at_rest`` is a `Codec`, such as ``codecs.nf4()``, for what of it is frozen (not ``requires_grad``, when the spec is
+    made) and floating point: `shard` gives the bytes of the encoded slice, gathers send these, and what is computed with is
+    decoded, in ``precision``'s dtype or the parameters' own. What of it is trained stays as it is.
+
     Raises TypeError for an axis that is no name and a field of another type, ValueError for an axis that is named twice
     and for ``align < 1``.
     """
@@ -38,6 +44,7 @@ class P:
     remat: bool = field(default=False, kw_only=True)
     offload: str | None = field(default=None, kw_only=True)
     align: int | None = field(default=None, kw_only=True)
+    at_rest: Codec | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in self.axes if isinstance(self.axis, tuple) else () if self.axis is None else (self.axis,):
@@ -47,6 +54,8 @@ class P:
             raise ValueError(f"P: axis named twice in {self.axis!r}: expected different mesh axes")
         if not isinstance(self.precision, Precision | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: precision: expected a Precision or None, got {self.precision!r}")
+        if not isinstance(self.at_rest, Codec | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: at_rest: expected a Codec such as codecs.nf4() or None, got {self.at_rest!r}")
         for name in ("reshard", "remat"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"P: {name}: expected True or False, got {value!r}")
@@ -98,6 +107,7 @@ class Unit:
         if align is None:
             # not of the precision: the lengths of shards cannot tell apart two layouts of the same parameters
             align = ALIGN_BYTES // (torch.bfloat16 if self.dtype == torch.float32 else self.dtype).itemsize
+        align = math.lcm(align, self.at_rest.block if self.at_rest else 1)
         parts: list[tuple[int, Param | None]] = []
         span = 0
         for param in self.params:
@@ -118,6 +128,12 @@ class Unit:
     def dtype(self) -> torch.dtype:
         """The dtype of every parameter."""
         return self.params[0].dtype
+
+    @property
+    def at_rest(self) -> Codec | None:
+        """What its slices are encoded in where they are kept: ``p.at_rest``, of what is frozen and floating point."""
+        frozen = not self.requires_grad and self.dtype.is_floating_point and any(param.numel for param in self.params)
+        return self.p.at_rest if frozen else None
 
     @property
     def requires_grad(self) -> bool:

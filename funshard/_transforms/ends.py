@@ -22,10 +22,10 @@ class End:
         self.old = {k: i for i, obj in enumerate(made.objects) if (k := after.number_of(obj)) is not None}
         self.numbers: list[int] = []  # of the results, among all tensors
         self.results: list[Tensor] = []
-        self._tensors: list[tuple[bool, int]] = []
+        self.tensors: list[tuple[bool, int]] = []
         for k, tensor in enumerate(after.tensors):
             i = operands.get(id(tensor))
-            self._tensors.append((False, len(self.results)) if i is None else (True, i))
+            self.tensors.append((False, len(self.results)) if i is None else (True, i))
             if i is None:
                 self.numbers.append(k)
                 self.results.append(tensor)
@@ -43,7 +43,7 @@ class End:
         if kind == LEAF:
             return token
         if kind == TENSOR:
-            return kind, self._tensors[x]
+            return kind, self.tensors[x]
         return kind, (True, self.old[x]) if x in self.old else (False, x)
 
     def differs(self, first: End, after: Reached, labels: Sequence[str]) -> str:
@@ -70,40 +70,47 @@ class End:
 
     def put(self, after: Reached, found: Reached, changed: set[int], outputs: Sequence[Tensor]) -> Any:
         """The result, with what was changed written into what was found; these are the results."""
-        made: dict[int, Any] = {}
-
-        def value(token: Token) -> Any:
-            kind, x = token
-            if kind == LEAF:
-                return x
-            if kind == TENSOR:
-                is_operand, i = self._tensors[x]
-                return found.tensors[i] if is_operand else outputs[i]
-            if x not in made:
-                made[x] = obj(x)
-            return made[x]
-
-        def obj(k: int) -> Any:
-            if k in self.old:
-                return found.objects[self.old[k]]
-            now = after.objects[k]
-            kind = kind_of(now)
-            assert kind is not None
-            return now if kind.blank is not None else kind.fill(kind.like(now), contents(k))
-
-        def contents(k: int) -> Any:
-            return [(names, [value(token) for token in tokens]) for names, tokens in after.parts[k]]
-
+        putting = _Putting(self, after, found, outputs)
         for k, now in enumerate(after.objects):
             kind = kind_of(now)
             if kind is None or kind.blank is None:
                 continue
             if k in self.old:
                 if self.old[k] in changed:
-                    write(found.objects[self.old[k]], contents(k), found.own)
+                    write(found.objects[self.old[k]], putting.contents(k), found.own)
             elif any(token[0] != LEAF for _, tokens in after.parts[k] for token in tokens):
-                write(now, contents(k), found.own)
-        return value(after.roots[0])
+                write(now, putting.contents(k), found.own)
+        return putting.value(after.roots[0])
+
+
+class _Putting:
+    """What a run has left, as it is handed out. No closures, as in runs.py."""
+
+    def __init__(self, end: End, after: Reached, found: Reached, outputs: Sequence[Tensor]) -> None:
+        self._end, self._after, self._found, self._outputs = end, after, found, outputs
+        self._made: dict[int, Any] = {}
+
+    def value(self, token: Token) -> Any:
+        kind, x = token
+        if kind == LEAF:
+            return x
+        if kind == TENSOR:
+            is_operand, i = self._end.tensors[x]
+            return self._found.tensors[i] if is_operand else self._outputs[i]
+        if x not in self._made:
+            self._made[x] = self._obj(x)
+        return self._made[x]
+
+    def _obj(self, k: int) -> Any:
+        if k in self._end.old:
+            return self._found.objects[self._end.old[k]]
+        now = self._after.objects[k]
+        kind = kind_of(now)
+        assert kind is not None
+        return now if kind.blank is not None else kind.fill(kind.like(now), self.contents(k))
+
+    def contents(self, k: int) -> Any:
+        return [(names, [self.value(token) for token in tokens]) for names, tokens in self._after.parts[k]]
 
 
 def _same(before: Any, after: Any) -> bool:

@@ -62,7 +62,7 @@ def about_arguments(error: Exception, params: Mapping[str, Tensor], spec: Partit
     if len(devices[0] | devices[1]) > 1:
         hints.append(f"params are on {', '.join(sorted(devices[0]))}, the arguments on {', '.join(sorted(devices[1]))}")
     for unit in spec:
-        if unit.key in params and params[unit.key].dtype != unit.dtype and not unit.p.precision:
+        if unit.key in params and params[unit.key].dtype not in (unit.dtype, spec.stored(unit)[1]) and not unit.p.precision:
             hints.append(f"unit '{unit.key}' is given in {params[unit.key].dtype}, in the model it is {unit.dtype}")
             break
     if hints and error.args and isinstance(error.args[0], str):

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 
 from .. import _torch
 from .._spec.division import Divide, Reduction
-from .._spec.fits import check_buffers
+from .._spec.fits import check_buffers, check_trained
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.flow import gather_unit, scatter_unit
@@ -75,6 +75,7 @@ def per_sample_grads(
     spec = bound(spec)
     mesh = spec.bound_mesh
     units = [unit for unit in spec if unit.key in params]
+    check_trained(units, "gradient")
     check_buffers(params, spec, {unit.key: spec.shard_numel(unit) for unit in units})
     args, _ = arguments(batch, None)
     samples = _check_batch(args)

@@ -21,8 +21,8 @@ class Start:
     def __init__(self, found: Reached, own: set[nn.Module]) -> None:
         self._own = own
         self.roots, self.parts = found.roots, found.parts
-        self._kinds = [kind_of(obj) for obj in found.objects]
-        self._likes = [kind.like(obj) for kind, obj in zip(self._kinds, found.objects, strict=True) if kind]
+        self.kinds = [kind_of(obj) for obj in found.objects]
+        self.likes = [kind.like(obj) for kind, obj in zip(self.kinds, found.objects, strict=True) if kind]
         self._refs = [_reference(obj) for obj in found.objects]
         self._classes = [type(obj) for obj in found.objects]
         self._users: list[list[int]] = [[] for _ in found.objects]
@@ -38,17 +38,18 @@ class Start:
     def check_makeable(self, numbers: set[int], name: str) -> None:
         """TypeError for objects of these numbers that no other run could be given as they were."""
         for i in numbers:
-            kind = self._kinds[i]
+            kind = self.kinds[i]
             assert kind is not None
-            if kind.blank is not None and not isinstance(self._likes[i], nn.Module):
-                self._blank(i, name)
+            if kind.blank is not None and not isinstance(self.likes[i], nn.Module):
+                self.blank(i, name)
 
-    def _blank(self, i: int, name: str) -> Any:
-        kind = self._kinds[i]
+    def blank(self, i: int, name: str) -> Any:
+        """A new object of this number's class, with nothing in it yet. TypeError where none can be made."""
+        kind = self.kinds[i]
         assert kind is not None
         assert kind.blank is not None
         try:
-            return kind.blank(self._likes[i])
+            return kind.blank(self.likes[i])
         except TypeError as error:
             raise TypeError(
                 f"{name} was handed an object of {self._classes[i].__name__} that it changes, or that holds tensors, and that "
@@ -69,34 +70,17 @@ class Start:
                     todo.append(user)
         made = Made(name)
         objects: list[Any] = [None if i in other else obj for i, obj in enumerate(stands)]
-
-        def value(token: Token) -> Any:
-            kind, x = token
-            return x if kind == LEAF else xs[x] if kind == TENSOR else obj(x)
-
-        def obj(i: int) -> Any:
-            kind = self._kinds[i]
-            assert kind is not None
-            if objects[i] is None:
-                if kind.blank is None:
-                    objects[i] = kind.fill(self._likes[i], contents(i))
-                else:
-                    objects[i] = stands[i] if isinstance(stands[i], nn.Module) else self._blank(i, name)
-            return objects[i]
-
-        def contents(i: int) -> Any:
-            return [(names, [value(token) for token in tokens]) for names, tokens in self.parts[i]]
-
+        making = _Making(self, xs, stands, objects, name)
         for i in sorted(other):
-            obj(i)
+            making.obj(i)
         for i in sorted(other):
-            kind = self._kinds[i]
+            kind = self.kinds[i]
             assert kind is not None
             if kind.blank is not None:
                 if isinstance(objects[i], nn.Module):
                     made.saved.append((objects[i], dict(vars(objects[i]))))
-                write(objects[i], contents(i), self._own)
-        made.roots, made.objects = [value(token) for token in self.roots], objects
+                write(objects[i], making.contents(i), self._own)
+        made.roots, made.objects = [making.value(token) for token in self.roots], objects
         made.kept = [i for i in range(len(objects)) if i not in other]
         return made
 
@@ -126,6 +110,31 @@ class Start:
                     elif stands[x] is not value_now:
                         out.add(i)
         return out
+
+
+class _Making:
+    """The objects of one run while they are made. No closures: those that know each other hold all until they are collected."""
+
+    def __init__(self, start: Start, xs: Sequence[Tensor], stands: list[Any], objects: list[Any], name: str) -> None:
+        self._start, self._xs, self._stands, self._objects, self._name = start, xs, stands, objects, name
+
+    def value(self, token: Token) -> Any:
+        kind, x = token
+        return x if kind == LEAF else self._xs[x] if kind == TENSOR else self.obj(x)
+
+    def obj(self, i: int) -> Any:
+        kind = self._start.kinds[i]
+        assert kind is not None
+        if self._objects[i] is None:
+            stands = self._stands[i]
+            if kind.blank is None:
+                self._objects[i] = kind.fill(self._start.likes[i], self.contents(i))
+            else:
+                self._objects[i] = stands if isinstance(stands, nn.Module) else self._start.blank(i, self._name)
+        return self._objects[i]
+
+    def contents(self, i: int) -> Any:
+        return [(names, [self.value(token) for token in tokens]) for names, tokens in self._start.parts[i]]
 
 
 def _nothing() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
-from .._spec.codec import Codec
+from .._spec.codec import Codec, packed
 from .._spec.division import Divide, Reduction
 from .._spec.precision import Precision
 from .._spec.unit import Unit
@@ -24,7 +24,7 @@ from ..collectives._mesh import Axis, Group, Mesh, Simulated
 from .layout import coordinates
 from .route import Route
 
-__all__ = ["gather_unit", "reduce_along", "reduce_unit", "reduction_over", "scatter_unit"]
+__all__ = ["gather_unit", "reduce_along", "reduce_unit", "reduction_over", "scatter_unit", "stored"]
 
 MEAN = Reduction()
 
@@ -71,8 +71,10 @@ def gather_unit(
     if not unit.numel:  # nothing to send
         return piece.new_empty(0, dtype=route.dtypes.param)
     split, rest = ([mesh[name] for name in names] for names in (route.split, route.rest))
+    if route.form:
+        return route.decoded(_gathered(piece, split) if split else piece.clone(), route.form)
     if route.codec:
-        value = _sent(route.codec, piece.detach(), split).to(route.dtypes.param)
+        value = _sent(route.codec, piece.detach(), split, route.dtypes.param)
         return _travel(piece, value, *_constants(route, mesh), True)
     if not route.plain:
         return _travel(piece, None, *_constants(route, mesh), True)
@@ -81,6 +83,18 @@ def gather_unit(
     for axis in reversed(split):
         piece = all_gather(piece, axis, reduce=route.op)
     return piece
+
+
+def stored(piece: Tensor, unit: Unit) -> Tensor:
+    """A slice as `shard` gives it: itself, or the bytes of what it is at rest in. RuntimeError where that has a derivative."""
+    if not unit.at_rest:
+        return piece
+    if _torch.is_tracked(piece):
+        raise RuntimeError(
+            f"unit '{unit.key}' is at rest in {unit.at_rest}, and bytes have no derivative: expected full parameters "
+            "without one; detach them, or leave at_rest= out of its P"
+        )
+    return packed(unit.at_rest.encoded(piece.detach().to(unit.dtype)))[0]
 
 
 def reduce_unit(
@@ -149,12 +163,12 @@ def _gathered(piece: Tensor, split: Sequence[Axis]) -> Tensor:
     return piece
 
 
-def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis]) -> Tensor:
+def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: torch.dtype) -> Tensor:
     """The slices of all ranks, each encoded where it is and decoded everywhere."""
     rows = [_gathered(x[None], split) for x in codec.encoded(piece)]
     if all(axis.size == 1 for axis in split):  # nothing was gathered, and decode may give what it is given
         rows = [x.clone() for x in rows]
-    return codec.decoded(rows, len(piece))
+    return codec.decoded(rows, len(piece), dtype)
 
 
 @_torch.in_graph

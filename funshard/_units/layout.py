@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .._spec.fits import check_buffers, check_full, check_shards, full_of_unit
+from .._spec.fits import check_buffers, check_full, check_trained, full_of_unit
 from .._spec.spec import PartitionSpec, bound
 from .._spec.tree import Param
 from .._spec.unit import Unit
@@ -138,14 +138,16 @@ def views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None
 
     By parameter name; elements are in the parameter's memory order (``Param.order``). ``rank`` is the rank on the mesh
     (row-major) whose shards these are; this process's by default. What per-parameter weight decay, masks and
-    inspection need: writing into a piece writes into the shard; the padding is in none.
+    inspection need: writing into a piece writes into the shard; the padding is in none. Units at rest in a codec have none:
+    ValueError where one is given.
     """
     spec = bound(spec)
-    check_shards(shards, spec)
+    check_trained((unit for unit in spec if unit.key in shards), "views")
+    check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec if not unit.at_rest})
     mesh = spec.bound_mesh
     at = coordinates(mesh, rank)
     out: Params = {}
-    for unit in spec:
+    for unit in (unit for unit in spec if not unit.at_rest):
         length = spec.shard_numel(unit)
         begin = index(unit, mesh, at) * length
         start = 0

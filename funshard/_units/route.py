@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from .._spec.codec import Codec
+from .._spec.codec import Codec, Form, unpacked
 from .._spec.division import Reduction, division
 from .._spec.precision import Dtypes, Precision
 from .._spec.unit import Unit
@@ -40,6 +41,11 @@ class Route:
     dtypes: Dtypes
     """In which it is gathered and computed with, and in which its gradients are reduced."""
     codec: Codec | None
+    """What is sent is encoded in."""
+    form: Form | None
+    """How the shard's bytes are what is encoded, where it is at rest in that."""
+    slices: int
+    """How many slices its buffer is."""
     made: bool
     """Whether its buffer is another tensor than the shard."""
     frees: bool
@@ -48,18 +54,40 @@ class Route:
     @classmethod
     def of(cls, unit: Unit, mesh: Mesh, reduction: Reduction, precision: Precision | None, dtype: torch.dtype) -> Route:
         """That of a unit whose shard has this dtype. Axes of one rank do not count; what has no elements stays where it is."""
+        dtype = unit.dtype if unit.at_rest else dtype
         dtypes = (precision or Precision()).resolve(dtype)
-        codec = precision.codec if precision and dtype.is_floating_point and unit.numel else None
+        codec = unit.at_rest or (precision.codec if precision and dtype.is_floating_point and unit.numel else None)
         sizes = {name: axis.size for name, axis in mesh.axes if axis.size > 1 and unit.numel}
         split = tuple(name for name in unit.p.axes if name in sizes)
         rest = tuple(name for name in reversed(sizes) if name not in split and reduction.includes(name))
         ranks = torch.Size(sizes[name] for name in (*split, *rest)).numel()
-        padded = unit.padded_numel(torch.Size(mesh[name].size for name in unit.p.axes).numel())
+        slices = torch.Size(mesh[name].size for name in unit.p.axes).numel()
+        padded = unit.padded_numel(slices)
+        form = unit.at_rest.form(padded // slices, dtype)[1] if unit.at_rest else None
         made = bool(split) or dtypes.param != dtype or codec is not None
         op, before, after = division(reduction.by, ranks, dtypes.reduce) if unit.numel else ("mean", 1.0, 1.0)
         return cls(
-            padded, widest(unit, padded), split, rest, op, before, after, dtype, dtypes, codec, made, unit.p.reshard and made
+            padded,
+            widest(unit, padded),
+            split,
+            rest,
+            op,
+            before,
+            after,
+            dtype,
+            dtypes,
+            codec,
+            form,
+            slices,
+            made,
+            unit.p.reshard and made,
         )
+
+    def decoded(self, raw: Tensor, form: Form) -> Tensor:
+        """Its buffer, from the bytes of all slices, end to end."""
+        assert self.codec is not None
+        tensors = unpacked(raw.view(self.slices, -1), form)
+        return self.codec.decoded(tensors, self.padded // self.slices, self.dtypes.param)
 
     @property
     def plain(self) -> bool:

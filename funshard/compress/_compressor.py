@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from .._spec.fits import check_mapping, whole_unit
+from .._spec.fits import check_mapping, check_trained, whole_unit
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.flow import reduce_along
@@ -72,6 +72,7 @@ def given_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too
                 f"{list(spec.by_name)[:4]}; differentiate with respect to unshard(params, spec)"
             )
     given = {unit.key: tensors for unit in spec if (tensors := whole_unit(grads, unit)) is not None}
+    check_trained((spec.by_key[key] for key in given), "gradient")
     for key, tensors in given.items():
         for param, tensor in zip(spec.by_key[key].params, tensors, strict=True):
             if not (tensor.is_floating_point() or (complex_too and tensor.is_complex())):

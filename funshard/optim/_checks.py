@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._spec.fits import check_trained
 from ._groups import Layout
 
 __all__ = [
@@ -71,6 +72,8 @@ def layout_of(layouts: Mapping[str, Layout] | None, key: str, tensor: object) ->
         return Layout()
     if key not in layouts:
         raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*layouts][:8]}")
+    if frozen := layouts[key].at_rest:
+        check_trained([frozen], "update")
     if tuple(tensor.shape) != (layouts[key].numel,):
         raise ValueError(
             f"unit '{key}': expected a shard of {layouts[key].numel} elements, got shape {list(tensor.shape)}; "
@@ -93,6 +96,12 @@ def check_fits(
         for key in tree:
             if key not in params:
                 raise ValueError(f"unit '{key}' has a {what} and is not in params: expected some of {[*params][:8]}")
+        for key in tree if what == "gradient" else ():
+            if params[key].dtype == torch.uint8:
+                raise TypeError(
+                    f"unit '{key}' is torch.uint8, as is what is frozen and at rest in a codec: expected no gradient of it; "
+                    "set it apart with fs.partition(params, spec)"
+                )
     for key in params:
         if key not in state:
             raise ValueError(f"unit '{key}' has no state: expected that of init(params) or of an update, got {[*state][:8]}")

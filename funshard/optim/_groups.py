@@ -34,6 +34,8 @@ class Layout(NamedTuple):
     runs: tuple[Run, ...] = ()
     groups: tuple[int, ...] = (0,)
     """The groups of the unit's parameters, on every rank the same ones: each has a run, if an empty one."""
+    at_rest: Unit | None = None
+    """The unit, where its shard is bytes."""
 
 
 def laid_out(
@@ -55,11 +57,13 @@ def laid_out(
             "options: where a parameter lies in a shard depends on the rank, and simulated ranks are all there at once: "
             "expected rank=, a mesh of processes, or the same options for all parameters"
         )
-    numels = {unit.key: spec.shard_numel(unit) for unit in spec}
+    numels = {unit.key: spec.shard_numel(unit) for unit in spec if not unit.at_rest}
+    frozen = {unit.key: Layout(at_rest=unit) for unit in spec if unit.at_rest}
     if unknown:
-        return groups or [{}], {key: Layout(numel) for key, numel in numels.items()}
+        return groups or [{}], {key: Layout(numel) for key, numel in numels.items()} | frozen
     where = views({key: torch.empty(numel, device="meta") for key, numel in numels.items()}, spec, rank=rank)
-    return groups or [{}], {unit.key: _layout(unit, numels[unit.key], where, group_of) for unit in spec}
+    layouts = {key: _layout(spec.by_key[key], numel, where, group_of) for key, numel in numels.items()}
+    return groups or [{}], layouts | frozen
 
 
 def _layout(unit: Unit, numel: int, where: Mapping[str, Tensor], group_of: Mapping[str, int]) -> Layout:

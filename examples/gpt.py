@@ -1,0 +1,71 @@
+"""What train_gpt.py and lora.py share: a byte-level GPT, the ranks, and text of the standard library."""
+
+import math
+import os
+import sysconfig
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, dim: int, heads: int, seq: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(256, dim), nn.Embedding(seq, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256, bias=False)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                into_residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+def ranks() -> tuple[int, int, torch.device]:
+    """This rank, how many there are, and its device; with a process group if torchrun has started them."""
+    gpu = torch.cuda.is_available()
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("nccl" if gpu else "gloo")
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    return rank, world, device
+
+
+def text(pattern: str, most: int) -> tuple[Tensor, Tensor]:
+    """Nine tenths of the bytes of the standard library's files of this pattern for training, and a tenth for validation."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob(pattern))
+    data = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)[:most]), dtype=torch.uint8)
+    split = len(data) * 9 // 10
+    return data[:split], data[split:]
+
+
+def batch(source: Tensor, shape: tuple[int, int], generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
+    """So many sequences of so many bytes, and the byte after each."""
+    starts = torch.randint(len(source) - shape[1] - 1, (shape[0], 1), generator=generator)
+    chunk = source[starts + torch.arange(shape[1] + 1)].long().to(device)
+    return chunk[:, :-1], chunk[:, 1:]

@@ -1,0 +1,216 @@
+"""int8 and NF4: how far off, what is exact, which bytes."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given
+from torch import Tensor
+
+import funshard as fs
+from funshard import Codec, codecs
+from funshard._spec.codec import packed
+
+LOW, WIDE = [torch.bfloat16, torch.float16], [torch.float32, torch.float64]
+EPS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-22, torch.float64: 2**-50}
+"""Two roundings, of numbers of at most one."""
+EVERY = [codecs.int8, codecs.nf4, lambda block: codecs.nf4(block, double_quant=True)]
+
+
+def numbers(numel: int, dtype: torch.dtype, seed: int = 0, zeros: float = 0.2) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator) * 10 ** torch.randint(-2, 3, (numel,), generator=generator)
+    return torch.where(torch.rand(numel, generator=generator) < zeros, 0, x).to(dtype)
+
+
+def absmax_of(x: Tensor, block: int) -> Tensor:
+    """Each element's block's, in float64."""
+    blocks = [piece.abs().max().double().expand(len(piece)) for piece in x.split(block)] if len(x) else []
+    return torch.cat([torch.empty(0, dtype=torch.float64), *blocks])
+
+
+@given(st.integers(0, 300), st.sampled_from([2, 8, 64]), st.sampled_from([*LOW, *WIDE]), st.integers(0, 99))
+@example(0, 64, torch.bfloat16, 0)
+@example(65, 64, torch.float32, 0)
+def test_error_zeros_and_again(numel: int, block: int, dtype: torch.dtype, seed: int) -> None:
+    """At most half a step off, zeros exact, and what was decoded is encoded to the same bytes."""
+    x = numbers(numel, dtype, seed)
+    most = max(b - a for a, b in zip(codecs.NF4, codecs.NF4[1:], strict=False)) / 2
+    for codec, bound in ((codecs.int8(block), 1 / 127 / 2), (codecs.nf4(block), most)):
+        encoded = codec.encode(x)
+        got = codec.decode(*encoded)
+        assert got.dtype == dtype
+        assert got.shape == x.shape
+        absmax = absmax_of(x, block)
+        assert ((got.double() - x.double()).abs() <= (bound + EPS[dtype]) * absmax).all()
+        assert (got[x == 0] == 0).all()
+        assert all(torch.equal(a, b) for a, b in zip(codec.encode(got), encoded, strict=True))
+
+
+@given(st.integers(1, 3000), st.sampled_from([*LOW, *WIDE]), st.integers(0, 99))
+def test_quantized_scales(numel: int, dtype: torch.dtype, seed: int) -> None:
+    """Each is off by at most 1 / 254 of the largest difference of one from their mean."""
+    x, block = numbers(numel, dtype, seed), 4
+    codec = codecs.nf4(block, double_quant=True)
+    got = codec.decode(*codec.encode(x))
+    plain = codecs.nf4(block).decode(*codecs.nf4(block).encode(x)).double()
+    scales = torch.stack([piece.abs().max().double() for piece in x.split(block)])
+    off = torch.cat([(group - scales.mean()).abs().max().expand(len(group)) / 254 for group in scales.split(256)])
+    off = off.repeat_interleave(block)[:numel]
+    assert (
+        (got.double() - plain).abs() <= off * (1 + 1e-5) + EPS[dtype] * 2 * (off + absmax_of(x, block)) + 1e-6 * scales.mean()
+    ).all()
+    assert (got[x == 0] == 0).all()
+
+
+def slow_nf4(x: Sequence[float], block: int) -> tuple[list[int], list[float], list[float]]:
+    """The bytes, the scales and the values, in loops, as the paper has them."""
+    nearest: list[int] = []
+    scales = []
+    for start in range(0, len(x), block):
+        some = x[start : start + block]
+        scales.append(max(abs(v) for v in some))
+        for v in some:
+            ratio = v / scales[-1] if scales[-1] else 0.0
+            nearest.append(min(range(16), key=lambda i: abs(codecs.NF4[i] - ratio)))
+    both = [*nearest, 0 if len(nearest) % 2 else None]
+    raw = [a * 16 + b for a, b in zip(both[::2], both[1::2], strict=False) if a is not None and b is not None]
+    return raw, scales, [codecs.NF4[i] * scales[at // block] for at, i in enumerate(nearest)]
+
+
+def slow_int8(x: Sequence[float], block: int) -> list[float]:
+    out = []
+    for start in range(0, len(x), block):
+        some = x[start : start + block]
+        largest = max(abs(v) for v in some)
+        out += [round(v / largest * 127) / 127 * largest if largest else 0.0 for v in some]
+    return out
+
+
+@given(st.integers(0, 70), st.sampled_from([2, 6, 16]), st.integers(0, 99))
+def test_by_hand(numel: int, block: int, seed: int) -> None:
+    x = numbers(numel, torch.float64, seed)
+    raw, scales, values = slow_nf4(x.tolist(), block)
+    codes, absmax, _ = codecs.nf4(block).encode(x)
+    whole = len(raw) if numel % 2 == 0 else len(raw) - 1  # half of the last byte is nobody's
+    assert codes.tolist()[:whole] == raw[:whole]
+    assert [c >> 4 for c in codes.tolist()] == [c >> 4 for c in raw]
+    assert absmax.tolist() == scales
+    assert codecs.nf4(block).decode(codes, absmax, x.new_empty(numel, 0)).tolist() == values
+    int8 = codecs.int8(block)
+    torch.testing.assert_close(int8.decode(*int8.encode(x)), torch.tensor(slow_int8(x.tolist(), block), dtype=x.dtype))
+
+
+def test_the_values_are_the_papers() -> None:
+    """Quantiles of the normal distribution, eight below zero and seven above it, as bitsandbytes and torchao compute them."""
+    last = 0.9677083  # of the distribution: bitsandbytes.functional.create_normal_map
+    quantile = NormalDist().inv_cdf
+    above = [quantile(last + (0.5 - last) * i / 8) for i in range(8)]
+    below = [-quantile(last + (0.5 - last) * i / 7) for i in range(7)]
+    exact = sorted([*above, 0.0, *below])
+    assert len(codecs.NF4) == 16
+    for ours, value in zip(codecs.NF4, exact, strict=True):
+        assert math.isclose(ours, value / max(exact), abs_tol=2e-6)
+    # the published numbers, table 1 of appendix E, to their last digit
+    assert codecs.NF4[1] == -0.6961928009986877
+    assert codecs.NF4[8] == 0.07958029955625534
+    assert codecs.NF4[14] == 0.7229568362236023
+    assert codecs.NF4[6] == -0.09105003625154495
+
+
+@pytest.mark.parametrize("make", EVERY)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_not_hidden(make: Any, bad: float) -> None:
+    """Its block is NaN, and without quantized scales no other."""
+    x = torch.ones(24)
+    x[9] = bad
+    codec = make(8)
+    got = codec.decode(*codec.encode(x))
+    assert got[8:16].isnan().all()
+    if "double" not in repr(codec):
+        assert torch.equal(got[:8], x[:8])
+        assert torch.equal(got[16:], x[16:])
+
+
+@pytest.mark.parametrize("make", EVERY)
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65])
+def test_decodes_to_the_dtype_it_is_asked_for(make: Any, numel: int) -> None:
+    x = numbers(numel, torch.float32)
+    codec = make(64)
+    encoded = codec.encode(x)
+    for dtype in (*LOW, *WIDE):
+        got = codec.decode(*encoded, dtype=dtype)
+        assert got.dtype == dtype
+        absmax = absmax_of(codec.decode(*encoded), 64)
+        assert (
+            (got.double() - codec.decode(*encoded).double()).abs() <= 2 * max(EPS[dtype], EPS[torch.float32]) * absmax
+        ).all()
+
+
+@pytest.mark.parametrize("dtype", [*LOW, *WIDE])
+@pytest.mark.parametrize("make", EVERY)
+def test_slices_at_once_are_slices_one_by_one(make: Any, dtype: torch.dtype) -> None:
+    """By torch.vmap, both ways, bit by bit; and what is packed has the length that shapes alone tell."""
+    for numel in (0, 1, 64, 130):
+        codec: Codec = make(64)
+        rows = torch.stack([numbers(numel, dtype, seed) for seed in range(3)])
+        encoded = torch.vmap(codec.encode)(rows)
+        decoded = torch.vmap(codec.decode)(*encoded)
+        for i, row in enumerate(rows):
+            one = codec.encode(row)
+            assert all(torch.equal(a[i], b) for a, b in zip(encoded, one, strict=True))
+            assert torch.equal(decoded[i], codec.decode(*one))
+            raw, form = packed(one)
+            assert codec.form(numel, dtype) == (len(raw), form)
+
+
+def test_are_values() -> None:
+    """Equal by what they are, also out of a pickle, and printed as they are made."""
+    for make in EVERY:
+        assert make(8) == make(8) != make(16)
+        assert hash(make(8)) == hash(make(8))
+        assert pickle.loads(pickle.dumps(make(8))) == make(8)
+    assert codecs.nf4() != codecs.nf4(double_quant=True)
+    assert [repr(make(8)) for make in EVERY] == ["int8(block=8)", "nf4(block=8)", "nf4(block=8, double_quant=True)"]
+
+
+@pytest.mark.parametrize("make", [codecs.int8, codecs.nf4])
+def test_bad_blocks(make: Any) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        make(0)
+    with pytest.raises(TypeError, match="whole number"):
+        make(1.5)
+    with pytest.raises(ValueError, match="even"):
+        codecs.nf4(3)
+
+
+def test_bits_an_element() -> None:
+    """What the docstrings say, of 16-bit numbers."""
+    x = numbers(2**20, torch.bfloat16)
+    for codec, bits in ((codecs.int8(), 8.25), (codecs.nf4(), 4.25), (codecs.nf4(double_quant=True), 4.127)):
+        assert sum(t.nbytes for t in codec.encode(x)) * 8 / len(x) == pytest.approx(bits, abs=1e-3)
+
+
+def test_sent_in_a_gather() -> None:
+    """As the codec of a Precision: the trained parameters travel in it, and gradients pass through."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8, dtype=torch.float64)
+    codec = codecs.int8(4)  # the slices, of 36 elements, are whole blocks
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+
+    def run(mesh: Any, x: Tensor) -> Any:
+        spec = fs.always(fs.P("shard", precision=fs.Precision(codec=codec)))(model).on(mesh)
+        return fs.grad_and_value(lambda p: fs.functional_call(model, p, x, spec=spec).sin().sum())(fs.shard(model, spec))
+
+    weight, bias = (codec.decode(*codec.encode(p.detach().flatten())).view_as(p) for p in (model.weight, model.bias))
+    grads, value = fs.testing.spmd(run, 2)(x)
+    torch.testing.assert_close(value, torch.stack([torch.nn.functional.linear(some, weight, bias).sin().sum() for some in x]))
+    expected = torch.nn.functional.linear(x, weight, bias).cos().sum((0, 1)) / 2
+    torch.testing.assert_close(grads[""].flatten()[:8], expected)

@@ -1,0 +1,94 @@
+"""peft's LoraModel around a llama of transformers, unmodified: its base frozen, or at rest in NF4 as in QLoRA."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from depth import each
+from models import unchanged
+from parity import MAIN_WAYS, WAYS
+from ranks import Pool
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import funshard as fs
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+CODEC = fs.codecs.nf4(16)
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes, **special))
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what peft asks of another version of transformers
+        return peft.get_peft_model(llama, config).double()
+
+
+def spec_of(model: nn.Module, at_rest: fs.Codec | None, p: fs.P) -> fs.PartitionSpec:
+    """Decoder layers as units, each with its norms as they are, and the embedding and the head in the root's."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+    quantized = fs.P(p.axis, reshard=p.reshard, remat=p.remat, at_rest=at_rest)
+    layers = fs.override(fs.by_type(LlamaDecoderLayer, p=quantized), fs.by_type(LlamaRMSNorm, p=fs.P()))
+    return fs.override(layers, fs.by_path({"": fs.P("shard")}))(model).bound
+
+
+def plain(model: nn.Module, spec: fs.PartitionSpec) -> nn.Module:
+    """peft's own model with what is decoded as its frozen weights."""
+    model = copy.deepcopy(model)
+    for name, p in model.named_parameters():
+        if spec.by_name[name][0].at_rest == CODEC:
+            p.data.copy_(CODEC.decode(*CODEC.encode(p.detach().flatten())).view_as(p))
+    return model
+
+
+def ids_of(rank: int) -> Tensor:
+    return torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(rank))
+
+
+def on_ranks(rank: int, at_rest: bool, p: fs.P, way: str) -> None:
+    model = adapted()
+    spec = spec_of(model, CODEC if at_rest else None, p)
+    trainable, frozen = fs.partition(fs.shard(model, spec), spec)
+    layers = [unit for unit in spec if unit.key.endswith(":frozen") and ".layers." in unit.key]
+    assert len(layers) == 2
+    assert all((frozen[unit.key].dtype == torch.uint8) is at_rest for unit in layers)
+
+    def loss(trainable: fs.Params) -> Tensor:
+        inputs = {"input_ids": ids_of(rank), "labels": ids_of(rank), "use_cache": False}
+        return fs.functional_call(model, trainable | frozen, (), inputs, spec=spec).loss
+
+    with unchanged(model):
+        grads, value = WAYS[way](loss)(trainable)
+    reference = plain(model, spec)
+    losses = [reference(input_ids=ids_of(r), labels=ids_of(r), use_cache=False).loss for r in range(2)]
+    (sum(losses) / 2).backward()  # pyright: ignore[reportAttributeAccessIssue]
+    assert_close(value, losses[rank].detach(), rtol=1e-9, atol=1e-9)
+    got: dict[str, Any] = fs.unshard(grads, spec)
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert wanted.keys() == got.keys()
+    assert all("lora_" in name for name in wanted)
+    for name, grad in wanted.items():
+        assert grad.abs().max() > 0
+        assert_close(got[name], grad, rtol=1e-9, atol=1e-12)
+
+
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", reshard=False), fs.P("shard", remat=True)], ids=str)
+@pytest.mark.parametrize("at_rest", [False, True])
+def test_gradients_of_adapters_are_pefts_own(gloo2: Pool, at_rest: bool, p: fs.P, way: str) -> None:
+    """Also where the base is bytes: then those of the base that is decoded."""
+    gloo2.run(on_ranks, at_rest, p, way)
