@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from .precision import Precision
+from .remat import Remat
 from .tree import Param
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["P", "Unit"]
 
@@ -30,7 +27,8 @@ class P:
     elements: by default 16 bytes, for which kernels are made, in its own dtype and, where that is float32, in those of 16
     bits, whatever ``precision`` is, so that the same shards may be used with another; with 1 parameters lie end to end.
 
-    ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative.
+    ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative; a
+    `Remat` says what is kept for that.
 
     Raises TypeError for an axis that is no name and a field of another type, ValueError for an axis that is named twice
     and for ``align < 1``.
@@ -39,7 +37,7 @@ class P:
     axis: str | tuple[str, ...] | None = None
     reshard: bool = field(default=True, kw_only=True)
     precision: Precision | None = field(default=None, kw_only=True)
-    remat: bool = field(default=False, kw_only=True)
+    remat: bool | Remat = field(default=False, kw_only=True)
     offload: str | None = field(default=None, kw_only=True)
     align: int | None = field(default=None, kw_only=True)
 
@@ -51,9 +49,10 @@ class P:
             raise ValueError(f"P: axis named twice in {self.axis!r}: expected different mesh axes")
         if not isinstance(self.precision, Precision | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: precision: expected a Precision or None, got {self.precision!r}")
-        for name in ("reshard", "remat"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"P: {name}: expected True or False, got {value!r}")
+        if not isinstance(self.reshard, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: reshard: expected True or False, got {self.reshard!r}")
+        if not isinstance(self.remat, bool | Remat):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: remat: expected True or False, got {self.remat!r} (or a Remat, which says what is kept)")
         if not isinstance(self.offload, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: offload: expected the name of a device or None, got {self.offload!r}")
         if not isinstance(self.align, int | None) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -21,6 +21,7 @@ from .backward import (
     unchanged,
     viewed,
 )
+from .dispatch import DispatchMode, OpOverload, graph_is_kept, is_plain, makes_results, same_memory, written
 from .levels import (
     at_level,
     base,
@@ -76,8 +77,10 @@ from .tracing import (
 __all__ = [
     "DATA",
     "FORWARD_CAN_BE_REPLACED",
+    "DispatchMode",
     "Function",
     "OfDtype",
+    "OpOverload",
     "alias",
     "alone",
     "annotated",
@@ -95,6 +98,7 @@ __all__ = [
     "dispatch_keys",
     "fake_mode",
     "followed",
+    "graph_is_kept",
     "graph_task",
     "group",
     "has_tangent",
@@ -105,6 +109,7 @@ __all__ = [
     "is_fake",
     "is_last_backward",
     "is_over",
+    "is_plain",
     "is_strided",
     "is_tracked",
     "is_wrapped",
@@ -113,6 +118,7 @@ __all__ = [
     "level",
     "level_of",
     "lower",
+    "makes_results",
     "not_in_graph",
     "overlaps",
     "overwrite",
@@ -122,6 +128,7 @@ __all__ = [
     "push_saved_tensor_hooks",
     "reentrant_checkpoints",
     "reparametrized",
+    "same_memory",
     "savable",
     "saved_tensor_hooks",
     "seen_from",
@@ -134,4 +141,5 @@ __all__ = [
     "without_graph",
     "wrapped",
     "wrapped_for_dead",
+    "written",
 ]
