@@ -92,7 +92,7 @@ class End:
             return now if kind.blank is not None else kind.fill(kind.like(now), contents(k))
 
         def contents(k: int) -> Any:
-            return [(names, [value(token) for token in tokens]) for names, tokens in after.parts[k]]
+            return [(names, [value(token) for token in tokens]) for names, tokens in after.parts[k]]  # noqa: F821  see below
 
         for k, now in enumerate(after.objects):
             kind = kind_of(now)
@@ -103,7 +103,9 @@ class End:
                     write(found.objects[self.old[k]], contents(k), found.own)
             elif any(token[0] != LEAF for _, tokens in after.parts[k] for token in tokens):
                 write(now, contents(k), found.own)
-        return value(after.roots[0])
+        result = value(after.roots[0])
+        del value  # these functions know each other and the outputs, which would wait for the cycle collector
+        return result
 
 
 def _same(before: Any, after: Any) -> bool:

@@ -72,7 +72,7 @@ class Start:
 
         def value(token: Token) -> Any:
             kind, x = token
-            return x if kind == LEAF else xs[x] if kind == TENSOR else obj(x)
+            return x if kind == LEAF else xs[x] if kind == TENSOR else obj(x)  # noqa: F821  see below
 
         def obj(i: int) -> Any:
             kind = self._kinds[i]
@@ -98,6 +98,7 @@ class Start:
                 write(objects[i], contents(i), self._own)
         made.roots, made.objects = [value(token) for token in self.roots], objects
         made.kept = [i for i in range(len(objects)) if i not in other]
+        del obj  # these functions know each other and the tensors, which would wait for the cycle collector
         return made
 
     def _others(self, stands: list[Any]) -> set[int]:
