@@ -44,9 +44,9 @@ def recomputed(
 ) -> Any:
     """The result of the module at this place, of which only the arguments are kept, and what can be reached from them.
 
-    And what ``remat`` says. ``before`` are the attributes of the model before the call that runs, ``visits`` its own units where the schedule has
-    gathered them. What the first run changes in its arguments, in the modules' attributes and buffers, and in the place of
-    parameters, is changed once; another run finds it as the first one did.
+    And what ``remat`` says. ``before`` are the attributes of the model before the call that runs, ``visits`` its own units
+    where the schedule has gathered them. What the first run changes in its arguments, in the modules' attributes and buffers,
+    and in the place of parameters, is changed once; another run finds it as the first one did.
     """
     buffers: dict[Tensor, list[str]] = {}
     for path, module in place.modules.items():

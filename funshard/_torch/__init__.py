@@ -21,7 +21,7 @@ from .backward import (
     unchanged,
     viewed,
 )
-from .dispatch import DispatchMode, OpOverload, graph_is_kept, is_plain, makes_results, same_memory, written
+from .dispatch import DispatchMode, OpOverload, as_followed, graph_is_kept, is_plain, makes_results, same_memory, written
 from .levels import (
     at_level,
     base,
@@ -84,6 +84,7 @@ __all__ = [
     "alias",
     "alone",
     "annotated",
+    "as_followed",
     "assumed_constant",
     "at_level",
     "backend",

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DispatchMode", "OpOverload", "graph_is_kept", "is_plain", "makes_results", "same_memory", "written"]
+__all__ = ["DispatchMode", "OpOverload", "as_followed", "graph_is_kept", "is_plain", "makes_results", "same_memory", "written"]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -58,6 +58,26 @@ def _writes(op: OpOverload) -> tuple[tuple[int | None, str], ...]:
         for i, arg in enumerate(op._schema.arguments)
         if arg.alias_info is not None and arg.alias_info.is_write
     )
+
+
+def as_followed(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An operator's arguments as they are where autograd follows it: attention then makes what its backward reads, too.
+
+    Pinned by ``test_operators_that_make_results``.
+    """
+    if (at := _log_sum_exp(op)) is None:
+        return args, kwargs
+    if at < len(args):
+        return (*args[:at], True, *args[at + 1 :]), kwargs
+    return args, {**kwargs, LOG_SUM_EXP: True}
+
+
+LOG_SUM_EXP = "compute_log_sumexp"
+
+
+@functools.cache
+def _log_sum_exp(op: OpOverload) -> int | None:
+    return next((i for i, arg in enumerate(op._schema.arguments) if arg.name == LOG_SUM_EXP), None)
 
 
 def is_plain(tensor: Tensor) -> bool:

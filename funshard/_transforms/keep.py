@@ -91,11 +91,15 @@ class _Result:
     def again(self, name: str) -> Any:
         """It, as if it had been made anew. RuntimeError if forward has changed it."""
         if self.versions != tuple(_torch.version(x) for x in tensors_of(self.value)):
-            raise RuntimeError(
-                f"{name}: what {self.op} made is saved, and was changed in place after it was made: expected it as it was; "
-                "do not save this operator, or change a copy of its result"
-            )
+            raise _changed(name, self.op)
         return tree_map_only(Tensor, _torch.same_memory, self.value)
+
+
+def _changed(name: str, made: _torch.OpOverload, how: str = "") -> RuntimeError:
+    return RuntimeError(
+        f"{name}: what {made} made is saved, and was changed in place afterwards{how}: expected it as it was made; do not save "
+        "this operator, or change a copy of what it made"
+    )
 
 
 class Kept:
@@ -156,6 +160,8 @@ class _First(Numbered):
         self._chosen, self._names, self.seen = chosen, names, set[str]()
         self._makers: dict[int | None, tuple[Callable[[Tensor], None], weakref.ref[Any]]] = {}
         """By the number of its first tensor, how to keep what an operator has made."""
+        self._ops: dict[int, _torch.OpOverload] = {}
+        """By the storages that are kept, what made them."""
 
     def run(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool) -> Any:
         """What the operator makes; it is kept if it is chosen, and may be as long as its first tensor lives."""
@@ -174,8 +180,14 @@ class _First(Numbered):
         return out
 
     def _keep(self, number: int, op: Any, value: Any, random: list[Tensor] | None) -> None:
-        versions = tuple(_torch.version(x) for x in tensors_of(value))
-        self._kept.results[number] = _Result(op, value, versions, random)
+        tensors = tensors_of(value)
+        self._kept.results[number] = _Result(op, value, tuple(map(_torch.version, tensors)), random)
+        self._ops |= {_torch.storage_id(x): op for x in tensors}
+
+    def wrote(self, x: Tensor, op: _torch.OpOverload) -> None:
+        """RuntimeError if that is kept, for which another run would take it as it was."""
+        if (made := self._ops.get(_torch.storage_id(x))) is not None:
+            raise _changed(self._kept.name, made, f", by {op}")
 
     def _may_keep(self, number: int, op: Any, out: Any, random: list[Tensor] | None) -> None:
         """Keep it if its first tensor, or a view of it, gets a name. That one is not held until then, only the others are."""

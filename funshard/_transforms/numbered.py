@@ -42,15 +42,22 @@ class Numbered(_torch.DispatchMode):
             if func is torch.ops.aten.lift_fresh.default and (value := _constant(out)) is not None:
                 self._note(out, self.number(value))
             return out
+        args, kwargs = _torch.as_followed(func, args, kwargs)  # in the first run nothing is
         draws = torch.Tag.nondeterministic_seeded in func.tags
         number = self._called(func, args, kwargs, draws=draws)
         keeps = _torch.makes_results(func) and kwargs.get("generator") is None
         out = self.run(func, args, kwargs, number, draws) if keeps else func(*args, **kwargs)
-        changed = list(_torch.written(func, args, kwargs))
-        for i, x in enumerate((*changed, *tensors_of(out))):
-            if _torch.is_plain(x) and (i < len(changed) or self.known(x) is None):
+        for i, x in enumerate(tensors_of(out)):
+            if _torch.is_plain(x) and self.known(x) is None:
                 self._note(x, self.number((number, i)))
+        for i, x in enumerate(_torch.written(func, args, kwargs)):
+            if _torch.is_plain(x):
+                self.wrote(x, func)
+                self._note(x, self.number((number, "wrote", i)))
         return out
+
+    def wrote(self, x: Tensor, op: _torch.OpOverload) -> None:
+        """The operator has changed this in place."""
 
     def run(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool) -> Any:
         """What the operator makes."""
