@@ -147,6 +147,24 @@ def test_what_is_saved_runs_once(what: str, way: str) -> None:
     assert not ran - all_twice
 
 
+def test_attention_that_makes_more_where_autograd_follows() -> None:
+    """CUDA's attention makes its log-sum-exp only there, which the first run is not: it is handed to backward all the same."""
+    attention = aten._scaled_dot_product_efficient_attention.default
+    x = torch.ones(1, 1, 4, 8, device="meta", requires_grad=True)
+
+    def f(x: Tensor) -> Tensor:
+        out, log_sum_exp, *_ = attention(x, x, x, None, x.requires_grad)
+        seen.append(log_sum_exp.shape)
+        return fs.named(out, "attn_out").sum()
+
+    for save in ({"attn_out"}, {attention}):
+        seen: list[torch.Size] = []
+        with Kernels() as kernels:
+            fs.remat(f, save=save)(x).backward()
+        assert kernels.ops["_scaled_dot_product_efficient_attention"] == 1
+        assert kernels.ops["_scaled_dot_product_efficient_attention_backward"] == 1
+
+
 def test_random_numbers_of_what_is_not_run() -> None:
     """A random operator between two others: each has the numbers that it had, at each way to save some of them."""
 
