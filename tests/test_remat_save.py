@@ -742,3 +742,67 @@ def test_inside_of_a_compiled_function_the_compiler_decides() -> None:
     loss = lambda f: lambda w: f(w, X).square().sum()  # noqa: E731
     got = torch.compile(torch.func.grad(loss(f)), backend="aot_eager", fullgraph=True)(W)
     assert_close(got, torch.func.grad(loss(layer))(W))
+
+
+# --- PEER_TESTS.md, section 16: test_checkpoint_wrapper.py and _composable/test_checkpoint.py ---
+
+
+class ManyInManyOut(nn.Module):
+    """Positional, keyword and keyword-only arguments, several results, and a product with random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.fails = nn.Linear(4, 4), ""
+
+    def forward(self, x: Tensor, scale: Tensor, *, shift: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        h = self.lin(x) @ torch.randn(4, 4, dtype=x.dtype)
+        if self.fails == ("again" if FLAG["calls"] else "first"):
+            raise ArithmeticError(self.fails)
+        FLAG["calls"] += 1
+        return h * scale, {"shifted": h if shift is None else h + shift}
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ManyInManyOut()
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, more = self.inner(x, scale=x.sum(), shift=x.cos())
+        b, _ = self.inner(x, x.mean())
+        return (a * more["shifted"] + b).square().sum()
+
+
+def six_steps(remat: Any) -> list[fs.Params]:
+    torch.manual_seed(0)
+    model = Around().double()
+    spec = fs.by_type(ManyInManyOut, p=fs.P("shard", remat=remat))(model).bound
+    params = fs.shard(model, spec)
+    return [fs.grad(lambda p: fs.functional_call(model, p, X, spec=spec))(params) for _ in range(6)]
+
+
+def test_what_goes_in_and_out_of_a_checkpoint() -> None:
+    """``test_checkpoint_wrapper_args_kwargs``, ``test_multi_args``, ``test_random_cpu``; six backward passes."""
+    first = six_steps(False)
+    for remat in (True, fs.Remat(PRODUCTS), fs.Remat(lambda op: op is aten.randn.default)):
+        equal(six_steps(remat), first)
+    assert all(grad.abs().sum() > 0 for grads in first for grad in grads.values())
+
+
+@pytest.mark.parametrize("when", ["first", "again"])
+@pytest.mark.parametrize("remat", [True, fs.Remat(PRODUCTS)], ids=["all", "products"])
+def test_an_exception_in_a_run_leaves_nothing(when: str, remat: Any) -> None:
+    """``test_clears_state_on_error_in_forward``, and in the run again: it is the caller's, and the next step is a clean one."""
+    model = Around().double()
+    spec = fs.by_type(ManyInManyOut, p=fs.P("shard", remat=remat))(model).bound
+    params, before = fs.shard(model, spec), dict(vars(model.inner))
+    step = fs.grad(lambda p: fs.functional_call(model, p, X, spec=spec))
+    torch.manual_seed(1)
+    expected = step(params)
+    model.inner.fails, FLAG["calls"] = when, 0
+    with pytest.raises(ArithmeticError, match="first|again"):
+        step(params)
+    model.inner.fails = ""
+    assert vars(model.inner) == before
+    torch.manual_seed(1)
+    equal(step(params), expected)
