@@ -756,7 +756,7 @@ class ManyInManyOut(nn.Module):
 
     def forward(self, x: Tensor, scale: Tensor, *, shift: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         h = self.lin(x) @ torch.randn(4, 4, dtype=x.dtype)
-        if self.fails == ("again" if FLAG["calls"] else "first"):
+        if self.fails == ("again" if FLAG["calls"] > 1 else "first"):
             raise ArithmeticError(self.fails)
         FLAG["calls"] += 1
         return h * scale, {"shifted": h if shift is None else h + shift}
@@ -800,7 +800,7 @@ def test_an_exception_in_a_run_leaves_nothing(when: str, remat: Any) -> None:
     torch.manual_seed(1)
     expected = step(params)
     model.inner.fails, FLAG["calls"] = when, 0
-    with pytest.raises(ArithmeticError, match="first|again"):
+    with pytest.raises(ArithmeticError, match=when):
         step(params)
     model.inner.fails = ""
     assert vars(model.inner) == before
