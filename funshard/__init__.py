@@ -7,12 +7,12 @@ The house. A folder imports only from floors below its own (tests/test_house.py)
        _compiled                        fs.compile: the step and the passes over its graph
        _steps                           accumulate: how gradients become a step
     5  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads
-       _transforms                      grad, hvp, remat, per_sample_grads
+       _transforms                      grad, hvp, remat, named, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
     4  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
        policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
        codecs                           int8 and NF4, for what is sent and what is at rest
-    3  _spec                            P, Precision, Unit, PartitionSpec: frozen data
+    3  _spec                            P, Precision, Remat, Unit, PartitionSpec: frozen data
     2  collectives                      meshes, collectives and their transposes
     1  _torch                           every private part of torch, and the test that pins it
 """
@@ -29,10 +29,12 @@ from ._sharding.sharding import combine, partition, reshard, shard, unshard
 from ._sharding.skeleton import skeleton
 from ._spec.codec import Codec
 from ._spec.precision import Precision
+from ._spec.remat import Remat
 from ._spec.spec import PartitionSpec
 from ._spec.tree import ModuleTree, Param, module_tree
 from ._spec.unit import P, Unit
 from ._steps.accumulate import accumulate
+from ._transforms.keep import named
 from ._transforms.per_sample import per_sample_grads
 from ._transforms.remat import remat
 from ._transforms.transforms import grad, grad_and_value, hvp
@@ -63,6 +65,7 @@ __all__ = [
     "PartitionSpec",
     "Policy",
     "Precision",
+    "Remat",
     "SyncBatchNorm",
     "Unit",
     "accumulate",
@@ -91,6 +94,7 @@ __all__ = [
     "mark",
     "marked",
     "module_tree",
+    "named",
     "optim",
     "override",
     "partition",

@@ -21,6 +21,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 from torch.testing import assert_close
 
 import funshard as fs
+from funshard import _torch
 
 W = torch.randn(4, 4, dtype=torch.float64)
 X = torch.randn(3, 4, dtype=torch.float64)
@@ -188,6 +189,32 @@ def test_only_arguments_are_kept() -> None:
                 runs, Inner.seen = len(Inner.seen), tuple(ref for ref in Inner.seen if ref() is not None)
                 assert runs > 0
                 assert Inner.seen == ()
+
+
+def test_arguments_and_results_go_without_the_collector() -> None:
+    """What went in and what came out, with the graph behind them, in every derivative: there are no circles."""
+
+    def refs_of(way: str, f: Function) -> list[weakref.ref[Any]]:
+        refs: list[weakref.ref[Any]] = []
+
+        def loss(w: Tensor) -> Tensor:
+            h = w * 2
+            out = f({"h": h})["out"]
+            refs.extend(weakref.ref(_torch.base(x).untyped_storage()) for x in (h, out))
+            return out.sum()
+
+        if way == "dropped":
+            loss(W.clone().requires_grad_())
+        elif way == "backward":
+            loss(W.clone().requires_grad_()).backward()
+        else:
+            (grad(loss) if way == "grad" else grad(lambda w: grad(loss)(w).sum()))(W)
+        return refs
+
+    for way in ("dropped", "backward", "grad", "grad of grad"):
+        with no_collector():
+            refs = refs_of(way, fs.remat(lambda tree: {"out": torch.tanh(tree["h"]), "same": tree}))
+            assert [ref() is None for ref in refs] == [True, True], way
 
 
 # --- P(remat=True) ---

@@ -627,6 +627,84 @@ def test_followed_at_which_levels() -> None:
     assert seen["plain"]["detach"] == none
 
 
+def test_a_dispatch_mode() -> None:
+    """It sees operators below all transforms; what it keeps by `same_memory` has no graph, and counts the same versions."""
+
+    class Keeps(_torch.DispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[Tensor] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            assert isinstance(func, _torch.OpOverload)
+            if func is torch.ops.aten.sin.default:
+                self.kept.append(_torch.same_memory(out))
+            return out
+
+    x = torch.ones(2, requires_grad=True)
+    for run in (torch.sin, torch.vmap(torch.sin), lambda x: torch.func.vjp(torch.sin, x)[0]):
+        with Keeps() as mode:
+            out = run(x)
+        (kept,) = mode.kept
+        assert (kept.requires_grad, _torch.version(kept)) == (False, 0)
+        assert _torch.shares_memory(kept, _torch.base(out))
+        with torch.no_grad():
+            out.mul_(2)
+        assert _torch.version(kept) == 1
+
+
+def test_operators_that_make_results() -> None:
+    """Those that do nothing else, by their schemas: no views, no changes in place, nothing that is sent, no statistics."""
+    aten, sent = torch.ops.aten, torch.ops._c10d_functional
+    make = {aten.mm.default, aten.native_layer_norm.default, aten.rand_like.default, aten.sort.default, aten._to_copy.default}
+    others = {
+        aten.view.default,
+        aten.split.Tensor,
+        aten.relu_.default,
+        aten.mm.out,
+        aten.bernoulli_.float,
+        aten.empty.memory_format,
+    }
+    others |= {aten.native_batch_norm.default, sent.all_reduce.default, sent.wait_tensor.default, aten.empty_like.default}
+    others |= {aten._native_batch_norm_legit.default, aten._foreach_add_.Scalar, torch.ops.c10d.barrier.default}
+    assert {op for op in make | others if _torch.makes_results(op)} == make
+    x, y, z = torch.ones(3, 2, 2)
+    assert list(_torch.written(aten.mm.out, (x, y), {"out": z})) == [z]
+    assert list(_torch.written(aten._foreach_add_.Scalar, ([x, y], 1), {})) == [x, y]
+    assert list(_torch.written(aten.mm.default, (x, y), {})) == []
+    attention = aten._scaled_dot_product_efficient_attention.default
+    assert _torch.as_followed(attention, (x, y, z, None, False), {}) == ((x, y, z, None, True), {})
+    assert _torch.as_followed(aten.mm.default, (x, y), {}) == ((x, y), {})
+    assert [_torch.is_plain(t) for t in (x, nn.Parameter(x), x.to_sparse())] == [True, True, False]
+
+
+def test_a_kept_graph() -> None:
+    """`_torch.graph_is_kept` tells whether the backward that runs was asked to retain its graph."""
+    seen: list[bool] = []
+
+    class Asks(_torch.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            seen.append(_torch.graph_is_kept())
+            return g * 2
+
+    out = Asks.apply(torch.ones(2, requires_grad=True)).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    grad(lambda x: Asks.apply(x).sum())(torch.ones(2))
+    torch.func.vjp(lambda x: Asks.apply(x).sum(), torch.ones(2))[1](torch.ones(()))
+    assert seen == [True, False, False, True]
+
+
 def test_copies_on_write() -> None:
     """A copy on write sees every kind of write, by ``.data`` and NumPy too, and none of an ordinary read."""
     writes: list[Callable[[Tensor], object]] = [

@@ -16,7 +16,9 @@ torch.func.grad_and_value.
 The compiled modes run if they are asked for (--modes 'plain,plain compiled,fs,fs compiled,FSDP2,FSDP2 compiled'): inductor
 takes a minute or more for each. "plain compiled" is torch.compile of the model, "FSDP2 compiled" of each block before
 `fully_shard`, "fs compiled" is the whole step by `fs.compile`. So do the modes that run each block again in backward
-(--modes 'FSDP2 remat,fs remat,fs torch.func remat'): torch.utils.checkpoint for torch, ``P(remat=True)`` for funshard. And
+(--modes 'FSDP2 remat,fs remat,fs torch.func remat'): torch.utils.checkpoint for torch, ``P(remat=True)`` for funshard; those
+with "save" keep what attention made ("save attention"), or that and all products ("save products"), and run the rest again,
+by torch's selective checkpointing and by ``P(remat=Remat(save=...))``; try them on a long batch (--seq 512 --batch 8). And
 those that gather and compute in bf16 and reduce in float32 (--modes 'plain,plain bf16,FSDP2,FSDP2 bf16,fs,fs bf16').
 """
 
@@ -38,7 +40,7 @@ import torch.multiprocessing as mp
 from common import BF16, GPT, Block, Step, free_port, fsdp2, funshard, loss_of, plain, quartiles, report
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import funshard as fs
 from funshard._compiled.step import compile
@@ -84,10 +86,12 @@ def compiled(p: fs.P) -> Callable[[nn.Module], Step]:
     return build
 
 
-def checkpointed(build: Callable[[nn.Module], Step]) -> Callable[[nn.Module], Step]:
+def checkpointed(build: Callable[[nn.Module], Step], save: list | None = None) -> Callable[[nn.Module], Step]:
+    options = {} if save is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, save)}
+
     def wrapped(model: nn.Module) -> Step:
         for block in model.blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
         return build(model)
 
     return wrapped
@@ -129,11 +133,17 @@ COMPILED: dict[str, Callable[[nn.Module], Step]] = {
     "fs compiled": compiled(fs.P("shard")),
     "fs keep compiled": compiled(fs.P("shard", reshard=False)),
 }
+ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+PRODUCTS = [*ATTENTION, torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
 REMAT: dict[str, Callable[[nn.Module], Step]] = {
     "plain remat": checkpointed(plain),
     "FSDP2 remat": checkpointed(fully_sharded(reshard=True)),
     "fs remat": sharded(fs.P("shard", remat=True)),
     "fs torch.func remat": sharded(fs.P("shard", remat=True), torch.func.grad_and_value),
+    "FSDP2 save attention": checkpointed(fully_sharded(reshard=True), ATTENTION),
+    "fs save attention": sharded(fs.P("shard", remat=fs.Remat(ATTENTION))),
+    "FSDP2 save products": checkpointed(fully_sharded(reshard=True), PRODUCTS),
+    "fs save products": sharded(fs.P("shard", remat=fs.Remat(PRODUCTS))),
 }
 LOW: dict[str, Callable[[nn.Module], Step]] = {
     "plain bf16": lambda model: plain(model.bfloat16()),

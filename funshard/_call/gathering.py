@@ -24,6 +24,7 @@ from .. import _torch
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
+from .._transforms.keep import known, unseen
 from .._transforms.rerun import running
 from .._transforms.saved import Hooks, unpack
 from .._transforms.special import set_attributes
@@ -97,8 +98,8 @@ class Call:
         probe = torch.is_inference_mode_enabled() and not self.inference
         # a gather under no_grad or in inference mode must serve uses outside of it
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self.differentiable):
-            gathered = self.mode.gather(unit)
-        gathered.watch.views = gathered.views
+            gathered = unseen(self.mode.gather, unit)
+        gathered.watch.views = known(gathered.views, unit.key, self.mode.params.get(unit.key))
         self.active[unit.key] = gathered
         self.scopes[-1].append(gathered)
         return gathered
@@ -276,11 +277,11 @@ class Call:
                 return out, sorted(call.used or ())
 
             if not isinstance(self.mode, Scheduled) or not self.mode.is_here():
-                return recomputed(inside, place, before, params, spec, (), args, kwargs)
+                return recomputed(inside, place, before, params, spec, (), args, kwargs, self.spec.places[path].remat)
             self.enter(units)
             try:
                 visits = [gathered.visit for gathered in self.scopes[-1] if gathered.visit]
-                return recomputed(inside, place, before, params, spec, visits, args, kwargs)
+                return recomputed(inside, place, before, params, spec, visits, args, kwargs, self.spec.places[path].remat)
             finally:
                 self.leave()
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .._spec.remat import Remat
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join
+from .._transforms.keep import known, unseen
 from .._transforms.kind import OWN
 from .._transforms.remat import rerun
 from .._units.layout import Params, unflatten_unit
@@ -39,18 +41,20 @@ def recomputed(
     visits: Sequence[Visit],
     args: Args,
     kwargs: Kwargs,
+    remat: bool | Remat,
 ) -> Any:
     """The result of the module at this place, of which only the arguments are kept, and what can be reached from them.
 
-    ``before`` are the attributes of the model before the call that runs, ``visits`` its own units where the schedule has
-    gathered them. What the first run changes in its arguments, in the modules' attributes and buffers, and in the place of
-    parameters, is changed once; another run finds it as the first one did.
+    And what ``remat`` says. ``before`` are the attributes of the model before the call that runs, ``visits`` its own units
+    where the schedule has gathered them. What the first run changes in its arguments, in the modules' attributes and buffers,
+    and in the place of parameters, is changed once; another run finds it as the first one did.
     """
     buffers: dict[Tensor, list[str]] = {}
     for path, module in place.modules.items():
         for attr, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.setdefault(buffer, []).append(join(path, attr))
+    remat = remat if isinstance(remat, Remat) else Remat()
     run = _Runs(inside, place, before, list(buffers.values()), visits)
     given = replaced(place, before)
     now = dict(given)
@@ -64,7 +68,7 @@ def recomputed(
         "kwargs": kwargs,
         **{f"module '{path}'": module for path, module in place.modules.items()},
     }
-    out, written = rerun(run, f"module '{place.path}' with P(remat=True)", roots, place.owned)
+    out, written = rerun(run, f"module '{place.path}' with P(remat=True)", roots, place.owned, remat=remat)
     for i, (buffer, is_new) in written.items():
         before_it = list(buffers)[i]
         # a vmap around has batched all results, and can only write those into what it has batched
@@ -176,8 +180,9 @@ class _Runs:
         params = dict(params)
         for visit in self._visits if self._first or self._last else ():
             shard = params.pop(visit.unit.key)
-            views = visit.parameters_again(shard) if self._last else unflatten_unit(visit.buffer, visit.unit)
-            params |= zip((param.name for param in visit.unit.params), views, strict=True)
+            views = unseen(visit.parameters_again, shard) if self._last else unflatten_unit(visit.buffer, visit.unit)
+            names = (param.name for param in visit.unit.params)
+            params |= zip(names, known(views, visit.unit.key, shard), strict=True)
         return params
 
     @contextlib.contextmanager

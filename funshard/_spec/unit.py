@@ -10,6 +10,7 @@ import torch
 
 from .codec import Codec
 from .precision import Precision
+from .remat import Remat
 from .tree import Param
 
 __all__ = ["P", "Unit"]
@@ -28,7 +29,8 @@ class P:
     elements: by default 16 bytes, for which kernels are made, in its own dtype and, where that is float32, in those of 16
     bits, whatever ``precision`` is, so that the same shards may be used with another; with 1 parameters lie end to end.
 
-    ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative.
+    ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative; a
+    `Remat` says what is kept for that.
 
     ``at_rest`` is a `Codec`, such as ``codecs.nf4()``, for what of it is frozen (not ``requires_grad``, when the spec is
     made) and floating point: `shard` gives the bytes of the encoded slice, gathers send these, and what is computed with is
@@ -41,7 +43,7 @@ class P:
     axis: str | tuple[str, ...] | None = None
     reshard: bool = field(default=True, kw_only=True)
     precision: Precision | None = field(default=None, kw_only=True)
-    remat: bool = field(default=False, kw_only=True)
+    remat: bool | Remat = field(default=False, kw_only=True)
     offload: str | None = field(default=None, kw_only=True)
     align: int | None = field(default=None, kw_only=True)
     at_rest: Codec | None = field(default=None, kw_only=True)
@@ -56,9 +58,10 @@ class P:
             raise TypeError(f"P: precision: expected a Precision or None, got {self.precision!r}")
         if not isinstance(self.at_rest, Codec | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: at_rest: expected a Codec such as codecs.nf4() or None, got {self.at_rest!r}")
-        for name in ("reshard", "remat"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"P: {name}: expected True or False, got {value!r}")
+        if not isinstance(self.reshard, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: reshard: expected True or False, got {self.reshard!r}")
+        if not isinstance(self.remat, bool | Remat):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: remat: expected True or False, got {self.remat!r} (or a Remat, which says what is kept)")
         if not isinstance(self.offload, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: offload: expected the name of a device or None, got {self.offload!r}")
         if not isinstance(self.align, int | None) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -5,6 +5,7 @@ and runs, storages, and process groups.
 """
 
 from .backward import *
+from .dispatch import *
 from .levels import *
 from .storage import *
 from .tracing import *

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
+from .._spec.remat import Remat, Save
 from .rerun import Rerun
 from .saved import freed_graph
 
@@ -29,7 +30,7 @@ Flat = Callable[..., tuple[Tensor, ...]]
 """A function from tensors to tensors."""
 
 
-def remat(f: Callable[Args, Result]) -> Callable[Args, Result]:
+def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Args, Result]:
     """``f``, but its derivatives keep only the arguments, and run it again: equal to ``f`` in everything but memory.
 
     jax.checkpoint for torch.func, where torch.utils.checkpoint fails: under grad, vjp, jvp, vmap, plain autograd and any
@@ -42,6 +43,11 @@ def remat(f: Callable[Args, Result]) -> Callable[Args, Result]:
     results. Python's and NumPy's random numbers are those of the first run, too. Inside torch.compile it is ``f``: the
     compiler decides what to keep.
 
+    ``save`` says what else is kept of the first run, and not computed again for the gradient: see `Remat`. It never changes
+    a number. It is for the gradient of plain autograd, of `grad`, and of one torch.func.grad or vjp; a stack of transforms,
+    torch.vmap around it, forward mode and a second derivative compute everything again. So do collectives, which all ranks
+    run or none, views, batch norm, and what changes its arguments in place.
+
     Out of reach are globals, attributes of classes, and what objects of C keep to themselves, such as the elements of a
     NumPy array: a tensor of the running computation there is a constant, what is changed there is changed in every run.
 
@@ -51,9 +57,11 @@ def remat(f: Callable[Args, Result]) -> Callable[Args, Result]:
 
     Raises RuntimeError where ``f`` changes a tensor in place that it was handed (but by ``.data``, which nobody sees), reads
     parameters of a module or of a functional_call around it, which are none of its arguments, or does not do the same in
-    every run: results of other shapes, other values left behind, other random numbers. TypeError for an object that it
-    changes, or that holds tensors, and that cannot be made anew, as an iterator.
+    every run: results of other shapes, other values left behind, other random numbers; or changes in place what it is to
+    save. TypeError for an object that it changes, or that holds tensors, and that cannot be made anew, as an iterator, and
+    for another ``save`` than `Remat` takes. ValueError for names to save of which it has none.
     """
+    keeps = Remat(save)
     name = f"remat of {getattr(f, '__qualname__', type(f).__name__)}"
 
     @functools.wraps(f)
@@ -61,18 +69,18 @@ def remat(f: Callable[Args, Result]) -> Callable[Args, Result]:
         if torch.compiler.is_compiling() or not _torch.differentiates():
             return f(*args, **kwargs)
         roots = {"the function": f, "args": args, "kwargs": kwargs}
-        return rerun(lambda f, args, kwargs: f(*args, **kwargs), name, roots)
+        return rerun(lambda f, args, kwargs: f(*args, **kwargs), name, roots, remat=keeps)
 
     return run
 
 
-def rerun(call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module] = ()) -> Any:
+def rerun(call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module] = (), *, remat: Remat) -> Any:
     """``call(*roots.values())``, of which only the tensors are kept that can be reached from the roots.
 
-    ``name`` is what errors call it, and the roots have the names of their keys there. ``own`` are roots that are modules,
-    of which ``call`` brings the parameters, buffers and forward.
+    And what ``remat`` says. ``name`` is what errors call it, and the roots have the names of their keys there. ``own`` are
+    roots that are modules, of which ``call`` brings the parameters, buffers and forward.
     """
-    runs = Rerun(call, name, roots, own)
+    runs = Rerun(call, name, roots, own, remat)
     operands = [x.clone() if _torch.base(x).is_inference() else x for x in runs.tensors]  # which autograd would not save
     return runs.result(_Remat.apply(runs, *operands))
 

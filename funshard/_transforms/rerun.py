@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .._spec.remat import Remat
 from .ends import End
+from .keep import Kept
 from .reach import TENSOR, Reached
 from .refuse import DATA, REGISTER_HOOK, Refuse
 from .runs import Made, Start
@@ -42,10 +44,10 @@ def running() -> tuple[str, ...]:
 class Rerun:
     """``call(*roots)`` as a function of all the tensors in its arguments, the same in every run."""
 
-    def __init__(self, call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module], remat: Remat
+    ) -> None:
         self._call, self.name, self._own = call, name, set(own)
-        self.last_run: Callable[[], contextlib.AbstractContextManager[None]] = getattr(call, "last_run", contextlib.nullcontext)
-        """What to run it in where plain autograd runs it for its gradient, once and for all."""
         self._labels = [*roots, "context"]
         self._grad = torch.is_grad_enabled()
         levels = _torch.level() + _torch.in_forward_ad()  # of which plain autograd is another one, where it follows
@@ -54,6 +56,9 @@ class Rerun:
         self._start = Start(self._found, self._own)
         levels += self._grad and any(_torch.base(x).requires_grad for x in self._found.tensors)
         self._stacked = (_torch.level() > 0 and levels > 1) or _RUNNING.stacked
+        # in a stack most runs are of transforms, in which what another has computed is something else
+        self._kept = None if remat.save is None or self._stacked or _torch.traced() else Kept(remat, name)
+        self._is_last = self._retained = False
         self._paths = [self._found.where((TENSOR, i), self._labels) for i in range(len(self._found.tensors))]
         self._surroundings: Surroundings | None = None
         self._changed: set[int] = set()
@@ -65,6 +70,24 @@ class Rerun:
         """The operands."""
         assert self._found is not None
         return list(self._found.tensors)
+
+    @contextlib.contextmanager
+    def last_run(self) -> Generator[None]:
+        """For the run that plain autograd makes for its gradient, which nobody comes back to for a derivative."""
+        self._is_last, self._retained = True, _torch.graph_is_kept()
+        try:
+            with getattr(self._call, "last_run", contextlib.nullcontext)():
+                yield
+        finally:
+            self._is_last = False
+
+    def _watched(self, xs: Sequence[Tensor], surroundings: Surroundings) -> contextlib.AbstractContextManager[None]:
+        """The first run keeps what the last one is handed."""
+        if self._kept is None or _torch.level() or not (self._first is None or self._is_last):
+            return contextlib.nullcontext()
+        if self._first is None:
+            return self._kept.first_run(xs, surroundings)
+        return self._kept.last_run(xs, surroundings, retained=self._retained)
 
     def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
         versions = [_torch.version(x) for x in xs]
@@ -98,12 +121,13 @@ class Rerun:
         try:
             if self._surroundings is None:
                 self._surroundings = Surroundings(xs)
-                with torch.set_grad_enabled(self._grad), _context(made.roots[-1]), self._of_one_level():
+                watched = self._watched(xs, self._surroundings)
+                with torch.set_grad_enabled(self._grad), _context(made.roots[-1]), self._of_one_level(), watched:
                     out = self._call(*made.roots[:-1])
                 self._surroundings.ended()
             else:
                 with self._surroundings.as_they_were(), torch.set_grad_enabled(self._grad), _context(made.roots[-1]):
-                    with self._of_one_level():
+                    with self._of_one_level(), self._watched(xs, self._surroundings):
                         out = self._call(*made.roots[:-1])
                     self._surroundings.check_end(self.name)
         finally:

@@ -35,7 +35,7 @@ class Surroundings:
     def __init__(self, leaves: Iterable[object]) -> None:
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
         self._devices = sorted((device.type, device.index) for device in devices if device.type not in ("cpu", "meta"))
-        self._state = self._random()
+        self._state = self.random()
         self._end: list[Tensor] = []
         self._others: tuple[Any, Any] | None = _others()
         self._kernels = _kernels()
@@ -44,7 +44,7 @@ class Surroundings:
             for kind in sorted({"cpu", *(kind for kind, _ in self._devices)})
         ]
 
-    def _random(self) -> list[Tensor]:
+    def random(self) -> list[Tensor]:
         """The states of torch's generators, on the CPU and on the devices."""
         return [torch.get_rng_state(), *(torch.get_device_module(kind).get_rng_state(index) for kind, index in self._devices)]
 
@@ -52,8 +52,8 @@ class Surroundings:
     def as_they_were(self) -> Generator[None]:
         """For a rerun: as they were, within this."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._put, self._random())
-            self._put(self._state)
+            stack.callback(self.put, self.random())
+            self.put(self._state)
             if self._others is not None:
                 stack.callback(_put_others, _others())
                 _put_others(self._others)
@@ -63,20 +63,21 @@ class Surroundings:
                 stack.enter_context(sdpa_kernel(self._kernels))
             yield
 
-    def _put(self, states: Sequence[Tensor]) -> None:
+    def put(self, states: Sequence[Tensor]) -> None:
+        """Have these states."""
         torch.set_rng_state(states[0])
         for (kind, index), state in zip(self._devices, states[1:], strict=True):
             torch.get_device_module(kind).set_rng_state(state, index)
 
     def ended(self) -> None:
         """The first run has ended."""
-        self._end = self._random()
+        self._end = self.random()
         if self._others == _others():  # nothing was drawn
             self._others = None
 
     def check_end(self, name: str) -> None:
         """RuntimeError if another run has drawn other random numbers than the first one."""
-        for was, now in zip(self._end, self._random(), strict=True):
+        for was, now in zip(self._end, self.random(), strict=True):
             if not _equal(was, now):
                 raise RuntimeError(
                     f"{name} does not draw in every run as many random numbers as in its first one: expected the same "

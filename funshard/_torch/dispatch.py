@@ -1,0 +1,99 @@
+"""What is dispatched below autograd: operators, and what their schemas say of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["DispatchMode", "OpOverload", "as_followed", "graph_is_kept", "is_plain", "makes_results", "same_memory", "written"]
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees every operator that runs, below autograd and all transforms. Pinned by ``test_a_dispatch_mode``."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What was compiled stays so within it; torch.utils.checkpoint's modes say the same."""
+        return True
+
+
+ELSEWHERE = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+"""Namespaces of operators that all ranks run together or not at all."""
+
+BESIDES = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "empty", "new_empty", "empty_like", "_lazy_clone"}
+"""They write running statistics, of which their schemas do not tell, or make what is to be written to."""
+
+
+@functools.cache
+def makes_results(op: OpOverload) -> bool:
+    """Whether all that an operator does is to make new tensors on this rank, which could be had without running it.
+
+    Pinned by ``test_operators_that_make_results``.
+    """
+    returns, name = op._schema.returns, op._schema.name.partition("::")[2]
+    fresh = bool(returns) and all(result.alias_info is None for result in returns) and not op._schema.is_mutable
+    return fresh and op.namespace not in ELSEWHERE and name not in BESIDES and not name.startswith("empty_")
+
+
+def written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The arguments that an operator changes in place. Pinned with the last."""
+    for i, name in _writes(op):
+        value = args[i] if i is not None and i < len(args) else kwargs.get(name)
+        yield from (x for x in (value if isinstance(value, list | tuple) else (value,)) if isinstance(x, Tensor))
+
+
+@functools.cache
+def _writes(op: OpOverload) -> tuple[tuple[int | None, str], ...]:
+    if not op._schema.is_mutable:
+        return ()
+    return tuple(
+        (None if arg.kwarg_only else i, arg.name)
+        for i, arg in enumerate(op._schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    )
+
+
+def as_followed(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An operator's arguments as they are where autograd follows it: attention then makes what its backward reads, too.
+
+    Pinned by ``test_operators_that_make_results``.
+    """
+    if (at := _log_sum_exp(op)) is None:
+        return args, kwargs
+    if at < len(args):
+        return (*args[:at], True, *args[at + 1 :]), kwargs
+    return args, {**kwargs, LOG_SUM_EXP: True}
+
+
+LOG_SUM_EXP = "compute_log_sumexp"
+
+
+@functools.cache
+def _log_sum_exp(op: OpOverload) -> int | None:
+    return next((i for i, arg in enumerate(op._schema.arguments) if arg.name == LOG_SUM_EXP), None)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it has one storage with strides, as no subclass but a fake tensor does."""
+    return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and tensor.layout is torch.strided
+
+
+def same_memory(tensor: Tensor) -> Tensor:
+    """Within a dispatch mode: the tensor without its graph, which counts the same versions.
+
+    As torch.utils.checkpoint keeps what a policy saves. Pinned by ``test_a_dispatch_mode``.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # pyright: ignore[reportPrivateUsage]
+        return tensor.detach()
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward leaves its graph for another one (retain_graph). Pinned by ``test_a_kept_graph``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore

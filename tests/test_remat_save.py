@@ -1,0 +1,808 @@
+"""Selective remat: what is saved is not computed again, and no number is another one for it, in any transform."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from collective_log import Collectives
+from depth import pairs
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels import Kernels
+from ranks import Pool
+from recomputed_cases import CASES
+from test_memory import Peak, no_collector
+from test_recompute import made, policy
+from test_recompute import seeded as seeded_way
+from test_remat import ORDERS, W, X
+from test_remat_architectures import build
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import funshard as fs
+from funshard import collectives
+
+aten = torch.ops.aten
+Save = Any
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+
+
+def products(op: Any) -> bool:
+    return op in PRODUCTS
+
+
+def torch_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """As torch.utils.checkpoint has it: of all products the first, the third and so on."""
+    assert not ctx.is_recompute
+    return CheckpointPolicy.PREFER_SAVE if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def every_second() -> Any:
+    """A context_fn whose policy counts, as those of torchtitan."""
+    seen: Counter[Any] = Counter()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen[op] += 1
+        return CheckpointPolicy.MUST_SAVE if op in PRODUCTS and seen[op] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+SAVES: dict[str, Save] = {
+    "names": {"product", "dropped"},
+    "operators": list(PRODUCTS),
+    "a function": products,
+    "everything": lambda op: True,
+    "a policy": torch_policy,
+    "a context_fn": functools.partial(create_selective_checkpoint_contexts, torch_policy),
+    "a context_fn that counts": every_second,
+}
+
+
+def layer(w: Tensor, x: Tensor) -> Tensor:
+    h = fs.named(x @ w, "product")
+    return fs.named((torch.tanh(h) @ w).sin() * torch.tensor(2.0), "dropped")
+
+
+def equal(a: Any, b: Any) -> None:
+    """Bit for bit."""
+    assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pairs
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_number_changes_at_any_order(order: str, save: str) -> None:
+    equal(ORDERS[order](fs.remat(layer, save=SAVES[save])), ORDERS[order](fs.remat(layer)))
+    assert_close(ORDERS[order](fs.remat(layer, save=SAVES[save])), ORDERS[order](layer), rtol=1e-11, atol=1e-11)
+
+
+def by_backward(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def run(w: Tensor) -> Tensor:
+        w = w.clone().requires_grad_()
+        return torch.autograd.grad(loss(w), w)[0]
+
+    return run
+
+
+WAYS: dict[str, Any] = {"fs.grad": fs.grad, "torch.func.grad": torch.func.grad, "backward": by_backward}
+
+
+def counted(way: str, f: Any, w: Tensor = W) -> tuple[Any, Counter[str]]:
+    torch.manual_seed(3)
+    with Kernels() as kernels:
+        out = WAYS[way](f)(w), torch.rand(2)
+    return out, kernels.ops
+
+
+# --- what runs again ---
+
+
+def block(w: Tensor) -> Tensor:
+    """Products, dropout and attention with dropout, and what is drawn after them."""
+    x = torch.stack([X, 2 * X])
+    q = fs.named(x @ w, "q")
+    h = fs.named(F.scaled_dot_product_attention(q, q.sin(), x @ w.cos(), dropout_p=0.5), "attn_out")
+    h = fs.named(F.dropout(h, 0.5), "dropped")
+    h = F.layer_norm(h + torch.rand_like(h), (4,))
+    return (fs.named(h, "norm") @ w).square().sum()
+
+
+RUN_ONCE: dict[str, tuple[Save, dict[str, int]]] = {
+    "a name": ({"q"}, {"mm": 1}),
+    "two names": ({"q", "norm"}, {"mm": 1, "native_layer_norm": 1}),
+    "attention by its name": ({"attn_out"}, {"bmm": 1}),
+    "an operator": ({aten.mm.default}, {"mm": 3}),
+    "operators with random numbers": (
+        {aten.rand_like.default, aten.native_layer_norm.default},
+        {"rand_like": 1, "native_layer_norm": 1},
+    ),
+    "a function": (lambda op: op in (aten.mm.default, aten.bmm.default), {"mm": 3, "bmm": 2}),
+    "nothing": (lambda op: False, {}),
+    "a policy": (torch_policy, {"mm": 3, "bmm": 2}),
+    "a counting context_fn": (every_second, {"mm": 2, "bmm": 1}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("what", RUN_ONCE)
+def test_what_is_saved_runs_once(what: str, way: str) -> None:
+    """Exactly these kernels fewer than with all computed again, and the same random numbers then and afterwards."""
+    save, once = RUN_ONCE[what]
+    plain, _ = counted(way, block)
+    full, all_twice = counted(way, fs.remat(block))
+    got, ran = counted(way, fs.remat(block, save=save))
+    equal(full, plain)
+    equal(got, plain)
+    assert all_twice - ran == Counter(once)
+    assert not ran - all_twice
+
+
+def test_attention_that_makes_more_where_autograd_follows() -> None:
+    """CUDA's attention makes its log-sum-exp only there, which the first run is not: it is handed to backward all the same."""
+    attention = aten._scaled_dot_product_efficient_attention.default
+    x = torch.ones(1, 1, 4, 8, device="meta", requires_grad=True)
+
+    def f(x: Tensor) -> Tensor:
+        out, log_sum_exp, *_ = attention(x, x, x, None, x.requires_grad)
+        seen.append(log_sum_exp.shape)
+        return fs.named(out, "attn_out").sum()
+
+    for save in ({"attn_out"}, {attention}):
+        seen: list[torch.Size] = []
+        with Kernels() as kernels:
+            fs.remat(f, save=save)(x).backward()
+        assert kernels.ops["_scaled_dot_product_efficient_attention"] == 1
+        assert kernels.ops["_scaled_dot_product_efficient_attention_backward"] == 1
+
+
+def test_random_numbers_of_what_is_not_run() -> None:
+    """A random operator between two others: each has the numbers that it had, at each way to save some of them."""
+
+    def draws(w: Tensor) -> Tensor:
+        first, second, third = (torch.rand_like(w, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.float64))
+        return (fs.named(first, "1") * w.sin() + fs.named(second, "2") * w.cos() + fs.named(third, "3") * w).prod()
+
+    want, _ = counted("backward", draws)
+    for save in ({"1"}, {"2"}, {"3"}, {"1", "3"}, {"1", "2", "3"}, {aten.rand_like.default}):
+        got, ran = counted("backward", fs.remat(draws, save=save))
+        equal(got, want)
+        assert ran["rand_like"] == 6 - (3 if len(save) == 3 or aten.rand_like.default in save else len(save))
+
+
+def test_a_graph_that_is_kept_is_handed_the_same_again() -> None:
+    w = W.clone().requires_grad_()
+    out = fs.remat(lambda w: (torch.tanh(w @ w) @ w).sum(), save=PRODUCTS)(w)
+    with Kernels() as kernels:
+        first, second = (torch.autograd.grad(out, w, retain_graph=True)[0] for _ in range(2))
+        equal(first, second)
+        assert kernels.ops["mm"] == 2 * 4  # of the backward alone
+        equal(torch.autograd.grad(out, w)[0], first)
+    assert kernels.ops["mm"] == 3 * 4
+
+
+def test_what_nobody_can_be_handed_is_computed() -> None:
+    """In the second derivative, in a stack, in torch.vmap and with vmap around; and then for the gradient it is handed out."""
+    f = lambda w: (fs.named(w @ w, "product").sin() @ w).sum()  # noqa: E731
+    for way in (
+        lambda f: torch.vmap(torch.func.grad(f))(torch.stack([W, V])),
+        lambda f: torch.func.grad(lambda w: torch.vmap(f)(torch.stack([w, 2 * w])).sum())(W),
+        lambda f: torch.func.jvp(torch.func.grad(f), (W,), (V,)),
+        lambda f: torch.func.hessian(f)(W),
+    ):
+        equal(way(fs.remat(f, save={"product"})), way(fs.remat(f)))
+
+
+V = W.cos()
+
+
+# --- any program ---
+
+STEPS = [
+    "product",
+    "bias",
+    "dropout",
+    "sort",
+    "split",
+    "in place",
+    "view",
+    "branch",
+    "norm",
+    "random",
+    "again",
+    "inner grad",
+    "vmap",
+]
+
+
+def run_program(program: list[tuple[str, int]], w: Tensor, x: Tensor) -> Tensor:
+    """Steps on some tensors, each of which may get a name."""
+    known = [x, x @ w]
+    for step, i in program:
+        h = known[i % len(known)]
+        if step == "product":
+            h = h @ w
+        elif step == "bias":
+            h = torch.addmm(w[0], h, w)
+        elif step == "dropout":
+            h = F.dropout(h, 0.5)
+        elif step == "sort":
+            h = torch.sort(h, 0)[0] if i % 2 else h.max(0, keepdim=True)[0] + h
+        elif step == "split":
+            h = torch.cat([part.sin() for part in h.split(2, 1)], 1)
+        elif step == "in place":
+            h = h.cos().mul_(2).add_(h)
+        elif step == "view":
+            h = h.T.contiguous().T if i % 2 else h.flatten().view_as(h)
+        elif step == "branch":
+            h = h.sin() if h.sum().item() > 0 else h.tanh()
+        elif step == "norm":
+            h = F.layer_norm(h, h.shape[-1:])
+        elif step == "random":
+            h = h * torch.rand_like(h) + torch.arange(4) + torch.tensor([1.5])
+        elif step == "again":
+            h = fs.remat(lambda h, w: (h @ w).sin(), save={aten.mm.default} if i % 2 else None)(h, w)
+        elif step == "inner grad":
+            h = torch.func.grad(lambda h: fs.named(torch.tanh(h @ w), "inner").sum())(h) + h
+        elif step == "vmap":
+            h = torch.vmap(lambda h: fs.named(h.sin() @ w, "inner"))(h)
+        known.append(fs.named(h, f"name {i % 3}"))
+    return sum((h.square().mean() for h in known), w.sum() * 0)
+
+
+def programs() -> st.SearchStrategy[list[tuple[str, int]]]:
+    return st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 11)), max_size=8)
+
+
+@given(program=programs(), chosen=st.sets(st.integers(0, 12)), by_name=st.booleans(), way=st.sampled_from(sorted(WAYS)))
+def test_any_program_with_anything_saved(program: list[tuple[str, int]], chosen: set[int], by_name: bool, way: str) -> None:
+    """The bits are those of the function, and of each operator no more runs than with all computed again."""
+
+    def by_number(op: Any) -> bool:
+        return sum(map(ord, str(op))) % 13 in chosen
+
+    save: Save = {"name 0", "inner", *(f"name {i}" for i in chosen)} if by_name else by_number
+    f = lambda w: run_program(program, w, X)  # noqa: E731
+    expected, _ = counted(way, f)
+    full, all_twice = counted(way, fs.remat(f))
+    equal(full, expected)
+    try:
+        got, ran = counted(way, fs.remat(f, save=save))
+    except ValueError as error:
+        if not by_name or "gave none of these names" not in str(error):
+            raise
+        return
+    except RuntimeError as error:
+        if by_name or "in place" not in dict(program) or "was changed in place afterwards" not in str(error):
+            raise
+        return
+    equal(got, expected)
+    assert not ran - all_twice
+
+
+# --- names ---
+
+
+def test_a_name_is_that_of_what_made_it() -> None:
+    """Through views; of several results; inside of transforms. Not an argument, and not what was changed since."""
+
+    def mm_of(f: Callable[[Tensor], Tensor], op: str = "mm") -> int:
+        full, _ = counted("torch.func.grad", fs.remat(lambda w: f(w).sin().sum()))
+        got, ran = counted("torch.func.grad", fs.remat(lambda w: f(w).sin().sum(), save={"h"}))
+        equal(got, full)
+        return counted("torch.func.grad", fs.remat(lambda w: f(w).sin().sum()))[1][op] - ran[op]
+
+    named = lambda x: fs.named(x, "h")  # noqa: E731
+    assert mm_of(lambda w: named((w @ w).T)) == 1
+    assert mm_of(lambda w: named((w @ w)[1:].view(-1)[2:])) == 1
+    assert mm_of(lambda w: named(torch.func.grad(lambda w: (w @ w).sum())(w))) >= 0
+    assert mm_of(lambda w: torch.vmap(lambda x: named((x @ w).sin()))(w), "sin") == 1
+    assert mm_of(lambda w: torch.func.grad(lambda w: named(w @ w).sin().sum())(w)) == 1
+    assert mm_of(lambda w: named(F.layer_norm(w, (4,))), "native_layer_norm") == 1
+    assert mm_of(lambda w: named(w) @ w) == 0
+    assert mm_of(lambda w: named(w.T) @ w) == 0
+    assert mm_of(lambda w: named((w @ w).mul_(2))) == 0
+    assert mm_of(lambda w: named(w @ w) @ named(w @ w.T)) == 2
+
+
+def test_a_name_is_nothing_elsewhere() -> None:
+    assert fs.named(X, "x") is X
+    equal(
+        torch.func.grad(lambda x: (fs.named(x.sin(), "sin") ** 2).sum())(X), torch.func.grad(lambda x: (x.sin() ** 2).sum())(X)
+    )
+    compiled = torch.compile(lambda x: fs.named(x.sin(), "sin") * 2, backend="eager", fullgraph=True)
+    assert_close(compiled(X), X.sin() * 2)
+
+
+def test_a_name_that_is_not_given_is_an_error() -> None:
+    """It lists those that are; where some of them are given, others need not be."""
+    f = lambda w: fs.named(w.sin(), "sine").sum()  # noqa: E731
+    with pytest.raises(ValueError, match=r"remat of .*lambda.* is to save 'cosine', .*: expected some of 'sine'"):
+        torch.func.grad(fs.remat(f, save={"cosine"}))(W)
+    with pytest.raises(ValueError, match=r"is to save 'cosine', .*expected funshard.named\(x, name\) in it"):
+        torch.func.grad(fs.remat(torch.sum, save={"cosine"}))(W)
+    torch.func.grad(fs.remat(f, save={"sine", "cosine"}))(W)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    spec = fs.whole(fs.P("shard", remat=fs.Remat({"attn_out"})))(model).bound
+    with pytest.raises(ValueError, match=r"module '' with P\(remat=True\) is to save 'attn_out', and gave none"):
+        fs.grad(lambda p: fs.functional_call(model, p, torch.ones(2), spec=spec).sum())(fs.shard(model, spec))
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        ("attn_out", r"Remat: save: expected names, operators or a function, got 'attn_out'; one name is {'name'}"),
+        (3, r"Remat: save: expected names, operators or a function, got 3"),
+        ([aten.mm], r"operators such as torch.ops.aten.mm.default, got .*aten.mm.*; give its overloads"),
+        ([3], r"expected names and operators such as torch.ops.aten.mm.default, got 3"),
+        (lambda *args: True, r"expected save\(op\), policy\(ctx, op, \*args, \*\*kwargs\) or context_fn\(\)"),
+        (lambda ctx, op, x: True, r"expected save\(op\), policy\(ctx, op, \*args, \*\*kwargs\) or context_fn\(\)"),
+    ],
+)
+def test_what_save_may_not_be(save: Save, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        fs.remat(torch.sin, save=save)
+    with pytest.raises(TypeError, match=message):
+        fs.P(remat=fs.Remat(save))
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        (lambda op: 1, "expected True, False or a CheckpointPolicy to save or recompute from .*lambda.*, got 1"),
+        (lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD, "CheckpointPolicy to save or recompute .*OFFLOAD"),
+        (lambda: (contextlib.nullcontext(), contextlib.nullcontext()), "gives contexts of its own, which funshard does not"),
+    ],
+)
+def test_what_a_function_may_not_say(save: Save, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        torch.func.grad(fs.remat(lambda w: w.sin().sum(), save=save))(W)
+
+
+def test_what_is_saved_must_stay_as_it_was() -> None:
+    """Changes in the function, also those that no version tells of, and afterwards by the caller. The operator is named."""
+
+    def changes(write: Callable[[Tensor], Any]) -> Any:
+        def f(w: Tensor) -> Tensor:
+            h = fs.named(w @ w, "h")
+            write(h)
+            return h.sin().sum()
+
+        return f
+
+    for save in ({"h"}, {aten.mm.default}):
+        for write in (
+            lambda h: h.relu_(),
+            lambda h: h.detach().zero_(),
+            lambda h: h.data.zero_(),
+            lambda h: torch.sin(h, out=h),
+        ):
+            for way in WAYS.values():
+                with pytest.raises(RuntimeError, match=r"remat of .*: what aten.mm.default made is saved, and was"):
+                    way(fs.remat(changes(write), save=save))(W)
+    w = W.clone().requires_grad_()
+    out = fs.remat(lambda w: w @ w, save={aten.mm.default})(w)
+    with torch.no_grad():
+        out.mul_(2)
+    with pytest.raises(RuntimeError, match=r"what aten.mm.default made is saved, and was changed in place afterwards"):
+        out.sum().backward()
+    equal(torch.func.grad(fs.remat(changes(torch.relu_)))(W), torch.func.grad(changes(torch.relu_))(W))
+
+
+FLAG = {"calls": 0}
+
+
+def test_another_control_flow_is_never_handed_a_wrong_tensor() -> None:
+    """A function that is not what remat expects has today's results, whichever operators are saved."""
+
+    def f(w: Tensor) -> Tensor:
+        FLAG["calls"] += 1
+        first, second = (w.sin(), w.cos()) if FLAG["calls"] % 2 else (w.cos(), w.sin())
+        return (torch.tanh(first @ w) @ second @ torch.full_like(w, FLAG["calls"])).sum()
+
+    results = []
+    for save in (None, lambda op: True, PRODUCTS):
+        FLAG["calls"] = 0
+        results.append(torch.func.grad(fs.remat(f, save=save))(W))
+    equal(results[0], results[1])
+    equal(results[0], results[2])
+
+
+# --- what it costs ---
+
+
+class Held:
+    """The storages of what a function has made on its way."""
+
+    def __init__(self) -> None:
+        self.refs: tuple[weakref.ref[Any], ...] = ()  # a list would be put back for each run
+
+    def __call__(self, x: Tensor) -> Tensor:
+        from funshard import _torch
+
+        self.refs += (weakref.ref(_torch.base(x).untyped_storage()),)
+        return x
+
+    def alive(self) -> int:
+        return len({id(ref()) for ref in self.refs if ref() is not None})
+
+
+HELD = Held()
+
+
+def watched(w: Tensor) -> Tensor:
+    h = HELD(fs.named(w @ w, "h"))
+    return (HELD(torch.tanh(h)) @ w).sum()
+
+
+def test_what_is_kept_goes_when_it_was_used() -> None:
+    """One tensor of the two between forward and backward, and none after it; without the cycle collector."""
+    torch.func.grad(fs.remat(watched, save={"h"}))(W)  # a mode's first operator imports Dynamo, which leaves frames behind
+    with no_collector():
+        for save in ({"h"}, lambda op: op in PRODUCTS):
+            w = W.clone().requires_grad_()
+            HELD.refs = ()
+            out = fs.remat(watched, save=save)(w)
+            assert HELD.alive() == 1
+            torch.autograd.grad(out, w, retain_graph=True)
+            assert HELD.alive() == 1
+            torch.autograd.grad(out, w)
+            assert HELD.alive() == 0
+            out = fs.remat(watched, save=save)(w)
+            del out
+            assert HELD.alive() == 0
+            torch.func.grad(fs.remat(watched, save=save))(W)
+            torch.func.grad(lambda w, save=save: torch.func.grad(fs.remat(watched, save=save))(w).sum())(W)
+            fs.remat(watched, save=save)(W)
+            assert HELD.alive() == 0
+
+
+def test_nothing_is_kept_where_nobody_can_be_handed_it() -> None:
+    with no_collector():
+        HELD.refs = ()
+        pullback = torch.func.vjp(lambda x: torch.vmap(fs.remat(watched, save={"h"}))(x), torch.stack([W, V]))[1]
+        assert HELD.alive() == 0
+        del pullback
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.norm, self.heads = nn.LayerNorm(width), heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        attn = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2)
+        x = x + self.drop(self.out(fs.named(attn, "attn_out")))
+        return x + fs.named(self.drop(self.down(F.gelu(self.up(x)))), "mlp_out")
+
+
+def gpt(blocks: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(blocks))).double()
+
+
+CHOICES: dict[str, Any] = {
+    "none": False,
+    "names": fs.Remat(save={"attn_out"}),
+    "products": fs.Remat(save=PRODUCTS),
+    "full": True,
+}
+
+
+@pytest.mark.parametrize("way", ["fs.grad", "torch.func.grad"])
+def test_the_peak_is_between_all_and_nothing(way: str) -> None:
+    """Eight blocks and a long batch: less is held the less is saved."""
+    model, x = gpt(8), torch.randn(2, 64, 16, dtype=torch.float64)
+    peaks, results = [], []
+    for remat in CHOICES.values():
+        spec = fs.by_type(Block, p=fs.P("shard", remat=remat))(model).bound
+        params = fs.shard(model, spec)
+        torch.manual_seed(1)
+        with no_collector(), Peak() as peak:
+            results.append(WAYS[way](lambda p, spec=spec: fs.functional_call(model, p, x, spec=spec).square().mean())(params))
+        peaks.append(peak.bytes)
+    none, products, full = peaks[0], peaks[2], peaks[3]
+    assert full < peaks[1] < products < none
+    assert full < 0.6 * none
+    for result in results:
+        equal(result, results[0])
+
+
+# --- units on ranks ---
+
+
+def on_ranks(rank: int, strategy: str) -> None:
+    model = gpt(2)
+    xs = torch.randn(2, 2, 5, 16, dtype=torch.float64)
+    counts: dict[str, Counter[str]] = {}
+    for way in WAYS:
+        results = {}
+        for name, remat in CHOICES.items():
+            spec = fs.by_type(Block, p=STRATEGIES[strategy](remat))(model).bound
+            params = fs.shard(model, spec)
+            torch.manual_seed(rank)
+
+            def loss(p: Any, spec: fs.PartitionSpec = spec) -> Tensor:
+                return fs.functional_call(model, p, xs[rank], spec=spec).square().mean()
+
+            with Kernels() as kernels, Collectives() as sent:
+                if way == "backward":
+                    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
+                    loss(leaves).backward()
+                    results[name] = {k: p.grad for k, p in leaves.items()}
+                else:
+                    results[name] = WAYS[way](loss)(params)
+            counts[name] = kernels.ops
+            counts[name]["sent"] = len(sent.all)
+        for name, result in results.items():
+            assert_close(result, results["none"], rtol=0, atol=0, msg=lambda m, n=name, w=way: f"{w} {n}: {m}")
+        assert counts["full"]["addmm"] == 2 * 4 + counts["none"]["addmm"]
+        assert counts["products"]["addmm"] == counts["none"]["addmm"]
+        attention = "_scaled_dot_product_flash_attention_for_cpu"
+        assert counts["full"][attention] == counts["products"][attention] == 2 * counts["none"][attention] == 4
+        assert counts["names"][attention] == counts["none"][attention] == 2
+        assert counts["names"]["sent"] == counts["products"]["sent"] == counts["full"]["sent"]
+
+
+STRATEGIES: dict[str, Callable[[Any], fs.P]] = {
+    "shard": lambda remat: fs.P("shard", remat=remat),
+    "kept": lambda remat: fs.P("shard", remat=remat, reshard=False),
+    "replicated": lambda remat: fs.P(remat=remat),
+    "bf16": lambda remat: fs.P("shard", remat=remat, precision=fs.Precision(param=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_units_on_two_ranks(gloo2: Pool, strategy: str) -> None:
+    """Gathered again as often as ever; what is saved runs once, all else twice; bit for bit the gradients of no remat."""
+    gloo2.run(on_ranks, strategy)
+
+
+class Talks(nn.Module):
+    """Units within a unit, and a collective of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.one(x))
+        return fs.named(self.two(h - collectives.all_reduce(h.detach(), MESH["shard"])), "h")
+
+
+MESH: dict[str, Any] = {}
+
+
+def talking(rank: int) -> None:
+    model = nn.Sequential(Talks(), Talks()).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64)[rank]
+    seen = []
+    for save in (None, {"h"}, lambda op: "c10d" in str(op), lambda op: True):
+        p = fs.P("shard", remat=fs.Remat(save))
+        spec = fs.by_path({"*": p, "*.two": fs.P("shard")})(model).bound
+        MESH.update(spec.bound_mesh.axes)
+        for way in ("fs.grad", "torch.func.grad"):
+            with Collectives() as sent:
+                grads = WAYS[way](lambda p, spec=spec: fs.functional_call(model, p, x, spec=spec).square().sum())(
+                    fs.shard(model, spec)
+                )
+            seen.append((grads, sorted(sent.all)))
+    for grads, sent in seen:
+        equal(grads, seen[0][0])
+        assert sent == seen[0][1]
+        assert any(op.op == "all_reduce" for op in sent) or len(sent) > 8
+
+
+def test_collectives_run_on_all_ranks_or_none(gloo2: Pool) -> None:
+    """Gathers of units inside, and what forward sends itself: the same ones whatever is to be saved, asked for or not."""
+    gloo2.run(talking)
+
+
+def test_simulated_ranks_compute_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Talks(), nn.Tanh(), Talks()).double()
+    xs = torch.randn(2, 3, 4, dtype=torch.float64)
+
+    def step(mesh: Any, x: Tensor, remat: Any) -> tuple[fs.Params, fs.Params]:
+        spec = fs.by_type(Talks, p=fs.P("shard", remat=remat))(model).on(mesh)
+        MESH.update(mesh.axes)
+        loss = lambda p: fs.functional_call(model, p, x, spec=spec).square().mean()  # noqa: E731
+        params = fs.shard(model, spec)
+        return fs.unshard(fs.grad(loss)(params), spec), fs.unshard(fs.hvp(loss, params, params), spec)
+
+    first, *others = (
+        fs.testing.spmd(functools.partial(step, remat=r), 2)(xs) for r in (True, fs.Remat({"h"}), fs.Remat(products))
+    )
+    for other in others:
+        equal(other, first)
+
+
+HIGHER = {
+    "hvp": lambda loss, p: fs.hvp(loss, p, {k: v.cos() for k, v in p.items()}),
+    "jvp": lambda loss, p: torch.func.jvp(loss, (p,), ({k: v.cos() for k, v in p.items()},)),
+    "grad of grad": lambda loss, p: torch.func.grad(lambda p: sum(g.square().sum() for g in torch.func.grad(loss)(p).values()))(
+        p
+    ),
+}
+
+
+def higher(rank: int) -> None:
+    model = gpt(2).eval()
+    x = torch.randn(2, 2, 5, 16, dtype=torch.float64)[rank]
+    for name, way in HIGHER.items():
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            results = []
+            for remat in (True, fs.Remat({"attn_out"}), fs.Remat(PRODUCTS)):
+                spec = fs.by_type(Block, p=fs.P("shard", remat=remat))(model).bound
+                loss = lambda p, spec=spec: fs.functional_call(model, p, x, spec=spec).square().mean()  # noqa: E731
+                results.append(way(loss, fs.shard(model, spec)))
+        for result in results:
+            assert_close(result, results[0], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_higher_orders_on_two_ranks(gloo2: Pool) -> None:
+    gloo2.run(higher)
+
+
+def transformer(rank: int, name: str) -> None:
+    made = build(name)
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    batch = {k: v[rank] for k, v in made.batches.items()}
+    for way in WAYS:
+        results, counts = [], []
+        for remat in (False, True, fs.Remat(PRODUCTS), fs.Remat(lambda op: op is attention)):
+            spec = fs.by_type(*made.blocks, p=fs.P("shard", remat=remat))(made.model).bound
+            leaves = {k: p.clone().requires_grad_(way == "backward") for k, p in fs.shard(made.model, spec).items()}
+
+            def loss(p: Any, spec: fs.PartitionSpec = spec) -> Tensor:
+                torch.manual_seed(rank)
+                return made.loss(lambda **k: fs.functional_call(made.model, p, (), k, spec=spec), batch)
+
+            with Kernels() as kernels:
+                grads = (
+                    dict(zip(leaves, torch.autograd.grad(loss(leaves), list(leaves.values())), strict=True))
+                    if way == "backward"
+                    else WAYS[way](loss)(leaves)
+                )
+            results.append(grads)
+            counts.append(kernels.ops["mm"] + kernels.ops["addmm"] + kernels.ops["bmm"])
+        tolerance = 0 if way != "torch.func.grad" else 1e-9  # which without remat records backward, in other kernels
+        for result in results[2:]:
+            assert_close(result, results[1], rtol=0, atol=0, msg=lambda m, w=way: f"{name} {w}: {m}")
+        assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)
+        none, full, products, _ = counts
+        assert full > none == products
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_transformers_at_their_defaults(gloo2: Pool, name: str) -> None:
+    """Caches and dropout as they come, on two real ranks: no product of the blocks runs twice, and no bit changes."""
+    gloo2.run(transformer, name)
+
+
+@pytest.mark.filterwarnings("ignore::funshard.BufferWarning")
+@pairs
+@pytest.mark.parametrize("way", ["backward", "func"])
+@pytest.mark.parametrize("name", CASES)
+def test_state_that_passes_by_other_ways(name: str, way: str) -> None:
+    """The cases of test_recompute.py: state, hooks, buffers, random numbers of all kinds, with the products saved."""
+    results = []
+    for remat in (True, fs.Remat(PRODUCTS), fs.Remat(lambda op: op is aten.sin.default)):
+        model, x, full, _ = made(name)
+        spec = policy(model, fs.P("shard", remat=remat)).bound
+        loss = lambda p, model=model, x=x, spec=spec: (fs.functional_call(model, p, x[0], spec=spec) ** 2).sum()  # noqa: E731
+        by = fs.grad if way == "backward" else torch.func.grad
+        results.append(seeded_way(lambda loss, p, by=by: by(loss)(p), loss, fs.shard(full, spec)))
+    equal(results[1], results[0])
+    equal(results[2], results[0])
+
+
+def test_a_spec_says_what_is_saved() -> None:
+    """The same text on every rank, whatever the order of a set."""
+    assert str(fs.P("shard", remat=fs.Remat(["b", "a"]))) == "P('shard', remat=Remat(save={'a', 'b'}))"
+    assert repr(fs.Remat([aten.mm.default])) == "Remat(save={aten.mm.default})"
+    assert repr(fs.Remat(products)) == f"Remat(save={__name__}.products)"
+    assert repr(fs.Remat()) == "Remat()"
+    assert fs.P(remat=fs.Remat({"a"})) == fs.P(remat=fs.Remat(["a"]))
+    assert hash(fs.P(remat=fs.Remat({"a"}))) == hash(fs.P(remat=fs.Remat(["a"])))
+
+
+def test_a_context_fn_is_called_for_each_first_run() -> None:
+    """test_checkpoint_wrapper.py's ``test_context_fn``: there for forward and recomputation, here its policy counts anew."""
+    calls = []
+
+    def contexts() -> Any:
+        calls.append(1)
+        return every_second()
+
+    f = fs.remat(lambda w: (torch.tanh(w @ w) @ w @ w).sum(), save=contexts)
+    for n in (1, 2):
+        torch.func.grad(f)(W)
+        assert len(calls) == n
+
+
+def test_inside_of_a_compiled_function_the_compiler_decides() -> None:
+    f = fs.remat(layer, save={"product"})
+    loss = lambda f: lambda w: f(w, X).square().sum()  # noqa: E731
+    got = torch.compile(torch.func.grad(loss(f)), backend="aot_eager", fullgraph=True)(W)
+    assert_close(got, torch.func.grad(loss(layer))(W))
+
+
+# --- PEER_TESTS.md, section 16: test_checkpoint_wrapper.py and _composable/test_checkpoint.py ---
+
+
+class ManyInManyOut(nn.Module):
+    """Positional, keyword and keyword-only arguments, several results, and a product with random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.fails = nn.Linear(4, 4), ""
+
+    def forward(self, x: Tensor, scale: Tensor, *, shift: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        h = self.lin(x) @ torch.randn(4, 4, dtype=x.dtype)
+        if self.fails == ("again" if FLAG["calls"] > 1 else "first"):
+            raise ArithmeticError(self.fails)
+        FLAG["calls"] += 1
+        return h * scale, {"shifted": h if shift is None else h + shift}
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ManyInManyOut()
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, more = self.inner(x, scale=x.sum(), shift=x.cos())
+        b, _ = self.inner(x, x.mean())
+        return (a * more["shifted"] + b).square().sum()
+
+
+def six_steps(remat: Any) -> list[fs.Params]:
+    torch.manual_seed(0)
+    model = Around().double()
+    spec = fs.by_type(ManyInManyOut, p=fs.P("shard", remat=remat))(model).bound
+    params = fs.shard(model, spec)
+    return [fs.grad(lambda p: fs.functional_call(model, p, X, spec=spec))(params) for _ in range(6)]
+
+
+def test_what_goes_in_and_out_of_a_checkpoint() -> None:
+    """``test_checkpoint_wrapper_args_kwargs``, ``test_multi_args``, ``test_random_cpu``; six backward passes."""
+    first = six_steps(False)
+    for remat in (True, fs.Remat(PRODUCTS), fs.Remat(lambda op: op is aten.randn.default)):
+        equal(six_steps(remat), first)
+    assert all(grad.abs().sum() > 0 for grads in first for grad in grads.values())
+
+
+@pytest.mark.parametrize("when", ["first", "again"])
+@pytest.mark.parametrize("remat", [True, fs.Remat(PRODUCTS)], ids=["all", "products"])
+def test_an_exception_in_a_run_leaves_nothing(when: str, remat: Any) -> None:
+    """``test_clears_state_on_error_in_forward``, and in the run again: it is the caller's, and the next step is a clean one."""
+    model = Around().double()
+    spec = fs.by_type(ManyInManyOut, p=fs.P("shard", remat=remat))(model).bound
+    params, before = fs.shard(model, spec), dict(vars(model.inner))
+    step = fs.grad(lambda p: fs.functional_call(model, p, X, spec=spec))
+    torch.manual_seed(1)
+    expected = step(params)
+    model.inner.fails, FLAG["calls"] = when, 0
+    with pytest.raises(ArithmeticError, match=when):
+        step(params)
+    model.inner.fails = ""
+    assert vars(model.inner) == before
+    torch.manual_seed(1)
+    equal(step(params), expected)
