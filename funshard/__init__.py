@@ -6,7 +6,7 @@ The house. A folder imports only from floors below its own (tests/test_house.py)
     6  _call                            functional_call: entry, the four modes, the running call, schedule
        _compiled                        fs.compile: the step and the passes over its graph
     5  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads
-       _transforms                      grad, hvp, remat, per_sample_grads
+       _transforms                      grad, hvp, remat, offload, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
     4  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
        policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
@@ -30,6 +30,7 @@ from ._spec.precision import Precision
 from ._spec.spec import PartitionSpec
 from ._spec.tree import ModuleTree, Param, module_tree
 from ._spec.unit import P, Unit
+from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
 from ._transforms.remat import remat
 from ._transforms.transforms import grad, grad_and_value, hvp
@@ -86,6 +87,7 @@ __all__ = [
     "mark",
     "marked",
     "module_tree",
+    "offload",
     "optim",
     "override",
     "partition",

@@ -26,11 +26,11 @@ from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.again import running
-from .._transforms.saved import Hooks, unpack
 from .._transforms.special import set_attributes
 from .casting import buffer_dtypes, cast_around
 from .modes import Gathered, Scheduled, choose, given
-from .recompute import Replaced, recomputed, replaced
+from .recompute import Replaced, params_of, recomputed, replaced
+from .resting import hooks_around, resting
 from .swap import CHANGING, Attributes, Parameters, Place, install_buffers, restored, this_thread
 from .watch import written_error
 
@@ -60,7 +60,9 @@ class Call:
         self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
         self.hook = self.outer  # what replaces saved tensors while forward runs
         self.outer_reentrant = _torch.reentrant_checkpoints()
-        self.mode = choose(params, spec, reduction, self.ahead, again=again, replaces=self.outer is None)
+        self.rests = resting(params, spec, again=again)
+        replaces = self.outer is None or self.rests is not None
+        self.mode = choose(params, spec, reduction, self.ahead, again=again, replaces=replaces)
         self.active = given(params, spec)
         self.written: tuple[Unit, str] | None = None  # a parameter that forward has written to
         self.scopes: list[list[Gathered]] = [[]]
@@ -98,6 +100,8 @@ class Call:
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self.differentiable):
             gathered = self.mode.gather(unit)
         gathered.watch.views = gathered.views
+        if self.rests and not gathered.frees:
+            self.rests.hold(gathered.views)
         self.active[unit.key] = gathered
         self.scopes[-1].append(gathered)
         return gathered
@@ -141,9 +145,9 @@ class Call:
     def installed(self, buffers: dict[str, Tensor] | None, attributes: Attributes | None = None) -> Generator[None]:
         """The modules with gathered parameters, and with other attributes where there are any; as they were afterwards."""
         hooks = contextlib.nullcontext()
-        if self.mode.live is not None:
-            self.hook = Hooks(self.mode.live).pack
-            hooks = _torch.saved_tensor_hooks(self.hook, unpack)
+        if (around := hooks_around(self.mode.live, self.rests)) is not None:
+            self.hook = around.pack
+            hooks = around.here(self.hook)
         with contextlib.ExitStack() as stack:
             with CHANGING:
                 before = stack.enter_context(restored(self.place.modules, self.thread))
@@ -214,6 +218,8 @@ class Call:
         for path, p in self.spec.places.items():
             if p.precision and path in modules and path != self.place.path:
                 vars(modules[path])["forward"] = cast_around(modules[path].forward, p.precision)
+        if self.rests:
+            self.rests.install(modules, self.place.path, self.spec.paths, self.mode.live)
         return [] if self.place.path in again else by_path.get(self.place.path, [])
 
     def read(self, unit: Unit, i: int) -> Tensor:
@@ -255,7 +261,7 @@ class Call:
             if self.inference or not _torch.differentiates():
                 return scoped(*args, **kwargs)
             place, spec = insides()
-            params = self._params_of(place, spec)
+            params = params_of(place, spec, self.mode.params)
 
             def inside(
                 attributes: Attributes,
@@ -287,13 +293,3 @@ class Call:
                 self.leave()
 
         return run
-
-    def _params_of(self, place: Place, spec: PartitionSpec) -> dict[str, Tensor]:
-        """The shards, or full parameters, of these units, and the ignored parameters."""
-        names = [name for unit in spec for name in (unit.key, *(name for param in unit.params for name in param.names))]
-        params = {name: self.mode.params[name] for name in names if name in self.mode.params}
-        for name in spec.ignored:
-            path, _, attr = name.rpartition(".")
-            if path in place.modules and (tensor := place.modules[path]._parameters.get(attr)) is not None:
-                params[name] = tensor
-        return params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ __all__ = ["P", "Unit"]
 ALIGN_BYTES = 16
 """What vectorized kernels, tensor cores and NCCL want of the start of a tensor; FSDP1 aligns to as many (use_orig_params)."""
 
+OFFLOADS = ("activations", "params")
+"""What of a unit may rest on the host."""
+
 
 @dataclass(frozen=True)
 class P:
@@ -30,17 +34,19 @@ class P:
     elements: by default 16 bytes, for which kernels are made, in its own dtype and, where that is float32, in those of 16
     bits, whatever ``precision`` is, so that the same shards may be used with another; with 1 parameters lie end to end.
 
-    ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative.
+    ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative. ``offload`` says
+    what rests on the host: ``"activations"``, which is what autograd saves in its module (as `funshard.offload` does),
+    ``"params"``, or a set of both.
 
-    Raises TypeError for an axis that is no name and a field of another type, ValueError for an axis that is named twice
-    and for ``align < 1``.
+    Raises TypeError for an axis that is no name and a field of another type, ValueError for an axis that is named twice,
+    for an ``offload`` of something else and for ``align < 1``.
     """
 
     axis: str | tuple[str, ...] | None = None
     reshard: bool = field(default=True, kw_only=True)
     precision: Precision | None = field(default=None, kw_only=True)
     remat: bool = field(default=False, kw_only=True)
-    offload: str | None = field(default=None, kw_only=True)
+    offload: str | Collection[str] | None = field(default=None, kw_only=True)
     align: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -54,12 +60,26 @@ class P:
         for name in ("reshard", "remat"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"P: {name}: expected True or False, got {value!r}")
-        if not isinstance(self.offload, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"P: offload: expected the name of a device or None, got {self.offload!r}")
+        self._check_offload()
         if not isinstance(self.align, int | None) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: align: expected a whole number of elements, got {self.align!r}")
         if self.align is not None and self.align < 1:
             raise ValueError(f"P: expected align >= 1, got {self.align}")
+
+    def _check_offload(self) -> None:
+        what = (self.offload,) if isinstance(self.offload, str) else () if self.offload is None else self.offload
+        expected = f"{' or '.join(map(repr, OFFLOADS))}, a set of them or None"
+        if not isinstance(what, tuple | list | set | frozenset) or not all(type(one) is str for one in what):
+            raise TypeError(f"P: offload: expected {expected}, got {self.offload!r}")
+        if unknown := sorted({*what} - {*OFFLOADS}):
+            raise ValueError(f"P: offload: expected {expected}, got {unknown[0]!r}")
+        named = tuple(one for one in OFFLOADS if one in what)
+        object.__setattr__(self, "offload", named if len(named) > 1 else named[0] if named else None)
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """What rests on the host, as a tuple."""
+        return () if self.offload is None else (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ __all__ = [
     "backend",
     "bound_device",
     "copy_on_write",
+    "counter",
     "group",
     "is_strided",
     "joined",
@@ -134,3 +135,14 @@ def version(tensor: Tensor) -> int:
     """How often the tensor was modified in place; 0 for inference tensors, which do not count and are not saved."""
     inner = base(tensor) if is_wrapped(tensor) else tensor
     return 0 if inner.is_inference() else inner._version
+
+
+def counter(tensor: Tensor) -> Tensor:
+    """A tensor without memory whose `version` is this one's: to see a change in place of what is no longer there.
+
+    Pinned by ``test_counter``.
+    """
+    with beneath():
+        alike = base(tensor).detach()
+        alike.data = alike.new_empty(0)
+    return alike
