@@ -103,7 +103,9 @@ class End:
                     write(found.objects[self.old[k]], contents(k), found.own)
             elif any(token[0] != LEAF for _, tokens in after.parts[k] for token in tokens):
                 write(now, contents(k), found.own)
-        return value(after.roots[0])
+        result = value(after.roots[0])
+        del value, obj, contents  # which hold each other, and the tensors, until the cycle collector runs
+        return result
 
 
 def _same(before: Any, after: Any) -> bool:

@@ -34,6 +34,7 @@ class Rest:
         self.storage, self.version, self.dtype = weakref.ref(source.untyped_storage()), _torch.version(source), source.dtype
         self._device = source.device
         self._there: Tensor | None = source
+        self._is_back = False
         self._host = _torch.room_for(source, host)
         self._copy = _torch.Copy(source, self._host)
 
@@ -46,13 +47,14 @@ class Rest:
         """Have it back on the device, or on its way."""
         if self._there is None:
             self._there = _torch.room_for(self._host, self._device)
-            self._copy = _torch.Copy(self._host, self._there)
+            self._copy, self._is_back = _torch.Copy(self._host, self._there), True
         return self._there
 
     def arrived(self) -> Tensor:
         """Have it back on the device, for what is computed from here on."""
         there = self.come()
-        self._copy.wait()
+        if self._is_back:  # what is still on its way out can be read
+            self._copy.wait()
         return there
 
 

@@ -98,6 +98,7 @@ class Start:
                 write(objects[i], contents(i), self._own)
         made.roots, made.objects = [value(token) for token in self.roots], objects
         made.kept = [i for i in range(len(objects)) if i not in other]
+        del value, obj, contents  # which hold each other, and the tensors, until the cycle collector runs
         return made
 
     def _others(self, stands: list[Any]) -> set[int]:
