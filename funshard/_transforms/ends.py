@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -70,42 +70,57 @@ class End:
 
     def put(self, after: Reached, found: Reached, changed: set[int], outputs: Sequence[Tensor]) -> Any:
         """The result, with what was changed written into what was found; these are the results."""
-        made: dict[int, Any] = {}
-
-        def value(token: Token) -> Any:
-            kind, x = token
-            if kind == LEAF:
-                return x
-            if kind == TENSOR:
-                is_operand, i = self._tensors[x]
-                return found.tensors[i] if is_operand else outputs[i]
-            if x not in made:
-                made[x] = obj(x)
-            return made[x]
-
-        def obj(k: int) -> Any:
-            if k in self.old:
-                return found.objects[self.old[k]]
-            now = after.objects[k]
-            kind = kind_of(now)
-            assert kind is not None
-            return now if kind.blank is not None else kind.fill(kind.like(now), contents(k))
-
-        def contents(k: int) -> Any:
-            return [(names, [value(token) for token in tokens]) for names, tokens in after.parts[k]]
-
+        new = _New(self.old, self._tensors, after, found, outputs)
         for k, now in enumerate(after.objects):
             kind = kind_of(now)
             if kind is None or kind.blank is None:
                 continue
             if k in self.old:
                 if self.old[k] in changed:
-                    write(found.objects[self.old[k]], contents(k), found.own)
+                    write(found.objects[self.old[k]], new.contents(k), found.own)
             elif any(token[0] != LEAF for _, tokens in after.parts[k] for token in tokens):
-                write(now, contents(k), found.own)
-        result = value(after.roots[0])
-        del value, obj, contents  # which hold each other, and the tensors, until the cycle collector runs
-        return result
+                write(now, new.contents(k), found.own)
+        return new.value(after.roots[0])
+
+
+class _New:
+    """What was seen after the run, with what was found before it and with the results in their places.
+
+    No functions in a function: those hold each other, and the tensors until the cycle collector runs.
+    """
+
+    def __init__(
+        self,
+        old: Mapping[int, int],
+        tensors: Sequence[tuple[bool, int]],
+        after: Reached,
+        found: Reached,
+        outputs: Sequence[Tensor],
+    ) -> None:
+        self._old, self._tensors, self._after, self._found, self._outputs = old, tensors, after, found, outputs
+        self._made: dict[int, Any] = {}
+
+    def value(self, token: Token) -> Any:
+        kind, x = token
+        if kind == LEAF:
+            return x
+        if kind == TENSOR:
+            is_operand, i = self._tensors[x]
+            return self._found.tensors[i] if is_operand else self._outputs[i]
+        if x not in self._made:
+            self._made[x] = self._obj(x)
+        return self._made[x]
+
+    def _obj(self, k: int) -> Any:
+        if k in self._old:
+            return self._found.objects[self._old[k]]
+        now = self._after.objects[k]
+        kind = kind_of(now)
+        assert kind is not None
+        return now if kind.blank is not None else kind.fill(kind.like(now), self.contents(k))
+
+    def contents(self, k: int) -> Any:
+        return [(names, [self.value(token) for token in tokens]) for names, tokens in self._after.parts[k]]
 
 
 def _same(before: Any, after: Any) -> bool:

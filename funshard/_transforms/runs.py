@@ -15,6 +15,28 @@ from .special import set_attributes
 __all__ = ["Made", "Start", "same_names", "write"]
 
 
+class _Again:
+    """The objects of another run, with its tensors in the places of those of the first one.
+
+    No functions in a function: those hold each other, and the tensors until the cycle collector runs.
+    """
+
+    def __init__(self, start: Start, xs: Sequence[Tensor], objects: list[Any], stands: Sequence[Any], name: str) -> None:
+        self._start, self._xs, self._objects, self._stands, self._name = start, xs, objects, stands, name
+
+    def value(self, token: Token) -> Any:
+        kind, x = token
+        return x if kind == LEAF else self._xs[x] if kind == TENSOR else self.obj(x)
+
+    def obj(self, i: int) -> Any:
+        if self._objects[i] is None:
+            self._objects[i] = self._start.filled(i, self.contents, self._stands[i], self._name)
+        return self._objects[i]
+
+    def contents(self, i: int) -> Any:
+        return [(names, [self.value(token) for token in tokens]) for names, tokens in self._start.parts[i]]
+
+
 class Start:
     """What was reached before the first run, without the tensors, and without holding objects that may hold some later."""
 
@@ -43,6 +65,14 @@ class Start:
             if kind.blank is not None and not isinstance(self._likes[i], nn.Module):
                 self._blank(i, name)
 
+    def filled(self, i: int, contents: Callable[[int], Any], stands: Any, name: str) -> Any:
+        """This object for another run: made of its contents, or to be written into."""
+        kind = self._kinds[i]
+        assert kind is not None
+        if kind.blank is None:
+            return kind.fill(self._likes[i], contents(i))
+        return stands if isinstance(stands, nn.Module) else self._blank(i, name)
+
     def _blank(self, i: int, name: str) -> Any:
         kind = self._kinds[i]
         assert kind is not None
@@ -70,35 +100,18 @@ class Start:
         made = Made(name)
         objects: list[Any] = [None if i in other else obj for i, obj in enumerate(stands)]
 
-        def value(token: Token) -> Any:
-            kind, x = token
-            return x if kind == LEAF else xs[x] if kind == TENSOR else obj(x)
-
-        def obj(i: int) -> Any:
-            kind = self._kinds[i]
-            assert kind is not None
-            if objects[i] is None:
-                if kind.blank is None:
-                    objects[i] = kind.fill(self._likes[i], contents(i))
-                else:
-                    objects[i] = stands[i] if isinstance(stands[i], nn.Module) else self._blank(i, name)
-            return objects[i]
-
-        def contents(i: int) -> Any:
-            return [(names, [value(token) for token in tokens]) for names, tokens in self.parts[i]]
-
+        again = _Again(self, xs, objects, stands, name)
         for i in sorted(other):
-            obj(i)
+            again.obj(i)
         for i in sorted(other):
             kind = self._kinds[i]
             assert kind is not None
             if kind.blank is not None:
                 if isinstance(objects[i], nn.Module):
                     made.saved.append((objects[i], dict(vars(objects[i]))))
-                write(objects[i], contents(i), self._own)
-        made.roots, made.objects = [value(token) for token in self.roots], objects
+                write(objects[i], again.contents(i), self._own)
+        made.roots, made.objects = [again.value(token) for token in self.roots], objects
         made.kept = [i for i in range(len(objects)) if i not in other]
-        del value, obj, contents  # which hold each other, and the tensors, until the cycle collector runs
         return made
 
     def _others(self, stands: list[Any]) -> set[int]:
