@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import unchanged
 from offloaded import counted, everywhere, moved
-from parity import WAYS, numbers
+from parity import WAYS, check_parity, numbers
 from peer_models import MLP, Net
 from ranks import Pool
 from torch import Tensor, nn
@@ -296,7 +296,7 @@ class Noisy(MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
-        return x + F.dropout(super().forward(self.norm(x)), 0.3).mul_(2)
+        return x + F.dropout(super().forward(self.norm(x)), 0.3, self.training).mul_(2)
 
 
 def noisy() -> nn.Module:
@@ -446,3 +446,23 @@ def compiled(rank: int) -> None:
 def test_compiled_checkpointed_and_offloaded_as_a_whole(gloo2: Pool) -> None:
     """fs.compile decides for itself, a checkpoint around the call keeps nothing to move, offload around it moves all."""
     gloo2.run(compiled)
+
+
+# --- PEER_TESTS.md 16 ---
+
+
+def checkpointed_and_offloaded(rank: int, options: dict[str, Any]) -> None:
+    spec = fs.by_type(Noisy, p=P("shard", **options))
+    model = noisy().eval()  # both runs draw other numbers
+    with everywhere() as copies, warnings.catch_warnings():
+        warnings.simplefilter("ignore", fs.BufferWarning)
+        check_parity(rank, model, spec(model), steps=3)
+    assert (copies.out > 0) is bool(options.get("offload"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"offload": ACTIVATIONS}, {"offload": ACTIVATIONS, "remat": True}, {"remat": True}], ids=str
+)
+def test_fsdp_checkpoint(gloo2: Pool, options: dict[str, Any]) -> None:
+    """Losses, gradients and parameters over steps are the averaged plain model's: offloaded, recomputed, or both."""
+    gloo2.run(checkpointed_and_offloaded, options)

@@ -257,3 +257,31 @@ def test_copies_have_a_block_to_run_beside(log: list[str]) -> None:
     expected = torch.autograd.grad(x.exp().exp().exp().exp().sum(), x)[0]
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
+
+
+# --- PEER_TESTS.md 16 ---
+
+
+def test_offload_wrapper(world: None) -> None:
+    """Every tensor that autograd saves rests on the host: of a function by itself, all but the last load."""
+    model = nn.Sequential(*[Block() for _ in range(4)])
+    x = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta")
+    for load, there in ((1, 1), (1 << 40, 2 * 4 - 1)):  # each by itself, or all of it one load
+        with Where(x) as where:
+            y = fs.offload(model, load=load, host="cpu")(x).sum()
+            assert (where.now("meta"), where.now("cpu")) == (there, 2 * 4 - 1)
+            y.backward()
+            del y
+            assert (where.now("meta"), where.now("cpu")) == (0, 0)
+
+
+def test_offload_of_remats(world: None) -> None:
+    """Offload(ckpt(a) -> ckpt(b) -> ckpt(c)): what is between them goes, what is inside is made again (FEATURES.md I3)."""
+    parts = [fs.remat(lambda x: x + x.sin().tanh()) for _ in range(4)]
+    x = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
+    with Where(x) as where:
+        y = fs.offload(lambda x: parts[3](parts[2](parts[1](parts[0](x)))), load=1, host="cpu")(x).sum()
+        assert (where.now("meta"), where.now("cpu")) == (1, 3)
+        y.backward()
+        del y
+        assert (where.now("meta"), where.now("cpu"), where.peak["cpu"]) == (0, 0, 3)

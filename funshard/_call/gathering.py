@@ -60,7 +60,7 @@ class Call:
         self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
         self.hook = self.outer  # what replaces saved tensors while forward runs
         self.outer_reentrant = _torch.reentrant_checkpoints()
-        self.rests = resting(params, spec, again=again)
+        self.rests = resting(params, spec, self.outer, again=again)
         replaces = self.outer is None or self.rests is not None
         self.mode = choose(params, spec, reduction, self.ahead, again=again, replaces=replaces)
         self.active = given(params, spec)

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
 from .._transforms.offload import Moving, Offload, can_move, constants, moving, storages
@@ -67,10 +66,15 @@ class Resting:
         return run
 
 
-def resting(params: Mapping[str, Tensor], spec: PartitionSpec, *, again: bool) -> Resting | None:
-    """What rests where in a call, None for nothing. Not ``again``: a run for a derivative, whose module's own rest it is in."""
+def resting(
+    params: Mapping[str, Tensor], spec: PartitionSpec, outer: Callable[..., object] | None, *, again: bool
+) -> Resting | None:
+    """What rests where in a call, None for nothing. ``outer`` packs what is saved around it.
+
+    Not ``again``: what runs is itself run again for its derivatives, and what it saves then is soon read.
+    """
     own = spec.once(_offloaded)
-    around = moving(_torch.pack_hook())
+    around = moving(outer)
     if not own and around is None:
         return None
     return Resting(own if again else own - {""}, around, params) if can_move() else None
