@@ -7,7 +7,7 @@ The house. A folder imports only from floors below its own (tests/test_house.py)
        _compiled                        fs.compile: the step and the passes over its graph
        _steps                           accumulate: how gradients become a step
     5  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads
-       _transforms                      grad, hvp, remat, named, per_sample_grads
+       _transforms                      grad, hvp, remat, named, offload, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
     4  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
        policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
@@ -35,6 +35,7 @@ from ._spec.tree import ModuleTree, Param, module_tree
 from ._spec.unit import P, Unit
 from ._steps.accumulate import accumulate
 from ._transforms.keep import named
+from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
 from ._transforms.remat import remat
 from ._transforms.transforms import grad, grad_and_value, hvp
@@ -95,6 +96,7 @@ __all__ = [
     "marked",
     "module_tree",
     "named",
+    "offload",
     "optim",
     "override",
     "partition",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cases import slices
 from depth import depth, pairs
+from offloaded import everywhere
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -126,6 +127,7 @@ STRATEGIES = {
     '`P("shard")`': Strategy(P("shard")),
     "`reshard=False`": Strategy(P("shard", reshard=False)),
     "`remat=True`": Strategy(P("shard", remat=True)),
+    "`offload=`": Strategy(P("shard", offload="activations")),
     "`P()`": Strategy(P()),
     "`codec=`": Strategy(P("shard", precision=fs.Precision(codec=fs.Codec(lambda x: (x,), lambda x: x)))),
     "HSDP": Strategy(P("shard"), 4, {n: {"replicate": r, "shard": s} for n, (r, s) in HYBRID.items()}),
@@ -519,8 +521,9 @@ def on_real_ranks(rank: int, strategy: str, transforms: Iterable[str] = tuple(TR
     of = Sharded(STRATEGIES[strategy].network, policy(strategy).on(mesh))
     state = start(of, X[rank], COTANGENT[rank])
     out: dict[str, Any] = {}
-    for name in transforms:
-        out[name] = result_or_traceback(TRANSFORMS[name], lambda fn: functools.partial(fn, of), state)
+    with everywhere():  # for the device is the host
+        for name in transforms:
+            out[name] = result_or_traceback(TRANSFORMS[name], lambda fn: functools.partial(fn, of), state)
     return out
 
 

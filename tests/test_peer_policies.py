@@ -68,7 +68,7 @@ def test_auto_wrap_with_ignored_modules() -> None:
 
 def test_main_wrap_api() -> None:
     """Threshold 0: every module is a unit with all options of the policy, an override beats one of them."""
-    p = fs.P("shard", reshard=False, precision=BF16, remat=True, offload="cpu", align=8)
+    p = fs.P("shard", reshard=False, precision=BF16, remat=True, offload="activations", align=8)
     spec = fs.override(fs.by_size(0, p=p), fs.by_path({"2.1": fs.P("shard", align=2)}))(sequential(*NESTED))
     assert dict(spec.selected) == {**dict.fromkeys(("0", "1", "2", "2.0"), p), "2.1": fs.P("shard", align=2)}
     assert {unit.key: unit.p for unit in spec} == {**dict.fromkeys(("0", "1", "2.0"), p), "2.1": fs.P("shard", align=2)}

@@ -207,7 +207,26 @@ def test_units_come_in_pre_order(case: tuple[nn.Module, Policy]) -> None:
         (lambda: fs.P("a", reshard=None), TypeError, r"P: reshard: expected True or False, got None"),
         (lambda: fs.P("a", remat="False"), TypeError, r"P: remat: expected True or False, got 'False'"),
         (lambda: fs.P("a", remat=1), TypeError, r"P: remat: expected True or False, got 1"),
-        (lambda: fs.P("a", offload=True), TypeError, r"P: offload: expected the name of a device or None, got True"),
+        (
+            lambda: fs.P("a", offload=True),
+            TypeError,
+            r"P: offload: expected 'activations' or 'params', .*, got True",
+        ),
+        (
+            lambda: fs.P("a", offload={1}),
+            TypeError,
+            r"P: offload: expected 'activations' or 'params', .*, got \{1\}",
+        ),
+        (
+            lambda: fs.P("a", offload="cpu"),
+            ValueError,
+            r"P: offload: expected .*, a set of them or None, got 'cpu'",
+        ),
+        (
+            lambda: fs.P("a", offload={"params", "x"}),
+            ValueError,
+            r"P: offload: expected .*, got 'x'",
+        ),
         (lambda: fs.P(""), TypeError, r"P: expected an axis name, a tuple of names or None, got ''"),
     ],
 )
@@ -442,3 +461,16 @@ def test_what_is_derived_belongs_to_one_spec() -> None:
     assert one.size(unit) == 2
     assert spec.on({"shard": 2}) == one
     assert hash(spec.on({"shard": 2})) == hash(one)
+
+
+def test_what_rests_on_the_host() -> None:
+    """One of two names, or a set of both, which is the same in any order."""
+    both = fs.P("a", offload={"params", "activations"})
+    assert both == fs.P("a", offload=("activations", "params")) == eval(repr(both), {"P": fs.P})
+    assert hash(both) == hash(fs.P("a", offload=["params", "activations"]))
+    assert repr(both) == "P('a', offload=('activations', 'params'))"
+    assert both.offloads == ("activations", "params")
+    assert fs.P("a", offload={"params"}) == fs.P("a", offload="params")
+    assert fs.P("a", offload="params").offloads == ("params",)
+    assert fs.P("a", offload=set()) == fs.P("a")
+    assert fs.P("a").offloads == ()

@@ -732,3 +732,35 @@ def test_copies_on_write() -> None:
     copy = _torch.copy_on_write(foreign)
     foreign.data.zero_()
     assert torch.equal(copy, torch.ones(3).double())
+
+
+def test_counter() -> None:
+    """A tensor whose memory has been exchanged counts on with the one it is of, and with its views."""
+    x = torch.ones(3)
+    before = weakref.ref(x.untyped_storage())
+    counter = _torch.counter(x)
+    x.view(3, 1).add_(1)
+    assert _torch.version(counter) == _torch.version(x) == 1
+    del x
+    assert before() is None
+    torch.func.grad(lambda x: (_torch.version(_torch.counter(x.add(1).mul_(2))) == 1) * x.sum())(torch.ones(3))
+
+
+def test_views_of_leaves() -> None:
+    """Of views backward knows what they are of: what is differentiated, in any transform, or a frozen parameter."""
+    leaf, other = torch.ones(2, 3, requires_grad=True), nn.Parameter(torch.ones(3), requires_grad=False)
+    made = leaf * 2
+    for view in (lambda x: x.view_as(x), lambda x: x.t()[1:], lambda x: x.view(-1).split(2)[0]):
+        assert _torch.is_of_leaf(view(leaf))
+        assert not _torch.is_of_leaf(view(made))
+
+        def inside(x: Tensor, view: Any = view) -> Tensor:
+            assert _torch.is_of_leaf(view(x))
+            assert not _torch.is_of_leaf(view(x * 2))
+            return x.sum()
+
+        torch.func.grad(inside)(leaf.detach())
+    assert _torch.is_of_leaf(leaf)
+    assert _torch.is_of_leaf(other[1:])
+    assert not _torch.is_of_leaf(leaf.detach() * 2)
+    assert not _torch.is_of_leaf(leaf.clone())

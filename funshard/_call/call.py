@@ -84,8 +84,12 @@ def functional_call(
 
         grads, (value, buffers) = grad_and_value(loss, has_aux=True)(params, buffers, x)
 
-    Inside torch.compile the whole tree is gathered by data flow and the compiler decides what lives how long; ``remat`` is
-    then left to it as well.
+    What a module with ``P(offload="activations")`` has autograd save rests on the host until backward (`funshard.offload`), and
+    comes back one such unit ahead; with ``remat`` too, its arguments do and its insides run again. Of units in units the
+    innermost one decides.
+
+    Inside torch.compile the whole tree is gathered by data flow and the compiler decides what lives how long; ``remat`` and
+    ``offload`` are then left to it as well.
 
     Raises ValueError or TypeError, naming the path, for params that do not fit the spec, a model that the spec was not made
     for or that was compiled, the model's own parameters in the place of `shard`'s on several ranks where they are
@@ -123,9 +127,9 @@ def functional_call(
 
 def _check_supported(spec: PartitionSpec) -> None:
     for unit in spec:
-        if unit.p.offload:
+        if "params" in unit.p.offloads:
             raise NotImplementedError(
-                f"unit '{unit.key}': functional_call does not apply P(offload=...) yet, got {unit.p}; leave it out"
+                f"unit '{unit.key}': functional_call does not apply P(offload=\"params\") yet, got {unit.p}; leave it out"
             )
 
 

@@ -26,13 +26,13 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.keep import known, unseen
 from .._transforms.rerun import running
-from .._transforms.saved import Hooks, unpack
 from .._transforms.special import set_attributes
 from .buffers import install_buffers
 from .casting import buffer_dtypes, cast_around
 from .fittings import fittings
 from .modes import Gathered, Scheduled, choose, given
-from .recompute import Replaced, recomputed, replaced
+from .recompute import Replaced, params_of, recomputed, replaced
+from .resting import hooks_around, resting
 from .swap import CHANGING, Attributes, Parameters, Place, restored, this_thread
 from .watch import written_error
 
@@ -62,7 +62,9 @@ class Call:
         self.outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
         self.hook = self.outer  # what replaces saved tensors while forward runs
         self.outer_reentrant = _torch.reentrant_checkpoints()
-        self.mode = choose(params, spec, reduction, self.ahead, again=again, replaces=self.outer is None)
+        self.rests = resting(params, spec, self.outer, again=again)
+        replaces = self.outer is None or self.rests is not None
+        self.mode = choose(params, spec, reduction, self.ahead, again=again, replaces=replaces)
         self.active = given(params, spec)
         self.written: tuple[Unit, str] | None = None  # a parameter that forward has written to
         self.scopes: list[list[Gathered]] = [[]]
@@ -100,6 +102,8 @@ class Call:
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self.differentiable):
             gathered = unseen(self.mode.gather, unit)
         gathered.watch.views = known(gathered.views, unit.key, self.mode.params.get(unit.key))
+        if self.rests and not gathered.frees:
+            self.rests.hold(gathered.views)
         self.active[unit.key] = gathered
         self.scopes[-1].append(gathered)
         return gathered
@@ -143,9 +147,9 @@ class Call:
     def installed(self, buffers: dict[str, Tensor] | None, attributes: Attributes | None = None) -> Generator[None]:
         """The modules with gathered parameters, and with other attributes where there are any; as they were afterwards."""
         hooks = contextlib.nullcontext()
-        if self.mode.live is not None:
-            self.hook = Hooks(self.mode.live).pack
-            hooks = _torch.saved_tensor_hooks(self.hook, unpack)
+        if (around := hooks_around(self.mode.live, self.rests)) is not None:
+            self.hook = around.pack
+            hooks = around.here(self.hook)
         with contextlib.ExitStack() as stack:
             with CHANGING:
                 before = stack.enter_context(restored(self.place.modules, self.thread))
@@ -213,6 +217,8 @@ class Call:
                 vars(modules[path])["forward"] = self._scoped(modules[path].forward, units)
         for module, name, value in fittings(modules, self.spec, self.place.path):
             vars(module)[name] = value
+        if self.rests:
+            self.rests.install(modules, self.place.path, self.spec.paths, self.mode.live)
         return [] if self.place.path in again else by_path.get(self.place.path, [])
 
     def read(self, unit: Unit, i: int) -> Tensor:
@@ -254,7 +260,7 @@ class Call:
             if self.inference or not _torch.differentiates():
                 return scoped(*args, **kwargs)
             place, spec = insides()
-            params = self._params_of(place, spec)
+            params = params_of(place, spec, self.mode.params)
 
             def inside(
                 attributes: Attributes,
@@ -286,13 +292,3 @@ class Call:
                 self.leave()
 
         return run
-
-    def _params_of(self, place: Place, spec: PartitionSpec) -> dict[str, Tensor]:
-        """The shards, or full parameters, of these units, and the ignored parameters."""
-        names = [name for unit in spec for name in (unit.key, *(name for param in unit.params for name in param.names))]
-        params = {name: self.mode.params[name] for name in names if name in self.mode.params}
-        for name in spec.ignored:
-            path, _, attr = name.rpartition(".")
-            if path in place.modules and (tensor := place.modules[path]._parameters.get(attr)) is not None:
-                params[name] = tensor
-        return params

@@ -21,7 +21,7 @@ from .buffers import copy_of
 from .schedule import Visit
 from .swap import Attributes, Parameters, Place
 
-__all__ = ["Inside", "Replaced", "recomputed", "replaced"]
+__all__ = ["Inside", "Replaced", "params_of", "recomputed", "replaced"]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -95,6 +95,17 @@ def replaced(place: Place, before: Attributes) -> Replaced:
         if isinstance(now, Parameters):
             out |= {(path, attr): tensor for attr, tensor in now.put(before[module]["_parameters"]).items()}
     return out
+
+
+def params_of(place: Place, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The shards, or full parameters, of these units, and the ignored parameters."""
+    names = [name for unit in spec for name in (unit.key, *(name for param in unit.params for name in param.names))]
+    params = {name: given[name] for name in names if name in given}
+    for name in spec.ignored:
+        path, _, attr = name.rpartition(".")
+        if path in place.modules and (tensor := place.modules[path]._parameters.get(attr)) is not None:
+            params[name] = tensor
+    return params
 
 
 class _Runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,9 @@ __all__ = ["P", "Unit"]
 ALIGN_BYTES = 16
 """What vectorized kernels, tensor cores and NCCL want of the start of a tensor; FSDP1 aligns to as many (use_orig_params)."""
 
+OFFLOADS = ("activations", "params")
+"""What of a unit may rest on the host."""
+
 
 @dataclass(frozen=True)
 class P:
@@ -30,21 +34,22 @@ class P:
     bits, whatever ``precision`` is, so that the same shards may be used with another; with 1 parameters lie end to end.
 
     ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative; a
-    `Remat` says what is kept for that.
+    `Remat` says what is kept for that. ``offload`` says what rests on the host: ``"activations"``, which is what autograd
+    saves in its module (as `funshard.offload` does), ``"params"``, or a set of both.
 
     ``at_rest`` is a `Codec`, such as ``codecs.nf4()``, for what of it is frozen (not ``requires_grad``, when the spec is
     made) and floating point: `shard` gives the bytes of the encoded slice, gathers send these, and what is computed with is
     decoded, in ``precision``'s dtype or the parameters' own. What of it is trained stays as it is.
 
-    Raises TypeError for an axis that is no name and a field of another type, ValueError for an axis that is named twice
-    and for ``align < 1``.
+    Raises TypeError for an axis that is no name and a field of another type, ValueError for an axis that is named twice,
+    for an ``offload`` of something else and for ``align < 1``.
     """
 
     axis: str | tuple[str, ...] | None = None
     reshard: bool = field(default=True, kw_only=True)
     precision: Precision | None = field(default=None, kw_only=True)
     remat: bool | Remat = field(default=False, kw_only=True)
-    offload: str | None = field(default=None, kw_only=True)
+    offload: str | Collection[str] | None = field(default=None, kw_only=True)
     align: int | None = field(default=None, kw_only=True)
     at_rest: Codec | None = field(default=None, kw_only=True)
 
@@ -62,12 +67,26 @@ class P:
             raise TypeError(f"P: reshard: expected True or False, got {self.reshard!r}")
         if not isinstance(self.remat, bool | Remat):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: remat: expected True or False, got {self.remat!r} (or a Remat, which says what is kept)")
-        if not isinstance(self.offload, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"P: offload: expected the name of a device or None, got {self.offload!r}")
+        self._check_offload()
         if not isinstance(self.align, int | None) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: align: expected a whole number of elements, got {self.align!r}")
         if self.align is not None and self.align < 1:
             raise ValueError(f"P: expected align >= 1, got {self.align}")
+
+    def _check_offload(self) -> None:
+        what = (self.offload,) if isinstance(self.offload, str) else () if self.offload is None else self.offload
+        expected = f"{' or '.join(map(repr, OFFLOADS))}, a set of them or None"
+        if not isinstance(what, tuple | list | set | frozenset) or not all(type(one) is str for one in what):
+            raise TypeError(f"P: offload: expected {expected}, got {self.offload!r}")
+        if unknown := sorted({*what} - {*OFFLOADS}):
+            raise ValueError(f"P: offload: expected {expected}, got {unknown[0]!r}")
+        named = tuple(one for one in OFFLOADS if one in what)
+        object.__setattr__(self, "offload", named if len(named) > 1 else named[0] if named else None)
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """What rests on the host, as a tuple."""
+        return () if self.offload is None else (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
 
     @property
     def axes(self) -> tuple[str, ...]:

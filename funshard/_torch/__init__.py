@@ -8,4 +8,5 @@ from .backward import *
 from .dispatch import *
 from .levels import *
 from .storage import *
+from .streams import *
 from .tracing import *

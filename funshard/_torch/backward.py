@@ -29,6 +29,7 @@ __all__ = [
     "graph_task",
     "in_python_node",
     "is_last_backward",
+    "is_of_leaf",
     "kept",
     "pack_hook",
     "pop_saved_tensor_hooks",
@@ -92,11 +93,30 @@ def viewed(tensor: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
     return note
 
 
-def unchanged(tensor: Tensor, version_: int) -> Tensor:
-    """A tensor that hooks kept. The version check is autograd's own, which hooks switch off."""
+def is_of_leaf(tensor: Tensor) -> bool:
+    """Whether the tensor is what somebody differentiates by, or a view of it; nothing was computed to make it.
+
+    Pinned by ``test_views_of_leaves``.
+    """
+    node = tensor.grad_fn
+    for _ in range(_VIEWS):  # of views, of which backward knows only what they were made of
+        if node is None or len(node.next_functions) != 1:
+            break
+        node = node.next_functions[0][0]
+        if (leaf := getattr(node, "variable", None)) is not None:
+            return storage_id(base(leaf)) == storage_id(base(tensor))
+    below = base(tensor)._base
+    return (tensor.requires_grad and tensor.grad_fn is None) or isinstance(below, torch.nn.Parameter)
+
+
+_VIEWS = 4
+
+
+def unchanged(tensor: Tensor, version_: int, shape: torch.Size | None = None) -> Tensor:
+    """A tensor that hooks kept, or of this shape its `counter`. The version check is autograd's own, which hooks switch off."""
     if version(tensor) != version_:
         raise RuntimeError(
-            f"a tensor of shape {list(tensor.shape)} needed for gradient computation was modified in place: "
+            f"a tensor of shape {list(shape or tensor.shape)} needed for gradient computation was modified in place: "
             f"it is at version {version(tensor)}, expected version {version_}"
         )
     return tensor
@@ -152,8 +172,14 @@ def kept(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor.detach() if own else tensor, version(tensor)
 
 
+RESHARD = "functional_call: forward", "P(reshard=False) for every unit, which replaces none"
+"""Who replaces saved tensors, and what to write for nobody to."""
+
+
 @contextlib.contextmanager
-def saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[object], Tensor]) -> Generator[None]:
+def saved_tensor_hooks(
+    pack: Callable[[Tensor], object], unpack: Callable[[object], Tensor], *, who: tuple[str, str] = RESHARD
+) -> Generator[None]:
     """torch.autograd.graph.saved_tensors_hooks, which torch.func.grad switches off, also inside it.
 
     torch.func forbids the hooks because it has not said what a hook sees (pytorch issue 146036). What it sees is the
@@ -171,8 +197,7 @@ def saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[objec
         if "support saved tensor hooks" not in str(error):
             raise
         raise RuntimeError(
-            "functional_call: forward uses a torch.func transform, which torch refuses where saved tensors are "
-            "replaced: expected P(reshard=False) for every unit, which replaces none"
+            f"{who[0]} uses a torch.func transform, which torch refuses where saved tensors are replaced: expected {who[1]}"
         ) from error
     finally:
         if message is not None:

@@ -18,6 +18,7 @@ __all__ = [
     "backend",
     "bound_device",
     "copy_on_write",
+    "counter",
     "group",
     "is_strided",
     "joined",
@@ -139,3 +140,14 @@ def version(tensor: Tensor) -> int:
         if inner.is_inference():
             return 0
         raise
+
+
+def counter(tensor: Tensor) -> Tensor:
+    """A tensor without memory whose `version` is this one's: to see a change in place of what is no longer there.
+
+    Pinned by ``test_counter``.
+    """
+    with beneath():
+        alike = base(tensor).detach()
+        alike.data = alike.new_empty(0)
+    return alike

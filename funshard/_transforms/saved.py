@@ -10,6 +10,7 @@ plain autograd, and is not kept.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -52,6 +53,10 @@ class Hooks:
         if source is not None and (note := source.saved_as(tensor, by_backward=self.by_backward)) is not None:
             return note
         return _torch.kept(tensor)
+
+    def here(self, pack: Callable[[Tensor], object]) -> contextlib.AbstractContextManager[None]:
+        """Within this, what autograd saves goes through ``pack``, which is its own: by that others know it."""
+        return _torch.saved_tensor_hooks(pack, unpack)
 
 
 def unpack(packed: Any) -> Tensor:

@@ -1,0 +1,67 @@
+"""Copies between a device and the host, beside what the device computes."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .tracing import is_fake
+
+__all__ = ["Copy", "is_accelerator", "room_for"]
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether it has memory of its own, with something in it."""
+    return device.type not in ("cpu", "meta")
+
+
+def room_for(like: Tensor, device: torch.device) -> Tensor:
+    """Empty memory of this tensor's shape and dtype on the device; on the host pinned, where the tensor's device wants that."""
+    pinned = device.type == "cpu" and is_accelerator(like.device) and not is_fake(like)
+    return torch.empty(like.shape, dtype=like.dtype, device=device, pin_memory=pinned)
+
+
+class Copy:
+    """A copy under way from the host to a device or back, which nothing waits for but `wait`.
+
+    It begins when what the device has been told to compute until now is done, and runs in a stream of its own. Both tensors
+    are made, used and let go where the device computes, and that waits for the copy before any of them is used or let go, by
+    `wait` or at the latest when this object goes. So no record_stream, with which freed memory is free again whenever the
+    host comes to look, and a step's memory is the same each time. The host itself never waits.
+    """
+
+    __slots__ = ("_computes", "_done")
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        self._done: torch.Event | None = None
+        device = target.device if is_accelerator(target.device) else source.device
+        if not is_accelerator(device) or is_fake(source):
+            target.copy_(source, non_blocking=True)
+            return
+        self._computes = torch.accelerator.current_stream(device)
+        beside = _beside(device, device == target.device)
+        beside.wait_stream(self._computes)
+        with beside:
+            target.copy_(source, non_blocking=True)
+        self._done = beside.record_event()
+
+    def wait(self) -> None:
+        """What the device is told to compute from here on comes after the copy."""
+        if self._done is None:
+            return
+        self._computes.wait_event(self._done)
+        now = torch.accelerator.current_stream(self._computes.device)
+        if now != self._computes:
+            now.wait_event(self._done)
+        self._done = None
+
+    def __del__(self) -> None:
+        if self._done is not None:
+            self._computes.wait_event(self._done)
+
+
+@functools.cache
+def _beside(device: torch.device, towards: bool) -> torch.Stream:
+    return torch.Stream(device=device)

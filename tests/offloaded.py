@@ -1,0 +1,62 @@
+"""Offloading where the device is the host: all that may move does, and is counted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import funshard as fs
+from funshard._call import resting
+from funshard._transforms import rests
+from funshard._transforms.offload import Offload
+
+
+class Copies:
+    """How many storages, or spans of one, went to the host, how many came back, and how many are alive there."""
+
+    def __init__(self) -> None:
+        self.out = self.back = self.alive = 0
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Copies]:
+    """What goes and comes within this."""
+    copies, plain = Copies(), rests.Rest
+
+    class Counted(plain):
+        def __init__(self, source: Tensor, host: torch.device) -> None:
+            super().__init__(source, host)
+            copies.out, copies.alive = copies.out + 1, copies.alive + 1
+
+        def come(self) -> Tensor:
+            copies.back += self._there is None
+            return super().come()
+
+        def __del__(self) -> None:
+            copies.alive -= 1
+
+    rests.Rest = Counted
+    try:
+        yield copies
+    finally:
+        rests.Rest = plain
+
+
+@contextlib.contextmanager
+def everywhere(at_least: int = 0) -> Iterator[Copies]:
+    """Within this ``P(offload="activations")`` moves tensors of the CPU, to other memory of the CPU."""
+    to, resting.TO = resting.TO, Offload(at_least, host=torch.device("cpu"))
+    try:
+        with counted() as copies:
+            yield copies
+    finally:
+        resting.TO = to
+
+
+def moved(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``f`` offloaded from the CPU to the CPU, however little it saves."""
+    return fs.offload(f, **{"at_least": 0, "host": "cpu"} | options)

@@ -1,0 +1,468 @@
+"""offload and P(offload="activations"): memory alone changes, values are the same to the last bit, nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from depth import depth, each
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import unchanged
+from offloaded import counted, everywhere, moved
+from parity import WAYS, check_parity, numbers
+from peer_models import MLP, Net
+from ranks import Pool
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import funshard as fs
+from funshard import P, _torch
+
+ACTIVATIONS = "activations"
+
+
+def equal(got: Any, expected: Any) -> None:
+    """To the last bit."""
+    for a, b in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def nothing_left() -> None:
+    """No hooks, and none refused."""
+    assert _torch.pack_hook() is None
+    assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+
+
+# --- any function ---
+
+STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "views": lambda x: torch.cat([y.sin() * y.cos() for y in x.chunk(2, -1)], -1),
+    "transposed": lambda x: (x.t() @ x.exp().clamp(max=2.0)).sin()[:, : x.shape[1]].mean(0) * x,
+    "softmax": lambda x: x.softmax(-1) * x,
+    "dropout": lambda x: F.dropout(x, 0.5) + x,
+    "in place": lambda x: (x * 2).sigmoid_().view_as(x) + (x + 1).mul_(x).exp_(),
+    "norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rows": lambda x: x + x[0] ** 2,
+    "expanded": lambda x: x * x[:1].expand_as(x) ** 2,
+    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) ** 2).flatten(-2),
+    "indexed": lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)] * x,
+    "detached": lambda x: x.detach() * x**3,
+    "no grad": lambda x: x * quiet(x),
+    "remat": fs.remat(lambda x: x.tanh().exp()),
+}
+
+
+@torch.no_grad()
+def quiet(x: Tensor) -> Tensor:
+    return x.exp()
+
+
+ORDERS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "backward": lambda f, x: WAYS["backward"](lambda p: f(p["x"]))({"x": x}),
+    "fs.grad": lambda f, x: fs.grad_and_value(lambda p: f(p["x"]))({"x": x}),
+    "grad": torch.func.grad,
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones((), dtype=x.dtype)),
+    "double": lambda f, x: twice(f, x),
+    "hvp": lambda f, x: fs.hvp(lambda p: f(p["x"]), {"x": x}, {"x": x.cos()}),
+    "grad of grad": lambda f, x: torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.vmap(torch.func.grad(f), randomness="same")(torch.stack([x, 2 * x])),
+    "vmap inside": lambda f, x: WAYS["backward"](lambda p: torch.vmap(f, randomness="same")(p["x"][None]).sum())({"x": x}),
+}
+ORDERS["grad"] = lambda f, x: torch.func.grad(f)(x)
+
+
+def twice(f: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """A double backward whose graphs are gone through twice."""
+    x = x.detach().requires_grad_()
+    y = f(x)
+    (again,) = torch.autograd.grad(y, x, retain_graph=True)
+    (g,) = torch.autograd.grad(y, x, create_graph=True)
+    first = torch.autograd.grad(g.square().sum(), x, retain_graph=True)
+    return [again, g.detach(), *first, *torch.autograd.grad(g.cos().sum(), x)]
+
+
+@settings(max_examples=depth(15, 400))
+@given(
+    st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5),
+    st.sampled_from(sorted(ORDERS)),
+    st.integers(0, 400),
+    st.data(),
+)
+def test_values_are_those_of_the_plain_function(steps: list[str], order: str, load: int, data: st.DataObject) -> None:
+    """Whatever is computed, whichever parts of it are offloaded, in loads of any size, at every order."""
+    parts = [STEPS[step] for step in steps]
+    which = data.draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts)))
+    whole = data.draw(st.booleans())
+
+    def run(wrap: Callable[..., Any]) -> Any:
+        def f(x: Tensor) -> Tensor:
+            for part, mine in zip(parts, which, strict=True):
+                x = (wrap(part, load=load) if mine else part)(x)
+            return x.square().mean()
+
+        torch.manual_seed(0)
+        return ORDERS[order](wrap(f, load=load) if whole else f, numbers(0, 0, 4))
+
+    with counted() as copies:
+        equal(run(moved), run(lambda f, **_: f))
+    gc.collect()
+    assert copies.alive == 0
+    nothing_left()
+
+
+def saved(f: Callable[..., Any], *args: Any, **options: Any) -> tuple[int, int]:
+    """How many storages go out in a forward and come back in a second backward."""
+    with counted() as copies:
+        y = moved(f, **options)(*args).sum()
+        y.backward(retain_graph=True)
+        out, copies.back = copies.out, 0
+        y.backward()
+    return out, copies.back
+
+
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+W = torch.linspace(-1, 2, 36, dtype=torch.float64).view(6, 6)
+
+
+def test_a_storage_goes_once_and_what_the_caller_holds_stays() -> None:
+    x, w = (t.clone().requires_grad_() for t in (X, W))
+    frozen = nn.Linear(6, 6).double().requires_grad_(False)
+    plus = X + 1
+    assert saved(lambda: (x @ w).sin()) == (1, 0)  # leaves, and a view of one, stay; the last load is there
+    assert saved(lambda: x.t().sin().t() @ w.t()) == (1, 0)
+    assert saved(lambda x, y: x * y.cos(), x, plus) == (1, 0)  # an argument that nobody differentiates
+    assert saved(lambda x: frozen(x * 2).tanh(), x) == (1, 0)
+    assert saved(lambda x: (lambda y: y.sin() + y.t().cos().t() + y.view(-1).exp().view_as(y))(x * 2), x) == (
+        2,
+        0,
+    )  # y, its exp
+    assert saved(lambda x: sum(y.sin() for y in (x * 2).chunk(3, 1)), x) == (1, 0)  # views that span more than the half
+    assert saved(lambda x: sum(y.sin() for y in (x * 2).chunk(4, 0)), x) == (4, 0)  # each of its span
+    assert saved(lambda x: (x * 2).sin().exp(), x, at_least=24 * 8) == (2, 0)
+    assert saved(lambda x: (x * 2).sin().exp(), x, at_least=24 * 8 + 1) == (0, 0)
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+    assert saved(module, x, at_least=6 * 8 + 1) == (1, 0)
+    out, back = saved(lambda x: x.sin().sin().sin().sin(), x * 1, load=1)
+    assert (out, back) == (4, 4)  # each in a load of its own
+    with counted() as copies:
+        fs.offload(lambda x: (x * 2).sin().exp(), at_least=0)(x).sum().backward()  # the device is the host
+    assert copies.out == 0
+
+
+def test_a_change_in_place_is_refused_as_ever() -> None:
+    x = X.clone().requires_grad_()
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y.sin(), y
+
+    out, y = moved(f)(x)
+    y.add_(1)
+    del y
+    with pytest.raises(
+        RuntimeError, match=r"shape \[4, 6\] needed for gradient computation was modified in place.*version 1, exp"
+    ):
+        out.sum().backward()
+    changed = moved(lambda x: (lambda y: y.sin() + y.mul_(2).cos())(x * 2))
+    with pytest.raises(RuntimeError, match="modified in place"):
+        changed(x).sum().backward()
+
+
+def test_nothing_is_left_behind() -> None:
+    """After an exception in forward or in backward, and on another thread; another's hooks and checkpoints keep their own."""
+    x = X.clone().requires_grad_()
+
+    def fails(x: Tensor) -> Tensor:
+        x.sin()
+        raise KeyError("inside")
+
+    for transform in (lambda f: f, torch.func.grad, torch.func.vmap, fs.remat):
+        with pytest.raises(KeyError):
+            transform(moved(fails))(x)
+        nothing_left()
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            raise KeyError("backward")
+
+    with counted() as copies:
+        y = moved(lambda x: Fails.apply(x.sin().exp()).cos().exp(), load=1)(x)
+        with pytest.raises(KeyError):
+            y.sum().backward()
+        del y
+        gc.collect()
+        assert copies.alive == 0
+    nothing_left()
+    equal(WAYS["backward"](lambda p: moved(torch.sin)(p["x"]).sum())({"x": X})[0]["x"], X.cos())
+
+    results: list[Any] = []
+    step = lambda: results.append(fs.grad(lambda p: moved(lambda x: x.sin().exp(), load=1)(p["x"]).sum())({"x": X}))  # noqa: E731
+    threads = [threading.Thread(target=step) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    equal(results, [{"x": X.sin().exp() * X.cos()}] * 4)
+
+    with counted() as copies:
+        equal(checkpointed(moved(lambda x: x.sin().exp())), checkpointed(lambda x: x.sin().exp()))
+        with torch.autograd.graph.save_on_cpu():
+            moved(torch.sin)(x * 2)
+        assert copies.out == 0
+        held = moved(lambda x: checkpoint(lambda x: x.sin().exp().cos(), x * 2, use_reentrant=False))(x)
+        assert copies.out == 1  # what the checkpoint was handed
+        held.sum().backward()
+
+
+def checkpointed(f: Callable[[Tensor], Tensor]) -> Tensor:
+    x = X.clone().requires_grad_()
+    checkpoint(f, x * 2, use_reentrant=False).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_both_orders_of_remat() -> None:
+    """Around a remat its arguments go, inside of one what its second run saves: FEATURES.md I2, I3."""
+    x = X.clone().requires_grad_()
+    insides = lambda x: x.sin().exp().cos()  # noqa: E731
+    parts = [fs.remat(insides) for _ in range(3)]
+    with counted() as copies:
+        y = moved(lambda x: parts[2](parts[1](parts[0](x))), load=1)(x).sum()
+        assert (copies.out, copies.alive) == (2, 2)  # the leaf stays
+        (outside,) = torch.autograd.grad(y, x)
+        assert copies.out == 2
+        del y
+        gc.collect()
+        copies.out = 0
+        y = fs.remat(moved(insides))(x).sum()
+        assert copies.out == 0
+        (inside,) = torch.autograd.grad(y, x)
+        assert copies.out == 1  # x is the leaf of the second run, exp's result cos's argument
+    equal(outside, torch.autograd.grad(insides(insides(insides(x))).sum(), x)[0])
+    equal(inside, torch.autograd.grad(insides(x).sum(), x)[0])
+
+
+def test_a_transform_inside_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match=r"offload: what is offloaded uses a torch.func transform.*expected none inside"):
+        moved(lambda x: torch.func.grad(lambda x: x.sin().sum())(x))(X)
+    nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"at_least": 1.5}, TypeError, "offload: at_least: expected a whole number of bytes, got 1.5"),
+        ({"load": True}, TypeError, "offload: load: expected a whole number of bytes, got True"),
+        ({"load": -1}, ValueError, "offload: load: expected at least 0 bytes, got -1"),
+    ],
+)
+def test_wrong_sizes(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fs.offload(torch.sin, **options)
+
+
+def test_inside_torch_compile_it_is_the_function() -> None:
+    with counted() as copies:
+        compiled = torch.compile(moved(lambda x: x.sin().exp()), fullgraph=True, backend="aot_eager")
+        x = X.clone().requires_grad_()
+        compiled(x).sum().backward()
+    assert copies.out == 0
+    equal(x.grad, X.sin().exp() * X.cos())
+
+
+# --- units ---
+
+
+class Noisy(MLP):
+    """Dropout, a buffer that counts, a normalisation in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.LayerNorm(width).double()
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x + F.dropout(super().forward(self.norm(x)), 0.3, self.training).mul_(2)
+
+
+def noisy() -> nn.Module:
+    torch.manual_seed(0)
+    model = Net(3)
+    model.blocks = nn.ModuleList([Noisy(5) for _ in range(3)])
+    return model
+
+
+def transformer(name: str, higher: bool) -> nn.Module:
+    """At its defaults, dropout included, but for its size, and for attention that torch cannot differentiate twice."""
+    import transformers
+
+    torch.manual_seed(0)
+    if name == "gpt2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=19, n_positions=16, n_embd=8, n_layer=3, n_head=2)
+        )
+    sizes: dict[str, Any] = {"attn_implementation": "eager"} if higher else {}
+    sizes |= {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=19, max_position_embeddings=16, **sizes))
+
+
+BLOCK = {"noisy": "blocks.0", "gpt2": "transformer.h.0", "llama": "model.layers.0"}
+HIGHER = ("double", "hvp", "grad of grad")
+
+
+def loss_of(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> Callable[[fs.Params], Tensor]:
+    def loss(params: fs.Params) -> Tensor:
+        torch.manual_seed(rank)
+        if isinstance(model, Net):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", fs.BufferWarning)
+                return fs.functional_call(model, params, (numbers(rank, 0),), spec=spec).square().mean()
+        ids = torch.randint(19, (2, 7), generator=torch.Generator().manual_seed(rank))
+        return fs.functional_call(model, params, kwargs={"input_ids": ids, "labels": ids}, spec=spec).loss
+
+    return loss
+
+
+STEP: dict[str, Callable[[Callable[[fs.Params], Tensor], fs.Params], Any]] = {
+    **{name: (lambda f, p, way=way: way(f)(p)) for name, way in WAYS.items()},
+    "hvp": lambda f, p: fs.hvp(f, p, {k: v.cos() for k, v in p.items()}),
+    "double": lambda f, p: double(f, p),
+    "vjp": lambda f, p: (lambda y, pull: (y, pull(torch.ones_like(y))))(*torch.func.vjp(f, p)),
+    "grad of grad": lambda f, p: torch.func.grad(lambda p: sum(g.square().sum() for g in torch.func.grad(f)(p).values()))(p),
+}
+
+
+def double(f: Callable[[fs.Params], Tensor], params: fs.Params) -> Any:
+    leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
+    grads = torch.autograd.grad(f(leaves), list(leaves.values()), create_graph=True)
+    along = sum((g * g.detach().cos()).sum() for g in grads)
+    first = torch.autograd.grad(along, list(leaves.values()), retain_graph=True)
+    return first, torch.autograd.grad(along, list(leaves.values()))
+
+
+PS = {
+    "sharded": {},
+    "kept": {"reshard": False},
+    "recomputed": {"remat": True},
+    "mixed": {"precision": fs.Precision(param=torch.float32, reduce=torch.float64)},
+}
+
+
+def units(rank: int, name: str, which: str, way: str) -> None:
+    model = noisy() if name == "noisy" else transformer(name, way in HIGHER)
+    blocks = type(model.get_submodule(BLOCK[name]))
+    p = P("shard", **PS[which])
+    with unchanged(model):
+        expected_spec = fs.by_type(blocks, p=p)(model).bound
+        params = fs.shard(model, expected_spec)
+        expected = STEP[way](loss_of(model, expected_spec, rank), params)
+        spec = fs.by_type(blocks, p=P("shard", **PS[which], offload=ACTIVATIONS))(model).bound
+        with everywhere() as copies:
+            equal(STEP[way](loss_of(model, spec, rank), params), expected)
+            if way not in ("hvp", "grad of grad"):
+                assert copies.out > 5
+        gc.collect()
+        assert copies.alive == 0
+    nothing_left()
+
+
+@each
+@pytest.mark.parametrize("way", sorted(STEP))
+@pytest.mark.parametrize("which", sorted(PS))
+@pytest.mark.parametrize("name", sorted(BLOCK))
+def test_units_on_real_ranks(gloo2: Pool, name: str, which: str, way: str) -> None:
+    """Two ranks, dropout and buffers included: the bits of the same units without offload."""
+    if which == "mixed" and name != "noisy":
+        pytest.skip("those of transformers are float32 as they are")
+    gloo2.run(units, name, which, way)
+
+
+def test_simulated_ranks_keep_what_they_save() -> None:
+    model = noisy()
+    plain, spec = (fs.by_type(Noisy, p=P("shard", offload=to))(model) for to in TO)
+    xs = torch.stack([numbers(r, 0) for r in range(2)])
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def gradients(spec: fs.PartitionSpec) -> Any:
+        def one(mesh: Any, x: Tensor) -> fs.Params:
+            here = spec.on(mesh)
+            loss = lambda p: fs.functional_call(model, p, (x,), spec=here).square().mean()  # noqa: E731
+            return torch.func.grad(loss)(fs.shard(params, here))
+
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", fs.BufferWarning)
+            return fs.testing.spmd(one, 2)(xs)
+
+    with everywhere() as copies:
+        equal(gradients(spec), gradients(plain))
+    assert copies.out == 0
+
+
+TO = None, ACTIVATIONS
+
+
+def compiled(rank: int) -> None:
+    model, x = Net(2), numbers(rank, 0)
+    plain, spec = (fs.by_type(MLP, p=P("shard", offload=to))(model).bound for to in TO)
+    params = fs.shard(model, spec)
+    expected = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=plain).square().mean())(params)
+
+    def loss(params: fs.Params) -> Tensor:
+        return fs.functional_call(model, params, (x,), spec=spec).square().mean()
+
+    def inside(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return torch.func.grad(torch.sum)(out)
+
+    with everywhere() as copies:
+        torch._dynamo.reset()
+        equal(fs.compile(fs.grad(loss), backend="aot_eager")(params), expected)
+        equal(fs.grad(lambda p: checkpoint(loss, p, use_reentrant=False))(params), expected)
+        assert copies.out == 0
+        around = moved(lambda p: fs.functional_call(model, p, (x,), spec=plain).square().mean())
+        equal(fs.grad(around)(params), expected)
+        equal(torch.func.grad(around)(params), expected)
+        assert copies.out > 8
+        model.blocks[0].register_forward_hook(inside)
+        with pytest.raises(RuntimeError, match=r"torch\.func transform, which torch refuses where saved tensors are replaced"):
+            fs.grad(loss)(params)
+    nothing_left()
+
+
+def test_compiled_checkpointed_and_offloaded_as_a_whole(gloo2: Pool) -> None:
+    """fs.compile decides for itself, a checkpoint around the call keeps nothing to move, offload around it moves all."""
+    gloo2.run(compiled)
+
+
+# --- PEER_TESTS.md 16 ---
+
+
+def checkpointed_and_offloaded(rank: int, options: dict[str, Any]) -> None:
+    spec = fs.by_type(Noisy, p=P("shard", **options))
+    model = noisy().eval()  # both runs draw other numbers
+    with everywhere() as copies, warnings.catch_warnings():
+        warnings.simplefilter("ignore", fs.BufferWarning)
+        check_parity(rank, model, spec(model), steps=3)
+    assert (copies.out > 0) is bool(options.get("offload"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"offload": ACTIVATIONS}, {"offload": ACTIVATIONS, "remat": True}, {"remat": True}], ids=str
+)
+def test_fsdp_checkpoint(gloo2: Pool, options: dict[str, Any]) -> None:
+    """Losses, gradients and parameters over steps are the averaged plain model's: offloaded, recomputed, or both."""
+    gloo2.run(checkpointed_and_offloaded, options)
