@@ -2,10 +2,10 @@
 
 The house. A folder imports only from floors below its own (tests/test_house.py); a name without an underscore is public.
 
-    7  testing                          laws and exactness for users: assert_exact, spmd, strategies
+    7  _steps                           accumulate, update_in_backward: how gradients become a step
+       testing                          laws and exactness for users: assert_exact, spmd, strategies
     6  _call                            functional_call: entry, the four modes, the running call, schedule
        _compiled                        fs.compile: the step and the passes over its graph
-       _steps                           accumulate: how gradients become a step
     5  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads
        _transforms                      grad, hvp, remat, named, offload, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
@@ -34,6 +34,7 @@ from ._spec.spec import PartitionSpec
 from ._spec.tree import ModuleTree, Param, module_tree
 from ._spec.unit import P, Unit
 from ._steps.accumulate import accumulate
+from ._steps.in_backward import Stepped, update_in_backward
 from ._transforms.keep import named
 from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
@@ -67,6 +68,7 @@ __all__ = [
     "Policy",
     "Precision",
     "Remat",
+    "Stepped",
     "SyncBatchNorm",
     "Unit",
     "accumulate",
@@ -113,6 +115,7 @@ __all__ = [
     "trace_order",
     "unflatten",
     "unshard",
+    "update_in_backward",
     "views",
     "weight_share",
     "whole",

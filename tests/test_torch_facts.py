@@ -594,6 +594,27 @@ def test_functions_of_one_level() -> None:
         grad(lambda x: torch.autograd.function._SingleLevelFunction.apply(x))(x.detach())
 
 
+def test_nodes_of_a_graph() -> None:
+    """Each once, with its edges; a leaf's node knows the leaf; a hook of a node sees what it gives back, and can be removed."""
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    z = (y * y + x).sum()
+    nodes = dict(_torch.nodes(z))
+    names = sorted(type(node).__name__ for node in nodes)
+    assert names == ["AccumulateGrad", "AddBackward0", "ExpBackward0", "MulBackward0", "SumBackward0"]
+    users = [
+        (type(node).__name__, i) for node, edges in nodes.items() for other, i in edges if getattr(other, "variable", None) is x
+    ]
+    assert sorted(users) == [("AddBackward0", 0), ("ExpBackward0", 0)]
+    seen: list[Any] = []
+    handles = [node.register_hook(lambda grads, _, node=node: seen.append((type(node).__name__, grads))) for node in nodes]
+    handles.pop([*nodes].index(z.grad_fn)).remove()
+    z.backward(inputs=[x])
+    assert {name for name, _ in seen} == {*names} - {"SumBackward0"}
+    assert torch.equal(dict(seen)["ExpBackward0"][0], 2 * y.detach() * y.detach())
+    assert list(_torch.nodes(x.detach())) == []
+
+
 def test_followed_at_which_levels() -> None:
     """``detach`` ends derivatives of all levels, ``.data`` that of its own, ``no_grad`` those of reverse mode, views too."""
     keys: list[Any] = []

@@ -102,8 +102,9 @@ def functional_call(
     check_params(params, spec)
     _check_supported(spec)
     accumulation = accumulation_of(params, spec, reduce, reduce_over)
+    arrivals = None
     if accumulation:
-        params, reduction = accumulation.entering(params)
+        params, reduction, arrivals = accumulation.entering(params)
     else:
         reduction = reduction_over(reduce, reduce_over, spec.bound_mesh, (unit for unit in spec if unit.key in params))
     _check_count("prefetch", prefetch, 0)
@@ -113,7 +114,7 @@ def functional_call(
         return in_graph.run(model, params, *given, spec, buffers, method, reduction)
     place = Place.of(model, spec)
     check_not_own(params, model, spec)
-    call = Call(place, params, spec, reduction, prefetch, in_flight)
+    call = Call(place, params, spec, reduction, prefetch, in_flight, arrivals)
     try:
         out = call.run(*given, buffers, method)
     except (TypeError, AttributeError, RuntimeError) as error:

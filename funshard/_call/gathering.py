@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .._spec.accumulation import Arrivals
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
@@ -50,6 +51,7 @@ class Call:
         reduction: Reduction,
         prefetch: int,
         in_flight: int,
+        arrivals: Arrivals | None = None,
         *,
         again: bool = True,
         thread: int | None = None,
@@ -64,7 +66,7 @@ class Call:
         self.outer_reentrant = _torch.reentrant_checkpoints()
         self.rests = resting(params, spec, self.outer, again=again)
         replaces = self.outer is None or self.rests is not None
-        self.mode = choose(params, spec, reduction, self.ahead, again=again, replaces=replaces)
+        self.mode = choose(params, spec, reduction, self.ahead, arrivals, again=again, replaces=replaces)
         self.active = given(params, spec)
         self.written: tuple[Unit, str] | None = None  # a parameter that forward has written to
         self.scopes: list[list[Gathered]] = [[]]

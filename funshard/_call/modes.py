@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._spec.accumulation import Arrivals
 from .._spec.division import Reduction
 from .._spec.fits import whole_unit
 from .._spec.spec import PartitionSpec
@@ -72,17 +73,21 @@ def choose(
     spec: PartitionSpec,
     reduction: Reduction,
     ahead: tuple[int, int],
+    arrivals: Arrivals | None,
     *,
     again: bool,
     replaces: bool,
 ) -> Scheduled | Stacked | Flow:
-    """The mode of a call that is not compiled. ``ahead`` are its ``prefetch`` and ``in_flight``.
+    """The mode of a call that is not compiled. ``ahead`` are its ``prefetch`` and ``in_flight``, ``arrivals`` take
+    gradients as they are reduced.
 
     Not ``again``: what runs is itself run again for its derivatives, which need keep nothing. Unless it ``replaces`` what
     autograd saves, that stays: a checkpoint around the call does so itself.
     """
     if _schedulable(params, spec):
-        return Scheduled(Schedule(params, _sharded(params, spec), reduction, *ahead), params, spec, reduction, replaces)
+        return Scheduled(
+            Schedule(params, _sharded(params, spec), reduction, *ahead, arrivals), params, spec, reduction, replaces
+        )
     if again and replaces and torch.is_grad_enabled() and _nestable(spec):
         return Stacked(params, spec, reduction)
     return Flow(params, spec, reduction)

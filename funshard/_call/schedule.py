@@ -16,13 +16,14 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from .. import _torch
+from .._spec.accumulation import Arrivals
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
@@ -32,7 +33,7 @@ from .._units.reductions import Reductions
 from .._units.route import Route
 from .visit import Visit, pieces_of
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "enters"]
 
 UNTOLD_ALIVE = 2
 """How many units stay gathered in backward where no gradient tells when they have been used: frozen ones, and those that
@@ -43,7 +44,13 @@ class Schedule:
     """What is under way in one call and in its backward."""
 
     def __init__(
-        self, shards: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, prefetch: int, in_flight: int
+        self,
+        shards: Mapping[str, Tensor],
+        spec: PartitionSpec,
+        reduction: Reduction,
+        prefetch: int,
+        in_flight: int,
+        arrivals: Arrivals | None,
     ) -> None:
         self.shards = {key: _torch.base(shards[key]).detach() for key in spec.by_key}
         self._witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
@@ -51,7 +58,8 @@ class Schedule:
         self.reduction = reduction
         self.routes = spec.once(routes, tuple(shard.dtype for shard in self.shards.values()), reduction)
         self.buffers = Buffers()
-        self.reductions = Reductions(in_flight, self.buffers)
+        self.arrivals = arrivals
+        self.reductions = Reductions(in_flight, self.buffers, arrivals)
         self._order = spec.order
         self._position = -1  # in that order
         self._open: set[str] = set()
@@ -212,3 +220,11 @@ class _Entry(_torch.Function):
             for key, grad in zip(ctx.keys, grads, strict=True)
         ]
         return None, None, *out
+
+
+def enters(node: object, i: int, arrivals: Arrivals) -> str | None:
+    """The unit whose shard this result of a graph's node is: where a call begins that hands gradients to these arrivals."""
+    schedule = getattr(node, "schedule", None)
+    if isinstance(node, BackwardCFunction) and isinstance(schedule, Schedule) and schedule.arrivals is arrivals:
+        return cast("Any", node).keys[i]
+    return None

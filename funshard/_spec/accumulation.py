@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +14,22 @@ from torch import Tensor
 from .division import Divide, Reduction
 from .spec import PartitionSpec
 
-__all__ = ["Accumulation", "accumulation_of"]
+__all__ = ["Accumulation", "Arrivals", "accumulation_of"]
 
 _RUNNING: list[Accumulation] = []
 """Those that run, in all threads: not a context variable, for Dynamo reads none and autograd's own threads have none."""
+
+
+class Arrivals(Protocol):
+    """What takes reduced gradients while backward runs, in the place of its end."""
+
+    def started(self, key: str) -> None:
+        """A gradient of this unit is on its way."""
+        ...
+
+    def arrived(self, key: str, grad: Tensor) -> None:
+        """It is there."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +46,8 @@ class Accumulation:
     reduction: Reduction
     """How all other gradients are: those of what the loss has computed from its shards."""
     thread: int
+    arrivals: Arrivals | None = None
+    """What takes the gradients of what entered, as they are reduced."""
 
     def __enter__(self) -> None:
         _RUNNING.append(self)
@@ -40,11 +55,12 @@ class Accumulation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         del _RUNNING[next(i for i, one in enumerate(_RUNNING) if one is self)]
 
-    def entering(self, params: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Reduction]:
-        """What a functional_call with these parameters is to take in their place, and how it reduces."""
+    def entering(self, params: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Reduction, Arrivals | None]:
+        """What a functional_call with these parameters is to take in their place, how it reduces, and where gradients go."""
         if any(params.get(key) is not shard for key, shard in self.given.items()):
-            return params, self.reduction
-        return {**{key: x for key, x in params.items() if key not in self.given}, **self.entered}, self.partial
+            return params, self.reduction, None
+        others = {key: x for key, x in params.items() if key not in self.given}
+        return {**others, **self.entered}, self.partial, self.arrivals
 
 
 def accumulation_of(

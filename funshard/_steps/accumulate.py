@@ -9,17 +9,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .._spec.division import Divide
 from .._spec.spec import PartitionSpec, bound
-from .._transforms.explained import explained
 from .._transforms.transforms import differentiated_outside, loss_and_aux
 from .._units.layout import Params
+from .in_place import Runs
 from .plan import Parts, Plan
-from .weights import check_as_many, scaled_by, scales_of, wide, widest
+from .weights import check_as_many, scaled_by, scales_of, wide
 
-__all__ = ["accumulate"]
+__all__ = ["accumulate", "batches_of"]
 
 
 def accumulate(
@@ -70,7 +69,7 @@ def accumulate(
     of its own, and what `grad_and_value` raises.
     """
     plan = Plan.of(params, bound(spec), keep, has_aux, reduce, reduce_over)
-    batches, known = _batches(microbatches)
+    batches, known = batches_of(microbatches)
     if weights is not None and known is microbatches:
         check_as_many(weights, len(known))
     plan = dataclasses.replace(plan, in_place=not differentiated_outside((params, weights, known)))
@@ -84,47 +83,10 @@ def accumulate(
 
 def _in_place(f: Callable[..., Any], plan: Plan, batches: Iterable[Any], scales: Tensor | None) -> Parts:
     """What the micro-batches give where nobody differentiates it: gradients are added up in the place of the first ones."""
-    parts = Parts()
-    with torch.no_grad():
-        shards = {key: p.detach() for key, p in plan.params.items()}
-        given, entered = _leaves(shards, parts.own), _leaves(plan.entered(shards), parts.through)
-    leaves = [*given.values(), *entered.values()]
-    with plan.within(given, entered), torch.enable_grad():
-        for i, batch in enumerate(batches):
-            if i and differentiated_outside(batch):
-                raise ValueError(
-                    f"accumulate: micro-batch {i} requires grad and the first one does not: expected all of them or none; "
-                    "give a list"
-                )
-            loss, aux = loss_and_aux(f(dict(given), batch), plan.has_aux)
-            scaled = loss if scales is None else scaled_by(loss, scales, i)
-            if scaled.requires_grad and leaves:
-                try:
-                    scaled.backward(inputs=leaves)
-                except RuntimeError as error:
-                    raise explained(error)  # noqa: B904 - the same one
-            parts.values.append(loss.detach())
-            parts.auxes.append(pytree.tree_map_only(Tensor, Tensor.detach, aux))
-            del loss, scaled, aux
-    return parts
-
-
-def _leaves(tensors: Params, sums: Params) -> Params:
-    """The tensors for plain autograd, whose gradients are added to the sums as they arrive."""
-
-    def leaf(key: str, x: Tensor) -> Tensor:
-        def arrived(x: Tensor) -> None:
-            grad, x.grad = x.grad, None
-            if grad is not None:
-                if key not in sums:
-                    sums[key] = torch.zeros_like(grad, dtype=widest(grad.dtype))
-                sums[key].add_(grad)
-
-        x = x.detach().requires_grad_()
-        x.register_post_accumulate_grad_hook(arrived)
-        return x
-
-    return {key: leaf(key, x) for key, x in tensors.items()}
+    runs = Runs(f, plan)
+    for i, batch in enumerate(batches):
+        runs.backward(runs.forward(batch, i, scales))
+    return runs.parts
 
 
 def _recorded(f: Callable[..., Any], plan: Plan, batches: Iterable[Any], scales: Tensor | None) -> Parts:
@@ -145,7 +107,7 @@ def _recorded(f: Callable[..., Any], plan: Plan, batches: Iterable[Any], scales:
     return parts
 
 
-def _batches(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
+def batches_of(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
     """The micro-batches, and those of them that are known before the first one runs: all, or of a generator one."""
     if isinstance(microbatches, list | tuple):
         first: Any = microbatches

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._spec.accumulation import Accumulation
+from .._spec.accumulation import Accumulation, Arrivals
 from .._spec.division import Divide, Reduction
 from .._spec.fits import check_shards
 from .._spec.precision import Precision
@@ -48,6 +48,8 @@ class Plan:
     reduction: Reduction
     in_place: bool = True
     """Whether nothing around it differentiates."""
+    single: bool = False
+    """Whether there is one micro-batch alone, whose reductions may all be behind its backward."""
 
     @classmethod
     def of(
@@ -83,13 +85,13 @@ class Plan:
     @property
     def later(self) -> bool:
         """Whether units are reduced over the axes that they are not split over at the end alone."""
-        return self.in_place and not self.full
+        return self.in_place and not self.full and not self.single
 
-    def within(self, given: Params, entered: Params) -> Accumulation:
+    def within(self, given: Params, entered: Params, arrivals: Arrivals | None = None) -> Accumulation:
         """The context of a run of the loss."""
         partial = Reduction(self.reduction.by, frozenset()) if self.later else self.reduction
         thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
-        return Accumulation(self.spec, given, entered, partial, self.reduction, thread)
+        return Accumulation(self.spec, given, entered, partial, self.reduction, thread, arrivals)
 
     def value(self, values: Sequence[Tensor], scales: Tensor | None) -> Tensor:
         """This rank's mean or sum."""
@@ -104,18 +106,20 @@ class Plan:
 
     def grads(self, parts: Parts, scales: Tensor | None) -> Params:
         """The gradients of the shards, with what is left to reduce reduced. What has been added up is let go."""
-        mean = self.reduction.by == "mean"
-        count = len(parts.values) if mean else 1
-        share = scales.mean() if mean and scales is not None else None  # of the weights, beside that of a rank on average
-        out: Params = {}
-        for unit in self._units():
-            shard = self.params[unit.key]
-            grad = self._reduced(unit, parts.through, shard, count)
-            if (own := parts.own.pop(unit.key, None)) is not None:
-                own = own / count
-                grad = grad + (own if share is None else torch.where(share > 0, own / share, 0))
-            out[unit.key] = grad.to(shard.dtype)
+        out = {unit.key: self.grad(unit, parts, len(parts.values), scales) for unit in self._units()}
         return {key: out[key] for key in self.params}
+
+    def grad(self, unit: Unit, parts: Parts, count: int, scales: Tensor | None) -> Tensor:
+        """That of one unit's, after so many micro-batches."""
+        mean = self.reduction.by == "mean"
+        count = count if mean else 1
+        shard = self.params[unit.key]
+        grad = self._reduced(unit, parts.through, shard, count)
+        if (own := parts.own.pop(unit.key, None)) is not None:
+            own = own / count
+            share = scales.mean() if mean and scales is not None else None  # of the weights, beside that of a rank on average
+            grad = grad + (own if share is None else torch.where(share > 0, own / share, 0))
+        return grad.to(shard.dtype)
 
     def _reduced(self, unit: Unit, through: Params, shard: Tensor, count: int) -> Tensor:
         mesh, p, by = self.spec.bound_mesh, unit.p, self.reduction.by

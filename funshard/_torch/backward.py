@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "is_last_backward",
     "is_of_leaf",
     "kept",
+    "nodes",
     "pack_hook",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
@@ -251,3 +252,19 @@ DATA: Callable[..., Any] = vars(torch._C.TensorBase)["data"].__get__
 
 Pinned by ``test_right_or_refused.py``'s modules that read it.
 """
+
+
+def nodes(of: Tensor) -> Iterator[tuple[Any, list[tuple[Any, int]]]]:
+    """Each node of a tensor's graph once, with the nodes whose results it was made from, and which result of these.
+
+    Pinned by ``test_nodes_of_a_graph``.
+    """
+    waiting: list[Any] = [] if of.grad_fn is None else [of.grad_fn]
+    seen: set[Any] = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        following = [(other, i) for other, i in node.next_functions]
+        yield node, following
+        new = [other for other, _ in following if other is not None and other not in seen]
+        seen.update(new)
+        waiting += dict.fromkeys(new)

@@ -103,6 +103,11 @@ class Chain:
                 step = self._steps.popleft()
                 self._finish = step(self._x, None if self._steps else self._own)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all of them have been waited for."""
+        return self._finish is None
+
     def result(self) -> Tensor:
         """Wait for all of them."""
         while self._finish is not None:

@@ -1,0 +1,271 @@
+"""update_in_backward: each unit's optimizer update as soon as its gradient is there, while backward goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._call.schedule import enters
+from .._spec.division import Divide
+from .._spec.spec import PartitionSpec, bound
+from .._spec.unit import Unit
+from .._transforms.transforms import differentiated_outside
+from .._units.layout import Params
+from ..optim._norms import global_norm
+from .accumulate import accumulate, batches_of
+from .in_place import Runs, added
+from .plan import Parts, Plan
+from .weights import check_as_many, scales_of
+
+__all__ = ["Stepped", "update_in_backward"]
+
+Update = Callable[[Params, dict[str, Any], Params], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
+"""``update(grads, state, params) -> (new params, new state)``, of some units or all, each by itself."""
+
+
+class Stepped(NamedTuple):
+    """What a step gives."""
+
+    params: Params
+    """The new shards, by unit key."""
+    state: dict[str, Any]
+    """The new state, by unit key."""
+    value: Any
+    """Of the loss, as `accumulate` gives it; with ``has_aux`` ``(value, auxes)``."""
+    norm: Tensor | None
+    """Of the whole gradient before it was clipped; None without ``max_norm``."""
+
+
+def update_in_backward(
+    update: Update,
+    f: Callable[..., Any],
+    params: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    microbatches: Iterable[Any],
+    *,
+    spec: PartitionSpec,
+    weights: Sequence[float | Tensor] | None = None,
+    has_aux: bool = False,
+    reduce: Divide = "mean",
+    reduce_over: Iterable[str] | None = None,
+    max_norm: float | Tensor | None = None,
+    clip: Literal["exact", "previous"] = "exact",
+    norm: Tensor | None = None,
+) -> Stepped:
+    """The params and state after ``update`` with the gradients of `accumulate`, of which few are ever alive.
+
+    While the backward of the last micro-batch runs, each unit's gradient is updated with once it is complete, and let go:
+    besides those that `functional_call` has ``in_flight`` and the one that backward computes none is alive, and with one
+    micro-batch (``[batch]``) nor are sums. Equal to `accumulate`, `optim.clip_by_global_norm` and ``update``, for an update
+    that treats each unit by itself, as those of `optim.from_torch`: ``update(grads, state, params)`` is called with dicts of
+    one unit, and ``state`` has its unit's keys. Nothing that is given is changed, unless the update does
+    (``from_torch(donate=True)``, which needs no second set of params and states): then an error in backward leaves them
+    half updated.
+
+    A unit's gradient that does not come by `functional_call` alone (a penalty on the shards, one that is computed from them,
+    modules inside of a recomputed one that are units of their own) is complete where backward ends. So are all under another
+    transform, or in torch.compile, whose derivatives the update has to have. Over axes that a unit is not split over,
+    several micro-batches' gradients are reduced once, as each is complete.
+
+    To clip by ``max_norm`` needs the norm of the whole gradient before the first update: ``clip="exact"`` runs backward twice,
+    at first for the norm alone; ``clip="previous"`` takes ``norm``, the one that the step before gave, and in the first
+    step, where that is None, does not clip. As in `optim.clip_by_global_norm` a norm that is not finite is yours to look at,
+    here before the next step. Other arguments are those of `accumulate`.
+
+    After ``_apply_optimizer_in_backward`` (torch.distributed.optim) and GaLore's and LOMO's updates by unit (Lv et al.,
+    Full Parameter Fine-tuning for Large Language Models with Limited Resources, 2023).
+
+    >>> import torch, funshard as fs
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> spec = fs.whole()(model)
+    >>> loss = lambda params, x: fs.functional_call(model, params, x, spec=spec).sum()
+    >>> init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
+    >>> params = {"": torch.zeros(8)}
+    >>> fs.update_in_backward(update, loss, params, init(params), [torch.tensor([[1.0, 2.0]])], spec=spec).params[""][:2]
+    tensor([-1., -2.])
+
+    Raises what `accumulate` raises, and ValueError or TypeError for a unit without state, an update that does not give its
+    unit, and arguments of clipping that do not fit.
+    """
+    if clip not in ("exact", "previous"):
+        raise ValueError(f"update_in_backward: clip: expected 'exact' or 'previous', got {clip!r}")
+    if norm is not None and (max_norm is None or clip == "exact"):
+        raise ValueError("update_in_backward: norm is that of the step before: expected max_norm= and clip='previous' with it")
+    plan = Plan.of(params, bound(spec), "shards", has_aux, reduce, reduce_over)
+    _check_state(state, plan.params)
+    batches, known = batches_of(microbatches)
+    if weights is not None and known is microbatches:
+        check_as_many(weights, len(known))
+    if differentiated_outside((params, state, weights, known)):
+        how: dict[str, Any] = {"weights": weights, "has_aux": has_aux, "reduce": reduce, "reduce_over": reduce_over}
+        grads, value = accumulate(f, params, batches, spec=plan.spec, **how)
+        now = None if max_norm is None else global_norm(grads, plan.spec)
+        scale = _scale(max_norm, now if clip == "exact" else norm)
+        new = {key: _step(update, key, g, state, params, scale) for key, g in grads.items()}
+        return _stepped(plan, new, value, now)
+    scales = None if weights is None else scales_of(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
+    return _in_place(update, f, plan, state, batches, scales, max_norm, clip, norm)
+
+
+def _in_place(
+    update: Update,
+    f: Callable[..., Any],
+    plan: Plan,
+    state: Mapping[str, Any],
+    batches: Iterable[Any],
+    scales: Tensor | None,
+    max_norm: float | Tensor | None,
+    clip: str,
+    norm: Tensor | None,
+) -> Stepped:
+    """The step where nobody differentiates it."""
+    rest = iter(batches)
+    batch, following = next(rest), next(rest, _NONE)
+    runs = Runs(f, dataclasses.replace(plan, single=following is _NONE))
+    while following is not _NONE:
+        runs.backward(runs.forward(batch, len(runs.parts.values), scales))
+        batch, following = following, next(rest, _NONE)
+    last = _Last(runs, plan=runs.plan, scales=scales)
+    loss = runs.forward(batch, len(runs.parts.values), scales, last)
+    if scales is not None:
+        check_as_many(scales, len(runs.parts.values))
+    new: dict[str, tuple[Tensor, Any]] = {}
+    squares: Params = {}
+
+    def measured(key: str, grad: Tensor) -> None:
+        if max_norm is not None:
+            squares[key] = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+
+    def stepped(key: str, grad: Tensor) -> None:
+        new[key] = _step(update, key, grad, state, plan.params, scale)
+
+    with torch.no_grad():
+        if max_norm is not None and clip == "exact":
+            last.backward(loss, measured, retain_graph=True)
+            norm = global_norm(squares, plan.spec)
+        scale = _scale(max_norm, norm)
+        if clip == "exact":
+            last.backward(loss, stepped)
+        else:
+            last.backward(loss, lambda key, grad: (measured(key, grad), stepped(key, grad)))
+            norm = None if max_norm is None else global_norm(squares, plan.spec)
+    value = plan.value(runs.parts.values, scales)
+    return _stepped(plan, new, (value, runs.parts.auxes) if plan.has_aux else value, norm)
+
+
+def _stepped(plan: Plan, new: Mapping[str, tuple[Tensor, Any]], value: Any, norm: Tensor | None) -> Stepped:
+    """In the order of the params."""
+    return Stepped({key: new[key][0] for key in plan.params}, {key: new[key][1] for key in plan.params}, value, norm)
+
+
+_NONE = object()
+
+
+class _Last:
+    """The backward of the last micro-batch: each unit's gradient goes on when all that is part of it is there."""
+
+    def __init__(self, runs: Runs, plan: Plan, scales: Tensor | None) -> None:
+        self._runs, self._plan, self._scales = runs, plan, scales
+        self._sums = runs.parts  # of the micro-batches before
+        self._use: Callable[[str, Tensor], object] | None = None
+        self._uses: Counter[str] = Counter()  # of each unit in the graph, that backward has not come to
+        self._under_way: Counter[str] = Counter()
+        self._late: set[str] = set()  # units whose gradients are complete where backward ends
+        self._left: dict[str, Unit] = {}
+
+    def backward(self, loss: Tensor, use: Callable[[str, Tensor], object], *, retain_graph: bool = False) -> None:
+        """Hand each unit's gradient on. Where the graph is retained the sums are, too, for the backward to come."""
+        self._use, self._keeps = use, retain_graph
+        self._left = {unit.key: unit for unit in self._plan.spec if unit.key in self._plan.params}
+        self._runs.parts = Parts()
+        self._late = set()
+        handles = list(self._watched(loss))
+        try:
+            self._runs.backward(loss, retain_graph=retain_graph)
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._runs.parts, of_last = self._sums, self._runs.parts
+        for key in list(self._left):
+            self._finish(key, of_last)
+
+    def _watched(self, loss: Tensor) -> Iterator[Any]:
+        """Watch every use of a unit in the graph of the loss."""
+        leaves = {id(x): key for some in (self._runs.given, self._runs.entered) for key, x in some.items()}
+        self._uses.clear()
+        for node, following in _torch.nodes(loss):
+            uses = [enters(other, i, self) for other, i in following]
+            for (other, _), key in zip(following, uses, strict=True):
+                variable = getattr(other, "variable", None)
+                if key is None and id(variable) in leaves and enters(node, 0, self) is None:
+                    self._late.add(leaves[id(variable)])
+            if some := [(j, key) for j, key in enumerate(uses) if key is not None]:
+                self._uses.update(key for _, key in some)
+                yield node.register_hook(lambda grads, _, some=some: self._used(some, grads))
+
+    def _used(self, uses: Sequence[tuple[int, str]], grads: Sequence[Tensor | None]) -> None:
+        for j, key in uses:
+            self._uses[key] -= 1
+            if grads[j] is not None:
+                self._late.add(key)
+            self._look(key)
+
+    def started(self, key: str) -> None:
+        """Part of a unit's gradient is on its way."""
+        self._under_way[key] += 1
+
+    def arrived(self, key: str, grad: Tensor) -> None:
+        """It is there."""
+        self._under_way[key] -= 1
+        added(self._runs.parts.through, key, grad)
+        self._look(key)
+
+    def _look(self, key: str) -> None:
+        if not (self._uses[key] or self._under_way[key] or key in self._late):
+            self._finish(key, self._runs.parts)
+
+    def _finish(self, key: str, of_last: Parts) -> None:
+        """Hand a unit's gradient on: that of all micro-batches."""
+        unit = self._left.pop(key)
+        whole = Parts()
+        for mine, sums, last in zip(
+            (whole.own, whole.through), (self._sums.own, self._sums.through), (of_last.own, of_last.through), strict=True
+        ):
+            if key in sums:
+                mine[key] = sums[key].clone() if self._keeps else sums.pop(key)
+            if key in last:
+                added(mine, key, last.pop(key))
+        assert self._use is not None
+        with torch.no_grad():
+            self._use(key, self._plan.grad(unit, whole, len(self._sums.values), self._scales))
+
+
+def _step(
+    update: Update, key: str, grad: Tensor, state: Mapping[str, Any], params: Mapping[str, Tensor], scale: Tensor | None
+) -> tuple[Tensor, Any]:
+    """The new shard and state of one unit."""
+    if scale is not None:
+        grad = grad * scale.to(grad.device, grad.dtype)
+    new, states = update({key: grad}, {key: state[key]}, {key: params[key]})
+    for what, tree in (("param", new), ("state", states)):
+        if not isinstance(tree, Mapping) or key not in tree:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"unit '{key}': expected the update to return a new {what} for it, got {tree!r:.80}")
+    return new[key], states[key]
+
+
+def _scale(max_norm: float | Tensor | None, norm: Tensor | None) -> Tensor | None:
+    return None if max_norm is None or norm is None else (max_norm / (norm + 1e-6)).clamp(max=1)
+
+
+def _check_state(state: object, params: Mapping[str, Tensor]) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"update_in_backward: state: expected a dict by unit key, got {type(state).__name__}")
+    for key in params:
+        if key not in state:
+            raise ValueError(f"unit '{key}' has no state: expected that of init(params) or of a step, got {[*state][:8]}")

@@ -1,0 +1,392 @@
+"""update_in_backward: the step of accumulate and an optimizer, unit by unit while backward runs; what is alive meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from collective_log import world
+from depth import depth, each
+from gradient_cases import agree, calls, cases, models, penalty, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parity import numbers
+from peer_models import MLP, Net
+from ranks import Pool
+from test_accumulate import STRATEGIES, Some, close, policy
+from test_memory import no_collector
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import funshard as fs
+from funshard import P
+from funshard.collectives import Mesh
+
+MICRO = [1, 3]
+ADAM = {"lr": 0.1, "weight_decay": 0.1}
+CLIPS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "exact": {"max_norm": 0.01},
+    "previous": {"max_norm": 0.01, "clip": "previous", "norm": torch.tensor(0.5)},
+    "first": {"max_norm": 0.01, "clip": "previous"},
+}
+
+
+def reference(
+    update: Callable[..., Any], loss: Callable[..., Tensor], params: fs.Params, state: Any, batches: Any, **options: Any
+) -> tuple[Any, Any, Tensor, Tensor]:
+    """accumulate, clipping and the update of all units, one after the other."""
+    clip = {name: options.pop(name) for name in ("max_norm", "clip", "norm") if name in options}
+    grads, value = fs.accumulate(loss, params, batches, **options)
+    norm = fs.optim.global_norm(grads, options["spec"])
+    by = clip.get("norm", norm if clip.get("clip") != "previous" else None)
+    if "max_norm" in clip and by is not None:
+        scale = (clip["max_norm"] / (by + 1e-6)).clamp(max=1)
+        grads = {key: g * scale.to(g.dtype) for key, g in grads.items()}
+    return *update(grads, state, params), value, norm
+
+
+def same(got: fs.Stepped, expected: Any, clip: Mapping[str, Any], tolerance: float = 1e-9) -> None:
+    params, state, value, norm = expected
+    close(got.params, params, tolerance)
+    for key in params:
+        close(got.state[key], state[key], tolerance)
+    torch.testing.assert_close(got.value, value)
+    assert (got.norm is None) == ("max_norm" not in clip)
+    if got.norm is not None:
+        torch.testing.assert_close(got.norm, norm, rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+# --- equal to accumulate and the update ---
+
+
+@settings(max_examples=depth(15, 300))
+@given(cases(st.one_of(models(), calls())), st.sampled_from(MICRO), st.sampled_from(sorted(CLIPS)))
+def test_of_any_model_on_any_mesh(case: Any, count: int, clip: str) -> None:
+    """With a penalty on shards, on simulated ranks."""
+    model, of, sizes = case
+    t = values(model, exact=False)
+    xs = torch.linspace(0.3, 1, torch.Size(sizes.values()).numel() * count).double().view(-1, count)
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
+
+    def run(mesh: Mesh, x: Tensor) -> Any:
+        spec = of(model).on(mesh)
+        params = fs.shard(t, spec)
+        loss = lambda p, x: fs.functional_call(model, p, x, spec=spec) + penalty(p)  # noqa: E731
+        got = fs.update_in_backward(update, loss, params, init(params), x.unbind(), spec=spec, **CLIPS[clip])
+        want = reference(update, loss, params, init(params), x.unbind(), spec=spec, **CLIPS[clip])
+        return (got.params, got.value), (want[0], want[2])
+
+    (params, value), (expected, mean) = fs.testing.spmd(run, sizes)(xs)
+    agree(params, expected, exact=False)
+    torch.testing.assert_close(value, mean)
+
+
+def on_ranks(rank: int, shape: tuple[int, ...], strategy: str, count: int, clip: str, donate: bool) -> None:
+    p = STRATEGIES[strategy]
+    model = Some()
+    names = ("replicate", "shard")[-len(shape) :]
+    spec = policy(p, P("shard"))(model).on(init_device_mesh("cpu", shape, mesh_dim_names=names))
+    init, update = fs.optim.from_torch(torch.optim.AdamW, donate=donate, **ADAM)
+    params = fs.shard(model, spec)
+    batches, options = [numbers(rank, i) for i in range(count)], {"spec": spec, **CLIPS[clip]}
+    loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec).double() ** 2).mean()  # noqa: E731
+    state = init(params)
+    for _ in range(2):  # from state that is not zeros
+        own = [
+            {key: x.clone() for key, x in params.items()},
+            {k: {n: x.clone() for n, x in s.items()} for k, s in state.items()},
+        ]
+        expected = reference(fs.optim.from_torch(torch.optim.AdamW, **ADAM).update, loss, *own, batches, **options)
+        before = {key: (x.clone(), x) for key, x in params.items()}
+        got = fs.update_in_backward(update, loss, params, state, batches, **options)
+        same(got, expected, CLIPS[clip], 1e-9 if p.precision is None or "codec" in strategy else 1e-2)
+        for key, (old, now) in before.items():
+            assert torch.equal(old, now) is not donate or key == "unused"
+            assert (got.params[key] is now) is donate
+        params, state = got.params, got.state
+
+
+@each
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("count", MICRO)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "all axes"])
+def test_on_two_ranks(gloo2: Pool, strategy: str, count: int, clip: str, donate: bool) -> None:
+    """Every strategy, with an unused unit: params, state, value and norm."""
+    gloo2.run(on_ranks, (2,), strategy, count, clip, donate)
+
+
+@each
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("count", MICRO)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_on_replicas(gloo4: Pool, strategy: str, count: int, clip: str) -> None:
+    gloo4.run(on_ranks, (2, 2), strategy, count, clip, True)
+
+
+def used_otherwise(rank: int, how: str) -> None:
+    """Losses whose units get gradients from several places: each is updated once, with all of them."""
+    model = Some()
+    spec = policy(STRATEGIES["remat" if how == "twice, remat" else "shard"], P("shard"))(model).bound
+    params, teacher = fs.shard(model, spec), fs.shard(Some(), spec)
+    call = lambda p, x: fs.functional_call(model, p, (x,), spec=spec)  # noqa: E731
+
+    def loss(p: fs.Params, x: Tensor) -> Tensor:
+        y = call(p, x)
+        if how.startswith("twice"):
+            y = y * call(p, x + 1)
+        elif how == "penalty":
+            y = y + sum(shard.sum() ** 2 for key, shard in p.items() if key.endswith("0"))
+        elif how == "teacher":
+            y = y - call(teacher, x)
+        elif how == "computed":
+            y = y + call({key: 2 * shard for key, shard in p.items()}, x)
+        elif how == "one computed":
+            y = y + call({**p, "net.blocks.0": 2 * p["net.blocks.0"]}, x)
+        elif how == "inner gradient":
+            y = y + sum(g.sum() for g in torch.func.grad(lambda p: call(p, x).sum())(p).values())
+        elif how == "checkpoint":
+            y = checkpoint(call, p, x, use_reentrant=False)
+        elif how == "remat":
+            y = fs.remat(call)(p, x)
+        elif how == "a unit alone":
+            y = call({key: shard if key.endswith("1") else shard.detach() for key, shard in p.items()}, x)
+        return (y**2).mean()
+
+    told: list[str] = []
+    init, plain = fs.optim.from_torch(torch.optim.AdamW, **ADAM)
+    state = init(params)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        told.extend(grads)
+        return plain(grads, state, params)
+
+    for count in MICRO:
+        batches = [numbers(rank, i) for i in range(count)]
+        got = fs.update_in_backward(update, loss, params, state, batches, spec=spec)
+        same(got, reference(plain, loss, params, state, batches, spec=spec), {})
+        assert sorted(told) == sorted(params)
+        told.clear()
+
+
+OTHERWISE = "twice/twice, remat/penalty/teacher/computed/one computed/inner gradient/checkpoint/remat/a unit alone"
+
+
+@pytest.mark.parametrize("how", OTHERWISE.split("/"))
+def test_units_used_otherwise(gloo2: Pool, how: str) -> None:
+    gloo2.run(used_otherwise, how)
+
+
+def test_under_a_transform() -> None:
+    """The gradient of what a step gives with respect to what it was given, as learning to learn has it."""
+    model = MLP(3)
+    spec = fs.whole()(model)
+    params, x = fs.shard(model, spec), torch.linspace(-1, 1, 6).double().view(2, 3)
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, differentiable=True)
+    loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
+
+    def after(p: fs.Params) -> Tensor:
+        return loss(fs.update_in_backward(update, loss, p, init(p), [x], spec=spec).params, x)
+
+    def expected(p: fs.Params) -> Tensor:
+        return loss(update(torch.func.grad(loss)(p, x), init(p), p)[0], x)
+
+    close(torch.func.grad(after)(params), torch.func.grad(expected)(params))
+
+
+# --- what is alive ---
+
+
+def lived(p: P, in_flight: int, count: int, **options: Any) -> tuple[list[str], int, list[int]]:
+    """In which order units are updated and blocks' backward is over, and at each update how many gradients are alive."""
+    with world(8):
+        model = Net(blocks=5)
+        spec = fs.by_type(MLP, p=p)(model).bound
+        params, batches = fs.shard(model, spec), [numbers(0, i) for i in range(count)]
+        events: list[str] = []
+        alive: list[weakref.ref[Any]] = []
+        most = [0]
+        now: list[int] = []
+
+        def loss(p: fs.Params, x: Tensor) -> Tensor:
+            def told(module: Any, _: Any, out: Any, name: str = "") -> None:
+                if out.requires_grad:
+                    out.register_hook(lambda _: events.append(f"backward {name}"))
+
+            handles = [
+                b.register_forward_hook(lambda *a, i=i: told(*a, name=f"blocks.{i}")) for i, b in enumerate(model.blocks)
+            ]
+            out = (fs.functional_call(model, p, (x,), spec=spec, in_flight=in_flight) ** 2).mean()
+            for handle in handles:
+                handle.remove()
+            return out
+
+        def update(grads: Any, state: Any, params: Any) -> Any:
+            events.extend(f"update {key}" for key in grads)
+            alive.extend(weakref.ref(g.untyped_storage()) for g in grads.values())
+            now.append(sum(ref() is not None for ref in alive))
+            most[0] = max(most[0], now[-1])
+            return params, state
+
+        with no_collector():
+            fs.update_in_backward(update, loss, params, dict.fromkeys(params), batches, spec=spec, **options)
+        return events, most[0], now
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True)], ids=str)
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_updates_run_in_backward(p: P, in_flight: int) -> None:
+    """A unit's update follows the backward of ``in_flight`` units before it, and its gradient goes with it."""
+    events, most, _ = lived(p, in_flight, 1)
+    assert most == 1  # those under way are not handed on yet
+    updates = [event for event in events if event.startswith("update blocks")]
+    assert updates == [f"update blocks.{i}" for i in reversed(range(5))]
+    for i in range(4, in_flight, -1):  # where blocks.k's backward begins, blocks.k + 1's gradient is complete
+        assert events.index(f"update blocks.{i}") < events.index(f"backward blocks.{i - in_flight - 1}")
+    micro, most, _ = lived(p, in_flight, 3)
+    assert most == 1
+    assert [event for event in micro if event.startswith("update")] == [event for event in events if event.startswith("update")]
+    assert micro[:10] == [f"backward blocks.{i}" for i in reversed(range(5))] * 2
+
+
+def test_exact_clipping_runs_backward_twice() -> None:
+    events, most, _ = lived(P("shard"), 1, 1, max_norm=1.0)
+    first = [f"backward blocks.{i}" for i in reversed(range(5))]
+    assert events[:5] == first
+    assert [event for event in events[5:] if event.startswith("backward")] == first
+    assert most == 1
+    previous, *_ = lived(P("shard"), 1, 1, max_norm=1.0, clip="previous")
+    assert sum(event.startswith("backward") for event in previous) == 5
+
+
+# --- refused ---
+
+
+def test_errors() -> None:
+    model = MLP(3)
+    spec = fs.whole()(model)
+    params, x = fs.shard(model, spec), torch.ones(2, 3).double()
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+    loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
+    step = lambda update=update, state=None, **options: fs.update_in_backward(  # noqa: E731
+        update, loss, params, init(params) if state is None else state, [x], spec=spec, **options
+    )
+    for options, kind, match in [
+        ({"clip": "often"}, ValueError, "clip: expected 'exact' or 'previous', got 'often'"),
+        ({"norm": torch.ones(())}, ValueError, "norm is that of the step before"),
+        ({"norm": torch.ones(()), "max_norm": 1.0}, ValueError, "norm is that of the step before"),
+        ({"state": {}}, ValueError, "unit '' has no state"),
+        ({"state": [1]}, TypeError, "state: expected a dict by unit key, got list"),
+        (
+            {"update": lambda grads, state, params: ({}, state)},
+            ValueError,
+            "unit '': expected the update to return a new param",
+        ),
+        ({"update": lambda grads, state, params: (params, None)}, ValueError, "to return a new state for it, got None"),
+        ({"weights": [1, 2]}, ValueError, "expected a weight for each of 1 micro-batches, got 2"),
+    ]:
+        with pytest.raises(kind, match=match):
+            step(**options)
+    before = {key: p.clone() for key, p in params.items()}
+    with pytest.raises(RuntimeError, match="oops"):
+        step(update=lambda *_: (_ for _ in ()).throw(RuntimeError("oops")))
+    close(params, before, 0)
+    assert step().params[""].shape == params[""].shape
+
+
+class Loops(nn.Module):
+    """A block that runs several times, as in a recurrent network, and a weight that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.a, self.b = MLP(5), nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.b(torch.tanh(self.cell(self.a(x))))
+        return x
+
+
+def of_loops(rank: int, p: P) -> None:
+    model = Loops()
+    spec = fs.by_type(MLP, nn.Linear, p=p)(model).bound
+    params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
+    init, update = fs.optim.from_torch(torch.optim.AdamW, **ADAM)
+    loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
+    expected = reference(update, loss, params, init(params), batches, spec=spec)
+    donating = fs.optim.from_torch(torch.optim.AdamW, donate=True, **ADAM).update
+    same(fs.update_in_backward(donating, loss, params, init(params), batches, spec=spec), expected, {})
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P(), P("shard", remat=True)], ids=str)
+def test_modules_that_run_often(gloo2: Pool, p: P) -> None:
+    """Each unit is complete after the last of its runs' backwards, even where the update writes into the shards."""
+    gloo2.run(of_loops, p)
+
+
+# --- what torch's own tests claim (PEER_TESTS.md, 17) ---
+
+
+def ten_steps(rank: int) -> None:
+    """test_post_acc_grad_hook_optim_parity: AdamW and StepLR, ten iterations, losses and params bit by bit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(MLP(5) for _ in range(3)))
+    spec = fs.by_type(MLP)(model).bound
+    loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
+    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2, foreach=True)
+    after = inside = fs.shard(model, spec)
+    states = [init(after), init(after)]
+    for i in range(10):
+        lr, x = 1e-2 * 0.5 ** (i // 5), numbers(rank, i)
+        grads, value = fs.grad_and_value(loss)(after, x)
+        after, states[0] = update(grads, states[0], after, lr=lr)
+        step = fs.update_in_backward(lambda *a, lr=lr: update(*a, lr=lr), loss, inside, states[1], [x], spec=spec)
+        inside, states[1] = step.params, step.state
+        assert torch.equal(value, step.value)
+        close(inside, after, 0)
+
+
+def test_ten_steps_bit_by_bit(gloo2: Pool) -> None:
+    gloo2.run(ten_steps)
+
+
+class Biased(nn.Module):
+    """Weights and biases in units of their own, the first and the last weight shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5).double() for _ in range(3))
+        self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_two_optimizers() -> None:
+    """test_apply_optimizer_in_backward: weights with one learning rate, biases with another, six iterations, shared weights."""
+    model = Biased()
+    spec = fs.whole()(model)
+    loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
+    options = lambda name, _: {"lr": 1.0 if name.endswith("weight") else 0.5}  # noqa: E731
+    init, update = fs.optim.from_torch(torch.optim.SGD, spec=spec, options=options, lr=1.0)
+    params, reference = fs.shard(model, spec), Biased()
+    reference.load_state_dict(model.state_dict())
+    weights = [p for name, p in reference.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in reference.named_parameters() if name.endswith("bias")]
+    optimizer = torch.optim.SGD([{"params": weights, "lr": 1.0}, {"params": biases, "lr": 0.5}])
+    state = init(params)
+    for i in range(6):
+        x = numbers(0, i)
+        optimizer.zero_grad()
+        reference(x).sum().backward()
+        optimizer.step()
+        params, state, *_ = fs.update_in_backward(update, loss, params, state, [x], spec=spec)
+    close(fs.unshard(params, spec), dict(reference.named_parameters()))
