@@ -226,14 +226,20 @@ def test_pure(cls: Any, options: dict[str, Any]) -> None:
 
 @every_case
 def test_donated(cls: Any, options: dict[str, Any]) -> None:
-    """What comes out is what went in, written over."""
-    params = numbers(model(), 1)
+    """What comes out has the memory of what went in, written over, and that is an error to use."""
+    params = {name: p.requires_grad_(name == "0.weight") for name, p in numbers(model(), 1).items()}
     init, update = from_torch(cls, donate=True, **options)
     state = init(params)
     for step in range(2):
-        new_params, new_state = update(gradients(params, step), state, params)
-        assert all(a is b for a, b in zip(everything(new_params, new_state), everything(params, state), strict=True))
+        before = [(t, t.data_ptr(), t.requires_grad) for t in everything(params, state)]
+        with torch.no_grad():
+            params, state = update(gradients(params, step), state, params)
+        assert [(t.data_ptr(), t.requires_grad) for t in everything(params, state)] == [old[1:] for old in before]
         assert all(p._version > step for p in params.values())
+        for old, *_ in before:
+            for use in (lambda x: x + 1, torch.clone, lambda x: x.shape, lambda x: torch.stack([x])):
+                with pytest.raises(RuntimeError, match="a tensor is used that was donated"):
+                    use(old)
 
 
 class Allocations(TorchDispatchMode):
@@ -269,7 +275,7 @@ def test_donated_update_allocates_what_torch_does(cls: Any, options: dict[str, A
         with Allocations() as wanted:
             peer.step()
         with Allocations() as got:
-            update(grads, state, params)
+            params, state = update(grads, state, params)
     negated = 50 * 4 if own and not options.get("maximize") else 0  # of the bias
     assert sum(got.bytes) <= sum(wanted.bytes) + 2 * negated
 
@@ -278,7 +284,7 @@ def test_shared_memory_is_not_donated() -> None:
     init, update = from_torch(torch.optim.SGD, momentum=0.9, donate=True)
     whole = torch.ones(6)
     halves = {"a": whole[:3], "b": whole[3:]}
-    update({"a": torch.ones(3), "b": torch.ones(3)}, init(halves), halves)
+    halves, _ = update({"a": torch.ones(3), "b": torch.ones(3)}, init(halves), halves)
     assert_close(whole, torch.full((6,), 1 - 1e-3))
     state = init(halves)
     for grads, params, message in [

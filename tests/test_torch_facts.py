@@ -594,6 +594,22 @@ def test_functions_of_one_level() -> None:
         grad(lambda x: torch.autograd.function._SingleLevelFunction.apply(x))(x.detach())
 
 
+def test_taken_over() -> None:
+    """The memory goes on in another tensor; of a leaf, a parameter and a view alike. A graph that saved the old one says so."""
+    whole = torch.ones(4)
+    for old in (torch.ones(2), nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), whole[:2]):
+        needs, at = old.requires_grad, old.data_ptr()
+        y = (old * old).sum()
+        new = _torch.taken_over(old)
+        assert (new.requires_grad, new.data_ptr(), new.tolist()) == (needs, at, [1.0, 1.0])
+        with pytest.raises(RuntimeError, match="was donated"):
+            old.sum()
+        assert isinstance(old, Tensor)
+        if needs:
+            with pytest.raises(RuntimeError, match=r"modified by an inplace operation|was donated"):
+                y.backward()
+
+
 def test_nodes_of_a_graph() -> None:
     """Each once, with its edges; a leaf's node knows the leaf; a hook of a node sees what it gives back, and can be removed."""
     x = torch.ones(2, requires_grad=True)

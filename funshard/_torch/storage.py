@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ __all__ = [
     "overwrite",
     "shares_memory",
     "storage_id",
+    "taken_over",
     "version",
 ]
 
@@ -92,6 +94,26 @@ def copy_on_write(tensor: Tensor) -> Tensor:
         return torch._lazy_clone(tensor)  # pyright: ignore[reportPrivateImportUsage]
     except RuntimeError:
         return tensor.clone()
+
+
+class _Donated(Tensor):
+    """A tensor that was given away."""
+
+    @classmethod
+    def __torch_function__(cls, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("a tensor is used that was donated: an update wrote over it; expected what that update returned")
+
+    def __repr__(self, **_: object) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return "<a tensor that was donated>"
+
+
+def taken_over(tensor: Tensor) -> Tensor:
+    """A tensor with the memory of this one, which from then on is a RuntimeError to use. Pinned by ``test_taken_over``."""
+    new = tensor.detach().requires_grad_(tensor.requires_grad)
+    with torch.no_grad():
+        tensor.set_()  # pyright: ignore[reportArgumentType, reportCallIssue]
+    tensor.__class__ = _Donated
+    return new
 
 
 def is_strided(tensor: Tensor) -> bool:

@@ -89,7 +89,8 @@ def from_torch(
 
     For optimizers that work element by element: slices are updated as the whole would be. ``update(grads, state, params,
     lr=None)`` runs torch's own kernels on the shards, few long vectors, and changes nothing that it was given. With
-    ``donate`` it writes into ``params`` and ``state`` and returns those, without memory beyond torch's; some kernels
+    ``donate`` it writes into ``params`` and ``state`` and returns their memory in other tensors, without memory beyond
+    torch's; to use the given ones afterwards is a RuntimeError (not inside torch.compile, which returns them). Some kernels
     write into ``grads`` as well. ``lr`` is this step's learning rate: a schedule is plain Python.
 
     ``options(name, param)`` is what a parameter has in the place of the defaults, such as ``{"weight_decay": 0.0}``. It
@@ -219,6 +220,9 @@ def _update(
                 new_state[key][name] = put(new_state[key][name], tensor, layouts[key], at, scalar=name in plan.scalars)
     if plan.donate:  # torch 2.13: fused kernels do not count, and autograd would take stale values for fresh ones
         torch.autograd.graph.increment_version([new_params[key] for key in layouts])
+        if _torch.plain():
+            new_params |= {key: _torch.taken_over(new_params[key]) for key in layouts}
+            new_state = {key: {n: _torch.taken_over(t) for n, t in values.items()} for key, values in new_state.items()}
     return new_params, new_state
 
 
