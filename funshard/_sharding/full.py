@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._spec.fits import check_full, check_shards
+from .._spec.host import used_on
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.flow import gather_unit
-from .._units.host import on_host
+from .._units.host import on_host, rested
 from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit
 from ..collectives._mesh import Mesh, Simulated
 from .agree import broadcast_text, process_group
@@ -92,7 +93,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
         if source == here:
             assert full is not None
             buffer = flatten_unit(full, unit, spec.padded_numel(unit)).detach().to(device)
-        out[unit.key] = _scatter_from(buffer, unit, spec, mesh, source, device)
+        out[unit.key] = rested(_scatter_from(buffer, unit, spec, mesh, source, device), unit, mesh)
     return out
 
 
@@ -107,6 +108,7 @@ def _bytes(buffer: Tensor) -> Tensor:
 def _gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
     """The unit's buffer on the mesh's first rank; None, and no buffer, on the others."""
     at = dict(zip(mesh.names, coordinates(mesh, None), strict=True))
+    piece = piece.to(used_on(unit, mesh) or piece.device)
     if any(at[name] for name in mesh.names if name not in unit.p.axes):
         return None  # another replica
     for name in reversed(unit.p.axes):

@@ -62,7 +62,7 @@ from .storage import (
     storage_id,
     version,
 )
-from .streams import Copy, is_accelerator, room_for
+from .streams import Copy, arrived, is_accelerator, room_for
 from .tracing import (
     FORWARD_CAN_BE_REPLACED,
     annotated,
@@ -85,6 +85,7 @@ __all__ = [
     "alias",
     "alone",
     "annotated",
+    "arrived",
     "assumed_constant",
     "at_level",
     "backend",

@@ -33,9 +33,12 @@ class Reductions:
 
     def _forget(self) -> None:
         self._whole: list[tuple[Chain, Tensor]] = []  # split units' gradients that are not reduced to slices yet
+        self._leaving: list[Chain] = []  # slices, and buckets, on their way to the host
+        self._from: set[torch.device] = set()
+        self._dtypes: dict[str, torch.dtype] = {}
         self._slices: list[tuple[str, Chain]] = []
         self._buckets: list[tuple[_Bucket, Chain]] = []
-        self._filling: dict[tuple[torch.dtype, torch.dtype], _Bucket] = {}
+        self._filling: dict[tuple[torch.dtype, torch.dtype, torch.device | None], _Bucket] = {}
 
     def begin(self, task: int) -> None:
         """What follows is of the run of backward of this number; what another one left, that did not end, is forgotten."""
@@ -45,6 +48,7 @@ class Reductions:
 
     def split(self, key: str, pieces: Sequence[Tensor], route: Route, steps: Steps) -> None:
         """Start to reduce a unit's gradient, given in pieces, to slices. Older ones move on by a step."""
+        self._advance(key, route)
         while len(self._whole) >= self._in_flight:
             chain, buffer = self._whole.pop(0)
             chain.advance()
@@ -54,6 +58,19 @@ class Reductions:
         chain = Chain(_torch.joined(pieces, buffer), steps.reduce)
         self._whole.append((chain, buffer))
         self._slices.append((key, chain))
+        if route.device is not None:
+            self._leaving.append(chain)
+
+    def _advance(self, key: str, route: Route) -> None:
+        """What leaves for the host moves on by a step, so that no more than the last ones are still on the device."""
+        whole = {id(chain) for chain, _ in self._whole}
+        for chain in self._leaving:
+            if id(chain) not in whole:
+                chain.advance()
+        self._leaving = [chain for chain in self._leaving if chain.under_way]
+        if route.device is not None:
+            self._from.add(route.device)
+            self._dtypes[key] = route.dtype
 
     def done(self, key: str, grad: Tensor) -> None:
         """A unit's gradient that nobody else has a part of."""
@@ -61,26 +78,33 @@ class Reductions:
 
     def replicated(self, key: str, pieces: Sequence[Tensor], route: Route, steps: Steps) -> None:
         """Put a unit's gradient, which every rank keeps whole, into the bucket of its dtypes; reduce that once it is full."""
-        dtypes = route.dtypes.reduce, route.dtype
-        bucket = self._filling.setdefault(dtypes, _Bucket(steps.reduce))  # replicated units of these dtypes have the same steps
+        self._advance(key, route)
+        of = route.dtypes.reduce, route.dtype, route.device
+        # replicated units of these have the same steps
+        bucket = self._filling.setdefault(of, _Bucket(steps.reduce, route.device is not None))
         bucket.add(key, pieces, route.padded)
         most = BUCKET_BYTES_CUDA if pieces[0].is_cuda else BUCKET_BYTES
         if bucket.numel * route.dtypes.reduce.itemsize >= most:
-            self._reduce(self._filling.pop(dtypes), route.dtypes.reduce)
+            self._reduce(self._filling.pop(of), route.dtypes.reduce)
 
     def _reduce(self, bucket: _Bucket, dtype: torch.dtype) -> None:
         buffer = _torch.joined(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=dtype))
         bucket.pieces.clear()
         self._buckets.append((bucket, Chain(buffer, bucket.steps)))
+        if bucket.leaves:
+            self._leaving.append(self._buckets[-1][1])
 
     def collect(self) -> dict[str, Tensor]:
         """Wait for everything that this run of backward started: the gradients by unit key, summed over visits."""
-        for (dtype, _), bucket in self._filling.items():
+        for (dtype, *_), bucket in self._filling.items():
             self._reduce(bucket, dtype)
         parts = [(key, chain.result()) for key, chain in self._slices]
         for bucket, chain in self._buckets:
             total = chain.result()
             parts += zip(bucket.keys, total.split(bucket.lengths) if len(bucket.keys) > 1 else [total], strict=True)
+        for device in self._from:  # once, for all that has gone to the host
+            _torch.arrived(device)
+        parts = [(key, grad.to(self._dtypes.get(key, grad.dtype))) for key, grad in parts] if self._from else parts
         self._forget()
         out: dict[str, Tensor] = {}
         for key, grad in parts:
@@ -93,6 +117,8 @@ class _Bucket:
     """Gradients that are to be reduced together."""
 
     steps: Sequence[Step]
+    leaves: bool
+    """Whether it goes to the host."""
     keys: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     pieces: list[Tensor] = field(default_factory=list)

@@ -9,6 +9,7 @@ import torch
 
 from .._spec.codec import Codec
 from .._spec.division import Reduction, division
+from .._spec.host import used_on
 from .._spec.precision import Dtypes, Precision
 from .._spec.unit import Unit
 from ..collectives._mesh import Mesh
@@ -40,6 +41,8 @@ class Route:
     dtypes: Dtypes
     """In which it is gathered and computed with, and in which its gradients are reduced."""
     codec: Codec | None
+    device: torch.device | None
+    """To which the shard, which rests on the host, is copied to be gathered; None where it is where it is used."""
     made: bool
     """Whether its buffer is another tensor than the shard."""
     frees: bool
@@ -55,13 +58,18 @@ class Route:
         rest = tuple(name for name in reversed(sizes) if name not in split and reduction.includes(name))
         ranks = torch.Size(sizes[name] for name in (*split, *rest)).numel()
         padded = unit.padded_numel(torch.Size(mesh[name].size for name in unit.p.axes).numel())
-        made = bool(split) or dtypes.param != dtype or codec is not None
+        device = used_on(unit, mesh)
+        made = bool(split) or dtypes.param != dtype or codec is not None or device is not None
         op, before, after = division(reduction.by, ranks, dtypes.reduce) if unit.numel else ("mean", 1.0, 1.0)
-        return cls(
-            padded, widest(unit, padded), split, rest, op, before, after, dtype, dtypes, codec, made, unit.p.reshard and made
-        )
+        padding, frees = widest(unit, padded), unit.p.reshard and made
+        return cls(padded, padding, split, rest, op, before, after, dtype, dtypes, codec, device, made, frees)
+
+    @property
+    def left(self) -> torch.dtype:
+        """The dtype of a reduced slice when it leaves the device where it was reduced: the shard's, or one that is smaller."""
+        return self.dtype if self.device is None else min(self.dtype, self.dtypes.reduce, key=lambda dtype: dtype.itemsize)
 
     @property
     def plain(self) -> bool:
-        """Whether the collectives by themselves are the way: nothing is cast or divided."""
-        return self.dtypes == (self.dtype, self.dtype) and self.before == self.after == 1
+        """Whether the collectives by themselves are the way: nothing is cast, divided or copied."""
+        return self.dtypes == (self.dtype, self.dtype) and self.before == self.after == 1 and self.device is None

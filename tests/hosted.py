@@ -1,0 +1,47 @@
+"""Units that rest on the host where the device is the host as well: all that would be copied is, and is counted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import funshard as fs
+from funshard import _torch
+from funshard._spec import host
+from funshard._units import flow
+
+
+class Copies:
+    """How many tensors were copied beside what is computed, how many bytes, and how many copies are nodes of a graph."""
+
+    def __init__(self) -> None:
+        self.beside = self.bytes = self.nodes = 0
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[Copies]:
+    """Within this every mesh computes on the CPU, and that is not the host of new specs: their units rest in memory of their own."""
+    copies, plain = Copies(), _torch.Copy
+
+    class Counted(plain):
+        def __init__(self, source: Tensor, target: Tensor) -> None:
+            assert source.data_ptr() != target.data_ptr() or not source.numel()
+            copies.beside, copies.bytes = copies.beside + 1, copies.bytes + source.nbytes
+            super().__init__(source, target)
+
+    def counted(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
+        copies.nodes += device is not None
+        return moved(x, device, dtype)
+
+    moved = flow.moved
+    with (
+        mock.patch.object(flow, "moved", counted),
+        mock.patch.object(host, "is_host", lambda device: False),
+        mock.patch.object(fs.collectives.Mesh, "device", torch.device("cpu")),
+        mock.patch.object(_torch, "Copy", Counted),
+    ):
+        yield copies
