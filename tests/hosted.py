@@ -29,7 +29,7 @@ def elsewhere() -> Iterator[Copies]:
 
     class Counted(plain):
         def __init__(self, source: Tensor, target: Tensor) -> None:
-            assert source.data_ptr() != target.data_ptr() or not source.numel()
+            assert not _torch.alias(source, target)
             copies.beside, copies.bytes = copies.beside + 1, copies.bytes + source.nbytes
             super().__init__(source, target)
 
