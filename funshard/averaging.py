@@ -228,8 +228,11 @@ def _mean(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]], mes
     for keys in _together(params, over):
         first = params[keys[0]]
         mean = first if len(keys) == 1 else torch.cat([params[key].reshape(-1) for key in keys])
+        on_host = first.device.type == "cpu" and mesh.device_type not in (None, "cpu")  # as P(offload="params") has shards
+        mean = mean.to(mesh.device) if on_host else mean
         for name in over[keys[0]]:
             mean = _mean_over(mean, mesh[name])
+        mean = mean.to(first.device) if on_host else mean
         if len(keys) == 1:
             out[keys[0]] = mean
             continue

@@ -62,7 +62,7 @@ from .storage import (
     storage_id,
     version,
 )
-from .streams import Copy, arrived, is_accelerator, room_for
+from .streams import Copy, arrived, is_accelerator, is_pinned, room_for
 from .tracing import (
     FORWARD_CAN_BE_REPLACED,
     annotated,
@@ -113,6 +113,7 @@ __all__ = [
     "is_last_backward",
     "is_of_leaf",
     "is_over",
+    "is_pinned",
     "is_strided",
     "is_tracked",
     "is_wrapped",

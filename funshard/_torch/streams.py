@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .tracing import is_fake
 
-__all__ = ["Copy", "arrived", "is_accelerator", "room_for"]
+__all__ = ["Copy", "arrived", "is_accelerator", "is_pinned", "room_for"]
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -73,12 +73,24 @@ class Copy:
             self._computes.wait_event(self._done)
 
 
-def arrived(device: torch.device, *, towards: bool = False) -> None:
-    """The host waits until what it was sent from the device is there, or ``towards`` it what it has sent."""
-    if is_accelerator(device):
-        _beside(device, towards).synchronize()
+def arrived(device: torch.device | None = None) -> None:
+    """The host waits until what it was sent from the device is there; without a device for all copies, both ways."""
+    if device is None:
+        for stream in _STREAMS:
+            stream.synchronize()
+    elif is_accelerator(device):
+        _beside(device, False).synchronize()
+
+
+_STREAMS: list[torch.Stream] = []
 
 
 @functools.cache
 def _beside(device: torch.device, towards: bool) -> torch.Stream:
-    return torch.Stream(device=device)
+    _STREAMS.append(torch.Stream(device=device))
+    return _STREAMS[-1]
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether it rests on the host in memory that a device copies by itself; not while it is compiled."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not is_fake(tensor) and tensor.is_pinned()
