@@ -24,7 +24,7 @@ class Copies:
 
 @contextlib.contextmanager
 def elsewhere() -> Iterator[Copies]:
-    """Within this every mesh computes on the CPU, and that is not the host of new specs: their units rest in memory of their own."""
+    """Within this every mesh computes on the CPU, which for new specs is not the host: their units rest in other memory of it."""
     copies, plain = Copies(), _torch.Copy
 
     class Counted(plain):
@@ -40,7 +40,7 @@ def elsewhere() -> Iterator[Copies]:
     moved = flow.moved
     with (
         mock.patch.object(flow, "moved", counted),
-        mock.patch.object(host, "is_host", lambda device: False),
+        mock.patch.object(host, "is_host", return_value=False),
         mock.patch.object(fs.collectives.Mesh, "device", torch.device("cpu")),
         mock.patch.object(_torch, "Copy", Counted),
     ):

@@ -12,7 +12,7 @@ import torch
 from depth import each
 from hosted import elsewhere
 from models import unchanged
-from parity import numbers
+from parity import check_parity, numbers
 from peer_models import MLP, Net
 from ranks import Pool
 from test_offload import BLOCK, HIGHER, STEP, equal, loss_of, noisy, transformer
@@ -206,7 +206,10 @@ def test_an_update_unit_by_unit_on_a_device(monkeypatch: pytest.MonkeyPatch, nam
         init, update = fs.optim.from_torch(cls, device=device, donate=donate, **options, **decay)
         given, state = params, init(params)
         for g in grads:
-            held = {key: x.clone() for key, x in params.items()}, {k: {n: x.clone() for n, x in v.items()} for k, v in state.items()}
+            held = (
+                {key: x.clone() for key, x in params.items()},
+                {k: {n: x.clone() for n, x in v.items()} for k, v in state.items()},
+            )
             new, after = update({key: x.clone() for key, x in g.items()}, state, params, lr=0.05)
             if donate:
                 assert all(new[key] is given[key] for key in new)
@@ -269,3 +272,61 @@ def test_where_the_host_computes_nothing_is_copied() -> None:
             routes = [Route.of(unit, spec.bound_mesh, Reduction(), None, torch.float64) for unit in (a, b)]
             assert routes[0] == routes[1]
             assert not routes[1].made
+
+
+# --- the peer's rows of CPU offload (FSDP2's CPUOffloadPolicy) ---
+
+
+def trains(rank: int, which: str) -> None:
+    """test_train_parity_*_cpu_offload: losses, gradients and parameters are those of the averaged plain run, for five steps."""
+    with elsewhere() as copies:
+        spec = fs.by_type(MLP, p=p_of(which, offload=PARAMS))(Net(3)).bound
+        torch.manual_seed(0)
+        check_parity(rank, Net(3), spec)
+        assert copies.beside > 5 * 3
+
+
+def accumulates(rank: int) -> None:
+    """test_grad_acc_cpu_offload and test_gradient_accumulation[offload]: reduced at each micro-batch, or once."""
+    torch.manual_seed(0)
+    model = Net(3)
+    with elsewhere():
+        spec = fs.by_type(MLP, p=P("shard", offload=PARAMS))(model).bound
+        shards = fs.shard(model, spec)
+        loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
+        xs = [numbers(rank, i) for i in range(3)]
+        each_ = [fs.grad(loss)(shards, x) for x in xs]
+        full = {name: p.detach() for name, p in model.named_parameters()}
+        once = [fs.grad(loss)(full, x) for x in xs]
+        total = {key: sum(g[key] for g in each_) for key in shards}
+        summed = {name: sum(g[name] for g in once) for name in full}
+        for key, g in fs.reduce_grads(summed, spec).items():
+            torch.testing.assert_close(g, total[key], rtol=1e-9, atol=1e-12)
+            assert g.device.type == "cpu"
+
+
+def loads(rank: int) -> None:
+    """test_dp_state_dict_cpu_offload: what is loaded has to be on the host, and trains on from there."""
+    torch.manual_seed(0)
+    model, x = Net(2), numbers(rank, 0)
+    with elsewhere():
+        spec = fs.by_type(MLP, p=P("shard", offload=PARAMS))(model).bound
+        init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, fused=True)
+        loss = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
+        params = fs.shard(model, spec)
+        state = init(params)
+        params, state = update(fs.grad(loss)(params), state, params)
+        full = fs.gather_full(params, spec, rank0_only=True, offload_to_cpu=True)
+        loaded = fs.scatter_full(full if rank == 0 else None, spec)
+        equal(loaded, params)
+        equal(update(fs.grad(loss)(loaded), state, loaded), update(fs.grad(loss)(params), state, params))
+
+
+@pytest.mark.parametrize("which", ["sharded", "kept"])
+def test_peer_train_parity(gloo2: Pool, which: str) -> None:
+    gloo2.run(trains, which)
+
+
+@pytest.mark.parametrize("row", [accumulates, loads])
+def test_peer_rows(gloo2: Pool, row: Callable[[int], None]) -> None:
+    gloo2.run(row)
