@@ -226,9 +226,12 @@ def _over(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict
 def _mean(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]], mesh: Mesh) -> Params:
     out = dict(params)
     for names, bucket in _together(params, over):
-        mean = bucket.joined()
+        mean = first = bucket.joined()
+        on_host = first.device.type == "cpu" and mesh.device_type not in (None, "cpu")  # as P(offload="params") has shards
+        mean = mean.to(mesh.device) if on_host else mean
         for name in names:
             mean = _mean_over(mean, mesh[name])
+        mean = mean.to(first.device) if on_host else mean
         for key, part in bucket.parts(mean):
             out[key] = part.view(params[key].shape) if part is mean else part.view(params[key].shape).clone()
     return out

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree of what models return
 
+from ._spec.host import used_on
 from ._spec.spec import PartitionSpec, bound
 from ._units.layout import Params
 from .collectives._functions import sum_over
@@ -55,11 +56,13 @@ def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) 
     The second is a bool scalar that all ranks of the spec's mesh have alike: one all-reduce for each of its axes. Where it
     is False leave the update out (`select`).
     """
-    mesh = bound(spec).bound_mesh
+    spec = bound(spec)
+    mesh = spec.bound_mesh
     inverse = state.scale.double().reciprocal().float()
     out = {key: (g * inverse.to(g.device)).to(g.dtype) for key, g in grads.items()}
+    away = {unit.key: used_on(unit, mesh) for unit in spec}
     bad = (
-        torch.stack([(~torch.isfinite(g)).any() for g in grads.values()]).any()
+        torch.stack([(~torch.isfinite(g)).any().to(away.get(key) or g.device) for key, g in grads.items()]).any()
         if grads
         else torch.zeros((), device=mesh.device)
     )

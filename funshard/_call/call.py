@@ -88,8 +88,14 @@ def functional_call(
     comes back one such unit ahead; with ``remat`` too, its arguments do and its insides run again. Of units in units the
     innermost one decides.
 
+    The shards of units with ``P(offload="params")`` rest on the host, where `shard` puts them, and so do their gradients. A
+    gather first copies this rank's slice to the mesh's device, and a reduced slice leaves for the host while the next unit's
+    gradient is reduced; the host waits for these at the end of backward, once. A slice is copied in the dtype that it is
+    gathered in, if that is smaller than its own: then it is cast on the host. In stacks of transforms, and where a derivative
+    records itself, a gradient's copy is waited for where it is made.
+
     Inside torch.compile the whole tree is gathered by data flow and the compiler decides what lives how long; ``remat`` and
-    ``offload`` are then left to it as well.
+    ``offload`` of activations are then left to it as well, and params that rest on the host are plainly copied.
 
     Raises ValueError or TypeError, naming the path, for params that do not fit the spec, a model that the spec was not made
     for or that was compiled, the model's own parameters in the place of `shard`'s on several ranks where they are
@@ -100,7 +106,6 @@ def functional_call(
     """
     spec = bound(spec)
     check_params(params, spec)
-    _check_supported(spec)
     accumulation = accumulation_of(params, spec, reduce, reduce_over)
     arrivals = None
     if accumulation:
@@ -124,14 +129,6 @@ def functional_call(
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
     return out
-
-
-def _check_supported(spec: PartitionSpec) -> None:
-    for unit in spec:
-        if "params" in unit.p.offloads:
-            raise NotImplementedError(
-                f"unit '{unit.key}': functional_call does not apply P(offload=\"params\") yet, got {unit.p}; leave it out"
-            )
 
 
 def _check_count(name: str, value: object, least: int) -> None:

@@ -182,10 +182,10 @@ class Schedule:
 
     def _zeros(self, route: Route, like: Tensor) -> Tensor:
         """What padding is made of: for all units together, as nobody writes to it."""
-        of = like.device, route.dtypes.param
+        of = route.device or like.device, route.dtypes.param
         if route.widest and of not in self._padding:
             longest = max(route.widest for route in self.routes.of.values())
-            self._padding[of] = like.new_zeros(longest, dtype=route.dtypes.param)
+            self._padding[of] = like.new_zeros(longest, dtype=route.dtypes.param, device=route.device)
         return self._padding.get(of, like)
 
     def collect(self, shard: Tensor) -> dict[str, Tensor]:

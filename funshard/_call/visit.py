@@ -26,6 +26,7 @@ from .._spec.unit import Unit
 from .._transforms.saved import SavedAs, save_in_node
 from .._units.chain import Buffers, Chain, Routes
 from .._units.flow import reduce_unit
+from .._units.host import arriving
 from .._units.layout import ordered, spaced, unflatten_unit
 from .._units.route import Route
 
@@ -35,7 +36,9 @@ __all__ = ["Visit", "pieces_of"]
 def pieces_of(unit: Unit, grads: Sequence[Tensor | None], route: Route, like: Tensor, zeros: Tensor) -> list[Tensor]:
     """What to join to the gradient of a unit's buffer."""
     pieces = (
-        like.new_zeros(param.numel, dtype=route.dtypes.param) if grad is None else ordered(grad, param).contiguous()
+        like.new_zeros(param.numel, dtype=route.dtypes.param, device=route.device)
+        if grad is None
+        else ordered(grad, param).contiguous()
         for grad, param in zip(grads, unit.params, strict=True)
     )
     return spaced(pieces, unit, route.padded, zeros)
@@ -110,19 +113,30 @@ class Visit:
             return
         with _torch.beneath():
             if not self.schedule.routes.connected and _torch.is_fake(self.shard):  # shapes can be computed
-                self.chain = Chain(self.shard.new_empty(route.padded, dtype=route.dtypes.param), ())
-            elif route.form:
-                self._form = route.form
-                self.chain = Chain(self.shard if route.split else self.shard.clone(), self._steps.gather)
-            elif route.codec:
-                sent, self._form = packed(route.codec.encoded(self.shard))
-                self.chain = Chain(sent, self._steps.gather)
+                self.chain = Chain(self.shard.new_empty(route.padded, dtype=route.dtypes.param, device=route.device), ())
+            elif route.device is None:
+                self.chain = self._started(self.shard)
             else:
-                own = None
-                if route.split and not _torch.traced():
-                    own = self.schedule.buffers.take(route.padded, route.dtypes.param, self.shard)
-                casts = own is not None and len(route.split) == 1  # as it writes its own slice
-                self.chain = Chain(self.shard if casts else self.shard.to(route.dtypes.param), self._steps.gather, own)
+                sent = self.shard.dtype if route.codec else route.dtypes.param
+                piece, copy = arriving(self.shard, route.device, sent)
+                with copy.after():  # and beside what is computed with the unit before
+                    self.chain = self._started(piece)
+                self.chain.after = copy
+
+    def _started(self, piece: Tensor) -> Chain:
+        """The gather of this slice."""
+        route = self.route
+        if route.form:
+            self._form = route.form
+            return Chain(piece if route.split or route.device else piece.clone(), self._steps.gather)
+        if route.codec:
+            sent, self._form = packed(route.codec.encoded(piece))
+            return Chain(sent, self._steps.gather)
+        own = None
+        if route.split and not _torch.traced():
+            own = self.schedule.buffers.take(route.padded, route.dtypes.param, piece)
+        casts = own is not None and len(route.split) == 1  # as it writes its own slice
+        return Chain(piece if casts else piece.to(route.dtypes.param), self._steps.gather, own)
 
     def _arrived(self) -> Tensor:
         route = self.route
@@ -253,7 +267,7 @@ class Visit:
         if not any(g is not None and (_torch.is_wrapped(g) or _torch.is_tracked(g)) for g in own):
             self.schedule.reduce(self.unit, own)
             return None
-        zeros = self.shard.new_zeros(self.route.widest, dtype=self.route.dtypes.param)
+        zeros = self.shard.new_zeros(self.route.widest, dtype=self.route.dtypes.param, device=self.route.device)
         pieces = pieces_of(self.unit, grads, self.route, self.shard, zeros)
         buffer = torch.cat([piece.reshape(-1) for piece in pieces])  # it may be differentiated again
         mesh, reduction = self.schedule.spec.bound_mesh, self.schedule.reduction

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from .._spec.division import Reduction
 from .._spec.fits import check_full, check_shards
+from .._spec.host import used_on
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.flow import gather_unit, stored
-from .._units.host import on_host
+from .._units.host import on_host, rested
 from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit
 from .._units.route import Route
 from ..collectives._mesh import Mesh
@@ -94,7 +95,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
         if source == here:
             assert full is not None
             buffer = flatten_unit(full, unit, spec.padded_numel(unit)).detach().to(device)
-        out[unit.key] = stored(_scatter_from(buffer, unit, spec, mesh, source, device), unit)
+        out[unit.key] = rested(stored(_scatter_from(buffer, unit, spec, mesh, source, device), unit), unit, mesh)
     return out
 
 
@@ -109,6 +110,7 @@ def _bytes(buffer: Tensor) -> Tensor:
 def _gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
     """The unit's buffer on the mesh's first rank; None, and no buffer, on the others."""
     at = dict(zip(mesh.names, coordinates(mesh, None), strict=True))
+    piece = piece.to(used_on(unit, mesh) or piece.device)
     if any(at[name] for name in mesh.names if name not in unit.p.axes):
         return None  # another replica
     for name in reversed(unit.p.axes):

@@ -15,6 +15,7 @@ from .._spec.spec import PartitionSpec, bound, checked
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.flow import gather_unit, scatter_unit, stored
+from .._units.host import rested
 from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit
 from .agree import check_ranks_agree, fingerprints, talks
 from .full import scatter_full
@@ -34,10 +35,10 @@ def shard(
     """This rank's 1-D slice of every unit, by unit key. Inverse of `unshard`.
 
     From a module, whose parameters it copies and leaves alone, or from full parameters by name (then differentiable,
-    its transpose gathers). On the device of the mesh; ``spec.shard_numel(unit)`` elements of the tensors' own dtype.
-    Of a unit at rest in a codec (`P`) they are its bytes, of this slice alone. With an unbound spec the whole world is one
-    axis "shard". ``rank`` gives another rank's shards, counted over the
-    mesh row by row.
+    its transpose gathers). On the device of the mesh, or with ``P(offload="params")`` in memory of the host, pinned for that
+    device; ``spec.shard_numel(unit)`` elements of the tensors' own dtype. Of a unit at rest in a codec (`P`) they are its
+    bytes, of this slice alone. With an unbound spec the whole world is one axis "shard". ``rank`` gives another rank's
+    shards, counted over the mesh row by row.
 
     Each rank takes its slice from what it holds itself, so all must hold the same: seed them alike before the model is
     built. Where the mesh has other processes and no rank is given, they compare a digest of every parameter's bits
@@ -50,7 +51,7 @@ def shard(
     differ, if a parameter does, with the ranks where, or if one of them has an error of its own.
     """
     spec = bound(spec)
-    mesh, device = spec.bound_mesh, spec.bound_mesh.device
+    mesh = spec.bound_mesh
     together = rank is None and talks(mesh) and _torch.plain()
     full, values = None, None
     try:
@@ -77,8 +78,7 @@ def shard(
     out: Params = {}
     for unit in spec:
         buffer = flatten_unit(full, unit, spec.padded_numel(unit))
-        piece = stored(scatter_unit(buffer, unit, mesh, rank), unit)
-        out[unit.key] = piece if device is None or piece.is_meta else piece.to(device)
+        out[unit.key] = rested(stored(scatter_unit(buffer, unit, mesh, rank), unit), unit, mesh)
     return out
 
 
@@ -159,7 +159,8 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
         for key in sorted(names[unit.key] - gathered):
             gathered.add(key)
             full |= unshard(shards, spec, units=[key])
-        out[unit.key] = stored(scatter_unit(flatten_unit(full, unit, new_spec.padded_numel(unit)), unit, new_mesh), unit)
+        buffer = flatten_unit(full, unit, new_spec.padded_numel(unit))
+        out[unit.key] = rested(stored(scatter_unit(buffer, unit, new_mesh), unit), unit, new_mesh)
         for old in (key for key in names[unit.key] if last[key] == unit.key):
             for param in spec.by_key[old].params:
                 del full[param.name]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .host import check_rests
 from .spec import PartitionSpec
 from .tree import Param, refuse_compiled
 from .unit import Unit
@@ -42,6 +43,7 @@ def check_shards(shards: Mapping[str, Tensor], spec: PartitionSpec, *, part: boo
     All of the spec's, or with ``part`` some of them.
     """
     _check_stored(shards, spec, spec, part=part)
+    check_rests(shards, spec)
     return [unit for unit in spec if unit.key in shards]
 
 
@@ -107,6 +109,7 @@ def check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
             raise ValueError(f"parameter '{key}': expected the shard of its unit '{unit}' or its full parameters, got both")
     shards = {key: tensor for key, tensor in params.items() if key not in names} if names else params
     _check_stored(shards, spec, [unit for unit in spec if unit.key not in full])
+    check_rests(shards, spec)
     for unit in spec:
         for tensor in full[unit.key] if unit.key in full else () if unit.at_rest else (params[unit.key],):
             if tensor.dtype != unit.dtype and not (tensor.is_floating_point() and unit.dtype.is_floating_point):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .tracing import is_fake
 
-__all__ = ["Copy", "is_accelerator", "room_for"]
+__all__ = ["Copy", "arrived", "is_accelerator", "is_pinned", "room_for"]
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -17,10 +18,15 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def room_for(like: Tensor, device: torch.device) -> Tensor:
-    """Empty memory of this tensor's shape and dtype on the device; on the host pinned, where the tensor's device wants that."""
-    pinned = device.type == "cpu" and is_accelerator(like.device) and not is_fake(like)
-    return torch.empty(like.shape, dtype=like.dtype, device=device, pin_memory=pinned)
+def room_for(
+    like: Tensor, device: torch.device, *, dtype: torch.dtype | None = None, beside: torch.device | None = None
+) -> Tensor:
+    """Empty memory of this tensor's shape, and dtype if no other is given, on the device.
+
+    On the host pinned, where the tensor's device, or the one that this memory is ``beside``, wants that.
+    """
+    pinned = device.type == "cpu" and is_accelerator(beside or like.device) and not is_fake(like)
+    return torch.empty(like.shape, dtype=dtype or like.dtype, device=device, pin_memory=pinned)
 
 
 class Copy:
@@ -32,20 +38,25 @@ class Copy:
     host comes to look, and a step's memory is the same each time. The host itself never waits.
     """
 
-    __slots__ = ("_computes", "_done")
+    __slots__ = ("_beside", "_computes", "_done")
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
         self._done: torch.Event | None = None
+        self._beside: torch.Stream | None = None
         device = target.device if is_accelerator(target.device) else source.device
         if not is_accelerator(device) or is_fake(source):
             target.copy_(source, non_blocking=True)
             return
         self._computes = torch.accelerator.current_stream(device)
-        beside = _beside(device, device == target.device)
-        beside.wait_stream(self._computes)
-        with beside:
+        self._beside = _beside(device, device == target.device)
+        self._beside.wait_stream(self._computes)
+        with self._beside:
             target.copy_(source, non_blocking=True)
-        self._done = beside.record_event()
+        self._done = self._beside.record_event()
+
+    def after(self) -> contextlib.AbstractContextManager[object]:
+        """Within this the device is told what comes after the copy and not after what it computes."""
+        return contextlib.nullcontext() if self._beside is None else self._beside
 
     def wait(self) -> None:
         """What the device is told to compute from here on comes after the copy."""
@@ -62,6 +73,24 @@ class Copy:
             self._computes.wait_event(self._done)
 
 
+def arrived(device: torch.device | None = None) -> None:
+    """The host waits until what it was sent from the device is there; without a device for all copies, both ways."""
+    if device is None:
+        for stream in _STREAMS:
+            stream.synchronize()
+    elif is_accelerator(device):
+        _beside(device, False).synchronize()
+
+
+_STREAMS: list[torch.Stream] = []
+
+
 @functools.cache
 def _beside(device: torch.device, towards: bool) -> torch.Stream:
-    return torch.Stream(device=device)
+    _STREAMS.append(torch.Stream(device=device))
+    return _STREAMS[-1]
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether it rests on the host in memory that a device copies by itself; not while it is compiled."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not is_fake(tensor) and tensor.is_pinned()

@@ -18,6 +18,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
 from ..collectives._mesh import Axis, Group, Mesh
 from ..collectives._ops import Finish, Where, start
+from .host import leaving
 from .route import Route
 
 __all__ = ["Buffers", "Chain", "Routes", "Step", "Steps", "routes"]
@@ -86,6 +87,8 @@ class Chain:
     ``own`` is where the result of the last one goes, for the ops that `start` can give one.
     """
 
+    after: _torch.Copy | None = None
+    """The copy that the first one comes after, if what it is made of was copied."""
     _finish: Finish | None = None
 
     def __init__(self, x: Tensor, steps: Iterable[Step], own: Tensor | None = None) -> None:
@@ -104,14 +107,16 @@ class Chain:
                 self._finish = step(self._x, None if self._steps else self._own)
 
     @property
-    def is_over(self) -> bool:
-        """Whether all of them have been waited for."""
-        return self._finish is None
+    def under_way(self) -> bool:
+        """Whether there is one to wait for."""
+        return self._finish is not None
 
     def result(self) -> Tensor:
         """Wait for all of them."""
         while self._finish is not None:
             self.advance()
+        if self.after is not None:
+            self.after.wait()
         return self._x
 
     def __del__(self, unwanted: deque[Tensor | weakref.ref[Tensor]] = _unwanted) -> None:
@@ -132,7 +137,8 @@ class Steps(NamedTuple):
         split, rest = ([_group(mesh[name]) for name in names] for names in (route.split, route.rest))
         slices = [_reduce(f"scatter_{route.op}", axis) for axis in split]
         sums = [_reduce(f"unvary_{route.op}", axis) for axis in rest]
-        return cls(tuple(_gather(axis) for axis in reversed(split)), _scaled([*slices, *sums], route))
+        out = () if route.device is None else (leaving(route.left),)
+        return cls(tuple(_gather(axis) for axis in reversed(split)), (*_scaled([*slices, *sums], route), *out))
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ class Routes:
     of: dict[str, Route]
     steps: dict[str, Steps]
     gathered: tuple[int, ...]
-    """The places in ``spec.order`` of the units that are gathered, but not those inside of modules that are recomputed."""
+    """The places in ``spec.order`` of the units that are gathered, or copied, but not those inside of recomputed modules."""
     connected: bool
     """Whether every axis has a process group."""
     frees: bool
@@ -160,7 +166,7 @@ def routes(spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Redu
     return Routes(
         of,
         {key: Steps.of(route, mesh) for key, route in of.items()},
-        tuple(i for i, key in enumerate(spec.order) if of[key].split and not inside(key)),
+        tuple(i for i, key in enumerate(spec.order) if (of[key].split or of[key].device) and not inside(key)),
         all(axis.size == 1 or (isinstance(axis, Group) and bool(axis.name)) for _, axis in mesh.axes),
         any(route.frees for route in of.values()),
     )
@@ -187,7 +193,7 @@ def _scaled(steps: list[Step], route: Route) -> tuple[Step, ...]:
     NCCL's PREMUL_SUM would divide as it sends, but functional collectives name an op by a string, which has no place for its
     factor: "Unrecognized reduce_op: premul_sum" in torch 2.11 to 2.13.
     """
-    before, after, dtype = route.before, route.after, route.dtype
+    before, after, dtype = route.before, route.after, route.left
     if not steps:
         return () if before == after == 1 else (lambda x, own: Finish((), lambda: x.div_(before * after).to(dtype)),)
     first, last = steps[0], steps[-1]

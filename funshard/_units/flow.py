@@ -17,10 +17,12 @@ from torch.autograd.function import FunctionCtx
 from .. import _torch
 from .._spec.codec import Codec, packed
 from .._spec.division import Divide, Reduction
+from .._spec.host import HOST
 from .._spec.precision import Precision
 from .._spec.unit import Unit
 from ..collectives._functions import all_gather, reduce_scatter, scatter, unvary, vary
 from ..collectives._mesh import Axis, Group, Mesh, Simulated
+from .host import moved
 from .layout import coordinates
 from .route import Route
 
@@ -69,12 +71,13 @@ def gather_unit(
     """
     route = Route.of(unit, mesh, reduction, precision, piece.dtype)
     if not unit.numel:  # nothing to send
-        return piece.new_empty(0, dtype=route.dtypes.param)
+        return piece.new_empty(0, dtype=route.dtypes.param, device=route.device)
     split, rest = ([mesh[name] for name in names] for names in (route.split, route.rest))
     if route.form:
+        piece = moved(piece, route.device, piece.dtype)
         return route.decoded(_gathered(piece, split) if split else piece.clone(), route.form)
     if route.codec:
-        value = _sent(route.codec, piece.detach(), split, route.dtypes.param)
+        value = _sent(route.codec, moved(piece.detach(), route.device, piece.dtype), split, route.dtypes.param)
         return _travel(piece, value, *_constants(route, mesh), True)
     if not route.plain:
         return _travel(piece, None, *_constants(route, mesh), True)
@@ -107,9 +110,9 @@ def reduce_unit(
 ) -> Tensor:
     """This rank's slice of the reduced full buffers of a unit, in this dtype. The transpose of `gather_unit`."""
     dtype = dtype or buffer.dtype
-    if not unit.numel:
-        return buffer.new_empty(0, dtype=dtype)
     route = Route.of(unit, mesh, reduction, precision, dtype)
+    if not unit.numel:
+        return buffer.new_empty(0, dtype=dtype, device=route.device and HOST)
     if not route.plain:
         return _travel(buffer, None, *_constants(route, mesh), False)
     return reduce_along(buffer, [mesh[name] for name in route.split], [mesh[name] for name in route.rest], route.op)
@@ -135,15 +138,16 @@ class _Constants(NamedTuple):
     factors: tuple[float, float]
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     """In which parameters are gathered, gradients reduced, and shards kept."""
+    device: torch.device | None
+    """To which shards are copied, that rest on the host."""
 
 
 def _constants(route: Route, mesh: Mesh) -> _Constants:
     axes = [[mesh[name] for name in names] for names in (route.split, route.rest)]
     ranks = tuple(axis.rank for some in axes for axis in some if isinstance(axis, Simulated))
     split, rest = (tuple((a.size, a.name if isinstance(a, Group) else None) for a in some) for some in axes)
-    return _Constants(
-        ranks, split, rest, route.op, (route.before, route.after), (route.dtypes.param, route.dtypes.reduce, route.dtype)
-    )
+    dtypes = route.dtypes.param, route.dtypes.reduce, route.dtype
+    return _Constants(ranks, split, rest, route.op, (route.before, route.after), dtypes, route.device)
 
 
 def _axes(
@@ -181,19 +185,20 @@ def _travel(
     op: Literal["mean", "sum"],
     factors: tuple[float, float],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    device: torch.device | None,
     gathers: bool,
 ) -> Tensor:
     # One node for Dynamo, as collectives._primitive.
     param, reduce, shard = dtypes
 
     def there(piece: Tensor, *ranks: Tensor) -> Tensor:
-        return _gathered(piece.to(param), _axes(ranks, split, rest)[0])
+        return _gathered(moved(piece, device, param), _axes(ranks, split, rest)[0])
 
     def back(grad: Tensor, *ranks: Tensor) -> Tensor:
         before, after = factors
-        grad = grad.to(reduce) / before if before != 1 else grad.to(reduce)
-        grad = reduce_along(grad, *_axes(ranks, split, rest), op)
-        return (grad / after if after != 1 else grad).to(shard)
+        grad = moved(grad, device, reduce)  # which is there, but for a slice that is to be reduced over more axes
+        grad = reduce_along(grad / before if before != 1 else grad, *_axes(ranks, split, rest), op)
+        return moved(grad / after if after != 1 else grad, device and HOST, shard)
 
     return _Map.apply(x, value, *((there, back) if gathers else (back, there)), *ranks)
 

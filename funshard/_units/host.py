@@ -1,4 +1,7 @@
-"""What leaves the device for the host while the device goes on."""
+"""Between the host and the device: units that rest on the host on their way to be used, and what is to rest there.
+
+A tensor is cast on that side on which it is the larger, so that fewer bytes are copied.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,67 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["on_host"]
+from .. import _torch
+from .._spec.host import HOST, used_on
+from .._spec.unit import Unit
+from ..collectives._mesh import Mesh
+from ..collectives._ops import Finish
+
+__all__ = ["arriving", "leaving", "moved", "on_host", "rested"]
+
+
+def moved(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
+    """A tensor on the device, or where it is, in this dtype; differentiable. Only a copy to the host is waited for."""
+    if device is None:
+        return x.to(dtype)
+    early = dtype.itemsize < x.dtype.itemsize
+    x = x.to(dtype) if early else x
+    return x.to(device, non_blocking=device.type != HOST.type).to(dtype)
+
+
+def arriving(shard: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, _torch.Copy]:
+    """``(a shard on the device, its copy under way)``: in this dtype where that is the smaller one, or else in its own."""
+    if dtype.itemsize < shard.itemsize:
+        shard = _torch.room_for(shard, HOST, dtype=dtype, beside=device).copy_(shard)
+    there = _torch.room_for(shard, device)
+    return there, _torch.Copy(shard, there)
+
+
+def leaving(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Finish]:
+    """The last step of a chain, in this dtype to pinned memory of the host, where `_torch.arrived` waits for it."""
+
+    def step(x: Tensor, own: Tensor | None) -> Finish:
+        x = x.to(dtype)
+        there = _torch.room_for(x, HOST)
+        copy = _torch.Copy(x, there)
+
+        def end(x: Tensor = x) -> Tensor:  # which is held until then
+            copy.wait()
+            return there
+
+        return Finish((), end)
+
+    return step
+
+
+def rested(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
+    """A slice of a unit where it is to rest: on the mesh's device, or in memory of the host, pinned, by one copy.
+
+    ValueError, naming the unit, where it is to rest on the host and nothing says which device it is used on.
+    """
+    device = mesh.device
+    if device is None and "params" in unit.p.offloads and _torch.is_accelerator(piece.device):
+        raise ValueError(
+            f"unit '{unit.key}' has P(offload=\"params\"): expected a mesh that says on which device it is used, got sizes "
+            f"{dict(mesh.sizes)} and parameters on {piece.device}; bind the spec by .on(init_device_mesh(...))"
+        )
+    if device is None or piece.is_meta:
+        return piece
+    if (used := used_on(unit, mesh)) is None:
+        return piece.to(device)
+    if not _torch.plain() or _torch.is_tracked(piece):
+        return piece.to(HOST)
+    return _torch.room_for(piece, HOST, beside=used).copy_(piece)
 
 
 def on_host(tensor: Tensor) -> Callable[[], Tensor]:

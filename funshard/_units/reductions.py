@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from .joining import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, Buckets
 from .route import Route
 
 __all__ = ["Reductions"]
+
+_Kind = tuple[torch.dtype, torch.dtype, torch.device | None]
+"""What replicated units that are reduced together have in common: dtypes reduced and of the shards, and where they are used."""
 
 
 class Reductions:
@@ -30,10 +33,12 @@ class Reductions:
 
     def _forget(self) -> None:
         self._whole: list[tuple[Chain, Tensor]] = []  # split units' gradients that are not reduced to slices yet
+        self._leaving: list[Chain] = []  # slices, and buckets, on their way to the host
+        self._on_host: dict[str, Route] = {}  # of whose units gradients go there
         self._slices: list[tuple[str, Chain]] = []
         self._full: list[tuple[Bucket, Chain]] = []
-        self._filling: Buckets[tuple[torch.dtype, torch.dtype]] = Buckets()
-        self._steps: dict[tuple[torch.dtype, torch.dtype], Sequence[Step]] = {}  # replicated units of these dtypes share them
+        self._filling: Buckets[_Kind] = Buckets()
+        self._steps: dict[_Kind, Sequence[Step]] = {}  # which replicated units of a kind share
 
     def begin(self, task: int) -> None:
         """What follows is of the run of backward of this number; what another one left, that did not end, is forgotten."""
@@ -43,6 +48,7 @@ class Reductions:
 
     def split(self, key: str, pieces: Sequence[Tensor], route: Route, steps: Steps) -> None:
         """Start to reduce a unit's gradient, given in pieces, to slices. Older ones move on by a step."""
+        self._leave(key, route)
         while len(self._whole) >= self._in_flight:
             chain, buffer = self._whole.pop(0)
             chain.advance()
@@ -53,6 +59,20 @@ class Reductions:
         chain = Chain(_torch.joined(pieces, buffer), steps.reduce)
         self._whole.append((chain, buffer))
         self._start(key, chain)
+        if route.device is not None:
+            self._leaving.append(chain)
+
+    def _leave(self, key: str, route: Route) -> None:
+        """What leaves for the host moves on by a step, so that no more than the last ones are still on the device."""
+        if route.device is not None:
+            self._on_host[key] = route
+        if not self._leaving:
+            return
+        whole = {id(chain) for chain, _ in self._whole}
+        for chain in self._leaving:
+            if id(chain) not in whole:
+                chain.advance()
+        self._leaving = [chain for chain in self._leaving if chain.under_way]
 
     def done(self, key: str, grad: Tensor) -> None:
         """A unit's gradient that nobody else has a part of."""
@@ -68,38 +88,53 @@ class Reductions:
         """Hand on what is there, and have no more than so many units, and buckets, on their way; if there is somebody to."""
         if not self._arrivals:
             return
-        while self._slices and (len(self._slices) > most or self._slices[0][1].is_over):
+        while self._slices and (len(self._slices) > most or not self._slices[0][1].under_way):
             key, chain = self._slices.pop(0)
-            self._arrivals.arrived(key, chain.result())
+            self._arrived([(key, chain.result())], self._arrivals)
         while len(self._full) > most:
             bucket, chain = self._full.pop(0)
-            for key, grad in bucket.parts(chain.result()):
-                self._arrivals.arrived(key, grad)
+            self._arrived(bucket.parts(chain.result()), self._arrivals)
+
+    def _arrived(self, parts: Iterable[tuple[str, Tensor]], arrivals: Arrivals) -> None:
+        for key, grad in self._there([*parts]):
+            arrivals.arrived(key, grad)
+
+    def _there(self, parts: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Reduced gradients; those that went to the host are there, for which it waits once, in the shards' dtypes."""
+        routes = {key: self._on_host[key] for key, _ in parts if key in self._on_host}
+        for device in {route.device for route in routes.values()}:
+            _torch.arrived(device)
+        return [(key, grad.to(routes[key].dtype) if key in routes else grad) for key, grad in parts]
 
     def replicated(self, key: str, pieces: Sequence[Tensor], route: Route, steps: Steps) -> None:
-        """Put a unit's gradient, which every rank keeps whole, into the bucket of its dtypes; reduce that once it is full."""
-        dtypes = dtype, _ = route.dtypes.reduce, route.dtype
-        self._steps[dtypes] = steps.reduce
+        """Put a unit's gradient, which every rank keeps whole, into the bucket of its kind; reduce that once it is full."""
+        self._leave(key, route)
+        kind = route.dtypes.reduce, route.dtype, route.device
+        self._steps[kind] = steps.reduce
         if self._arrivals:
             self._arrivals.started(key)
-        most = (BUCKET_BYTES_CUDA if pieces[0].is_cuda else BUCKET_BYTES) / dtype.itemsize
-        if full := self._filling.add(dtypes, key, pieces, route.padded, most):
+        most = (BUCKET_BYTES_CUDA if pieces[0].is_cuda else BUCKET_BYTES) / route.dtypes.reduce.itemsize
+        if full := self._filling.add(kind, key, pieces, route.padded, most):
             self._hand_on(self._in_flight)
-            self._reduce(full, *dtypes)
+            self._reduce(full, kind)
 
-    def _reduce(self, bucket: Bucket, dtype: torch.dtype, shard: torch.dtype) -> None:
-        buffer = _torch.joined(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=dtype))
+    def _reduce(self, bucket: Bucket, kind: _Kind) -> None:
+        buffer = _torch.joined(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind[0]))
         bucket.pieces.clear()
-        self._full.append((bucket, Chain(buffer, self._steps[dtype, shard])))
+        chain = Chain(buffer, self._steps[kind])
+        self._full.append((bucket, chain))
+        if kind[2] is not None:
+            self._leaving.append(chain)
 
     def collect(self) -> dict[str, Tensor]:
         """Wait for everything that this run of backward started: the gradients by unit key, summed over visits."""
-        for dtypes, bucket in self._filling.rest():
-            self._reduce(bucket, *dtypes)
+        for kind, bucket in self._filling.rest():
+            self._reduce(bucket, kind)
         self._hand_on(0)
         parts = [(key, chain.result()) for key, chain in self._slices]
         for bucket, chain in self._full:
             parts += bucket.parts(chain.result())
+        parts = self._there(parts) if self._on_host else parts
         self._forget()
         out: dict[str, Tensor] = {}
         for key, grad in parts:

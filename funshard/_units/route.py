@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._spec.codec import Codec, Form, unpacked
 from .._spec.division import Reduction, division
+from .._spec.host import used_on
 from .._spec.precision import Dtypes, Precision
 from .._spec.unit import Unit
 from ..collectives._mesh import Mesh
@@ -46,6 +47,8 @@ class Route:
     """How the shard's bytes are what is encoded, where it is at rest in that."""
     slices: int
     """How many slices its buffer is."""
+    device: torch.device | None
+    """To which the shard, which rests on the host, is copied to be gathered; None where it is where it is used."""
     made: bool
     """Whether its buffer is another tensor than the shard."""
     frees: bool
@@ -64,24 +67,31 @@ class Route:
         slices = torch.Size(mesh[name].size for name in unit.p.axes).numel()
         padded = unit.padded_numel(slices)
         form = unit.at_rest.form(padded // slices, dtype)[1] if unit.at_rest else None
-        made = bool(split) or dtypes.param != dtype or codec is not None
+        device = used_on(unit, mesh)
+        made = bool(split) or dtypes.param != dtype or codec is not None or device is not None
         op, before, after = division(reduction.by, ranks, dtypes.reduce) if unit.numel else ("mean", 1.0, 1.0)
         return cls(
-            padded,
-            widest(unit, padded),
-            split,
-            rest,
-            op,
-            before,
-            after,
-            dtype,
-            dtypes,
-            codec,
-            form,
-            slices,
-            made,
-            unit.p.reshard and made,
+            padded=padded,
+            widest=widest(unit, padded),
+            split=split,
+            rest=rest,
+            op=op,
+            before=before,
+            after=after,
+            dtype=dtype,
+            dtypes=dtypes,
+            codec=codec,
+            form=form,
+            slices=slices,
+            device=device,
+            made=made,
+            frees=unit.p.reshard and made,
         )
+
+    @property
+    def left(self) -> torch.dtype:
+        """The dtype of a reduced slice when it leaves the device where it was reduced: the shard's, or one that is smaller."""
+        return self.dtype if self.device is None else min(self.dtype, self.dtypes.reduce, key=lambda dtype: dtype.itemsize)
 
     def decoded(self, raw: Tensor, form: Form) -> Tensor:
         """Its buffer, from the bytes of all slices, end to end."""
@@ -91,5 +101,5 @@ class Route:
 
     @property
     def plain(self) -> bool:
-        """Whether the collectives by themselves are the way: nothing is cast or divided."""
-        return self.dtypes == (self.dtype, self.dtype) and self.before == self.after == 1
+        """Whether the collectives by themselves are the way: nothing is cast, divided or copied."""
+        return self.dtypes == (self.dtype, self.dtype) and self.before == self.after == 1 and self.device is None

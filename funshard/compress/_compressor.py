@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from .._spec.fits import check_mapping, check_trained, whole_unit
+from .._spec.host import HOST, used_on
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.flow import reduce_along
@@ -19,6 +20,7 @@ from ..collectives._mesh import Axes
 
 __all__ = [
     "Compressor",
+    "at_rest",
     "buffer_of",
     "exactly",
     "given_grads",
@@ -93,7 +95,12 @@ def buffer_of(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec) -> Ten
 
 def exactly(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
     """This rank's slice of the mean over these axes, without compression."""
-    return sliced(reduced(buffer, unit, spec, over), unit, spec, other_axes(over, spec))
+    return at_rest(sliced(reduced(buffer, unit, spec, over), unit, spec, other_axes(over, spec)), unit, spec)
+
+
+def at_rest(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Tensor:
+    """A unit's slice where its shard is: on the host with ``P(offload="params")``."""
+    return piece if used_on(unit, spec.bound_mesh) is None else piece.to(HOST)
 
 
 def reduced(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:

@@ -15,7 +15,19 @@ from .._units.joining import Bucket
 from .._units.layout import Params, flatten_unit, unflatten_unit
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Axes
-from ._compressor import Compressor, buffer_of, exactly, given_grads, other_axes, outermost, over_axes, reduced, size_of, sliced
+from ._compressor import (
+    Compressor,
+    at_rest,
+    buffer_of,
+    exactly,
+    given_grads,
+    other_axes,
+    outermost,
+    over_axes,
+    reduced,
+    size_of,
+    sliced,
+)
 
 __all__ = ["PowerSGD", "powersgd"]
 
@@ -127,7 +139,7 @@ def powersgd(
                     view.fill_(True)
                 own = sliced(outermost(own, unit, spec, other_axes(over, spec)), unit, spec, other_axes(over, spec))
                 buffer = torch.where(own, buffer, 0)
-            shards[key] = sliced(buffer, unit, spec, over)
+            shards[key] = at_rest(sliced(buffer, unit, spec, over), unit, spec)
         return {key: shards[key] for key in given}, PowerSGD(state.step + 1, q, error)
 
     return Compressor(init, reduce)

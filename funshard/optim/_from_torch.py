@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,11 @@ from ._checks import (
     refuse_whole,
 )
 from ._groups import Layout, Options, join, laid_out, part, pieces, put
+from ._streamed import is_there, like, streamed
 
 __all__ = ["Optimizer", "State", "from_torch"]
+
+Tree = TypeVar("Tree")
 
 State = dict[str, dict[str, Tensor]]
 """By unit key, then by torch's name: vectors like the shard, and scalars. The structure never changes."""
@@ -62,6 +65,7 @@ class _Plan(NamedTuple):
     defaults: Mapping[str, Any]
     initial: Initial | None
     donate: bool
+    device: torch.device | None
     groups: list[Mapping[str, Any]]
     layouts: Mapping[str, Layout] | None
     names: list[frozenset[str]]
@@ -83,6 +87,7 @@ def from_torch(
     rank: int | None = None,
     initial: Initial | None = None,
     donate: bool = False,
+    device: torch.device | str | None = None,
     **defaults: Any,
 ) -> Optimizer:
     """``(init, update)``: k updates equal k steps of ``optimizer_class(params.values(), **defaults)``.
@@ -96,6 +101,12 @@ def from_torch(
     ``options(name, param)`` is what a parameter has in the place of the defaults, such as ``{"weight_decay": 0.0}``. It
     needs the ``spec``, and so the rank: this process's, or ``rank`` as for `views`. An lr among them keeps its ratio to
     the default one. With a spec the padding is left as it is.
+
+    The state rests where the shards do: on the host with those of ``P(offload="params")``, and the update runs there, fastest
+    with ``fused=True``. With a ``device`` it runs on that: the gradient, shard and state of a unit at a time are copied there,
+    while the unit before is updated, and what is new of the shard and the state is copied back while the next one is, into
+    pinned memory. At most three units are on the device, and the host waits once, at the end. What is on the device already
+    stays there. Inside a transform or a compiler nothing is copied.
 
     Integer units stay as they are. ``foreach``, ``fused`` and ``capturable`` are torch's: by default foreach on
     accelerators and a loop on the CPU, where ``fused=True`` (SGD, Adagrad, Adam, AdamW) is the fastest. So is
@@ -117,6 +128,10 @@ def from_torch(
     refuse_whole(optimizer_class, initial)
     if donate and defaults.get("differentiable"):
         raise ValueError("from_torch: donated memory is written over: expected donate=False with differentiable=True")
+    if device is not None and defaults.get("differentiable"):
+        raise ValueError(
+            "from_torch: copies to a device and back are not recorded: expected device=None with differentiable=True"
+        )
     if defaults.get("dampening") and defaults.get("differentiable"):
         raise ValueError("from_torch: with dampening torch cuts the first momentum off: expected differentiable=False")
     lr = optimizer_class([torch.empty(0)], **defaults).defaults.get("lr")
@@ -134,7 +149,8 @@ def from_torch(
     starts = [_begin(optimizer_class, torch.empty(0), {**defaults, **group}, initial) for group in groups]
     scalars = frozenset(name for start in starts for name, t in start.items() if t.dim() == 0)
     names = [frozenset(start) for start in starts]
-    plan = _Plan(optimizer_class, defaults, initial, donate, groups, layouts, names, scalars, lr)
+    at = None if device is None else torch.empty(0, device=device).device
+    plan = _Plan(optimizer_class, defaults, initial, donate, at, groups, layouts, names, scalars, lr)
     return Optimizer(partial(_init, plan), partial(_update, plan))
 
 
@@ -165,6 +181,8 @@ def _init(plan: _Plan, params: Mapping[str, Tensor]) -> State:
             if moves(tensor)
         ]
         state[key] = join(tensor, layout, parts, plan.scalars) if parts else {}
+        if _torch.is_pinned(tensor):  # as what it is kept beside
+            state[key] = {name: value if name in plan.scalars else like(tensor, value) for name, value in state[key].items()}
     return state
 
 
@@ -183,6 +201,16 @@ def _update(
         refuse_derivatives(named(grads, state, params))
     if plan.donate:
         refuse_shared_memory(named(grads, state, params))
+        if any(map(_torch.is_pinned, params.values())):
+            _torch.arrived()  # what a gather may still read
+    if plan.device is not None and _torch.plain():
+        away = [key for key in layouts if not is_there(params[key], plan.device)]
+        stay = frozenset[str]() if plan.defaults.get("fused") or plan.defaults.get("capturable") else plan.scalars
+        step = partial(_update, plan._replace(device=None, donate=True), lr=lr)
+        new = streamed(step, (grads, state, params), away, plan.device, donate=plan.donate, stay=stay)
+        others = partial(_without, frozenset(away))
+        more = _update(plan._replace(device=None), others(grads), others(state), others(params), lr=lr)
+        return {key: {**new[0], **more[0]}[key] for key in params}, {key: {**new[1], **more[1]}[key] for key in state}
 
     def own(tensor: Tensor, key: str) -> Tensor:
         if plan.donate:
@@ -191,7 +219,7 @@ def _update(
         # vmap writes into what has its dimension
         if key in layouts and tensor.shape == grads[key].shape and _torch.is_wrapped(grads[key]):
             return tensor + torch.zeros_like(grads[key], dtype=tensor.dtype)
-        return tensor.clone()
+        return like(tensor, tensor) if _torch.is_pinned(tensor) else tensor.clone()
 
     new_params = {key: own(tensor, key) if key in layouts else tensor for key, tensor in params.items()}
     new_state = {key: {name: own(tensor, key) for name, tensor in values.items()} for key, values in state.items()}
@@ -224,6 +252,10 @@ def _update(
             new_params |= {key: _torch.taken_over(new_params[key]) for key in layouts}
             new_state = {key: {n: _torch.taken_over(t) for n, t in values.items()} for key, values in new_state.items()}
     return new_params, new_state
+
+
+def _without(keys: frozenset[str], tree: Mapping[str, Tree]) -> dict[str, Tree]:
+    return {key: value for key, value in tree.items() if key not in keys}
 
 
 def _settle(plan: _Plan, given: dict[str, Tensor], after: Mapping[str, Tensor]) -> None:

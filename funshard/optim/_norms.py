@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .._spec.host import used_on
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.layout import Params
@@ -83,6 +84,8 @@ def _over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for key, value in values.items():
         owner = spec.owner(key)
+        used = used_on(owner, spec.bound_mesh) if isinstance(owner, Unit) else None
+        value = value if used is None else value.to(used)  # what is sent is there
         parts.setdefault(owner.p.axes if isinstance(owner, Unit) else (), []).append(value)
     totals: list[Tensor] = []
     for axes, of_units in parts.items():

@@ -1,0 +1,47 @@
+"""Where units rest that do not rest where they are used: ``P(offload="params")``, by what computes on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..collectives._mesh import Mesh
+from .spec import PartitionSpec
+from .unit import Unit
+
+__all__ = ["HOST", "check_rests", "is_host", "used_on"]
+
+HOST = torch.device("cpu")
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether what computes is the host itself: then nothing is copied. Tests of offloading say that it is not."""
+    return device.type == HOST.type
+
+
+def used_on(unit: Unit, mesh: Mesh) -> torch.device | None:
+    """The device to which a unit is copied to be used, where it rests on the host; None where it is used where it rests.
+
+    It is the mesh's own. A mesh that does not say on which device it computes leaves units where they are.
+    """
+    if "params" not in unit.p.offloads:
+        return None
+    device = mesh.device
+    return None if device is None or is_host(device) else device
+
+
+def check_rests(shards: Mapping[str, Tensor], spec: PartitionSpec) -> None:
+    """ValueError, naming the unit, for the shard of a unit that rests on the host and is elsewhere."""
+    for key, device in spec.once(_away):
+        if key in shards and (at := shards[key].device).type not in (HOST.type, "meta"):
+            raise ValueError(
+                f"unit '{key}' has P(offload=\"params\"): expected its shard on the host, from where it is copied to {device}, "
+                f"got it on {at}; fs.shard puts it there, and so does .cpu() what was loaded"
+            )
+
+
+def _away(spec: PartitionSpec) -> tuple[tuple[str, torch.device], ...]:
+    devices = ((unit.key, used_on(unit, spec.bound_mesh)) for unit in spec)
+    return tuple((key, device) for key, device in devices if device is not None)

@@ -1,0 +1,47 @@
+"""Units that rest on the host where the device is the host as well: all that would be copied is, and is counted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import funshard as fs
+from funshard import _torch
+from funshard._spec import host
+from funshard._units import flow
+
+
+class Copies:
+    """How many tensors were copied beside what is computed, how many bytes, and how many copies are nodes of a graph."""
+
+    def __init__(self) -> None:
+        self.beside = self.bytes = self.nodes = 0
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[Copies]:
+    """Within this meshes compute on the CPU, which for new specs is not the host: units rest in other memory of it."""
+    copies, plain = Copies(), _torch.Copy
+
+    class Counted(plain):
+        def __init__(self, source: Tensor, target: Tensor) -> None:
+            assert not _torch.alias(source, target)
+            copies.beside, copies.bytes = copies.beside + 1, copies.bytes + source.nbytes
+            super().__init__(source, target)
+
+    def counted(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
+        copies.nodes += device is not None
+        return moved(x, device, dtype)
+
+    moved = flow.moved
+    with (
+        mock.patch.object(flow, "moved", counted),
+        mock.patch.object(host, "is_host", return_value=False),
+        mock.patch.object(fs.collectives.Mesh, "device", torch.device("cpu")),
+        mock.patch.object(_torch, "Copy", Counted),
+    ):
+        yield copies

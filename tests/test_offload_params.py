@@ -1,0 +1,331 @@
+"""P(offload="params"): shards, gradients and the optimizer's state rest on the host; values are the same to the last bit."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from depth import each
+from hosted import elsewhere
+from models import unchanged
+from parity import check_parity, numbers
+from peer_models import MLP, Net
+from ranks import Pool
+from test_offload import BLOCK, HIGHER, STEP, equal, loss_of, noisy, transformer
+from torch import Tensor, nn
+
+import funshard as fs
+from funshard import P, _torch
+from funshard._spec.division import Reduction
+from funshard._units.host import rested
+from funshard._units.route import Route
+from funshard.optim import _from_torch, _streamed
+
+PARAMS = "params"
+HALF = fs.Precision(param=torch.float32, reduce=torch.float64)
+NARROW = fs.Precision(param=torch.float32, reduce=torch.float32)
+FLOAT8 = fs.Codec(lambda x: (x.float(), x.abs().amax()), lambda x, scale: x.to(scale.dtype) + 0 * scale)
+PS: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "kept": {"reshard": False},
+    "recomputed": {"remat": True},
+    "mixed": {"precision": HALF},
+    "narrow": {"precision": NARROW},
+    "encoded": {"precision": fs.Precision(codec=FLOAT8)},
+    "replicated": {"axis": None},
+}
+
+
+def p_of(which: str, **more: Any) -> P:
+    return P(**{"axis": "shard", **PS[which], **more})
+
+
+# --- the same bits ---
+
+
+def units(rank: int, name: str, which: str, way: str) -> None:
+    model = noisy() if name == "noisy" else transformer(name, way in HIGHER)
+    blocks = type(model.get_submodule(BLOCK[name]))
+    with unchanged(model):
+        plain = fs.by_type(blocks, p=p_of(which))(model).bound
+        params = fs.shard(model, plain)
+        expected = STEP[way](loss_of(model, plain, rank), params)
+        with elsewhere() as copies:
+            spec = fs.by_type(blocks, p=p_of(which, offload=PARAMS))(model).bound
+            shards = fs.shard(model, spec)
+            equal(shards, params)
+            equal(STEP[way](loss_of(model, spec, rank), shards), expected)
+            assert copies.beside + copies.nodes > 6
+            assert copies.beside > 6 or way in ("hvp", "grad of grad")
+            equal(fs.unshard(shards, spec), fs.unshard(params, plain))
+    gc.collect()
+
+
+@each
+@pytest.mark.parametrize("way", [*STEP])
+@pytest.mark.parametrize("which", [*PS])
+@pytest.mark.parametrize("name", ["noisy", "gpt2"])
+def test_units_on_real_ranks(gloo2: Pool, name: str, which: str, way: str) -> None:
+    """Two ranks, dropout and buffers included: the bits of the same units without offload."""
+    if which in ("mixed", "narrow", "encoded") and name != "noisy":
+        pytest.skip("those of transformers are float32 as they are")
+    gloo2.run(units, name, which, way)
+
+
+def others(rank: int) -> None:
+    """Compiled, checkpointed, visited twice, frozen, whole steps, full parameters and back, other specs."""
+    model, x = Net(3), numbers(rank, 0)
+    model.first.requires_grad_(False)
+    plain = fs.by_type(MLP)(model).bound
+    params = fs.shard(model, plain)
+
+    def loss_on(spec: fs.PartitionSpec, times: int = 1) -> Callable[[fs.Params], Tensor]:
+        def loss(params: fs.Params) -> Tensor:
+            y = x
+            for _ in range(times):
+                y = fs.functional_call(model, params, (y,), spec=spec)
+            return y.square().mean()
+
+        return loss
+
+    def both(spec: fs.PartitionSpec, f: Callable[[fs.PartitionSpec], Any]) -> None:
+        equal(f(spec), f(plain))
+
+    with elsewhere() as copies:
+        first = fs.by_path(dict.fromkeys(("blocks.0", "blocks.1"), P("shard", offload=PARAMS)))
+        half = fs.override(fs.by_type(MLP), first)
+        for policy in (fs.by_type(MLP, p=P("shard", offload=PARAMS)), half):
+            spec = policy(model).bound
+            equal(fs.shard(model, spec), params)
+            copies.beside = 0
+            both(spec, lambda spec: fs.grad(loss_on(spec, 2))(params))
+            # each of the blocks: two forwards, two backwards, and a reduced slice of each; the last one stays between
+            blocks = 2 if policy is half else 3
+            assert 0 < copies.beside <= 2 * 3 * (blocks + 2), copies.beside
+            trained = {key: x for key, x in params.items() if "frozen" not in key}
+            frozen = {key: x for key, x in params.items() if "frozen" in key}
+            assert frozen
+            both(spec, lambda spec: fs.grad(lambda p: loss_on(spec)(fs.combine(p, frozen)))(trained))
+            full = fs.unshard(params, spec)
+            both(spec, lambda spec: fs.reduce_grads(full, spec))
+            both(spec, lambda spec: fs.gather_full(params, spec, rank0_only=True))
+            both(spec, lambda spec: fs.scatter_full(full if rank == 0 else None, spec))
+            both(spec, lambda spec: fs.reshard(params, spec, plain))
+            both(spec, lambda spec: fs.reshard(params, plain, spec))
+            both(spec, lambda spec: fs.views(params, spec))
+            both(spec, lambda spec: fs.optim.clip_by_global_norm(params, 0.1, spec))
+            both(spec, lambda spec: fs.loss_scale.unscale(fs.loss_scale.init(4.0), params, spec))
+        torch._dynamo.reset()
+        equal(fs.compile(fs.grad(loss_on(spec)), backend="aot_eager")(params), fs.grad(loss_on(plain))(params))
+
+
+def test_everything_else_that_takes_shards(gloo2: Pool) -> None:
+    gloo2.run(others)
+
+
+def hybrid(rank: int) -> None:
+    """Two axes, bound one after the other: a slice leaves once it is reduced over both."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, x = Net(3), numbers(rank, 0)
+    call = lambda p, spec, **options: fs.functional_call(model, p, (x,), spec=spec, **options).square().mean()  # noqa: E731
+    for p in (P("shard"), P("shard", precision=NARROW), P(("replicate", "shard"))):
+        plain = fs.by_type(MLP, p=p)(model).on(mesh)
+        params = fs.shard(model, plain)
+        with elsewhere():
+            spec = fs.by_type(MLP, p=P(p.axis, precision=p.precision, offload=PARAMS))(model).on(mesh)
+            equal(fs.grad(call)(params, spec), fs.grad(call)(params, plain))
+            if p.axis == "shard" and not p.precision:
+                first, expected = (fs.grad(call)(params, s, reduce_over="shard") for s in (spec, plain))
+                equal(fs.reduce_grads(first, spec, axes="replicate"), fs.reduce_grads(expected, plain, axes="replicate"))
+
+
+def test_hybrid(gloo4: Pool) -> None:
+    gloo4.run(hybrid)
+
+
+def test_simulated_ranks() -> None:
+    model = noisy()
+    xs = torch.stack([numbers(r, 0) for r in range(2)])
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def derivatives(to: str | None) -> Any:
+        spec = fs.by_type(MLP, type(model.blocks[0]), p=P("shard", offload=to))(model)
+
+        def one(mesh: Any, x: Tensor) -> Any:
+            here = spec.on(mesh)
+            loss = lambda p: fs.functional_call(model, p, (x,), spec=here).square().mean()  # noqa: E731
+            shards = fs.shard(params, here)
+            return torch.func.grad(loss)(shards), fs.hvp(loss, shards, {k: v.cos() for k, v in shards.items()})
+
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", fs.BufferWarning)
+            return fs.testing.spmd(one, 2)(xs)
+
+    expected = derivatives(None)
+    with elsewhere() as copies:
+        equal(derivatives(PARAMS), expected)
+    assert copies.nodes > 6
+
+
+# --- the update ---
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.1}),
+    "fused": (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    "no state": (torch.optim.SGD, {"lr": 0.1}),
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_unit_by_unit_on_a_device(monkeypatch: pytest.MonkeyPatch, name: str, donate: bool) -> None:
+    """The bits of the update where the shards rest; nothing given is changed, or, donated, all of it is used again."""
+    cls, options = OPTIMIZERS[name]
+    model = Net(3)
+    model.head.weight = nn.Parameter(model.head.weight.detach().half())
+    spec = fs.by_type(MLP)(model)
+    decay = {} if name == "no state" else {"options": lambda n, p: {"weight_decay": 0.1 * ("bias" not in n)}, "spec": spec}
+    start = fs.shard(model, spec)
+    grads = [{key: (x + k).sin() for key, x in start.items()} for k in range(3)]
+    copied: list[int] = []
+
+    class Counted(_torch.Copy):
+        def __init__(self, source: Tensor, target: Tensor) -> None:
+            assert not _torch.alias(source, target)
+            copied.append(source.nbytes)
+            super().__init__(source, target)
+
+    def run(device: str | None) -> Any:
+        params = {key: x.clone() for key, x in start.items()}
+        init, update = fs.optim.from_torch(cls, device=device, donate=donate, **options, **decay)
+        places, state = {key: x.data_ptr() for key, x in params.items()}, init(params)
+        for g in grads:
+            held = (
+                {key: x.clone() for key, x in params.items()},
+                {k: {n: x.clone() for n, x in v.items()} for k, v in state.items()},
+            )
+            new, after = update({key: x.clone() for key, x in g.items()}, state, params, lr=0.05)
+            if donate:
+                assert {key: x.data_ptr() for key, x in new.items()} == places
+            else:
+                equal((params, state), held)
+                assert not any(_torch.alias(new[key], params[key]) for key in new)
+            params, state = new, after
+        return params, state
+
+    expected = run(None)
+    monkeypatch.setattr(_streamed, "is_there", lambda tensor, device: False)
+    monkeypatch.setattr(_from_torch, "is_there", lambda tensor, device: False)
+    monkeypatch.setattr(_torch, "Copy", Counted)
+    equal(run("cpu"), expected)
+    slots = {"adamw": 2, "fused": 2, "momentum": 1, "no state": 0}[name]
+    scalars = {"fused": 2}.get(name, 0)
+    assert len(copied) == 3 * len(spec) * (2 + slots + scalars // 2 + 1 + slots + scalars // 2)
+    with pytest.raises(ValueError, match="expected device=None with differentiable=True"):
+        fs.optim.from_torch(torch.optim.SGD, device="cpu", differentiable=True, lr=0.1)
+
+
+# --- what is refused ---
+
+
+def test_a_shard_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FSDP2 says of CPUOffloadPolicy: "Found following parameters on non-CPU device"."""
+    monkeypatch.setattr(fs.collectives.Mesh, "device", torch.device("cuda", 0))
+    model = Net(2)
+    spec = fs.by_type(MLP, p=P("shard", offload=PARAMS))(model).on({"shard": 1})
+
+    class There(Tensor):
+        @property
+        def device(self) -> torch.device:
+            return torch.device("cuda", 0)
+
+    params = {key: torch.zeros(spec.shard_numel(spec.by_key[key]), dtype=torch.float64) for key in spec.by_key}
+    params["blocks.1"] = params["blocks.1"].as_subclass(There)
+    message = r"unit 'blocks\.1' has P\(offload=\"params\"\): expected its shard on the host, .* to cuda:0, got it on cuda:0; "
+    for run in (
+        lambda: fs.functional_call(model, params, (numbers(0, 0),), spec=spec),
+        lambda: fs.unshard(params, spec),
+        lambda: fs.views(params, spec, rank=0),
+        lambda: fs.gather_full(params, spec),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()
+    monkeypatch.setattr(fs.collectives.Mesh, "device", None)
+    whole = {name: p.detach().as_subclass(There) for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"expected a mesh that says on which device it is used, got sizes \{'shard': 1\}"):
+        rested(next(iter(whole.values())), spec.units[1], spec.bound_mesh)
+
+
+def test_where_the_host_computes_nothing_is_copied() -> None:
+    """On a mesh of CPUs, or one that does not say, the units are those without offload: the same route, the same graph."""
+    model = Net(2)
+    for mesh in ({"shard": 1}, fs.collectives.Mesh((("shard", fs.collectives.Group(1, 0)),), "cpu")):
+        plain, spec = (fs.by_type(MLP, p=P("shard", offload=to))(model).on(mesh) for to in (None, PARAMS))
+        for a, b in zip(plain, spec, strict=True):
+            routes = [Route.of(unit, spec.bound_mesh, Reduction(), None, torch.float64) for unit in (a, b)]
+            assert routes[0] == routes[1]
+            assert not routes[1].made
+
+
+# --- the peer's rows of CPU offload (FSDP2's CPUOffloadPolicy) ---
+
+
+def trains(rank: int, which: str) -> None:
+    """test_train_parity_*_cpu_offload: losses, gradients and parameters are those of the averaged plain run, for five steps."""
+    with elsewhere() as copies:
+        spec = fs.by_type(MLP, p=p_of(which, offload=PARAMS))(Net(3)).bound
+        torch.manual_seed(0)
+        check_parity(rank, Net(3), spec)
+        assert copies.beside > 5 * 3
+
+
+def accumulates(rank: int) -> None:
+    """test_grad_acc_cpu_offload and test_gradient_accumulation[offload]: reduced at each micro-batch, or once."""
+    torch.manual_seed(0)
+    model = Net(3)
+    with elsewhere():
+        spec = fs.by_type(MLP, p=P("shard", offload=PARAMS))(model).bound
+        shards = fs.shard(model, spec)
+        loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
+        xs = [numbers(rank, i) for i in range(3)]
+        each_ = [fs.grad(loss)(shards, x) for x in xs]
+        full = fs.unshard(shards, spec)
+        once = [fs.grad(loss)(full, x) for x in xs]
+        total = {key: sum(g[key] for g in each_) for key in shards}
+        summed = {name: sum(g[name] for g in once) for name in full}
+        for key, g in fs.reduce_grads(summed, spec).items():
+            torch.testing.assert_close(g, total[key], rtol=1e-9, atol=1e-12)
+            assert g.device.type == "cpu"
+
+
+def loads(rank: int) -> None:
+    """test_dp_state_dict_cpu_offload: what is loaded has to be on the host, and trains on from there."""
+    torch.manual_seed(0)
+    model, x = Net(2), numbers(rank, 0)
+    with elsewhere():
+        spec = fs.by_type(MLP, p=P("shard", offload=PARAMS))(model).bound
+        init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, fused=True)
+        loss = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
+        params = fs.shard(model, spec)
+        state = init(params)
+        params, state = update(fs.grad(loss)(params), state, params)
+        full = fs.gather_full(params, spec, rank0_only=True, offload_to_cpu=True)
+        loaded = fs.scatter_full(full if rank == 0 else None, spec)
+        equal(loaded, params)
+        equal(update(fs.grad(loss)(loaded), state, loaded), update(fs.grad(loss)(params), state, params))
+
+
+@pytest.mark.parametrize("which", ["sharded", "kept"])
+def test_peer_train_parity(gloo2: Pool, which: str) -> None:
+    gloo2.run(trains, which)
+
+
+@pytest.mark.parametrize("row", [accumulates, loads])
+def test_peer_rows(gloo2: Pool, row: Callable[[int], None]) -> None:
+    gloo2.run(row)
