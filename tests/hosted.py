@@ -22,6 +22,10 @@ class Copies:
         self.beside = self.bytes = self.nodes = 0
 
 
+def no_host(device: torch.device) -> bool:
+    return False
+
+
 @contextlib.contextmanager
 def elsewhere() -> Iterator[Copies]:
     """Within this meshes compute on the CPU, which for new specs is not the host: units rest in other memory of it."""
@@ -40,7 +44,7 @@ def elsewhere() -> Iterator[Copies]:
     moved = flow.moved
     with (
         mock.patch.object(flow, "moved", counted),
-        mock.patch.object(host, "is_host", return_value=False),
+        mock.patch.object(host, "is_host", no_host),
         mock.patch.object(fs.collectives.Mesh, "device", torch.device("cpu")),
         mock.patch.object(_torch, "Copy", Counted),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable
@@ -206,10 +207,7 @@ def test_an_update_unit_by_unit_on_a_device(monkeypatch: pytest.MonkeyPatch, nam
         init, update = fs.optim.from_torch(cls, device=device, donate=donate, **options, **decay)
         places, state = {key: x.data_ptr() for key, x in params.items()}, init(params)
         for g in grads:
-            held = (
-                {key: x.clone() for key, x in params.items()},
-                {k: {n: x.clone() for n, x in v.items()} for k, v in state.items()},
-            )
+            held = copy.deepcopy((params, state))
             new, after = update({key: x.clone() for key, x in g.items()}, state, params, lr=0.05)
             if donate:
                 assert {key: x.data_ptr() for key, x in new.items()} == places

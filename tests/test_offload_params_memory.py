@@ -90,10 +90,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def step(blocks: int, p: P, way: str, prefetch: int = 1, some: int | None = None) -> tuple[Where, dict[str, int]]:
     model = nn.Sequential(*[Block() for _ in range(blocks)])
     rest = P("shard", reshard=p.reshard)
-    spec = fs.override(fs.by_type(Block, p=rest), fs.by_path({str(i): p for i in range(blocks if some is None else some)}))(
-        model
-    )
-    spec = spec.bound
+    away = fs.by_path({str(i): p for i in range(blocks if some is None else some)})
+    spec = fs.override(fs.by_type(Block, p=rest), away)(model).bound
     shards = {
         key: torch.zeros(SLICE // 8, dtype=torch.float64, device="cpu" if spec.by_key[key].p.offload else "meta")
         for key in spec.by_key
@@ -192,9 +190,8 @@ def test_an_update_has_three_units_on_the_device(world: None, units: int, donate
             where.see(x)
         assert where.now("cpu") == 4 * units * SLICE
         new, after = update(grads, state, shards)
-    assert (
-        where.copies == [("meta", True)] * 8 + [*[("cpu", True)] * 3, *[("meta", True)] * 4] * (units - 2) + [("cpu", True)] * 6
-    )
+    comes, leaves = [("meta", True)] * 4, [("cpu", True)] * 3
+    assert where.copies == [*comes, *comes, *[*leaves, *comes] * (units - 2), *leaves, *leaves]
     assert where.now("cpu") == (4 + 3 * (not donate)) * units * SLICE
     assert where.now("meta") == 0
     assert where.peak["meta"] == (4 + 4 + 3 + 2) * SLICE

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .. import _torch
 from ..collectives._mesh import Mesh
 from .spec import PartitionSpec
 from .unit import Unit
@@ -28,8 +29,13 @@ def used_on(unit: Unit, mesh: Mesh) -> torch.device | None:
     """
     if "params" not in unit.p.offloads:
         return None
-    device = mesh.device
+    device = _computes_on(mesh)
     return None if device is None or is_host(device) else device
+
+
+@_torch.assumed_constant
+def _computes_on(mesh: Mesh) -> torch.device | None:
+    return mesh.device
 
 
 def check_rests(shards: Mapping[str, Tensor], spec: PartitionSpec) -> None:
