@@ -13,6 +13,7 @@ import torch
 from depth import each
 from hosted import elsewhere
 from models import unchanged
+from offloaded import everywhere
 from parity import check_parity, numbers
 from peer_models import MLP, Net
 from ranks import Pool
@@ -327,3 +328,25 @@ def test_peer_train_parity(gloo2: Pool, which: str) -> None:
 @pytest.mark.parametrize("row", [accumulates, loads])
 def test_peer_rows(gloo2: Pool, row: Callable[[int], None]) -> None:
     gloo2.run(row)
+
+
+def together(rank: int) -> None:
+    """Params and activations on the host at once; the order of a spec; full parameters in the place of a shard."""
+    torch.manual_seed(0)
+    model, x = Net(3), numbers(rank, 0)
+    plain = fs.by_type(MLP)(model).bound
+    params = fs.shard(model, plain)
+    call = lambda p, spec: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
+    with elsewhere() as copies:
+        spec = fs.by_type(MLP, p=P("shard", offload={PARAMS, "activations"}))(model).bound
+        order = fs.trace_order(model, spec, x)
+        assert order == fs.trace_order(model, plain, x)
+        with everywhere() as activations:
+            equal(fs.grad(call)(params, spec.ordered(order)), fs.grad(call)(params, plain))
+        assert min(copies.beside, activations.out) > 3
+        mixed = {key: x for key, x in params.items() if key != "blocks.0"} | fs.unshard(params, spec, units=["blocks.0"])
+        equal(fs.grad(call)(mixed, spec), fs.grad(call)(mixed, plain))
+
+
+def test_together_with_activations(gloo2: Pool) -> None:
+    gloo2.run(together)

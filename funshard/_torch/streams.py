@@ -8,7 +8,8 @@ import functools
 import torch
 from torch import Tensor
 
-from .tracing import is_fake
+from .levels import is_wrapped
+from .tracing import is_fake, traced
 
 __all__ = ["Copy", "arrived", "is_accelerator", "is_pinned", "room_for"]
 
@@ -92,5 +93,7 @@ def _beside(device: torch.device, towards: bool) -> torch.Stream:
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Whether it rests on the host in memory that a device copies by itself; not while it is compiled."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not is_fake(tensor) and tensor.is_pinned()
+    """Whether it rests on the host in memory that a device copies by itself; not in a transform and while it is recorded."""
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not (is_wrapped(tensor) or is_fake(tensor) or traced()) and tensor.is_pinned()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._spec.fits import check_buffers, check_full, check_trained, full_of_unit
+from .._spec.host import check_rests
 from .._spec.spec import PartitionSpec, bound
 from .._spec.tree import Param
 from .._spec.unit import Unit
@@ -144,6 +145,7 @@ def views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None
     spec = bound(spec)
     check_trained((unit for unit in spec if unit.key in shards), "views")
     check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec if not unit.at_rest})
+    check_rests(shards, spec)
     mesh = spec.bound_mesh
     at = coordinates(mesh, rank)
     out: Params = {}
