@@ -229,3 +229,22 @@ def test_lora() -> None:
     assert figures["fs"]["at rest of bf16"] == 2
     assert 0.28125 <= figures["fs QLoRA"]["at rest of bf16"] < 0.2813
     assert 0 < abs(figures["fs QLoRA"]["loss"] - figures["fs"]["loss"]) < 0.1
+
+
+def test_memory() -> None:
+    """The exact figures are within their limits, and all whole steps, FSDP2's too, train the same model."""
+    modes = "shard,remat,save attention,save products,one micro-batch,accumulate shards,AdamW,AdamW in backward,all of it"
+    size = "--layers 8 --dim 32 --heads 2 --seq 32 --batch 4 --micro 4 --rounds 1 --warmup 0 --peaks 1"
+    table, result = run("memory", f"{size} --modes '{modes},FSDP2 all of it'")
+    figures, limits = result["figures"]["modes"], result["figures"]["limits"]
+    assert all(f"\n{mode} " in table and one["step"] > 0 for mode, one in figures.items())
+    exact = {name: limit for name, limit in limits.items() if not name.startswith("all of it")}
+    assert len(exact) == 8
+    assert all(0 < figure <= limit for figure, limit in exact.values())
+    beyond, sums = exact["accumulate shards: bytes beyond one micro-batch's peak; its sums of gradients, and losses"]
+    assert beyond == sums
+    after, inside = (figures[mode]["alive"]["slices"] for mode in ("AdamW", "AdamW in backward"))
+    assert inside < after / 2
+    losses = [one["loss"] for one in figures.values() if one["loss"] is not None]
+    assert len(losses) == 4
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import socket
 import statistics
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import funshard as fs
 
@@ -130,14 +132,22 @@ def plain(model: nn.Module) -> Step:
 BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
 
 
-def fsdp2(model: nn.Module, mesh: dist.DeviceMesh, *, reshard: bool = True, precision: fs.Precision | None = None) -> Step:
-    """The step of FSDP2 with each of ``model.blocks``, and the rest, as a unit."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def fsdp2(
+    model: nn.Module,
+    mesh: dist.DeviceMesh,
+    *,
+    reshard: bool = True,
+    precision: fs.Precision | None = None,
+    offload: bool = False,
+) -> Step:
+    """The step of FSDP2 with each of ``model.blocks``, and the rest, as a unit; offloaded: on the CPU, so without pinning."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(precision.param, precision.reduce) if precision else MixedPrecisionPolicy()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    return plain(fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy))
+    low = MixedPrecisionPolicy(precision.param, precision.reduce) if precision else MixedPrecisionPolicy()
+    rest = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=low, offload_policy=rest)
+    return plain(model)
 
 
 def funshard(model: nn.Module, spec: fs.PartitionSpec, grad: Callable[..., Any] = fs.grad_and_value) -> Step:
@@ -149,6 +159,33 @@ def funshard(model: nn.Module, spec: fs.PartitionSpec, grad: Callable[..., Any] 
         return loss_of(fs.functional_call(model, params, (x,), spec=spec), y)
 
     return lambda x, y: grad(loss)(params, x, y)
+
+
+def sharded(p: fs.P, grad: Callable = fs.grad_and_value) -> Callable[[nn.Module], Step]:
+    return lambda model: funshard(model, fs.by_type(Block, p=p)(model).bound, grad)
+
+
+def fully_sharded(reshard: bool, precision: fs.Precision | None = None) -> Callable[[nn.Module], Step]:
+    def build(model: nn.Module) -> Step:
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        return fsdp2(model, mesh, reshard=reshard, precision=precision)
+
+    return build
+
+
+def checkpointed(build: Callable[[nn.Module], Step], save: list | None = None) -> Callable[[nn.Module], Step]:
+    options = {} if save is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, save)}
+
+    def wrapped(model: nn.Module) -> Step:
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+        return build(model)
+
+    return wrapped
+
+
+ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+PRODUCTS = [*ATTENTION, torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
 
 
 @contextlib.contextmanager

@@ -14,13 +14,8 @@ a llama that has been trained shortly on its modules: the same one, the same bat
 """
 
 import argparse
-import json
-import os
-import random
 import statistics
 import sysconfig
-import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import Step, free_port, report
-from peers import peak_bytes, ratio
+from common import Step, report
+from measured import in_rounds, on_ranks, peak_bytes, ratio
 from torch import Tensor, nn
 
 import funshard as fs
@@ -159,19 +153,7 @@ def measure(rank: int, args: argparse.Namespace) -> dict[str, Any]:
 
     modes = list(MODES)
     peaks = {mode: peak_bytes(MODES[mode], make, (x, x)) for mode in modes}
-    steps = {mode: MODES[mode](make()) for mode in modes}
-    times: dict[str, list[float]] = {mode: [] for mode in modes}
-    order = random.Random(0)
-    for round_ in range(args.warmup + args.rounds):
-        order.shuffle(modes)
-        for mode in modes:
-            dist.barrier()
-            start = time.perf_counter()
-            steps[mode](x, x)
-            dist.barrier()
-            if round_ >= args.warmup:
-                times[mode].append(time.perf_counter() - start)
-    steps.clear()
+    times = in_rounds({mode: MODES[mode](make()) for mode in modes}, (x, x), args.warmup, args.rounds)
     losses: dict[str, tuple[float, float]] = {}
     state = trained_base(args) if args.adapt else {}
     for name, at_rest in (("fs", None), ("fs QLoRA", NF4)) if args.adapt else ():
@@ -179,18 +161,6 @@ def measure(rank: int, args: argparse.Namespace) -> dict[str, Any]:
         base.load_state_dict(state)
         losses[name] = final_loss(rank, adapted(base, args), at_rest, args)
     return {"times": times, "peaks": peaks, "losses": losses, "parameters": sum(p.numel() for p in llama(args).parameters())}
-
-
-def run(rank: int, args: argparse.Namespace, port: int, out: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
-    try:
-        result = measure(rank, args)
-        if rank == 0:
-            Path(out).write_text(json.dumps(result))
-    finally:
-        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -209,10 +179,7 @@ def main() -> None:
     parser.add_argument("--adapt", type=int, default=50, help="steps of training for the losses; 0 for none")
     parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "result.json")
-        mp.start_processes(run, (args, free_port(), str(out)), nprocs=args.ranks, start_method="forkserver")
-        result = json.loads(out.read_text())
+    result = on_ranks(measure, args)
     rows, figures = [], {}
     for mode in MODES:
         low, middle, high = ratio(result["times"], mode, "FSDP2")

@@ -23,24 +23,26 @@ those that gather and compute in bf16 and reduce in float32 (--modes 'plain,plai
 """
 
 import argparse
-import functools
-import itertools
-import json
-import os
-import random
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import BF16, GPT, Block, Step, free_port, fsdp2, funshard, loss_of, plain, quartiles, report
+from common import (
+    ATTENTION,
+    BF16,
+    GPT,
+    PRODUCTS,
+    Block,
+    Step,
+    checkpointed,
+    fully_sharded,
+    loss_of,
+    plain,
+    report,
+    sharded,
+)
+from measured import in_rounds, on_ranks, peak_bytes, peak_bytes_compiled, ratio
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import funshard as fs
 from funshard._compiled.step import compile
@@ -67,10 +69,6 @@ def fsdp1(model: nn.Module) -> Step:
     return plain(FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu")))
 
 
-def sharded(p: fs.P, grad: Callable = fs.grad_and_value) -> Callable[[nn.Module], Step]:
-    return lambda model: funshard(model, fs.by_type(Block, p=p)(model).bound, grad)
-
-
 def compiled(p: fs.P) -> Callable[[nn.Module], Step]:
     def build(model: nn.Module) -> Step:
         spec = fs.by_type(Block, p=p)(model).bound
@@ -86,17 +84,6 @@ def compiled(p: fs.P) -> Callable[[nn.Module], Step]:
     return build
 
 
-def checkpointed(build: Callable[[nn.Module], Step], save: list | None = None) -> Callable[[nn.Module], Step]:
-    options = {} if save is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, save)}
-
-    def wrapped(model: nn.Module) -> Step:
-        for block in model.blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
-        return build(model)
-
-    return wrapped
-
-
 def plain_compiled(model: nn.Module) -> Step:
     return plain(torch.compile(model, fullgraph=True))
 
@@ -105,14 +92,6 @@ def fsdp2_compiled(model: nn.Module) -> Step:
     for i, block in enumerate(model.blocks):
         model.blocks[i] = torch.compile(block, fullgraph=True)
     return fully_sharded(reshard=True)(model)
-
-
-def fully_sharded(reshard: bool, precision: fs.Precision | None = None) -> Callable[[nn.Module], Step]:
-    def build(model: nn.Module) -> Step:
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        return fsdp2(model, mesh, reshard=reshard, precision=precision)
-
-    return build
 
 
 MODES: dict[str, Callable[[nn.Module], Step]] = {
@@ -133,8 +112,6 @@ COMPILED: dict[str, Callable[[nn.Module], Step]] = {
     "fs compiled": compiled(fs.P("shard")),
     "fs keep compiled": compiled(fs.P("shard", reshard=False)),
 }
-ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
-PRODUCTS = [*ATTENTION, torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
 REMAT: dict[str, Callable[[nn.Module], Step]] = {
     "plain remat": checkpointed(plain),
     "FSDP2 remat": checkpointed(fully_sharded(reshard=True)),
@@ -154,47 +131,8 @@ LOW: dict[str, Callable[[nn.Module], Step]] = {
 ALL = MODES | COMPILED | REMAT | LOW
 
 
-def peak_bytes(build: Callable[[nn.Module], Step], make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor]) -> int:
-    """The most bytes that tensors hold in a step, after one to warm up; what is at rest included."""
-    if build in COMPILED.values():
-        return peak_bytes_compiled(build, make, batch)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        step = build(make())
-        step(*batch)
-        with torch.profiler.record_function("measured"):
-            step(*batch)
-    begin = next(event.start_ns() for event in record.profiler.kineto_results.events() if event.name() == "measured")
-    return max(bytes_ for at, bytes_ in held(record) if at >= begin)
-
-
-def peak_bytes_compiled(build: Callable[[nn.Module], Step], make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor]) -> int:
-    """The same, with the first step, which compiles, between two records: the profiler miscounts meanwhile."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as building:
-        step = build(make())
-    step(*batch)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as stepping:
-        step(*batch)
-    return held(building)[-1][1] + max(bytes_ for _, bytes_ in held(stepping))
-
-
-def held(record: profile) -> list[tuple[int, int]]:
-    """When memory was allocated or released, and how many bytes more than at the start of the record are held then."""
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return list(zip((e.start_ns() for e in events), itertools.accumulate(e.nbytes() for e in events), strict=True))
-
-
-def run(rank: int, args: argparse.Namespace, port: int, out: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(args.threads)
-    dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
-    try:
-        result = measure(rank, args)
-        if rank == 0:
-            with open(out, "w") as file:
-                json.dump(result, file)
-    finally:
-        dist.destroy_process_group()
+def peak_of(mode: str) -> Callable[..., int]:
+    return peak_bytes_compiled if mode in COMPILED else peak_bytes
 
 
 def measure(rank: int, args: argparse.Namespace) -> dict:
@@ -206,25 +144,9 @@ def measure(rank: int, args: argparse.Namespace) -> dict:
         return GPT(args.layers, args.dim, args.heads, args.seq)
 
     modes = args.modes.split(",")
-    peaks = {mode: peak_bytes(ALL[mode], make, (x, y)) for mode in modes} if args.memory else {}
-    steps = {mode: ALL[mode](make()) for mode in modes}
-    times: dict[str, list[float]] = {mode: [] for mode in modes}
-    order = random.Random(0)
-    for round_ in range(args.warmup + args.rounds):
-        order.shuffle(modes)
-        for mode in modes:
-            dist.barrier()
-            start = time.perf_counter()
-            steps[mode](x, y)
-            dist.barrier()
-            if round_ >= args.warmup:
-                times[mode].append(time.perf_counter() - start)
+    peaks = {mode: peak_of(mode)(ALL[mode], make, (x, y)) for mode in modes} if args.memory else {}
+    times = in_rounds({mode: ALL[mode](make()) for mode in modes}, (x, y), args.warmup, args.rounds)
     return {"times": times, "peaks": peaks, "parameters": sum(p.numel() for p in make().parameters())}
-
-
-def ratio(times: dict[str, list[float]], mode: str, base: str) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile of the ratios within rounds."""
-    return quartiles([a / b for a, b in zip(times[mode], times[base], strict=True)])
 
 
 def main() -> None:
@@ -242,10 +164,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "result.json")
-        mp.start_processes(run, (args, free_port(), str(out)), nprocs=args.ranks, start_method="forkserver")
-        result = json.loads(out.read_text())
+    result = on_ranks(measure, args)
     times, peaks = result["times"], result["peaks"]
     modes = args.modes.split(",")
     bases = [base for base in ("FSDP2", "DDP", "plain") if base in modes]
