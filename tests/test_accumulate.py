@@ -699,3 +699,55 @@ def test_ignored_parameters_are_closed_over() -> None:
     params = {**fs.shard(model, spec), "1.weight": model[1].weight.detach()}
     with pytest.raises(ValueError, match=r"parameter '1\.weight' is ignored by the spec: expected shards"):
         fs.accumulate(lambda p, x: p[""].sum(), params, [torch.ones(2)], spec=spec)
+
+
+# --- what goes on beside the loss ---
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True)], ids=str)
+def test_a_checkpoint_around_a_call_of_what_is_kept_full(p: P) -> None:
+    """Its second run, in backward, takes what the first one took, and gathers nothing."""
+    model, batches = chain(2), [numbers(0, i) for i in range(2)]
+    spec = policy(p)(model)
+
+    def run(params: fs.Params, x: Tensor) -> Tensor:
+        return fs.functional_call(model, params, (x,), spec=spec)
+
+    def loss(params: fs.Params, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(run, params, x, use_reentrant=False).square().mean()
+
+    params = fs.shard(model, spec)
+    with world(8):
+        on_many, full = policy(p)(model), {name: q.detach() for name, q in model.named_parameters()}
+        spec, sharded = on_many, fs.shard(full, on_many)
+        with Collectives() as sent:
+            fs.accumulate(loss, sharded, batches, spec=spec, keep="full")
+        assert sent.all == gathers(spec.bound, *spec.by_key) + scatters(spec.bound, *spec.by_key)
+    spec = policy(p)(model)
+    got, _ = fs.accumulate(loss, params, batches, spec=spec, keep="full")
+    close(got, each_alone(lambda params, x: run(params, x).square().mean(), params, batches)[0])
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("how", ["a hook", "backward"])
+def test_what_would_not_see_the_gradients_of_a_call(keep: str, how: str) -> None:
+    """A hook on a shard is not called with them, a backward inside of the loss would be counted: both are refused."""
+    model, x = chain(2), numbers(0, 0)
+    spec = policy(P("shard"))(model)
+
+    def loss(params: fs.Params, x: Tensor) -> Tensor:
+        value = fs.functional_call(model, params, (x,), spec=spec).square().mean()
+        if how == "a hook":
+            params["0"].register_hook(lambda g: g * 3)
+        else:
+            value.backward(retain_graph=True)
+        return value
+
+    params = fs.shard(model, spec)
+    match = {"a hook": "unit '0': .*register_hook on its shard", "backward": "backward inside of the loss"}[how]
+    with pytest.raises((ValueError, RuntimeError), match=match):
+        fs.accumulate(loss, params, [x], spec=spec, keep=keep)  # pyright: ignore[reportArgumentType]
+    if keep == "shards":
+        init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+        with pytest.raises((ValueError, RuntimeError), match=match):
+            fs.update_in_backward(update, loss, params, init(params), [x], spec=spec)

@@ -351,6 +351,23 @@ class Inner(torch.autograd.Function):
         return torch.func.vjp(torch.sin, x)[1](g)[0]
 
 
+def test_hooks_of_a_tensor_are_seen() -> None:
+    """Also in a transform; not the one that runs after a gradient was added, nor one that was removed."""
+
+    def f(x: Tensor) -> Tensor:
+        assert not _torch.has_hooks(x)
+        x.register_hook(lambda g: g).remove()
+        assert not _torch.has_hooks(x)
+        x.register_hook(lambda g: g)
+        assert _torch.has_hooks(x)
+        return x.sum()
+
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(lambda x: None)
+    f(leaf)
+    torch.func.grad(f)(torch.ones(2))
+
+
 def test_hooks_of_a_node_can_be_taken_away() -> None:
     """Those that are pushed while a node unpacks; nodes that run later are none the wiser."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._spec.division import Divide
 from .._spec.spec import PartitionSpec, bound
-from .._transforms.transforms import differentiated_outside, loss_and_aux
+from .._transforms.transforms import differentiated_outside
 from .._units.layout import Params
 from .in_place import Runs
 from .plan import Parts, Plan
@@ -94,7 +94,7 @@ def _recorded(f: Callable[..., Any], plan: Plan, batches: Iterable[Any], scales:
 
     def one(given: Params, entered: Params, batch: Any, i: int) -> tuple[Tensor, tuple[Any, ...]]:
         with plan.within(given, entered):
-            loss, aux = loss_and_aux(f(dict(given), batch), plan.has_aux)
+            loss, aux = plan.loss(f, given, batch)
         return (loss if scales is None else scaled_by(loss, scales, i)), ((loss, aux) if plan.has_aux else (loss,))
 
     parts, entered = Parts(), plan.entered(plan.params)

@@ -222,6 +222,7 @@ class _Last:
 
     def arrived(self, key: str, grad: Tensor) -> None:
         """It is there."""
+        self._runs.check(key)
         self._under_way[key] -= 1
         added(self._runs.parts.through, key, grad)
         self._look(key)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .._spec.accumulation import Accumulation, Arrivals
 from .._transforms.explained import explained
-from .._transforms.transforms import differentiated_outside, loss_and_aux
+from .._transforms.transforms import differentiated_outside
 from .._units.layout import Params
 from .plan import Parts, Plan
 from .weights import scaled_by, widest
@@ -49,10 +49,16 @@ class Runs:
             )
         self._within = self.plan.within(self.given, self.entered, arrivals or self._sums)
         with self._within, torch.enable_grad():
-            loss, aux = loss_and_aux(self._f(dict(self.given), batch), self.plan.has_aux)
+            self._sums.in_loss = True
+            loss, aux = self.plan.loss(self._f, self.given, batch)
+            self._sums.in_loss = False
             self.parts.values.append(loss.detach())
             self.parts.auxes.append(pytree.tree_map_only(Tensor, Tensor.detach, aux))
             return loss if scales is None else scaled_by(loss, scales, i)
+
+    def check(self, key: str) -> None:
+        """Raises RuntimeError for a gradient that comes while the loss runs, and would be counted with its own."""
+        self._sums.check(key)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """The gradients of the loss that `forward` gave last, added to the sums."""
@@ -63,7 +69,7 @@ class Runs:
         leaves = [*self.given.values(), *self.entered.values()]
         if loss.requires_grad and leaves:
             try:
-                with within:  # for what remat runs again
+                with within:  # for what remat and torch.utils.checkpoint run again
                     loss.backward(inputs=leaves, retain_graph=retain_graph)
             except RuntimeError as error:
                 raise explained(error)  # noqa: B904 - the same one
@@ -74,12 +80,22 @@ class _Sums:
 
     def __init__(self) -> None:
         self.parts = Parts()
+        self.in_loss = False
+
+    def check(self, key: str) -> None:
+        """As `Runs.check`."""
+        if self.in_loss:
+            raise RuntimeError(
+                f"'{key}': accumulate: backward inside of the loss, whose gradients would be added to those of the loss: "
+                "expected a gradient as a value; take it by fs.grad"
+            )
 
     def started(self, key: str) -> None:
         """It is told when it is there."""
 
     def arrived(self, key: str, grad: Tensor) -> None:
         """Part of a unit's gradient."""
+        self.check(key)
         added(self.parts.through, key, grad)
 
 
@@ -90,6 +106,7 @@ def _leaves(tensors: Params, sums: _Sums, kind: Literal["own", "through"]) -> Pa
         def arrived(x: Tensor) -> None:
             grad, x.grad = x.grad, None
             if grad is not None:
+                sums.check(key)
                 now = getattr(sums.parts, kind)
                 added(now, key, grad if key in now else grad.clone(memory_format=torch.contiguous_format))
 

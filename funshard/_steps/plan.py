@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import _torch
 from .._spec.accumulation import Accumulation, Arrivals
 from .._spec.division import Divide, Reduction
 from .._spec.fits import check_shards
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms.transforms import check_leaves
+from .._transforms.transforms import check_leaves, loss_and_aux
 from .._units.flow import gather_unit, reduce_unit, reduction_over
 from .._units.layout import Params, flatten_unit, unflatten_unit
 from .weights import wide, widest
@@ -92,6 +93,16 @@ class Plan:
         partial = Reduction(self.reduction.by, frozenset()) if self.later else self.reduction
         thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
         return Accumulation(self.spec, given, entered, partial, self.reduction, thread, arrivals)
+
+    def loss(self, f: Callable[..., Any], given: Params, batch: Any) -> tuple[Tensor, Any]:
+        """The loss of a micro-batch, and what comes with it. ValueError where ``f`` hooks a shard, whose calls bypass it."""
+        loss = loss_and_aux(f(dict(given), batch), self.has_aux)
+        if not torch.compiler.is_compiling() and (hooked := [key for key, x in given.items() if _torch.has_hooks(x)]):
+            raise ValueError(
+                f"unit '{hooked[0]}': the loss has called register_hook on its shard, which does not see the "
+                "gradients of functional_call here: expected no hook; change the gradients that come back, or in the update"
+            )
+        return loss
 
     def value(self, values: Sequence[Tensor], scales: Tensor | None) -> Tensor:
         """This rank's mean or sum."""

@@ -27,6 +27,7 @@ __all__ = [
     "OfDtype",
     "backward_early",
     "graph_task",
+    "has_hooks",
     "in_python_node",
     "is_last_backward",
     "is_of_leaf",
@@ -92,6 +93,11 @@ def viewed(tensor: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
     if note is None or inner.dtype != note.dtype or inner.is_conj() or inner.is_neg():
         return None
     return note
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether `Tensor.register_hook` has been called for it. Pinned by ``test_hooks_of_a_tensor_are_seen``."""
+    return bool(tensor._backward_hooks)
 
 
 def is_of_leaf(tensor: Tensor) -> bool:
