@@ -19,7 +19,7 @@ from .._transforms.transforms import differentiated_outside
 from .._units.layout import Params
 from ..optim._norms import global_norm
 from .accumulate import accumulate, batches_of
-from .in_place import Runs, added
+from .in_place import Runs, added, entered_as
 from .plan import Parts, Plan
 from .weights import check_as_many, scales_of
 
@@ -197,14 +197,15 @@ class _Last:
 
     def _watched(self, loss: Tensor) -> Iterator[Any]:
         """Watch every use of a unit in the graph of the loss."""
-        leaves = {id(x): key for some in (self._runs.given, self._runs.entered) for key, x in some.items()}
+        leaves = {id(x): key for key, x in self._runs.given.items()}
         self._uses.clear()
         for node, following in _torch.nodes(loss):
             uses = [enters(other, i, self) for other, i in following]
-            for (other, _), key in zip(following, uses, strict=True):
-                variable = getattr(other, "variable", None)
-                if key is None and id(variable) in leaves and enters(node, 0, self) is None:
-                    self._late.add(leaves[id(variable)])
+            for other, _ in following:
+                if (key := leaves.get(id(getattr(other, "variable", None)))) is not None and entered_as(node) is None:
+                    self._late.add(key)
+                if (key := entered_as(other)) is not None and enters(node, 0, self) is None:
+                    self._late.add(key)
             if some := [(j, key) for j, key in enumerate(uses) if key is not None]:
                 self._uses.update(key for _, key in some)
                 yield node.register_hook(lambda grads, _, some=some: self._used(some, grads))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 
+from .. import _torch
 from .._spec.accumulation import Accumulation, Arrivals
 from .._transforms.explained import explained
 from .._transforms.transforms import differentiated_outside
@@ -16,7 +18,7 @@ from .._units.layout import Params
 from .plan import Parts, Plan
 from .weights import scaled_by, widest
 
-__all__ = ["Runs", "added"]
+__all__ = ["Runs", "added", "entered_as"]
 
 
 class Runs:
@@ -28,8 +30,11 @@ class Runs:
         self._sums = _Sums()
         with torch.no_grad():
             shards = {key: p.detach() for key, p in plan.params.items()}
-            self.given = _leaves(shards, self._sums, "own")
-            self.entered = _leaves(plan.entered(shards), self._sums, "through")
+            entered = plan.entered(shards)
+        self.given = {key: _leaf(x, self._sums, key) for key, x in shards.items()}
+        with torch.enable_grad():  # known to come from the shards, for a backward inside of the loss
+            any_ = next(iter(self.given.values()), None)
+            self.entered = {k: _Entered.apply(self.given.get(k, any_), x, self._sums, k) for k, x in entered.items()}
 
     @property
     def parts(self) -> Parts:
@@ -66,7 +71,7 @@ class Runs:
         assert within is not None
         if not retain_graph:
             self._within = None  # it knows the arrivals, and these this
-        leaves = [*self.given.values(), *self.entered.values()]
+        leaves = [*self.given.values()]
         if loss.requires_grad and leaves:
             try:
                 with within:  # for what remat and torch.utils.checkpoint run again
@@ -99,22 +104,46 @@ class _Sums:
         added(self.parts.through, key, grad)
 
 
-def _leaves(tensors: Params, sums: _Sums, kind: Literal["own", "through"]) -> Params:
-    """The tensors for plain autograd, whose gradients are added to the sums as they arrive."""
+def _leaf(x: Tensor, sums: _Sums, key: str) -> Tensor:
+    """A shard for plain autograd, whose gradients are added to the sums as they arrive."""
 
-    def leaf(key: str, x: Tensor) -> Tensor:
-        def arrived(x: Tensor) -> None:
-            grad, x.grad = x.grad, None
-            if grad is not None:
-                sums.check(key)
-                now = getattr(sums.parts, kind)
-                added(now, key, grad if key in now else grad.clone(memory_format=torch.contiguous_format))
+    def arrived(x: Tensor) -> None:
+        grad, x.grad = x.grad, None
+        if grad is not None:
+            sums.check(key)
+            own = sums.parts.own
+            added(own, key, grad if key in own else grad.clone(memory_format=torch.contiguous_format))
 
-        x = x.detach().requires_grad_()
-        x.register_post_accumulate_grad_hook(arrived)
-        return x
+    x = x.detach().requires_grad_()
+    x.register_post_accumulate_grad_hook(arrived)
+    return x
 
-    return {key: leaf(key, x) for key, x in tensors.items()}
+
+class _Entered(_torch.Function):
+    """What stands in the place of a shard in functional_call. Its gradient is added to the sums, and goes no further."""
+
+    @staticmethod
+    def forward(shard: Tensor, value: Tensor, sums: _Sums, key: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return value.data  # no view: Dynamo could not make one of it that is a Function's result
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        _, _, ctx.sums, ctx.key = inputs  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.sums.check(ctx.key)
+        if grad is not None:
+            now = ctx.sums.parts.through
+            with torch.no_grad():
+                added(now, ctx.key, grad if ctx.key in now else grad.clone(memory_format=torch.contiguous_format))
+        return None, None, None, None
+
+
+def entered_as(node: object) -> str | None:
+    """The key of what entered by this node of a graph, if it is one that `Runs` made."""
+    return cast("Any", node).key if isinstance(getattr(node, "sums", None), _Sums) else None
 
 
 def added(sums: Params, key: str, grad: Tensor) -> None:
