@@ -136,11 +136,11 @@ def _in_place(
     if scales is not None:
         check_as_many(scales, len(runs.parts.values))
     new: dict[str, tuple[Tensor, Any]] = {}
-    squares: Params = {}
+    norms: Params = {}
 
     def measured(key: str, grad: Tensor) -> None:
         if max_norm is not None:
-            squares[key] = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+            norms[key] = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
 
     def stepped(key: str, grad: Tensor) -> None:
         new[key] = _step(update, key, grad, state, plan.params, scale)
@@ -148,13 +148,13 @@ def _in_place(
     with torch.no_grad():
         if max_norm is not None and clip == "exact":
             last.backward(loss, measured, retain_graph=True)
-            norm = global_norm(squares, plan.spec)
+            norm = global_norm(norms, plan.spec)
         scale = _scale(max_norm, norm)
         if clip == "exact":
             last.backward(loss, stepped)
         else:
             last.backward(loss, lambda key, grad: (measured(key, grad), stepped(key, grad)))
-            norm = None if max_norm is None else global_norm(squares, plan.spec)
+            norm = None if max_norm is None else global_norm(norms, plan.spec)
     value = plan.value(runs.parts.values, scales)
     return _stepped(plan, new, (value, runs.parts.auxes) if plan.has_aux else value, norm)
 
