@@ -611,6 +611,21 @@ def test_functions_of_one_level() -> None:
         grad(lambda x: torch.autograd.function._SingleLevelFunction.apply(x))(x.detach())
 
 
+def test_reinterpreted() -> None:
+    """Bits in another dtype, batched in any dimension, twice over, and inside a gradient."""
+    x = torch.randn(2, 3, 4)
+    for dim in range(2):
+        for f in (lambda x: _torch.reinterpreted(x.contiguous(), torch.uint8), lambda x: _torch.reinterpreted(x, torch.int32)):
+            got = torch.vmap(f, dim)(x)
+            assert torch.equal(got, torch.stack([f(one) for one in x.unbind(dim)]))
+            assert torch.equal(torch.vmap(torch.vmap(f))(x), f(x))
+    back = torch.vmap(lambda raw: _torch.reinterpreted(raw, torch.float32))(x.view(torch.uint8))
+    assert torch.equal(back, x)
+    weighed = lambda w, raw: (w * _torch.reinterpreted(raw, torch.float32)).sum()  # noqa: E731
+    g = torch.vmap(grad(weighed), (None, 0))(torch.ones(4), x[0].view(torch.uint8))
+    assert torch.equal(g, x[0])
+
+
 def test_taken_over() -> None:
     """The memory goes on in another tensor; of a leaf, a parameter and a view alike. A graph that saved the old one says so."""
     whole = torch.ones(4)

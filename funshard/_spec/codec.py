@@ -108,7 +108,7 @@ def packed(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
     parts: list[Tensor] = []
     form: list[tuple[torch.dtype, torch.Size]] = []
     for x in tensors:
-        raw = x.contiguous().view(-1).view(torch.uint8)
+        raw = _torch.reinterpreted(x.contiguous().view(-1), torch.uint8)
         parts += [raw, raw.new_zeros(-len(raw) % _ALIGN)]
         form.append((x.dtype, x.shape))
     return torch.cat(parts), tuple(form)
@@ -120,6 +120,7 @@ def unpacked(raw: Tensor, form: Form) -> list[Tensor]:
     start = 0
     for dtype, shape in form:
         size = shape.numel() * dtype.itemsize
-        tensors.append(raw[..., start : start + size].view(dtype).view(*raw.shape[:-1], *shape))
+        part = _torch.reinterpreted(raw[..., start : start + size], dtype)
+        tensors.append(part.view(*raw.shape[:-1], *shape))
         start += size + -size % _ALIGN
     return tensors

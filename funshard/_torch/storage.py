@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from .levels import base, beneath, is_batched, is_wrapped
 from .tracing import traced
@@ -25,6 +26,7 @@ __all__ = [
     "joined",
     "overlaps",
     "overwrite",
+    "reinterpreted",
     "shares_memory",
     "storage_id",
     "taken_over",
@@ -94,6 +96,30 @@ def copy_on_write(tensor: Tensor) -> Tensor:
         return torch._lazy_clone(tensor)  # pyright: ignore[reportPrivateImportUsage]
     except RuntimeError:
         return tensor.clone()
+
+
+def reinterpreted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.view(dtype)``, for which torch 2.11 has no batching rule. Pinned by ``test_reinterpreted``."""
+    if torch.compiler.is_compiling() or not is_batched(tensor):
+        return tensor.view(dtype)
+    return _Reinterpreted.apply(tensor, dtype)
+
+
+class _Reinterpreted(torch.autograd.Function):
+    """Bits have no derivative."""
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view(dtype)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert in_dims[0] is not None
+        return reinterpreted(x.movedim(in_dims[0], 0).contiguous(), dtype), 0
 
 
 class _Donated(Tensor):
