@@ -121,8 +121,9 @@ def others(rank: int) -> None:
             both(spec, lambda spec: fs.views(params, spec))
             both(spec, lambda spec: fs.optim.clip_by_global_norm(params, 0.1, spec))
             both(spec, lambda spec: fs.loss_scale.unscale(fs.loss_scale.init(4.0), params, spec))
-        torch._dynamo.reset()
-        equal(fs.compile(fs.grad(loss_on(spec)), backend="aot_eager")(params), fs.grad(loss_on(plain))(params))
+        if torch.__version__ >= "2.13":  # see limits.md
+            torch._dynamo.reset()
+            equal(fs.compile(fs.grad(loss_on(spec)), backend="aot_eager")(params), fs.grad(loss_on(plain))(params))
 
 
 def test_everything_else_that_takes_shards(gloo2: Pool) -> None:
