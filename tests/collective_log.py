@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
+import torch
 import torch.distributed as dist
 from parity import WAYS, numbers
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
+from funshard import _torch
 
 SHORT = {
     "all_gather_into_tensor": "all_gather",
@@ -66,6 +69,15 @@ def world(size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def meta_world(monkeypatch: pytest.MonkeyPatch, size: int = 2) -> Iterator[None]:
+    """Rank 0 of so many in name only, whose device is "meta"."""
+    with world(size):
+        monkeypatch.setattr(fs.collectives.Mesh, "device", torch.device("meta"))
+        monkeypatch.setattr(_torch, "backend", lambda name, device: "nccl")
+        yield
 
 
 def gather(spec: fs.PartitionSpec, key: str) -> Sent:

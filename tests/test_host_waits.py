@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from collective_log import meta_world
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
@@ -61,12 +60,8 @@ class Builds(TorchFunctionMode):
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rank 0 of two in name only, whose device is "meta"."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    monkeypatch.setattr(fs.collectives.Mesh, "device", torch.device("meta"))
-    monkeypatch.setattr(_torch, "backend", lambda name, device: "nccl")
-    yield
-    dist.destroy_process_group()
+    with meta_world(monkeypatch):
+        yield
 
 
 class Linear(nn.Module):

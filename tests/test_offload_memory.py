@@ -7,7 +7,6 @@ are noted and not made. Where copies wait is seen on streams that are names.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # torch imports it in its first operator under a mode, and that import holds frames, and their tensors
-import torch.distributed as dist
-from offloaded import everywhere
+from collective_log import meta_world
+from offloaded import Told, everywhere
 from parity import WAYS
+from test_memory import no_collector
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
@@ -84,15 +83,8 @@ class Where(TorchDispatchMode):
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rank 0 of two in name only, whose device is "meta"."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    monkeypatch.setattr(fs.collectives.Mesh, "device", torch.device("meta"))
-    monkeypatch.setattr(_torch, "backend", lambda name, device: "nccl")
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-    dist.destroy_process_group()
+    with meta_world(monkeypatch), no_collector():
+        yield
 
 
 def step(blocks: int, way: str, p: P, mark: Callable[[], None] = lambda: None) -> Where:
@@ -221,19 +213,6 @@ def test_a_copy_runs_beside_and_is_waited_for_once(log: list[str]) -> None:
     _torch.Copy(a, b)  # nobody wants it: its memory may be used again after it
     assert log[3:] == ["in waits for compute", "copy 2 in", "compute waits for copy 2"]
     assert torch.equal(a, b)
-
-
-class Told(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, log: list[str], block: int) -> Tensor:
-        log.append(f"forward {block}")
-        ctx.log, ctx.block = log, block
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        ctx.log.append(f"backward {ctx.block}")
-        return g, None, None
 
 
 def test_copies_have_a_block_to_run_beside(log: list[str]) -> None:

@@ -5,18 +5,18 @@ There is no device here: "meta" stands for one, as in test_offload_memory.py. Th
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from collective_log import meta_world
 from hosted import elsewhere
+from offloaded import Told
 from parity import WAYS
+from test_memory import no_collector
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
@@ -76,15 +76,8 @@ class Where(TorchDispatchMode):
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rank 0 of two in name only, whose device is "meta"."""
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    monkeypatch.setattr(fs.collectives.Mesh, "device", torch.device("meta"))
-    monkeypatch.setattr(_torch, "backend", lambda name, device: "nccl")
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-    dist.destroy_process_group()
+    with meta_world(monkeypatch, RANKS), no_collector():
+        yield
 
 
 def step(blocks: int, p: P, way: str, prefetch: int = 1, some: int | None = None) -> tuple[Where, dict[str, int]]:
@@ -228,19 +221,6 @@ class Stream:
 
     def __exit__(self, *_: object) -> None:
         pass
-
-
-class Told(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, log: list[str], block: int) -> Tensor:
-        log.append(f"forward {block}")
-        ctx.log, ctx.block = log, block
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        ctx.log.append(f"backward {ctx.block}")
-        return g, None, None
 
 
 class Telling(Block):

@@ -17,7 +17,7 @@ from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._transforms.transforms import differentiated_outside
 from .._units.layout import Params
-from ..optim._norms import global_norm
+from ..optim._norms import clipped, global_norm
 from .accumulate import accumulate, batches_of
 from .in_place import Runs, added, entered_as
 from .plan import Parts, Plan
@@ -106,8 +106,8 @@ def update_in_backward(
         how: dict[str, Any] = {"weights": weights, "has_aux": has_aux, "reduce": reduce, "reduce_over": reduce_over}
         grads, value = accumulate(f, params, batches, spec=plan.spec, **how)
         now = None if max_norm is None else global_norm(grads, plan.spec)
-        scale = _scale(max_norm, now if clip == "exact" else norm)
-        new = {key: _step(update, key, g, state, params, scale) for key, g in grads.items()}
+        grads = _clipped(grads, max_norm, now if clip == "exact" else norm)
+        new = {key: _step(update, key, g, state, params) for key, g in grads.items()}
         return _stepped(plan, new, value, now)
     scales = None if weights is None else scales_of(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
     return _in_place(update, f, plan, state, batches, scales, max_norm, clip, norm)
@@ -131,7 +131,7 @@ def _in_place(
     while following is not _NONE:
         runs.backward(runs.forward(batch, len(runs.parts.values), scales))
         batch, following = following, next(rest, _NONE)
-    last = _Last(runs, plan=runs.plan, scales=scales)
+    last = _Last(runs, scales)
     loss = runs.forward(batch, len(runs.parts.values), scales, last)
     if scales is not None:
         check_as_many(scales, len(runs.parts.values))
@@ -143,13 +143,13 @@ def _in_place(
             norms[key] = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
 
     def stepped(key: str, grad: Tensor) -> None:
-        new[key] = _step(update, key, grad, state, plan.params, scale)
+        new[key] = _step(update, key, _clipped({key: grad}, max_norm, by)[key], state, plan.params)
 
     with torch.no_grad():
         if max_norm is not None and clip == "exact":
             last.backward(loss, measured, retain_graph=True)
             norm = global_norm(norms, plan.spec)
-        scale = _scale(max_norm, norm)
+        by = norm
         if clip == "exact":
             last.backward(loss, stepped)
         else:
@@ -170,8 +170,8 @@ _NONE = object()
 class _Last:
     """The backward of the last micro-batch: each unit's gradient goes on when all that is part of it is there."""
 
-    def __init__(self, runs: Runs, plan: Plan, scales: Tensor | None) -> None:
-        self._runs, self._plan, self._scales = runs, plan, scales
+    def __init__(self, runs: Runs, scales: Tensor | None) -> None:
+        self._runs, self._plan, self._scales = runs, runs.plan, scales
         self._sums = runs.parts  # of the micro-batches before
         self._use: Callable[[str, Tensor], object] | None = None
         self._uses: Counter[str] = Counter()  # of each unit in the graph, that backward has not come to
@@ -248,12 +248,8 @@ class _Last:
             self._use(key, self._plan.grad(unit, whole, len(self._sums.values), self._scales))
 
 
-def _step(
-    update: Update, key: str, grad: Tensor, state: Mapping[str, Any], params: Mapping[str, Tensor], scale: Tensor | None
-) -> tuple[Tensor, Any]:
+def _step(update: Update, key: str, grad: Tensor, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     """The new shard and state of one unit."""
-    if scale is not None:
-        grad = grad * scale.to(grad.device, grad.dtype)
     new, states = update({key: grad}, {key: state[key]}, {key: params[key]})
     for what, tree in (("param", new), ("state", states)):
         if not isinstance(tree, Mapping) or key not in tree:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -261,8 +257,9 @@ def _step(
     return new[key], states[key]
 
 
-def _scale(max_norm: float | Tensor | None, norm: Tensor | None) -> Tensor | None:
-    return None if max_norm is None or norm is None else (max_norm / (norm + 1e-6)).clamp(max=1)
+def _clipped(grads: Params, max_norm: float | Tensor | None, norm: Tensor | None) -> Params:
+    """These gradients, of a whole one of this norm; as they are where one of the two is not known."""
+    return grads if max_norm is None or norm is None else clipped(grads, max_norm, norm)
 
 
 def _check_state(state: object, params: Mapping[str, Tensor]) -> None:

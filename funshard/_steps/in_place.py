@@ -111,8 +111,7 @@ def _leaf(x: Tensor, sums: _Sums, key: str) -> Tensor:
         grad, x.grad = x.grad, None
         if grad is not None:
             sums.check(key)
-            own = sums.parts.own
-            added(own, key, grad if key in own else grad.clone(memory_format=torch.contiguous_format))
+            added(sums.parts.own, key, grad, owned=False)
 
     x = x.detach().requires_grad_()
     x.register_post_accumulate_grad_hook(arrived)
@@ -135,9 +134,8 @@ class _Entered(_torch.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.sums.check(ctx.key)
         if grad is not None:
-            now = ctx.sums.parts.through
             with torch.no_grad():
-                added(now, ctx.key, grad if ctx.key in now else grad.clone(memory_format=torch.contiguous_format))
+                added(ctx.sums.parts.through, ctx.key, grad, owned=False)
         return None, None, None, None
 
 
@@ -146,9 +144,10 @@ def entered_as(node: object) -> str | None:
     return cast("Any", node).key if isinstance(getattr(node, "sums", None), _Sums) else None
 
 
-def added(sums: Params, key: str, grad: Tensor) -> None:
-    """Add a gradient to a sum; the first one, which nobody else has, becomes it."""
+def added(sums: Params, key: str, grad: Tensor, *, owned: bool = True) -> None:
+    """Add a gradient to a sum. The first one becomes it, or, unless it is ``owned`` by nobody else, a copy of it."""
     if key in sums:
         sums[key].add_(grad)
     else:
+        grad = grad if owned else grad.clone(memory_format=torch.contiguous_format)
         sums[key] = grad.to(widest(grad.dtype))

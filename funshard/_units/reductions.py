@@ -134,9 +134,9 @@ class Reductions:
         parts = [(key, chain.result()) for key, chain in self._slices]
         for bucket, chain in self._full:
             parts += bucket.parts(chain.result())
-        parts = self._there(parts) if self._on_host else parts
+        there = self._there(parts)
         self._forget()
         out: dict[str, Tensor] = {}
-        for key, grad in parts:
+        for key, grad in there:
             out[key] = out[key] + grad if key in out else grad
         return out

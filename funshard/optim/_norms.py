@@ -74,8 +74,13 @@ def clip_by_global_norm(
     Raises what `global_norm` raises.
     """
     norm = global_norm(tree, spec, p=p)
+    return clipped(tree, max_norm, norm), norm
+
+
+def clipped(tree: Mapping[str, Tensor], max_norm: float | Tensor, norm: Tensor) -> Params:
+    """The tree, whose norm is taken to be this one, scaled to at most ``max_norm``."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-    return {key: tensor * scale.to(tensor.device, tensor.dtype) for key, tensor in tree.items()}, norm
+    return {key: tensor * scale.to(tensor.device, tensor.dtype) for key, tensor in tree.items()}
 
 
 def _over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0) -> Tensor:
