@@ -431,3 +431,49 @@ def test_a_call_in_a_call() -> None:
     expected = fs.shard(grad(plain)({name: p.detach() for name, p in model.named_parameters()}), spec)
     for key, shard in expected.items():
         torch.testing.assert_close(got[key], shard, **EXACT)
+
+
+class Remembers(nn.Module):
+    """What forward leaves behind outlives the transforms that it was computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.memo: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.l(x).tanh()
+        self.memo.append(y)
+        self.seen = 0.9 * self.seen + y.detach().mean(0)
+        return x + y + 0.1 * self.seen
+
+
+@pytest.mark.filterwarnings("ignore::funshard.BufferWarning")
+@pytest.mark.parametrize("left_by", ["torch.func", "funshard"])
+@pytest.mark.parametrize("p", [P(), P(remat=True), P(offload="activations")], ids=str)
+def test_what_ended_transforms_have_left_in_the_model(p: P, left_by: str) -> None:
+    """Tensors of two transforms that have ended: torch cannot compute with them, nor clone them, inside of another."""
+    model = nn.Sequential(Remembers(), Remembers())
+    x, spec = torch.randn(3, 4), fs.by_type(Remembers, p=p)(model)
+    params = fs.shard(model, spec)
+
+    def squares(loss: Loss) -> Loss:
+        return lambda params: sum((g**2).sum() for g in grad(loss)(params).values())  # pyright: ignore[reportReturnType]
+
+    def loss(params: Tree) -> Tensor:
+        return fs.functional_call(model, params, (x,), spec=spec).square().mean()
+
+    if left_by == "torch.func":
+        plain = dict(model.named_parameters())
+        grad(squares(lambda params: torch.func.functional_call(model, params, (x,)).square().mean()))(plain)
+    else:
+        grad(squares(loss))(params)
+    seen = [_torch.base(child.seen).clone() for child in model]  # pyright: ignore[reportAttributeAccessIssue]
+    found = [f(params) for f in (fs.grad(loss), grad(loss), grad(squares(loss)))]
+
+    model = nn.Sequential(Remembers(), Remembers())
+    for child, buffer in zip(model, seen, strict=True):
+        child.seen = buffer
+    for f, of in zip((fs.grad(loss), grad(loss), grad(squares(loss))), found, strict=True):
+        torch.testing.assert_close(f(params), of, **EXACT)

@@ -833,3 +833,19 @@ def test_views_of_leaves() -> None:
     assert _torch.is_of_leaf(other[1:])
     assert not _torch.is_of_leaf(leaf.detach() * 2)
     assert not _torch.is_of_leaf(leaf.clone())
+
+
+def test_what_has_ended_twice() -> None:
+    """torch sees through the wrapper of one transform that has ended; `living` through those of several."""
+    kept: list[Tensor] = []
+    x = torch.randn(3)
+
+    def f(x: Tensor) -> Tensor:
+        kept.append(x.tanh())
+        return kept[-1].sum()
+
+    grad(lambda x: grad(f)(x).sum())(x)
+    with pytest.raises(RuntimeError, match="escaped"):
+        grad(lambda x: (x * kept[0]).sum())(x)
+    torch.testing.assert_close(grad(lambda x: (x * _torch.living(kept[0])).sum())(x), x.tanh())
+    assert _torch.living(x) is x

@@ -84,6 +84,7 @@ def copy_of(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
     Nor of one with an element at several places, as vmap expands them: its copy on write could not be written to.
     """
+    buffer = _torch.living(buffer)  # forward has left it there inside of transforms
     seen = torch.compiler.is_compiling() or _torch.traced() or _torch.is_batched(buffer)
     if seen or dtype != buffer.dtype or not _torch.is_strided(buffer) or _torch.overlaps(buffer):
         return buffer.to(dtype, copy=True)

@@ -33,6 +33,7 @@ __all__ = [
     "is_wrapped",
     "level",
     "level_of",
+    "living",
     "lower",
     "savable",
     "seen_from",
@@ -176,6 +177,16 @@ def is_tracked(tensor: Tensor) -> bool:
 def is_over(tensor: Tensor) -> bool:
     """Whether the transform that the tensor belongs to has ended. Pinned by ``test_a_pullback_gives_plain_tensors``."""
     return _functorch.is_dead_tensor_wrapper(tensor)
+
+
+def living(tensor: Tensor) -> Tensor:
+    """The tensor inside of the wrappers of transforms that have ended: operators see through one of them, not through two.
+
+    Pinned by ``test_what_has_ended_twice``.
+    """
+    while is_over(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
 
 
 class beneath:  # noqa: N801  a context, as torch.no_grad

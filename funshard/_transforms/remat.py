@@ -81,7 +81,8 @@ def rerun(call: Callable[..., Any], name: str, roots: dict[str, Any], own: Itera
     roots that are modules, of which ``call`` brings the parameters, buffers and forward.
     """
     runs = Rerun(call, name, roots, own, remat)
-    operands = [x.clone() if _torch.base(x).is_inference() else x for x in runs.tensors]  # which autograd would not save
+    given = map(_torch.living, runs.tensors)  # a list of activations, say, that transforms before have left
+    operands = [x.clone() if _torch.base(x).is_inference() else x for x in given]  # which autograd would not save
     return runs.result(_Remat.apply(runs, *operands))
 
 
