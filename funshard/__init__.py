@@ -4,7 +4,8 @@ The house. A folder imports only from floors below its own (tests/test_house.py)
 
     7  _steps                           accumulate, update_in_backward: how gradients become a step
        testing                          laws and exactness for users: assert_exact, spmd, strategies
-    6  _call                            functional_call: entry, the four modes, the running call, schedule
+    6  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
+       _call                            functional_call: entry, the four modes, the running call, schedule
        _compiled                        fs.compile: the step and the passes over its graph
     5  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads
        _transforms                      grad, hvp, remat, named, offload, per_sample_grads
@@ -16,6 +17,10 @@ The house. A folder imports only from floors below its own (tests/test_house.py)
     2  collectives                      meshes, collectives and their transposes
     1  _torch                           every private part of torch, and the test that pins it
 """
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from . import averaging, codecs, collectives, compress, loss_scale, optim, policies, testing
 from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
@@ -57,6 +62,9 @@ from .policies import (
     whole,
 )
 
+if TYPE_CHECKING:
+    from . import checkpoint
+
 __all__ = [
     "BufferWarning",
     "Codec",
@@ -78,6 +86,7 @@ __all__ = [
     "by_path",
     "by_size",
     "by_type",
+    "checkpoint",
     "codecs",
     "collectives",
     "combine",
@@ -120,3 +129,9 @@ __all__ = [
     "weight_share",
     "whole",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "checkpoint":  # half a second of imports, which training does not need
+        return importlib.import_module(".checkpoint", __name__)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

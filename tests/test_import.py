@@ -13,6 +13,7 @@ HEAVY = (
     "torch._export",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
     "torch.distributed._composable",
     "torch.testing",
     "functorch",

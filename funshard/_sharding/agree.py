@@ -17,7 +17,7 @@ from .._units.layout import ordered
 from ..collectives._functions import all_gather
 from ..collectives._mesh import Group, Mesh
 
-__all__ = ["broadcast_text", "check_ranks_agree", "fingerprints", "gather_texts", "process_group", "talks"]
+__all__ = ["broadcast_text", "check_ranks_agree", "fingerprint", "fingerprints", "gather_texts", "process_group", "talks"]
 
 
 def _lines(spec: PartitionSpec) -> list[str]:
@@ -95,14 +95,15 @@ def fingerprints(params: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
     """
     with torch.no_grad():
         found = [
-            _fingerprint(ordered(tensor.detach(), param))
+            fingerprint(ordered(tensor.detach(), param))
             for unit in spec
             for tensor, param in zip(full_of_unit(params, unit), unit.params, strict=True)
         ]
         return torch.stack([number.to(found[0].device) for number in found]) if found else torch.zeros(0, dtype=torch.int64)
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A number that follows from the tensor's bits, as an int64 tensor without dimensions; 0 on the meta device."""
     if tensor.is_meta:
         return torch.zeros((), dtype=torch.int64)
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)

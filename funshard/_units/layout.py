@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from ..collectives._mesh import Group, Mesh
 
 __all__ = [
     "Params",
+    "Piece",
     "flatten",
     "flatten_unit",
     "index",
     "ordered",
     "padded_buffer",
+    "pieces",
     "spaced",
     "unflatten",
     "unflatten_unit",
@@ -146,16 +149,34 @@ def views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None
     check_trained((unit for unit in spec if unit.key in shards), "views")
     check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec if not unit.at_rest})
     check_rests(shards, spec)
-    mesh = spec.bound_mesh
-    at = coordinates(mesh, rank)
-    out: Params = {}
-    for unit in (unit for unit in spec if not unit.at_rest):
-        length = spec.shard_numel(unit)
-        begin = index(unit, mesh, at) * length
-        start = 0
-        for size, param in unit.parts:
-            if param is not None:
-                low, high = (min(max(x - begin, 0), length) for x in (start, start + size))
-                out[param.name] = shards[unit.key][low:high]
-            start += size
-    return out
+    at = coordinates(spec.bound_mesh, rank)
+    return {
+        piece.param.name: shards[unit.key][piece.low : piece.high]
+        for unit in spec
+        if not unit.at_rest
+        for piece in pieces(unit, spec, at)
+    }
+
+
+class Piece(NamedTuple):
+    """The part of a parameter that lies in a slice of its unit, possibly empty."""
+
+    param: Param
+    low: int
+    """Where it begins in the slice, in elements."""
+    high: int
+    """Where it ends there."""
+    begin: int
+    """Where it begins in the parameter, in its memory order."""
+
+
+def pieces(unit: Unit, spec: PartitionSpec, at: Sequence[int]) -> Iterator[Piece]:
+    """What of each of the unit's parameters lies in the slice of the rank at these coordinates of the spec's mesh."""
+    length = spec.shard_numel(unit)
+    begin = index(unit, spec.bound_mesh, at) * length
+    start = 0
+    for size, param in unit.parts:
+        if param is not None:
+            low, high = (min(max(x - begin, 0), length) for x in (start, start + size))
+            yield Piece(param, low, high, min(max(begin - start, 0), size))
+        start += size

@@ -1,0 +1,87 @@
+"""Flat ranges of a tensor as the N-d boxes that they cover, and who writes which part of what several ranks hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+__all__ = ["Box", "boxes", "cut", "share"]
+
+LARGEST = 16 << 20
+"""Bytes of a box at most: what is read and checked at once. Readers of a part of a box read all of it."""
+SMALLEST = 1 << 20
+"""Bytes under which a range is not divided among the ranks that hold it: a box has some 1,500 bytes of its own."""
+
+
+class Box(NamedTuple):
+    """A part of a tensor: where it begins and how long it is, in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.sizes)
+
+
+def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """The boxes of elements ``begin`` to ``end`` of a tensor in row-major order; one after the other they are that range.
+
+    At most ``2 * len(shape) - 1`` of them. A tensor without elements, or dimensions, is one box.
+
+    >>> [tuple(box) for box in boxes([3, 4], 2, 12)]
+    [((0, 2), (1, 2)), ((1, 0), (2, 4))]
+    """
+    if not math.prod(shape):
+        return [Box((0,) * len(shape), tuple(shape))]
+    return list(_boxes(tuple(shape), begin, end))
+
+
+def _boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    if begin == end:
+        return
+    if len(shape) < 2:
+        yield Box((begin,), (end - begin,)) if shape else Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # the rows that are whole
+    if first > last:  # a part of one row
+        yield from _in_row(shape, last, begin, end)
+        return
+    yield from _in_row(shape, first - 1, begin, first * row)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _in_row(shape, last, last * row, end)
+
+
+def _in_row(shape: tuple[int, ...], at: int, begin: int, end: int) -> Iterator[Box]:
+    start = at * math.prod(shape[1:])
+    for box in _boxes(shape[1:], begin - start, end - start):
+        yield Box((at, *box.offsets), (1, *box.sizes))
+
+
+def cut(begin: int, end: int, itemsize: int) -> list[tuple[int, int]]:
+    """The range in parts of at most `LARGEST` bytes."""
+    step = max(LARGEST // itemsize, 1)
+    return [(at, min(at + step, end)) for at in range(begin, end, step)] or [(begin, end)]
+
+
+class share:  # noqa: N801  a function that remembers
+    """Deals ranges that each of some ranks holds out among them, evenly, in the same way on each of them."""
+
+    def __init__(self) -> None:
+        self._dealt: dict[int, int] = {}
+
+    def __call__(self, begin: int, end: int, itemsize: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """What the rank writes of the next range that all ``ranks`` hold."""
+        parts = max(1, min(ranks, (end - begin) * itemsize // SMALLEST))
+        first = self._dealt.get(ranks, 0)
+        self._dealt[ranks] = first + parts
+        length = end - begin
+        return [
+            (begin + length * i // parts, begin + length * (i + 1) // parts)
+            for i in range(parts)
+            if (first + i) % ranks == rank
+        ]

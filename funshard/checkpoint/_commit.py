@@ -1,0 +1,189 @@
+"""A checkpoint's directory: written aside, checked, flushed, and there by one rename; the latest, and what may go."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+import uuid
+import warnings
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ._files import METADATA, crc32
+from ._ranks import CheckpointError
+
+__all__ = ["Aside", "clean", "contents", "latest"]
+
+OWN = "funshard.json"
+"""What torch's description does not say: the state's structure, its plain values, which checkpoint this is, and checksums."""
+ASIDE = ".partial"
+"""How the name of a directory ends that is being written, or was when its writer ended."""
+LOCK = ".lock"
+VERSION = 1
+JUST_MADE = 60
+"""Seconds in which a directory may have no lock yet."""
+
+
+class Aside:
+    """The directory beside ``path`` in which a checkpoint is written, locked for as long as its writer lives.
+
+    Raises FileExistsError where there is something at ``path``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        _refuse_existing(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.sequence = 1 + max((number for number, _ in _committed(self.path.parent)), default=0)
+        self.aside = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:12]}{ASIDE}")
+        self.aside.mkdir()
+        self._lock = os.open(self.aside / LOCK, os.O_CREAT | os.O_RDWR)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def commit(self, tree: Any, written: Mapping[str, int]) -> None:
+        """It is at its path, whole and flushed, when this returns. ``written`` are the sizes that its files should have."""
+        for name, size in written.items():
+            if (got := (self.aside / name).stat().st_size) != size:
+                raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
+        content = {
+            "version": VERSION,
+            "sequence": self.sequence,
+            "files": dict(written),
+            "metadata": crc32(self.aside / METADATA),
+            "state": tree,
+        }
+        text = json.dumps(content)
+        with (self.aside / OWN).open("w") as file:
+            json.dump({"crc32": zlib.crc32(text.encode()), "content": text}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _flush(self.aside)
+        _refuse_existing(self.path)
+        os.rename(self.aside, self.path)  # onto what is not empty it fails
+        _flush(self.path.parent)
+        (self.path / LOCK).unlink()
+        os.close(self._lock)
+
+    def abandon(self) -> None:
+        """Take away what was written."""
+        shutil.rmtree(self.aside, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(
+            f"{path}: expected a path where nothing is, such as one with the number of the step in its name; a checkpoint is "
+            "never written over another"
+        )
+
+
+def _flush(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def contents(path: Path) -> dict[str, Any] | None:
+    """What is in a checkpoint beside tensors; None of one that was not written by `save`. CheckpointError if damaged."""
+    try:
+        text = (path / OWN).read_text()
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: its file '{OWN}' is damaged: {error}") from error
+    try:
+        outer = json.loads(text)
+        if zlib.crc32(outer["content"].encode()) != outer["crc32"]:
+            raise ValueError("its checksum is not what was written")
+        found = json.loads(outer["content"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: its file '{OWN}' is damaged: {error}") from error
+    if found["version"] > VERSION:
+        raise CheckpointError(f"{path}: of version {found['version']}, expected at most {VERSION}: use a newer funshard")
+    if not (path / METADATA).is_file() or crc32(path / METADATA) != found["metadata"]:
+        raise CheckpointError(f"{path}: its file '{METADATA}' is damaged or missing")
+    return found
+
+
+def whole(path: Path) -> str:
+    """What is wrong with a checkpoint, as far as the sizes of its files say; "" if nothing."""
+    try:
+        found = contents(path) or {}
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    for name, size in found.get("files", {}).items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"{path}: its file '{name}' is {'cut short' if file.is_file() else 'missing'}"
+    return ""
+
+
+def _committed(directory: Path) -> list[tuple[int, Path]]:
+    """``(sequence, path)`` of what `save` has put into a directory, the oldest first."""
+    found: list[tuple[int, Path]] = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name.endswith(ASIDE) or not (path / OWN).is_file():
+            continue
+        try:
+            content = contents(path)
+        except (CheckpointError, OSError):
+            content = None
+        found.append((content["sequence"] if content else 0, path))
+    return sorted(found)
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint in the directory that was saved last and is whole; None if there is none.
+
+    Only what `save` has finished counts, in the order in which it did, whatever names and clocks say. One whose files are
+    missing or cut short is passed over with a warning. On several ranks call it on one, or when all see the same files.
+    """
+    for _, path in reversed(_committed(Path(directory))):
+        if not (wrong := whole(path)):
+            return path
+        warnings.warn(f"checkpoint.latest: passed over a damaged checkpoint: {wrong}", stacklevel=2)
+    return None
+
+
+def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
+    """Removes all but the ``keep`` last whole checkpoints in the directory, and what saves that were cut short have left.
+
+    Gives back what it has removed. What another process is writing stays, and so do damaged checkpoints and what `save`
+    has not written. On several ranks call it on one. ValueError for ``keep < 1``.
+    """
+    if keep < 1:
+        raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
+    directory = Path(directory)
+    good = [path for _, path in _committed(directory) if not whole(path)]
+    removed = good[:-keep]
+    for path in removed:
+        aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{ASIDE}")
+        os.rename(path, aside)  # at once, so that nobody takes a half of it for a checkpoint
+        shutil.rmtree(aside, ignore_errors=True)
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name.startswith(".") and path.name.endswith(ASIDE) and not _is_locked(path / LOCK):
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+    return removed
+
+
+def _is_locked(lock: Path) -> bool:
+    try:
+        handle = os.open(lock, os.O_RDWR)
+    except FileNotFoundError:
+        return time.time() - lock.parent.stat().st_mtime < JUST_MADE
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False

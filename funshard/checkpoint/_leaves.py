@@ -1,0 +1,155 @@
+"""What a state is made of: slices and scalars of units, tensors that all ranks have alike or each its own, plain values."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._spec.spec import PartitionSpec
+from .._spec.unit import Unit
+from .._units.flow import stored
+from .._units.host import rested
+from .._units.layout import coordinates, pieces
+
+__all__ = ["Leaf", "Part", "Scalar", "Slice", "Value", "Whole", "from_json", "to_json"]
+
+
+class Part(NamedTuple):
+    """A range of a stored tensor, in its memory order, with this rank's memory for it."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    """The tensor's dimensions from the outermost in memory to the innermost."""
+    begin: int
+    data: Tensor
+    """1-D."""
+    holder: int
+    """Which of those that hold this range the rank is."""
+    holders: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """This rank's slice of a unit: a range of each of its parameters. ``dtype`` is that of the stored tensors."""
+
+    unit: Unit
+    names: tuple[tuple[str, ...], ...]
+    """For each of the unit's parameters the names under which it is stored, the first one its own."""
+    dtype: torch.dtype
+    encoded: bool = False
+    """Whether it is at rest in the unit's codec once it is read."""
+
+    def memory(self, spec: PartitionSpec) -> Tensor:
+        """A slice to read into, with its padding, on the device where it rests, or on its way there."""
+        device = None if self.encoded or "params" in self.unit.p.offloads else spec.bound_mesh.device
+        memory = torch.empty(spec.shard_numel(self.unit), dtype=self.dtype, device=device)
+        end = 0
+        for piece in pieces(self.unit, spec, coordinates(spec.bound_mesh, None)):  # what is between them is zeros
+            memory[end : piece.low].zero_()
+            end = max(end, piece.high)
+        memory[end:].zero_()
+        return memory
+
+    def closed(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
+        """What was read, as it is in a state."""
+        return rested(stored(tensor, self.unit) if self.encoded else tensor, self.unit, spec.bound_mesh)
+
+    def parts(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[Part]:
+        """The ranges of the parameters that lie in the slice."""
+        mesh = spec.bound_mesh
+        at = coordinates(mesh, None)
+        others = [(i, axis.size) for i, (name, axis) in enumerate(mesh.axes) if name not in self.unit.p.axes]
+        holder, holders = 0, 1
+        for i, size in others:
+            holder, holders = holder * size + at[i], holders * size
+        for piece, (name, *aliases) in zip(pieces(self.unit, spec, at), self.names, strict=True):
+            data = tensor.detach()[piece.low : piece.high]
+            shape, order = piece.param.shape, tuple(piece.param.order)
+            if len(data):
+                yield Part(name, tuple(aliases), shape, order, piece.begin, data, holder, holders)
+            elif not piece.param.numel:
+                yield Part(name, tuple(aliases), shape, order, 0, data, rank, ranks)
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number that a unit has, such as an optimizer's count of steps: stored with each of its parameters."""
+
+    unit: Unit
+    names: tuple[tuple[str, ...], ...]
+    dtype: torch.dtype
+    accelerated: bool
+    """Whether it is on the mesh's device, and not on the host."""
+
+    def parts(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[Part]:
+        """The number, once for each parameter."""
+        for name, *aliases in self.names:
+            yield Part(name, tuple(aliases), (), (), 0, tensor.detach().reshape(1), rank, ranks)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor that all ranks have alike, or, if it is ``own``, each another one: then ranks are its first dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    accelerated: bool
+    own: bool = False
+    averaged: bool = False
+    """Whether other ranks than those that saved it take the mean of theirs."""
+
+    def parts(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[Part]:
+        """All of it, or this rank's row."""
+        data = tensor.detach().contiguous().view(-1)
+        if not self.own:
+            yield Part(self.name, (), self.shape, tuple(range(len(self.shape))), 0, data, rank, ranks)
+        elif len(data) or rank == 0:
+            shape = (ranks, *self.shape)
+            yield Part(self.name, (), shape, tuple(range(len(shape))), rank * math.prod(self.shape), data, 0, 1)
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is no tensor; if it is ``own``, another one on each rank."""
+
+    name: str
+    value: Any = None
+    own: bool = False
+
+
+Leaf = Slice | Scalar | Whole | Value
+
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def to_json(value: object, name: str) -> Any:
+    """A plain value for a JSON file. TypeError, with its name in the state, for anything else."""
+    if isinstance(value, PLAIN) and type(value) in PLAIN:
+        return value
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    raise TypeError(
+        f"state '{name}': expected a tensor, a number, a string, bytes, None or a container of such, got "
+        f"{type(value).__module__}.{type(value).__qualname__}; no pickle is written: save what it is made of, such as its "
+        "state_dict()"
+    )
+
+
+def from_json(value: Any) -> Any:
+    """Inverse of `to_json`."""
+    if isinstance(value, dict):
+        (kind, text), *_ = value.items()
+        return base64.b64decode(text) if kind == "bytes" else getattr(torch, text)
+    return value

@@ -1,0 +1,239 @@
+"""load: a checkpoint as the state of another world size, mesh and policy; each rank reads what it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as read
+
+from .. import _torch
+from .._spec.spec import PartitionSpec, bound
+from ._commit import contents
+from ._files import Reader, metadata_of
+from ._leaves import Leaf, Part, Scalar, Slice, Value, Whole
+from ._plan import Reads
+from ._ranks import CheckpointError, Ranks
+from ._save import TIMEOUT, quiet
+from ._tree import Node, Units, build, described, leaves, stored_names
+from ._written import check_ranks, part_of, plain_values, read_tree
+
+__all__ = ["load"]
+
+
+def load(
+    path: str | os.PathLike[str],
+    spec: PartitionSpec,
+    *,
+    only: str | None = None,
+    like: Any = None,
+    check: bool = True,
+    timeout: float = TIMEOUT,
+) -> Any:
+    """The state that `save` wrote to the directory ``path``, sharded by this spec: other policy, mesh, `P` and world size.
+
+    Each rank reads what overlaps with its slices, in boxes of at most 16 MiB, into the result's own memory. Tensors are on
+    the mesh's device if they were on the accelerator, or else on the host. What was `per_rank` comes back without it.
+
+    ``only`` is the path of a part of the state, such as ``"params"`` or ``"opt.ema"``: that part is what comes back, and the
+    rest is not read. ``like`` is a state of the structure that is wanted, of which only shapes, dtypes and keys are looked at
+    (tensors may be on the meta device): it is needed for containers of the caller's own classes, and for checkpoints that
+    others wrote. Those of FSDP1, FSDP2 and DDP by torch.distributed.checkpoint are read by their parameters' names:
+    ``load(path, spec, only="model")`` gives the shards of what was saved as ``{"model": state_dict}``, and
+    ``like={"model": params, "optim": {"state": opt_state}}`` its optimizer's state too. The prefixes of wrappers are left out.
+
+    No pickle is run: torch's description of the files is read by the names of its data classes alone, tensors with
+    ``weights_only``. With ``check`` the checksum of each record that is read is compared.
+
+    Raises, on every rank, FileNotFoundError where there is no checkpoint; ValueError, naming the parameter, for one that is
+    only in the checkpoint or the spec, and for another shape or dtype; CheckpointError, naming tensor and file, for what is
+    damaged.
+    """
+    spec = bound(spec)
+    if spec.bound_mesh.simulated or not _torch.plain():
+        raise ValueError("checkpoint.load: expected process groups, outside of transforms: simulated ranks are one process")
+    ranks = Ranks(spec.bound_mesh, timedelta(seconds=timeout))
+    directory = Path(path)
+    node, found, stored = ranks.together(lambda: _wanted(directory, spec, only, like, ranks), "checkpoint.load")
+    kept = list(leaves(node))
+    values: list[Any] = [None] * len(kept)
+    with torch.no_grad():
+        for some in _rounds(kept):
+            memory = {i: _memory(kept[i], spec, stored, ranks) for i in some}
+            parts = [part for i in some for part in _parts(kept[i], memory[i], spec, stored, ranks)]
+            _read(directory, parts, ranks, check=check)
+            for i in some:
+                values[i] = _settled(kept[i], memory.pop(i), spec, found, ranks)
+    return build(node, iter(values))
+
+
+def _rounds(kept: Sequence[Leaf]) -> Iterator[list[int]]:
+    """What is read together: what is encoded afterwards a unit at a time, all else at once."""
+    yield [i for i, leaf in enumerate(kept) if not (isinstance(leaf, Slice) and leaf.encoded)]
+    yield from ([i] for i, leaf in enumerate(kept) if isinstance(leaf, Slice) and leaf.encoded)
+
+
+def _read(directory: Path, parts: Sequence[Part], ranks: Ranks, *, check: bool) -> None:
+    reader, group = Reader(directory, check=check), ranks.group
+    with ranks.lost(), quiet():
+        try:
+            read({}, storage_reader=reader, planner=Reads(parts), process_group=group, no_dist=group is None)
+        except CheckpointException as error:
+            texts = [f"rank {rank}: {e}" for rank, (e, _) in error.failures.items()]
+            raise CheckpointError(f"checkpoint.load: {directory}: {'; '.join(texts[:3])}") from error
+
+
+# --- What is wanted, and whether it is there. ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """The tensors of a checkpoint: the keys that they have there, which are their names with the prefixes of wrappers."""
+
+    metadata: Metadata
+
+    def key(self, names: Sequence[str]) -> str | None:
+        """The key of the first of these names that is there."""
+        every = self.metadata.state_dict_metadata
+        return next((key for name in names for key in (name, self._clean.get(name)) if key is not None and key in every), None)
+
+    @functools.cached_property
+    def _clean(self) -> dict[str, str]:
+        """Keys by their clean names, where these are no others' names."""
+        out: dict[str, str] = {}
+        for key in self.metadata.state_dict_metadata:
+            out[clean_name(key)] = "" if clean_name(key) in out else key
+        return {name: key for name, key in out.items() if key}
+
+    def tensor(self, names: Sequence[str], shape: Sequence[int] | None, dtype: torch.dtype) -> tuple[str, tuple[int, ...]]:
+        """``(key, shape)`` of a stored tensor; ValueError unless it is there, of this shape, dtype and whole."""
+        key = self.key(names)
+        tensor = None if key is None else self.metadata.state_dict_metadata[key]
+        if key is None or not isinstance(tensor, TensorStorageMetadata):
+            raise ValueError(f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape or ())} {dtype}, got none")
+        if (shape is not None and tuple(tensor.size) != tuple(shape)) or tensor.properties.dtype != dtype:
+            raise ValueError(
+                f"tensor '{names[0]}': expected {list(shape or ())} {dtype}, got {list(tensor.size)} {tensor.properties.dtype} "
+                "in the checkpoint: was another model saved?"
+            )
+        if (elements := sum(math.prod(chunk.sizes) for chunk in tensor.chunks)) != math.prod(tensor.size):
+            raise CheckpointError(
+                f"tensor '{key}': expected {math.prod(tensor.size)} elements in the checkpoint, got {elements}"
+            )
+        return key, tuple(tensor.size)
+
+
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def clean_name(key: str) -> str:
+    """A key of a state_dict without what FSDP1, checkpoint_wrapper, torch.compile and DDP put into it."""
+    for prefix in WRAPPERS:
+        key = key.replace(prefix, "")
+    return re.sub(r"(^|\.)module\.", r"\1", key, count=1)
+
+
+def _wanted(
+    directory: Path, spec: PartitionSpec, only: str | None, like: Any, ranks: Ranks
+) -> tuple[Node, dict[str, Any], _Stored]:
+    """``(the tree that is to be read, the plain values, the tensors)``."""
+    stored, own = _Stored(metadata_of(directory)), contents(directory)
+    path = tuple(only.split(".")) if only else ()
+    found = dict(plain_values(own["state"], ranks.rank)) if own else {}
+    if like is not None:
+        node, _ = described(like, spec, path)
+    elif own:
+        node = read_tree(part_of(own["state"], only or ""), spec, ranks.rank, ranks.size, path)
+    else:
+        node = _parameters(spec, stored, path)
+    for leaf in leaves(node):
+        if isinstance(leaf, Value):
+            if leaf.name not in found:
+                raise ValueError(f"state '{leaf.name}' is no plain value in the checkpoint: expected like= without it")
+        else:
+            _check(leaf, stored, ranks)
+    return node, found, stored
+
+
+def _parameters(spec: PartitionSpec, stored: _Stored, path: tuple[str, ...]) -> Node:
+    """The parameters, of which others have saved a state_dict at this path."""
+    slices = (Slice(unit, stored_names(unit, path, ()), unit.dtype, unit.at_rest is not None) for unit in spec)
+    return Units(".".join(path), {leaf.unit.key: leaf for leaf in slices}, whole=True)
+
+
+def _check(leaf: Slice | Scalar | Whole, stored: _Stored, ranks: Ranks) -> None:
+    if isinstance(leaf, Whole):
+        _, shape = stored.tensor([leaf.name], None if leaf.own else leaf.shape, leaf.dtype)
+        if leaf.own and not leaf.averaged:
+            check_ranks(leaf.name, shape[0], ranks.size)
+        return
+    for param, names in zip(leaf.unit.params, leaf.names, strict=True):
+        stored.tensor(names, param.shape if isinstance(leaf, Slice) else (), leaf.dtype)
+
+
+# --- Memory for it. ---
+
+
+def _memory(leaf: Leaf, spec: PartitionSpec, stored: _Stored, ranks: Ranks) -> Any:
+    match leaf:
+        case Value():
+            return None
+        case Slice():
+            return leaf.memory(spec)
+        case Scalar():
+            return torch.empty(len(leaf.names), dtype=leaf.dtype)
+        case Whole():
+            _, shape = stored.tensor([leaf.name], None if leaf.own else leaf.shape, leaf.dtype)
+            own = leaf.own and shape[0] == ranks.size
+            return torch.empty(shape[1:] if own else shape, dtype=leaf.dtype)
+
+
+def _parts(leaf: Leaf, memory: Any, spec: PartitionSpec, stored: _Stored, ranks: Ranks) -> Iterator[Part]:
+    match leaf:
+        case Value():
+            return
+        case Slice():
+            parts = leaf.parts(memory, spec, ranks.rank, ranks.size)
+        case Scalar():
+            named = enumerate(leaf.names)
+            parts = (Part(names[0], names[1:], (), (), 0, memory[i : i + 1], 0, 1) for i, names in named)
+        case Whole():
+            _, shape = stored.tensor([leaf.name], None if leaf.own else leaf.shape, leaf.dtype)
+            begin = ranks.rank * memory.numel() if leaf.own and memory.dim() < len(shape) else 0
+            parts = [Part(leaf.name, (), shape, tuple(range(len(shape))), begin, memory.view(-1), 0, 1)]
+    for part in parts:
+        key = stored.key([part.name, *part.aliases])
+        assert key is not None
+        yield part._replace(name=key)
+
+
+def _settled(leaf: Leaf, memory: Any, spec: PartitionSpec, found: Mapping[str, Any], ranks: Ranks) -> Any:
+    """What was read, as it is in the state."""
+    device = spec.bound_mesh.device
+    match leaf:
+        case Value():
+            return found[leaf.name]
+        case Slice():
+            return leaf.closed(memory, spec)
+        case Scalar():
+            if not bool((memory == memory[0]).all()):
+                raise ValueError(
+                    f"unit '{leaf.unit.key}': expected one '{leaf.names[0][0]}' for all of its parameters, got "
+                    f"{memory.unique().tolist()[:4]}; choose units whose parameters have taken as many steps"
+                )
+            one = memory[0].clone()
+            return one.to(device) if leaf.accelerated and device else one
+        case Whole():
+            if memory.dim() > len(leaf.shape):  # of other ranks
+                memory = memory.mean(0)
+            return memory.to(device) if leaf.accelerated and device else memory

@@ -1,0 +1,120 @@
+"""All ranks of a mesh, over a process group of their own: an error of one is an error of all."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .._sharding.agree import gather_texts, talks
+from ..collectives._mesh import Mesh
+
+__all__ = ["CheckpointError", "Ranks"]
+
+T = TypeVar("T")
+SHOWN = 3
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written, or cannot be read: damaged, cut short, or not what was asked for."""
+
+
+class Ranks:
+    """The ranks of a mesh, counted row by row. ``group`` is None for a single one.
+
+    The group is theirs alone and of gloo: what is said about a checkpoint, also from a thread, does not come between the
+    collectives of training. A rank that is lost is an error of the others after ``timeout`` at most.
+    """
+
+    _groups: ClassVar[dict[tuple[tuple[int, ...], timedelta], dist.ProcessGroup]] = {}
+
+    def __init__(self, mesh: Mesh, timeout: timedelta) -> None:
+        self.rank, self.size = 0, 1
+        self.group: dist.ProcessGroup | None = None
+        if not talks(mesh):
+            return
+        device = mesh.device or torch.device("cpu")
+        ranks = tuple(int(text) for text in gather_texts(str(dist.get_rank()), mesh, device))
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self._key = (ranks, timeout)
+        group = self._groups.get(self._key)
+        if group is None or not _alive(group):
+            made: Any = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
+            group = made
+            self._groups[self._key] = group
+        self.group = group
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with self.lost():
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def together(self, do: Callable[[], T], where: str) -> T:
+        """What it gives on this rank; if it raises on any rank, an error on all of them that says on which."""
+        try:
+            value, error = do(), None
+        except Exception as raised:
+            value, error = None, raised
+        told = self.gather(None if error is None else (type(error).__name__, str(error)))
+        self._raise({rank: text for rank, text in enumerate(told) if text is not None}, where, error)
+        return value  # pyright: ignore[reportReturnType]
+
+    def on_first(self, do: Callable[[], T], where: str) -> T:
+        """What it gives on the first rank, on all of them; its error too."""
+        found: list[T] = []
+        self.together(lambda: found.append(do()) if self.rank == 0 else None, where)
+        return self.gather(found[0] if found else None)[0]  # pyright: ignore[reportReturnType]
+
+    def _raise(self, errors: dict[int, tuple[str, str]], where: str, own: Exception | None) -> None:
+        if not errors:
+            return
+        (kind, text), *_ = errors.values()
+        if len({*errors.values()}) == 1 and len(errors) == self.size and own is not None:
+            raise own
+        cls = getattr(builtins, kind, CheckpointError)
+        shown = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in list(errors.items())[:SHOWN])
+        more = f" (and {len(errors) - SHOWN} more ranks)" if len(errors) > SHOWN else ""
+        raise cls(f"{where}: {shown}{more}" if self.size > 1 else text) from own
+
+    def lost(self) -> _Lost:
+        """Where an error of the process group is one that says that a rank was lost."""
+        return _Lost(self)
+
+    def forget(self) -> None:
+        """Use another group the next time: one that has failed once answers nobody."""
+        if self.group is not None:
+            self._groups.pop(self._key, None)
+
+
+class _Lost:
+    """Says of an error of the group's that a rank is gone."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            self._ranks.forget()
+            raise CheckpointError(
+                f"one of the {self._ranks.size} ranks was lost, or did not answer in time, while they agreed on a checkpoint: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+
+def _alive(group: dist.ProcessGroup) -> bool:
+    """Whether its default group, and so itself, was not destroyed."""
+    try:
+        return dist.is_initialized() and dist.get_rank(group) >= 0
+    except (ValueError, RuntimeError):
+        return False

@@ -1,0 +1,238 @@
+"""save: a state of sharded and other values to a directory, by all ranks in parallel."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as write_out
+
+from .. import _torch
+from .._sharding.agree import fingerprint
+from .._spec.spec import PartitionSpec, bound
+from ._commit import Aside
+from ._files import Writer
+from ._leaves import Leaf, Part, Scalar, Slice, Value, Whole, to_json
+from ._plan import Writes
+from ._ranks import CheckpointError, Ranks
+from ._tree import Node, described, leaves
+from ._written import written_tree
+
+__all__ = ["TIMEOUT", "Saving", "quiet", "save"]
+
+TIMEOUT = 600.0
+
+
+class Saving:
+    """A checkpoint that is being written, or was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Where the checkpoint is, when it is there. Raises the error that it ended with, on every rank."""
+        if self._thread is not None:
+            self._thread.join()
+        _pending.discard(self)
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def _start(self, write: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                write()
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="funshard.checkpoint")  # not a daemon: the process waits for it
+        _pending.add(self)
+        self._thread.start()
+
+
+_pending: set[Saving] = set()
+"""What was started asynchronously and nobody has waited for."""
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Any,
+    spec: PartitionSpec,
+    *,
+    asynchronous: bool = False,
+    when_busy: Literal["wait", "raise"] = "wait",
+    timeout: float = TIMEOUT,
+) -> Saving:
+    """Writes a state to the directory ``path``, by all ranks of the spec's mesh in parallel, each byte once.
+
+    ``state`` is any pytree of dicts, lists, tuples, named tuples and optree's registered classes. A mapping in it by the keys
+    of units is taken for sharded: parameters, an optimizer's state, averages. What it holds is stored under the model's own
+    parameter names, ``{path in the state}.{parameter}.{path in the unit's state}``, as whole tensors for every reader of
+    torch.distributed.checkpoint (DCP): each slice as the N-d boxes that it covers, tied parameters under all of their names.
+    All else all ranks must have alike, and it is stored once: tensors, numbers, strings, bytes, None. What is each rank's
+    own is said by `per_rank`. Tensors are read, not changed; no gradient is kept. Units at rest in a codec are made anew
+    from the model that was frozen, and leave with `partition`.
+
+    The files are DCP's; ``funshard.json`` beside them has the state's structure and plain values. They are written into a
+    directory aside, checked, flushed, and renamed to ``path`` as the last thing: a checkpoint is there as a whole or not at
+    all, and none is written over. What goes wrong on one rank is an error on all of them: so is a rank that is lost, for
+    which the others wait ``timeout`` seconds at most.
+
+    ``asynchronous`` returns when this rank's share is copied to memory of the host; a thread writes it, over a process group
+    of its own, while training goes on, also in place. `Saving.wait` gives the path or the error; otherwise an error comes up
+    at the next `save`. A save before the last one has ended waits for it, or with ``when_busy="raise"`` raises
+    CheckpointError. The process does not end before it is written.
+
+    Raises FileExistsError where there is something at ``path``, ValueError, naming unit and leaf, for a slice that is not of
+    this spec and mesh and for what ranks have differently, TypeError for what is none of the above, CheckpointError for what
+    fails while it is written: on every rank, and nothing is at ``path`` then.
+    """
+    spec = bound(spec)
+    if spec.bound_mesh.simulated or not _torch.plain():
+        raise ValueError("checkpoint.save: expected process groups, outside of transforms: simulated ranks are one process")
+    if when_busy not in ("wait", "raise"):
+        raise ValueError(f"checkpoint.save: when_busy: expected 'wait' or 'raise', got {when_busy!r}")
+    ranks = Ranks(spec.bound_mesh, timedelta(seconds=timeout))
+    ranks.together(lambda: _last_one_over(when_busy), "checkpoint.save")
+    saving = Saving(Path(path).absolute())
+    writes, tree = _planned(state, spec, ranks)
+    aside = None
+
+    def begin() -> str:
+        nonlocal aside
+        aside = Aside(saving.path)
+        return str(aside.aside)
+
+    directory = Path(ranks.on_first(begin, "checkpoint.save"))
+
+    def write() -> None:
+        try:
+            _written(directory, writes, tree, aside, ranks)
+        except BaseException:
+            if aside is not None:
+                aside.abandon()
+            raise
+        finally:
+            writes.ended()
+
+    if not asynchronous:
+        write()
+        return saving
+    ranks.together(writes.stage, "checkpoint.save")
+    saving._start(write)
+    return saving
+
+
+def _last_one_over(when_busy: str) -> None:
+    for saving in list(_pending):
+        if when_busy == "raise" and not saving.done():
+            raise CheckpointError(
+                f"the save to {saving.path} is still being written: expected it to have ended; call its wait()"
+            )
+        saving.wait()
+
+
+def _planned(state: Any, spec: PartitionSpec, ranks: Ranks) -> tuple[Writes, Any]:
+    """What this rank writes, and the state's structure; an error on all ranks where they do not have the same to say."""
+
+    def plan() -> tuple[Node, Writes, dict[str, str], dict[str, Any]]:
+        node, values = described(state, spec)
+        parts: list[Part] = []
+        alike: dict[str, str] = {}
+        own: dict[str, Any] = {}
+        for leaf, value in zip(leaves(node), values, strict=True):
+            _add(leaf, value, spec, ranks, parts, alike, own)
+        _refuse_twice(parts)
+        return node, Writes(parts), alike, own
+
+    with torch.no_grad():
+        node, writes, alike, own = ranks.together(plan, "checkpoint.save")
+    told = ranks.gather((_digest(alike), own))
+    if any(digest != told[0][0] for digest, _ in told):
+        ranks.together(lambda: _raise_difference(ranks.gather(alike)), "checkpoint.save")
+    owns = {name: [values[name] for _, values in told] for name in own}
+    return writes, written_tree(node, spec, owns)
+
+
+def _add(
+    leaf: Leaf, value: Any, spec: PartitionSpec, ranks: Ranks, parts: list[Part], alike: dict[str, str], own: dict[str, Any]
+) -> None:
+    match leaf:
+        case Value(name, _, True):
+            own[name] = value
+        case Value(name):
+            alike[name] = json.dumps(to_json(value, name))
+        case Slice():
+            alike[leaf.names[0][0]] = f"slices {leaf.dtype} of unit '{leaf.unit.key}'"
+            if leaf.encoded:
+                raise ValueError(
+                    f"unit '{leaf.unit.key}' is at rest in {leaf.unit.at_rest}, which is made of the model that it was frozen "
+                    "with: expected a state without it; save fs.partition(params, spec)[0]"
+                )
+            parts += leaf.parts(value, spec, ranks.rank, ranks.size)
+        case Whole(own=True):
+            alike[leaf.name] = f"each rank's own {list(leaf.shape)} {leaf.dtype}"
+            parts += leaf.parts(value, spec, ranks.rank, ranks.size)
+        case Whole() | Scalar():
+            name = leaf.name if isinstance(leaf, Whole) else leaf.names[0][0]
+            alike[name] = f"{list(value.shape)} {value.dtype} of values {int(fingerprint(value.detach()))}"
+            parts += leaf.parts(value, spec, ranks.rank, ranks.size)
+
+
+def _digest(alike: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(alike).encode()).hexdigest()
+
+
+def _raise_difference(told: list[dict[str, str]]) -> None:
+    for name in dict.fromkeys(name for one in told for name in one):
+        texts = [one.get(name, "nothing") for one in told]
+        if rank := next((rank for rank, text in enumerate(texts) if text != texts[0]), 0):
+            raise ValueError(
+                f"state '{name}': expected the same on all ranks, got on rank 0 {texts[0]}, on rank {rank} {texts[rank]}; wrap "
+                "what is each rank's own in checkpoint.per_rank"
+            )
+
+
+def _refuse_twice(parts: list[Part]) -> None:
+    seen: set[str] = set()
+    for name in (name for part in parts for name in (part.name, *part.aliases)):
+        if name in seen:
+            raise ValueError(f"state '{name}': two of its leaves have this name: expected names without such dots")
+        seen.add(name)
+
+
+def _written(directory: Path, writes: Writes, tree: Any, aside: Aside | None, ranks: Ranks) -> None:
+    """Write, and on the first rank commit."""
+    writer = Writer(directory)
+    with ranks.lost(), quiet():
+        try:
+            write_out({}, storage_writer=writer, planner=writes, process_group=ranks.group, no_dist=ranks.group is None)
+        except CheckpointException as error:
+            texts = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
+            shown = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:3])
+            raise CheckpointError(f"checkpoint.save: nothing was saved: {shown}") from error
+    ranks.on_first(lambda: aside.commit(tree, writer.written) if aside else None, "checkpoint.save: nothing was saved")
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """Without torch's warning that one process saves or loads alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
+        yield

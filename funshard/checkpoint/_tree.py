@@ -1,0 +1,200 @@
+"""A state as a tree of `Leaf`: which parts of it are sharded like the spec's units, and under which names they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._spec.spec import PartitionSpec
+from .._spec.tree import NAMESPACE
+from .._spec.unit import Unit
+from ..averaging import Averaging
+from ..compress._powersgd import PowerSGD
+from ..loss_scale import LossScale
+from ._leaves import Leaf, Scalar, Slice, Value, Whole, to_json
+
+__all__ = ["KNOWN", "Branch", "Made", "Node", "PerRank", "Units", "build", "described", "leaves", "per_rank", "stored_names"]
+
+KNOWN = {cls.__name__: cls for cls in (Averaging, LossScale, PowerSGD)}
+"""Containers that are made anew from a file alone, beside dict, list and tuple."""
+Made = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """What `per_rank` gives."""
+
+    tree: Any
+
+
+def per_rank(tree: Any) -> PerRank:
+    """What is each rank's own, such as the state of its random numbers, in a state for `save`: it is stored for every rank.
+
+    It comes back, without this, on as many ranks; on another number of them `load` raises ValueError.
+    """
+    return PerRank(tree)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A container: its children, and how it is made of them. ``kind`` is its name in a file, "" for one that has none."""
+
+    kind: str
+    entries: tuple[Any, ...]
+    children: tuple[Node, ...]
+    make: Made
+
+
+@dataclass(frozen=True)
+class Units:
+    """A mapping by the keys of units. ``children`` are of keys of units and of others, ``whole`` whether of all units."""
+
+    prefix: str
+    children: Mapping[str, Node]
+    whole: bool
+
+
+Node = Branch | Units | Leaf
+
+
+def described(state: Any, spec: PartitionSpec, path: tuple[str, ...] = ()) -> tuple[Node, list[Any]]:
+    """``(the tree of the state, what its leaves are)``, in one order; ``path`` is what it is a part of.
+
+    Raises ValueError, naming the unit, for a slice of another length than the spec's, TypeError for what cannot be saved.
+    """
+    values: list[Any] = []
+    return _Describing(spec, values).node(state, path, own=False), values
+
+
+class _Describing:
+    def __init__(self, spec: PartitionSpec, values: list[Any]) -> None:
+        self._spec, self._values = spec, values
+
+    def node(self, value: Any, path: tuple[str, ...], *, own: bool, averaged: bool = False) -> Node:
+        if isinstance(value, PerRank):
+            return self.node(value.tree, path, own=True)
+        if isinstance(value, Mapping) and not own and (units := self._units(value, path)):
+            children = {
+                key: self._of_unit(child, self._spec.by_key[key], path, ())
+                if key in units
+                else self.node(child, (*path, str(key)), own=own)
+                for key, child in value.items()
+            }
+            return Units(".".join(path), children, len(units) == len(self._spec))
+        if not self._is_leaf(value):
+            entries, children, make = _opened(value)
+            nodes: list[Node] = []
+            for entry, child in zip(entries, children, strict=True):
+                mean = isinstance(value, PowerSGD) and entry == "error"
+                nodes.append(self.node(child, (*path, str(entry)), own=own or mean, averaged=averaged or mean))
+            return Branch(_kind(value), entries, tuple(nodes), make)
+        self._values.append(value)
+        name = ".".join(path)
+        if isinstance(value, Tensor):
+            return Whole(name, tuple(value.shape), value.dtype, _torch.is_accelerator(value.device), own, averaged)
+        to_json(value, name)
+        return Value(name, value, own)
+
+    def _of_unit(self, value: Any, unit: Unit, path: tuple[str, ...], slot: tuple[str, ...]) -> Node:
+        """What a mapping has at the key of a unit, or a part of that."""
+        if not self._is_leaf(value):
+            entries, children, make = _opened(value)
+            nodes = (self._of_unit(child, unit, path, (*slot, str(e))) for e, child in zip(entries, children, strict=True))
+            return Branch(_kind(value), entries, tuple(nodes), make)
+        self._values.append(value)
+        if not isinstance(value, Tensor):
+            to_json(value, ".".join((*path, unit.key, *slot)))
+            return Value(".".join((*path, unit.key, *slot)), value)
+        names = stored_names(unit, path, slot)
+        if value.dim() == 0:
+            return Scalar(unit, names, value.dtype, _torch.is_accelerator(value.device))
+        if not _fits(value, unit, self._spec):
+            length, dtype = self._spec.stored(unit)
+            raise ValueError(
+                f"unit '{unit.key}' of state '{'.'.join((*path, unit.key, *slot))}': expected this rank's slice, "
+                f"[{length}] {dtype}, or a number, got {list(value.shape)} {value.dtype}; was it made with another spec or "
+                "mesh?"
+            )
+        encoded = unit.at_rest is not None and value.dtype == torch.uint8
+        return Slice(unit, names, unit.dtype if encoded else value.dtype, encoded)
+
+    def _units(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> frozenset[str]:
+        """The keys of units that the mapping has, if it is sharded like them."""
+        keys = [key for key in value if isinstance(key, str) and key in self._spec.by_key]
+        found = [(key, tensor) for key in keys for tensor in optree.tree_leaves(value[key], namespace=NAMESPACE)]
+        vectors = [(key, tensor) for key, tensor in found if isinstance(tensor, Tensor) and tensor.dim() == 1]
+        if any(_fits(tensor, self._spec.by_key[key], self._spec) for key, tensor in vectors):
+            return frozenset(keys)
+        if vectors and len(keys) == len(value) and all(isinstance(value[key], Tensor) for key in keys):
+            key, tensor = vectors[0]
+            raise ValueError(
+                f"unit '{key}' of state '{'.'.join((*path, key))}': expected this rank's slice, "
+                f"[{self._spec.stored(self._spec.by_key[key])[0]}], got {list(tensor.shape)}; was it made with another spec "
+                "or mesh?"
+            )
+        return frozenset()
+
+    def _is_leaf(self, value: Any) -> bool:
+        return value is None or optree.tree_is_leaf(value, namespace=NAMESPACE)
+
+
+def stored_names(unit: Unit, path: Sequence[str], slot: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The names under which what belongs to the unit's parameters is stored, for each of them."""
+    return tuple(
+        tuple(".".join((*path, name, *slot)) for name in (param.name, *(n for n in param.names if n != param.name)))
+        for param in unit.params
+    )
+
+
+def _fits(tensor: Tensor, unit: Unit, spec: PartitionSpec) -> bool:
+    length, dtype = spec.stored(unit)
+    if unit.at_rest and tensor.dtype == dtype:
+        return tensor.shape == (length,)
+    return tensor.shape == (spec.shard_numel(unit),)
+
+
+def _opened(value: Any) -> tuple[tuple[Any, ...], list[Any], Made]:
+    """``(entries, children, how to make it of children)`` of a container."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        cls: Any = type(value)
+        return tuple(cls._fields), list(value), lambda children: cls(*children)
+    if type(value) is dict:
+        keys = tuple(value)
+        return keys, list(value.values()), lambda children: dict(zip(keys, children, strict=True))
+    container: Any = value
+    children, metadata, entries, unflatten = optree.tree_flatten_one_level(container, namespace=NAMESPACE)
+    return tuple(entries), list(children), lambda children: unflatten(metadata, children)
+
+
+def _kind(value: Any) -> str:
+    cls = type(value)
+    if cls in (dict, list, tuple):
+        return cls.__name__
+    return cls.__name__ if KNOWN.get(cls.__name__) is cls else ""
+
+
+def leaves(node: Node) -> Iterator[Leaf]:
+    """In the order of `described`."""
+    if isinstance(node, Branch):
+        for child in node.children:
+            yield from leaves(child)
+    elif isinstance(node, Units):
+        for child in node.children.values():
+            yield from leaves(child)
+    else:
+        yield node
+
+
+def build(node: Node, values: Iterator[Any]) -> Any:
+    """The state of these leaves. Inverse of `described`, but for `per_rank`, which is taken off."""
+    if isinstance(node, Branch):
+        return node.make([build(child, values) for child in node.children])
+    if isinstance(node, Units):
+        return {key: build(child, values) for key, child in node.children.items()}
+    return next(values)

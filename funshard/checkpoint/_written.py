@@ -1,0 +1,176 @@
+"""The tree of a state in a file, as JSON, and what it says for another spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from .._spec.spec import PartitionSpec
+from .._spec.unit import Unit
+from ._leaves import Scalar, Slice, Value, Whole, from_json, to_json
+from ._tree import KNOWN, Branch, Made, Node, Units, stored_names
+
+__all__ = ["check_ranks", "part_of", "plain_values", "read_tree", "written_tree"]
+
+
+def written_tree(node: Node, spec: PartitionSpec, owns: Mapping[str, list[Any]]) -> Any:
+    """The tree as JSON; ``owns`` are the values of all ranks where each has its own, by name."""
+    if isinstance(node, Branch):
+        children = [written_tree(child, spec, owns) for child in node.children]
+        if node.kind in ("list", "tuple"):
+            return {node.kind: children}
+        entries = [to_json(entry, "a key of a dict") for entry in node.entries] if node.kind else [*map(str, node.entries)]
+        return {node.kind or "other": [list(pair) for pair in zip(entries, children, strict=True)]}
+    if isinstance(node, Units):
+        params = [
+            [[*param.names], str(param.dtype).removeprefix("torch."), written_tree(child, spec, owns)]
+            for key, child in node.children.items()
+            if key in spec.by_key
+            for param in spec.by_key[key].params
+        ]
+        rest = [[key, written_tree(c, spec, owns)] for key, c in node.children.items() if key not in spec.by_key]
+        return {"units": {"whole": node.whole, "params": params, "rest": rest}}
+    match node:
+        case Value(name, _, True):
+            return {"values": [to_json(value, name) for value in owns[name]]}
+        case Value(name, value, _):
+            return {"value": to_json(value, name)}
+        case Slice():
+            return {"slice": to_json(node.dtype, "")}
+        case Scalar():
+            return {"scalar": [to_json(node.dtype, ""), node.accelerated]}
+        case Whole():
+            return {"tensor": [[*node.shape], to_json(node.dtype, ""), node.accelerated, node.own, node.averaged]}
+
+
+def read_tree(data: Any, spec: PartitionSpec, rank: int, ranks: int, path: tuple[str, ...] = ()) -> Node:
+    """The tree that was written, for the units of this spec. Inverse of `written_tree`.
+
+    Raises ValueError, naming the parameter, for one that only one of both has, that has another dtype, or whose state is
+    of another kind than that of the others in its unit; and for what was each rank's own on another number of ranks.
+    """
+    (kind, content), *_ = data.items()
+    name = ".".join(path)
+
+    def deeper(entry: Any, child: Any) -> Node:
+        return read_tree(child, spec, rank, ranks, (*path, str(entry)))
+
+    if kind in ("list", "tuple", "dict", *KNOWN):
+        pairs = enumerate(content) if kind in ("list", "tuple") else content
+        return _branch(kind, [(entry, deeper(from_json(entry), child)) for entry, child in pairs])
+    if kind == "other":
+        raise ValueError(f"state '{name}': a container of the caller's own: expected like=, a state of the same structure")
+    if kind == "units":
+        children: dict[str, Node] = _read_units(content, spec, path)
+        return Units(name, children | {key: deeper(key, child) for key, child in content["rest"]}, content["whole"])
+    if kind == "values":
+        check_ranks(name, len(content), ranks)
+        return Value(name, from_json(content[rank]), own=True)
+    if kind == "value":
+        return Value(name, from_json(content))
+    shape, dtype, accelerated, own, averaged = content
+    return Whole(name, tuple(shape), from_json(dtype), accelerated, own, averaged)
+
+
+def check_ranks(name: str, saved: int, ranks: int) -> None:
+    """ValueError unless what is each rank's own was saved by as many ranks."""
+    if saved != ranks:
+        raise ValueError(
+            f"state '{name}' is each rank's own, saved by {saved} ranks: expected as many, got {ranks}; leave it out, by only= "
+            "or like="
+        )
+
+
+def _read_units(content: Any, spec: PartitionSpec, path: tuple[str, ...]) -> dict[str, Node]:
+    saved = {name: (names[0], dtype, slot) for names, dtype, slot in content["params"] for name in names}
+    names = {names[0] for names, _, _ in content["params"]}
+    where = f"state '{'.'.join(path)}'" if path else "the state"
+    out: dict[str, Node] = {}
+    for unit in spec:
+        found = [(p, next((saved[n] for n in (p.name, *p.names) if n in saved), None)) for p in unit.params]
+        there = [(p, entry) for p, entry in found if entry is not None]
+        if len(there) < len(found) and (there or content["whole"]):
+            missing = next(p.name for p, entry in found if entry is None)
+            raise ValueError(
+                f"parameter '{missing}' of unit '{unit.key}' is not in {where} of the checkpoint, which has {len(names)} "
+                f"parameters such as {sorted(names)[:3]}: expected the model that was saved"
+            )
+        if not there:
+            continue
+        (first, (_, _, slot)), *_ = there
+        for param, (_, dtype, other) in there:
+            names.discard(saved[param.name][0] if param.name in saved else first.name)
+            if dtype != str(param.dtype).removeprefix("torch."):
+                raise ValueError(
+                    f"parameter '{param.name}': expected {dtype}, as the checkpoint has it, got {param.dtype} in the spec; "
+                    "build the model in that dtype"
+                )
+            if other != slot:
+                raise ValueError(
+                    f"unit '{unit.key}' of {where}: expected one kind of state for all of its parameters, got others for "
+                    f"'{param.name}' than for '{first.name}'; choose units that do not mix them"
+                )
+        out[unit.key] = _read_slot(slot, unit, path, ())
+    if names:
+        raise ValueError(
+            f"parameter '{min(names)}' is in {where} of the checkpoint and not in the spec: expected the model that was saved"
+        )
+    return out
+
+
+def _read_slot(data: Any, unit: Unit, path: tuple[str, ...], slot: tuple[str, ...]) -> Node:
+    (kind, content), *_ = data.items()
+    if kind == "slice":
+        return Slice(unit, stored_names(unit, path, slot), from_json(content), unit.at_rest is not None and not slot)
+    if kind == "scalar":
+        return Scalar(unit, stored_names(unit, path, slot), from_json(content[0]), content[1])
+    if kind == "value":
+        return Value(".".join((*path, unit.key, *slot)), from_json(content))
+    if kind == "other":
+        raise ValueError(f"unit '{unit.key}' of state '{'.'.join(path)}': expected like=, a state of the same structure")
+    pairs = content if kind not in ("list", "tuple") else enumerate(content)
+    return _branch(kind, [(entry, _read_slot(child, unit, path, (*slot, str(entry)))) for entry, child in pairs])
+
+
+def _branch(kind: str, pairs: Iterable[tuple[Any, Node]]) -> Branch:
+    """A container of a file, from its entries and children."""
+    pairs = list(pairs)
+    entries, children = tuple(entry for entry, _ in pairs), tuple(child for _, child in pairs)
+    if kind in ("list", "tuple"):
+        return Branch(kind, entries, children, list if kind == "list" else tuple)
+    keys, cls = tuple(map(from_json, entries)), KNOWN.get(kind)
+    make: Made = (lambda xs: dict(zip(keys, xs, strict=True))) if cls is None else (lambda xs: cls(*xs))
+    return Branch(kind, keys, children, make)
+
+
+def part_of(data: Any, only: str) -> Any:
+    """The part of a written tree at a path. ValueError, naming what there is, where there is none."""
+    rest, path = only, ""
+    while rest:
+        (kind, content), *_ = data.items()
+        pairs = enumerate(content) if kind in ("list", "tuple") else content if isinstance(content, list) else ()
+        names = {str(entry): child for entry, child in pairs} if kind in ("list", "tuple", "dict", "other", *KNOWN) else {}
+        found = [name for name in names if rest == name or rest.startswith(f"{name}.")]
+        if not found:
+            raise ValueError(
+                f"only={only!r}: expected the path of a part of the state, got none at '{path}' but {[*names][:8]}"
+                + ("; it is sharded there, and its units come together" if kind == "units" else "")
+            )
+        name = max(found, key=len)
+        data, rest, path = names[name], rest[len(name) + 1 :], f"{path}.{name}".lstrip(".")
+    return data
+
+
+def plain_values(data: Any, rank: int, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The plain values of a written tree, by name; of what is each rank's own this rank's, if it was saved."""
+    (kind, content), *_ = data.items()
+    if kind == "value":
+        yield ".".join(path), from_json(content)
+    elif kind == "values" and rank < len(content):
+        yield ".".join(path), from_json(content[rank])
+    elif kind in ("list", "tuple", "dict", "other", *KNOWN):
+        for entry, child in enumerate(content) if kind in ("list", "tuple") else content:
+            yield from plain_values(child, rank, (*path, str(from_json(entry))))
+    elif kind == "units":
+        for entry, child in content["rest"]:
+            yield from plain_values(child, rank, (*path, str(entry)))
