@@ -72,16 +72,17 @@ class share:  # noqa: N801  a function that remembers
     """Deals ranges that each of some ranks holds out among them, evenly, in the same way on each of them."""
 
     def __init__(self) -> None:
-        self._dealt: dict[int, int] = {}
+        self._dealt: dict[int, list[int]] = {}  # bytes, for each of so many ranks
 
     def __call__(self, begin: int, end: int, itemsize: int, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """What the rank writes of the next range that all ``ranks`` hold."""
-        parts = max(1, min(ranks, (end - begin) * itemsize // SMALLEST))
-        first = self._dealt.get(ranks, 0)
-        self._dealt[ranks] = first + parts
+        """What the rank writes of the next range that all ``ranks`` hold: those who write least are next."""
+        dealt = self._dealt.setdefault(ranks, [0] * ranks)
         length = end - begin
-        return [
-            (begin + length * i // parts, begin + length * (i + 1) // parts)
-            for i in range(parts)
-            if (first + i) % ranks == rank
-        ]
+        parts = max(1, min(ranks, length * itemsize // SMALLEST))
+        mine: list[tuple[int, int]] = []
+        for i, who in enumerate(sorted(range(ranks), key=dealt.__getitem__)[:parts]):
+            low, high = begin + length * i // parts, begin + length * (i + 1) // parts
+            dealt[who] += (high - low) * itemsize
+            if who == rank:
+                mine.append((low, high))
+        return mine

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as read
 
 from .. import _torch
 from .._spec.spec import PartitionSpec, bound
@@ -24,7 +22,7 @@ from ._files import Reader, metadata_of
 from ._leaves import Leaf, Part, Scalar, Slice, Value, Whole
 from ._plan import Reads
 from ._ranks import CheckpointError, Ranks
-from ._save import TIMEOUT, quiet
+from ._save import TIMEOUT
 from ._tree import Node, Units, build, described, leaves, stored_names
 from ._written import check_ranks, part_of, plain_values, read_tree
 
@@ -65,15 +63,21 @@ def load(
     ranks = Ranks(spec.bound_mesh, timedelta(seconds=timeout))
     directory = Path(path)
     node, found, stored = ranks.together(lambda: _wanted(directory, spec, only, like, ranks), "checkpoint.load")
+    return ranks.together(lambda: _loaded(directory, node, found, stored, spec, ranks, check=check), "checkpoint.load")
+
+
+def _loaded(
+    directory: Path, node: Node, found: Mapping[str, Any], stored: _Stored, spec: PartitionSpec, ranks: Ranks, *, check: bool
+) -> Any:
     kept = list(leaves(node))
     values: list[Any] = [None] * len(kept)
     with torch.no_grad():
         for some in _rounds(kept):
             memory = {i: _memory(kept[i], spec, stored, ranks) for i in some}
             parts = [part for i in some for part in _parts(kept[i], memory[i], spec, stored, ranks)]
-            _read(directory, parts, ranks, check=check)
+            _read(directory, parts, stored, check=check)
             for i in some:
-                values[i] = _settled(kept[i], memory.pop(i), spec, found, ranks)
+                values[i] = _settled(kept[i], memory.pop(i), spec, found)
     return build(node, iter(values))
 
 
@@ -83,14 +87,12 @@ def _rounds(kept: Sequence[Leaf]) -> Iterator[list[int]]:
     yield from ([i] for i, leaf in enumerate(kept) if isinstance(leaf, Slice) and leaf.encoded)
 
 
-def _read(directory: Path, parts: Sequence[Part], ranks: Ranks, *, check: bool) -> None:
-    reader, group = Reader(directory, check=check), ranks.group
-    with ranks.lost(), quiet():
-        try:
-            read({}, storage_reader=reader, planner=Reads(parts), process_group=group, no_dist=group is None)
-        except CheckpointException as error:
-            texts = [f"rank {rank}: {e}" for rank, (e, _) in error.failures.items()]
-            raise CheckpointError(f"checkpoint.load: {directory}: {'; '.join(texts[:3])}") from error
+def _read(directory: Path, parts: Sequence[Part], stored: _Stored, *, check: bool) -> None:
+    """Read, as torch.distributed.checkpoint.load does."""
+    reads, reader = Reads(parts), Reader(directory, check=check)
+    reads.set_up_planner({}, stored.metadata)
+    reader.set_up_storage_reader(stored.metadata, is_coordinator=True)
+    reader.read_data(reads.create_local_plan(), reads).wait()
 
 
 # --- What is wanted, and whether it is there. ---
@@ -217,7 +219,7 @@ def _parts(leaf: Leaf, memory: Any, spec: PartitionSpec, stored: _Stored, ranks:
         yield part._replace(name=key)
 
 
-def _settled(leaf: Leaf, memory: Any, spec: PartitionSpec, found: Mapping[str, Any], ranks: Ranks) -> Any:
+def _settled(leaf: Leaf, memory: Any, spec: PartitionSpec, found: Mapping[str, Any]) -> Any:
     """What was read, as it is in the state."""
     device = spec.bound_mesh.device
     match leaf:

@@ -57,6 +57,24 @@ class Ranks:
             dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def to_first(self, value: T) -> list[T]:
+        """Every rank's value on the first rank, [] on the others."""
+        if self.group is None:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with self.lost():
+            dist.gather_object(value, found, group=self.group, group_dst=0)
+        return found or []
+
+    def from_first(self, values: list[T]) -> T:
+        """This rank's one of the first rank's values."""
+        if self.group is None:
+            return values[0]
+        found: list[Any] = [None]
+        with self.lost():
+            dist.scatter_object_list(found, values or None, group=self.group, group_src=0)
+        return found[0]
+
     def together(self, do: Callable[[], T], where: str) -> T:
         """What it gives on this rank; if it raises on any rank, an error on all of them that says on which."""
         try:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import threading
-import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as write_out
+from torch.distributed.checkpoint.planner import SavePlan
 
 from .. import _torch
 from .._sharding.agree import fingerprint
@@ -28,7 +25,7 @@ from ._ranks import CheckpointError, Ranks
 from ._tree import Node, described, leaves
 from ._written import written_tree
 
-__all__ = ["TIMEOUT", "Saving", "quiet", "save"]
+__all__ = ["TIMEOUT", "Saving", "save"]
 
 TIMEOUT = 600.0
 
@@ -142,9 +139,7 @@ def save(
 def _last_one_over(when_busy: str) -> None:
     for saving in list(_pending):
         if when_busy == "raise" and not saving.done():
-            raise CheckpointError(
-                f"the save to {saving.path} is still being written: expected it to have ended; call its wait()"
-            )
+            raise CheckpointError(f"the save to {saving.path} is still being written: expected its end; call its wait()")
         saving.wait()
 
 
@@ -218,21 +213,25 @@ def _refuse_twice(parts: list[Part]) -> None:
 
 
 def _written(directory: Path, writes: Writes, tree: Any, aside: Aside | None, ranks: Ranks) -> None:
-    """Write, and on the first rank commit."""
-    writer = Writer(directory)
-    with ranks.lost(), quiet():
-        try:
-            write_out({}, storage_writer=writer, planner=writes, process_group=ranks.group, no_dist=ranks.group is None)
-        except CheckpointException as error:
-            texts = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
-            shown = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:3])
-            raise CheckpointError(f"checkpoint.save: nothing was saved: {shown}") from error
-    ranks.on_first(lambda: aside.commit(tree, writer.written) if aside else None, "checkpoint.save: nothing was saved")
+    """Write, as torch.distributed.checkpoint.save does, and on the first rank commit."""
+    failed = "checkpoint.save: nothing was saved"
+    writer, metadata = Writer(directory), None
 
+    def plans_of_all() -> list[SavePlan]:
+        nonlocal metadata
+        if ranks.rank > 0:
+            return []
+        plans, metadata = writes.create_global_plan(given)
+        return writer.prepare_global_plan(plans)
 
-@contextlib.contextmanager
-def quiet() -> Generator[None]:
-    """Without torch's warning that one process saves or loads alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-        yield
+    def commit() -> None:
+        assert metadata is not None
+        assert aside is not None
+        writer.finish(metadata, results)
+        aside.commit(tree, writer.written)
+
+    writer.set_up_storage_writer(ranks.rank == 0, rank=ranks.rank)
+    given = ranks.to_first(ranks.together(lambda: writer.prepare_local_plan(writes.create_local_plan()), failed))
+    plan = ranks.from_first(ranks.together(plans_of_all, failed))
+    results = ranks.to_first(ranks.together(lambda: writer.write_data(plan, writes).wait(), failed))
+    ranks.on_first(commit, failed)

@@ -1,0 +1,295 @@
+"""checkpoint.save and load on real ranks: every kind of state, other world sizes, meshes and policies, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from depth import each
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import funshard as fs
+from funshard import P, checkpoint
+from funshard.checkpoint._files import metadata_of
+
+State = dict[str, Any]
+
+
+class Tied(nn.Module):
+    """Tied and frozen weights, two dtypes, a channels_last weight, a number, nothing, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 6)) for _ in range(2))
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.conv.weight.data = self.conv.weight.data.contiguous(memory_format=torch.channels_last)
+        self.half = nn.Linear(6, 3).bfloat16()
+        self.scale, self.none = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(3, 0))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[0].requires_grad_(False)
+
+
+POLICIES: dict[str, Callable[[nn.Module], fs.PartitionSpec]] = {
+    "whole": fs.whole(),
+    "by_type": fs.by_type(nn.Linear, nn.BatchNorm1d),
+    "replicated": fs.by_type(nn.Linear, p=P()),
+    "mixed": fs.by_path({"blocks.*": P(align=1), "conv": P("shard", offload="params")}),
+}
+
+
+def made(policy: str, replicas: int) -> tuple[nn.Module, fs.PartitionSpec]:
+    torch.manual_seed(0)
+    model = Tied()
+    spec, world = POLICIES[policy](model), dist.get_world_size() if dist.is_initialized() else 1
+    if world == 1:
+        return model, spec
+    sizes = (replicas, world // replicas) if replicas > 1 else (world,)
+    return model, spec.on(init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :]))
+
+
+def trained(model: nn.Module, spec: fs.PartitionSpec) -> State:
+    """A state after a step of AdamW whose gradients follow from the parameters alone, with all else that loops keep."""
+    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1)
+    params, frozen = fs.partition(fs.shard(model, spec), spec)
+    grads = {key: shard * 3 for key, shard in params.items()}
+    params, opt = update(grads, init(params), params)
+    loss_scale = fs.loss_scale.init()
+    return {
+        "params": fs.combine(params, frozen),
+        "opt": opt,
+        "ema": {key: shard.clone() for key, shard in params.items()},
+        "buffers": {name: b.clone() for name, b in model.named_buffers()},
+        "loss_scale": loss_scale,
+        "step": 7,
+        "numbers": [1.5, math.inf, True, None, "text", b"\0bytes", torch.bfloat16, (2**70, {"deep": torch.arange(3)})],
+        "random": checkpoint.per_rank({"torch": torch.get_rng_state(), "python": random.getstate(), "rank": -spec_rank(spec)}),
+    }
+
+
+def spec_rank(_: fs.PartitionSpec) -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal bit for bit, in the same containers."""
+    a, b = (optree.tree_flatten(x, none_is_leaf=True, namespace="funshard") for x in (found, expected))
+    assert a[1] == b[1]
+    for path, x, y in zip(a[1].paths(), a[0], b[0], strict=True):
+        if isinstance(y, Tensor):
+            assert isinstance(x, Tensor), path
+            assert (x.dtype, x.device) == (y.dtype, y.device), path
+            assert torch.equal(x, y), path
+        else:
+            assert type(x) is type(y), path
+            assert x == y, path
+
+
+def copied(state: Any) -> Any:
+    return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state, none_is_leaf=True)
+
+
+def save_all(rank: int, path: str, policy: str, replicas: int) -> None:
+    model, spec = made(policy, replicas)
+    torch.manual_seed(100 + rank)
+    state = trained(model, spec)
+    given = copied(state)
+    assert checkpoint.save(path, state, spec).wait() == Path(path)
+    assert_same({k: v for k, v in state.items() if k != "random"}, {k: v for k, v in given.items() if k != "random"})
+
+
+def load_all(rank: int, path: str, policy: str, replicas: int, *, same: bool) -> None:
+    """What comes back is what this mesh and policy would have made of the same training."""
+    model, spec = made(policy, replicas)
+    torch.manual_seed(100 + rank)
+    expected = trained(model, spec)
+    own = expected.pop("random").tree
+    found = checkpoint.load(path, spec) if same else {k: checkpoint.load(path, spec, only=k) for k in expected}
+    if same:
+        assert_same(found.pop("random"), own)
+        like = {**expected, "random": checkpoint.per_rank(own)}
+        assert_same(checkpoint.load(path, spec, like=like), expected | {"random": own})
+    else:
+        with pytest.raises(ValueError, match=r"each rank's own, saved by \d ranks"):
+            checkpoint.load(path, spec)
+    assert_same(found, expected)
+    assert_same(checkpoint.load(path, spec, like=expected), expected)
+    assert_same(checkpoint.load(path, spec, only="numbers.7.1.deep"), torch.arange(3))
+    for key, shard in found["params"].items():
+        assert shard.shape == (spec.shard_numel(spec.by_key[key]),)
+
+
+@each
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("to", ["by_type", "mixed"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_four_ranks_to_fewer(
+    gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: Path, policy: str, to: str, replicas: int
+) -> None:
+    """Parameters, slots, averages, scalars, buffers and plain values; HSDP to FSDP; per_rank on as many ranks alone."""
+    path = str(tmp_path / "saved")
+    gloo4.run(save_all, path, policy, replicas)
+    gloo4.run(_load_same, path, to, 1)
+    gloo2.run(_load_other, path, to)
+    alone.run(_load_other, path, to)
+    _load_other(0, path, to)
+
+
+def _load_same(rank: int, path: str, policy: str, replicas: int) -> None:
+    load_all(rank, path, policy, replicas, same=True)
+
+
+def _load_other(rank: int, path: str, policy: str) -> None:
+    load_all(rank, path, policy, 1, same=False)
+
+
+def _save_one(rank: int, path: str) -> list[str]:
+    """A file of each rank, of about as many bytes; three ranks alone read it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    spec = fs.by_type(nn.Linear, p=P())(model).on(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    checkpoint.save(path, fs.shard(model, spec), spec)
+    three: Any = dist.new_group([0, 1, 3])
+    if rank != 2:
+        some = fs.whole()(model).on(DeviceMesh.from_group(three, "cpu", mesh_dim_names=("shard",)))
+        found, expected = checkpoint.load(path, some), fs.shard(model, some)
+        assert_same(found, expected)
+    return sorted(file.name for file in Path(path).iterdir())
+
+
+def test_replicas_write_each_byte_once(gloo4: Pool, tmp_path: Path) -> None:
+    """Four replicas: as many files, none much larger than another, together the parameters once; three ranks read them."""
+    path = tmp_path / "saved"
+    names = gloo4.run(_save_one, str(path))[0]
+    assert names == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "funshard.json"]
+    sizes = [(path / name).stat().st_size for name in names if name.endswith(".distcp")]
+    parameters = 4 * 4 * (512 * 512 + 512)
+    assert parameters <= sum(sizes) <= parameters * 1.02
+    assert max(sizes) <= 1.1 * min(sizes)
+
+
+class Own(NamedTuple):
+    """A container of the caller's own."""
+
+    params: fs.Params
+    steps: int
+
+
+def test_containers_of_the_callers_own_need_like(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    spec = fs.whole()(model)
+    state = Own(fs.shard(model, spec), 5)
+    checkpoint.save(tmp_path / "a", state, spec)
+    with pytest.raises(ValueError, match=r"container of the caller's own: expected like="):
+        checkpoint.load(tmp_path / "a", spec)
+    assert_same(checkpoint.load(tmp_path / "a", spec, like=Own(fs.shard(model, spec), 0)), state)
+    assert_same(checkpoint.load(tmp_path / "a", spec, only="params"), state.params)
+    meta = {key: shard.to("meta") for key, shard in state.params.items()}
+    assert_same(checkpoint.load(tmp_path / "a", spec, like=Own(meta, 0)), state)
+
+
+def _compressed(rank: int, path: str) -> None:
+    torch.manual_seed(rank)
+    model = nn.Linear(16, 16)
+    spec = fs.whole(P())(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    compressor = fs.compress.powersgd(rank=1)
+    params = fs.unshard(fs.shard(model, spec, src=0), spec)
+    state = compressor.init(spec)
+    grads = {name: torch.randn_like(p) for name, p in params.items()}
+    _, state = compressor.reduce(grads, state, spec)
+    assert any(error.any() for error in state.error.values())
+    checkpoint.save(path, {"compress": state}, spec)
+    found = checkpoint.load(path, spec)["compress"]
+    assert type(found) is type(state)
+    assert_same(found, state)
+
+
+def test_feedback_of_compression(gloo2: Pool, tmp_path: Path) -> None:
+    """PowerSGD's: each rank's own comes back on as many ranks; on another number of them each has the mean."""
+    path = str(tmp_path / "a")
+    gloo2.run(_compressed, path)
+    spec = fs.whole(P())(nn.Linear(16, 16)).on({"shard": 1})
+    found = checkpoint.load(path, spec)["compress"]
+    metadata: Any = metadata_of(Path(path)).state_dict_metadata["compress.error.weight"]
+    assert metadata.size == (2, 16, 16)
+    assert found.error["weight"].shape == (16, 16)
+
+
+# --- Asynchronous. ---
+
+
+def _asynchronous(rank: int, path: str) -> None:
+    model, spec = made("whole", 1)
+    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, donate=True, fused=True)
+    params, _ = fs.partition(fs.shard(model, spec), spec)
+    params, opt = update({key: shard * 3 for key, shard in params.items()}, init(params), params)
+    for step in range(3):  # the second and third reuse the memory of those before
+        expected = copied({"params": params, "opt": opt})
+        saving = checkpoint.save(f"{path}/{step}", {"params": params, "opt": opt}, spec, asynchronous=True)
+        for _ in range(3):
+            params, opt = update({key: shard * 3 for key, shard in params.items()}, opt, params)
+        for shard in params.values():
+            shard.data.neg_()
+        assert saving.wait() == Path(f"{path}/{step}")
+        assert saving.done()
+        assert_same(checkpoint.load(saving.path, spec), expected)
+
+
+def test_what_changes_meanwhile_is_not_saved(gloo2: Pool, tmp_path: Path) -> None:
+    """In-place, donated updates go on while a thread writes: the file has what was there at the call."""
+    gloo2.run(_asynchronous, str(tmp_path))
+
+
+def _slowly(monkeypatch: pytest.MonkeyPatch, fail: bool = False) -> None:
+    import threading
+    import time
+
+    from funshard.checkpoint import _save
+
+    def write(*args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)
+            if fail:
+                raise OSError(28, "No space left on device")
+        real(*args, **kwargs)
+
+    real = _save._written
+    monkeypatch.setattr(_save, "_written", write)
+
+
+def test_a_second_save_waits_or_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, spec = made("whole", 1)
+    params = fs.shard(model, spec)
+    _slowly(monkeypatch)
+    first = checkpoint.save(tmp_path / "1", params, spec, asynchronous=True)
+    with pytest.raises(checkpoint.CheckpointError, match=r"still being written: expected its end; call its wait\(\)"):
+        checkpoint.save(tmp_path / "2", params, spec, when_busy="raise")
+    assert not first.done()
+    assert checkpoint.latest(tmp_path) is None
+    checkpoint.save(tmp_path / "2", params, spec)
+    assert first.done()
+    assert checkpoint.latest(tmp_path) == tmp_path / "2"
+    assert (tmp_path / "1").is_dir()
+
+
+def test_errors_come_up_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, spec = made("whole", 1)
+    params = fs.shard(model, spec)
+    _slowly(monkeypatch, fail=True)
+    saving = checkpoint.save(tmp_path / "1", params, spec, asynchronous=True)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(tmp_path / "2", params, spec)
+    with pytest.raises(OSError, match="No space left"):
+        saving.wait()
+    assert list(tmp_path.iterdir()) == []
+    checkpoint.save(tmp_path / "2", params, spec)  # once told, it is over

@@ -1,0 +1,160 @@
+"""LAWS of saved pieces: the boxes of all ranks tile every tensor once, and any other ranks find their slices in them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from depth import depth
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+import funshard as fs
+from funshard.checkpoint import _boxes
+from funshard.checkpoint._boxes import boxes, cut, share
+from funshard.checkpoint._leaves import Part, Slice
+from funshard.checkpoint._plan import Reads, Writes
+from funshard.checkpoint._tree import described, leaves
+from funshard.collectives import Group
+from funshard.testing import integers_like, meshes, modules, policies
+
+shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+State = dict[str, Any]
+
+
+@given(shapes, st.data())
+def test_boxes_are_the_range(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """One after the other, flattened, they are the elements from begin to end, in at most 2 * dims - 1 boxes."""
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
+    found = boxes(shape, begin, end)
+    for box in found:
+        assert all(min(at, n - at - size) >= 0 for at, size, n in zip(box.offsets, box.sizes, shape, strict=True))
+    parts = [tensor[tuple(map(slice, o, map(sum, zip(o, s, strict=True))))].reshape(-1) for o, s in found]
+    assert torch.cat([*parts, tensor.new_empty(0)]).equal(tensor.reshape(-1)[begin:end])
+    if tensor.numel():
+        assert len(found) <= max(2 * len(shape) - 1, 1)
+        assert all(box.numel for box in found)
+    else:
+        assert [tuple(box) for box in found] == [((0,) * len(shape), shape)]  # a reader sees it
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 5))
+def test_ranges_are_shared_once(lengths: list[int], ranks: int) -> None:
+    """Of ranges that several ranks hold each element is written by one of them, and none writes much more than another."""
+    smallest, _boxes.SMALLEST = _boxes.SMALLEST, 8
+    try:
+        dealt = [share() for _ in range(ranks)]
+        taken = [[deal(5, 5 + n, 1, rank, ranks) for n in lengths] for rank, deal in enumerate(dealt)]
+    finally:
+        _boxes.SMALLEST = smallest
+    for i, n in enumerate(lengths):
+        every = sorted(itertools.chain(*(mine[i] for mine in taken)))
+        assert [begin for begin, _ in every] == [5, *(end for _, end in every[:-1])]
+        assert every[-1][1] == 5 + n
+    totals = [sum(end - begin for some in mine for begin, end in some) for mine in taken]
+    assert max(totals) - min(totals) <= max(16, max(lengths) // ranks + 1)  # the largest part that there is
+
+
+def test_what_is_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_boxes, "LARGEST", 16)
+    assert cut(3, 12, 4) == [(3, 7), (7, 11), (11, 12)]
+    assert cut(3, 3, 4) == [(3, 3)]
+
+
+def everyone(spec: fs.PartitionSpec, sizes: dict[str, int]) -> list[fs.PartitionSpec]:
+    """The spec as each rank of a mesh of these sizes has it, without process groups."""
+    every = itertools.product(*(range(n) for n in sizes.values()))
+    return [spec.on({name: Group(n, r) for (name, n), r in zip(sizes.items(), at, strict=True)}) for at in every]
+
+
+def parts_of(state: State, spec: fs.PartitionSpec, rank: int, ranks: int) -> list[Part]:
+    node, values = described(state, spec)
+    return [p for leaf, x in zip(leaves(node), values, strict=True) for p in leaf.parts(x, spec, rank, ranks)]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def saved(states: list[State], specs: list[fs.PartitionSpec]) -> tuple[Metadata, dict[MetadataIndex, Tensor]]:
+    """What all ranks write, without files: the description, and every box by its index."""
+    writes = [Writes(parts_of(x, spec, r, len(specs))) for r, (x, spec) in enumerate(zip(states, specs, strict=True))]
+    plans = [w.create_local_plan() for w in writes]
+    _, metadata = writes[0].create_global_plan(plans)
+    stored: dict[MetadataIndex, Tensor] = {}
+    for plan, w in zip(plans, writes, strict=True):
+        for item in plan.items:
+            assert item.index not in stored, "written twice"
+            data = w.resolve_data(item)
+            assert isinstance(data, Tensor)
+            stored[item.index] = data
+    return metadata, stored
+
+
+def check_tiles(metadata: Metadata, stored: dict[MetadataIndex, Tensor], full: dict[str, Tensor]) -> None:
+    """Every tensor is there, of its shape and dtype, every element once, and as it was."""
+    for name, expected in full.items():
+        described: Any = metadata.state_dict_metadata[name]
+        assert (described.size, described.properties.dtype) == (expected.shape, expected.dtype)
+        times, values = torch.zeros(expected.shape, dtype=torch.int64), torch.zeros_like(expected)
+        for chunk in described.chunks:
+            at = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            times[at] += 1
+            values[at] = stored[MetadataIndex(name, chunk.offsets)]
+        assert times.eq(1).all(), name
+        assert values.equal(expected), name
+        assert described.chunks, "no reader would see it"
+
+
+def read(spec: fs.PartitionSpec, rank: int, ranks: int, metadata: Metadata, stored: dict[MetadataIndex, Tensor]) -> fs.Params:
+    """What one rank reads of the parameters."""
+    memory = {unit.key: Slice(unit, tuple((p.name,) for p in unit.params), unit.dtype).memory(spec) for unit in spec}
+    reads = Reads(parts_of(memory, spec, rank, ranks))
+    reads.set_up_planner({}, metadata)
+    for item in reads.create_local_plan().items:
+        part = stored[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            part = part.narrow(dim, start, length)
+        reads.resolve_tensor(item).copy_(part)
+    return memory
+
+
+@settings(max_examples=depth(12, 300))
+@given(modules(frozen=True), st.data())
+def test_any_ranks_read_what_any_ranks_wrote(model: nn.Module, data: st.DataObject) -> None:
+    """N ranks' boxes tile every tensor once, and M ranks of another policy read their slices from them, bit for bit."""
+    full = integers_like(model)
+    if not full:
+        return
+    chosen = [data.draw(policies(model)) for _ in range(2)]
+    largest, _boxes.LARGEST, smallest, _boxes.SMALLEST = _boxes.LARGEST, 24, _boxes.SMALLEST, 24
+    try:
+        specs, others = (
+            everyone(policy(model), dict(data.draw(meshes(max_size=depth(8, 64)))) or {"shard": 1}) for policy in chosen
+        )
+        written = [fs.shard(full, spec, rank=r) for r, spec in enumerate(specs)]
+        metadata, stored = saved([dict(x) for x in written], specs)
+        check_tiles(metadata, stored, full)
+        for rank, spec in enumerate(others):
+            found, expected = read(spec, rank, len(others), metadata, stored), fs.shard(full, spec, rank=rank)
+            assert found.keys() == expected.keys()
+            assert all(found[key].equal(expected[key]) for key in expected)
+    finally:
+        _boxes.LARGEST, _boxes.SMALLEST = largest, smallest
+
+
+@pytest.mark.parametrize(("ranks", "others"), [(64, 3), (3, 64), (64, 64), (1, 64)])
+def test_many_ranks(ranks: int, others: int) -> None:
+    """Sixty-four of them, with dimensions that none divides, a channels_last weight and empty ones."""
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Linear(7, 11), nn.ParameterList([torch.zeros(3, 0), torch.zeros(())]))
+    model[0].weight.data = model[0].weight.data.contiguous(memory_format=torch.channels_last)  # pyright: ignore
+    full = integers_like(model)
+    full["0.weight"] = full["0.weight"].to(memory_format=torch.channels_last)
+    specs, ats = everyone(fs.whole()(model), {"shard": ranks}), everyone(fs.by_type(nn.Linear)(model), {"shard": others})
+    metadata, stored = saved([dict(fs.shard(full, spec, rank=r)) for r, spec in enumerate(specs)], specs)
+    check_tiles(metadata, stored, full)
+    for rank, spec in enumerate(ats):
+        found, expected = read(spec, rank, others, metadata, stored), fs.shard(full, spec, rank=rank)
+        assert all(found[key].equal(expected[key]) for key in expected)
