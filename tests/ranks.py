@@ -38,7 +38,8 @@ COMPILER = ["torch._dynamo", "torch._inductor.compile_fx"]
 CONTEXT.set_forkserver_preload([*COMPILER, "torch.distributed.tensor", "funshard", "hypothesis", "pytest"])
 
 
-def _free_port() -> str:
+def free_port() -> str:
+    """One on the loopback that nobody listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return str(s.getsockname()[1])
@@ -148,7 +149,7 @@ class Pool:
         return [results[r][1] for r in range(self.size)]
 
     def _start(self) -> None:
-        port = _free_port()
+        port = free_port()
         for rank in range(self.size):
             here, there = CONTEXT.Pipe()
             process = CONTEXT.Process(target=_serve, args=(rank, self.size, self.backend, port, sys.path, there), daemon=True)
@@ -187,7 +188,7 @@ def launch(ranks: int, path: Path, *argv: str) -> str:
 
     Raises AssertionError with all it said if a rank fails or takes longer than `TIMEOUT` seconds.
     """
-    port = _free_port()
+    port = free_port()
 
     def start(rank: int, output: str) -> mp.process.BaseProcess:
         env = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import time
@@ -39,7 +40,8 @@ class Aside:
         self.path = path.absolute()
         _refuse_existing(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.sequence = 1 + max((number for number, _ in _committed(self.path.parent)), default=0)
+        known = (number for number, _ in _committed(self.path.parent) if number < math.inf)
+        self.sequence = 1 + max(known, default=0)
         self.aside = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:12]}{ASIDE}")
         self.aside.mkdir()
         self._lock = os.open(self.aside / LOCK, os.O_CREAT | os.O_RDWR)
@@ -126,9 +128,9 @@ def whole(path: Path) -> str:
     return ""
 
 
-def _committed(directory: Path) -> list[tuple[int, Path]]:
-    """``(sequence, path)`` of what `save` has put into a directory, the oldest first."""
-    found: list[tuple[int, Path]] = []
+def _committed(directory: Path) -> list[tuple[float, Path]]:
+    """``(sequence, path)`` of what `save` has put into a directory, the oldest first; infinity where it cannot be read."""
+    found: list[tuple[float, Path]] = []
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name.endswith(ASIDE) or not (path / OWN).is_file():
             continue
@@ -136,7 +138,7 @@ def _committed(directory: Path) -> list[tuple[int, Path]]:
             content = contents(path)
         except (CheckpointError, OSError):
             content = None
-        found.append((content["sequence"] if content else 0, path))
+        found.append((content["sequence"] if content else math.inf, path))
     return sorted(found)
 
 

@@ -149,7 +149,8 @@ def _wanted(
     directory: Path, spec: PartitionSpec, only: str | None, like: Any, ranks: Ranks
 ) -> tuple[Node, dict[str, Any], _Stored]:
     """``(the tree that is to be read, the plain values, the tensors)``."""
-    stored, own = _Stored(metadata_of(directory)), contents(directory)
+    own = contents(directory)  # with a checksum of the other
+    stored = _Stored(metadata_of(directory))
     path = tuple(only.split(".")) if only else ()
     found = dict(plain_values(own["state"], ranks.rank)) if own else {}
     if like is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
@@ -38,15 +39,14 @@ class Ranks:
         if not talks(mesh):
             return
         device = mesh.device or torch.device("cpu")
-        ranks = tuple(int(text) for text in gather_texts(str(dist.get_rank()), mesh, device))
-        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
-        self._key = (ranks, timeout)
-        group = self._groups.get(self._key)
-        if group is None or not _alive(group):
+        self.size = math.prod(size for _, size in mesh.sizes)
+        with self.lost():
+            ranks = tuple(int(text) for text in gather_texts(str(dist.get_rank()), mesh, device))
+        self.rank = ranks.index(dist.get_rank())
+        self.group = self._groups.get((ranks, timeout))
+        if self.group is None or not _alive(self.group):
             made: Any = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
-            group = made
-            self._groups[self._key] = group
-        self.group = group
+            self.group = self._groups[ranks, timeout] = made
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
@@ -108,8 +108,8 @@ class Ranks:
 
     def forget(self) -> None:
         """Use another group the next time: one that has failed once answers nobody."""
-        if self.group is not None:
-            self._groups.pop(self._key, None)
+        for key in [key for key, group in self._groups.items() if group is self.group]:
+            del self._groups[key]
 
 
 class _Lost:

@@ -1,0 +1,480 @@
+"""What goes wrong with a checkpoint is a clear error on every rank, and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import CONTEXT, Pool, free_port
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import funshard as fs
+from funshard import checkpoint
+from funshard.checkpoint import CheckpointError, _commit, _files, _save
+from funshard.checkpoint._records import record
+
+
+def made(width: int = 5) -> tuple[nn.Module, fs.PartitionSpec]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
+    spec = fs.by_type(nn.Linear)(model)
+    if dist.is_initialized():
+        spec = spec.on(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)))
+    return model, spec
+
+
+def write(rank: int, path: str, step: int = 1) -> None:
+    model, spec = made()
+    checkpoint.save(path, {"params": fs.shard(model, spec), "step": step}, spec)
+
+
+def expect(rank: int, kind: str, text: str, do: Callable[..., Any], *args: Any) -> None:
+    """The call raises this on every rank, within seconds."""
+    begin = time.monotonic()
+    cls = getattr(checkpoint, kind, None) or getattr(builtins, kind)
+    with pytest.raises(cls, match=text):
+        do(rank, *args)
+    assert time.monotonic() - begin < 60
+
+
+def read(rank: int, path: str, width: int = 5, dtype: torch.dtype = torch.float32) -> None:
+    model, _ = made(width)
+    checkpoint.load(path, made_of(model.to(dtype)))
+
+
+def made_of(model: nn.Module) -> fs.PartitionSpec:
+    spec = fs.by_type(nn.Linear)(model)
+    return spec.on(init_device_mesh("cpu", (dist.get_world_size(),))) if dist.is_initialized() else spec
+
+
+# --- Damage: what was written is not what is read. ---
+
+
+def truncated(path: Path) -> None:
+    file = path / "__1_0.distcp"
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flipped(path: Path) -> None:
+    """A byte of the elements of a tensor."""
+    file = path / "__0_0.distcp"
+    raw = bytearray(file.read_bytes())
+    storage: Any = _files.metadata_of(path).storage_data
+    info = max((info for info in storage.values() if info.relative_path == file.name), key=lambda info: info.length)
+    found = record(lambda at, size: bytes(raw[info.offset + at :][:size]), info.length, check=True)
+    raw[info.offset + found.offset + 2] ^= 64
+    file.write_bytes(raw)
+
+
+def missing(path: Path) -> None:
+    (path / "__1_0.distcp").unlink()
+
+
+def no_description(path: Path) -> None:
+    (path / ".metadata").unlink()
+
+
+def other_description(path: Path) -> None:
+    raw = bytearray((path / ".metadata").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (path / ".metadata").write_bytes(raw)
+
+
+def other_state(path: Path) -> None:
+    file = path / "funshard.json"
+    file.write_text(file.read_text().replace("step", "stop"))
+
+
+def newer(path: Path) -> None:
+    file = path / "funshard.json"
+    text = json.loads(json.loads(file.read_text())["content"]) | {"version": 99}
+    file.write_text(json.dumps({"content": json.dumps(text), "crc32": _files.checksum(json.dumps(text).encode())}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "text"),
+    [
+        (
+            truncated,
+            "CheckpointError",
+            r"tensor 'params\.\d\.\w+' in file '__1_0.distcp' of the checkpoint is damaged: .*cut short",
+        ),
+        (flipped, "CheckpointError", r"tensor 'params\.\d\.\w+' in file '__0_0.distcp' .* checksum is not what was written"),
+        (missing, "CheckpointError", r"tensor 'params\.\d\.\w+': file '__1_0.distcp' of the checkpoint is missing"),
+        (no_description, "CheckpointError", r"its file '\.metadata' is damaged or missing"),
+        (other_description, "CheckpointError", r"'\.metadata' is damaged"),
+        (other_state, "CheckpointError", r"'funshard\.json' is damaged: its checksum"),
+        (newer, "CheckpointError", r"of version 99, expected at most 1: use a newer funshard"),
+        (shutil.rmtree, "FileNotFoundError", "expected a checkpoint"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_damage(gloo2: Pool, tmp_path: Path, damage: Callable[[Path], None], kind: str, text: str) -> None:
+    """It names tensor and file on every rank; `latest` passes over what is cut short or missing, and the one before loads."""
+    gloo2.run(write, str(tmp_path / "1"))
+    gloo2.run(write, str(tmp_path / "2"), 2)
+    damage(tmp_path / "2")
+    gloo2.run(expect, kind, text, read, str(tmp_path / "2"))
+    if damage is not flipped:  # sizes say nothing of that
+        there = (tmp_path / "2").exists()
+        with pytest.warns(UserWarning, match="passed over a damaged checkpoint") if there else contextlib.nullcontext():
+            assert checkpoint.latest(tmp_path) == tmp_path / "1"
+    gloo2.run(read, str(tmp_path / "1"))
+
+
+def test_every_flipped_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
+    """Or does no harm: what is loaded is what was saved, or an error."""
+    model, spec = made()
+    expected = fs.shard(model, spec)
+    checkpoint.save(tmp_path / "1", expected, spec)
+    file = tmp_path / "1" / "__0_0.distcp"
+    good = file.read_bytes()
+    found = 0
+    for at in range(0, len(good), 97):
+        file.write_bytes(good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :])
+        try:
+            loaded = checkpoint.load(tmp_path / "1", spec)
+        except CheckpointError as error:
+            found += "tensor '" in str(error)
+        else:
+            assert all(loaded[key].equal(expected[key]) for key in expected), at
+    assert found > 10
+
+
+# --- Another model. ---
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (
+            (6,),
+            r"tensor 'params\.0\.(weight|bias)': expected \[6(, 4)?\] torch.float32, got \[5(, 4)?\] torch.float32 in the chec",
+        ),
+        ((5, torch.bfloat16), r"parameter '0\.(weight|bias)': expected float32, as the checkpoint has it, got torch.bfloat16"),
+    ],
+)
+def test_another_model(gloo2: Pool, tmp_path: Path, args: tuple[Any, ...], text: str) -> None:
+    gloo2.run(write, str(tmp_path / "1"))
+    gloo2.run(expect, "ValueError", text, read, str(tmp_path / "1"), *args)
+
+
+def test_more_or_fewer_parameters(tmp_path: Path) -> None:
+    model, spec = made()
+    checkpoint.save(tmp_path / "1", {"params": fs.shard(model, spec)}, spec)
+    more = nn.Sequential(*model.children(), nn.Linear(3, 3))
+    with pytest.raises(
+        ValueError, match=r"parameter '2\.(weight|bias)' of unit '2' is not in state 'params' of the checkpoint"
+    ):
+        checkpoint.load(tmp_path / "1", fs.by_type(nn.Linear)(more))
+    with pytest.raises(ValueError, match=r"parameter '1\.\w+' is in state 'params' of the checkpoint and not in the spec"):
+        checkpoint.load(tmp_path / "1", fs.by_type(nn.Linear)(nn.Sequential(model[0])))  # pyright: ignore[reportIndexIssue]
+    with pytest.raises(
+        ValueError, match=r"only='prams': expected the path of a part of the state, got none at '' but \['params'"
+    ):
+        checkpoint.load(tmp_path / "1", spec, only="prams")
+    with pytest.raises(ValueError, match=r"its units come together"):
+        checkpoint.load(tmp_path / "1", spec, only="params.0")
+    with pytest.raises(ValueError, match=r"state 'steps' is no plain value in the checkpoint"):
+        checkpoint.load(tmp_path / "1", spec, like={"steps": 3})
+
+
+# --- A state that cannot be saved. ---
+
+
+def save_changed(rank: int, path: str, change: str) -> None:
+    model, spec = made()
+    params = fs.shard(model, spec)
+    state: dict[str, Any] = {"params": params, "step": 1}
+    match change:
+        case "number":
+            state["step"] = rank
+        case "tensor":
+            state["seen"] = torch.tensor([rank, 0])
+        case "type":
+            state["sampler"] = object() if rank else 1
+        case "length":
+            state["params"] = {key: shard[:-1] if rank else shard for key, shard in params.items()}
+        case "keys":
+            state |= {"more": 1} if rank else {}
+        case "names":
+            state["params.0"] = {"weight": torch.zeros(2)}
+        case _:
+            state["params"] = {key: shard[:-1] for key, shard in params.items()}
+    checkpoint.save(path, state, spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        (
+            "number",
+            "ValueError",
+            r"state 'step': expected the same on all ranks, got on rank 0 0, on rank 1 1; wrap .*per_rank",
+        ),
+        ("tensor", "ValueError", r"state 'seen': expected the same on all ranks"),
+        (
+            "type",
+            "TypeError",
+            r"rank 1: state 'sampler': expected a tensor, a number.*got builtins\.object; no pickle is written",
+        ),
+        ("length", "ValueError", r"rank 1: unit '0' of state 'params\.0': expected this rank's slice, \[\d+\]"),
+        ("keys", "ValueError", r"state 'more': expected the same on all ranks, got on rank 0 nothing"),
+        ("names", "ValueError", r"state 'params\.0\.weight': two of its leaves have this name"),
+        ("lengths", "ValueError", r"unit '0' of state 'params\.0': expected this rank's slice"),
+    ],
+)
+def test_what_cannot_be_saved(gloo2: Pool, tmp_path: Path, change: str, kind: str, text: str) -> None:
+    """Every rank says why, and nothing is there."""
+    gloo2.run(expect, kind, text, save_changed, str(tmp_path / "1"), change)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_frozen_units_at_rest_are_left_out(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64))
+    spec = fs.by_type(nn.Linear, p=fs.P(at_rest=fs.codecs.nf4()))(model)
+    params = fs.shard(model, spec)
+    with pytest.raises(ValueError, match=r"unit '0' is at rest in nf4.*expected a state without it; save fs\.partition"):
+        checkpoint.save(tmp_path / "1", params, spec)
+    checkpoint.save(tmp_path / "1", fs.partition(params, spec)[0], spec)
+    assert checkpoint.load(tmp_path / "1", spec).keys() == {"1"}
+    plain = fs.by_type(nn.Linear)(model)
+    checkpoint.save(tmp_path / "2", fs.shard(model, plain), plain)
+    found = checkpoint.load(tmp_path / "2", spec)  # encoded as it comes
+    assert found.keys() == params.keys()
+    assert all(found[key].equal(params[key]) for key in params)
+
+
+def test_simulated_ranks_do_not_save(tmp_path: Path) -> None:
+    model, spec = made()
+
+    def rank(mesh: Any, _: torch.Tensor) -> torch.Tensor:
+        checkpoint.save(tmp_path / "1", fs.shard(model, spec.on(mesh)), spec.on(mesh))
+        return torch.zeros(())
+
+    with pytest.raises(ValueError, match=r"checkpoint\.save: expected process groups, outside of transforms"):
+        fs.testing.spmd(rank, 2)(torch.zeros(2))
+
+
+# --- Writing fails. ---
+
+
+def _fails(rank: int, path: str, where: int, error: str) -> None:
+    """One rank's writer fails: no space, a file system that is read-only."""
+    real = _files.Writer.write_data
+
+    def write_data(self: Any, plan: Any, planner: Any) -> Any:
+        if rank == where:
+            raise OSError(*{"full": (28, "No space left on device"), "read-only": (30, "Read-only file system")}[error])
+        return real(self, plan, planner)
+
+    _files.Writer.write_data = write_data  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        write(rank, path, 2)
+    finally:
+        _files.Writer.write_data = real
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("error", ["full", "read-only"])
+def test_a_rank_cannot_write(gloo2: Pool, tmp_path: Path, where: int, error: str) -> None:
+    """All ranks say which and why; nothing is left of it, and what was there before is whole."""
+    gloo2.run(write, str(tmp_path / "1"))
+    text = rf"checkpoint\.save: nothing was saved: rank {where}: .*({'No space' if error == 'full' else 'Read-only'})"
+    gloo2.run(expect, "OSError", text, _fails, str(tmp_path / "2"), where, error)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "1"
+    gloo2.run(read, str(tmp_path / "1"))
+    gloo2.run(write, str(tmp_path / "2"), 2)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written by torch's own writer to a device that is full."""
+    model, spec = made()
+
+    class Full(_files.Writer):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            (Path(self.path) / "__0_0.distcp").symlink_to("/dev/full")
+            return super().write_data(plan, planner)
+
+    monkeypatch.setattr(_save, "Writer", Full)
+    with pytest.raises(Exception, match=r"No space left on device|unexpected pos|write"):
+        checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_to(gloo2: Pool, tmp_path: Path) -> None:
+    """Where its parent is a file."""
+    (tmp_path / "file").write_text("")
+    text = r"checkpoint\.save: rank 0: .*(Not a directory|File exists)"
+    gloo2.run(expect, "OSError", text, write, str(tmp_path / "file" / "1"))
+
+
+# --- Several writers. ---
+
+
+def test_nothing_is_written_over(gloo2: Pool, tmp_path: Path) -> None:
+    gloo2.run(write, str(tmp_path / "1"))
+    text = r"expected a path where nothing is, such as one with the number of the step"
+    gloo2.run(expect, "FileExistsError", text, write, str(tmp_path / "1"), 2)
+    gloo2.run(read, str(tmp_path / "1"))
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_two_writers_of_one_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to end has it; the other one is told."""
+    model, spec = made()
+    path = tmp_path / "1"
+    real = _commit.Aside.commit
+
+    def commit(self: Any, *args: Any) -> None:
+        monkeypatch.setattr(_commit.Aside, "commit", real)
+        checkpoint.save(path, {"params": fs.shard(model, spec), "step": 2}, spec)  # another job, a moment before
+        real(self, *args)
+
+    monkeypatch.setattr(_commit.Aside, "commit", commit)
+    with pytest.raises(FileExistsError, match="expected a path where nothing is"):
+        checkpoint.save(path, {"params": fs.shard(model, spec), "step": 1}, spec)
+    assert checkpoint.load(path, spec, only="step") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+# --- A rank is lost. ---
+
+
+def _lost(rank: int, size: int, port: str, path: str, out: Any, where: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    write(rank, f"{path}/1")
+    if rank == 1:
+        name = "create_local_plan" if where == "plan" else "resolve_data"
+        setattr(_save.Writes, name, lambda *_: os._exit(9))
+    model, spec = made()
+    try:
+        checkpoint.save(f"{path}/2", {"params": fs.shard(model, spec), "step": 2}, spec, timeout=20)
+    except Exception as error:
+        out.send((type(error).__name__, str(error)))
+    out.close()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("where", ["plan", "write"])
+def test_a_lost_rank(tmp_path: Path, where: str) -> None:
+    """The others say so, in time; the checkpoint before is whole, and what was begun is cleaned up."""
+    port = free_port()
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(3)]
+    ranks = [CONTEXT.Process(target=_lost, args=(r, 3, port, str(tmp_path), w, where)) for r, (_, w) in enumerate(pipes)]
+    for process in ranks:
+        process.start()
+    try:
+        for rank, (r, _) in enumerate(pipes):
+            if rank != 1:
+                assert r.poll(60), "it hangs"
+                kind, text = r.recv()
+                assert kind == "CheckpointError"
+                assert "was lost, or did not answer in time" in text
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert checkpoint.latest(tmp_path) == tmp_path / "1"
+    checkpoint.clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+# --- latest and clean. ---
+
+
+def test_latest_and_clean(tmp_path: Path) -> None:
+    """By the order of saving, not by names or clocks; what is being written stays, what was cut short goes."""
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    assert checkpoint.clean(tmp_path / "nowhere") == []
+    model, spec = made()
+    params = fs.shard(model, spec)
+    for i, name in enumerate(["step_9", "step_10", "b", "a"]):
+        checkpoint.save(tmp_path / name, {"params": params, "step": i}, spec)
+        os.utime(tmp_path / name, (1000 - i, 1000 - i))
+        assert checkpoint.latest(tmp_path) == tmp_path / name
+    (tmp_path / "other").mkdir()  # not ours
+    alive = _commit.Aside(tmp_path / "alive")
+    dead = _commit.Aside(tmp_path / "dead")
+    os.close(dead._lock)
+    assert checkpoint.latest(tmp_path) == tmp_path / "a"
+    assert {path.name for path in checkpoint.clean(tmp_path, keep=2)} == {"step_9", "step_10", dead.aside.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "other", alive.aside.name}
+    alive.abandon()
+    with pytest.raises(ValueError, match="expected to keep at least 1"):
+        checkpoint.clean(tmp_path, keep=0)
+
+
+# --- No pickle is run. ---
+
+
+class Hostile:
+    """What a pickle of it does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_hostile_description_is_not_run(tmp_path: Path) -> None:
+    model, spec = made()
+    checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec)
+    (tmp_path / "1" / "funshard.json").unlink()  # as if others had written it
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        (tmp_path / "1" / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "owned"), protocol))
+        with pytest.raises(
+            CheckpointError, match=r"asks for posix\.mkdir, which is no description of tensors: it is not loaded"
+        ):
+            checkpoint.load(tmp_path / "1", spec)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_hostile_tensor_is_not_run(tmp_path: Path) -> None:
+    """In the place of every tensor: torch.save of something else, with good checksums."""
+    model, spec = made()
+    checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec)
+    path = tmp_path / "1" / "__0_0.distcp"
+    out = bytearray()
+    metadata = pickle.loads((tmp_path / "1" / ".metadata").read_bytes())
+    storage: Any = metadata.storage_data
+    evil = tmp_path / "evil"
+    torch.save({"x": Hostile(tmp_path / "owned")}, evil)
+    for info in storage.values():
+        info.offset, info.length = len(out), evil.stat().st_size
+        out += evil.read_bytes()
+    path.write_bytes(out)
+    (tmp_path / "1" / "funshard.json").unlink()
+    (tmp_path / "1" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir, which is no part of a tensor: it is not loaded"):
+        checkpoint.load(tmp_path / "1", spec)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_files_elsewhere_are_not_read(tmp_path: Path) -> None:
+    model, spec = made()
+    checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec)
+    metadata = pickle.loads((tmp_path / "1" / ".metadata").read_bytes())
+    storage: Any = metadata.storage_data
+    for info in storage.values():
+        info.relative_path = "../1/__0_0.distcp"
+    (tmp_path / "1" / "funshard.json").unlink()
+    (tmp_path / "1" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"expected a file of the checkpoint's directory"):
+        checkpoint.load(tmp_path / "1", spec)
