@@ -293,3 +293,58 @@ def test_errors_come_up_at_the_next_call(tmp_path: Path, monkeypatch: pytest.Mon
         saving.wait()
     assert list(tmp_path.iterdir()) == []
     checkpoint.save(tmp_path / "2", params, spec)  # once told, it is over
+
+
+def test_tensors_of_every_kind(tmp_path: Path) -> None:
+    """Dtypes, views, lazily conjugated and negated ones, parameters, empty ones; what files cannot hold is refused."""
+    _, spec = made("whole", 1)
+    z = torch.randn(3, 2, dtype=torch.complex64)
+    state = {
+        **{str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in (torch.bool, torch.uint8, torch.int16, torch.float16)},
+        **{str(dtype): torch.randn(2, 3).to(dtype) for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float64)},
+        "view": torch.arange(12).view(3, 4)[1:, ::2],
+        "transposed": torch.arange(12).view(3, 4).t(),
+        "conj": z.conj(),
+        "neg": z.conj().imag,
+        "parameter": nn.Parameter(torch.ones(3)),
+        "empty": torch.empty(0, 3),
+        "number": torch.tensor(3),
+    }
+    checkpoint.save(tmp_path / "1", state, spec)
+    assert_same(checkpoint.load(tmp_path / "1", spec), state | {"parameter": torch.ones(3)})
+    for wrong in (torch.eye(3).to_sparse(), torch.ones(3, device="meta")):
+        with pytest.raises((TypeError, ValueError), match=r"state 'a\.0': expected a (plain, dense )?tensor"):
+            checkpoint.save(tmp_path / "2", {"a": [wrong]}, spec)
+    assert not (tmp_path / "2").exists()
+
+
+def _meanwhile(rank: int, path: str) -> None:
+    """Loading, and refusing to save, while a thread of each rank is at another place of its write."""
+    import time
+
+    from funshard.checkpoint import _files
+
+    model, spec = made("whole", 1)
+    params = fs.shard(model, spec)
+    checkpoint.save(f"{path}/0", params, spec)
+    real = _files.Writer.write_data
+
+    def slow(self: Any, plan: Any, planner: Any) -> Any:
+        time.sleep(0.2 + 0.4 * rank)
+        return real(self, plan, planner)
+
+    _files.Writer.write_data = slow  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        saving = checkpoint.save(f"{path}/1", params, spec, asynchronous=True)
+        with pytest.raises(checkpoint.CheckpointError, match="still being written"):
+            checkpoint.save(f"{path}/no", params, spec, when_busy="raise")
+        for _ in range(3):
+            assert_same(checkpoint.load(f"{path}/0", spec), params)
+            time.sleep(0.1)
+        assert_same(checkpoint.load(saving.wait(), spec), params)
+    finally:
+        _files.Writer.write_data = real
+
+
+def test_threads_do_not_mix_with_what_ranks_say(gloo2: Pool, tmp_path: Path) -> None:
+    gloo2.run(_meanwhile, str(tmp_path))

@@ -44,8 +44,12 @@ class Aside:
         self.sequence = 1 + max(known, default=0)
         self.aside = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:12]}{ASIDE}")
         self.aside.mkdir()
-        self._lock = os.open(self.aside / LOCK, os.O_CREAT | os.O_RDWR)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            self._lock = os.open(self.aside / LOCK, os.O_CREAT | os.O_RDWR)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError:
+            shutil.rmtree(self.aside, ignore_errors=True)
+            raise
 
     def commit(self, tree: Any, written: Mapping[str, int]) -> None:
         """It is at its path, whole and flushed, when this returns. ``written`` are the sizes that its files should have."""

@@ -67,11 +67,11 @@ class Slice:
         mesh = spec.bound_mesh
         at = coordinates(mesh, None)
         others = [(i, axis.size) for i, (name, axis) in enumerate(mesh.axes) if name not in self.unit.p.axes]
-        holder, holders = 0, 1
+        holder, holders, whole = 0, 1, tensor.detach().resolve_conj().resolve_neg()
         for i, size in others:
             holder, holders = holder * size + at[i], holders * size
         for piece, (name, *aliases) in zip(pieces(self.unit, spec, at), self.names, strict=True):
-            data = tensor.detach()[piece.low : piece.high]
+            data = whole[piece.low : piece.high]
             shape, order = piece.param.shape, tuple(piece.param.order)
             if len(data):
                 yield Part(name, tuple(aliases), shape, order, piece.begin, data, holder, holders)
@@ -109,7 +109,7 @@ class Whole:
 
     def parts(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[Part]:
         """All of it, or this rank's row."""
-        data = tensor.detach().contiguous().view(-1)
+        data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         if not self.own:
             yield Part(self.name, (), self.shape, tuple(range(len(self.shape))), 0, data, rank, ranks)
         elif len(data) or rank == 0:

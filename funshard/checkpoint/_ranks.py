@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +17,11 @@ __all__ = ["CheckpointError", "Ranks"]
 
 T = TypeVar("T")
 SHOWN = 3
+TOLD = {
+    cls.__name__: cls
+    for cls in (ValueError, TypeError, OSError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
+}
+"""What is raised as what it was on the rank that has raised it; all else as a CheckpointError."""
 
 
 class CheckpointError(RuntimeError):
@@ -27,13 +31,14 @@ class CheckpointError(RuntimeError):
 class Ranks:
     """The ranks of a mesh, counted row by row. ``group`` is None for a single one.
 
-    The group is theirs alone and of gloo: what is said about a checkpoint, also from a thread, does not come between the
-    collectives of training. A rank that is lost is an error of the others after ``timeout`` at most.
+    The group is theirs alone and of gloo: what is said about a checkpoint does not come between the collectives of training,
+    nor what a thread says, ``behind``, between those of others. A rank that is lost is an error of the others after
+    ``timeout`` at most.
     """
 
-    _groups: ClassVar[dict[tuple[tuple[int, ...], timedelta], dist.ProcessGroup]] = {}
+    _groups: ClassVar[dict[tuple[Any, ...], dist.ProcessGroup]] = {}
 
-    def __init__(self, mesh: Mesh, timeout: timedelta) -> None:
+    def __init__(self, mesh: Mesh, timeout: timedelta, *, behind: bool = False) -> None:
         self.rank, self.size = 0, 1
         self.group: dist.ProcessGroup | None = None
         if not talks(mesh):
@@ -43,10 +48,11 @@ class Ranks:
         with self.lost():
             ranks = tuple(int(text) for text in gather_texts(str(dist.get_rank()), mesh, device))
         self.rank = ranks.index(dist.get_rank())
-        self.group = self._groups.get((ranks, timeout))
+        key = ranks, timeout, behind
+        self.group = self._groups.get(key)
         if self.group is None or not _alive(self.group):
             made: Any = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
-            self.group = self._groups[ranks, timeout] = made
+            self.group = self._groups[key] = made
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
@@ -97,7 +103,7 @@ class Ranks:
         (kind, text), *_ = errors.values()
         if len({*errors.values()}) == 1 and len(errors) == self.size and own is not None:
             raise own
-        cls = getattr(builtins, kind, CheckpointError)
+        cls = TOLD.get(kind, CheckpointError)
         shown = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in list(errors.items())[:SHOWN])
         more = f" (and {len(errors) - SHOWN} more ranks)" if len(errors) > SHOWN else ""
         raise cls(f"{where}: {shown}{more}" if self.size > 1 else text) from own

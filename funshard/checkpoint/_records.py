@@ -146,11 +146,15 @@ class _Storage:
         return found
 
 
-def _v2(storage: Any, start: int, shape: Any, stride: Any, *_: Any) -> Any:
+def _v2(storage: Any, start: int, shape: Any, stride: Any, grad: Any = False, hooks: Any = None, extra: Any = None) -> Any:
+    if extra:
+        raise DamagedError(f"its elements are not as they lie there: {extra}")
     return storage[0].dtype, storage[1], start, tuple(shape), tuple(stride)
 
 
-def _v3(storage: Any, start: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: torch.dtype, *_: Any) -> Any:
+def _v3(storage: Any, start: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: torch.dtype, extra: Any = None) -> Any:
+    if extra:
+        raise DamagedError(f"its elements are not as they lie there: {extra}")
     return dtype, storage[1], start, tuple(shape), tuple(stride)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlan
 
 from .. import _torch
@@ -67,6 +70,13 @@ _pending: set[Saving] = set()
 """What was started asynchronously and nobody has waited for."""
 
 
+@atexit.register
+def _tell_at_exit() -> None:
+    for saving in _pending:
+        if saving._error is not None:
+            print(f"checkpoint.save: nothing was saved at {saving.path}: {saving._error}", file=sys.stderr)
+
+
 def save(
     path: str | os.PathLike[str],
     state: Any,
@@ -94,7 +104,7 @@ def save(
     ``asynchronous`` returns when this rank's share is copied to memory of the host; a thread writes it, over a process group
     of its own, while training goes on, also in place. `Saving.wait` gives the path or the error; otherwise an error comes up
     at the next `save`. A save before the last one has ended waits for it, or with ``when_busy="raise"`` raises
-    CheckpointError. The process does not end before it is written.
+    CheckpointError. The process does not end before it is written; wait for it before ``destroy_process_group``.
 
     Raises FileExistsError where there is something at ``path``, ValueError, naming unit and leaf, for a slice that is not of
     this spec and mesh and for what ranks have differently, TypeError for what is none of the above, CheckpointError for what
@@ -107,6 +117,7 @@ def save(
         raise ValueError(f"checkpoint.save: when_busy: expected 'wait' or 'raise', got {when_busy!r}")
     ranks = Ranks(spec.bound_mesh, timedelta(seconds=timeout))
     ranks.together(lambda: _last_one_over(when_busy), "checkpoint.save")
+    behind = Ranks(spec.bound_mesh, timedelta(seconds=timeout), behind=True) if asynchronous else ranks
     saving = Saving(Path(path).absolute())
     writes, tree = _planned(state, spec, ranks)
     aside = None
@@ -120,7 +131,7 @@ def save(
 
     def write() -> None:
         try:
-            _written(directory, writes, tree, aside, ranks)
+            _written(directory, writes, tree, aside, behind)
         except BaseException:
             if aside is not None:
                 aside.abandon()
@@ -131,7 +142,12 @@ def save(
     if not asynchronous:
         write()
         return saving
-    ranks.together(writes.stage, "checkpoint.save")
+    try:
+        ranks.together(writes.stage, "checkpoint.save")
+    except BaseException:
+        if aside is not None:
+            aside.abandon()
+        raise
     saving._start(write)
     return saving
 
@@ -152,6 +168,7 @@ def _planned(state: Any, spec: PartitionSpec, ranks: Ranks) -> tuple[Writes, Any
         alike: dict[str, str] = {}
         own: dict[str, Any] = {}
         for leaf, value in zip(leaves(node), values, strict=True):
+            _check(leaf, value)
             _add(leaf, value, spec, ranks, parts, alike, own)
         _refuse_twice(parts)
         return node, Writes(parts), alike, own
@@ -163,6 +180,17 @@ def _planned(state: Any, spec: PartitionSpec, ranks: Ranks) -> tuple[Writes, Any
         ranks.together(lambda: _raise_difference(ranks.gather(alike)), "checkpoint.save")
     owns = {name: [values[name] for _, values in told] for name in own}
     return writes, written_tree(node, spec, owns)
+
+
+def _check(leaf: Leaf, value: Any) -> None:
+    """TypeError or ValueError, naming it, for a tensor that files cannot hold."""
+    if not isinstance(value, Tensor):
+        return
+    name = leaf.name if isinstance(leaf, Whole | Value) else leaf.names[0][0]
+    if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
+        raise TypeError(f"state '{name}': expected a plain, dense tensor, got {type(value).__name__} of layout {value.layout}")
+    if value.is_meta:
+        raise ValueError(f"state '{name}': expected a tensor with values, got one on the meta device")
 
 
 def _add(
