@@ -3,6 +3,7 @@
 The house. A folder imports only from floors below its own (tests/test_house.py); a name without an underscore is public.
 
     7  _steps                           accumulate, update_in_backward: how gradients become a step
+       _init                            init, init_buffers: a model on the meta device gets its values, a unit at a time
        testing                          laws and exactness for users: assert_exact, spmd, strategies
     6  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
        _call                            functional_call: entry, the four modes, the running call, schedule
@@ -28,6 +29,7 @@ from ._call.buffers import BufferWarning
 from ._call.call import functional_call
 from ._call.order import trace_order
 from ._compiled.step import compile
+from ._init.init import init, init_buffers
 from ._sharding.full import gather_full, scatter_full
 from ._sharding.grads import reduce_grads, reduce_mean, weight_share
 from ._sharding.sharding import combine, partition, reshard, shard, unshard
@@ -102,6 +104,8 @@ __all__ = [
     "grad_and_value",
     "hvp",
     "ignoring",
+    "init",
+    "init_buffers",
     "loss_scale",
     "mark",
     "marked",

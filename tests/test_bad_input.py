@@ -153,8 +153,8 @@ SHORTER = changed(lambda m: m.pop(1))
         ),
         (
             lambda: fs.functional_call(MODEL, {k: p.to("meta") for k, p in on_one().items()}, X, spec=ONE),
-            RuntimeError,
-            r"meta.*functional_call: params are on meta, the arguments on cpu",
+            ValueError,
+            r"params are on the meta device, without values: '0', '1'; expected them to be materialized as the arg",
         ),
         (
             lambda: fs.functional_call(MODEL, fs.shard(MODEL, ONE), X, spec=SPEC),

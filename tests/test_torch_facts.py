@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from funshard import _torch
-from funshard._torch.layers import BatchNorm, Normalized
+from funshard._torch.layers import BatchNorm, Normalized, own_reset
 
 
 @pytest.fixture
@@ -273,6 +273,16 @@ def test_layers_with_statistics() -> None:
     assert not isinstance(nn.InstanceNorm1d(2), BatchNorm)
     assert all(isinstance(norm, Normalized) for norm in [*norms, nn.InstanceNorm1d(2)])
     assert not isinstance(nn.LayerNorm(2), Normalized)
+
+
+def test_layers_that_reset_themselves() -> None:
+    """By reset_parameters, all of torch's that own parameters but one, which has it under another name."""
+    for layer in [nn.Linear(2, 2), nn.Conv2d(1, 1, 1), nn.Embedding(2, 2), nn.LayerNorm(2), nn.BatchNorm1d(2), nn.LSTM(2, 2)]:
+        assert own_reset(layer) == layer.reset_parameters
+    attention = nn.MultiheadAttention(2, 1)
+    assert not hasattr(attention, "reset_parameters")
+    assert own_reset(attention) == attention._reset_parameters
+    assert own_reset(nn.Sequential()) is None
 
 
 def test_beneath() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import NoReturn
 
 import torch
@@ -17,7 +18,16 @@ from .._units.layout import ordered
 from ..collectives._functions import all_gather
 from ..collectives._mesh import Group, Mesh
 
-__all__ = ["broadcast_text", "check_ranks_agree", "fingerprint", "fingerprints", "gather_texts", "process_group", "talks"]
+__all__ = [
+    "broadcast_text",
+    "check_ranks_agree",
+    "fingerprint",
+    "fingerprints",
+    "gather_texts",
+    "process_group",
+    "talks",
+    "telling",
+]
 
 
 def _lines(spec: PartitionSpec) -> list[str]:
@@ -31,14 +41,20 @@ def _lines(spec: PartitionSpec) -> list[str]:
     ]
 
 
+MEND = (
+    "call torch.manual_seed with one seed on all ranks before the model is built, or take those of one rank by "
+    "shard(..., src=0), or, if they are meant to differ, give check_values=False"
+)
+
+
 def check_ranks_agree(
-    spec: PartitionSpec, values: Tensor | None = None, asked: tuple[str, ...] = (), *, error: str = ""
+    spec: PartitionSpec, values: Tensor | None = None, asked: tuple[str, ...] = (), *, error: str = "", mend: str = MEND
 ) -> None:
     """ValueError on every rank of the mesh if their specs differ, their values, or if one reports an error of its own.
 
     ``values`` are the `fingerprints` of parameters that all ranks should have alike, ``asked`` what all must have asked
-    for. One small all-gather of a digest per mesh axis. Only when all axes are through is the result looked at: a rank
-    that raised before would leave others waiting.
+    for, ``mend`` what to do where values differ. One small all-gather of a digest per mesh axis. Only when all axes are
+    through is the result looked at: a rank that raised before would leave others waiting.
     """
     mesh = spec.bound_mesh
     asked = (*asked, f"check_values={values is not None}")
@@ -51,7 +67,20 @@ def check_ranks_agree(
     if any(differs[: len(digest)]):
         _raise_difference(lines, mesh, device)
     if any(differs):
-        _raise_values(own, spec, mesh)
+        _raise_values(own, spec, mesh, mend)
+
+
+@contextlib.contextmanager
+def telling(spec: PartitionSpec, together: bool) -> Generator[None]:
+    """Within it an error is told to the ranks that wait in `check_ranks_agree`, if there are any."""
+    try:
+        yield
+    except Exception as error:
+        if together:
+            told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(ValueError):
+                check_ranks_agree(spec, error=told)
+        raise
 
 
 def _raise_difference(lines: list[str], mesh: Mesh, device: torch.device) -> NoReturn:
@@ -66,7 +95,7 @@ def _raise_difference(lines: list[str], mesh: Mesh, device: torch.device) -> NoR
     )
 
 
-def _raise_values(own: Tensor, spec: PartitionSpec, mesh: Mesh) -> NoReturn:
+def _raise_values(own: Tensor, spec: PartitionSpec, mesh: Mesh, mend: str) -> NoReturn:
     rows = _rows(own, mesh)
     differs = rows != rows[0]
     names = [(unit.key, param.name) for unit in spec for param in unit.params]
@@ -76,8 +105,7 @@ def _raise_values(own: Tensor, spec: PartitionSpec, mesh: Mesh) -> NoReturn:
     raise ValueError(
         f"parameter '{name}' of unit '{key}': expected the same values on all ranks of the mesh {mesh.names}, got others on "
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} than on rank 0 ({len(which)} of {len(names)} parameters "
-        "differ); call torch.manual_seed with one seed on all ranks before the model is built, or take those of one rank by "
-        "shard(..., src=0), or, if they are meant to differ, give check_values=False"
+        f"differ); {mend}"
     )
 
 

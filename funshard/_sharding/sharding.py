@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 
@@ -17,11 +16,11 @@ from .._spec.unit import Unit
 from .._units.flow import gather_unit, scatter_unit, stored
 from .._units.host import rested
 from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit
-from .agree import check_ranks_agree, fingerprints, talks
+from .agree import check_ranks_agree, fingerprints, talks, telling
 from .full import scatter_full
 from .skeleton import is_skeleton
 
-__all__ = ["combine", "partition", "reshard", "shard", "unshard"]
+__all__ = ["check_rank", "combine", "partition", "reshard", "shard", "unshard"]
 
 
 def shard(
@@ -54,7 +53,7 @@ def shard(
     mesh = spec.bound_mesh
     together = rank is None and talks(mesh) and _torch.plain()
     full, values = None, None
-    try:
+    with telling(spec, together):
         if _source(src, rank, spec):
             if is_skeleton(model_or_params):
                 raise ValueError(
@@ -64,12 +63,6 @@ def shard(
             full = full_parameters(model_or_params, spec)
         if together and check_values and src is None:
             values = fingerprints(full or {}, spec)
-    except Exception as error:
-        if together:  # tell the ranks that wait for the digest
-            told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            with contextlib.suppress(ValueError):
-                check_ranks_agree(spec, error=told)
-        raise
     if together:
         check_ranks_agree(spec, values, () if src is None else (f"src={src}",))
     if src is not None:
@@ -91,14 +84,20 @@ def _source(src: int | None, rank: int | None, spec: PartitionSpec) -> bool:
         if mesh.simulated:
             raise ValueError("shard: src= on a simulated mesh: expected process groups; simulated ranks close over the same")
         return coordinates(mesh, src) == coordinates(mesh, None)
+    check_rank("shard", spec, rank)
+    return True
+
+
+def check_rank(who: str, spec: PartitionSpec, rank: int | None) -> None:
+    """ValueError unless it is known which slices are wanted."""
+    mesh = spec.bound_mesh
     split = {name for unit in spec for name in unit.p.axes}
     if rank is None and any(axis.rank is None for name, axis in mesh.axes if name in split):
         last = math.prod(size for _, size in mesh.sizes) - 1
         raise ValueError(
-            f"shard: the spec is on sizes alone, {dict(mesh.sizes)}: expected a rank in 0..{last}, got None; give rank=, or "
+            f"{who}: the spec is on sizes alone, {dict(mesh.sizes)}: expected a rank in 0..{last}, got None; give rank=, or "
             "bind the spec to process groups by .on(init_device_mesh(...))"
         )
-    return True
 
 
 def unshard(

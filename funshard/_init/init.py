@@ -1,0 +1,190 @@
+"""init, init_buffers: what a model on the meta device begins with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .._sharding.agree import check_ranks_agree, fingerprint, talks, telling
+from .._sharding.sharding import check_rank
+from .._spec.fits import full_parameters
+from .._spec.spec import PartitionSpec, bound
+from .._spec.tree import join
+from .._spec.unit import Unit
+from .._units.flow import scatter_unit, stored
+from .._units.host import rested
+from .._units.layout import Params, ordered, unflatten_unit
+from .slots import InitFn, Slot
+from .values import Values, WiderReachError, opened
+
+__all__ = ["init", "init_buffers"]
+
+
+def init(
+    model: nn.Module,
+    spec: PartitionSpec,
+    *,
+    init_fn: InitFn | None = None,
+    seed: int | None = None,
+    rank: int | None = None,
+    device: torch.device | str | None = None,
+    check_values: bool = True,
+) -> Params:
+    """``shard`` of the model as its initialisers make it, of a model on the meta device: parameters that are born sharded.
+
+    >>> import torch, funshard as fs
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(2, 1)
+    >>> spec = fs.whole()(model)
+    >>> params = fs.init(model, spec, seed=0)
+    >>> fs.functional_call(model, params, (torch.ones(3, 2),), spec=spec).shape
+    torch.Size([3, 1])
+
+    Slices of the parameters' own dtypes, where `shard` puts them, unit by unit: no more is held at once than this rank's
+    slices, one unit, and what one initialiser writes to of other units, itself no larger than a unit. Every rank makes
+    every unit whole, for its slice of it, and sends nothing but a digest; the model stays on the meta device, as it is.
+    Buffers are `init_buffers`'s, and parameters that the spec ignores the caller's.
+
+    Modules initialise themselves, children before parents and each once, as by ``nn.Module.apply``: by their
+    ``reset_parameters`` (nn.MultiheadAttention by its own), or by ``init_fn(module)`` instead, which is called with every
+    module, such as ``model._init_weights`` of transformers. A tied parameter has what the last of its modules gives it.
+    An initialiser may also change what is in other modules: then it has their values, and they are held together. It runs
+    without gradients, on the meta device first, to see what it needs, and then as often as that is made: it must
+    depend on nothing but the module, and what it notes there is gone.
+
+    A value depends on ``seed`` and on names in the model: each module's initialiser begins with torch's default generators
+    seeded from ``seed`` and the module's path, so any mesh, policy and rank has the same bits, and what else is in the model
+    changes nothing. On another kind of device torch draws other numbers. By default ``seed`` is ``torch.initial_seed()``,
+    what was last given to ``torch.manual_seed``; random states are as before afterwards. ``device`` is where the values
+    are made: that of the mesh by default, or else the CPU, where they stay if the mesh names none. ``rank`` and
+    ``check_values`` are `shard`'s: ranks compare their seeds first, and in the end what they have made.
+
+    Raises ValueError, naming the path, for a parameter that is not on the meta device (`shard` takes those), one that no
+    initialiser gives values or not all, initialisers that reach over more than a unit, and a spec, seed or values in which
+    ranks differ; RuntimeError, naming the module, where an initialiser fails; TypeError for what is no init_fn or seed.
+    """
+    spec = bound(spec)
+    mesh = spec.bound_mesh
+    together = rank is None and talks(mesh) and _torch.plain()
+    with telling(spec, together):
+        check_rank("init", spec, rank)
+        where = _device(spec, device)
+        number = _seed(seed, init_fn)
+        full = full_parameters(model, spec)
+        for name in (name for name in spec.by_name if not full[name].is_meta):
+            raise ValueError(
+                f"init: parameter '{name}' is on {full[name].device}: expected it on the meta device; shard(model, spec) takes "
+                "parameters that have values"
+            )
+    if together:
+        check_ranks_agree(spec, asked=(f"init(seed={number})",))
+    digest = None
+    with telling(spec, together), opened(model, init_fn, number, where) as values:
+        slots = {name: slot for slot in values.slots for name in _names(slot, spec)}
+        values.check(slots.values())
+        while True:
+            try:
+                params, digests = _units(values, slots, spec, rank, where, together and check_values)
+                break
+            except WiderReachError:
+                continue
+        digest = torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)
+    if together:
+        check_ranks_agree(spec, digest if check_values else None, mend=MEND)
+    return params
+
+
+MEND = "expected initialisers that depend on the module and torch's default generators alone; or give check_values=False"
+
+
+def _units(
+    values: Values, slots: dict[str, Slot], spec: PartitionSpec, rank: int | None, device: torch.device, compared: bool
+) -> tuple[Params, list[Tensor]]:
+    """Each unit's slice, and the fingerprints of its parameters if they are to be compared."""
+    most = _most(values, spec)
+    out: Params = {}
+    digests: list[Tensor] = []
+
+    def made(unit: Unit) -> Tensor:
+        with _torch.beneath():
+            buffer = torch.zeros(spec.padded_numel(unit), dtype=unit.dtype, device=device)
+        full = unflatten_unit(buffer, unit)
+        values.fill({slots[param.name]: x for param, x in zip(unit.params, full, strict=True)}, most)
+        if compared:
+            digests.extend(fingerprint(ordered(x, param)).cpu() for x, param in zip(full, unit.params, strict=True))
+        return scatter_unit(buffer, unit, spec.bound_mesh, rank)
+
+    for unit in spec:
+        out[unit.key] = rested(stored(made(unit), unit), unit, spec.bound_mesh)
+    values.settle(most)
+    return out, digests
+
+
+def init_buffers(
+    model: nn.Module,
+    spec: PartitionSpec,
+    *,
+    init_fn: InitFn | None = None,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+) -> dict[str, Tensor]:
+    """The buffers of a model on the meta device, by name: what functional_call takes as ``buffers=``.
+
+    Those that have no values get them as parameters do by `init`, from the same arguments: BatchNorm's statistics by
+    ``reset_parameters``, the rotary frequencies of transformers by ``init_fn=model._init_weights``. The others are copied.
+    Also those that the state_dict leaves out; on the device of the mesh, or on ``device``. Nothing is sent.
+
+    >>> import torch, funshard as fs
+    >>> with torch.device("meta"):
+    ...     norm = torch.nn.BatchNorm1d(2)
+    >>> fs.init_buffers(norm, fs.whole()(norm))["running_var"]
+    tensor([1., 1.])
+
+    Raises what `init` does, naming the buffer: one that is computed in a constructor alone, such as a mask, has to be made
+    there on another device, ``torch.ones(n, n, device="cpu")``.
+    """
+    spec = bound(spec)
+    where = _device(spec, device)
+    number = _seed(seed, init_fn)
+    with opened(model, init_fn, number, where) as values:
+        wanted = [slot for slot in values.slots if not slot.param]
+        values.check(wanted)
+        while True:
+            made = {id(slot.tensor): slot.empty(where) for slot in wanted}
+            try:
+                values.fill({slot: made[id(slot.tensor)] for slot in wanted}, _most(values, spec))
+                values.settle(_most(values, spec))
+                break
+            except WiderReachError:
+                continue
+    named = {join(path, attr): x for path, module in model.named_modules() for attr, x in module._buffers.items()}
+    for tensor in (x for x in named.values() if x is not None and not x.is_meta):
+        made.setdefault(id(tensor), tensor.detach().to(where, copy=True))
+    return {name: made[id(tensor)] for name, tensor in named.items() if tensor is not None}
+
+
+def _names(slot: Slot, spec: PartitionSpec) -> tuple[str, ...]:
+    owned = spec.by_name.get(slot.name) if slot.param else None
+    return () if owned is None else (owned[1].name,)
+
+
+def _most(values: Values, spec: PartitionSpec) -> int:
+    """Bytes of the largest unit, or of the largest module's own where they are in several."""
+    return max(values.largest_module, *(unit.numel * unit.dtype.itemsize for unit in spec), 0)
+
+
+def _device(spec: PartitionSpec, device: torch.device | str | None) -> torch.device:
+    """Where values are made, with its index."""
+    found = torch.device(device) if device is not None else spec.bound_mesh.device or torch.device("cpu")
+    if found.type == "meta" and spec.bound_mesh.device != found:
+        raise ValueError("init: device='meta': expected one that can hold values, or none for the mesh's")
+    return torch.empty(0, device=found).device
+
+
+def _seed(seed: int | None, init_fn: InitFn | None) -> int:
+    if init_fn is not None and not callable(init_fn):
+        raise TypeError(f"init: init_fn: expected a function of a module, got {type(init_fn).__name__}")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"init: seed: expected a whole number or None, got {seed!r}")
+    return torch.initial_seed() if seed is None else seed

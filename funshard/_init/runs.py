@@ -1,0 +1,131 @@
+"""One run of one initialiser, on some of a model's slots: what it touches and writes is seen, and the model stays as it is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # arguments of operators
+
+from .. import _torch
+from .._call.buffers import copy_of
+from .._call.swap import restored, this_thread
+from .slots import Initialiser, Slot
+
+__all__ = ["Ran", "Twins"]
+
+KINDS = ("_parameters", "_buffers")
+META = torch.device("meta")
+
+
+class Ran(NamedTuple):
+    """What a run of an initialiser touched and wrote, and how it failed."""
+
+    touched: set[Slot]
+    written: set[Slot]
+    error: Exception | None
+
+
+class Twins:
+    """A model whose tensors are others for a while: of each slot a twin on the meta device, copies on write of the rest.
+
+    Made within `restored` of the whole model, which puts back what was there.
+    """
+
+    def __init__(self, model: nn.Module, slots: Mapping[int, Slot], seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._memory = {slot: slot.empty(META) for slot in slots.values()}
+        put: dict[int, Tensor] = {key: slot.dressed(self._memory[slot]) for key, slot in slots.items()}
+        self._slots = {id(put[key]): slot for key, slot in slots.items()}
+        self._storages = {_torch.storage_id(memory): slot for slot, memory in self._memory.items()}
+        for module in model.modules():
+            for kind in KINDS:
+                own: dict[str, Tensor | None] = vars(module)[kind]
+                for tensor in own.values():
+                    if tensor is not None and id(tensor) not in put:
+                        copy = copy_of(tensor.detach(), tensor.dtype)
+                        put[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if kind == "_parameters" else copy
+                vars(module)[kind] = {attr: None if x is None else put[id(x)] for attr, x in own.items()}
+
+    def run(self, one: Initialiser, values: Mapping[Slot, Tensor]) -> Ran:
+        """Run an initialiser on these values, which it writes to, and on the meta device for the other slots.
+
+        torch's generators are seeded by the seed and the path of its module. Afterwards the modules are as before, also
+        where they noted that they were initialised.
+        """
+        put = {slot: slot.dressed(value) for slot, value in values.items()}
+        modules = dict(one.module.named_modules(prefix=one.path))
+        modules |= {f"{slot.name} {i}": module for slot in put for i, module in enumerate(slot.modules)}
+        own_memory = {_torch.storage_id(x): slot for slot, x in put.items() if not slot.floats}
+        watch, error = _Watch({**self._storages, **own_memory}), None
+        with restored(modules, this_thread()):
+            placed: list[tuple[dict[str, Tensor | None], str, Tensor, Slot]] = []
+            for module in dict.fromkeys(modules.values()):
+                for kind in KINDS:
+                    mine = dict(vars(module)[kind])
+                    vars(module)[kind] = mine
+                    for attr, twin in list(mine.items()):
+                        if slot := self._slots.get(id(twin)):
+                            mine[attr] = put.get(slot, twin)
+                            placed.append((mine, attr, mine[attr], slot))
+            _seed_generators(self._seed, one.path, self._device)
+            try:
+                with watch:
+                    one.run()
+            except Exception as failed:
+                error = failed
+            for mine, attr, was, slot in placed:
+                error = self._take(mine.get(attr), was, slot, values, watch) or error
+        return Ran(watch.touched, watch.written, error)
+
+    def _take(self, now: object, was: Tensor, slot: Slot, values: Mapping[Slot, Tensor], watch: _Watch) -> Exception | None:
+        """See to what a module has in a slot's place: another tensor, or one that was given other memory (``.data``)."""
+        value, tensor = values.get(slot), slot.tensor
+        memory = self._memory[slot] if value is None else value
+        if now is was and _same_memory(was, memory):
+            return None
+        watch.touched.add(slot)
+        if value is None:
+            was.data = memory
+        elif isinstance(now, Tensor) and (now.shape, now.dtype) == (tensor.shape, tensor.dtype):
+            value.copy_(now)
+            watch.written.add(slot)
+        else:
+            got = f"{list(now.shape)} {now.dtype}" if isinstance(now, Tensor) else type(now).__name__
+            return ValueError(f"expected {list(tensor.shape)} {tensor.dtype} in the place of '{slot.name}', got {got}")
+        return None
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return _torch.storage_id(a) == _torch.storage_id(b) and a.storage_offset() == b.storage_offset()
+
+
+class _Watch(_torch.DispatchMode):
+    """Which slots operators touch, and to which they write, by their storages."""
+
+    def __init__(self, storages: Mapping[int, Slot]) -> None:
+        super().__init__()
+        self._storages = storages
+        self.touched: set[Slot] = set()
+        self.written: set[Slot] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.touched |= self._found(pytree.tree_leaves((args, kwargs)))
+        self.written |= self._found(_torch.written(func, args, kwargs))
+        return func(*args, **kwargs)
+
+    def _found(self, values: Iterable[object]) -> set[Slot]:
+        ids = (_torch.storage_id(x) for x in values if isinstance(x, Tensor) and _torch.is_plain(x))
+        return {slot for key in ids if (slot := self._storages.get(key))}
+
+
+def _seed_generators(seed: int, path: str, device: torch.device) -> None:
+    """Those that initialisers draw from: the CPU's and the device's."""
+    number = int.from_bytes(hashlib.sha256(f"{seed} {path}".encode()).digest()[:7], "big")
+    torch.default_generator.manual_seed(number)
+    if _torch.is_accelerator(device):
+        torch.get_device_module(device.type).default_generators[device.index].manual_seed(number)

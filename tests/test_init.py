@@ -1,0 +1,642 @@
+"""init: parameters born sharded are the slices of one model, whose values follow from a seed and names alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from collective_log import world
+from depth import depth, pairs
+from hypothesis import given
+from hypothesis import strategies as st
+from models import unchanged
+from peer_models import MLP, Net, Transformer
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import funshard as fs
+from funshard import P, _torch
+
+InitFn = Callable[[nn.Module], object]
+
+
+def children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from children_first(child, seen)
+    yield module
+
+
+def reset(module: nn.Module) -> None:
+    """What torch's layers do by themselves."""
+    for name in ("reset_parameters", "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else ""):
+        if name and callable(fn := getattr(module, name, None)):
+            fn()
+
+
+def seeded(model: nn.Module, seed: int, init_fn: InitFn = reset) -> nn.Module:
+    """The reference: the whole model in memory, its modules initialised one after the other, children first."""
+    with torch.no_grad():
+        for x in (*model.parameters(), *model.buffers()):
+            x.fill_(torch.nan if x.is_floating_point() else 99)
+        paths = {module: path for path, module in model.named_modules()}
+        for module in children_first(model, set()):
+            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {paths[module]}".encode()).digest()[:7], "big"))
+            init_fn(module)
+    return model
+
+
+def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for key, tensor in got.items():
+        assert (tensor.dtype, tensor.device) == (want[key].dtype, want[key].device), key
+        assert torch.equal(tensor, want[key]), key
+
+
+class Tied(nn.Module):
+    """Ties, a module that is there twice, parameters of every kind, and a parent that looks after its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.inner = MixedKinds()
+        self.again = nn.ModuleList([self.inner, nn.Linear(8, 3)])
+
+
+class MixedKinds(nn.Module):
+    """Several dtypes, some frozen, a scalar and nothing at all in one module: three units of one path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.brain = nn.Parameter(torch.empty(3, 5, dtype=torch.bfloat16))
+        self.scalar = nn.Parameter(torch.empty(()))
+        self.none = nn.Parameter(torch.empty(0, 2))
+        self.frozen = nn.Parameter(torch.empty(7), requires_grad=False)
+        self.codes = nn.Parameter(torch.empty(5, dtype=torch.int32), requires_grad=False)
+        self.sub = nn.Linear(2, 3)
+        self.sub.bias.requires_grad_(False)
+
+    def reset_parameters(self) -> None:
+        for x in self.parameters(recurse=False):
+            x.random_(-9, 9)
+        self.sub.weight.mul_(2)  # reads what the child has
+        self.sub.bias = nn.Parameter(torch.randn(3), requires_grad=False)  # and puts another in its place
+
+
+class Chooses(nn.Sequential):
+    """Decides by its children's values, which on the meta device nobody knows."""
+
+    def reset_parameters(self) -> None:
+        for layer in self[:2]:
+            if layer.weight.data[0, 0].item() > 0:
+                layer.bias.data = torch.ones(layer.bias.shape, device=layer.bias.device)  # which touches nothing
+        self[0].weight.numpy()[1:3] = 0
+        if self[0].weight.sum() > 0:
+            self[1].weight.neg_()
+        self[1].bias = nn.Parameter(self[1].bias - 1)
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, (1, 3))).to(memory_format=torch.channels_last)
+
+
+def encoder() -> nn.Module:
+    return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 40), nn.LSTM(8, 3, num_layers=2, bidirectional=True))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied": Tied,
+    "chooses": lambda: Chooses(nn.Linear(4, 3), nn.Linear(3, 4), nn.Linear(4, 50)),
+    "conv": conv,
+    "encoder": encoder,
+    "transformer": lambda: Transformer(layers=2, tied=True),
+}
+POLICIES: dict[str, Callable[[nn.Module], fs.PartitionSpec]] = {
+    "whole": fs.whole(),
+    "always": fs.always(),
+    "size": fs.by_size(40, p=P(align=1)),
+    "linear": fs.any_of(fs.by_type(nn.Linear, nn.Conv2d, p=P())),
+    "replicated": fs.whole(P(None)),
+    "ignoring": lambda m: fs.ignoring(fs.always(), params=[n for n, _ in m.named_parameters() if n.endswith("bias")])(m),
+    "children": lambda m: fs.by_path({name: P("shard") for name, c in m.named_children() if [*c.parameters()]})(m),
+}
+
+
+def bare(name: str) -> nn.Module:
+    """On the meta device, ties and all."""
+    return fs.skeleton(MODELS[name]())
+
+
+@pairs
+@pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 3}, {"shard": 8}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_slices_of_one_model(name: str, policy: str, sizes: dict[str, int]) -> None:
+    """Bit for bit, on any mesh, with any policy, at every rank."""
+    model = bare(name)
+    spec = POLICIES[policy](model).on(sizes)
+    full = dict(seeded(MODELS[name](), 7).named_parameters())
+    before = torch.get_rng_state()
+    for rank in {0, math.prod(sizes.values()) - 1}:
+        with unchanged(model):
+            params = fs.init(model, spec, seed=7, rank=rank)
+        same(params, fs.shard(full, spec, rank=rank))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def draw(module: nn.Module) -> None:
+    for x in module.parameters(recurse=False):
+        x.copy_(torch.randn(x.shape))
+
+
+def draw_and_halve(module: nn.Module) -> None:
+    draw(module)
+    for child in module.children():
+        for x in child.parameters():
+            x.mul_(0.5)
+
+
+@given(st.data())
+def test_law(data: st.DataObject) -> None:
+    """Random trees with ties and shared modules, policies and meshes, initialisers of themselves and of all below them."""
+    full = data.draw(fs.testing.modules(frozen=True))
+    model = fs.skeleton(full)
+    spec = data.draw(fs.testing.policies(model))(model).on(data.draw(fs.testing.meshes()))
+    rank = data.draw(st.integers(0, math.prod(size for _, size in spec.bound_mesh.sizes) - 1))
+    init_fn = data.draw(st.sampled_from([draw, draw_and_halve]))
+    want = fs.shard(seeded(full, 3, init_fn), spec, rank=rank, check_values=False)
+    try:
+        with unchanged(model):
+            got = fs.init(model, spec, init_fn=init_fn, seed=3, rank=rank)
+    except ValueError as error:  # by small units
+        if init_fn is draw or "in other units" not in str(error):
+            raise
+    else:
+        same(got, want)
+
+
+def test_values_follow_from_names_alone() -> None:
+    """What else is in the model, and what other modules draw, changes nothing; a seed does, and so does a name."""
+
+    def of(model: nn.Module, seed: int | None = 0) -> dict[str, Tensor]:
+        spec = fs.always()(model)
+        return fs.unshard(fs.init(model, spec, seed=seed), spec)
+
+    with torch.device("meta"):
+        small = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
+        large = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3), nn.LSTM(9, 9))
+    values, more = of(small), of(large)
+    same(values, {name: more[name] for name in values})
+    assert not torch.equal(values["0.weight"], values["1.weight"])
+    assert not torch.equal(values["0.weight"], of(small, 1)["0.weight"])
+    torch.manual_seed(5)
+    torch.randn(3)
+    same(of(small, None), of(small, 5))
+
+
+def test_an_init_fn_of_fsdp() -> None:
+    """FSDP1's param_init_fn makes room by itself, in other memory, and then initialises: the same values."""
+
+    def param_init_fn(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        reset(module)
+
+    model = bare("encoder")
+    spec = fs.by_type(nn.TransformerEncoderLayer)(model)
+    same(fs.init(model, spec, init_fn=param_init_fn, seed=1), fs.init(model, spec, seed=1))
+
+
+def test_simulated_ranks_and_an_ambient_device() -> None:
+    """Inside spmd every rank has its slices; a device that is the default for now is not that of the values."""
+    model = bare("tied")
+    spec = fs.always()(model)
+    slices = fs.testing.spmd(lambda mesh, _: fs.init(model, spec.on(mesh), seed=2), 3)(torch.zeros(3))
+    for rank in range(3):
+        with torch.device("meta"):
+            params = fs.init(model, spec.on({"shard": 3}), seed=2, rank=rank)
+        same(params, {key: piece[rank] for key, piece in slices.items()})
+
+
+def test_where_units_rest() -> None:
+    """In a codec, on the host: as shard puts them."""
+    model = fs.skeleton(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
+    model[0].requires_grad_(False)
+    at_rest = {"0": P("shard", at_rest=fs.codecs.nf4()), "1": P("shard", offload="params")}
+    spec = fs.by_path(at_rest)(model).on({"shard": 2})
+    full = seeded(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), 0)
+    full[0].requires_grad_(False)
+    for rank in range(2):
+        same(fs.init(model, spec, seed=0, rank=rank), fs.shard(full, spec, rank=rank))
+
+
+# --- transformers, by its own initialisers. ---
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def llama(layers: int = 2, **sizes: int) -> Any:
+    small = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(**{**small, **sizes}, num_hidden_layers=layers)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def bert() -> Any:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "max_position_embeddings": 16}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=17, hidden_size=8, **sizes)).eval()
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, bert])
+def test_transformers(make: Callable[[], Any]) -> None:
+    """Its initialisers, GPT-2's of projections and the buffers' too; then it computes what the model in memory does."""
+    with torch.device("meta"):
+        model = make()
+    init_fn = model._init_weights
+    full = make()
+    buffers = {name: b.clone() for name, b in full.named_buffers()}
+    full = seeded(full, 0, init_fn)
+    ids = torch.arange(5)[None]
+    for policy in (fs.always(), fs.by_size(300)):
+        spec = policy(model)
+        with unchanged(model):
+            params = fs.init(model, spec, init_fn=init_fn, seed=0)
+            made = fs.init_buffers(model, spec, init_fn=init_fn, seed=0)
+        same(params, fs.shard(full, spec))
+        same(made, buffers)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                fs.functional_call(model, params, (ids,), spec=spec, buffers=made).logits, full(ids).logits
+            )
+    if make is gpt2:
+        projection = full.transformer.h[0].mlp.c_proj.weight.detach()
+        assert float(projection.std()) == pytest.approx(0.02 / math.sqrt(2 * 2), rel=0.2)
+
+
+# --- Buffers. ---
+
+
+def test_statistics_of_batch_norm() -> None:
+    """Training with them, as plainly: a dict that is updated."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model.register_buffer("scale", torch.arange(4.0))
+    spec = fs.always()(model)
+    params, buffers = fs.init(model, spec, seed=0), fs.init_buffers(model, spec, seed=0)
+    assert list(buffers) == ["scale", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert buffers["scale"] is not model.scale
+    x = torch.randn(8, 3)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    plain.load_state_dict(fs.gather_full(params, spec), strict=False)
+    torch.testing.assert_close(fs.functional_call(model, params, x, spec=spec, buffers=buffers), plain(x))
+    torch.testing.assert_close({name: b for name, b in buffers.items() if name != "scale"}, dict(plain.named_buffers()))
+    with pytest.raises(
+        RuntimeError, match=r"functional_call: buffers are on the meta device: '1\.running_mean'.*fs\.init_buff"
+    ):
+        fs.functional_call(model, params, x, spec=spec)
+
+
+class Masked(nn.Linear):
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("mask", torch.ones(2, 2, device=device).tril(), persistent=False)
+        self.alias = nn.Module()
+        self.alias.register_buffer("mask", self.mask)
+
+
+def test_a_buffer_that_its_constructor_alone_computes() -> None:
+    """It is named, unless it has its values; where modules share one, all have the same."""
+    with torch.device("meta"):
+        lost, kept = Masked(), Masked(device="cpu")
+    spec = fs.whole()(lost)
+    fs.init(lost, spec)
+    with pytest.raises(ValueError, match=r"init: buffer 'mask' of module '' \(Masked\) was left without values"):
+        fs.init_buffers(lost, spec)
+    made = fs.init_buffers(kept, spec)
+    same(made, {"mask": torch.ones(2, 2).tril(), "alias.mask": torch.ones(2, 2).tril()})
+    assert made["mask"] is made["alias.mask"] is not kept.mask
+
+
+# --- What is refused, with everything left as it was. ---
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+class ResetsAll(nn.Sequential):
+    def reset_parameters(self) -> None:
+        for layer in self:
+            layer.reset_parameters()
+
+
+class ByNumpy(nn.Sequential):
+    def reset_parameters(self) -> None:
+        self[0].bias.numpy()[:] = 1  # which no operator does
+
+
+class Part(Scale):
+    def reset_parameters(self) -> None:
+        self.weight[1:].normal_()
+
+
+class Other(Scale):
+    def reset_parameters(self) -> None:
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+class Counts(Scale):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, dtype=torch.int64), requires_grad=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+def noted(module: nn.Module) -> None:
+    if not hasattr(module, "was_here"):
+        module.was_here = True
+        raise KeyError("weight")
+
+
+def linears() -> list[nn.Module]:
+    return [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)]
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
+    "no initialiser": (
+        lambda: nn.Sequential(Scale()),
+        {},
+        ValueError,
+        r"parameter '0\.weight': module '0' \(Scale\) has no reset_p",
+    ),
+    "in part": (
+        lambda: nn.Sequential(Part()),
+        {},
+        ValueError,
+        r"'0\.weight' of module '0' \(Part\) was left without values, or",
+    ),
+    "whole numbers": (
+        lambda: nn.Sequential(Counts()),
+        {},
+        ValueError,
+        r"'0\.weight' of module '0' \(Counts\) was left without",
+    ),
+    "init_fn of some": (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)),
+        {"init_fn": lambda m: reset(m) if isinstance(m, nn.Linear) else None},
+        ValueError,
+        r"'1\.bias' of module '1' \(LayerNorm\) was left without values.*an init_fn is all that initialises a module",
+    ),
+    "another shape": (
+        lambda: nn.Sequential(Other()),
+        {},
+        RuntimeError,
+        r"module '0' \(Other\) failed: ValueError: expected \[3\].*of '0\.weight', got \[4\]",
+    ),
+    "a root that resets all": (
+        lambda: ResetsAll(*linears()),
+        {},
+        ValueError,
+        r"initialiser of module '' \(ResetsAll\) touches '0\.bias', '0\.weight', '1\.bias' and 3 more, in other units",
+    ),
+    "out of sight": (
+        lambda: ByNumpy(*linears()),
+        {},
+        RuntimeError,
+        r"module '' \(ByNumpy\) failed: TypeError: can't convert meta",
+    ),
+    "an error": (
+        lambda: nn.Sequential(*linears()),
+        {"init_fn": noted},
+        RuntimeError,
+        r"of module '0' \(Linear\) failed: KeyError",
+    ),
+    "init_fn": (lambda: nn.Linear(1, 1), {"init_fn": 3}, TypeError, "init_fn: expected a function of a module, got int"),
+    "seed": (lambda: nn.Linear(1, 1), {"seed": 1.5}, TypeError, r"seed: expected a whole number or None, got 1\.5"),
+    "device": (lambda: nn.Linear(1, 1), {"device": "meta"}, ValueError, "expected one that can hold values"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    """By name, with the module and torch's random state as they were."""
+    make, options, error, message = REFUSED[case]
+    with torch.device("meta"):
+        model = make()
+    spec = fs.always()(model)
+    before = torch.get_rng_state()
+    with unchanged(model), pytest.raises(error, match=message):
+        fs.init(model, spec, **options)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_has_values_is_shards() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    spec = fs.whole()(model)
+    with pytest.raises(
+        ValueError, match=r"parameter '0\.bias' is on cpu: expected it on the meta device; shard\(model, spec\)"
+    ):
+        fs.init(model, spec)
+    with pytest.raises(ValueError, match="init: the spec is on sizes alone"):
+        fs.init(fs.skeleton(model), spec.on({"shard": 2}))
+
+
+def test_one_unit_makes_a_reach_right() -> None:
+    """What a root resets of its children is in one unit with them, and is then its parents' word."""
+    model = fs.skeleton(ResetsAll(*linears()))
+    spec = fs.whole()(model)
+    same(fs.init(model, spec, seed=1), fs.shard(seeded(ResetsAll(*linears()), 1), spec))
+
+
+# --- torch's own claims (PEER_TESTS.md, 13). ---
+
+
+def one_step(params: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: p - 0.1 * grads[key] for key, p in params.items()}
+
+
+def meta_init(rank: int) -> None:
+    for dim in (8, 3, 1):
+        for dtype in (torch.float32, torch.bfloat16):
+            with torch.device("meta"):
+                model = nn.Sequential(MLP(dim, dim), MLP(dim, dim), MLP(dim, dim)).to(dtype)
+            spec = fs.by_type(MLP)(model).bound
+            with unchanged(model):
+                params = fs.init(model, spec, seed=42)
+            assert all(p.is_meta for p in model.parameters())
+            assert all(params[unit.key].dtype == dtype for unit in spec)
+            assert all(piece.all() for piece in fs.views(params, spec).values())  # also of no elements
+            torch.manual_seed(rank)
+            x = torch.randn(3, dim, dtype=dtype)
+            grads = fs.grad(lambda p, m=model, s=spec, x=x: fs.functional_call(m, p, (x,), spec=s).sum())(params)
+            assert all(piece.isfinite().all() for piece in one_step(params, grads).values())
+            assert all(piece.any() or not piece.numel() for piece in fs.views(grads, spec).values())
+
+
+def test_meta_device_1d_init(gloo4: Pool) -> None:
+    """Widths that four ranks divide, do not, and of which some have nothing: initialised, and a step of training."""
+    gloo4.run(meta_init)
+
+
+def test_invalid_meta_device_init() -> None:
+    """Params on the meta device are no params to train with, by units or by names."""
+    model = fs.skeleton(nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)))
+    spec = fs.always()(model)
+    for params in (dict(model.named_parameters()), {key: p.to("meta") for key, p in fs.init(model, spec).items()}):
+        with pytest.raises(ValueError, match=rf"without values: {', '.join(map(repr, params))}; expected them to be mat"):
+            fs.functional_call(model, params, torch.tensor([1]), spec=spec)
+        assert fs.functional_call(model, params, torch.tensor([1], device="meta"), spec=spec).is_meta
+
+
+def broadcast(rank: int) -> None:
+    torch.manual_seed(42)
+    full = Net()
+    model = fs.skeleton(full)
+    spec = fs.by_type(MLP)(model).bound
+    params = fs.scatter_full(dict(full.named_parameters()) if rank == 0 else None, spec)
+    same(params, fs.shard(full, spec))
+    x = torch.randn(4, 5, dtype=torch.float64)
+    got, want = (
+        fs.grad_and_value(lambda p, m=m: fs.functional_call(m, p, (x,), spec=spec).sum())(p)
+        for m, p in ((model, params), (full, fs.shard(full, spec)))
+    )
+    same(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+def test_rank0_broadcast_meta_device_init(gloo2: Pool) -> None:
+    """One rank's values on a model that is on the meta device: loss and gradients of the one that was sharded."""
+    gloo2.run(broadcast)
+
+
+def stepped(rank: int) -> None:
+    for policy in (fs.whole(), fs.always(), fs.by_type(MLP)):
+        with torch.device("meta"):
+            model = Net()
+        spec = policy(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+        plain = seeded(Net(), 9)
+        params = fs.init(model, spec, seed=9)
+        same(fs.gather_full(params, spec), {name: dict(plain.named_parameters())[name].detach() for name in spec.by_name})
+        x = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        grads = fs.grad(lambda p, m=model, s=spec: fs.functional_call(m, p, (x[rank],), spec=s).square().mean())(params)
+        params = one_step(params, grads)
+        plain(x).square().mean().backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        torch.testing.assert_close(
+            fs.gather_full(params, spec), {n: dict(plain.named_parameters())[n].detach() for n in spec.by_name}
+        )
+
+
+def test_simple_model_with_meta_device(gloo2: Pool) -> None:
+    """By reset_parameters, wrapped in three ways: the regular model's values before a step of SGD, and after it."""
+    gloo2.run(stepped)
+
+
+# --- Ranks that differ. ---
+
+
+def differing(rank: int) -> None:
+    model = bare("transformer")
+    spec = fs.always()(model).bound
+    mine = MODELS["transformer"]() if rank else model
+    same(fs.init(model, spec, seed=4), fs.init(model, spec, seed=4, rank=rank))
+    before = torch.get_rng_state()
+    with unchanged(model):
+        with pytest.raises(ValueError, match=r"expected, as on its rank 0, init\(seed=0\); got on rank 1 init\(seed=1\)"):
+            fs.init(model, spec, seed=rank)
+        random.seed(rank)
+        by_hand: InitFn = lambda m: [x.fill_(random.random()) for x in m.parameters(recurse=False)]  # noqa: E731
+        with pytest.raises(
+            ValueError, match=r"expected the same values on all ranks .* initialisers that depend on the module"
+        ):
+            fs.init(model, spec, init_fn=by_hand, seed=0)
+        assert len(fs.init(model, spec, init_fn=by_hand, seed=0, check_values=False)) == len(spec)
+
+        def fails(module: nn.Module) -> None:
+            reset(module)
+            if rank and isinstance(module, nn.Embedding):
+                raise OSError("out of paper")
+
+        kind, words = (
+            (RuntimeError, "failed: OSError: out of paper") if rank else (ValueError, "got on rank 1 RuntimeError: init: the")
+        )
+        with pytest.raises(kind, match=words):
+            fs.init(model, spec, init_fn=fails, seed=0)
+        with pytest.raises(ValueError, match="is on cpu" if rank else "got on rank 1 init: parameter"):
+            fs.init(mine, spec, seed=0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_ranks_that_differ(gloo2: Pool) -> None:
+    """In seeds, in what initialisers make or in an error of one's own: an error on both, and none waits."""
+    gloo2.run(differing)
+
+
+# --- Memory. ---
+
+
+class Held(TorchDispatchMode):
+    """The most bytes of storages on the CPU that were made here and were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.device.type == "cpu":
+                storage = x.untyped_storage()
+                self.alive[storage._cdata] = weakref.ref(storage), storage.nbytes()
+        self.alive = {key: held for key, held in self.alive.items() if held[0]() is not None}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
+        return out
+
+
+def held(model: Any, ranks: int) -> tuple[int, int, int]:
+    """The peak, and the bytes of the slices and of the largest unit."""
+    spec = fs.by_type(LlamaDecoderLayer, nn.Embedding)(model).on({"shard": ranks})
+    with Held() as memory:
+        params = fs.init(model, spec, init_fn=model._init_weights, seed=0, rank=5)
+    slices = sum(x.numel() * x.itemsize for x in params.values())
+    return memory.peak, slices, max(spec.padded_numel(unit) * unit.dtype.itemsize for unit in spec)
+
+
+def test_a_model_of_8_billion_parameters() -> None:
+    """Rank 5 of 64 holds its slices and one unit: of Llama 3 8B, without the values, and by default of two of its layers."""
+    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    with world(64), torch.device("meta"):
+        model = llama(depth(2, 32), **sizes, num_key_value_heads=8)
+    with _torch.fake_mode():
+        peak, slices, unit = held(model, 64)
+    assert unit == (128256 * 4096 + 4096) * 4  # the head and the last norm
+    assert unit < peak <= slices + unit
+
+
+def test_memory_with_values() -> None:
+    """The same, with values, of a smaller one; masks for NaN, one byte for each element of a parameter, are the rest."""
+    with torch.device("meta"):
+        model = llama(4, vocab_size=1024, hidden_size=128, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
+    peak, slices, unit = held(model, 8)
+    assert slices == pytest.approx(sum(p.numel() * 4 for p in model.parameters()) / 8, rel=1e-3)
+    assert peak <= slices + unit + max(p.numel() for p in model.parameters())
