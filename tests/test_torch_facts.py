@@ -548,7 +548,7 @@ def test_saved_outputs_hold_no_graph(name: str) -> None:
     saved: list[weakref.ref[Any]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        what, _ = _torch.kept(tensor)
+        what = _torch.unchanged(_torch.kept(tensor, _torch.base(tensor)))
         if tensor.untyped_storage()._cdata != x.untyped_storage()._cdata and not isinstance(tensor, nn.Parameter):
             saved.append(weakref.ref(what.untyped_storage()))
         return what
@@ -811,6 +811,19 @@ def test_copies_on_write() -> None:
     copy = _torch.copy_on_write(foreign)
     foreign.data.zero_()
     assert torch.equal(copy, torch.ones(3).double())
+
+
+def test_storage_id() -> None:
+    """`_torch.storage_id` is that of ``untyped_storage()``, of views, fake and meta tensors too, and makes no Python object."""
+    x = torch.ones(4)
+    with _torch.fake_mode():
+        fake = torch.ones(4)
+    for tensor in (x, x[1:], fake, torch.empty(4, device="meta")):
+        assert _torch.storage_id(tensor) == tensor.untyped_storage()._cdata
+    y = torch.ones(4)
+    before = sum(type(known) is torch.UntypedStorage for known in gc.get_objects())
+    _torch.storage_id(y)
+    assert sum(type(known) is torch.UntypedStorage for known in gc.get_objects()) == before
 
 
 def test_counter() -> None:

@@ -91,7 +91,7 @@ class Call:
         if (hook := _torch.pack_hook()) is not self.hook or not torch.is_grad_enabled():
             self._refuse_checkpoints(unit, hook)
         gathered = self.active.get(unit.key)
-        if gathered is not None and gathered.level <= _torch.level():
+        if gathered is not None and (not gathered.level or gathered.level <= _torch.level()):
             if gathered in self.pending:
                 self.pending.remove(gathered)
                 self.scopes[-1].append(gathered)
@@ -198,12 +198,14 @@ class Call:
     def _install_parameters(self, before: Attributes) -> list[Unit]:
         """Put the gathering mappings and the scopes into the modules; the units of the place itself are left to the caller."""
         modules = self.place.modules
-        for module, attributes in self.place.owned.items():
+        read = self.read
+        for module, owned in self.place.owned.items():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            vars(module)["_parameters"] = Parameters(module._parameters, attributes, self.read, self.thread)
-            if vars(module).get("sparse") is True:  # nn.Embedding's: gradients go into a buffer, where zeros are as dear
-                vars(module)["sparse"] = False
+            attributes = vars(module)
+            attributes["_parameters"] = Parameters(attributes["_parameters"], owned, read, self.thread)
+            if attributes.get("sparse") is True:  # nn.Embedding's: gradients go into a buffer, where zeros are as dear
+                attributes["sparse"] = False
         for name in self.spec.ignored:
             if name in self.mode.params:
                 path, _, attr = name.rpartition(".")

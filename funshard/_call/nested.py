@@ -19,11 +19,9 @@ from torch import Tensor
 
 from .. import _torch
 from .._transforms.saved import SavedAs, Source, save_in_node
+from .again import ALIVE, check_unmodified
 
 __all__ = ["Nested"]
-
-ALIVE = 2
-"""How many units stay gathered in the backwards of a call."""
 
 
 class Nested:
@@ -70,11 +68,7 @@ class _Gather:
 
     def unshard_again(self, level: int) -> Tensor:
         """The buffer as a level sees it; RuntimeError if the shard has been modified in place since."""
-        if _torch.version(self._shard) != self._version:
-            raise RuntimeError(
-                f"the shard of unit '{self._key}' was modified in place between forward and backward: "
-                f"expected version {self._version}, got {_torch.version(self._shard)}; update after backward"
-            )
+        check_unmodified(self._key, self._shard, self._version)
         with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
             return self._gather(_torch.seen_from(self._shard, level))
 

@@ -11,7 +11,6 @@ Every rank starts and waits in the same order, as long as it runs the same progr
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -31,13 +30,11 @@ from .._transforms.saved import freed_graph
 from .._units.chain import Buffers, routes
 from .._units.reductions import Reductions
 from .._units.route import Route
-from .visit import Visit, pieces_of
+from .again import ALIVE
+from .views import pieces_of
+from .visit import Visit
 
 __all__ = ["Schedule", "enters"]
-
-UNTOLD_ALIVE = 2
-"""How many units stay gathered in backward where no gradient tells when they have been used: frozen ones, and those that
-the backward of a backward reads before it comes back to them."""
 
 
 class Schedule:
@@ -96,12 +93,23 @@ class Schedule:
 
     def _following(self, key: str) -> list[str]:
         """The units to gather ahead, now that forward has come to this one."""
-        with contextlib.suppress(ValueError):  # it is not among those to come
-            self._position = self._order.index(key, self._position + 1)
-        places = range(bisect_right(self.routes.gathered, self._position), len(self.routes.gathered))
-        nexts = (self._order[self.routes.gathered[i]] for i in places)
-        unknown = (key for key in nexts if key not in self._open and key not in self._ahead)
-        return list(dict.fromkeys(itertools.islice(unknown, max(self._prefetch - len(self._ahead), 0))))
+        self._position = self._come_to(key)
+        places, wanted = self.routes.gathered, self._prefetch - len(self._ahead)
+        nexts: list[str] = []
+        for i in range(bisect_right(places, self._position), len(places)):
+            if len(nexts) >= wanted:
+                break
+            following = self._order[places[i]]
+            if following not in self._open and following not in self._ahead and following not in nexts:
+                nexts.append(following)
+        return nexts
+
+    def _come_to(self, key: str) -> int:
+        """The place of this unit among those to come, or where forward was before."""
+        try:
+            return self._order.index(key, self._position + 1)
+        except ValueError:
+            return self._position
 
     def leave(self, visit: Visit) -> None:
         """Forward is done with the unit."""
@@ -158,7 +166,7 @@ class Schedule:
         """Let the oldest of the units go that were gathered again where no gradient tells when they have been used."""
         if any(ref() is visit for ref in self._untold):
             return
-        if len(self._untold) == UNTOLD_ALIVE and (oldest := self._untold.popleft()()):
+        if len(self._untold) == ALIVE and (oldest := self._untold.popleft()()):
             oldest.release()
         self._untold.append(weakref.ref(visit))
 

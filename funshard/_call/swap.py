@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import operator
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,9 @@ __all__ = [
 
 Attributes = dict[nn.Module, dict[str, Any]]
 """Of each module what ``vars`` gives."""
+
+Owned = dict[nn.Module, Mapping[str, tuple[Unit, int]]]
+"""For each module the unit and position in it of its own parameters, by attribute."""
 
 _KINDS = (dict, set)
 CONTAINERS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, _KINDS) and name != "_parameters")
@@ -102,8 +104,7 @@ class Place:
 
     path: str
     modules: Mapping[str, nn.Module]
-    owned: dict[nn.Module, dict[str, tuple[Unit, int]]]
-    """For each module the unit and position in it of its own parameters, by attribute."""
+    owned: Owned
 
     @property
     def scripted(self) -> Iterator[tuple[nn.Module, str, Unit, int]]:
@@ -140,52 +141,41 @@ def restored(modules: Mapping[str, nn.Module], thread: int) -> Generator[Attribu
                     f"module '{path}' is in a functional_call of another thread: expected one at a time, since what a module "
                     "reads is put into it meanwhile; give each thread a model of its own, or hold a lock around the call"
                 )
-        saved = [_Saved.of(module) for module in dict.fromkeys(modules.values())]
+        before: Attributes = {}
+        contents: dict[int, tuple[Any, Any]] = {}  # of each container that is not empty, by its id: itself, and a copy
+        scripted: dict[nn.Module, dict[str, Tensor | None]] = {}
+        for module in modules.values():
+            if module in before:
+                continue
+            before[module] = attributes = vars(module)
+            object.__setattr__(module, "__dict__", attributes.copy())
+            contents |= {id(one): (one, one.copy()) for one in _filled(attributes)}
+            if isinstance(module, torch.jit.ScriptModule):  # whose own code asks no mapping of Python's
+                scripted[module] = own_of(module, "_parameters") | own_of(module, "_buffers")
     try:
-        yield {one.module: one.attributes for one in saved}
+        yield before
     finally:
         with CHANGING:
-            for one in saved:
-                one.put_back()
+            for module, attributes in before.items():
+                for name, tensor in scripted.get(module, {}).items():
+                    setattr(module, name, tensor)
+                object.__setattr__(module, "__dict__", attributes)
+                for container in _filled(attributes):
+                    if id(container) not in contents:
+                        container.clear()
+            for container, content in contents.values():
+                if container != content:
+                    container.clear()
+                    container.update(content)
 
 
-class _Saved(NamedTuple):
-    """A module's attributes, in whose place a copy is for the length of a call."""
-
-    module: nn.Module
-    attributes: dict[str, Any]
-    containers: Sequence[Any]
-    contents: Sequence[Any]
-    """Copies of these, none at all where all are empty, as in most modules."""
-    scripted: dict[str, Tensor | None]
-    """What a ScriptModule's own code reads, where no mapping of Python's is asked."""
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Saved:
-        attributes = vars(module)
-        object.__setattr__(module, "__dict__", attributes.copy())
-        inside: dict[str, Tensor | None] = {}
-        if isinstance(module, torch.jit.ScriptModule):
-            inside = own_of(module, "_parameters") | own_of(module, "_buffers")
-        try:
-            containers = _containers(attributes)
-        except KeyError:
-            containers = [attributes.get(name) for name in CONTAINERS]
-        if not any(containers):
-            return cls(module, attributes, containers, (), inside)
-        containers = [one for one in containers if isinstance(one, _KINDS)]
-        return cls(module, attributes, containers, [one.copy() if one else None for one in containers], inside)
-
-    def put_back(self) -> None:
-        for name, tensor in self.scripted.items():
-            setattr(self.module, name, tensor)
-        object.__setattr__(self.module, "__dict__", self.attributes)
-        if not self.contents and not any(self.containers):
-            return
-        for container, content in itertools.zip_longest(self.containers, self.contents):
-            if (container or content) and container != content:
-                container.clear()
-                container.update(content or ())
+def _filled(attributes: dict[str, Any]) -> Sequence[Any]:
+    """The containers among a module's attributes that are not empty."""
+    try:
+        containers = _containers(attributes)
+    except KeyError:
+        containers = [attributes.get(name) for name in CONTAINERS]
+    return [one for one in containers if isinstance(one, _KINDS) and one] if any(containers) else ()
 
 
 _containers: Callable[[dict[str, Any]], Sequence[Any]] = operator.itemgetter(*CONTAINERS)
@@ -200,23 +190,25 @@ def _modules_in(module: nn.Module, path: str) -> dict[str, nn.Module]:
     return found
 
 
-def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Module, dict[str, tuple[Unit, int]]]:
-    owned: dict[nn.Module, dict[str, tuple[Unit, int]]] = {module: {} for module in modules.values()}
+def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned:
+    places = spec.once(_places)
     parameters = {path: own_of(module, "_parameters") for path, module in modules.items()}
-    for unit in spec:
-        for i, param in enumerate(unit.params):
-            for path, attr in param.places:
-                tensor = parameters[path].get(attr) if path in parameters else None
-                if tensor is None or tensor.shape != param.shape:
-                    got = "none" if tensor is None else f"shape {list(tensor.shape)}"
-                    raise ValueError(
-                        f"parameter '{join(path, attr)}' of unit '{unit.key}': expected shape {list(param.shape)} in the "
-                        f"model, got {got}; was the model changed after the spec was made?"
-                    )
-                owned[modules[path]][attr] = unit, i
-    left = {
-        id(parameters[path].get(attr)) for path, _, attr in (name.rpartition(".") for name in spec.ignored) if path in modules
-    }
+    for path, mine in places.items():
+        own = parameters.get(path, {})
+        for attr, (unit, i) in mine.items():
+            tensor, shape = own.get(attr), unit.params[i].shape
+            if tensor is None or tensor.shape != shape:
+                got = "none" if tensor is None else f"shape {list(tensor.shape)}"
+                raise ValueError(
+                    f"parameter '{join(path, attr)}' of unit '{unit.key}': expected shape {list(shape)} in the "
+                    f"model, got {got}; was the model changed after the spec was made?"
+                )
+    owned: Owned = {}
+    for path, module in modules.items():
+        mine = places.get(path, _NONE)
+        owned[module] = {**owned[module], **mine} if module in owned else mine
+    ignored = (name.rpartition(".") for name in spec.ignored)
+    left = {id(parameters[path].get(attr)) for path, _, attr in ignored if path in modules}
     for path, own in parameters.items():
         mine = owned[modules[path]]
         for attr, tensor in own.items():
@@ -228,9 +220,22 @@ def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> dict[nn.Mo
     return owned
 
 
+_NONE: Mapping[str, tuple[Unit, int]] = {}
+
+
+def _places(spec: PartitionSpec) -> dict[str, dict[str, tuple[Unit, int]]]:
+    """By module path and attribute the unit and the position in it of every parameter."""
+    places: dict[str, dict[str, tuple[Unit, int]]] = {}
+    for unit in spec:
+        for i, param in enumerate(unit.params):
+            for path, attr in param.places:
+                places.setdefault(path, {})[attr] = unit, i
+    return places
+
+
 def own_of(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
-    """A module's ``_parameters`` or ``_buffers``: those that are in it, and nothing is gathered for that."""
+    """A module's ``_parameters`` or ``_buffers``, to be read: those that are in it, and nothing is gathered for that."""
     mapping = vars(module)[kind]
-    if not mapping:  # as most are
-        return {}
+    if type(mapping) is dict:  # as they are, outside of calls
+        return mapping
     return dict(mapping.items() if isinstance(module, torch.jit.ScriptModule) else dict.items(mapping))

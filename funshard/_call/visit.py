@@ -9,39 +9,25 @@ Between `left` and `on its way again` nothing of the buffer is held: autograd ha
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from .. import _torch
-from .._spec.codec import Form, packed
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms.saved import SavedAs, save_in_node
+from .._transforms.saved import save_in_node
 from .._units.chain import Buffers, Chain, Routes
 from .._units.flow import reduce_unit
-from .._units.host import arriving
-from .._units.layout import ordered, spaced, unflatten_unit
-from .._units.route import Route
+from .._units.gather import gathering
+from .again import Lease, SavedView, check_unmodified
+from .views import pieces_of, views_of
 
-__all__ = ["Visit", "pieces_of"]
-
-
-def pieces_of(unit: Unit, grads: Sequence[Tensor | None], route: Route, like: Tensor, zeros: Tensor) -> list[Tensor]:
-    """What to join to the gradient of a unit's buffer."""
-    pieces = (
-        like.new_zeros(param.numel, dtype=route.dtypes.param, device=route.device)
-        if grad is None
-        else ordered(grad, param).contiguous()
-        for grad, param in zip(grads, unit.params, strict=True)
-    )
-    return spaced(pieces, unit, route.padded, zeros)
+__all__ = ["Visit"]
 
 
 class Around(Protocol):
@@ -82,73 +68,37 @@ class Around(Protocol):
         ...
 
 
-class _Lease:
-    """A gathered buffer in backward. What autograd saved in it holds the lease, and a visit only knows it."""
-
-    __slots__ = ("__weakref__", "buffer")
-
-    def __init__(self) -> None:
-        self.buffer: Tensor | None = None
-
-
 class Visit:
     """One gather of one unit: on its way, there, noted by what autograd saved, and gathered again in backward."""
+
+    __slots__ = (
+        "__weakref__", "_lease", "_version", "chain", "full", "index", "route", "schedule", "shard", "trained", "unit"
+    )  # fmt: skip
 
     def __init__(self, schedule: Around, unit: Unit) -> None:
         self.schedule, self.unit = schedule, unit
         self.shard = schedule.shards[unit.key]
-        self.route, self._steps = schedule.routes.of[unit.key], schedule.routes.steps[unit.key]
+        self.route = schedule.routes.of[unit.key]
         self.index = -1  # its place among those that forward left
         self.full: Tensor | None = None  # in forward
-        self._lease: weakref.ref[_Lease] | None = None  # in backward
+        self._lease: weakref.ref[Lease] | None = None  # in backward
         self.chain: Chain | None = None  # on its way
-        self._form: Form = ()  # of what is on its way, where it is encoded
         self.trained = False
         self._version = _torch.version(self.shard)
         self._gather()
 
     def _gather(self) -> None:
-        route = self.route
-        if not route.made:
-            return
-        with _torch.beneath():
-            if not self.schedule.routes.connected and _torch.is_fake(self.shard):  # shapes can be computed
-                self.chain = Chain(self.shard.new_empty(route.padded, dtype=route.dtypes.param, device=route.device), ())
-            elif route.device is None:
-                self.chain = self._started(self.shard)
-            else:
-                sent = self.shard.dtype if route.codec else route.dtypes.param
-                piece, copy = arriving(self.shard, route.device, sent)
-                with copy.after():  # and beside what is computed with the unit before
-                    self.chain = self._started(piece)
-                self.chain.after = copy
-
-    def _started(self, piece: Tensor) -> Chain:
-        """The gather of this slice."""
-        route = self.route
-        if route.form:
-            self._form = route.form
-            return Chain(piece if route.split or route.device else piece.clone(), self._steps.gather)
-        if route.codec:
-            sent, self._form = packed(route.codec.encoded(piece))
-            return Chain(sent, self._steps.gather)
-        own = None
-        if route.split and not _torch.traced():
-            own = self.schedule.buffers.take(route.padded, route.dtypes.param, piece)
-        casts = own is not None and len(route.split) == 1  # as it writes its own slice
-        return Chain(piece if casts else piece.to(route.dtypes.param), self._steps.gather, own)
+        if self.route.made:
+            with _torch.beneath():
+                self.chain = gathering(self.shard, self.unit.key, self.schedule.routes, self.schedule.buffers)
 
     def _arrived(self) -> Tensor:
-        route = self.route
-        if not route.made:
+        if not self.route.made:
             return self.shard
-        assert self.chain is not None
+        chain, self.chain = self.chain, None
+        assert chain is not None
         with _torch.beneath():
-            chain, self.chain = self.chain, None
-            full = chain.result()
-            if route.codec and self._form:
-                full = route.decoded(full, self._form)
-            return full
+            return chain.result()
 
     def arrive(self) -> None:
         """Wait for the buffer."""
@@ -157,18 +107,13 @@ class Visit:
     def parameters(self, shard: Tensor) -> Sequence[Tensor]:
         """The unit's parameters in forward; their gradient goes to this shard."""
         self.trained = torch.is_grad_enabled() and shard.requires_grad
-        return self._views(shard)
+        return views_of(self, shard)
 
     def parameters_again(self, shard: Tensor) -> Sequence[Tensor]:
         """The unit's parameters in backward, for its module to run again."""
         self.schedule.approach(self)
         self.again()
-        return self._views(shard)
-
-    def _views(self, shard: Tensor) -> Sequence[Tensor]:
-        if torch.is_grad_enabled() and shard.requires_grad:
-            return _Parameters.apply(shard, self)
-        return unflatten_unit(self.buffer, self.unit)
+        return views_of(self, shard)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -195,22 +140,22 @@ class Visit:
         self.full = None
         self.schedule.leave(self)
 
-    def lease(self) -> _Lease:
+    def lease(self) -> Lease:
         """What to hold for as long as backward may ask for the buffer."""
         lease = self._leased()
         if lease is None:
-            lease = _Lease()
+            lease = Lease(self)
             self._lease = weakref.ref(lease)
         return lease
 
-    def lease_for_rerun(self) -> _Lease:
+    def lease_for_rerun(self) -> Lease:
         """What a module holds that is to run again in backward, with this buffer."""
         lease = self.lease()
         if not self.route.frees:
             lease.buffer = self.full
         return lease
 
-    def _leased(self) -> _Lease | None:
+    def _leased(self) -> Lease | None:
         return self._lease() if self._lease else None
 
     def release(self) -> None:
@@ -226,11 +171,7 @@ class Visit:
         lease = self._leased()
         if lease is None or lease.buffer is not None or self.chain is not None:
             return lease is not None
-        if _torch.version(self.shard) != self._version:
-            raise RuntimeError(
-                f"the shard of unit '{self.unit.key}' was modified in place between forward and backward: "
-                f"expected version {self._version}, got {_torch.version(self.shard)}; update after backward"
-            )
+        check_unmodified(self.unit.key, self.shard, self._version)
         self._gather()
         return True
 
@@ -242,55 +183,35 @@ class Visit:
             lease.buffer = self._arrived()
         return lease.buffer
 
-    def saved_as(self, tensor: Tensor, *, by_backward: bool) -> SavedAs:
-        """How to have this view of the buffer again, that autograd saves in forward or in a backward that records itself."""
-        lease = self.lease()
-        return functools.partial(self._view, lease, by_backward, tensor.shape, tensor.stride(), tensor.storage_offset())
+    def saved_as(self, tensor: Tensor, *, by_backward: bool) -> SavedView:
+        """What to keep in the place of this view of the buffer."""
+        return SavedView(self.lease(), tensor, by_backward)
 
-    def _view(
-        self, lease: _Lease, by_backward: bool, shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt
-    ) -> Tensor:
-        self.schedule.approach(self)
-        if by_backward:
-            self.schedule.keep_latest(self)
-        over = self.schedule.is_over()
-        buffer = self.again() if lease.buffer is None else lease.buffer
+    def view(self, saved: SavedView) -> Tensor:
+        """The view again, of the buffer in backward."""
+        schedule = self.schedule
+        schedule.approach(self)
+        if saved.by_backward:
+            schedule.keep_latest(self)
+        over = schedule.is_over()
+        buffer = saved.lease.buffer
+        if buffer is None:
+            buffer = self.again()
         if torch.is_grad_enabled() and self.route.frees:
             save_in_node({_torch.storage_id(buffer): self}, 0 if over else _torch.level())
-        view = buffer.as_strided(shape, stride, offset)
+        view = buffer.as_strided(saved.shape, saved.stride, saved.offset)
         return _torch.wrapped_for_dead(view) if over else view
 
     def reduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The gradient of the shard from those of the parameters, None where the schedule has it; the buffer is let go."""
         self.release()
         own = [_torch.lower(g) if g is not None else None for g in grads] if self.schedule.is_last() else grads
-        if not any(g is not None and (_torch.is_wrapped(g) or _torch.is_tracked(g)) for g in own):
+        if not _torch.any_tracked(own):
             self.schedule.reduce(self.unit, own)
             return None
-        zeros = self.shard.new_zeros(self.route.widest, dtype=self.route.dtypes.param, device=self.route.device)
-        pieces = pieces_of(self.unit, grads, self.route, self.shard, zeros)
+        route = self.route
+        zeros = self.shard.new_zeros(route.widest, dtype=route.dtypes.param, device=route.device)
+        pieces = pieces_of(self.unit, grads, route, self.shard, zeros)
         buffer = torch.cat([piece.reshape(-1) for piece in pieces])  # it may be differentiated again
         mesh, reduction = self.schedule.spec.bound_mesh, self.schedule.reduction
         return reduce_unit(buffer, self.unit, mesh, reduction, self.unit.p.precision, self.shard.dtype)
-
-
-class _Parameters(_torch.LevelFunction):
-    """A unit's parameters, as views of the buffer of one visit."""
-
-    @staticmethod
-    def forward(shard: Tensor, visit: Visit) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        buffer, level = visit.buffer, _torch.level()
-        if not level:
-            return tuple(unflatten_unit(shard if buffer is visit.shard else buffer, visit.unit))
-        with _torch.beneath():
-            views = unflatten_unit(buffer, visit.unit)
-        return tuple(_torch.wrapped(view, level) for view in views)
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.visit = inputs[1]  # pyright: ignore[reportAttributeAccessIssue]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.visit.reduced(grads), None

@@ -25,47 +25,50 @@ class Watch:
     ``views`` are the parameters where they are views of the buffer, which ``weight.data = other`` would take elsewhere.
     """
 
-    __slots__ = ("_before", "_now", "_unit", "_versions", "views")
+    __slots__ = ("_unit", "_watched", "views")
 
     def __init__(self, unit: Unit, tensors: Iterable[Tensor]) -> None:
         self._unit = unit
         self.views: Sequence[Tensor] = ()
-        bases = [] if _torch.traced() else [_torch.base(x) for x in tensors]
-        self._now = [x for x in bases if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta]
+        bases = () if _torch.traced() else map(_torch.base, tensors)
         with _torch.beneath():
-            self._before = [_torch.copy_on_write(x) for x in self._now]
-        self._versions = [_torch.version(x) for x in self._now]
+            self._watched = [(x, _torch.copy_on_write(x), _torch.version(x)) for x in bases if _can_be_copied(x)]
 
     def written(self) -> str | None:
         """What has been written to since, and has its values of before again; None if nothing has."""
-        moved = [_torch.version(x) != version for x, version in zip(self._now, self._versions, strict=True)]
-        same = all(_torch.shares_memory(*pair) for pair in zip(self._now, self._before, strict=True))
-        if not any(moved) and same:
+        moved = any(_torch.version(now) != version for now, _, version in self._watched)
+        if not moved and all(_torch.shares_memory(now, before) for now, before, _ in self._watched):
             return self._taken()
         with _torch.beneath():
-            changed = [not _equal(now, before) for now, before in zip(self._now, self._before, strict=True)]
-            what = self._name(changed) if any(moved) or any(changed) else None
-            for now, before, differs in zip(self._now, self._before, changed, strict=True):
+            changed = [not _equal(now, before) for now, before, _ in self._watched]
+            what = self._name(changed) if moved or any(changed) else None
+            for (now, before, _), differs in zip(self._watched, changed, strict=True):
                 if differs:
                     now.copy_(before)
         return what or self._taken()
 
     def _taken(self) -> str | None:
         """A parameter that is no view of the buffer any more."""
-        storages = {_torch.storage_id(x) for x in self._now}
-        for param, view in zip(self._unit.params, self.views, strict=False):
-            if storages and not _torch.is_wrapped(view) and _torch.storage_id(view) not in storages:
-                return f"parameter '{param.name}'"
+        if not self._watched or not self.views or _torch.is_wrapped(self.views[0]):  # then all of them are
+            return None
+        storages = {_torch.storage_id(now) for now, _, _ in self._watched}
+        for i, view in enumerate(self.views):
+            if _torch.storage_id(view) not in storages:
+                return f"parameter '{self._unit.params[i].name}'"
         return None
 
     def _name(self, changed: list[bool]) -> str:
         names = [param.name for param in self._unit.params]
-        if len(changed) == 1 and self._now[0].dim() == 1:  # a buffer, and no vmap has batched it
-            now, before = (unflatten_unit(some[0], self._unit) for some in (self._now, self._before))
+        if len(changed) == 1 and self._watched[0][0].dim() == 1:  # a buffer, and no vmap has batched it
+            now, before = (unflatten_unit(some, self._unit) for some in self._watched[0][:2])
             changed = [not _equal(*pair) for pair in zip(now, before, strict=True)]
         if len(changed) == len(names) and any(changed):
             return f"parameter '{names[changed.index(True)]}'"
         return f"one of the parameters {', '.join(map(repr, names))}"
+
+
+def _can_be_copied(x: Tensor) -> bool:
+    return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

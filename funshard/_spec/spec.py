@@ -167,8 +167,7 @@ class PartitionSpec:
 
     def stored(self, unit: Unit) -> tuple[int, torch.dtype]:
         """Length and dtype of what `shard` gives of the unit: `shard_numel` elements, or the bytes of what is at rest."""
-        numel = self.shard_numel(unit)
-        return (unit.at_rest.form(numel, unit.dtype)[0], torch.uint8) if unit.at_rest else (numel, unit.dtype)
+        return self.bound.once(_stored)[unit.key]
 
     def padded_numel(self, unit: Unit) -> int:
         """Elements of the whole padded buffer of the unit."""
@@ -194,6 +193,14 @@ class PartitionSpec:
 def _size(spec: PartitionSpec, p: P) -> int:
     sizes = dict(spec.sizes or ())
     return torch.Size(sizes[axis] for axis in p.axes).numel()
+
+
+def _stored(spec: PartitionSpec) -> dict[str, tuple[int, torch.dtype]]:
+    numels = ((unit, spec.shard_numel(unit)) for unit in spec)
+    return {
+        unit.key: (unit.at_rest.form(numel, unit.dtype)[0], torch.uint8) if unit.at_rest else (numel, unit.dtype)
+        for unit, numel in numels
+    }
 
 
 def _within(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSpec:

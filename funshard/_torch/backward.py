@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,14 +17,15 @@ from torch._C._functorch import (
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from .levels import base, is_wrapped, level, without_graph
-from .storage import storage_id, version
+from .levels import base, level, without_graph
+from .storage import storage_id
 
 __all__ = [
     "DATA",
     "Function",
     "LevelFunction",
     "OfDtype",
+    "Versioned",
     "backward_early",
     "graph_task",
     "has_hooks",
@@ -84,9 +85,8 @@ class OfDtype(Protocol):
 Buffer = TypeVar("Buffer", bound=OfDtype)
 
 
-def viewed(tensor: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
-    """Which of these buffers, by storage, a tensor sees by shape, strides and offset alone; None for any other tensor."""
-    inner = base(tensor) if is_wrapped(tensor) else tensor
+def viewed(inner: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
+    """Which of these buffers, by storage, a plain tensor sees by shape, strides and offset alone; None for any other."""
     if type(inner) is not Tensor or inner.layout is not torch.strided:
         return None
     note = live.get(storage_id(inner))
@@ -119,12 +119,17 @@ def is_of_leaf(tensor: Tensor) -> bool:
 _VIEWS = 4
 
 
-def unchanged(tensor: Tensor, version_: int, shape: torch.Size | None = None) -> Tensor:
+Versioned = Tensor | tuple[Tensor, int]
+"""A tensor, and its version if that is not 0: one object less for the garbage collector to go through, for each tensor."""
+
+
+def unchanged(kept: Versioned, shape: torch.Size | None = None) -> Tensor:
     """A tensor that hooks kept, or of this shape its `counter`. The version check is autograd's own, which hooks switch off."""
-    if version(tensor) != version_:
+    tensor, expected = kept if type(kept) is tuple else (cast("Tensor", kept), 0)
+    if (now := base(tensor)._version) != expected:
         raise RuntimeError(
             f"a tensor of shape {list(shape or tensor.shape)} needed for gradient computation was modified in place: "
-            f"it is at version {version(tensor)}, expected version {version_}"
+            f"it is at version {now}, expected version {expected}"
         )
     return tensor
 
@@ -165,18 +170,21 @@ def in_python_node() -> bool:
     return isinstance(torch._C._current_autograd_node(), BackwardCFunction)
 
 
-def kept(tensor: Tensor) -> tuple[Tensor, int]:
+def kept(tensor: Tensor, inner: Tensor) -> Versioned:
     """What saved-tensor hooks may keep in a tensor's place, for `unchanged`: itself, or without its graph if that keeps itself.
 
-    A node that saves its own output would hold itself. Of the C++ nodes only the newest can be saving its output; one
-    that Python defines may have made others since. Autograd adds the graph again when it unpacks. Pinned by
-    ``test_saved_outputs_hold_no_graph``.
+    ``inner`` is its `base`. A node that saves its own output would hold itself. Of the C++ nodes only the newest can be
+    saving its output; one that Python defines may have made others since. Autograd adds the graph again when it unpacks.
+    Pinned by ``test_saved_outputs_hold_no_graph``.
     """
-    if is_wrapped(tensor):
-        return without_graph(tensor), version(tensor)
-    node = tensor.grad_fn
-    own = node is not None and (node._sequence_nr() == _get_sequence_nr() - 1 or isinstance(node, BackwardCFunction))
-    return tensor.detach() if own else tensor, version(tensor)
+    version = inner._version
+    if inner is not tensor:
+        tensor = without_graph(tensor)
+    elif (node := tensor.grad_fn) is not None and (
+        node._sequence_nr() == _get_sequence_nr() - 1 or isinstance(node, BackwardCFunction)
+    ):
+        tensor = tensor.detach()
+    return (tensor, version) if version else tensor
 
 
 RESHARD = "functional_call: forward", "P(reshard=False) for every unit, which replaces none"

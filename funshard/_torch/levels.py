@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch._functorch.pyfunctorch import (
 )
 
 __all__ = [
+    "any_tracked",
     "at_level",
     "base",
     "below_autograd",
@@ -172,6 +173,12 @@ def is_tracked(tensor: Tensor) -> bool:
     if torch.is_grad_enabled() and tensor.requires_grad:
         return True
     return in_forward_ad() and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def any_tracked(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether one of these `is_tracked`, or belongs to a transform, running or not; None does not. Pinned with `is_tracked`."""
+    follows = torch.is_grad_enabled() or in_forward_ad()  # or else nobody follows but transforms
+    return any(x is not None and (is_wrapped(x) or (follows and is_tracked(x))) for x in tensors)
 
 
 def is_over(tensor: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import _torch
 from .rests import Rested, line
-from .saved import Hooks, Kept, SavedAs, Source, unpack
+from .saved import Hooks, SavedAs, Source, unpack
 
 __all__ = ["Moving", "Offload", "can_move", "constants", "moving", "offload", "storages"]
 
@@ -142,10 +142,10 @@ class Moving(Hooks):
                 empty = torch.empty(0)
             self._witness = _torch.wrapped(empty, self._level)
 
-    def pack(self, tensor: Tensor) -> SavedAs | Kept:
+    def pack(self, tensor: Tensor) -> SavedAs | _torch.Versioned:
         """What to keep in the place of a tensor."""
         packed = super().pack(tensor)
-        if type(packed) is not tuple or not self.moves(tensor):
+        if not (type(packed) is tuple or isinstance(packed, Tensor)) or not self.moves(tensor):
             return packed
         inner = _torch.base(tensor)
         start, stop = _span(inner)

@@ -173,7 +173,7 @@ class Rested:
     """A tensor of the transform whose graph this is in, None where it is plain autograd's."""
 
     def __call__(self) -> Tensor:
-        _torch.unchanged(self.counter, self.version, self.shape)
+        _torch.unchanged((self.counter, self.version), self.shape)
         self.load.line.come_to(self.load)
         level = _torch.level_of(self.witness) if self.witness is not None else 0
         over = self.witness is not None and _torch.is_over(self.witness)

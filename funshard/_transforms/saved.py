@@ -24,9 +24,6 @@ __all__ = ["Hooks", "SavedAs", "Source", "freed_graph", "save_in_node", "unpack"
 SavedAs = Callable[[], Tensor]
 """Gives the saved tensor."""
 
-Kept = tuple[Tensor, int]
-"""A saved tensor and its version."""
-
 
 class Source(_torch.OfDtype, Protocol):
     """A gathered buffer, of which autograd saves views."""
@@ -45,14 +42,15 @@ class Hooks:
     def __init__(self, live: dict[int, Source], *, by_backward: bool = False, over: int = 0) -> None:
         self.live, self.by_backward, self.over = live, by_backward, over
 
-    def pack(self, tensor: Tensor) -> SavedAs | Kept:
+    def pack(self, tensor: Tensor) -> SavedAs | _torch.Versioned:
         """What to keep in the place of a tensor."""
         if self.over and _torch.level_of(tensor) == self.over:
             return _nothing
-        source = _torch.viewed(tensor, self.live)
+        inner = _torch.base(tensor)
+        source = _torch.viewed(inner, self.live)
         if source is not None and (note := source.saved_as(tensor, by_backward=self.by_backward)) is not None:
             return note
-        return _torch.kept(tensor)
+        return _torch.kept(tensor, inner)
 
     def here(self, pack: Callable[[Tensor], object]) -> contextlib.AbstractContextManager[None]:
         """Within this, what autograd saves goes through ``pack``, which is its own: by that others know it."""
@@ -61,12 +59,12 @@ class Hooks:
 
 def unpack(packed: Any) -> Tensor:
     """The tensor again."""
-    if type(packed) is not tuple:
+    if not (type(packed) is tuple or isinstance(packed, Tensor)):
         return packed()
-    tensor, version = packed
-    if (level := _torch.level_of(tensor)) and _reads_last(level):
+    tensor = _torch.unchanged(packed)
+    if _torch.is_wrapped(tensor) and _reads_last(level := _torch.level_of(tensor)):
         save_in_node({}, level)
-    return _torch.unchanged(tensor, version)
+    return tensor
 
 
 def save_in_node(live: Mapping[int, Source], level: int) -> None:

@@ -89,6 +89,8 @@ class Chain:
 
     after: _torch.Copy | None = None
     """The copy that the first one comes after, if what it is made of was copied."""
+    made: Callable[[Tensor], Tensor] | None = None
+    """What its result is made of what the last one gives, where that is not the same."""
     _finish: Finish | None = None
 
     def __init__(self, x: Tensor, steps: Iterable[Step], own: Tensor | None = None) -> None:
@@ -117,7 +119,7 @@ class Chain:
             self.advance()
         if self.after is not None:
             self.after.wait()
-        return self._x
+        return self._x if self.made is None else self.made(self._x)
 
     def __del__(self, unwanted: deque[Tensor | weakref.ref[Tensor]] = _unwanted) -> None:
         # Nobody wants it. Not to be waited for in here: after an error other ranks may never come.
@@ -184,7 +186,8 @@ def _gather(axis: Group) -> Step:
 
 def _reduce(op: str, axis: Group) -> Step:
     where = Where(axis.size, axis.reductions or axis.name)
-    return lambda x, own: start(op, x, where, x if op.startswith("unvary") else own)
+    in_place = op.startswith("unvary")
+    return lambda x, own: start(op, x, where, (None if _torch.traced() else x) if in_place else own)
 
 
 def _scaled(steps: list[Step], route: Route) -> tuple[Step, ...]:
@@ -194,6 +197,8 @@ def _scaled(steps: list[Step], route: Route) -> tuple[Step, ...]:
     factor: "Unrecognized reduce_op: premul_sum" in torch 2.11 to 2.13.
     """
     before, after, dtype = route.before, route.after, route.left
+    if steps and before == after == 1 and route.dtypes.reduce == dtype:
+        return tuple(steps)
     if not steps:
         return () if before == after == 1 else (lambda x, own: Finish((), lambda: x.div_(before * after).to(dtype)),)
     first, last = steps[0], steps[-1]

@@ -25,6 +25,8 @@ class Bucket:
         self.keys: list[str] = []
         self.pieces: list[Tensor] = []
         self._lengths: list[int] = []
+        self.numel = 0
+        """Elements of all of them."""
         for key, tensor in tensors:
             self.add(key, [tensor.reshape(-1)], tensor.numel())
 
@@ -33,11 +35,7 @@ class Bucket:
         self.keys.append(key)
         self.pieces += pieces
         self._lengths.append(numel)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all of them."""
-        return sum(self._lengths)
+        self.numel += numel
 
     def joined(self) -> Tensor:
         """All of them, one after the other, of one dtype. Differentiable; a single piece is itself."""
@@ -56,7 +54,8 @@ class Buckets(Generic[Kind]):
 
     def add(self, kind: Kind, key: str, pieces: Sequence[Tensor], numel: int, most: float) -> Bucket | None:
         """Put a tensor into the bucket of its kind. Gives that, to be reduced, if it has ``most`` elements now."""
-        bucket = self._filling.setdefault(kind, Bucket())
+        if (bucket := self._filling.get(kind)) is None:
+            bucket = self._filling[kind] = Bucket()
         bucket.add(key, pieces, numel)
         return self._filling.pop(kind) if bucket.numel >= most else None
 

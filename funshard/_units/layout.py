@@ -96,13 +96,17 @@ def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:
 
     One split: a slice per parameter would make as many full-size zero buffers in the backward pass.
     """
-    pieces = buffer.split_with_sizes([*(size for size, _ in unit.parts), buffer.shape[0] - unit.span])
-    return [_shaped(piece, param) for piece, (_, param) in zip(pieces, unit.parts, strict=False) if param is not None]
+    pieces = buffer.split_with_sizes([*[size for size, _ in unit.parts], buffer.shape[0] - unit.span])
+    return [
+        piece if len(param.shape) == 1 else _shaped(piece, param)
+        for piece, (_, param) in zip(pieces, unit.parts, strict=False)
+        if param is not None
+    ]
 
 
 def _shaped(piece: Tensor, param: Param) -> Tensor:
     if not param.permuted:
-        return piece if len(param.shape) == 1 else piece.view(param.shape)
+        return piece.view(param.shape)
     return piece.view([param.shape[d] for d in param.order]).permute([param.order.index(d) for d in range(len(param.order))])
 
 

@@ -25,12 +25,14 @@ class Finish:
     What is waited for are ``outs``; the result is made of them, as they are after that.
     """
 
+    __slots__ = ("_result", "outs")
+
     def __init__(self, outs: Sequence[Tensor], result: Callable[..., Tensor]) -> None:
         self.outs, self._result = outs, result
 
     def __call__(self) -> Tensor:
         """The result, once it is there."""
-        return self._result(*(_wait(out) for out in self.outs))
+        return self._result(*map(_wait, self.outs))
 
     def then(self, change: Callable[[Tensor], Tensor]) -> Finish:
         """The same with another result, made of this one."""
@@ -57,12 +59,11 @@ def no_group(size: int) -> ValueError:
 def start(op: str, x: Tensor, where: Where, own: Tensor | None = None) -> Finish:
     """Start an op on a process group. Raises ValueError without one.
 
-    ``own`` is where the result goes, for a gather, which casts to its dtype, and (``x`` itself) for an all-reduce.
+    ``own`` is where the result goes, for a gather, which casts to its dtype, and (``x`` itself) for an all-reduce; not where
+    it is recorded, which is to be functional.
     """
     if not where.name:
         raise no_group(where.size)
-    if _torch.traced():
-        own = None  # what is recorded is to be functional
     if not x.is_complex():
         return OPS[op].group(x, where, own)
     # All of this is linear over the reals, which every backend reduces.
