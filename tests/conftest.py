@@ -11,12 +11,13 @@ from depth import PROFILE, split, thorough
 from ranks import Pool
 
 torch.set_num_threads(1)
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of ranks, too: starting its workers takes longer than their work
 
 hypothesis.settings.register_profile(
     "ci",
     derandomize=True,
     deadline=None,
-    max_examples=20,
+    max_examples=15,
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
@@ -63,13 +64,13 @@ def gloo4(request: pytest.FixtureRequest) -> Iterator[Pool]:
     yield from _pool(4, _backend(request))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worst2() -> Iterator[Pool]:
-    """Two real ranks on the worst case of NCCL's streams (worst.py)."""
+    """Two real ranks on the worst case of NCCL's streams (worst.py). Of a few modules: while idle, ranks keep waking up."""
     yield from _pool(2, "worst")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worst4() -> Iterator[Pool]:
     """Four of them."""
     yield from _pool(4, "worst")

@@ -54,10 +54,10 @@ def covering(cases: Sequence[Sequence[Hashable]], together: int) -> list[int]:
     return sorted(chosen)
 
 
-def some(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Of the cases that one test goes through: by default so many that each two values are in one of them together."""
+def some(cases: Iterable[tuple[Any, ...]], together: int = 2) -> list[tuple[Any, ...]]:
+    """Of the cases that one test goes through: by default so many that any ``together`` values are in one of them."""
     every = list(cases)
-    return every if thorough() else [every[i] for i in covering(every, 2)]
+    return every if thorough() else [every[i] for i in covering(every, together)]
 
 
 def split(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from depth import depth
 from models import ARCHITECTURES, EXACT, Architecture, assert_mean_gradients, build, plain, unchanged
 from ranks import Pool
 from torch import Tensor
@@ -12,8 +13,9 @@ import funshard as fs
 from funshard.policies import Policy
 
 
-def policies(made: Architecture) -> dict[str, Policy]:
-    return {
+def policies(made: Architecture, name: str) -> dict[str, Policy]:
+    """By default a unit for each block, and one of the others, in turn."""
+    every = {
         "by_type": fs.by_type(*made.blocks),
         "always": fs.always(),
         "by_size": fs.by_size(100),
@@ -21,11 +23,14 @@ def policies(made: Architecture) -> dict[str, Policy]:
         "kept": fs.by_type(*made.blocks, p=fs.P("shard", reshard=False)),
         "replicated": fs.always(fs.P()),
     }
+    first, *others = every
+    turn = others[list(ARCHITECTURES).index(name) % len(others)]
+    return depth({key: every[key] for key in (first, turn)}, every)
 
 
 def check(rank: int, name: str) -> None:
     made = build(name, 2)
-    assert_mean_gradients(made, rank, policies(made))
+    assert_mean_gradients(made, rank, policies(made, name))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -49,7 +54,7 @@ def test_gradients_on_simulated_ranks_are_the_mean_of_plain_ones(name: str) -> N
         mean = {k: torch.stack([g[k] for g in grads]).mean(0) for k in grads[0]}
         full = {k: v.detach() for k, v in made.model.named_parameters()}
         buffers = {k: v.expand(ranks, *v.shape).clone() for k, v in made.model.named_buffers()}
-        for policy_name, policy in policies(made).items():
+        for policy_name, policy in policies(made, name).items():
 
             def run(mesh: fs.collectives.Mesh, batch: dict[str, Tensor], buffers: dict[str, Tensor], policy=policy):
                 spec = policy(made.model).on(mesh)

@@ -241,7 +241,8 @@ def compiled(rank: int) -> None:
     expected = fs.shard({name: p.grad for name, p in full.items()}, spec), dict(norm.named_buffers())
     params = fs.shard(model, spec)
     with unchanged(model):
-        steps = [step, torch.compile(step, fullgraph=True, backend="aot_eager"), fs.compile(step, backend="aot_eager")]
+        whole = torch.compile(step, fullgraph=True, backend=depth("eager", "aot_eager"))
+        steps = [step, whole, fs.compile(step, backend="aot_eager")]
         for run in [*steps, make_fx(step)(params, statistics)]:
             assert_close(run(params, dict(statistics)), expected, rtol=1e-9, atol=1e-9)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from depth import depth
 from models import unchanged
 from ranks import Pool
 from torch import Tensor, nn
@@ -192,8 +193,8 @@ def from_outside(rank: int) -> None:
     model = with_batch_norm().double()
     spec = fs.whole()(model).bound
     params, x = fs.shard(model, spec), torch.randn(4, 3, dtype=torch.float64)
-    results = []
-    ways = [lambda f: f, lambda f: fs.compile(f, backend="aot_eager"), lambda f: torch.compile(f, backend="aot_eager")]
+    results, plain = [], depth("eager", "aot_eager")
+    ways = [lambda f: f, lambda f: fs.compile(f, backend="aot_eager"), lambda f: torch.compile(f, backend=plain)]
     for compiled in ways:
         buffers = {name: b.clone() for name, b in model.named_buffers()}
         given = dict(buffers)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from depth import depth
 from ranks import launch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -53,7 +54,7 @@ def test_example_under_torchrun() -> None:
     assert done.stdout == run(2, "mlp.py")
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "fsdp"), (2, "fsdp"), (2, "hsdp"), (2, "ddp"), (1, "hsdp")])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "fsdp"), (2, "fsdp"), (2, "hsdp"), (2, "ddp"), *depth([], [(1, "hsdp")])])
 def test_train_gpt_learns(ranks: int, strategy: str) -> None:
     """A few steps of a tiny GPT bring the loss down from log(256), with the memory that the strategy says."""
     output = run(ranks, "train_gpt.py", f"--strategy {strategy} {TINY}")
@@ -89,7 +90,7 @@ def test_train_gpt_in_low_precision_and_micro_batches(strategy: str) -> None:
     assert halves[-1] < halves[0] - 1.5
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(2, "--quantize"), (1, "")])
+@pytest.mark.parametrize(("ranks", "flags"), [(2, "--quantize"), *depth([], [(1, "")])])
 def test_lora_adapts_and_merges(ranks: int, flags: str) -> None:
     """The loss on another text falls, with few bytes trained, and the merged GPT is the adapted one."""
     tiny = TINY.partition("--steps")[0] + "--pretrain 30 --steps 30 --lr 1e-2"

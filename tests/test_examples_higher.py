@@ -231,6 +231,9 @@ def dense_hypergradient(given: dict[str, Any], full: fs.Params, strengths: fs.Pa
     a, a_val = features(given["x"]), features(given["x_val"])
     each = torch.tensor([strengths[""], *(strengths[name.removesuffix(".weight")] for name in tables)]).exp()
     strength = each.repeat_interleave(torch.tensor([1] + [256] * len(tables)))
+    seen = torch.cat([a, a_val]).any(0)  # of the other bytes weights and gradients are zero, and a row of the Hessian is theirs
+    assert not weights[~seen].any()
+    a, a_val, weights, strength = a[:, seen], a_val[:, seen], weights[seen], strength[seen]
 
     def slope(a: Tensor, y: Tensor) -> Tensor:
         return a.T @ ((a @ weights).softmax(-1) - F.one_hot(y, weights.shape[1])) / len(a)
@@ -243,7 +246,8 @@ def dense_hypergradient(given: dict[str, Any], full: fs.Params, strengths: fs.Pa
         + strength.repeat_interleave(weights.shape[1]).diag()
     )
     q = torch.linalg.solve(hessian, slope(a_val, given["y_val"]).flatten()).view_as(weights)
-    parts = -(strength[:, None] * weights * q).sum(1)
+    parts = torch.zeros(len(seen), dtype=torch.float64)
+    parts[seen] = -(strength[:, None] * weights * q).sum(1)
     sums = [part.sum() for part in parts.split([1] + [256] * len(tables))]
     return dict(zip(["", *(name.removesuffix(".weight") for name in tables)], sums, strict=True))
 

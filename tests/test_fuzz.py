@@ -21,7 +21,7 @@ from ranks import Pool
 
 import funshard as fs
 
-COUNT = depth(200, 20_000)
+COUNT = depth(140, 20_000)
 
 
 @st.composite

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import each
+from depth import depth, each
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -226,7 +226,9 @@ def compiled(rank: int) -> None:
         return fs.hvp(lambda p: fs.functional_call(PLAIN, p, x, spec=spec).square().mean(), params, v, forward=False)
 
     assert_close(
-        torch.compile(product, fullgraph=True, backend="aot_eager")(shards, X[rank]), product(shards, X[rank]), **CLOSE
+        torch.compile(product, fullgraph=True, backend=depth("eager", "aot_eager"))(shards, X[rank]),
+        product(shards, X[rank]),
+        **CLOSE,
     )
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from cases import slices
 from depth import depth, pairs
@@ -312,8 +311,7 @@ def elsewhere(params: fs.Params, x: Tensor) -> tuple[fs.Params, Tensor]:
 def compiled(on: OnRanks, state: State) -> Any:
     params, _, x, _ = state
     torch._dynamo.reset()
-    backend = "aot_eager" if dist.is_initialized() else depth("eager", "aot_eager")
-    once = torch.compile(on(step), fullgraph=True, backend=backend)
+    once = torch.compile(on(step), fullgraph=True, backend=depth("eager", "aot_eager"))
     once(*elsewhere(params, x))
     with torch.compiler.set_stance("fail_on_recompile"):
         return once(params, x)

@@ -59,7 +59,8 @@ def compiled_training(rank: int, strategy: str) -> None:
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    backend = depth("aot_eager" if strategy == "reshard" else "eager", "aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     eager = ours = fs.shard(model, spec)
     for i in range(5):
         eager, expected = step(eager, tokens(rank, i))

@@ -306,7 +306,10 @@ def test_compiled(gloo2: Pool) -> None:
     gloo2.run(compiled_on_real_ranks)
 
 
-@pytest.mark.parametrize("options", [{}, {"noise": 0.5}, {"randomness": "same"}, {"randomness": "different"}], ids=str)
+DRAWN: list[dict[str, Any]] = [{"noise": 0.5}, {"randomness": "same"}, {"randomness": "different"}]
+
+
+@pytest.mark.parametrize("options", [*DRAWN, *depth([], [{}])], ids=str)
 def test_compiled_in_several_graphs(options: dict[str, Any]) -> None:
     """Where noise or numbers are drawn: as without, or refused where it has to be one graph."""
     spec = fs.always()(SMALL).bound

@@ -22,9 +22,9 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def model() -> nn.Module:
+def model(blocks: int = 2) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 5), Block(5), Block(5), nn.Linear(5, 2)).double()
+    return nn.Sequential(nn.Linear(3, 5), *(Block(5) for _ in range(blocks)), nn.Linear(5, 2)).double()
 
 
 def data(size: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -103,7 +104,7 @@ def test_state_that_passes_by_other_ways(name: str) -> None:
 
 
 def on_ranks(rank: int, name: str, p: fs.P) -> None:
-    for key in ("fs.grad", "torch.func.grad", "hvp") if name in FEW else ("fs.grad",):
+    for key in depth(("fs.grad", "hvp"), ("fs.grad", "torch.func.grad", "hvp")) if name in FEW else ("fs.grad",):
         way = WAYS[key]
         model, x, full, v = made(name)
         spec = policy(model, p).bound

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives
-from depth import pairs
+from depth import each
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import Kernels
@@ -78,7 +78,7 @@ def equal(a: Any, b: Any) -> None:
     assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-@pairs
+@each
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_no_number_changes_at_any_order(order: str, save: str) -> None:
@@ -697,7 +697,7 @@ def test_transformers_at_their_defaults(gloo2: Pool, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::funshard.BufferWarning")
-@pairs
+@each
 @pytest.mark.parametrize("way", ["backward", "func"])
 @pytest.mark.parametrize("name", CASES)
 def test_state_that_passes_by_other_ways(name: str, way: str) -> None:

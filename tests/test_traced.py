@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import SHORT, Collectives, world
-from depth import each
+from depth import depth, each
 from parity import WAYS
 from ranks import Pool
 from test_real_ranks import Block
@@ -31,12 +31,13 @@ from funshard.collectives import Mesh
 
 State = tuple[fs.Params, fs.Params, fs.Params, Tensor]
 STRATEGIES = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}
+BLOCKS = depth(1, 2)
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 
 
 def model() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 5), Block(5), Block(5), nn.Linear(5, 2)).double()
+    return nn.Sequential(nn.Linear(3, 5), *(Block(5) for _ in range(BLOCKS)), nn.Linear(5, 2)).double()
 
 
 MODEL = model()
@@ -399,7 +400,7 @@ def test_linearize_folds_no_collective(strategy: str) -> None:
     """Each call of what it gives gathers parameters and tangents. Folded, a gather would lose the wait for it."""
     once, always = folded(strategy)
     assert once == []
-    assert always.count("all_gather_into_tensor") == always.count("wait_tensor") == 6
+    assert always.count("all_gather_into_tensor") == always.count("wait_tensor") == 2 * (BLOCKS + 1)
 
 
 # --- torch.func.functionalize ---

@@ -362,9 +362,9 @@ def overlapped(rank: int, layout: str) -> None:
     shape, p = LAYOUTS[layout]
     model, mesh, second = network(), mesh_of(shape), mesh_of(shape, own=True)
     policy = fs.by_type(Layer, p=p)(model)
-    for spec in (policy.on(mesh), policy.on(mesh, reductions=second)):
-        for prefetch, in_flight, way in some(itertools.product((0, 1, 2), (1, 2), ("backward", "func"))):
-            step(rank, spec, model, way, prefetch=prefetch, in_flight=in_flight)
+    specs = {"one mesh": policy.on(mesh), "two": policy.on(mesh, reductions=second)}
+    for which, prefetch, in_flight, way in some(itertools.product(specs, (0, 1, 2), (1, 2), ("backward", "func"))):
+        step(rank, specs[which], model, way, prefetch=prefetch, in_flight=in_flight)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -390,9 +390,14 @@ TASKS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "post-local SGD": (4, test_averaging.post_local_sgd, (None, ())),
     "clip_by_global_norm": (2, test_optim.on_real_ranks, ()),
     "loss_scale": (2, test_loss_scale.on_real_ranks, ()),
-    "fs.compile": (2, test_compile.trained, ("gpt", "reshard", "aot_eager")),
-    "fs.compile, replicated": (2, test_compile.trained, ("gpt", "replicate", "aot_eager")),
-    **depth({}, {"fs.compile, HSDP": (4, test_compile.trained, ("gpt", "hsdp", "aot_eager"))}),
+    "fs.compile": (2, test_compile.trained, (depth("mlp", "gpt"), "reshard", "aot_eager")),
+    **depth(
+        {},
+        {
+            "fs.compile, replicated": (2, test_compile.trained, ("gpt", "replicate", "aot_eager")),
+            "fs.compile, HSDP": (4, test_compile.trained, ("gpt", "hsdp", "aot_eager")),
+        },
+    ),
     **{
         f"gather_full, {mesh}": (test_gather_full.MESHES[mesh][0], test_gather_full.round_trip, (mesh, 1))
         for mesh in sorted(test_gather_full.MESHES)
