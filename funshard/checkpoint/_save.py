@@ -118,13 +118,14 @@ def save(
     ranks = Ranks(spec.bound_mesh, timedelta(seconds=timeout))
     ranks.together(lambda: _last_one_over(when_busy), "checkpoint.save")
     behind = Ranks(spec.bound_mesh, timedelta(seconds=timeout), behind=True) if asynchronous else ranks
-    saving = Saving(Path(path).absolute())
+    saving = Saving(Path(path))
+    target = saving.path.absolute()
     writes, tree = _planned(state, spec, ranks)
     aside = None
 
     def begin() -> str:
         nonlocal aside
-        aside = Aside(saving.path)
+        aside = Aside(target)
         return str(aside.aside)
 
     directory = Path(ranks.on_first(begin, "checkpoint.save"))
