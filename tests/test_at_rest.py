@@ -19,6 +19,7 @@ from models import EXACT, unchanged
 from parity import MAIN_WAYS, WAYS
 from ranks import Pool
 from torch import Tensor, nn
+from torch.distributed import init_device_mesh
 from torch.testing import assert_close
 
 import funshard as fs
@@ -176,8 +177,6 @@ def test_real_ranks(gloo2: Pool, how: str, name: str, way: str) -> None:
 
 
 def hybrid(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
     model, codec = model_of(), CODECS["nf4"]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     spec = shapes(P("shard", at_rest=codec))(model).on(mesh)
@@ -200,6 +199,64 @@ def hybrid(rank: int) -> None:
 def test_hybrid_shards_leave_and_enter(gloo4: Pool) -> None:
     """HSDP: gradients; gather_full to one rank and scatter_full from one give what `shard` does, byte by byte."""
     gloo4.run(hybrid)
+
+
+def scaled(module: nn.Module, args: tuple[Tensor], out: Tensor | None = None) -> Any:
+    """By a frozen weight, what goes in or what comes out."""
+    by = 1 + next(module.parameters()).mean()
+    return (args[0] * by,) if out is None else out * by
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    for module in (model[0].base, model[1], model[2]):
+        module.register_forward_pre_hook(scaled)
+        module.register_forward_hook(scaled)
+    for module in (model[0].b, model[1].base):
+        module.register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
+    return model
+
+
+def hybrid_hooked(rank: int, name: str) -> None:
+    model, codec = hooked(model_of()), CODECS[name]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grads, losses = expected(model, codec, XS)
+    wanted = {name: p.detach() for name, p in quantized(model, codec).named_parameters()}
+    both = ("replicate", "shard")
+    specs = {axis: shapes(P(axis, at_rest=codec))(model).on(mesh) for axis in ("shard", "replicate", both, both[::-1], None)}
+    some = fs.by_path({"0": P("shard"), "1": P(both, at_rest=codec)})  # with the outermost choice for each path
+    specs["some"] = fs.override(shapes(P("shard", at_rest=codec)), some)(model).on(mesh)
+    assert [unit.key for unit in specs["some"] if unit.at_rest] == ["", "1:frozen"]
+    plain = shapes(P("shard"))(model).on(mesh)
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    for axis, spec in specs.items():
+        params = fs.shard(model, spec)
+        trained, frozen = fs.partition(params, spec)
+        for p in (P("shard", at_rest=codec), P("shard", at_rest=codec, remat=True)) if axis == "shard" else (None,):
+            here = spec if p is None else shapes(p)(model).on(mesh)
+            loss = lambda p, here=here: (fs.functional_call(model, p | frozen, XS[rank], spec=here) ** 2).mean()  # noqa: E731
+            with unchanged(model):
+                got, value = fs.grad_and_value(loss)(trained)
+            if axis != "some":
+                assert_close(value, losses[rank], **EXACT)
+                for key, g in by_name(got, spec).items():
+                    assert_close(g, grads[key], **EXACT)
+        at_rest = {param.name for unit in spec if unit.at_rest for param in unit.params}
+        full = fs.gather_full(params, spec)
+        assert all(torch.equal(full[name], (wanted if name in at_rest else values)[name]) for name in values)
+        scattered = fs.scatter_full(values if rank == 3 else None, spec, src=3)
+        assert all(torch.equal(scattered[key], shard) for key, shard in params.items())
+        for other in specs.values():  # once decoded, values are fixed points: bytes of any other slices are theirs
+            moved = fs.reshard(params, spec, other)
+            assert all(torch.equal(moved[key], shard) for key, shard in fs.shard(full, other).items())
+        back = fs.unshard(fs.reshard(params, spec, plain), plain)
+        assert all(torch.equal(back[name], full[name]) for name in full)
+
+
+@each
+@pytest.mark.parametrize("name", CODECS)
+def test_hooks_meshes_of_two_axes_and_overrides(gloo4: Pool, name: str) -> None:
+    """Split over either axis, over both in either order or neither, and some units in another way than others."""
+    gloo4.run(hybrid_hooked, name)
 
 
 @each
@@ -395,9 +452,13 @@ def test_refused() -> None:
         with pytest.raises(ValueError, match=says.format("update")):
             update(params, init(trained), params)
         assert set(init(trained)) == set(trained)
-    init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1)
     with pytest.raises(TypeError, match=r"unit '' is torch.uint8.*expected no gradient of it; set it apart with fs.partition"):
         update(params, init(params), params)
+    state = init(params)  # without a spec bytes are like all integers: no state, no gradient, and left as they are
+    assert {key for key, slots in state.items() if slots} <= set(trained)
+    new, _ = update(trained, state, params)
+    assert all((new[key] is params[key]) == (key not in trained) for key in params)
     with pytest.raises(TypeError, match=r"\['(0:frozen)?'\]: expected a floating point tensor, got torch.uint8; set it"):
         fs.grad(lambda p: fs.functional_call(model, p, XS[0], spec=spec).sum())(params)
     wrong = {"0:frozen": fs.shard(model, plain)["0:frozen"]}

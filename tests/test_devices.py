@@ -95,6 +95,30 @@ def test_shards_of_a_cpu_model_are_on_the_device_of_the_group(
     assert {key: (shard.device, shard.numel()) for key, shard in shards.items()} == {"": (torch.device("cuda", 1), 8)}
 
 
+@pytest.mark.parametrize("axis", ["shard", None])
+def test_averages_of_what_rests_on_the_host_rest_there(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, axis: str | None
+) -> None:
+    """They are sent from the device of the group, which may know no other."""
+    machine(monkeypatch, NCCL, cuda=True)
+    world.bound_device_id = torch.device("cuda", 1)
+    sent: list[torch.device] = []
+
+    def reduced(x: Tensor, axis: fs.collectives.Axis) -> Tensor:
+        sent.append(x.device)
+        return fs.collectives.all_reduce(x, axis)
+
+    monkeypatch.setattr(fs.averaging, "all_reduce", reduced)
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4))
+        spec = fs.by_path({"0": fs.P(axis, offload="params", align=1), "1": fs.P(axis, align=1)})(model)
+        shards = fs.shard(model, spec)
+        averaged = fs.averaging.average(shards, spec)
+    where = {"0": torch.device("cpu"), "1": torch.device("cuda", 1)}
+    assert [{key: x.device for key, x in tree.items()} for tree in (shards, averaged)] == [where, where]
+    assert sent == ([] if axis else [torch.device("cuda", 1)] * 2)
+
+
 # --- trace_order. ---
 
 

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hosted
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import slices
-from depth import depth, pairs
+from depth import depth, each, pairs
 from offloaded import everywhere
 from ranks import Pool
+from test_at_rest import quantized
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.func import grad, grad_and_value, jvp, vjp
@@ -39,7 +41,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, width + 2), nn.Linear(width + 2, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        return x + self.down(fs.named(torch.tanh(self.up(x)), "inner"))
 
 
 class AsWritten(nn.Module):
@@ -74,28 +76,40 @@ def as_written() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), AsWritten(5, head), AsWritten(5, head), head).double()
 
 
+def adapted() -> nn.Module:
+    """The first of them with half of each block frozen."""
+    model = network()
+    for block in (model[1], model[2]):
+        block.down.requires_grad_(False)
+    return model
+
+
 def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A model, its parameters and a direction for them."""
+    """A model, its trained parameters and a direction for them; and the frozen ones, as they are computed with."""
 
     model: nn.Module
     full: fs.Params
     direction: fs.Params
+    frozen: fs.Params
 
     @classmethod
-    def of(cls, model: nn.Module) -> Network:
-        full = {name: p.detach() for name, p in model.named_parameters()}
-        return cls(model, full, {name: numbers(*p.shape, seed=i) for i, (name, p) in enumerate(full.items())})
+    def of(cls, model: nn.Module, codec: fs.Codec | None = None) -> Network:
+        full = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        direction = {name: numbers(*p.shape, seed=i) for i, (name, p) in enumerate(full.items())}
+        used = dict((quantized(model, codec) if codec else model).named_parameters())
+        return cls(model, full, direction, {name: p.detach() for name, p in used.items() if name not in full})
 
     def plain(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         # of a copy: torch 2.13 leaves its tensors in a tied parameter of a module that is registered twice
-        return torch.func.functional_call(copy.deepcopy(self.model), dict(params), (x,))
+        return torch.func.functional_call(copy.deepcopy(self.model), self.frozen | dict(params), (x,))
 
 
+INT8, NF4 = fs.codecs.int8(8), fs.codecs.nf4(8)
 ORDINARY, WRITTEN = Network.of(network()), Network.of(as_written())
 X = numbers(8, 4, 3, seed=100)
 COTANGENT = numbers(8, 4, 2, seed=101)
@@ -122,16 +136,23 @@ class Strategy:
 
 
 HYBRID = {2: (2, 1), 3: (1, 3), 4: (2, 2), 8: (2, 4)}
-STRATEGIES = {
+MAIN = {
     '`P("shard")`': Strategy(P("shard")),
     "`reshard=False`": Strategy(P("shard", reshard=False)),
     "`remat=True`": Strategy(P("shard", remat=True)),
-    "`offload=`": Strategy(P("shard", offload="activations")),
+    "`offload=` activations": Strategy(P("shard", offload="activations")),
     "`P()`": Strategy(P()),
     "`codec=`": Strategy(P("shard", precision=fs.Precision(codec=fs.Codec(lambda x: (x,), lambda x: x)))),
     "HSDP": Strategy(P("shard"), 4, {n: {"replicate": r, "shard": s} for n, (r, s) in HYBRID.items()}),
     "as written": Strategy(P("shard"), network=WRITTEN),
 }
+OF_MEMORY = {
+    "`Remat(save=)`": Strategy(P("shard", remat=fs.Remat(save={"inner"}))),
+    "`offload=` params": Strategy(P("shard", offload="params")),
+    "`at_rest=` int8": Strategy(P("shard", at_rest=INT8), network=Network.of(adapted(), INT8)),
+    "`at_rest=` nf4": Strategy(P("shard", at_rest=NF4), network=Network.of(adapted(), NF4)),
+}
+STRATEGIES = MAIN | OF_MEMORY
 SIMULATED = (2, 3, 8)
 
 
@@ -235,13 +256,14 @@ Cut = Callable[[fs.Params], fs.Params]
 
 
 class Sharded(NamedTuple):
-    """A network with its spec on the ranks."""
+    """A network with its spec on the ranks, and this rank's shards of what is frozen."""
 
     network: Network
     spec: fs.PartitionSpec
+    frozen: fs.Params
 
     def call(self, params: fs.Params, x: Tensor) -> Tensor:
-        return fs.functional_call(self.network.model, params, x, spec=self.spec)
+        return fs.functional_call(self.network.model, fs.combine(params, self.frozen), x, spec=self.spec)
 
     def loss(self, params: fs.Params, x: Tensor) -> Tensor:
         return square(self.call(params, x))
@@ -438,7 +460,8 @@ def table() -> str:
         f"*Exact* is equal, to 1e-{DIGITS} in float64, to plain autograd of the unsharded model's loss, the mean over ranks "
         f"(values, tangents and samples are each rank's own); on {counts} simulated ranks and on {alone.real} real ones, "
         f"for HSDP on {shape}. *As written*: blocks with `detach`, fast weights by `torch.func.functional_call`, another "
-        'weight, hooks and in-place operators, with `P("shard")`.'
+        'weight, hooks and in-place operators, with `P("shard")`. With `at_rest=` half of each block is frozen, and the '
+        "unsharded model has what is decoded."
     )
     rows = [["", *STRATEGIES], ["---"] * (1 + len(STRATEGIES))]
     for name in TRANSFORMS:
@@ -454,27 +477,34 @@ def without_ticks(name: str) -> str:
 
 def policy(strategy: str) -> fs.PartitionSpec:
     chosen = STRATEGIES[strategy]
-    return fs.by_type(Block if chosen.network is ORDINARY else AsWritten, p=chosen.p)(chosen.network.model)
+    return fs.by_type(AsWritten if chosen.network is WRITTEN else Block, p=chosen.p)(chosen.network.model)
 
 
-def start(of: Sharded, x: Tensor, cotangent: Tensor) -> State:
-    return fs.shard(of.network.full, of.spec), fs.shard(of.network.direction, of.spec), x, cotangent
+def start(network: Network, spec: fs.PartitionSpec, x: Tensor, cotangent: Tensor) -> tuple[State, fs.Params]:
+    """This rank's arguments, and its shards of what is frozen."""
+    whole = {name: p.detach() for name, p in network.model.named_parameters()}
+    trained, frozen = fs.partition(fs.shard(whole, spec), spec)
+    direction, _ = fs.partition(fs.shard(whole | network.direction, spec), spec)
+    return (trained, direction, x, cotangent), frozen
 
 
 def simulated(strategy: str, ranks: int) -> tuple[OnRanks, State]:
     spec, chosen = policy(strategy), STRATEGIES[strategy]
+    sizes, network = chosen.sizes(ranks), chosen.network
+    begin = fs.testing.spmd(lambda mesh, *args: start(network, spec.on(mesh), *args), sizes)
+    state, frozen = pytree.tree_map(Tensor.contiguous, begin(X[:ranks], COTANGENT[:ranks]))
 
     def on(fn: Callable[..., Any]) -> Callable[..., Any]:
-        return fs.testing.spmd(lambda mesh, *args: fn(Sharded(chosen.network, spec.on(mesh)), *args), chosen.sizes(ranks))
+        rank = fs.testing.spmd(lambda mesh, mine, *args: fn(Sharded(network, spec.on(mesh), mine), *args), sizes)
+        return functools.partial(rank, frozen)
 
-    state = on(start)(X[:ranks], COTANGENT[:ranks])
-    return on, pytree.tree_map(Tensor.contiguous, state)
+    return on, state
 
 
 def shards(full: fs.Params, strategy: str, ranks: int, rank: int) -> fs.Params:
-    """A rank's slice of each unit."""
+    """A rank's slice of each unit that is trained."""
     count, index = STRATEGIES[strategy].position(ranks, rank)
-    return {unit.key: slices(full, unit, count)[index] for unit in policy(strategy)}
+    return {unit.key: slices(full, unit, count)[index] for unit in policy(strategy) if unit.requires_grad}
 
 
 def check(got: Any, transform: str, strategy: str, ranks: int, rank: int) -> None:
@@ -498,28 +528,45 @@ def detached(tree: Any) -> Any:
 
 @pairs
 @pytest.mark.parametrize("ranks", SIMULATED)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=without_ticks)
+@pytest.mark.parametrize("strategy", MAIN, ids=without_ticks)
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=without_ticks)
 def test_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
     """Each rank has its slices of the derivative of the mean loss; what torch refuses there, it refuses in these words."""
-    on, state = simulated(strategy, ranks)
-    limit = LIMITS.get(transform)
-    if limit:
-        with pytest.raises(limit.error) as raised:
-            limit.run(on, state)
-        assert type(raised.value) is limit.error
-        assert limit.message in str(raised.value)
-    check_each(TRANSFORMS[transform].run(on, state), transform, strategy, ranks)
+    on_simulated_ranks(transform, strategy, ranks)
+
+
+@each
+@pytest.mark.parametrize("ranks", SIMULATED)
+@pytest.mark.parametrize("strategy", OF_MEMORY, ids=without_ticks)
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=without_ticks)
+def test_choices_about_memory_on_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
+    """The same of what is kept, what rests on the host, and what rests in a codec."""
+    on_simulated_ranks(transform, strategy, ranks)
+
+
+def on_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
+    with hosted.elsewhere():  # for what rests on the host
+        on, state = simulated(strategy, ranks)
+        limit = LIMITS.get(transform)
+        if limit:
+            with pytest.raises(limit.error) as raised:
+                limit.run(on, state)
+            assert type(raised.value) is limit.error
+            assert limit.message in str(raised.value)
+        result = TRANSFORMS[transform].run(on, state)
+    check_each(result, transform, strategy, ranks)
 
 
 def on_real_ranks(rank: int, strategy: str, transforms: Iterable[str] = tuple(TRANSFORMS)) -> dict[str, Any]:
     """Of these transforms the result, or why there is none."""
     sizes = STRATEGIES[strategy].sizes(STRATEGIES[strategy].real)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    of = Sharded(STRATEGIES[strategy].network, policy(strategy).on(mesh))
-    state = start(of, X[rank], COTANGENT[rank])
+    network = STRATEGIES[strategy].network
     out: dict[str, Any] = {}
-    with everywhere():  # for the device is the host
+    with everywhere(), hosted.elsewhere():  # for the device is the host
+        spec = policy(strategy).on(mesh)
+        state, frozen = start(network, spec, X[rank], COTANGENT[rank])
+        of = Sharded(network, spec, frozen)
         for name in transforms:
             out[name] = result_or_traceback(TRANSFORMS[name], lambda fn: functools.partial(fn, of), state)
     return out
@@ -532,7 +579,7 @@ def result_or_traceback(transform: Transform, on: OnRanks, state: State) -> Any:
         return traceback.format_exc()
 
 
-@pytest.fixture(scope="module", params=STRATEGIES, ids=without_ticks)
+@pytest.fixture(scope="module", params=MAIN, ids=without_ticks)
 def real(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
     """Every transform with one strategy, on all real ranks."""
     pool: Pool = request.getfixturevalue(f"gloo{STRATEGIES[request.param].real}")
@@ -542,7 +589,18 @@ def real(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=without_ticks)
 def test_real_ranks(real: tuple[str, list[dict[str, Any]]], transform: str) -> None:
     """The same over a process group, whatever the transform."""
-    strategy, results = real
+    check_real(*real, transform)
+
+
+@each
+@pytest.mark.parametrize("strategy", OF_MEMORY, ids=without_ticks)
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=without_ticks)
+def test_choices_about_memory_on_real_ranks(gloo2: Pool, transform: str, strategy: str) -> None:
+    """Over a process group."""
+    check_real(strategy, gloo2.run(on_real_ranks, strategy, [transform]), transform)
+
+
+def check_real(strategy: str, results: list[dict[str, Any]], transform: str) -> None:
     for rank, mine in enumerate(results):
         assert not isinstance(mine[transform], str), mine[transform]
         check(mine[transform], transform, strategy, len(results), rank)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from funshard import P, _torch
 from funshard._spec.division import Reduction
 from funshard._units.host import rested
 from funshard._units.route import Route
+from funshard.compress import _compressor
 from funshard.optim import _from_torch, _streamed
 
 PARAMS = "params"
@@ -173,6 +176,97 @@ def test_simulated_ranks() -> None:
     with elsewhere() as copies:
         equal(derivatives(PARAMS), expected)
     assert copies.nodes > 6
+
+
+# --- around the step ---
+
+COMPRESSORS = {
+    "exact": fs.compress.exact(),
+    "unreduced": fs.compress.unreduced(),
+    "cast": fs.compress.cast(torch.float16),
+    "quantize": fs.compress.quantize(5),
+    "powersgd": fs.compress.powersgd(2, min_compression_rate=0.5),
+    "post local": fs.compress.post_local(1, ()),
+}
+
+
+def averaged_and_compressed(spec: fs.PartitionSpec, full: fs.Params, grads: fs.Params, shards: fs.Params) -> Any:
+    """What averages and compressors make of what a rank has: shards, full parameters and gradients, that drifted apart."""
+    state, out = fs.averaging.init(), []
+    for _ in range(2):
+        shards, state = fs.averaging.periodic(shards, state, spec, period=2)
+        out.append((shards, state, fs.averaging.average(full, spec)))
+    for compressor in COMPRESSORS.values():
+        passed = compressor.init(spec.bound)
+        for _ in range(2):
+            reduced, passed = compressor.reduce(grads, passed, spec)
+            out.append((reduced, passed, fs.averaging.ema(shards, reduced, decay=0.5)))
+    return out
+
+
+def around(policy: Callable[[Any], fs.Policy], of: Callable[[fs.Policy], Any]) -> None:
+    expected = of(policy(None))
+    assert len(expected) == 2 + 2 * len(COMPRESSORS)
+    with elsewhere(), everywhere():
+        for offload in (PARAMS, "activations", (PARAMS, "activations")):
+            equal(of(policy(offload)), expected)
+        with mock.patch.object(fs.collectives.Mesh, "device_type", "another"):  # than that of the shards
+            equal(of(policy(PARAMS)), expected)
+
+
+def halves(offload: Any) -> fs.Policy:
+    """A block that is split, one that is not, and the rest."""
+    return fs.by_path({"blocks.0": P("shard", offload=offload), "blocks.1": P(offload=offload)})
+
+
+def drifted(full: fs.Params, by: Tensor) -> fs.Params:
+    return {name: p + by * p.cos() for name, p in full.items()}
+
+
+def around_on_ranks(rank: int) -> None:
+    model = Net(3)
+    full = {name: p.detach() for name, p in model.named_parameters()}
+
+    def of(policy: fs.Policy) -> Any:
+        spec, by = policy(model).bound, torch.tensor(rank + 1.0).double()
+        shards = {key: x + by for key, x in fs.shard(model, spec).items()}
+        return averaged_and_compressed(spec, drifted(full, by), drifted(full, by.sqrt()), shards)
+
+    around(halves, of)
+
+
+def test_averages_and_compressors_on_real_ranks(gloo2: Pool) -> None:
+    """The bits of the same units without offload, whichever of the two rests on the host, or both."""
+    gloo2.run(around_on_ranks)
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
+def test_averages_and_compressors_on_simulated_ranks(sizes: dict[str, int]) -> None:
+    model = Net(3)
+    full = {name: p.detach() for name, p in model.named_parameters()}
+
+    def of(policy: fs.Policy) -> Any:
+        def one(mesh: Any, by: Tensor) -> Any:
+            spec = policy(model).on(mesh)
+            shards = {key: x + by for key, x in fs.shard(full, spec).items()}
+            return averaged_and_compressed(spec, drifted(full, by), drifted(full, by.sqrt()), shards)
+
+        return fs.testing.spmd(one, sizes)(torch.arange(1.0, 1 + math.prod(sizes.values())).double())
+
+    around(halves, of)
+
+
+@pytest.mark.parametrize("axis", ["shard", None])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_compressed_gradients_are_where_the_shards_are(monkeypatch: pytest.MonkeyPatch, name: str, axis: str | None) -> None:
+    """With "meta" in the place of the host."""
+    monkeypatch.setattr(_compressor, "HOST", torch.device("meta"))
+    model, compressor = Net(2), COMPRESSORS[name]
+    spec = fs.by_path({"blocks.0": P(axis, offload=PARAMS), "blocks.1": P(axis)})(model)
+    with elsewhere():
+        grads = {name: p.detach() for name, p in model.named_parameters()}
+        shards, _ = compressor.reduce(grads, compressor.init(spec.bound), spec)
+    assert {key: x.device.type for key, x in shards.items()} == {"": "cpu", "blocks.0": "meta", "blocks.1": "cpu"}
 
 
 # --- the update ---

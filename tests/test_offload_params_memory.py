@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import funshard as fs
 from funshard import P, _torch
 from funshard._torch import streams
+from funshard._units.chain import Buffers
+from funshard._units.reductions import Reductions
+from funshard.collectives._ops import Finish
 
 WIDTH, RANKS = 64, 2
 WHOLE = WIDTH * WIDTH * 8
@@ -189,6 +193,26 @@ def test_an_update_has_three_units_on_the_device(world: None, units: int, donate
     assert where.now("meta") == 0
     assert where.peak["meta"] == (4 + 4 + 3 + 2) * SLICE
     assert all(x.device.type == "cpu" for x in (*new.values(), *(x for values in after.values() for x in values.values())))
+
+
+@pytest.mark.parametrize("collectives", [1, 2])
+def test_a_gradient_that_was_handed_on_is_let_go(collectives: int) -> None:
+    """Also where it has left early, with more than one collective before (HSDP): nothing holds it to the next unit's."""
+    handed: list[weakref.ref[Any]] = []
+    arrivals = SimpleNamespace(
+        started=lambda key: None, arrived=lambda key, grad: handed.append(weakref.ref(grad.untyped_storage()))
+    )
+    host, dtype = torch.device("cpu"), torch.float64
+    route: Any = SimpleNamespace(device=host, padded=4, dtype=dtype, dtypes=SimpleNamespace(reduce=dtype))
+    steps: Any = SimpleNamespace(reduce=[lambda x, own: Finish((), lambda: x.clone())] * (collectives + 1))
+    reductions = Reductions(1, Buffers(), cast("Any", arrivals))
+    reductions.begin(0)
+    with no_collector():
+        for i in range(6):
+            reductions.split(str(i), [torch.ones(4, dtype=dtype)], route, steps)
+            assert len(handed) >= i - 1
+            assert not any(one() is not None for one in handed)
+        assert all(torch.equal(g, torch.ones(4, dtype=dtype)) for g in reductions.collect().values())
 
 
 # --- what waits for what ---

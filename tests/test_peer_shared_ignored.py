@@ -197,6 +197,29 @@ def test_unused_param_has_grad(gloo2: Pool, strategy: str, way: str) -> None:
     gloo2.run(other_branches, strategy, way)
 
 
+class EveryBranch(Branches):
+    """Runs the other one as well, and counts it with zero."""
+
+    def forward(self, batch: tuple[int, Tensor]) -> Tensor:
+        which, x = batch
+        y = [module(x) for module in self.pair]
+        return self.scale * (y[which] + 0 * y[1 - which].sum())
+
+
+def other_units(rank: int, strategy: str, way: str) -> None:
+    model = EveryBranch()
+    batch = lambda rank, step: ((rank + step) % 2, numbers(rank, step))  # noqa: E731
+    check_parity(rank, model, fs.always(STRATEGIES[strategy])(model), batch, way=way)
+
+
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_use_other_units(gloo2: Pool, strategy: str, way: str) -> None:
+    """As the guide says: all run each unit, and what a rank does not use is in its loss with zero."""
+    gloo2.run(other_units, strategy, way)
+
+
 def not_contiguous(rank: int) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)).double().to(memory_format=torch.channels_last)
     model[2].weight = nn.Parameter(torch.randn(4, 2).double().t())

@@ -61,6 +61,10 @@ def functional_call(
     of this is for process groups, in plain autograd and under one torch.func.grad or vjp: in deeper stacks gathers and
     reductions wait where they start, and so does a reduction that may be differentiated again (``create_graph``).
 
+    All ranks must run the same units in the same order, and have losses that depend on the same ones; nothing checks that. Of
+    one unit each rank may use other parameters. Parameters that are not used have zeros where gradients are returned, and after
+    a plain ``backward()`` the shard of a unit that is not used has none.
+
     Gradients are reduced to their mean over ranks; with ``reduce="sum"`` to their sum, with a number to the sum over that.
     ``reduce_over`` are the mesh axes to reduce over, or one, all by default: over the others gradients stay each rank's
     own, as for HSDP's micro-batches (`reduce_grads` reduces the rest later) or local SGD. `accumulate` decides both by itself.

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import get_gradient_edge
 
 from .. import _torch
 from .._spec.remat import Remat, Save
@@ -199,7 +200,9 @@ class _Vjp:
             pairs = [(out, g) for out, g in zip(part(*free), cotangents, strict=True) if out.requires_grad]
             if not pairs:
                 return (None,) * len(free)
-            outs, cotangents = zip(*pairs, strict=True)
+            outs = [get_gradient_edge(out) for out, _ in pairs]
+            cotangents = tuple(g for _, g in pairs)
+            pairs.clear()  # the results themselves, which nobody reads
             return torch.autograd.grad(outs, free, cotangents, create_graph=recorded, allow_unused=True)
 
     def _split(self, operands: Sequence[Tensor]) -> tuple[Flat, list[Tensor], tuple[Tensor, ...]]:

@@ -90,10 +90,15 @@ class Reductions:
             return
         while self._slices and (len(self._slices) > most or not self._slices[0][1].under_way):
             key, chain = self._slices.pop(0)
-            self._arrived([(key, chain.result())], self._arrivals)
+            self._arrived([(key, self._result(chain))], self._arrivals)
         while len(self._full) > most:
             bucket, chain = self._full.pop(0)
-            self._arrived(bucket.parts(chain.result()), self._arrivals)
+            self._arrived(bucket.parts(self._result(chain)), self._arrivals)
+
+    def _result(self, chain: Chain) -> Tensor:
+        """Wait for what is handed on, and hold it no longer."""
+        self._leaving = [other for other in self._leaving if other is not chain]
+        return chain.result()
 
     def _arrived(self, parts: Iterable[tuple[str, Tensor]], arrivals: Arrivals) -> None:
         for key, grad in self._there([*parts]):

@@ -25,7 +25,7 @@ from .._spec.unit import Unit
 from .._units.layout import Params
 from ..collectives._functions import all_gather, all_to_all
 from ..collectives._mesh import Axes
-from ._compressor import Compressor, buffer_of, exactly, given_grads, other_axes, over_axes, reduced, size_of
+from ._compressor import Compressor, at_rest, buffer_of, exactly, given_grads, other_axes, over_axes, reduced, size_of
 from ._powersgd import PowerSGD, powersgd
 
 __all__ = ["Compressor", "PowerSGD", "cast", "exact", "post_local", "powersgd", "quantize", "switch", "unreduced"]
@@ -137,7 +137,7 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
             unit = spec.by_key[key]
             buffer = reduced(buffer_of(tensors, unit, spec), unit, spec, other_axes(over, spec))
             if not unit.numel:
-                shards[key] = buffer
+                shards[key] = at_rest(buffer, unit, spec)
                 continue
             n = spec.shard_numel(unit)
             size = min(chunk or n, n)
@@ -149,7 +149,7 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
             scales, zeros = _from_all(torch.stack([scale, zero], -1), unit, spec, over).unbind(-1)
             received = _from_all(data, unit, spec, over).float().sub_(zeros[..., None]).mul_(scales[..., None])
             total = received.sum(0)
-            shards[key] = (total.flatten()[:n] / size_of(over, spec)).to(buffer.dtype)
+            shards[key] = at_rest((total.flatten()[:n] / size_of(over, spec)).to(buffer.dtype), unit, spec)
         return shards, state
 
     return Compressor(lambda spec: (), reduce)
