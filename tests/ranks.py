@@ -11,10 +11,12 @@ threads yet: they start in hundredths of a second.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing as mp
 import os
 import runpy
+import signal
 import socket
 import sys
 import tempfile
@@ -50,6 +52,7 @@ def _env(port: str) -> dict[str, str]:
 
 
 def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe: Connection) -> None:
+    _die_with_parent()
     gc.freeze()  # what was imported before the fork: the collector's every run would go through it
     sys.path[:] = path
     import torch
@@ -106,6 +109,17 @@ def _crowded() -> bool:
     return tasks.exists() and len(list(tasks.iterdir())) > THREADS
 
 
+def _signal(process: mp.process.BaseProcess, number: int) -> None:
+    if process.pid is not None and process.is_alive():
+        os.kill(process.pid, number)
+
+
+def _die_with_parent() -> None:
+    """Linux: killed where what has forked this process ends, also while this one is stopped."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _receive(pipe: Any) -> tuple[bool, Any, bool]:
     try:
         return pipe.recv()
@@ -116,6 +130,7 @@ def _receive(pipe: Any) -> tuple[bool, Any, bool]:
 class Pool:
     """``size`` processes, started at the first `run`, and anew after one that failed or made many process groups.
 
+    Between runs they are stopped: the threads of process groups wake 100 times a second, also of those that nobody uses.
     Their backend is gloo or "worst" (worst.py), by which each task is `watched`.
     """
 
@@ -127,7 +142,8 @@ class Pool:
         """``[fn(rank, *args) for rank in range(size)]``, at once."""
         if not self.workers:
             self._start()
-        for _, pipe in self.workers:
+        for process, pipe in self.workers:
+            _signal(process, signal.SIGCONT)
             pipe.send((fn, args))
         results: dict[int, tuple[bool, Any, bool]] = {}
         while len(results) < self.size:
@@ -144,6 +160,8 @@ class Pool:
         silent = [r for r in range(self.size) if r not in results]
         if silent or any(crowded for *_, crowded in results.values()):
             self.stop()
+        for process, _ in self.workers:
+            _signal(process, signal.SIGSTOP)
         if errors or silent:
             raise AssertionError("\n".join([*errors, *([f"no answer from ranks {silent}"] if silent else [])]))
         return [results[r][1] for r in range(self.size)]
@@ -160,6 +178,7 @@ class Pool:
     def stop(self) -> None:
         """End the processes."""
         for process, pipe in self.workers:
+            _signal(process, signal.SIGCONT)
             with contextlib.suppress(OSError):
                 pipe.send(None)
             process.join(2)
