@@ -225,8 +225,6 @@ class _Map(_torch.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if tangent._is_zerotensor():  # as in collectives._Collective
-            tangent = torch.zeros_like(tangent)
         return _Map.apply(tangent, None, ctx.linear, ctx.transpose, *ctx.ranks)
 
     @staticmethod
