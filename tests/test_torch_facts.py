@@ -872,3 +872,23 @@ def test_what_has_ended_twice() -> None:
         grad(lambda x: (x * kept[0]).sum())(x)
     torch.testing.assert_close(grad(lambda x: (x * _torch.living(kept[0])).sum())(x), x.tanh())
     assert _torch.living(x) is x
+
+
+def test_operators_that_were_taken_apart() -> None:
+    """A node of the compiler's graph knows the operator it was traced as: a copy of that, which is not equal to it."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    from funshard._torch.compiler import traced_as
+
+    seen: dict[str, Any] = {}
+
+    def look(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        seen.update((str(node.target), traced_as(node)) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    table = torch._decomp.get_decompositions([torch.ops.aten.silu])
+    compiler = aot_autograd(fw_compiler=look, decompositions=table)
+    torch.compile(lambda x: F.silu(x).exp(), backend=compiler)(torch.ones(2))
+    assert seen["aten.exp.default"] is torch.ops.aten.exp.default
+    assert "aten.silu.default" not in seen
+    assert seen["aten.sigmoid.default" if "aten.sigmoid.default" in seen else "aten.neg.default"] is torch.ops.aten.silu.default

@@ -99,7 +99,8 @@ def functional_call(
     records itself, a gradient's copy is waited for where it is made.
 
     Inside torch.compile the whole tree is gathered by data flow and the compiler decides what lives how long; ``remat`` and
-    ``offload`` of activations are then left to it as well, and params that rest on the host are plainly copied.
+    ``offload`` of activations are then left to it as well, and params that rest on the host are plainly copied. `compile`
+    decides itself about gathers and ``remat``.
 
     Raises ValueError or TypeError, naming the path, for params that do not fit the spec or are on the meta device where the
     arguments are not, a model that the spec was not made for or that was compiled, the model's own parameters in the place of

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ from torch import Tensor, nn
 from .. import _torch
 from .._spec.division import Reduction
 from .._spec.fits import whole_unit
+from .._spec.remat import ALL, Remat
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join
+from .._transforms.regions import are_noted, region
 from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit
 from .buffers import put_back, running_statistics, warn_of_lost_while_tracing
@@ -57,8 +61,8 @@ def run(
         now[name] = copies[x] if cast is x and x in copies else cast
     tensors |= now
     with _torch.reparametrized(model, tensors), _fitted(model, spec):
-        run = getattr(model, method) if method else model
-        out = cast_around(run, spec.places[""].precision)(*args, **kwargs)
+        run = cast_around(getattr(model, method) if method else model, spec.places[""].precision)
+        out = _region_around(run, "", spec)(*args, **kwargs)
     if buffers is None:
         warn_of_lost_while_tracing(tuple(name for name, x in now.items() if name in moving or tensors[name] is not x))
         return out
@@ -80,11 +84,33 @@ def _check_casts_inside(spec: PartitionSpec) -> None:
             )
 
 
+def _regions(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Iterator[tuple[nn.Module, str, Any]]:
+    for path in spec.recomputed if _torch.FORWARD_CAN_BE_REPLACED and are_noted() else ():
+        if path:
+            yield modules[path], "forward", _region_around(modules[path].forward, path, spec)
+
+
+def _region_around(forward: Callable[..., Any], path: str, spec: PartitionSpec) -> Callable[..., Any]:
+    """A module's forward, as a region of what is traced where it is to run again."""
+    if path not in spec.recomputed:
+        return forward
+    remat = spec.places[path].remat
+    name = f"module '{path}' with P(remat=True)"
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with region(remat if isinstance(remat, Remat) else ALL, name):
+            return forward(*args, **kwargs)
+
+    return run
+
+
 @contextlib.contextmanager
 def _fitted(model: nn.Module, spec: PartitionSpec) -> Generator[None]:
-    """Within this, the modules have their `fittings`."""
+    """Within this, the modules have their `fittings`, and those that run again are regions."""
     before: list[tuple[nn.Module, str, Any]] = []
-    for module, name, value in fittings(dict(model.named_modules(remove_duplicate=False)), spec, ""):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for module, name, value in itertools.chain(fittings(modules, spec, ""), _regions(modules, spec)):
         before.append((module, name, module.__dict__.get(name)))
         setattr(module, name, value)
     try:

@@ -9,22 +9,29 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
 from .._torch.compiler import FUNC_GRADIENT, OpOverload
+from .._transforms.regions import NAME, REGION
 
 __all__ = [
     "RESHARD",
     "GatherNodes",
+    "annotate",
     "annotate_phases",
     "annotation",
     "assembles",
     "gathered_units",
+    "is_annotated",
     "is_light",
+    "is_view",
     "mutates",
     "phases_of",
     "reach",
+    "regions_of",
     "starts",
     "waits",
+    "writes",
 ]
 
 _PHASE, RESHARD = "funshard_phase", "funshard_reshard"
@@ -39,13 +46,29 @@ def annotate_phases(graph: Graph) -> str:
     phase = 0
     for node in graph.nodes:
         phase += node.target in _GRADIENTS
-        node.meta["custom"] = {**node.meta.get("custom", {}), _PHASE: phase}
-    return repr([(annotation(node, _PHASE), annotation(node, RESHARD)) for node in graph.nodes])
+        annotate(node, **{_PHASE: phase})
+    keys = (_PHASE, RESHARD, NAME)
+    return repr([(*(annotation(node, key) for key in keys), regions_of(node)) for node in graph.nodes])
+
+
+def annotate(node: Node, **notes: object) -> None:
+    """Write these on the node."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), **notes}
 
 
 def annotation(node: Node, key: str) -> Any:
     """What was written on the node under this key, None for nothing."""
     return node.meta.get("custom", {}).get(key)
+
+
+def is_annotated(node: Node) -> bool:
+    """Whether it was traced: what a pass has put in the place of others may have no notes."""
+    return annotation(node, _PHASE) is not None
+
+
+def regions_of(node: Node) -> tuple[int, ...]:
+    """The numbers of the regions that it is in, the outermost first."""
+    return tuple(sorted(int(key.removeprefix(REGION)) for key in node.meta.get("custom", {}) if key.startswith(REGION)))
 
 
 # --- what is what in an ATen graph ---
@@ -71,7 +94,12 @@ def starts(node: Node) -> bool:
 
 def is_light(node: Node) -> bool:
     """Whether it is a view or a cast: worth doing again rather than keeping."""
-    return node.target is operator.getitem or getattr(node.target, "is_view", False) or _op(node).startswith(_CASTS)
+    return is_view(node) or _op(node).startswith(_CASTS)
+
+
+def is_view(node: Node) -> bool:
+    """Whether it has no memory of its own: a view, or one of several results."""
+    return node.target is operator.getitem or getattr(node.target, "is_view", False)
 
 
 def assembles(node: Node) -> bool:
@@ -84,6 +112,16 @@ def assembles(node: Node) -> bool:
 def mutates(node: Node) -> bool:
     """Whether it writes to what it is given."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def writes(node: Node) -> list[Node]:
+    """What it writes to."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return []
+    arguments = node.target._schema.arguments
+    given = {**{a.name: x for a, x in zip(arguments, node.args, strict=False)}, **node.kwargs}
+    into = [given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
+    return [x for x in pytree.tree_leaves(into) if isinstance(x, Node)]
 
 
 _CASTS = ("aten._to_copy", "aten.clone", "prims.convert_element_type")

@@ -1,4 +1,4 @@
-"""The schedule of functional_call written into the graph of a compiled step: two passes over plain FX, and two operators.
+"""The schedule of functional_call written into the graph of a compiled step: passes over plain FX, and two operators.
 
 torch.compile makes one ATen graph of a step that takes gradients by torch.func: forward, backward and update, in the
 order of the program. In it every unit is gathered at the start, lives until its last use in backward, and is reduced at
@@ -16,13 +16,16 @@ each by what it is for.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
 
+from .._spec.remat import Remat
 from .._torch.compiler import CustomGraphPass, get_hash_for_files
 from . import graph as graph_file
 from . import operators
+from . import recompute as recompute_file
 from .graph import (
     RESHARD,
     GatherNodes,
@@ -36,18 +39,38 @@ from .graph import (
     starts,
     waits,
 )
+from .recompute import choose, recompute
 
-__all__ = ["GraphSchedule"]
+__all__ = ["Choose", "GraphSchedule"]
+
+
+class Choose(CustomGraphPass):
+    """`choose`, as inductor takes it: before its own passes."""
+
+    def __init__(self, remats: Sequence[Remat]) -> None:
+        self.remats = remats
+
+    def __call__(self, graph: Graph) -> None:
+        """Change the graph."""
+        choose(graph, self.remats)
+        graph.lint()
+
+    def uuid(self) -> object:
+        """None, so no cache, where a function chooses."""
+        if any(callable(remat.save) for remat in self.remats):
+            return None
+        return get_hash_for_files((recompute_file.__file__,)), repr(self.remats)
 
 
 class GraphSchedule(CustomGraphPass):
-    """Both passes, as inductor takes them."""
+    """Both passes, and before them `recompute`, as inductor takes them: after its own."""
 
     def __init__(self, notes: str, prefetch: int, in_flight: int) -> None:
         self.notes, self.prefetch, self.in_flight = notes, prefetch, in_flight
 
     def __call__(self, graph: Graph) -> None:
         """Change the graph."""
+        recompute(graph)
         _regather(graph)
         _read_first(graph)
         order = _Order(graph, self.prefetch, self.in_flight)
@@ -58,7 +81,7 @@ class GraphSchedule(CustomGraphPass):
     def uuid(self) -> object:
         """The cache looks at a graph's code, not at the notes on its nodes, which decide what is gathered again."""
         return (
-            get_hash_for_files((__file__, graph_file.__file__, operators.__file__)),
+            get_hash_for_files((__file__, graph_file.__file__, operators.__file__, recompute_file.__file__)),
             self.notes,
             self.prefetch,
             self.in_flight,

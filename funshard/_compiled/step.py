@@ -1,7 +1,8 @@
 """compile: a whole training step as one graph, with the schedule of functional_call written into it (passes.py).
 
 The compiler behind must keep the order that the passes make, so inductor's own passes that sort anew are switched off. What
-is private in torch: inductor's ``compile_fx`` and ``post_grad_custom_post_pass``; pinned by tests/test_compile.py.
+is private in torch: inductor's ``compile_fx``, ``joint_custom_pre_pass`` and ``post_grad_custom_post_pass``; pinned by
+tests/test_compile.py and tests/test_compile_remat.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from .. import _torch
+from .._transforms.regions import collected, collecting
 
 __all__ = ["compile"]
 
@@ -42,7 +44,8 @@ def compile(
     ``step`` takes parameters, optimizer state and a batch, takes gradients of a loss over `functional_call` by
     `grad_and_value` or torch.func's, and returns what it computes. It runs under no_grad, so its results have no graph.
     Units with ``P(reshard=True)`` are gathered again for backward, ``prefetch`` gathers start ahead of their use and
-    ``in_flight`` reductions are waited for late, as in `functional_call`.
+    ``in_flight`` reductions are waited for late, as in `functional_call`. What `remat` and ``P(remat=...)`` are around is
+    computed again for its derivatives, but for what is to be saved and for random numbers.
 
     ``donate`` says which positional arguments are given away: the step's results are written into their tensors, which
     are what is returned. Their memory is used again, and **after the call the donated tensors hold the new values**.
@@ -62,7 +65,8 @@ def compile(
     graph of ATen operators and its inputs that returns what runs it. ``mode`` and ``options`` are torch.compile's and
     inductor's; so are ``others``.
 
-    Raises ValueError where a donated argument has no result to go with, is given twice, or is seen in another result.
+    Raises ValueError where a donated argument has no result to go with, is given twice, or is seen in another result, and
+    for names to save of which a remat has none.
     """
     given_away = (donate,) if isinstance(donate, int) else tuple(donate)
     compiler = _Backend(backend, prefetch, in_flight, {**_options(mode), **(options or {})})
@@ -77,7 +81,11 @@ def compile(
     @functools.wraps(step)
     def compiled(*args: Any, **kwargs: Any) -> Any:
         donated = _check_donated(args, given_away)
-        out, problem = run(*args, **kwargs)
+        with collected() as regions:
+            try:
+                out, problem = run(*args, **kwargs)
+            except Exception as error:
+                raise ValueError(regions.problem) if regions.problem else error  # noqa: B904 - the same one
         seen = Counter(_torch.storage_id(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
         if any(seen[storage] > count for storage, count in donated.items()):
             problem = "compile: a result is, or is a view of, a donated tensor, which was written to: return a clone of it"
@@ -123,8 +131,8 @@ class _Backend:
     def __init__(self, compiler: str | Compiler, prefetch: int, in_flight: int, options: dict[str, Any]) -> None:
         if isinstance(compiler, str) and compiler not in ("inductor", "aot_eager"):
             raise ValueError(f"compile: backend: expected 'inductor', 'aot_eager' or a function, got {compiler!r}")
-        if _PASS in options:
-            raise ValueError(f"compile: options: expected no {_PASS!r}, which is where the schedule is made")
+        for name in {_FIRST, _LAST} & options.keys():
+            raise ValueError(f"compile: options: expected no {name!r}, which is where passes over the graph are made")
         self.compiler, self.prefetch, self.in_flight, self.options = compiler, prefetch, in_flight, options
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -133,14 +141,20 @@ class _Backend:
 
         from .._torch.compiler import aot_autograd, compile_fx, list_options
         from .graph import annotate_phases
-        from .passes import GraphSchedule
+        from .passes import Choose, GraphSchedule
 
+        regions = collecting()
+        if regions and regions.problem:
+            raise ValueError(regions.problem)
+        chosen = Choose(regions.remats if regions else ())
         schedule = GraphSchedule(annotate_phases(graph.graph), self.prefetch, self.in_flight)
         if self.compiler == "inductor":
-            patches = dict.fromkeys(_SORTS.intersection(list_options()), False) | {**self.options, _PASS: schedule}
+            passes = {_FIRST: chosen, _LAST: schedule}
+            patches = dict.fromkeys(_SORTS.intersection(list_options()), False) | self.options | passes
             return cast("Callable[..., Any]", compile_fx(graph, inputs, config_patches=patches))
 
         def scheduled(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            chosen(graph.graph)
             schedule(graph.graph)
             graph.recompile()
             return make_boxed_func(graph if isinstance(self.compiler, str) else self.compiler(graph, inputs))
@@ -148,7 +162,8 @@ class _Backend:
         return aot_autograd(fw_compiler=scheduled, keep_inference_input_mutations=True)(graph, inputs)
 
 
-_PASS = "post_grad_custom_post_pass"  # the last of inductor's passes that see the ATen graph, but for sorting it
+_FIRST = "joint_custom_pre_pass"  # the first of inductor's passes that see the ATen graph
+_LAST = "post_grad_custom_post_pass"  # and the last, but for sorting it
 _SORTS = {
     "reorder_for_locality",
     "reorder_for_peak_memory",

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .._torch import OpOverload
 
-__all__ = ["Chosen", "Remat", "Save"]
+__all__ = ["ALL", "Chosen", "Remat", "Save"]
 
 Save = Callable[..., Any] | Collection[str | OpOverload]
 """A function that chooses operators, or the operators, or names that `funshard.named` gives."""
@@ -90,6 +90,10 @@ class Remat:
                 context.op_output = None
 
         return chosen
+
+
+ALL = Remat()
+"""That of ``P(remat=True)``: all runs again."""
 
 
 def _required(save: Callable[..., Any]) -> int:

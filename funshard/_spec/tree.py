@@ -48,26 +48,26 @@ class Param:
     requires_grad: bool
     aliases: tuple[str, ...] = ()
     order: tuple[int, ...] = ()
+    # made at once, not when asked for: Python 3.11's cached_property has a lock, which torch.compile does not trace
+    numel: int = field(init=False, compare=False, repr=False)
+    """The number of elements."""
+    permuted: bool = field(init=False, compare=False, repr=False)
+    """Whether memory order is another than that of the dimensions."""
+    places: tuple[tuple[str, str], ...] = field(init=False, compare=False, repr=False)
+    """Of each FQN the module path and the attribute."""
+    names: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    """All FQNs, ``name`` first."""
 
-    @cached_property
-    def numel(self) -> int:
-        """The number of elements."""
-        return torch.Size(self.shape).numel()
-
-    @cached_property
-    def permuted(self) -> bool:
-        """Whether memory order is another than that of the dimensions."""
-        return self.order != tuple(range(len(self.order)))
-
-    @cached_property
-    def places(self) -> tuple[tuple[str, str], ...]:
-        """Of each FQN the module path and the attribute."""
-        return tuple((path, attr) for path, _, attr in (name.rpartition(".") for name in self.names))
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """All FQNs, ``name`` first."""
-        return (self.name, *self.aliases)
+    def __post_init__(self) -> None:
+        names = (self.name, *self.aliases)
+        made = {
+            "numel": torch.Size(self.shape).numel(),
+            "permuted": self.order != tuple(range(len(self.order))),
+            "places": tuple((path, attr) for path, _, attr in (name.rpartition(".") for name in names)),
+            "names": names,
+        }
+        for field_name, value in made.items():
+            object.__setattr__(self, field_name, value)
 
     @property
     def sort_key(self) -> tuple[tuple[int, int, str], ...]:

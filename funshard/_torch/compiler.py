@@ -7,6 +7,7 @@ from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore[
 from torch._inductor import list_mode_options, list_options
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._ops import OpOverload
+from torch.fx import Node
 
 __all__ = [
     "FUNC_GRADIENT",
@@ -17,6 +18,7 @@ __all__ = [
     "get_hash_for_files",
     "list_mode_options",
     "list_options",
+    "traced_as",
 ]
 
 FUNC_GRADIENT = _autograd_grad
@@ -28,3 +30,12 @@ def compile_fx(*args: Any, **options: Any) -> Any:
     from torch._inductor import compile_fx as inductor
 
     return inductor.compile_fx(*args, **options)
+
+
+def traced_as(node: Node) -> Any:
+    """The operator that the program ran where this node, or the compiler's parts in its place, now stand.
+
+    Its metadata has a copy of the operator, which is not equal to it. Pinned by ``test_operators_that_were_taken_apart``.
+    """
+    original = node.meta.get("original_aten")
+    return getattr(original.overloadpacket, original._overloadname) if isinstance(original, OpOverload) else node.target

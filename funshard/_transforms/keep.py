@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from .. import _torch
 from .._spec.remat import Chosen, Remat
 from .numbered import Numbered, tensors_of
+from .regions import marked, nothing_named
 from .surroundings import Surroundings
 
 __all__ = ["Kept", "known", "named", "unseen"]
@@ -46,7 +47,7 @@ def named(x: Tensor, name: str) -> Tensor:
     Raises TypeError for another thing than a tensor and a name.
     """
     if torch.compiler.is_compiling():
-        return x
+        return marked(x, name)
     if not isinstance(x, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"named: expected a tensor and a name, got a {type(x).__name__} and {name!r}")
     for run in _runs():
@@ -122,10 +123,7 @@ class Kept:
         finally:
             run.ended()
         if names and not names & run.seen:
-            raise ValueError(
-                f"{self.name} is to save {_listed(names)}, and gave none of these names while it ran: expected "
-                + (f"some of {_listed(run.seen)}" if run.seen else "funshard.named(x, name) in it")
-            )
+            raise ValueError(nothing_named(self.name, names, run.seen))
 
     @contextlib.contextmanager
     def last_run(self, xs: Sequence[Tensor], surroundings: Surroundings, *, retained: bool) -> Generator[None]:
@@ -239,7 +237,3 @@ class _Last(Numbered):
         if result.random is not None:
             self._surroundings.put(result.random)
         return result.again(self._kept.name)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(map(repr, names)))

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .. import _torch
 from .._spec.remat import Remat, Save
+from .regions import region
 from .rerun import Rerun
 from .saved import freed_graph
 
@@ -42,7 +43,7 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
     attributes of objects and modules, in context variables, and the ranks of a spec on simulated ones. What ``f`` changes in
     these objects it changes once: each later run finds them as the first one did, and tensors that it leaves in them are
     results. Python's and NumPy's random numbers are those of the first run, too. Inside torch.compile it is ``f``: the
-    compiler decides what to keep.
+    compiler decides what to keep, and `compile` computes again for derivatives what ``save`` does not.
 
     ``save`` says what else is kept of the first run, and not computed again for the gradient: see `Remat`. It never changes
     a number. It is for the gradient of plain autograd, of `grad`, and of one torch.func.grad or vjp; a stack of transforms,
@@ -67,7 +68,10 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
 
     @functools.wraps(f)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        if torch.compiler.is_compiling() or not _torch.differentiates():
+        if torch.compiler.is_compiling():
+            with region(keeps, name):
+                return f(*args, **kwargs)
+        if not _torch.differentiates():
             return f(*args, **kwargs)
         roots = {"the function": f, "args": args, "kwargs": kwargs}
         return rerun(lambda f, args, kwargs: f(*args, **kwargs), name, roots, remat=keeps)

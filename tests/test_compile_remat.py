@@ -1,0 +1,393 @@
+"""remat in fs.compile: the graph computes again what is not kept, and what forward made dies with it; no number changes."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from collective_log import world
+from depth import depth, each
+from live import peak_of
+from ranks import Pool
+from test_compile import IMPORT, Read, common, copies, models, needs_cpp, peak_bytes, recording, same, tokens, training, zeros
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import funshard as fs
+from funshard import P, Remat, _torch
+
+Step = Callable[..., Any]
+pytestmark = pytest.mark.filterwarnings(f"ignore:{IMPORT}")
+MM, EXP, SIN, TANH = (getattr(torch.ops.aten, name).default for name in ("mm", "exp", "sin", "tanh"))
+BERNOULLI = torch.ops.aten.bernoulli.p
+units = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: a module's forward is put around its own")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def graph_of(step: Step, *args: Any) -> tuple[GraphModule, Any]:
+    """The one graph that runs, and what it gives, which is what the step gives without the compiler."""
+    graphs: list[GraphModule] = []
+    torch.manual_seed(3)
+    out = fs.compile(step, backend=recording(graphs))(*args)
+    (graph,) = graphs
+    return graph, out
+
+
+def count(graph: GraphModule, *ops: Any) -> list[int]:
+    """How often each operator is in the graph."""
+    found = Counter(node.target for node in graph.graph.nodes)
+    return [found[op] for op in ops]
+
+
+def equal(got: object, expected: object) -> None:
+    """Bit for bit; a lost backward is silently zero."""
+    for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
+        assert b.abs().sum() > 0
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+# --- by hand: exact counts of operators ---
+
+W, X = torch.linspace(-1, 1, 16).reshape(4, 4), torch.linspace(0, 1, 12).reshape(3, 4)
+
+
+def curve(w: Tensor, x: Tensor) -> Tensor:
+    """Backward reads x @ w of sin, its result of exp, and again that of the next sin."""
+    return fs.named((x @ w).sin(), "first").exp().sin()
+
+
+def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op == MM else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SAVES: dict[str, tuple[Any, list[int]]] = {  # mm (two of them backward's), exp, sin
+    "nothing": (None, [2 + 2, 2, 3]),
+    "operators": ({MM}, [1 + 2, 2, 3]),
+    "a function": (lambda op: op is MM, [1 + 2, 2, 3]),
+    "a policy": (policy, [1 + 2, 2, 3]),
+    "contexts": (functools.partial(create_selective_checkpoint_contexts, policy), [1 + 2, 2, 3]),
+    "a name": ({"first"}, [2 + 2, 2, 2]),
+    "both": ({"first", MM}, [1 + 2, 2, 2]),
+    "all": ({MM, EXP, "first"}, [1 + 2, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_what_is_not_kept_is_computed_twice(save: str) -> None:
+    """And what save= keeps once, by all of its kinds; the result of the last operator, which nobody reads again, once too."""
+    keep, counts = SAVES[save]
+
+    def gradient(f: Step) -> Step:
+        return lambda w, x: torch.func.grad(lambda w, x: f(w, x).sum(), (0, 1))(w, x)
+
+    plain, expected = graph_of(gradient(curve), W, X)
+    graph, got = graph_of(gradient(fs.remat(curve, save=keep)), W, X)
+    assert count(plain, MM, EXP, SIN) == [1 + 2, 1, 2]
+    assert count(graph, MM, EXP, SIN) == counts
+    equal(got, expected)
+    equal(got, gradient(curve)(W, X))
+
+
+def test_a_remat_made_in_the_step() -> None:
+    graph, got = graph_of(lambda w: torch.func.grad(lambda w: fs.remat(curve, save={EXP})(w, X).sum())(w), W)
+    assert count(graph, MM, EXP, SIN) == [2 + 1, 1, 2]
+    equal(got, torch.func.grad(lambda w: curve(w, X).sum())(W))
+
+
+def test_regions_end_where_the_next_begins() -> None:
+    """One remat that is called three times keeps its three arguments, and each is computed again when its turn comes."""
+    block = lambda x: x.sin().exp().tanh()  # noqa: E731
+    again = fs.remat(block)
+    graph, got = graph_of(torch.func.grad(lambda x: again(again(again(x))).sum()), X)
+    equal(got, torch.func.grad(lambda x: block(block(block(x))).sum())(X))
+    back = torch.ops.aten.tanh_backward.default
+    order = [node.target for node in graph.graph.nodes if node.target in (SIN, EXP, TANH, back)]
+    assert order == [SIN, EXP, TANH] * 3 + [back, SIN, EXP] * 3  # what tanh gave is the next one's argument, and so there
+
+
+def test_remat_in_remat() -> None:
+    """The inner ones run again in the run of the outer one, for their results, and in their own, for what they make inside."""
+    inner = fs.remat(lambda x: x.sin().exp().sin())
+    outer = fs.remat(lambda x: inner(inner(x)).tanh() * 2)
+    flat = lambda f: lambda x: f(f(x)).tanh() * 2  # noqa: E731
+    plain = lambda x: x.sin().exp().sin()  # noqa: E731
+    graph, got = graph_of(torch.func.grad(lambda x: outer(x).sum()), X)
+    equal(got, torch.func.grad(lambda x: flat(plain)(x).sum())(X))
+    alone, _ = graph_of(torch.func.grad(lambda x: fs.remat(flat(plain))(x).sum()), X)
+    assert count(alone, EXP, TANH) == [2 * 2, 2]
+    assert count(graph, EXP, TANH) == [3 * 2, 2]
+
+
+def test_names_that_are_not_given() -> None:
+    """Are the error that they are without the compiler, before anything runs."""
+    again = fs.remat(curve, save={"last"})
+    step = torch.func.grad(lambda w: again(w, X).sum())
+    with pytest.raises(ValueError, match=r"remat of curve is to save 'last', .*: expected some of 'first'"):
+        fs.compile(step, backend="aot_eager")(W)
+
+
+def test_plain_torch_compile_computes_nothing_again() -> None:
+    """Nor does it fail; and it keeps no notes."""
+    graphs: list[GraphModule] = []
+    step = torch.func.grad(lambda w: fs.remat(curve, save={"first"})(w, X).sum())
+    backend = aot_autograd(fw_compiler=recording(graphs))
+    equal(torch.compile(step, backend=backend, fullgraph=True)(W), step(W))
+    assert count(graphs[0], MM, EXP, SIN) == [1 + 1, 1, 2]
+    assert not any(key.startswith("funshard_region") for n in graphs[0].graph.nodes for key in n.meta.get("custom", {}))
+
+
+@needs_cpp
+@pytest.mark.parametrize("save", ["nothing", "operators", "a name"])
+def test_inductor_computes_the_same_twice(save: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products and kernels of inductor's code, which is not compiled: names outlive its passes, and it joins no two runs.
+
+    What x @ w gives is let go in forward, unless it is kept.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.utils import run_and_get_code
+
+    pick_vec_isa()  # compiles six probes, once for a cache and a process
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    keep, (products, *_) = SAVES[save]
+    again = fs.remat(curve, save=keep)
+    step = fs.compile(lambda w, x: torch.func.grad_and_value(lambda w, x: again(w, x).sum(), (0, 1))(w, x))
+    _, (code,) = run_and_get_code(step, W, X)
+    assert code.count("extern_kernels.mm(") == products
+
+
+# --- gradients of gradients, in a row, of batches ---
+
+
+def twice(loss: Step, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(x)
+
+
+TRANSFORMS: dict[str, tuple[Step, list[int]]] = {  # and how often exp runs, without remat inside and with it
+    "grad of grad": (twice, [1, 3]),
+    "hvp": (lambda loss, x: fs.hvp(loss, x, torch.ones_like(x)), [1, 2]),
+    "vmap of grad": (lambda loss, x: torch.vmap(torch.func.grad(loss))(x), [1, 2]),
+    "micro-batches": (lambda loss, x: sum(torch.func.grad(loss)(x * i) for i in (1, 2)), [2, 4]),
+    "grad in remat": (lambda loss, x: torch.func.grad(lambda x: fs.remat(torch.func.grad(loss))(x).sin().sum())(x), [2, 5]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_in_every_transform(transform: str) -> None:
+    """Values as without; each phase that reads what a region makes has copies of its own."""
+    curve = lambda x: (x.sin().exp().sin() * x).sin()  # noqa: E731
+    again = fs.remat(curve)
+    apply, counts = TRANSFORMS[transform]
+    plain, expected = graph_of(lambda x: apply(lambda x: curve(x).sum(), x), X)
+    graph, got = graph_of(lambda x: apply(lambda x: again(x).sum(), x), X)
+    equal(got, expected)
+    torch.testing.assert_close(got, apply(lambda x: curve(x).sum(), X))
+    assert [count(plain, EXP)[0], count(graph, EXP)[0]] == counts
+
+
+def test_simulated_ranks() -> None:
+    """Around spmd."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    spec = fs.by_type(nn.Linear)(model)
+
+    def gradients(remat: bool) -> Step:
+        def of(mesh: Any, params: fs.Params, x: Tensor) -> fs.Params:
+            def called(params: fs.Params) -> Tensor:
+                return fs.functional_call(model, params, (x,), spec=spec.on(mesh)).exp().sin()
+
+            return torch.func.grad(lambda p: (fs.remat(called) if remat else called)(p).sum())(params)
+
+        return fs.testing.spmd(of, 2)
+
+    params = fs.testing.spmd(lambda mesh, _: fs.shard(model, spec.on(mesh)), 2)(torch.zeros(2))
+    args = params, torch.stack([X, X.cos()])
+    graph, got = graph_of(gradients(remat=True), *args)
+    equal(got, graph_of(gradients(remat=False), *args)[1])
+    assert count(graph, EXP) == [2]
+
+
+# --- what must not change ---
+
+
+def test_random_numbers_are_kept() -> None:
+    """Dropout's mask is drawn once; what is made of it, twice."""
+
+    def loss(x: Tensor) -> Tensor:
+        return F.dropout(x.exp(), 0.5).sin()
+
+    plain, expected = graph_of(torch.func.grad(lambda x: loss(x).sum()), X)
+    graph, got = graph_of(torch.func.grad(lambda x: fs.remat(loss)(x).sum()), X)
+    equal(got, expected)
+    assert count(plain, BERNOULLI, EXP) == [1, 1]
+    assert count(graph, BERNOULLI, EXP) == [1, 2]
+
+
+def test_buffers_are_written_once() -> None:
+    """Running statistics of a module that is computed again, and a donated tensor that it reads."""
+    weight, bias = torch.linspace(1, 2, 4), torch.ones(4)
+
+    def step(w: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def loss(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            m, v = mean.clone(), var.clone()
+            x = F.batch_norm((X @ w).sin(), m, v, weight, bias, training=True)
+            return x.exp().sum(), (m, v)
+
+        grad, (m, v) = torch.func.grad(fs.remat(loss), has_aux=True)(w)
+        return w - grad, m, v
+
+    args = W, torch.zeros(4), torch.ones(4)
+    with torch.no_grad():
+        expected = step(*copies(args))
+    given = copies(args)
+    got = fs.compile(step, donate=(0, 1, 2), backend="aot_eager")(*given)
+    equal(got, expected)
+    assert all(a is b for a, b in zip(got, given, strict=True))
+
+
+def test_changed_in_place() -> None:
+    def loss(x: Tensor) -> Tensor:
+        y = x.sin()
+        y.mul_(x)
+        z = y.exp()
+        y.add_(1)
+        return (z * y).sin()
+
+    graph, got = graph_of(torch.func.grad(lambda x: fs.remat(loss)(x).sum()), X)
+    equal(got, graph_of(torch.func.grad(lambda x: loss(x).sum()), X)[1])
+    assert count(graph, EXP) == [2]
+
+
+def test_what_was_written_since_is_not_read_again() -> None:
+    """An argument that an operator has written to before backward: what was made of it is kept."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    ops = torch.ops.aten
+    region = {"custom": {"funshard_phase": 0, "funshard_region_0": True}}
+    e, s = graph.call_function(EXP, (x,)), graph.call_function(SIN, (x,))
+    for node in (e, s):
+        node.meta = {**region, "val": torch.ones(2)}
+    write = graph.call_function(ops.mul_.Tensor, (x, 2.0))
+    late = graph.call_function(ops.add.Tensor, (e, s))
+    for node, phase in ((x, 0), (write, 0), (late, 1)):
+        node.meta = {"custom": {"funshard_phase": phase}, "val": torch.ones(2)}
+    graph.output(late)
+    from funshard._compiled.recompute import recompute
+
+    recompute(graph)
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [EXP, SIN, ops.mul_.Tensor, ops.add.Tensor]
+
+
+# --- a model of blocks: bytes, gathers, ranks ---
+
+
+@functools.cache
+def gpt_step(p: P, size: int, layers: int = 4, sequence: int = 64) -> tuple[GraphModule, Any]:
+    """The graph of a training step of a GPT on a long batch, and what it gives."""
+    x, y = torch.randint(32, (2, 8, sequence), generator=torch.Generator().manual_seed(0))
+    with world(size):
+        torch.manual_seed(0)
+        model = common.GPT(layers, 16, 2, sequence, 32)
+        spec = fs.by_type(common.Block, p=p)(model).bound
+        params = fs.shard(model, spec)
+        loss = lambda params, x, y: common.loss_of(fs.functional_call(model, params, (x,), spec=spec), y)  # noqa: E731
+        return graph_of(training(loss), params, zeros(params), x, y)
+
+
+PRODUCTS = frozenset({torch.ops.aten.addmm.default, MM})
+PLAIN, AGAIN, SOME = P("shard"), P("shard", remat=True), P("shard", remat=Remat(PRODUCTS))
+
+
+@units
+def test_units_that_run_again() -> None:
+    """Of each block all operators but the last, whose result nobody reads, are there twice; with save= products once."""
+    addmm, gelu, norm = torch.ops.aten.addmm.default, torch.ops.aten.gelu.default, torch.ops.aten.native_layer_norm.default
+    counts = {p: count(gpt_step(p, 1)[0], addmm, gelu, norm) for p in (PLAIN, AGAIN, SOME)}
+    assert counts == {PLAIN: [16, 4, 9], AGAIN: [16 + 12, 8, 17], SOME: [16, 8, 17]}
+    for p in (AGAIN, SOME):
+        equal(gpt_step(p, 1)[1], gpt_step(PLAIN, 1)[1])
+
+
+@units
+def test_live_bytes() -> None:
+    """At most 0.6 of those of the step that computes nothing again, counted over the graph; with products kept between them."""
+    none, again, some = (peak_of(gpt_step(p, 1)[0].graph) for p in (PLAIN, AGAIN, SOME))
+    assert again <= 0.6 * none
+    assert again < some < none
+
+
+@units
+def test_gathers_go_together_with_regions() -> None:
+    """Units are gathered as often, and as many are alive, as where nothing is computed again."""
+    plain, again = (Read(gpt_step(p, 4, 3, 16)[0]) for p in (PLAIN, AGAIN))
+    assert again.of("gather", "arrive", "reduce") == plain.of("gather", "arrive", "reduce")
+    assert again.peak == plain.peak
+
+
+def dropping() -> nn.Module:
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16), nn.Tanh())  # noqa: E731
+    return nn.Sequential(nn.Linear(16, 16), *(block() for _ in range(4)), nn.Linear(16, 16))
+
+
+def peak_and_values(backend: str, p: P) -> tuple[int, Any]:
+    torch._dynamo.reset()
+    model, x = dropping(), torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
+    spec = fs.by_type(nn.Sequential, p=p)(model).on({"shard": 1})
+    params = fs.shard(model, spec)
+    loss = lambda params, x: fs.functional_call(model, params, (x,), spec=spec).square().sum()  # noqa: E731
+    step = fs.compile(training(loss), backend=backend)
+    torch.manual_seed(5)
+    out = step(params, zeros(params), x)
+    return peak_bytes(step, params, zeros(params), x), out
+
+
+@units
+@each
+@pytest.mark.parametrize("backend", ["aot_eager", *depth([], [pytest.param("inductor", marks=needs_cpp)])])
+def test_measured_peak(backend: str) -> None:
+    """Of the profiler's memory events; with dropout, bit for bit, by both compilers."""
+    plain, expected = peak_and_values(backend, P("shard"))
+    again, got = peak_and_values(backend, P("shard", remat=True))
+    equal(got, expected)
+    assert again <= 0.6 * plain
+
+
+def trained(rank: int, which: str, backend: str) -> None:
+    warnings.filterwarnings("ignore", IMPORT)
+    torch._dynamo.reset()
+    model, block, by_call = models(which, depth(1, 2))
+    spec = fs.by_type(block, p=P("shard", remat=True))(model).bound
+    params = fs.shard(model, spec)
+
+    def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
+        return by_call(lambda *a, **k: fs.functional_call(model, params, a, k, spec=spec), x, y)
+
+    step = training(loss)
+    compiled = fs.compile(step, donate=(0, 1), backend=backend)
+    expected, got = (params, zeros(params)), (copies(params), zeros(params))
+    for i in range(3):
+        *expected, value = step(*expected, *tokens(rank, i))
+        *got, compiled_value = compiled(*got, *tokens(rank, i))
+        same((got, compiled_value), (expected, value))
+
+
+@units
+@pytest.mark.parametrize("which", depth(["llama"], ["gpt", "llama"]))
+def test_training_equals_eager(gloo2: Pool, which: str) -> None:
+    """On two ranks, with donated parameters and state: a GPT, and the tied llama of transformers."""
+    gloo2.run(trained, which, "aot_eager")
