@@ -20,7 +20,7 @@ from .._units.route import Route
 from ..collectives._mesh import Mesh
 from .agree import broadcast_text, process_group
 
-__all__ = ["gather_full", "scatter_full"]
+__all__ = ["gather_full", "gather_to_first", "scatter_full"]
 
 
 def gather_full(
@@ -55,7 +55,7 @@ def _copies(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_
 
     Where they leave a device for the host that is one copy, which is waited for when what comes back is called.
     """
-    buffer = _gather_to_first(piece, unit, mesh) if rank0_only else gather_unit(piece, unit, mesh)
+    buffer = gather_to_first(piece, unit, mesh) if rank0_only else gather_unit(piece, unit, mesh)
     if buffer is None:
         return dict
     if offload_to_cpu and buffer.device.type != "cpu":
@@ -107,7 +107,7 @@ def _bytes(buffer: Tensor) -> Tensor:
     return buffer.contiguous().view(torch.uint8)
 
 
-def _gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
+def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
     """The unit's buffer on the mesh's first rank; None, and no buffer, on the others."""
     at = dict(zip(mesh.names, coordinates(mesh, None), strict=True))
     piece = piece.to(used_on(unit, mesh) or piece.device)

@@ -1,9 +1,27 @@
 """Checkpoints: a sharded state saved in pieces that others read, whole or not at all, and loaded on any other mesh."""
 
 from ._commit import clean, latest
-from ._load import load
+from ._export import export
+from ._load import clean_name, load
+from ._optimizer import from_optimizer_state_dict, optimizer_state_dict
 from ._ranks import CheckpointError
+from ._rekey import rekey
+from ._safetensors import read_safetensors
 from ._save import Saving, save
 from ._tree import per_rank
 
-__all__ = ["CheckpointError", "Saving", "clean", "latest", "load", "per_rank", "save"]
+__all__ = [
+    "CheckpointError",
+    "Saving",
+    "clean",
+    "clean_name",
+    "export",
+    "from_optimizer_state_dict",
+    "latest",
+    "load",
+    "optimizer_state_dict",
+    "per_rank",
+    "read_safetensors",
+    "rekey",
+    "save",
+]

@@ -45,17 +45,14 @@ class Aside:
         self.aside = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:12]}{ASIDE}")
         self.aside.mkdir()
         try:
-            self._lock = os.open(self.aside / LOCK, os.O_CREAT | os.O_RDWR)
+            self._lock: int | None = os.open(self.aside / LOCK, os.O_CREAT | os.O_RDWR)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         except OSError:
             shutil.rmtree(self.aside, ignore_errors=True)
             raise
 
     def commit(self, tree: Any, written: Mapping[str, int]) -> None:
-        """It is at its path, whole and flushed, when this returns. ``written`` are the sizes that its files should have."""
-        for name, size in written.items():
-            if (got := (self.aside / name).stat().st_size) != size:
-                raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
+        """It is at its path, as `publish` says, with what torch's description does not say of it."""
         content = {
             "version": VERSION,
             "sequence": self.sequence,
@@ -68,17 +65,29 @@ class Aside:
             json.dump({"crc32": zlib.crc32(text.encode()), "content": text}, file)
             file.flush()
             os.fsync(file.fileno())
+        self.publish(written)
+
+    def publish(self, written: Mapping[str, int]) -> None:
+        """It is at its path, whole and flushed, when this returns. ``written`` are the sizes that its files should have."""
+        for name, size in written.items():
+            if (got := (self.aside / name).stat().st_size) != size:
+                raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
         _flush(self.aside)
         _refuse_existing(self.path)
         os.rename(self.aside, self.path)  # onto what is not empty it fails
         _flush(self.path.parent)
         (self.path / LOCK).unlink()
-        os.close(self._lock)
+        self._unlock()
 
     def abandon(self) -> None:
-        """Take away what was written."""
+        """Take away what was written, if it has not been published."""
         shutil.rmtree(self.aside, ignore_errors=True)
-        os.close(self._lock)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def _refuse_existing(path: Path) -> None:

@@ -8,21 +8,18 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from .. import _torch
 from .._spec.spec import PartitionSpec, bound
 from ._commit import contents
 from ._files import Reader, metadata_of
 from ._leaves import Leaf, Part, Scalar, Slice, Value, Whole
 from ._plan import Reads
-from ._ranks import CheckpointError, Ranks
-from ._save import TIMEOUT
+from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
 from ._tree import Node, Units, build, described, leaves, stored_names
 from ._written import check_ranks, part_of, plain_values, read_tree
 
@@ -58,9 +55,7 @@ def load(
     damaged.
     """
     spec = bound(spec)
-    if spec.bound_mesh.simulated or not _torch.plain():
-        raise ValueError("checkpoint.load: expected process groups, outside of transforms: simulated ranks are one process")
-    ranks = Ranks(spec.bound_mesh, timedelta(seconds=timeout))
+    ranks = ranks_of(spec, "checkpoint.load", timeout)
     directory = Path(path)
     node, found, stored = ranks.together(lambda: _wanted(directory, spec, only, like, ranks), "checkpoint.load")
     return ranks.together(lambda: _loaded(directory, node, found, stored, spec, ranks, check=check), "checkpoint.load")

@@ -10,10 +10,15 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
+from .. import _torch
 from .._sharding.agree import gather_texts, talks
-from ..collectives._mesh import Mesh
+from .._spec.spec import PartitionSpec
+from ..collectives._mesh import Group, Mesh
 
-__all__ = ["CheckpointError", "Ranks"]
+__all__ = ["TIMEOUT", "CheckpointError", "Ranks", "ranks_of"]
+
+TIMEOUT = 600.0
+"""Seconds that ranks wait for one that is lost."""
 
 T = TypeVar("T")
 SHOWN = 3
@@ -116,6 +121,14 @@ class Ranks:
         """Use another group the next time: one that has failed once answers nobody."""
         for key in [key for key, group in self._groups.items() if group is self.group]:
             del self._groups[key]
+
+
+def ranks_of(spec: PartitionSpec, where: str, timeout: float, *, behind: bool = False) -> Ranks:
+    """The ranks of a bound spec's mesh. ValueError on simulated ranks, on sizes alone, and within a transform."""
+    known = all(isinstance(axis, Group) and axis.rank is not None for _, axis in spec.bound_mesh.axes)
+    if not known or not _torch.plain():
+        raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
+    return Ranks(spec.bound_mesh, timedelta(seconds=timeout), behind=behind)
 
 
 class _Lost:

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,20 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlan
 
-from .. import _torch
 from .._sharding.agree import fingerprint
 from .._spec.spec import PartitionSpec, bound
 from ._commit import Aside
 from ._files import Writer
 from ._leaves import Leaf, Part, Scalar, Slice, Value, Whole, to_json
 from ._plan import Writes
-from ._ranks import CheckpointError, Ranks
+from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
 from ._tree import Node, described, leaves
 from ._written import written_tree
 
-__all__ = ["TIMEOUT", "Saving", "save"]
-
-TIMEOUT = 600.0
+__all__ = ["Saving", "save"]
 
 
 class Saving:
@@ -111,13 +107,11 @@ def save(
     fails while it is written: on every rank, and nothing is at ``path`` then.
     """
     spec = bound(spec)
-    if spec.bound_mesh.simulated or not _torch.plain():
-        raise ValueError("checkpoint.save: expected process groups, outside of transforms: simulated ranks are one process")
     if when_busy not in ("wait", "raise"):
         raise ValueError(f"checkpoint.save: when_busy: expected 'wait' or 'raise', got {when_busy!r}")
-    ranks = Ranks(spec.bound_mesh, timedelta(seconds=timeout))
+    ranks = ranks_of(spec, "checkpoint.save", timeout)
     ranks.together(lambda: _last_one_over(when_busy), "checkpoint.save")
-    behind = Ranks(spec.bound_mesh, timedelta(seconds=timeout), behind=True) if asynchronous else ranks
+    behind = ranks_of(spec, "checkpoint.save", timeout, behind=True) if asynchronous else ranks
     saving = Saving(Path(path))
     target = saving.path.absolute()
     writes, tree = _planned(state, spec, ranks)

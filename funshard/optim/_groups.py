@@ -13,7 +13,7 @@ from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.layout import views
 
-__all__ = ["Layout", "Options", "Run", "join", "laid_out", "part", "pieces", "put"]
+__all__ = ["Layout", "Options", "Run", "grouped", "join", "laid_out", "part", "pieces", "put"]
 
 Options = Callable[[str, Param], Mapping[str, Any]]
 """``options(name, param)``: what a parameter has in the place of the defaults."""
@@ -38,11 +38,13 @@ class Layout(NamedTuple):
     """The unit, where its shard is bytes."""
 
 
-def laid_out(
-    spec: PartitionSpec, options: Options | None, rank: int | None, check: Callable[[str, Mapping[str, Any]], None]
-) -> tuple[list[Mapping[str, Any]], dict[str, Layout]]:
-    """``(the different options that there are, the layout of this rank's shards)``; ``check`` sees each of the first."""
-    spec = bound(spec)
+Check = Callable[[str, Mapping[str, Any]], None]
+
+
+def grouped(
+    spec: PartitionSpec, options: Options | None, check: Check = lambda name, own: None
+) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
+    """``(the different options that there are, which of them each parameter has)``; ``check`` sees each of the first."""
     groups: list[Mapping[str, Any]] = []
     group_of: dict[str, int] = {}
     for param in (param for unit in spec for param in unit.params):
@@ -51,6 +53,15 @@ def laid_out(
             check(param.name, own)
             groups.append(own)
         group_of[param.name] = groups.index(own)
+    return groups, group_of
+
+
+def laid_out(
+    spec: PartitionSpec, options: Options | None, rank: int | None, check: Check
+) -> tuple[list[Mapping[str, Any]], dict[str, Layout]]:
+    """``(the different options that there are, the layout of this rank's shards)``; ``check`` as for `grouped`."""
+    spec = bound(spec)
+    groups, group_of = grouped(spec, options, check)
     unknown = rank is None and spec.bound_mesh.simulated
     if unknown and len(groups) > 1:
         raise ValueError(

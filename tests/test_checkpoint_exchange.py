@@ -1,0 +1,539 @@
+"""Files that others read and write: safetensors out and in, for transformers and by ranges, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from depth import each
+from models import build
+from ranks import Pool
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+
+import funshard as fs
+from funshard import P, checkpoint
+from funshard.checkpoint import _export, _safetensors
+from funshard.checkpoint._export import DTYPES
+
+
+def mixed() -> nn.Module:
+    """Three dtypes, a dense permuted weight, a scalar, nothing at all, what is tied, and buffers."""
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Linear(5, 7), nn.Linear(5, 7), nn.Linear(4, 3).bfloat16())
+    model[0].to(memory_format=torch.channels_last)
+    model[3].weight = model[2].weight
+    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0, 3)))
+    model.register_parameter("odd", nn.Parameter(torch.randn(3).half()))
+    return model
+
+
+POLICIES: dict[str, Callable[[nn.Module], fs.PartitionSpec]] = {
+    "shard": fs.always(P("shard")),
+    "whole": fs.whole(),
+    "replicated": fs.always(P()),
+    "end to end": fs.whole(P("shard", align=1)),
+}
+
+
+def same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name in got:
+        assert got[name].dtype == expected[name].dtype, name
+        assert torch.equal(got[name], expected[name]), name
+
+
+def written(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a directory, by the library."""
+    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def refused(kind: type[Exception], match: str, do: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=match):
+        do()
+
+
+# --- Out and in. ---
+
+
+def out_and_in(rank: int, policy: str, shard_bytes: int, folder: str) -> None:
+    model = mixed()
+    spec = POLICIES[policy](model)
+    params = fs.shard(model, spec)
+    buffers = dict(model.named_buffers())
+    path = checkpoint.export(
+        params, spec, Path(folder) / "files", shard_bytes=shard_bytes, buffers=buffers, metadata={"by": "us"}
+    )
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    same_bits(written(path), full | buffers)
+    names = sorted(file.name for file in path.iterdir())
+    if shard_bytes > 2000:
+        assert names == ["model.safetensors"]
+    else:
+        assert names[-1] == "model.safetensors.index.json"
+        assert len(names) > 3
+        assert names[:-1] == [f"model-{i + 1:05d}-of-{len(names) - 1:05d}.safetensors" for i in range(len(names) - 1)]
+        index = json.loads((path / names[-1]).read_text())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in [*full.values(), *buffers.values()])
+        assert {**index["weight_map"]}.keys() == full.keys() | buffers.keys()
+    with safetensors.safe_open(path / names[0], "pt") as file:
+        assert file.metadata() == {"format": "pt", "by": "us"}
+
+    unwanted = lambda name: None if name in buffers else name  # noqa: E731
+    for other in POLICIES.values():
+        again = checkpoint.read_safetensors(path, other(model), rename=unwanted)
+        same_bits(again, fs.shard(model, other(model)))
+
+
+@each
+@pytest.mark.parametrize("shard_bytes", [300, 1, 5_000_000_000])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_exported_the_library_reads_and_so_do_we(gloo2: Pool, policy: str, shard_bytes: int, tmp_path: Path) -> None:
+    """In one file or many, with every dtype where it can be mapped; back as the shards of any other policy."""
+    gloo2.run(out_and_in, policy, shard_bytes, str(tmp_path))
+
+
+def on_a_mesh(rank: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = mixed()
+    for i, p in enumerate([P("shard"), P(("replicate", "shard")), P("replicate")]):
+        spec = fs.always(p)(model).on(mesh)
+        params = fs.shard(model, spec)
+        path = checkpoint.export(params, spec, Path(folder) / str(i))
+        same_bits(written(path), {name: q.detach() for name, q in model.named_parameters()})
+        same_bits(checkpoint.read_safetensors(path, spec), params)
+
+
+def test_on_a_mesh_of_two_axes(gloo4: Pool, tmp_path: Path) -> None:
+    gloo4.run(on_a_mesh, str(tmp_path))
+
+
+def test_every_dtype_is_called_what_the_library_calls_it(tmp_path: Path) -> None:
+    """The library reads each one; names are those that it has. Each begins where memory that is mapped may be viewed so."""
+    model = nn.ParameterDict({})
+    for name, dtype in DTYPES.items():
+        values = torch.randint(0, 2, (3, 2)).to(dtype)
+        model[name] = nn.Parameter(values, requires_grad=False)
+    spec = fs.whole()(model)
+    path = checkpoint.export(fs.shard(model, spec), spec, tmp_path / "files")
+    with safetensors.safe_open(path / "model.safetensors", "pt") as file:
+        for name, dtype in DTYPES.items():
+            assert file.get_slice(name).get_dtype() == name
+            assert file.get_tensor(name).dtype == dtype
+            assert torch.equal(file.get_tensor(name).view(torch.uint8), model[name].detach().view(torch.uint8))
+    same_bits(checkpoint.read_safetensors(path, spec), fs.shard(model, spec))
+    raw = (path / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    assert length % 8 == 0
+    assert not any(header[name]["data_offsets"][0] % dtype.itemsize for name, dtype in DTYPES.items())
+
+
+def test_options_of_export(tmp_path: Path) -> None:
+    """Another dtype for what is floating point, other names, full parameters, parameters that are ignored."""
+    model = mixed()
+    model.register_parameter("ids", nn.Parameter(torch.arange(3), requires_grad=False))
+    spec = fs.ignoring(fs.whole(), params=["odd"])(model)
+    assert "odd" in spec.ignored
+    full = {name: p.detach() for name, p in model.named_parameters() if name != "odd"}
+    path = checkpoint.export(
+        full, spec, tmp_path / "a", dtype=torch.bfloat16, rename="model.{}".format, buffers={"odd": model.odd.detach()}
+    )
+    expected = {f"model.{name}": t.bfloat16() if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    got = written(path)
+    same_bits(got, {name: t for name, t in expected.items() if name in got})
+    assert len(got) == len(full) + 1
+
+    def back(name: str) -> str:
+        return name.removeprefix("model.")
+
+    refused(
+        ValueError,
+        "expected torch.float32, got torch.bfloat16.*cast=True",
+        lambda: checkpoint.read_safetensors(path, spec, rename=back),
+    )
+    params = checkpoint.read_safetensors(path, spec, rename=back, cast=True)
+    same_bits(
+        fs.gather_full(params, spec),
+        {n: t.to(torch.bfloat16).to(t.dtype) if t.is_floating_point() else t for n, t in full.items()},
+    )
+
+
+def test_units_at_rest_are_decoded_and_encoded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    spec = fs.always(P("shard", at_rest=fs.codecs.int8()))(model)
+    params = fs.shard(model, spec)
+    path = checkpoint.export(params, spec, tmp_path / "files")
+    same_bits(written(path), fs.gather_full(params, spec))
+    plain = checkpoint.export(fs.shard(model, fs.whole()(model)), fs.whole()(model), tmp_path / "plain")
+    same_bits(checkpoint.read_safetensors(plain, spec), params)
+
+
+# --- transformers. ---
+
+
+def for_transformers(rank: int, name: str, folder: str) -> None:
+    made = build(name, 1)
+    spec = fs.by_type(*made.blocks)(made.model)
+    path = checkpoint.export(fs.shard(made.model, spec), spec, folder, shard_bytes=4000)
+    if rank == 0:
+        made.model.config.save_pretrained(path)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
+def test_transformers_loads_what_is_exported(gloo2: Pool, name: str, tmp_path: Path) -> None:
+    """A model with tied weights, stored once under the name that transformers gives them: the same logits."""
+    gloo2.run(for_transformers, name, str(tmp_path / "files"))
+    made = build(name, 1)
+    torch.manual_seed(0)
+    expected = build(name, 1).model.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, info = type(made.model).from_pretrained(tmp_path / "files", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    same_bits(dict(found.state_dict()), dict(expected))
+    assert found.get_output_embeddings().weight is found.get_input_embeddings().weight
+
+
+def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
+    made = build("llama_tied", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.model.save_pretrained(tmp_path / "files", max_shard_size="4KB")
+    spec = fs.by_size(100)(made.model)
+    same_bits(checkpoint.read_safetensors(tmp_path / "files", spec), fs.shard(made.model, spec))
+
+
+# --- Only what is needed. ---
+
+
+class Counted:
+    """The library's file, and how many bytes of it are asked for."""
+
+    def __init__(self, opened: Any, asked: list[int]) -> None:
+        self._opened, self._asked = opened, asked
+
+    def __enter__(self) -> Counted:
+        self._opened.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return self._opened.keys()
+
+    def get_slice(self, name: str) -> Any:
+        real, asked = self._opened.get_slice(name), self._asked
+
+        class Sliced:
+            get_shape, get_dtype = real.get_shape, real.get_dtype
+
+            def __getitem__(self, where: Any) -> Tensor:
+                found = real[where]
+                asked.append(found.nbytes)
+                return found
+
+        return Sliced()
+
+
+def by_ranges(rank: int, folder: str) -> int:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 53))
+    spec = fs.always(P("shard", align=1))(model)
+    asked: list[int] = []
+    real = safetensors.safe_open
+    safetensors.safe_open = lambda file, **options: Counted(real(file, **options), asked)
+    try:
+        params = checkpoint.read_safetensors(folder, spec)
+    finally:
+        safetensors.safe_open = real
+    same_bits(params, fs.shard(load_file(Path(folder) / "model.safetensors"), spec))
+    assert sum(asked) == sum(piece.nbytes for piece in fs.views(params, spec).values())
+    return sum(asked)
+
+
+def test_each_rank_reads_the_ranges_of_its_slices(gloo2: Pool, tmp_path: Path) -> None:
+    """And nothing else: each byte of the file is asked for once, by one rank."""
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 53))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    first, second = gloo2.run(by_ranges, str(tmp_path))
+    assert first + second == sum(p.nbytes for p in model.parameters())
+    assert abs(first - second) <= 16
+
+
+def peaks(rank: int, folder: str) -> None:
+    """Of a unit at a time: the first rank alone gathers, and holds no two of them."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    spec = fs.always(P("shard"))(model)
+    params = fs.shard(model, spec)
+    alive, made = [], 0
+    gather = _export.gather_to_first
+
+    def watched(*args: Any) -> Tensor | None:
+        import weakref
+
+        nonlocal made
+        assert not any(ref() is not None for ref in alive)
+        buffer = gather(*args)
+        assert (buffer is None) == (rank != 0)
+        made += 1
+        if buffer is not None:
+            alive.append(weakref.ref(buffer.untyped_storage()))
+            alive.append(weakref.ref(buffer))
+        return buffer
+
+    _export.gather_to_first = watched
+    try:
+        checkpoint.export(params, spec, folder)
+    finally:
+        _export.gather_to_first = gather
+    assert made == len(spec)
+
+
+def test_a_unit_at_a_time_is_gathered_to_the_first_rank(gloo2: Pool, tmp_path: Path) -> None:
+    gloo2.run(peaks, str(tmp_path / "files"))
+
+
+# --- Whole or not at all. ---
+
+
+def full_disk(rank: int, folder: str) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    spec = fs.always(P("shard"))(model)
+    params = fs.shard(model, spec)
+    path = Path(folder) / "files"
+    write, writes = _export._write, 0
+
+    def failing(*args: Any) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == 2:
+            raise OSError(28, "No space left on device")
+        write(*args)
+
+    _export._write = failing
+    try:
+        refused(OSError, "No space left", lambda: checkpoint.export(params, spec, path))
+    finally:
+        _export._write = write
+    torch.distributed.barrier()
+    assert os.listdir(folder) == []
+    torch.distributed.barrier()
+    checkpoint.export(params, spec, path)
+    refused(FileExistsError, "expected a path where nothing is", lambda: checkpoint.export(params, spec, path))
+    assert os.listdir(folder) == ["files"]
+    assert os.listdir(path) == ["model.safetensors"]
+
+
+def test_an_error_of_the_first_rank_is_one_of_all(gloo2: Pool, tmp_path: Path) -> None:
+    """And nothing is left of it, under any name."""
+    gloo2.run(full_disk, str(tmp_path))
+
+
+def bad_exports(rank: int, folder: str) -> None:
+    model = mixed()
+    spec = fs.whole()(model)
+    params = fs.shard(model, spec)
+    path = Path(folder) / "files"
+    without = {key: t for key, t in params.items() if key != next(iter(params))}
+    export = checkpoint.export
+    refused(ValueError, "is missing", lambda: export(without, spec, path))
+    refused(ValueError, "rank 1: unit '.*' is missing", lambda: export(params if rank == 0 else without, spec, path))
+    refused(
+        ValueError,
+        "expected as|different models",
+        lambda: export(params if rank == 0 else {k: t.double() for k, t in params.items()}, spec, path),
+    )
+    refused(ValueError, "would both be 'x' in the files", lambda: export(params, spec, path, rename=lambda name: "x"))
+    refused(
+        ValueError,
+        "'0.weight' is a parameter of the spec",
+        lambda: export(params, spec, path, buffers={"0.weight": torch.ones(1)}),
+    )
+    refused(ValueError, "expected a floating point dtype", lambda: export(params, spec, path, dtype=torch.int8))
+    refused(
+        ValueError,
+        "a dtype that safetensors has, got torch.complex128",
+        lambda: export(params, spec, path, buffers={"z": torch.ones(1, dtype=torch.complex128)}),
+    )
+    refused(ValueError, "shard_bytes: expected at least 1", lambda: export(params, spec, path, shard_bytes=0))
+    refused(TypeError, "metadata 'step': expected a string, got int", lambda: export(params, spec, path, metadata={"step": 1}))
+    assert os.listdir(folder) == []
+
+
+def test_bad_exports_are_refused_on_all_ranks(gloo2: Pool, tmp_path: Path) -> None:
+    gloo2.run(bad_exports, str(tmp_path))
+
+
+def test_simulated_ranks_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    spec = fs.whole()(model).on({"shard": 2})
+    params = fs.shard(model, spec, rank=0)
+    refused(ValueError, "export: expected process groups", lambda: checkpoint.export(params, spec, tmp_path / "a"))
+    refused(ValueError, "read_safetensors: expected process groups", lambda: checkpoint.read_safetensors(tmp_path, spec))
+
+
+# --- Wrong files. ---
+
+
+WRONG: dict[str, tuple[type[Exception], str, Callable[[dict[str, Tensor]], Any]]] = {
+    "missing": (ValueError, "parameter '1.bias' of unit '1?' is not in .*, got 3 tensors", lambda t: t.pop("1.bias")),
+    "unexpected": (ValueError, "tensor '2.bias' of .* is no parameter", lambda t: t.update({"2.bias": torch.ones(1)})),
+    "shape": (
+        ValueError,
+        r"parameter '0.weight' .*expected shape \[3, 2\], got \[2, 3\]",
+        lambda t: t.update({"0.weight": torch.ones(2, 3)}),
+    ),
+    "dtype": (
+        ValueError,
+        "parameter '0.bias' .*expected torch.float32, got torch.int64",
+        lambda t: t.update({"0.bias": torch.ones(3).long()}),
+    ),
+    "float": (
+        ValueError,
+        "expected torch.float32, got torch.float64.*cast=True",
+        lambda t: t.update({"0.bias": torch.ones(3).double()}),
+    ),
+    "twice": (ValueError, "are both '0.bias' in the model", lambda t: t.update({"module.0.bias": torch.ones(3)})),
+}
+
+
+def wrong_file(rank: int, kind: str, folder: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    for policy in (fs.always(P("shard")), fs.whole()):
+        error, match, _ = WRONG[kind]
+        refused(error, match, lambda policy=policy: checkpoint.read_safetensors(folder, policy(model)))
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_files_that_do_not_fit_are_refused_on_every_rank(gloo2: Pool, kind: str, tmp_path: Path) -> None:
+    """Naming the parameter."""
+    tensors = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).state_dict()
+    WRONG[kind][2](tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    gloo2.run(wrong_file, kind, str(tmp_path))
+
+
+def one_is_damaged(rank: int, folder: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    spec = fs.whole()(model)
+    other = Path(folder) / ("good" if rank else "bad")  # as where the ranks' machines have copies of their own
+    refused(
+        checkpoint.CheckpointError,
+        "read_safetensors: rank 0: .*model.safetensors: damaged, cut short",
+        lambda: checkpoint.read_safetensors(other, spec),
+    )
+
+
+def test_damage_that_one_rank_finds_is_an_error_of_all(gloo2: Pool, tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+        save_file(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).state_dict(), tmp_path / name / "model.safetensors")
+    os.truncate(tmp_path / "bad" / "model.safetensors", (tmp_path / "bad" / "model.safetensors").stat().st_size - 1)
+    gloo2.run(one_is_damaged, str(tmp_path))
+
+
+def cut_to(size: int) -> Callable[[Path], None]:
+    return lambda file: os.truncate(file, size)
+
+
+def header_says(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def damage(file: Path) -> None:
+        raw = file.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+    return damage
+
+
+DAMAGES = {
+    "empty": cut_to(0),
+    "no header": cut_to(4),
+    "half a header": cut_to(60),
+    "no data": cut_to(200),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
+    "a huge header": lambda file: file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:]),
+    "other sizes": header_says(lambda header: header["0.bias"].update(shape=[4])),
+    "other places": header_says(lambda header: header["0.bias"].update(data_offsets=[4, 16])),
+    "other text": header_says(lambda header: header["0.bias"].pop("dtype")),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_files_are_refused(kind: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    file = tmp_path / "model.safetensors"
+    save_file(model.state_dict(), file)
+    DAMAGES[kind](file)
+    refused(checkpoint.CheckpointError, "model.safetensors: ", lambda: checkpoint.read_safetensors(file, fs.whole()(model)))
+
+
+def test_indices_that_are_wrong_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    spec = fs.whole()(model)
+    path = checkpoint.export(fs.shard(model, spec), spec, tmp_path / "files", shard_bytes=1)
+    index = path / "model.safetensors.index.json"
+    read = lambda: checkpoint.read_safetensors(path, spec)  # noqa: E731
+    content = json.loads(index.read_text())
+    read()
+
+    def says(weights: Any) -> None:
+        index.write_text(json.dumps({"weight_map": weights}))
+
+    weights = content["weight_map"]
+    says({**weights, "0.bias": weights["0.weight"]})
+    refused(checkpoint.CheckpointError, "tensor '0.bias' is not in it", read)
+    says({**weights, "0.bias": "../other.safetensors"})
+    refused(checkpoint.CheckpointError, "expected files beside it, got '../other", read)
+    says({**weights, "0.bias": "model-9.safetensors"})
+    refused(checkpoint.CheckpointError, "model-9.safetensors: expected this file, which the index names", read)
+    index.write_text("{")
+    refused(checkpoint.CheckpointError, "the index is damaged", read)
+    refused(FileNotFoundError, "expected a file of safetensors", lambda: checkpoint.read_safetensors(tmp_path, spec))
+    refused(FileNotFoundError, "expected a file of safetensors", lambda: checkpoint.read_safetensors(tmp_path / "x", spec))
+
+
+def test_a_tied_parameter_may_have_any_of_its_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    spec = fs.whole()(model)
+    full = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
+    for left_out in ("0.weight", "1.weight", None):
+        save_file({name: t for name, t in full.items() if name != left_out}, tmp_path / "model.safetensors")
+        same_bits(checkpoint.read_safetensors(tmp_path, spec), fs.shard(model, spec))
+    full["1.weight"][2, 2] = float("nan")
+    save_file(full, tmp_path / "model.safetensors")
+    refused(ValueError, "'1.weight' and '0.weight' are one tied parameter", lambda: checkpoint.read_safetensors(tmp_path, spec))
+
+
+def test_prefixes_of_wrappers_are_left_out(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    save_file({"module._orig_mod.0.weight": model[0].weight, "_orig_mod.0.bias": model[0].bias}, tmp_path / "model.safetensors")
+    spec = fs.whole()(model)
+    same_bits(checkpoint.read_safetensors(tmp_path, spec), fs.shard(model, spec))
+    assert checkpoint.clean_name("_fsdp_wrapped_module.a._checkpoint_wrapped_module.module.w") == "a.w"
+
+
+def test_without_the_package_its_name_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading needs it; writing does not."""
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    model = nn.Linear(2, 2)
+    spec = fs.whole()(model)
+    path = checkpoint.export(fs.shard(model, spec), spec, tmp_path / "files")
+    with pytest.raises(ImportError, match=re.escape('pip install "funshard[checkpoint]"')):
+        checkpoint.read_safetensors(path, spec)
+    assert _safetensors.SINGLE in os.listdir(path)

@@ -1,0 +1,365 @@
+"""State dicts of models and optimizers: torch's claims of test_fsdp_state_dict, test_fsdp_optim_state, test_state_dict."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from depth import each
+from parity import average_gradients, numbers, plain_call, sharded_call, squared
+from peer_models import MLP, Net, Transformer
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard import P, checkpoint
+
+Trained = tuple[nn.Module, torch.optim.Optimizer, fs.PartitionSpec, fs.Params, Any]
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-2}),
+    "momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "dampening": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
+    "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "Rprop": (torch.optim.Rprop, {"lr": 1e-2}),
+}
+
+
+def decayed(name: str, param: Any) -> dict[str, Any]:
+    """No decay of biases: two groups in each unit."""
+    return {"weight_decay": 0.0} if len(param.shape) < 2 else {}
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """As torch's users write `decayed`."""
+    named = [*model.named_parameters()]
+    return [
+        {"params": [p for _, p in named if p.dim() >= 2]},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """In the order of the optimizer's groups."""
+    names = {p: name for name, p in model.named_parameters()}
+    return [names[p] for group in optimizer.param_groups for p in group["params"]]
+
+
+def made(kind: str, spec: fs.PartitionSpec, *, grouped: bool) -> Any:
+    cls, defaults = OPTIMIZERS[kind]
+    return fs.optim.from_torch(cls, **({"spec": spec, "options": decayed} if grouped else {}), **defaults)
+
+
+def trained(rank: int, kind: str, policy: Any, *, grouped: bool = False, steps: int = 3) -> Trained:
+    """A plain model and its optimizer beside ours, after some steps."""
+    model = Net()
+    spec = policy(model).bound
+    params = fs.shard(model, spec)
+    init, update = made(kind, spec, grouped=grouped)
+    state = init(params)
+    plain = copy.deepcopy(model)
+    cls, defaults = OPTIMIZERS[kind]
+    theirs = cls(groups_of(plain) if grouped else plain.parameters(), **defaults)
+    for i in range(steps):
+        params, state = one_step(model, spec, params, state, update, numbers(rank, i))
+        plain_step(plain, theirs, numbers(rank, i))
+    return plain, theirs, spec, params, state
+
+
+def one_step(model: nn.Module, spec: fs.PartitionSpec, params: Any, state: Any, update: Any, x: Tensor) -> Any:
+    grads = fs.grad(lambda p: squared(sharded_call(model, p, spec), x))(params)
+    return update(grads, state, params)
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    squared(plain_call(model), x).backward()
+    average_gradients(model)
+    optimizer.step()
+
+
+def exported(kind: str, spec: fs.PartitionSpec, state: Any, *, grouped: bool = False, **how: Any) -> dict[str, Any]:
+    cls, defaults = OPTIMIZERS[kind]
+    return checkpoint.optimizer_state_dict(state, spec, cls, options=decayed if grouped else None, **how, **defaults)
+
+
+def alike(got: Any, expected: Any) -> None:
+    assert got["state"].keys() == expected["state"].keys()
+    for key, slots in got["state"].items():
+        wanted = {name: value for name, value in expected["state"][key].items() if value is not None}
+        assert slots.keys() == wanted.keys()
+        for name, value in slots.items():
+            assert_close(value, wanted[name], msg=lambda m, key=key, name=name: f"'{name}' of '{key}': {m}")
+    assert got["param_groups"] == expected["param_groups"]
+
+
+def same_state(got: Any, expected: Any) -> None:
+    assert got.keys() == expected.keys()
+    for key, slots in got.items():
+        assert slots.keys() == expected[key].keys()
+        for name, value in slots.items():
+            assert value.dtype == expected[key][name].dtype
+            assert torch.equal(value, expected[key][name]), (key, name)
+
+
+def without_count(kind: str, state: Any) -> Any:
+    """What torch has no name for: SGD with dampening has begun or not, and how often it stepped says nothing more."""
+    if kind != "dampening":
+        return state
+    return {key: {**slots, "step": slots["step"].clamp(max=1)} for key, slots in state.items()}
+
+
+BLOCKS = fs.by_type(MLP)
+WRAPPINGS = {
+    "blocks": BLOCKS,
+    "whole": fs.whole(),
+    "replicated": fs.by_type(MLP, p=P()),
+    "end to end": fs.whole(P("shard", align=1)),
+}
+
+
+def by_names(rank: int, kind: str, wrapping: str, grouped: bool) -> None:
+    plain, theirs, spec, params, state = trained(rank, kind, WRAPPINGS[wrapping], grouped=grouped)
+    full = exported(kind, spec, state, grouped=grouped)
+    options = decayed if grouped else None
+    blank = made(kind, spec, grouped=grouped).init(params)
+    same_state(checkpoint.from_optimizer_state_dict(full, spec, blank, options=options), without_count(kind, state))
+
+    names = names_of(plain, theirs)
+    expected = theirs.state_dict()
+    if kind == "SGD":
+        expected["state"] = {}  # of momentum that is None
+    by_id = checkpoint.rekey(full, names)
+    alike(by_id, expected)
+    again = checkpoint.rekey(by_id, names)
+    assert checkpoint.rekey(again, names) == by_id
+
+    cls, defaults = OPTIMIZERS[kind]  # into torch's own, which steps on as ours does
+    fresh = copy.deepcopy(plain)
+    fresh.load_state_dict(fs.gather_full(params, spec))
+    loaded = cls(groups_of(fresh) if grouped else fresh.parameters(), **{**defaults, "lr": 1.0})
+    loaded.load_state_dict(copy.deepcopy(by_id))  # torch steps in what it was given
+    other = WRAPPINGS["whole" if wrapping == "blocks" else "blocks"](plain).bound  # and into another wrapping of ours
+    blank = fs.shard(Net(), other, check_values=False)
+    init, update = made(kind, other, grouped=grouped)
+    found = checkpoint.from_optimizer_state_dict(again, other, init(blank), options=options)
+    same = exported(kind, other, found, grouped=grouped)
+    assert {name: {s: t.tolist() for s, t in slots.items()} for name, slots in same["state"].items()} == {
+        name: {s: t.tolist() for s, t in slots.items()} for name, slots in full["state"].items()
+    }
+    x = numbers(rank, 7)
+    plain_step(fresh, loaded, x)
+    moved, _ = one_step(plain, other, fs.reshard(params, spec, other), found, update, x)
+    got = fs.gather_full(moved, other)
+    for name, p in fresh.named_parameters():
+        assert_close(got[name], p.detach(), msg=lambda m, name=name: f"'{name}' after a further step: {m}")
+
+
+@each
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_optimizer_states_by_names(gloo2: Pool, grouped: bool, kind: str, wrapping: str) -> None:
+    """Those of the plain model, and its optimizer takes them; so do other wrappings; back, bit for bit."""
+    gloo2.run(by_names, kind, wrapping, grouped)
+
+
+def half_the_world(rank: int, full: Any) -> Any:
+    plain = Net()
+    spec = fs.whole()(plain).bound
+    init, _ = made("AdamW", spec, grouped=False)
+    state = checkpoint.from_optimizer_state_dict(full, spec, init(fs.shard(plain, spec)))
+    return exported("AdamW", spec, state, rank0_only=True, offload_to_cpu=True)
+
+
+def on_four(rank: int) -> Any:
+    _, _, spec, _, state = trained(rank, "AdamW", BLOCKS)
+    return exported("AdamW", spec, state, rank0_only=True)
+
+
+def test_states_of_four_ranks_on_two(gloo4: Pool, gloo2: Pool) -> None:
+    """Half the world and another wrapping; with rank0_only the first rank alone has them."""
+    full, *others = gloo4.run(on_four)
+    assert others == [{}, {}, {}]
+    again, other = gloo2.run(half_the_world, full)
+    assert other == {}
+    assert again["param_groups"][0]["params"] != []
+    for name, slots in full["state"].items():
+        for slot, value in slots.items():
+            assert torch.equal(again["state"][name][slot], value)
+
+
+def refused(match: str, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(ValueError, match=match):
+        checkpoint.from_optimizer_state_dict(*args, **kwargs)
+
+
+def changed(found: Any, name: str, **slots: Any) -> Any:
+    """One parameter's state with others in it, or none."""
+    state = {key: dict(own) for key, own in found["state"].items()}
+    state[name] |= slots
+    return {**found, "state": state}
+
+
+def bad_states(rank: int) -> None:
+    _, _, spec, params, state = trained(rank, "AdamW", BLOCKS, steps=1)
+    init, _ = made("AdamW", spec, grouped=False)
+    blank, full = init(params), exported("AdamW", spec, state)
+    name = "blocks.1.in_proj.weight"
+    without = {**full, "state": {key: own for key, own in full["state"].items() if key != name}}
+    nowhere = {**without, "param_groups": [{**full["param_groups"][0], "params": ["head.weight"]}]}
+    refused(
+        "unit 'blocks.1': expected 'step' of the same value and dtype", changed(full, name, step=torch.tensor(9.0)), spec, blank
+    )
+    refused("'step' of the same value and dtype", changed(full, name, step=torch.tensor(1)), spec, blank)
+    refused("'step' of the same value and dtype", without, spec, blank)  # never stepped, as others of its unit were
+    refused(f"parameter '{name}' of unit 'blocks.1' has no state and is in no group", nowhere, spec, blank)
+    refused(f"'exp_avg' of parameter '{name}': expected", changed(full, name, exp_avg=torch.zeros(3)), spec, blank)
+    refused(f"'exp_avg' of parameter '{name}': expected", changed(full, name, exp_avg=torch.zeros(11, 5)), spec, blank)
+    refused(f"parameter '{name}': expected a state of", changed(full, name, more=torch.zeros(3)), spec, blank)
+    refused("parameter 'x.y' is not in the spec", {**full, "state": {**full["state"], "x.y": {}}}, spec, blank)
+    refused(
+        f"parameter '{name}' has two states",
+        {**full, "state": {**full["state"], f"module.{name}": full["state"][name]}},
+        spec,
+        blank,
+    )
+    refused("by parameters' names, got the key 0; rekey", checkpoint.rekey(full, sorted(full["state"])), spec, blank)
+    refused("unit 'x' is not in the spec", full, spec, {**blank, "x": {}})
+    part = {key: slots for key, slots in blank.items() if key != "blocks.1"}
+    refused("has a state, expected one of those of init_state", full, spec, part)
+    if rank == 0:
+        refused("rank 1: .*expected 'step' of the same", full, spec, blank)
+    else:
+        refused("rank 1: .*expected 'step' of the same", changed(full, name, step=torch.tensor(9.0)), spec, blank)
+
+    for other in (state if rank == 0 else {}, {key: {**s, "step": s["step"] + rank} for key, s in state.items()}):
+        with pytest.raises(ValueError, match="expected the same units, state and counts on all ranks"):
+            exported("AdamW", spec, other)
+    with pytest.raises(ValueError, match="expected this rank's slice"):
+        exported("AdamW", spec, {key: {**s, "exp_avg": s["exp_avg"][1:]} for key, s in state.items()})
+    with pytest.raises(ValueError, match="unit 'x' is not in the spec"):
+        exported("AdamW", spec, {"x": {}})
+
+
+def test_states_that_do_not_fit_are_refused(gloo2: Pool) -> None:
+    """On every rank, naming the parameter: FSDP1's "same value and dtype", missing, unknown and misshapen ones."""
+    gloo2.run(bad_states)
+
+
+def never_stepped(rank: int) -> None:
+    model = Net().requires_grad_(True)
+    model.blocks[1].requires_grad_(False)
+    spec = BLOCKS(model).bound
+    trainable, _ = fs.partition(fs.shard(model, spec), spec)
+    init, _ = made("AdamW", spec, grouped=False)
+    full = exported("AdamW", spec, init(trainable))
+    assert not any(name.startswith("blocks.1") for name in full["param_groups"][0]["params"])
+    same_state(checkpoint.from_optimizer_state_dict(full, spec, init(trainable)), init(trainable))
+    bare = {"state": {}, "param_groups": full["param_groups"]}  # torch's, before the first step
+    same_state(checkpoint.from_optimizer_state_dict(bare, spec, init(trainable)), init(trainable))
+    some = {"state": {n: s for n, s in full["state"].items() if n.startswith("blocks.0")}, "param_groups": full["param_groups"]}
+    some["state"] = {n: {**s, "step": 4, "exp_avg": s["exp_avg"] + 1} for n, s in some["state"].items()}
+    found = checkpoint.from_optimizer_state_dict(some, spec, init(trainable))
+    assert {key: float(slots["step"]) for key, slots in found.items()} == {"": 0.0, "blocks.0": 4.0, "blocks.2": 0.0}
+    assert bool((fs.gather_full({"blocks.0": found["blocks.0"]["exp_avg"]}, spec)["blocks.0.in_proj.bias"] == 1).all())
+    init, _ = made("momentum", spec, grouped=False)
+    none = {"state": {n: {"momentum_buffer": None} for n in full["state"]}, "param_groups": full["param_groups"]}
+    same_state(checkpoint.from_optimizer_state_dict(none, spec, init(trainable)), init(trainable))
+
+
+def test_what_was_never_stepped(gloo2: Pool) -> None:
+    """No state at all, none for some units, None, numbers that are no tensors, parameters without gradient."""
+    gloo2.run(never_stepped)
+
+
+def test_rekey_refuses_what_is_ambiguous() -> None:
+    names = ["a", "b"]
+    found = {"state": {"a": {}, "b": {}}, "param_groups": [{"params": ["b"], "lr": 2}, {"params": ["a"], "lr": 1}]}
+    by_id = checkpoint.rekey(found, names)
+    assert by_id == {"state": {0: {}, 1: {}}, "param_groups": [{"params": [0], "lr": 1}, {"params": [1], "lr": 2}]}
+    assert checkpoint.rekey(by_id, names)["state"] == found["state"]
+    for match, bad, order in [
+        ("'a' is there twice in names", found, ["a", "a"]),
+        ("'b' is not in names", found, ["a"]),
+        ("'c' of names is in no group", found, ["a", "b", "c"]),
+        ("names or their numbers, got keys of", {**found, "state": {0: {}, "b": {}}}, names),
+        ("'a' is there twice in param_groups", {**found, "param_groups": [{"params": ["a", "b", "a"]}]}, names),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            checkpoint.rekey(bad, order)
+
+
+# --- Models. ---
+
+
+class Sized(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 3), nn.Linear(3, width, bias=False)
+        self.register_buffer("count", torch.tensor(3))
+
+
+def through_zeros(rank: int, width: int, mesh_name: str, folder: str) -> None:
+    mesh = init_device_mesh(
+        "cpu",
+        *{"fsdp": ((2,),), "hsdp": ((2, 1),)}[mesh_name],
+        mesh_dim_names=("replicate", "shard")[-1 if mesh_name == "fsdp" else 0 :],
+    )
+    model = Sized(width)
+    for policy in (fs.always(P("shard", align=1)), fs.whole()):
+        spec = policy(model).on(mesh)
+        params = fs.shard(model, spec)
+        path = f"{folder}/{policy(model).root}{len(spec)}"
+        checkpoint.save(path, {"model": params, "buffers": dict(model.named_buffers())}, spec)
+        kept = {key: tensor.clone() for key, tensor in params.items()}
+        for tensor in params.values():
+            tensor.zero_()
+        again = checkpoint.load(path, spec)
+        assert again["model"].keys() == kept.keys()
+        assert all(torch.equal(again["model"][key], kept[key]) for key in kept)
+        assert int(again["buffers"]["count"]) == 3
+        local = Sized(width)  # into a plain model, whose names are the same
+        local.load_state_dict({**fs.gather_full(again["model"], spec), **again["buffers"]})
+        assert all(torch.equal(p, q) for p, q in zip(local.parameters(), model.parameters(), strict=True))
+
+
+@each
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 16])
+@pytest.mark.parametrize("mesh", ["fsdp", "hsdp"])
+def test_round_trip_through_zeros(gloo2: Pool, mesh: str, width: int, tmp_path: Path) -> None:
+    """Uneven sizes, empty slices, buffers; the names are the plain model's."""
+    gloo2.run(through_zeros, width, mesh, str(tmp_path))
+
+
+def strict(rank: int, folder: str) -> None:
+    model = Transformer(tied=True)
+    spec = fs.by_size(50)(model)
+    params = fs.shard(model, spec)
+    checkpoint.save(f"{folder}/one", {"model": params}, spec)
+    smaller, larger = Transformer(layers=2, tied=True), Transformer(layers=4, tied=True)
+    with pytest.raises(ValueError, match="is in state 'model' of the checkpoint and not in the spec"):
+        checkpoint.load(f"{folder}/one", fs.by_size(50)(smaller))
+    with pytest.raises(ValueError, match="is not in state 'model' of the checkpoint"):
+        checkpoint.load(f"{folder}/one", fs.by_size(50)(larger))
+    path = checkpoint.export(params, spec, f"{folder}/files")
+    with pytest.raises(ValueError, match="is no parameter of the spec"):
+        checkpoint.read_safetensors(path, fs.by_size(50)(smaller))
+    with pytest.raises(ValueError, match=r"of unit '.*' is not in"):
+        checkpoint.read_safetensors(path, fs.by_size(50)(larger))
+    half = {key: tensor.bfloat16() for key, tensor in params.items()}  # another precision than the model's is said
+    low = checkpoint.export(half, spec, f"{folder}/low")
+    with pytest.raises(ValueError, match=r"expected torch.float64, got torch.bfloat16"):
+        checkpoint.read_safetensors(low, spec)
+
+
+def test_strict_and_shared_weights(gloo2: Pool, tmp_path: Path) -> None:
+    """What is missing or unexpected is named; a weight that is shared is there once for all of its names."""
+    gloo2.run(strict, str(tmp_path))
