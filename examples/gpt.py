@@ -64,8 +64,10 @@ def text(pattern: str, most: int) -> tuple[Tensor, Tensor]:
     return data[:split], data[split:]
 
 
-def batch(source: Tensor, shape: tuple[int, int], generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
-    """So many sequences of so many bytes, and the byte after each."""
-    starts = torch.randint(len(source) - shape[1] - 1, (shape[0], 1), generator=generator)
+def batch(
+    source: Tensor, shape: tuple[int, int], generator: torch.Generator, device: torch.device, own: slice = slice(None)
+) -> tuple[Tensor, Tensor]:
+    """So many sequences of so many bytes, and the byte after each; of those that are drawn, one's own."""
+    starts = torch.randint(len(source) - shape[1] - 1, (shape[0], 1), generator=generator)[own]
     chunk = source[starts + torch.arange(shape[1] + 1)].long().to(device)
     return chunk[:, :-1], chunk[:, 1:]

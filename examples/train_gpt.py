@@ -4,14 +4,21 @@ One rank:          python examples/train_gpt.py
 Two ranks:         torchrun --nproc-per-node 2 examples/train_gpt.py
 HSDP, DDP:         torchrun --nproc-per-node 4 examples/train_gpt.py --strategy hsdp   (or ddp)
 Mixed precision:   torchrun --nproc-per-node 2 examples/train_gpt.py --precision bf16 --micro-batches 2
-Larger, on GPUs:   torchrun --nproc-per-node 8 examples/train_gpt.py --layers 12 --dim 768 --heads 12 --seq 1024
+Larger, on GPUs:   torchrun --nproc-per-node 8 examples/train_gpt.py --layers 12 --dim 768 --heads 12 --seq 1024 --batch 64
+That goes on:      torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt --every 50
+
+With --checkpoint the last three states are kept. Ranks that torchrun starts again after one has died go on from the last one,
+and so does a new start with --resume, on as many ranks with the same losses to the last bit, on others to rounding.
 
 Runs on nccl where there are CUDA devices, on gloo elsewhere; without torchrun there is one rank and no process group.
 """
 
 import argparse
 import math
+import os
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +38,7 @@ parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--dim", type=int, default=192)
 parser.add_argument("--heads", type=int, default=6)
 parser.add_argument("--seq", type=int, default=128)
-parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+parser.add_argument("--batch", type=int, default=16, help="sequences of each step, over all ranks and micro-batches")
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--lr", type=float, default=2e-3)
 parser.add_argument("--warmup", type=int, default=20)
@@ -41,21 +48,28 @@ parser.add_argument("--log-every", type=int, default=20)
 parser.add_argument("--eval-batches", type=int, default=10)
 parser.add_argument("--sample", type=int, default=200, help="bytes of text to generate at the end")
 parser.add_argument("--save", help="a file for the trained parameters, such as gpt.pt for lora.py")
+parser.add_argument("--checkpoint", type=Path, help="a directory for states to go on from, one every so many steps")
+parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
 parser.add_argument("--max-bytes", type=int, default=8_000_000, help="of text, training and validation together")
 args = parser.parse_args()
 
 # --- ranks and devices ---
 
 rank, world, device = ranks()
+sequences, left = divmod(args.batch, world * args.micro_batches)
+if left:
+    parser.error(f"--batch: expected a multiple of {world} ranks x {args.micro_batches} micro-batches, got {args.batch}")
 
-# --- data: this rank's batches are drawn by this rank's generator ---
+# --- data: every rank draws where all sequences begin and takes its own: the batches are the same on any number of ranks ---
 
 train, validation = text("*.py", args.max_bytes)
-generator = torch.Generator().manual_seed(args.seed + 1 + rank)
+generator = torch.Generator().manual_seed(args.seed + 1)
 
 
 def draw(source: Tensor) -> tuple[Tensor, Tensor]:
-    return batch(source, (args.batch, args.seq), generator, device)
+    own = slice(rank * sequences, (rank + 1) * sequences)
+    return batch(source, (world * sequences, args.seq), generator, device, own)
 
 
 # --- model: born alike on every rank from the same seed, then only its structure is kept ---
@@ -115,7 +129,7 @@ def learning_rate(step: int) -> float:
     return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-# --- training: params and optimizer state go in and come out, in the same memory ---
+# --- optimizer: params and its state go in and come out, in the same memory ---
 
 init, update = fs.optim.from_torch(
     torch.optim.AdamW,
@@ -128,19 +142,64 @@ init, update = fs.optim.from_torch(
     donate=True,
 )
 state = init(params)
-start, losses = time.perf_counter(), []
-for step in range(args.steps):
+torch.manual_seed(args.seed + 1 + rank)  # from here on, random numbers are each rank's own: a model's dropout
+first = line = 0  # the step to begin with, and the one after the last line that was printed
+losses = torch.zeros((), device=device)  # their sum since then
+
+# --- checkpoints: all that the loop needs to go on ---
+
+
+def everything(step: int) -> dict[str, Any]:
+    """The state after so many steps, of which the random numbers and losses are each rank's own."""
+    loop = {"step": step, "line": line, "ranks": world, "data": generator.get_state()}
+    random = torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
+    return {"params": params, "state": state, "loop": loop, "own": fs.checkpoint.per_rank({"random": random, "losses": losses})}
+
+
+def last_checkpoint() -> Path | None:
+    """The last whole one, to go on from. The first rank looks, so that all have the same."""
+    found = [fs.checkpoint.latest(args.checkpoint) if args.checkpoint and rank == 0 else None]
+    if world > 1:
+        dist.broadcast_object_list(found)
+    if found[0] and not (args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))):
+        parser.error(f"--checkpoint: expected a directory without checkpoints, or --resume, got {found[0]}")
+    return found[0]
+
+
+if found := last_checkpoint():
+    params, state, loop = (fs.checkpoint.load(found, spec, only=part) for part in ("params", "state", "loop"))
+    first = line = loop["step"]
+    generator.set_state(loop["data"])
+    if loop["ranks"] == world:
+        own = fs.checkpoint.load(found, spec, only="own")
+        line, losses = loop["line"], own["losses"]
+        (torch.cuda if device.type == "cuda" else torch).set_rng_state(own["random"])
+    if rank == 0:
+        print(f"resumed from {found} at step {first}", flush=True)
+
+# --- training ---
+
+start, since, saving = time.perf_counter(), first, None
+for step in range(first, args.steps):
     grads, value = gradients(params)
     params, state = update(grads, state, params, lr=learning_rate(step))
-    losses.append(value)
+    losses += value
     if step % args.log_every == 0 or step == args.steps - 1:
-        mean = over_ranks(torch.stack(losses).mean())  # since the last line
+        mean = over_ranks(losses / (step + 1 - line))
         now = time.perf_counter()
-        speed = len(losses) * args.micro_batches * args.batch * args.seq * world / (now - start)
+        speed = (step + 1 - since) * args.batch * args.seq / (now - start)
         held = sum(t.nbytes for t in [*params.values(), *(t for values in state.values() for t in values.values())])
         if rank == 0:
             print(f"step {step:5d}  loss {mean:.4f}  tokens/s {speed:,.0f}  bytes per rank {held:,}", flush=True)
-        start, losses = now, []
+        start, since, line = now, step + 1, step + 1
+        losses.zero_()
+    if args.checkpoint and ((step + 1) % args.every == 0 or step == args.steps - 1):
+        path = args.checkpoint / f"step-{step + 1:08d}"
+        saving = fs.checkpoint.save(path, everything(step + 1), spec, asynchronous=True)  # written while training goes on
+        if rank == 0:
+            fs.checkpoint.clean(args.checkpoint, keep=3)
+if saving is not None:
+    saving.wait()  # while there are ranks
 
 # --- validation, and a sample: every rank takes part in the gathers ---
 

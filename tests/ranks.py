@@ -24,7 +24,7 @@ import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -202,33 +202,43 @@ def _script(path: str, argv: list[str], env: dict[str, str], output: str) -> Non
     runpy.run_path(path, run_name="__main__")
 
 
+def start(ranks: int, path: Path, argv: Sequence[str], output: str, **env: str) -> list[mp.process.BaseProcess]:
+    """The processes of a script, which write to the file ``output``: one that is run plainly, or several as by torchrun."""
+    port = free_port()
+
+    def started(rank: int) -> mp.process.BaseProcess:
+        own = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
+        if ranks > 1:
+            own |= _env(port) | {"TORCHELASTIC_RUN_ID": "tests", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        process = CONTEXT.Process(target=_script, args=(str(path), list(argv), own, output))
+        process.start()
+        return process
+
+    return [started(rank) for rank in range(ranks)]
+
+
+def ended(processes: Sequence[mp.process.BaseProcess], seconds: float = TIMEOUT) -> list[int | None]:
+    """Exit codes, once all have ended, or one with an error, whose others are not waited for; None of what was killed then."""
+    running = {process.sentinel: process for process in processes}
+    end = time.monotonic() + seconds
+    while running and (over := wait(list(running), max(0, end - time.monotonic()))):
+        if any(running.pop(sentinel).exitcode for sentinel in over):
+            break  # the others would wait for it
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return codes
+
+
 def launch(ranks: int, path: Path, *argv: str) -> str:
     """What a script prints, all of its ranks together: run plainly on one, as by torchrun on more.
 
     Raises AssertionError with all it said if a rank fails or takes longer than `TIMEOUT` seconds.
     """
-    port = free_port()
-
-    def start(rank: int, output: str) -> mp.process.BaseProcess:
-        env = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        if ranks > 1:
-            env |= _env(port) | {"TORCHELASTIC_RUN_ID": "tests", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        process = CONTEXT.Process(target=_script, args=(str(path), list(argv), env, output))
-        process.start()
-        return process
-
     with tempfile.NamedTemporaryFile("r") as output:
-        processes = [start(rank, output.name) for rank in range(ranks)]
-        running = {process.sentinel: process for process in processes}
-        end = time.monotonic() + TIMEOUT
-        while running and (ended := wait(list(running), max(0, end - time.monotonic()))):
-            if any(running.pop(sentinel).exitcode for sentinel in ended):
-                break  # the others would wait for it
-        codes = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-            process.join()
+        codes = ended(start(ranks, path, argv, output.name))
         said = output.read()
     assert codes == [0] * ranks, f"exit codes {codes} (None: still running)\n{said}"
     return said

@@ -248,3 +248,13 @@ def test_memory() -> None:
     losses = [one["loss"] for one in figures.values() if one["loss"] is not None]
     assert len(losses) == 4
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    """Every mode has its time beside DCP's, and nothing is left of the files."""
+    table, result = run("checkpoint", f"--layers 2 --dim 16 --rounds 2 --warmup 0 --no-peaks --folder {tmp_path}")
+    figures = result["figures"]
+    assert [*figures["modes"]] == [*result["arguments"]["modes"], "stall: DCP", "stall: fs"]
+    assert all(f"\n{mode} " in table and one["s"] > 0 < one["over DCP"] for mode, one in figures["modes"].items())
+    assert {*figures["limits"]} == {"save over DCP's", "load over DCP's", "stall over a synchronous save"}
+    assert not list(tmp_path.iterdir())

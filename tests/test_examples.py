@@ -83,7 +83,7 @@ def test_train_gpt_in_low_precision_and_micro_batches(strategy: str) -> None:
     """It learns in bf16 as well, and two micro-batches of half the size are as good as one batch."""
     whole = losses(run(2, "train_gpt.py", f"--strategy {strategy} {TINY}"))
     low = losses(run(2, "train_gpt.py", f"--strategy {strategy} {TINY} --precision bf16"))
-    halves = losses(run(2, "train_gpt.py", f"--strategy {strategy} {TINY} --precision bf16 --batch 2 --micro-batches 2"))
+    halves = losses(run(2, "train_gpt.py", f"--strategy {strategy} {TINY} --precision bf16 --batch 4 --micro-batches 2"))
     assert low != whole
     assert low[:10] == pytest.approx(whole[:10], abs=2e-2)
     assert abs(halves[-1] - low[-1]) < 0.6

@@ -167,7 +167,8 @@ class PartitionSpec:
 
     def stored(self, unit: Unit) -> tuple[int, torch.dtype]:
         """Length and dtype of what `shard` gives of the unit: `shard_numel` elements, or the bytes of what is at rest."""
-        return self.bound.once(_stored)[unit.key]
+        bound = self.bound
+        return bound.once(_stored)[unit.key] if bound.by_key.get(unit.key) is unit else _stored_of(unit, bound)
 
     def padded_numel(self, unit: Unit) -> int:
         """Elements of the whole padded buffer of the unit."""
@@ -196,11 +197,12 @@ def _size(spec: PartitionSpec, p: P) -> int:
 
 
 def _stored(spec: PartitionSpec) -> dict[str, tuple[int, torch.dtype]]:
-    numels = ((unit, spec.shard_numel(unit)) for unit in spec)
-    return {
-        unit.key: (unit.at_rest.form(numel, unit.dtype)[0], torch.uint8) if unit.at_rest else (numel, unit.dtype)
-        for unit, numel in numels
-    }
+    return {unit.key: _stored_of(unit, spec) for unit in spec}
+
+
+def _stored_of(unit: Unit, spec: PartitionSpec) -> tuple[int, torch.dtype]:
+    numel = spec.shard_numel(unit)
+    return (unit.at_rest.form(numel, unit.dtype)[0], torch.uint8) if unit.at_rest else (numel, unit.dtype)
 
 
 def _within(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSpec:

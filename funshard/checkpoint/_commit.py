@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
@@ -24,10 +25,12 @@ OWN = "funshard.json"
 """What torch's description does not say: the state's structure, its plain values, which checkpoint this is, and checksums."""
 ASIDE = ".partial"
 """How the name of a directory ends that is being written, or was when its writer ended."""
+NEW = ".new"
+"""How it ends until the directory is locked."""
+JUST_MADE = 60
+"""Seconds that this may take."""
 LOCK = ".lock"
 VERSION = 1
-JUST_MADE = 60
-"""Seconds in which a directory may have no lock yet."""
 
 
 class Aside:
@@ -42,14 +45,13 @@ class Aside:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         known = (number for number, _ in _committed(self.path.parent) if number < math.inf)
         self.sequence = 1 + max(known, default=0)
-        self.aside = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:12]}{ASIDE}")
-        self.aside.mkdir()
-        try:
-            self._lock: int | None = os.open(self.aside / LOCK, os.O_CREAT | os.O_RDWR)
+        self.aside = _beside(self.path)
+        new = self.aside.with_suffix(NEW)
+        new.mkdir()
+        self._lock: int | None = os.open(new / LOCK, os.O_CREAT | os.O_RDWR)
+        with contextlib.suppress(OSError):  # a file system without locks: `clean` leaves what it cannot lock
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-        except OSError:
-            shutil.rmtree(self.aside, ignore_errors=True)
-            raise
+        os.rename(new, self.aside)  # nobody sees it unlocked
 
     def commit(self, tree: Any, written: Mapping[str, int]) -> None:
         """It is at its path, as `publish` says, with what torch's description does not say of it."""
@@ -74,9 +76,13 @@ class Aside:
                 raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
         _flush(self.aside)
         _refuse_existing(self.path)
-        os.rename(self.aside, self.path)  # onto what is not empty it fails
+        try:
+            os.rename(self.aside, self.path)
+        except OSError:
+            _refuse_existing(self.path)  # what has come in the meantime
+            raise
         _flush(self.path.parent)
-        (self.path / LOCK).unlink()
+        (self.path / LOCK).unlink(missing_ok=True)
         self._unlock()
 
     def abandon(self) -> None:
@@ -88,6 +94,11 @@ class Aside:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _beside(path: Path) -> Path:
+    """Where it is before it is there, and when it is no longer."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{ASIDE}")
 
 
 def _refuse_existing(path: Path) -> None:
@@ -145,7 +156,7 @@ def _committed(directory: Path) -> list[tuple[float, Path]]:
     """``(sequence, path)`` of what `save` has put into a directory, the oldest first; infinity where it cannot be read."""
     found: list[tuple[float, Path]] = []
     for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name.endswith(ASIDE) or not (path / OWN).is_file():
+        if path.name.endswith((ASIDE, NEW)) or not (path / OWN).is_file():
             continue
         try:
             content = contents(path)
@@ -178,23 +189,33 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
         raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
     directory = Path(directory)
     good = [path for _, path in _committed(directory) if not whole(path)]
-    removed = good[:-keep]
-    for path in removed:
-        aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{ASIDE}")
-        os.rename(path, aside)  # at once, so that nobody takes a half of it for a checkpoint
-        shutil.rmtree(aside, ignore_errors=True)
+    removed: list[Path] = []
+    for path in good[:-keep]:
+        aside = _beside(path)
+        with contextlib.suppress(FileNotFoundError):  # another process cleans too
+            os.rename(path, aside)  # at once, so that nobody takes a half of it for a checkpoint
+            shutil.rmtree(aside, ignore_errors=True)
+            removed.append(path)
     for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name.startswith(".") and path.name.endswith(ASIDE) and not _is_locked(path / LOCK):
+        if path.name.startswith(".") and _is_left_over(path):
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether nobody writes it any more."""
+    if path.name.endswith(NEW):
+        with contextlib.suppress(FileNotFoundError):
+            return time.time() - path.stat().st_mtime > JUST_MADE
+    return path.name.endswith(ASIDE) and not _is_locked(path / LOCK)
 
 
 def _is_locked(lock: Path) -> bool:
     try:
         handle = os.open(lock, os.O_RDWR)
     except FileNotFoundError:
-        return time.time() - lock.parent.stat().st_mtime < JUST_MADE
+        return False  # of a checkpoint that `clean` has begun to remove
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -90,9 +90,14 @@ class Scalar:
     """Whether it is on the mesh's device, and not on the host."""
 
     def parts(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[Part]:
-        """The number, once for each parameter."""
+        """The number, once for each parameter. ValueError for several that are not alike."""
+        if tensor.dim() and bool((tensor != tensor[0]).any()):
+            raise ValueError(
+                f"unit '{self.unit.key}': expected one '{self.names[0][0]}' for all of its parameters, got {tensor.tolist()}; "
+                "choose units whose parameters have the same options"
+            )
         for name, *aliases in self.names:
-            yield Part(name, tuple(aliases), (), (), 0, tensor.detach().reshape(1), rank, ranks)
+            yield Part(name, tuple(aliases), (), (), 0, tensor.detach().reshape(-1)[:1], rank, ranks)
 
 
 @dataclass(frozen=True)

@@ -37,26 +37,28 @@ class Ranks:
     """The ranks of a mesh, counted row by row. ``group`` is None for a single one.
 
     The group is theirs alone and of gloo: what is said about a checkpoint does not come between the collectives of training,
-    nor what a thread says, ``behind``, between those of others. A rank that is lost is an error of the others after
-    ``timeout`` at most.
+    and that of a thread in the ``background`` not between those of its caller. A rank that is lost is an error of the others
+    after ``timeout`` at most.
     """
 
-    _groups: ClassVar[dict[tuple[Any, ...], dist.ProcessGroup]] = {}
+    _groups: ClassVar[dict[tuple[object, ...], dist.ProcessGroup]] = {}
 
-    def __init__(self, mesh: Mesh, timeout: timedelta, *, behind: bool = False) -> None:
+    def __init__(self, mesh: Mesh, timeout: timedelta, *, background: bool = False) -> None:
         self.rank, self.size = 0, 1
         self.group: dist.ProcessGroup | None = None
         if not talks(mesh):
             return
         device = mesh.device or torch.device("cpu")
         self.size = math.prod(size for _, size in mesh.sizes)
-        with self.lost():
-            ranks = tuple(int(text) for text in gather_texts(str(dist.get_rank()), mesh, device))
-        self.rank = ranks.index(dist.get_rank())
-        key = ranks, timeout, behind
+        key = (tuple(axis for _, axis in mesh.axes), timeout, background)
         self.group = self._groups.get(key)
-        if self.group is None or not _alive(self.group):
-            made: Any = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
+        with self.lost():
+            told = [text.split() for text in gather_texts(f"{dist.get_rank()} {_alive(self.group)}", mesh, device)]
+        ranks = [int(rank) for rank, _ in told]
+        self.rank = ranks.index(dist.get_rank())
+        if any(alive == "False" for _, alive in told):
+            local = self.size < dist.get_world_size()  # torch names such a group by how many this rank has
+            made: Any = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=local)
             self.group = self._groups[key] = made
 
     def gather(self, value: T) -> list[T]:
@@ -92,6 +94,9 @@ class Ranks:
             value, error = do(), None
         except Exception as raised:
             value, error = None, raised
+        except BaseException:  # an interrupt, which the others cannot be told
+            self.forget()
+            raise
         told = self.gather(None if error is None else (type(error).__name__, str(error)))
         self._raise({rank: text for rank, text in enumerate(told) if text is not None}, where, error)
         return value  # pyright: ignore[reportReturnType]
@@ -123,12 +128,12 @@ class Ranks:
             del self._groups[key]
 
 
-def ranks_of(spec: PartitionSpec, where: str, timeout: float, *, behind: bool = False) -> Ranks:
+def ranks_of(spec: PartitionSpec, where: str, timeout: float, *, background: bool = False) -> Ranks:
     """The ranks of a bound spec's mesh. ValueError on simulated ranks, on sizes alone, and within a transform."""
     known = all(isinstance(axis, Group) and axis.rank is not None for _, axis in spec.bound_mesh.axes)
     if not known or not _torch.plain():
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
-    return Ranks(spec.bound_mesh, timedelta(seconds=timeout), behind=behind)
+    return Ranks(spec.bound_mesh, timedelta(seconds=timeout), background=background)
 
 
 class _Lost:
@@ -141,17 +146,18 @@ class _Lost:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
+        if error is not None:
             self._ranks.forget()
+        if isinstance(error, RuntimeError):
             raise CheckpointError(
                 f"one of the {self._ranks.size} ranks was lost, or did not answer in time, while they agreed on a checkpoint: "
                 f"{str(error).splitlines()[0]}"
             ) from error
 
 
-def _alive(group: dist.ProcessGroup) -> bool:
-    """Whether its default group, and so itself, was not destroyed."""
+def _alive(group: dist.ProcessGroup | None) -> bool:
+    """Whether there is one, and its default group, and so itself, was not destroyed."""
     try:
-        return dist.is_initialized() and dist.get_rank(group) >= 0
+        return group is not None and dist.is_initialized() and dist.get_rank(group) >= 0
     except (ValueError, RuntimeError):
         return False

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +37,7 @@ class Saving:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -54,8 +56,10 @@ class Saving:
         def run() -> None:
             try:
                 write()
-            except Exception as error:
+            except BaseException as error:
                 self._error = error
+                if not threading.main_thread().is_alive():  # nobody will ask
+                    _tell()
 
         self._thread = threading.Thread(target=run, name="funshard.checkpoint")  # not a daemon: the process waits for it
         _pending.add(self)
@@ -67,10 +71,12 @@ _pending: set[Saving] = set()
 
 
 @atexit.register
-def _tell_at_exit() -> None:
-    for saving in _pending:
-        if saving._error is not None:
-            print(f"checkpoint.save: nothing was saved at {saving.path}: {saving._error}", file=sys.stderr)
+def _tell() -> None:
+    """What has gone wrong that nobody has asked for: the process ends."""
+    for saving in [saving for saving in _pending if saving._error is not None]:
+        _pending.discard(saving)
+        print(f"checkpoint.save: {saving.path} was not saved:", file=sys.stderr)
+        traceback.print_exception(saving._error)
 
 
 def save(
@@ -110,8 +116,8 @@ def save(
     if when_busy not in ("wait", "raise"):
         raise ValueError(f"checkpoint.save: when_busy: expected 'wait' or 'raise', got {when_busy!r}")
     ranks = ranks_of(spec, "checkpoint.save", timeout)
+    writing = ranks_of(spec, "checkpoint.save", timeout, background=True) if asynchronous else ranks
     ranks.together(lambda: _last_one_over(when_busy), "checkpoint.save")
-    behind = ranks_of(spec, "checkpoint.save", timeout, behind=True) if asynchronous else ranks
     saving = Saving(Path(path))
     target = saving.path.absolute()
     writes, tree = _planned(state, spec, ranks)
@@ -122,28 +128,29 @@ def save(
         aside = Aside(target)
         return str(aside.aside)
 
-    directory = Path(ranks.on_first(begin, "checkpoint.save"))
-
-    def write() -> None:
+    @contextlib.contextmanager
+    def abandoned() -> Generator[None]:
         try:
-            _written(directory, writes, tree, aside, behind)
+            yield
         except BaseException:
+            writes.ended()
             if aside is not None:
                 aside.abandon()
             raise
-        finally:
+
+    def write() -> None:
+        with abandoned():
+            _written(directory, writes, tree, aside, writing)
             writes.ended()
 
-    if not asynchronous:
+    with abandoned():
+        directory = Path(ranks.on_first(begin, "checkpoint.save"))
+        if asynchronous:
+            ranks.together(writes.stage, "checkpoint.save")
+    if asynchronous:
+        saving._start(write)
+    else:
         write()
-        return saving
-    try:
-        ranks.together(writes.stage, "checkpoint.save")
-    except BaseException:
-        if aside is not None:
-            aside.abandon()
-        raise
-    saving._start(write)
     return saving
 
 

@@ -81,7 +81,7 @@ class _Describing:
             return self.node(value.tree, path, own=True)
         if isinstance(value, Mapping) and not own and (units := self._units(value, path)):
             children = {
-                key: self._of_unit(child, self._spec.by_key[key], path, ())
+                key: self._of_unit(child, self._spec.by_key[key], path, (), self._counts(child, self._spec.by_key[key]))
                 if key in units
                 else self.node(child, (*path, str(key)), own=own)
                 for key, child in value.items()
@@ -101,18 +101,19 @@ class _Describing:
         to_json(value, name)
         return Value(name, value, own)
 
-    def _of_unit(self, value: Any, unit: Unit, path: tuple[str, ...], slot: tuple[str, ...]) -> Node:
-        """What a mapping has at the key of a unit, or a part of that."""
+    def _of_unit(self, value: Any, unit: Unit, path: tuple[str, ...], slot: tuple[str, ...], counts: frozenset[int]) -> Node:
+        """What a mapping has at the key of a unit, or a part of that; ``counts`` as `_counts` gives them."""
         if not self._is_leaf(value):
             entries, children, make = _opened(value)
-            nodes = (self._of_unit(child, unit, path, (*slot, str(e))) for e, child in zip(entries, children, strict=True))
+            named = zip(entries, children, strict=True)
+            nodes = (self._of_unit(child, unit, path, (*slot, str(entry)), counts) for entry, child in named)
             return Branch(_kind(value), entries, tuple(nodes), make)
         self._values.append(value)
         if not isinstance(value, Tensor):
             to_json(value, ".".join((*path, unit.key, *slot)))
             return Value(".".join((*path, unit.key, *slot)), value)
         names = stored_names(unit, path, slot)
-        if value.dim() == 0:
+        if value.dim() == 0 or id(value) in counts:
             return Scalar(unit, names, value.dtype, _torch.is_accelerator(value.device))
         if not _fits(value, unit, self._spec):
             length, dtype = self._spec.stored(unit)
@@ -123,6 +124,12 @@ class _Describing:
             )
         encoded = unit.at_rest is not None and value.dtype == torch.uint8
         return Slice(unit, names, unit.dtype if encoded else value.dtype, encoded)
+
+    def _counts(self, value: Any, unit: Unit) -> frozenset[int]:
+        """Of an optimizer's state beside slices of the unit the numbers that it has for each of its groups of parameters."""
+        tensors = [t for t in optree.tree_leaves(value, namespace=NAMESPACE) if isinstance(t, Tensor) and t.dim() == 1]
+        short = [t for t in tensors if 1 < len(t) <= len(unit.params) and not _fits(t, unit, self._spec)]
+        return frozenset(map(id, short)) if len(short) < len(tensors) else frozenset()
 
     def _units(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> frozenset[str]:
         """The keys of units that the mapping has, if it is sharded like them."""

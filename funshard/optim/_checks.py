@@ -117,7 +117,7 @@ def check_fits(
             if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"'{name}' of unit '{key}': expected a tensor, got {type(tensor).__name__}")
             shape = param.shape if name not in scalars else () if len(layout.groups) == 1 else (len(layout.groups),)
-            if tensor.shape != shape:
+            if tensor.shape not in (shape, *([()] if name in scalars else [])):
                 raise ValueError(f"'{name}' of unit '{key}': expected shape {list(shape)}, got {list(tensor.shape)}")
 
 

@@ -24,7 +24,7 @@ from ._checks import (
     refuse_shared_memory,
     refuse_whole,
 )
-from ._groups import Layout, Options, join, laid_out, part, pieces, put
+from ._groups import Layout, Options, for_groups, join, laid_out, part, pieces, put
 from ._streamed import is_there, like, streamed
 
 __all__ = ["Optimizer", "State", "from_torch"]
@@ -197,6 +197,7 @@ def _update(
     layouts = {key: layout_of(plan.layouts, key, tensor) for key, tensor in params.items()}
     layouts = {key: layout for key, layout in layouts.items() if moves(params[key])}
     check_fits(grads, state, params, layouts, plan.names, plan.scalars)
+    state = {key: {name: for_groups(t, layouts.get(key)) for name, t in values.items()} for key, values in state.items()}
     if not plan.differentiable:
         refuse_derivatives(named(grads, state, params))
     if plan.donate:

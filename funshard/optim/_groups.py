@@ -13,7 +13,7 @@ from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.layout import views
 
-__all__ = ["Layout", "Options", "Run", "grouped", "join", "laid_out", "part", "pieces", "put"]
+__all__ = ["Layout", "Options", "Run", "for_groups", "grouped", "join", "laid_out", "part", "pieces", "put"]
 
 Options = Callable[[str, Param], Mapping[str, Any]]
 """``options(name, param)``: what a parameter has in the place of the defaults."""
@@ -117,6 +117,12 @@ def part(values: Mapping[str, Tensor], layout: Layout, at: int, scalars: Iterabl
         again = run.group in {before.group for before in layout.runs[:at]}
         out[name] = scalar.clone() if again else scalar
     return out
+
+
+def for_groups(tensor: Tensor, layout: Layout | None) -> Tensor:
+    """What a state has for a shard, with a number for each group where it is one for all, as checkpoints have it."""
+    one = tensor.dim() == 0 and layout is not None and layout.runs and len(layout.groups) > 1
+    return tensor.expand(len(layout.groups)).clone() if one and layout is not None else tensor
 
 
 def put(whole: Tensor, new: Tensor, layout: Layout, at: int, *, scalar: bool = False) -> Tensor:

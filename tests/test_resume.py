@@ -1,0 +1,335 @@
+"""Training that is ended at any moment goes on from its last checkpoint as if nothing had been."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import kill_loop
+import pytest
+import torch
+import torch.distributed as dist
+from depth import depth, each
+from ranks import Pool, ended, launch, start
+from torch import nn
+
+import funshard as fs
+from funshard.checkpoint._files import Writer
+from funshard.checkpoint._plan import Writes
+
+
+def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) -> None:
+    """Its numbers for each group of parameters are one for all: they fit any division into units, and torch's readers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    policies = [fs.whole(), fs.by_type(nn.Linear), fs.by_type(nn.Linear, nn.LayerNorm)]
+
+    def made(spec: fs.PartitionSpec) -> fs.optim.Optimizer:
+        def decay(name: str, param: fs.Param) -> dict[str, float]:
+            return {} if len(param.shape) > 1 else {"weight_decay": 0.0}
+
+        return fs.optim.from_torch(torch.optim.AdamW, spec=spec, options=decay, lr=0.1, weight_decay=0.5, donate=True)
+
+    def steps(params: fs.Params, state: fs.optim.State, spec: fs.PartitionSpec) -> dict[str, torch.Tensor]:
+        for i in range(2):
+            params, state = made(spec).update({key: p.cos() + i for key, p in params.items()}, state, params)
+        return fs.gather_full(params, spec)
+
+    for saved, loaded in itertools.product(policies, policies):
+        spec, other = saved(model), loaded(model)
+        params = fs.shard(model, spec)
+        params, state = made(spec).update({key: p.sin() for key, p in params.items()}, made(spec).init(params), params)
+        path = tmp_path / f"{policies.index(saved)}-{policies.index(loaded)}"
+        fs.checkpoint.save(path, {"params": params, "state": state}, spec)
+        again = fs.checkpoint.load(path, other)
+        expected = steps(params, state, spec)
+        torch.testing.assert_close(steps(again["params"], again["state"], other), expected, rtol=0, atol=0)
+
+
+def test_numbers_of_groups_that_differ_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 5))
+    spec = fs.whole()(model)
+    params = fs.shard(model, spec)
+    options = {"spec": spec, "options": lambda name, _: {"momentum_decay": 0.1} if "bias" in name else {}}
+    init, update = fs.optim.from_torch(torch.optim.NAdam, **options)
+    params, state = update(params, init(params), params)
+    with pytest.raises(ValueError, match=r"unit '': expected one 'state.0.bias.mu_product' for all of its parameters, got \[0"):
+        fs.checkpoint.save(tmp_path / "a", {"params": params, "state": state}, spec)
+    assert not list(tmp_path.iterdir())
+
+
+# --- train_gpt.py: ended, and started again. ---
+
+TRAIN = Path(__file__).parent.parent / "examples" / "train_gpt.py"
+TINY = "--layers 1 --dim 32 --heads 2 --seq 16 --batch 12 --steps 40 --warmup 5 --lr 1e-2 --log-every 1 --sample 1"
+TINY += " --eval-batches 1 --max-bytes 100000 --every 5"
+
+
+def lines(said: str) -> dict[int, set[str]]:
+    """The losses that were printed of each step, by one run or several."""
+    found: dict[int, set[str]] = {}
+    for step, loss in re.findall(r"^step +(\d+)  loss ([\d.]+)", said, re.MULTILINE):
+        found.setdefault(int(step), set()).add(loss)
+    return found
+
+
+class Trained(NamedTuple):
+    said: str
+    model: dict[str, torch.Tensor]
+
+
+def trained(ranks: int, folder: Path, *flags: str) -> Trained:
+    """The end of a run that goes on from what is in the folder."""
+    end = folder / "end.pt"
+    said = launch(ranks, TRAIN, *TINY.split(), "--checkpoint", str(folder / "states"), "--save", str(end), *flags)
+    return Trained(said, torch.load(end))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Of two ranks."""
+    return trained(2, tmp_path_factory.mktemp("uninterrupted"))
+
+
+def check_same(again: Trained, said_before: str, once: Trained) -> None:
+    """To the last bit: each loss that was printed, and the parameters at the end."""
+    assert re.search(r"resumed from .*step-\d+ at step \d+", again.said)
+    assert lines(said_before + again.said) == lines(once.said)
+    torch.testing.assert_close(again.model, once.model, rtol=0, atol=0)
+
+
+def under_way(folder: Path, moment: float, seconds: float = 100) -> None:
+    """Returns some time after the first checkpoint of a run is there."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not [*folder.glob("states/step-*")]:
+        time.sleep(0.002)
+    time.sleep(moment)
+
+
+def killed(folder: Path, seed: int) -> str:
+    """What two ranks say until all of them are killed, at a random moment after the first checkpoint."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        processes = start(2, TRAIN, [*TINY.split(), "--checkpoint", str(folder / "states")], output.name)
+        under_way(folder, seed / 100)
+        for process in processes:
+            process.kill()
+            process.join()
+        return output.read()
+
+
+@each
+@pytest.mark.parametrize("seed", range(depth(1, 12)))
+def test_all_ranks_are_killed(uninterrupted: Trained, tmp_path: Path, seed: int) -> None:
+    """Started again with --resume, training goes on to the same end."""
+    said = killed(tmp_path, seed)
+    check_same(trained(2, tmp_path, "--resume"), said, uninterrupted)
+
+
+def test_other_numbers_of_ranks(uninterrupted: Trained, tmp_path: Path) -> None:
+    """They see the same batches: the same training, to rounding."""
+    said = killed(tmp_path, 0)
+    for ranks in (1, 3):
+        folder = tmp_path / str(ranks)
+        shutil.copytree(tmp_path / "states", folder / "states")
+        again = trained(ranks, folder, "--resume")
+        assert "resumed from" in again.said
+        first = min(lines(again.said))
+        assert 0 < first <= len(lines(said))
+        assert sorted(lines(again.said)) == [*range(first, 40)]
+        for step, (loss,) in lines(again.said).items():
+            (expected,) = lines(uninterrupted.said)[step]
+            assert float(loss) == pytest.approx(float(expected), abs=2e-3)
+        torch.testing.assert_close(again.model, uninterrupted.model, rtol=1e-2, atol=1e-3)
+
+
+def test_a_directory_of_another_run(tmp_path: Path) -> None:
+    """It is not gone on from, and not written into, unless asked."""
+    (tmp_path / "states").mkdir()
+    trained(1, tmp_path, "--steps", "2")
+    with pytest.raises(AssertionError, match=r"expected a directory without checkpoints, or --resume, got .*step-00000002"):
+        trained(1, tmp_path, "--steps", "2")
+
+
+def test_torchrun_starts_ranks_again(uninterrupted: Trained, tmp_path: Path) -> None:
+    """One is killed, torchrun starts all again, and they go on by themselves."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launcher += ["--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.1", "--no-python"]
+    end = tmp_path / "end.pt"
+    flags = [*TINY.split(), "--checkpoint", str(tmp_path / "states"), "--save", str(end)]
+    script = tmp_path / "rank.sh"  # which says who it is
+    script.write_text(f'echo "process $$ of rank $RANK"; exec "{sys.executable}" "{TRAIN}" "$@"')
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.NamedTemporaryFile("r") as output:
+        streams = {"stdout": output.fileno(), "stderr": output.fileno()}
+        process = subprocess.Popen([*launcher, "sh", str(script), *flags], env=env, **streams)
+        try:
+            until = time.monotonic() + 200
+            under_way(tmp_path, 0.0)
+            pid = re.search(r"process (\d+) of rank 1", Path(output.name).read_text())
+            assert pid is not None
+            os.kill(int(pid[1]), signal.SIGKILL)
+            code = process.wait(max(1, until - time.monotonic()))
+        finally:
+            process.terminate()  # its ranks too
+        said = Path(output.name).read_text()
+    assert code == 0, said
+    check_same(Trained(said, torch.load(end)), "", uninterrupted)
+
+
+# --- A loop that saves at every step. ---
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    """The last checkpoint is whole each time, and the last; --thorough: fifty times."""
+    assert kill_loop.kills(depth(3, 50), tmp_path, seed=depth(4, 5)).total() == depth(3, 50)
+
+
+# --- What a loop may do while a save is under way. ---
+
+
+def _state() -> tuple[fs.PartitionSpec, dict[str, object]]:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    spec = fs.by_type(nn.Linear)(model)
+    return spec, {"params": fs.shard(model, spec), "step": 3}
+
+
+def _slow(rank: int, seconds: float) -> Callable[[], None]:
+    """Has this rank write slowly until what it gives is called."""
+    write = Writer.write_data
+
+    def slowly(self: Writer, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == rank:
+            time.sleep(seconds)
+        return write(self, plan, planner)
+
+    Writer.write_data = slowly
+
+    def restore() -> None:
+        Writer.write_data = write
+
+    return restore
+
+
+def _under_way(rank: int, folder: str, slow: int) -> None:
+    spec, state = _state()
+    fs.checkpoint.save(Path(folder, "0"), state, spec)
+    restore = _slow(slow, 0.5)
+    try:
+        saving = fs.checkpoint.save(Path(folder, "1"), state, spec, asynchronous=True, timeout=60)
+        for _ in range(3):
+            assert fs.checkpoint.load(Path(folder, "0"), spec, timeout=60)["step"] == 3
+            with pytest.raises(fs.checkpoint.CheckpointError, match="still being written"):
+                fs.checkpoint.save(Path(folder, "2"), state, spec, asynchronous=True, when_busy="raise", timeout=60)
+        if rank == 0:
+            assert not fs.checkpoint.clean(folder)
+        saving.wait()
+    finally:
+        restore()
+    dist.barrier()
+    assert sorted(os.listdir(folder)) == ["0", "1"]
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_what_is_asked_while_a_save_is_under_way(gloo2: Pool, tmp_path: Path, slow: int) -> None:
+    """Another save is refused, a checkpoint is loaded: nothing of it comes between what the threads tell each other."""
+    gloo2.run(_under_way, str(tmp_path), slow)
+
+
+def _other_groups(rank: int, folder: str) -> None:
+    dist.new_group([0])  # which rank 1 has no part in
+    spec, state = _state()
+    fs.checkpoint.save(folder, state, spec, timeout=7)
+
+
+def test_ranks_with_other_process_groups(gloo2: Pool, tmp_path: Path) -> None:
+    """torch names a group of some ranks by how many groups a rank has."""
+    gloo2.run(_other_groups, str(tmp_path / "a"))
+
+
+def _interrupted(rank: int, folder: str) -> None:
+    spec, state = _state()
+    write = Writer.write_data
+
+    def interrupted(*_: object) -> Any:
+        Writer.write_data = write
+        raise KeyboardInterrupt
+
+    if rank == 0:
+        Writer.write_data = interrupted
+    with pytest.raises(KeyboardInterrupt if rank == 0 else fs.checkpoint.CheckpointError):
+        fs.checkpoint.save(Path(folder, "1"), state, spec, timeout=1.5)
+    fs.checkpoint.save(Path(folder, "1"), state, spec, timeout=1.5)
+    assert os.listdir(folder) == ["1"]
+    dist.barrier()
+
+
+def test_an_interrupt_on_one_rank(gloo2: Pool, tmp_path: Path) -> None:
+    """It is one, nothing is left in the directory, the others have an error after the timeout; and then all save again."""
+    gloo2.run(_interrupted, str(tmp_path))
+
+
+def _staging_fails(rank: int, folder: str) -> None:
+    spec, state = _state()
+    stage = Writes.stage
+
+    def failing(self: Writes) -> None:
+        raise MemoryError("no room")
+
+    if rank == 1:
+        Writes.stage = failing
+    try:
+        with pytest.raises(MemoryError, match="rank 1: no room"):
+            fs.checkpoint.save(Path(folder, "1"), state, spec, asynchronous=True)
+    finally:
+        Writes.stage = stage
+    dist.barrier()
+    assert os.listdir(folder) == []
+
+
+def test_staging_fails_on_one_rank(gloo2: Pool, tmp_path: Path) -> None:
+    gloo2.run(_staging_fails, str(tmp_path))
+
+
+ENDS = """
+import sys, time, torch, torch.distributed as dist, funshard as fs
+from torch import nn
+from funshard.checkpoint._files import Writer
+write = Writer.write_data
+def slowly(self, plan, planner):
+    time.sleep(0.5)
+    if sys.argv[2] == "fails" and dist.get_rank() == 1:
+        raise OSError("disk full")
+    return write(self, plan, planner)
+Writer.write_data = slowly
+dist.init_process_group("gloo")
+model = nn.Linear(8, 8)
+spec = fs.whole()(model)
+fs.checkpoint.save(sys.argv[1], fs.shard(model, spec), spec, asynchronous=True, timeout=20)
+if sys.argv[2] == "destroyed":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["plainly", "fails", "destroyed"])
+def test_the_process_ends_with_a_save_under_way(tmp_path: Path, how: str) -> None:
+    """It is written to its end, or what went wrong is said."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    with tempfile.NamedTemporaryFile("r") as output:
+        codes = ended(start(2, script, [str(tmp_path / "a"), how], output.name), 60)
+        said = output.read()
+    assert None not in codes, said
+    there = (tmp_path / "a").exists()
+    assert there or "was not saved" in said, (codes, said)
+    assert there or how != "plainly", (codes, said)
+    assert "disk full" in said or how != "fails", said
