@@ -47,7 +47,12 @@ def ranks() -> tuple[int, int, torch.device]:
     """This rank, how many there are, and its device; with a process group if torchrun has started them."""
     gpu = torch.cuda.is_available()
     if dist.is_torchelastic_launched():
-        dist.init_process_group("nccl" if gpu else "gloo")
+        again, store = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), None
+        if again:  # torchrun has kept its store, with the addresses of ranks that are gone: we begin under a name of our own
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            store = dist.PrefixStore(f"start-{again}", store)
+        of_store = {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        dist.init_process_group("nccl" if gpu else "gloo", **(of_store if again else {}))
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
     if gpu:

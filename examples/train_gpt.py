@@ -157,13 +157,11 @@ def everything(step: int) -> dict[str, Any]:
 
 
 def last_checkpoint() -> Path | None:
-    """The last whole one, to go on from. The first rank looks, so that all have the same."""
-    found = [fs.checkpoint.latest(args.checkpoint) if args.checkpoint and rank == 0 else None]
-    if world > 1:
-        dist.broadcast_object_list(found)
-    if found[0] and not (args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))):
-        parser.error(f"--checkpoint: expected a directory without checkpoints, or --resume, got {found[0]}")
-    return found[0]
+    """The last whole one, to go on from."""
+    found = fs.checkpoint.latest(args.checkpoint, spec) if args.checkpoint else None
+    if found and not (args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))):
+        parser.error(f"--checkpoint: expected a directory without checkpoints, or --resume, got {found}")
+    return found
 
 
 if found := last_checkpoint():

@@ -19,7 +19,7 @@ import kill_loop
 import pytest
 import torch
 import torch.distributed as dist
-from depth import depth, each
+from depth import depth, each, thorough
 from ranks import Pool, ended, launch, start
 from torch import nn
 
@@ -138,7 +138,7 @@ def test_all_ranks_are_killed(uninterrupted: Trained, tmp_path: Path, seed: int)
 def test_other_numbers_of_ranks(uninterrupted: Trained, tmp_path: Path) -> None:
     """They see the same batches: the same training, to rounding."""
     said = killed(tmp_path, 0)
-    for ranks in (1, 3):
+    for ranks in depth((1,), (1, 3)):
         folder = tmp_path / str(ranks)
         shutil.copytree(tmp_path / "states", folder / "states")
         again = trained(ranks, folder, "--resume")
@@ -160,6 +160,7 @@ def test_a_directory_of_another_run(tmp_path: Path) -> None:
         trained(1, tmp_path, "--steps", "2")
 
 
+@pytest.mark.skipif(not thorough(), reason="takes 20 s: test_all_ranks_are_killed is by default; with --thorough")
 def test_torchrun_starts_ranks_again(uninterrupted: Trained, tmp_path: Path) -> None:
     """One is killed, torchrun starts all again, and they go on by themselves."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]

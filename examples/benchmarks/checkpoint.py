@@ -126,7 +126,7 @@ def measure(rank: int, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each mode, one a round, and of the stalls."""
     warnings.simplefilter("ignore")
     modes, order = list(args.modes), random.Random(0)
-    folder = Path(agreed(tempfile.mkdtemp(dir=args.folder)))
+    folder = Path(agreed(tempfile.mkdtemp(dir=args.folder) if rank == 0 else ""))
     both = Both(args, [*modes, "save: DCP", "save: fs"])
     saved = {"DCP": folder / "DCP", "fs": folder / "fs"}
     times: dict[str, list[float]] = {mode: [] for mode in modes} | {f"stall: {name}": [] for name in saved}
@@ -155,7 +155,7 @@ def measure(rank: int, args: argparse.Namespace) -> dict[str, Any]:
 def peak(rank: int, args: argparse.Namespace) -> dict[str, float]:
     """Megabytes that one mode takes beyond what was there, in a new process; files are there for it to load."""
     warnings.simplefilter("ignore")
-    folder = Path(agreed(tempfile.mkdtemp(dir=args.folder)))
+    folder = Path(agreed(tempfile.mkdtemp(dir=args.folder) if rank == 0 else ""))
     both = Both(args, [args.mode])
     saved = {"DCP": Path(args.saved, "DCP"), "fs": Path(args.saved, "fs")}
     both.prepare(args.mode)

@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._spec.spec import PartitionSpec, bound
 from ._files import METADATA, crc32
-from ._ranks import CheckpointError
+from ._ranks import TIMEOUT, CheckpointError, ranks_of
 
 __all__ = ["Aside", "clean", "contents", "latest"]
 
@@ -166,12 +167,16 @@ def _committed(directory: Path) -> list[tuple[float, Path]]:
     return sorted(found)
 
 
-def latest(directory: str | os.PathLike[str]) -> Path | None:
+def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None) -> Path | None:
     """The checkpoint in the directory that was saved last and is whole; None if there is none.
 
     Only what `save` has finished counts, in the order in which it did, whatever names and clocks say. One whose files are
-    missing or cut short is passed over with a warning. On several ranks call it on one, or when all see the same files.
+    missing or cut short is passed over with a warning. With a spec, whose ranks all call this, it is what the first of them
+    finds; without one each looks for itself.
     """
+    if spec is not None:
+        found = ranks_of(bound(spec), "checkpoint.latest", TIMEOUT).on_first(lambda: latest(directory), "checkpoint.latest")
+        return found and Path(found)
     for _, path in reversed(_committed(Path(directory))):
         if not (wrong := whole(path)):
             return path

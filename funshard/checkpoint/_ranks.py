@@ -24,7 +24,16 @@ T = TypeVar("T")
 SHOWN = 3
 TOLD = {
     cls.__name__: cls
-    for cls in (ValueError, TypeError, OSError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
+    for cls in (
+        ValueError,
+        TypeError,
+        MemoryError,
+        OSError,
+        FileExistsError,
+        FileNotFoundError,
+        NotADirectoryError,
+        PermissionError,
+    )
 }
 """What is raised as what it was on the rank that has raised it; all else as a CheckpointError."""
 
