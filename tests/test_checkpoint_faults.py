@@ -9,10 +9,12 @@ import os
 import pickle
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -211,6 +213,26 @@ def save_changed(rank: int, path: str, change: str) -> None:
             state |= {"more": 1} if rank else {}
         case "names":
             state["params.0"] = {"weight": torch.zeros(2)}
+        case "values":
+            state["c"] = {"a.b": 1, "a": {"b": 2}}
+        case "keys alike":
+            state["c"] = {1: 0.5, "1": 0.25}
+        case "quantized":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says that it will go
+                state["x"] = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+        case "path":
+            path += str(rank)
+        case "url":
+            path = "s3://bucket/1"
+        case "numpy":
+            state["x"] = np.float64(1.5)
+        case "spec":
+            spec = fs.whole()(model).on(spec.bound_mesh) if rank else spec
+            state = {"params": fs.shard(model, spec, rank=rank)}
+        case "replicas":
+            spec = fs.by_type(nn.Linear, p=fs.P())(model).on(spec.bound_mesh)
+            state = {"ema": {key: shard + rank for key, shard in fs.shard(model, spec).items()}}
         case _:
             state["params"] = {key: shard[:-1] for key, shard in params.items()}
     checkpoint.save(path, state, spec)
@@ -232,6 +254,22 @@ def save_changed(rank: int, path: str, change: str) -> None:
         ),
         ("length", "ValueError", r"rank 1: unit '0' of state 'params\.0': expected this rank's slice, \[\d+\]"),
         ("keys", "ValueError", r"state 'more': expected the same on all ranks, got on rank 0 nothing"),
+        ("values", "ValueError", r"state 'c\.a\.b': two of its leaves have this name"),
+        ("keys alike", "ValueError", r"state 'c\.1': two of its leaves have this name"),
+        ("quantized", "TypeError", r"state 'x': expected a plain, dense tensor, got Tensor torch\.qint8"),
+        ("path", "ValueError", r"expected one path on all ranks, got on rank 0 '.*10', on rank 1 '.*11'"),
+        ("url", "ValueError", r"expected a path in a file system that all ranks see, got 's3://bucket/1'"),
+        (
+            "numpy",
+            "TypeError",
+            r"state 'x': .*got numpy\.float64; no pickle is written: save what it is made of, by .*\.item\(\)",
+        ),
+        ("spec", "ValueError", r"the ranks of the mesh .* have different models"),
+        (
+            "replicas",
+            "ValueError",
+            r"unit '0' of state 'ema\.0\.\w+': .*same on all replicas, got others on rank 1 than on rank 0",
+        ),
         ("names", "ValueError", r"state 'params\.0\.weight': two of its leaves have this name"),
         ("lengths", "ValueError", r"unit '0' of state 'params\.0': expected this rank's slice"),
     ],
@@ -311,7 +349,9 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             return super().write_data(plan, planner)
 
     monkeypatch.setattr(_save, "Writer", Full)
-    with pytest.raises(Exception, match=r"No space left on device|unexpected pos|write"):
+    with pytest.raises(
+        (OSError, CheckpointError), match=r"No space left on device|could not be written, with [\d,]+ bytes free"
+    ):
         checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec)
     assert list(tmp_path.iterdir()) == []
 

@@ -40,7 +40,7 @@ def children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modul
 
 def reset(module: nn.Module) -> None:
     """What torch's layers do by themselves."""
-    for name in ("reset_parameters", "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else ""):
+    for name in ("reset_parameters", "_reset_parameters" if isinstance(module, nn.MultiheadAttention | nn.Transformer) else ""):
         if name and callable(fn := getattr(module, name, None)):
             fn()
 

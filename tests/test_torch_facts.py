@@ -276,12 +276,14 @@ def test_layers_with_statistics() -> None:
 
 
 def test_layers_that_reset_themselves() -> None:
-    """By reset_parameters, all of torch's that own parameters but one, which has it under another name."""
+    """By reset_parameters, but for two of torch's, which have it under another name."""
     for layer in [nn.Linear(2, 2), nn.Conv2d(1, 1, 1), nn.Embedding(2, 2), nn.LayerNorm(2), nn.BatchNorm1d(2), nn.LSTM(2, 2)]:
         assert own_reset(layer) == layer.reset_parameters
     attention = nn.MultiheadAttention(2, 1)
     assert not hasattr(attention, "reset_parameters")
     assert own_reset(attention) == attention._reset_parameters
+    whole = nn.Transformer(4, 2, 1, 1, 4, batch_first=True)
+    assert own_reset(whole) == whole._reset_parameters
     assert own_reset(nn.Sequential()) is None
 
 

@@ -17,6 +17,6 @@ Normalized = _NormBase
 def own_reset(module: nn.Module) -> Callable[[], object] | None:
     """What initialises a module by its own account. Pinned by ``test_layers_that_reset_themselves``."""
     reset = getattr(module, "reset_parameters", None)
-    if not callable(reset) and isinstance(module, nn.MultiheadAttention):
+    if not callable(reset) and isinstance(module, nn.MultiheadAttention | nn.Transformer):
         reset = module._reset_parameters
     return reset if callable(reset) else None

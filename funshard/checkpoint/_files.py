@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
+import os
 import pathlib
 import pickle
+import shutil
 import struct
 import zipfile
 from collections import OrderedDict
@@ -20,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -29,7 +32,17 @@ from ._records import DamagedError, Record, checksum, record
 
 __all__ = ["METADATA", "Reader", "Writer", "crc32", "metadata_of"]
 
-DAMAGE = (ValueError, KeyError, TypeError, RuntimeError, EOFError, struct.error, zipfile.BadZipFile, pickle.PickleError)
+DAMAGE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    OSError,
+    EOFError,
+    struct.error,
+    zipfile.BadZipFile,
+    pickle.PickleError,
+)
 """What reading bytes that are not what was written raises."""
 METADATA = ".metadata"
 """torch's name of the file that says what is in the others."""
@@ -45,6 +58,16 @@ class Writer(FileSystemWriter):
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         self._aliases: dict[str, tuple[str, ...]] = plans[0].planner_data
         return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """OSError or CheckpointError, with what is free there, where torch's own words are about its file format."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            free = shutil.disk_usage(self.path).free
+            if free < 1 << 20:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
+            raise CheckpointError(f"{self.path}: could not be written, with {free:,} bytes free there: {error}") from error
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """With the other names of tied parameters, for which nothing is written twice."""

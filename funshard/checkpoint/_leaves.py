@@ -15,9 +15,9 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import stored
 from .._units.host import rested
-from .._units.layout import coordinates, pieces
+from .._units.layout import coordinates, index, pieces
 
-__all__ = ["Leaf", "Part", "Scalar", "Slice", "Value", "Whole", "from_json", "to_json"]
+__all__ = ["Leaf", "Part", "Scalar", "Slice", "Value", "Whole", "from_json", "names_of", "to_json"]
 
 
 class Part(NamedTuple):
@@ -50,13 +50,17 @@ class Slice:
     def memory(self, spec: PartitionSpec) -> Tensor:
         """A slice to read into, with its padding, on the device where it rests, or on its way there."""
         device = None if self.encoded or "params" in self.unit.p.offloads else spec.bound_mesh.device
-        memory = torch.empty(spec.shard_numel(self.unit), dtype=self.dtype, device=device)
+        memory = torch.empty(spec.shard_numel(self.unit), dtype=self.dtype, device=device or "cpu")
         end = 0
         for piece in pieces(self.unit, spec, coordinates(spec.bound_mesh, None)):  # what is between them is zeros
             memory[end : piece.low].zero_()
             end = max(end, piece.high)
         memory[end:].zero_()
         return memory
+
+    def index(self, spec: PartitionSpec) -> int:
+        """Which slice of the unit this rank has."""
+        return index(self.unit, spec.bound_mesh, coordinates(spec.bound_mesh, None))
 
     def closed(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
         """What was read, as it is in a state."""
@@ -134,6 +138,11 @@ class Value:
 Leaf = Slice | Scalar | Whole | Value
 
 
+def names_of(leaf: Leaf) -> list[str]:
+    """All names under which it is stored."""
+    return [leaf.name] if isinstance(leaf, Whole | Value) else [name for names in leaf.names for name in names]
+
+
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -147,8 +156,8 @@ def to_json(value: object, name: str) -> Any:
         return {"dtype": str(value).removeprefix("torch.")}
     raise TypeError(
         f"state '{name}': expected a tensor, a number, a string, bytes, None or a container of such, got "
-        f"{type(value).__module__}.{type(value).__qualname__}; no pickle is written: save what it is made of, such as its "
-        "state_dict()"
+        f"{type(value).__module__}.{type(value).__qualname__}; no pickle is written: save what it is made of, by its "
+        "state_dict(), list(...), dict(...), .item() or torch.from_numpy(...)"
     )
 
 

@@ -55,6 +55,8 @@ def load(
     damaged.
     """
     spec = bound(spec)
+    if only is not None and not isinstance(only, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"checkpoint.load: only: expected the path of a part of the state, as 'params', got {only!r}")
     ranks = ranks_of(spec, "checkpoint.load", timeout)
     directory = Path(path)
     node, found, stored = ranks.together(lambda: _wanted(directory, spec, only, like, ranks), "checkpoint.load")
@@ -189,11 +191,11 @@ def _memory(leaf: Leaf, spec: PartitionSpec, stored: _Stored, ranks: Ranks) -> A
         case Slice():
             return leaf.memory(spec)
         case Scalar():
-            return torch.empty(len(leaf.names), dtype=leaf.dtype)
+            return torch.empty(len(leaf.names), dtype=leaf.dtype, device="cpu")
         case Whole():
             _, shape = stored.tensor([leaf.name], None if leaf.own else leaf.shape, leaf.dtype)
             own = leaf.own and shape[0] == ranks.size
-            return torch.empty(shape[1:] if own else shape, dtype=leaf.dtype)
+            return torch.empty(shape[1:] if own else shape, dtype=leaf.dtype, device="cpu")
 
 
 def _parts(leaf: Leaf, memory: Any, spec: PartitionSpec, stored: _Stored, ranks: Ranks) -> Iterator[Part]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from .._sharding.agree import gather_texts, talks
+from .._sharding.agree import check_ranks_agree, gather_texts, talks
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import Group, Mesh
 
@@ -138,11 +138,15 @@ class Ranks:
 
 
 def ranks_of(spec: PartitionSpec, where: str, timeout: float, *, background: bool = False) -> Ranks:
-    """The ranks of a bound spec's mesh. ValueError on simulated ranks, on sizes alone, and within a transform."""
+    """The ranks of a bound spec's mesh. ValueError on simulated ones, sizes alone, within a transform, and if specs differ."""
     known = all(isinstance(axis, Group) and axis.rank is not None for _, axis in spec.bound_mesh.axes)
     if not known or not _torch.plain():
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
-    return Ranks(spec.bound_mesh, timedelta(seconds=timeout), background=background)
+    found = Ranks(spec.bound_mesh, timedelta(seconds=timeout), background=background)
+    if found.size > 1 and not background:
+        with found.lost():
+            check_ranks_agree(spec)
+    return found
 
 
 class _Lost:
@@ -160,7 +164,7 @@ class _Lost:
         if isinstance(error, RuntimeError):
             raise CheckpointError(
                 f"one of the {self._ranks.size} ranks was lost, or did not answer in time, while they agreed on a checkpoint: "
-                f"{str(error).splitlines()[0]}"
+                f"{str(error).splitlines()[0]}; every rank has to call this, also where one file is written"
             ) from error
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
-import json
 import os
 import sys
 import threading
@@ -14,19 +12,14 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlan
 
-from .._sharding.agree import fingerprint
 from .._spec.spec import PartitionSpec, bound
 from ._commit import Aside
 from ._files import Writer
-from ._leaves import Leaf, Part, Scalar, Slice, Value, Whole, to_json
 from ._plan import Writes
+from ._planned import planned
 from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
-from ._tree import Node, described, leaves
-from ._written import written_tree
 
 __all__ = ["Saving", "save"]
 
@@ -113,6 +106,8 @@ def save(
     fails while it is written: on every rank, and nothing is at ``path`` then.
     """
     spec = bound(spec)
+    if "://" in os.fspath(path):
+        raise ValueError(f"checkpoint.save: expected a path in a file system that all ranks see, got {os.fspath(path)!r}")
     if when_busy not in ("wait", "raise"):
         raise ValueError(f"checkpoint.save: when_busy: expected 'wait' or 'raise', got {when_busy!r}")
     ranks = ranks_of(spec, "checkpoint.save", timeout)
@@ -120,7 +115,7 @@ def save(
     ranks.together(lambda: _last_one_over(when_busy), "checkpoint.save")
     saving = Saving(Path(path))
     target = saving.path.absolute()
-    writes, tree = _planned(state, spec, ranks)
+    writes, tree = planned(os.fspath(path), state, spec, ranks)
     aside = None
 
     def begin() -> str:
@@ -159,87 +154,6 @@ def _last_one_over(when_busy: str) -> None:
         if when_busy == "raise" and not saving.done():
             raise CheckpointError(f"the save to {saving.path} is still being written: expected its end; call its wait()")
         saving.wait()
-
-
-def _planned(state: Any, spec: PartitionSpec, ranks: Ranks) -> tuple[Writes, Any]:
-    """What this rank writes, and the state's structure; an error on all ranks where they do not have the same to say."""
-
-    def plan() -> tuple[Node, Writes, dict[str, str], dict[str, Any]]:
-        node, values = described(state, spec)
-        parts: list[Part] = []
-        alike: dict[str, str] = {}
-        own: dict[str, Any] = {}
-        for leaf, value in zip(leaves(node), values, strict=True):
-            _check(leaf, value)
-            _add(leaf, value, spec, ranks, parts, alike, own)
-        _refuse_twice(parts)
-        return node, Writes(parts), alike, own
-
-    with torch.no_grad():
-        node, writes, alike, own = ranks.together(plan, "checkpoint.save")
-    told = ranks.gather((_digest(alike), own))
-    if any(digest != told[0][0] for digest, _ in told):
-        ranks.together(lambda: _raise_difference(ranks.gather(alike)), "checkpoint.save")
-    owns = {name: [values[name] for _, values in told] for name in own}
-    return writes, written_tree(node, spec, owns)
-
-
-def _check(leaf: Leaf, value: Any) -> None:
-    """TypeError or ValueError, naming it, for a tensor that files cannot hold."""
-    if not isinstance(value, Tensor):
-        return
-    name = leaf.name if isinstance(leaf, Whole | Value) else leaf.names[0][0]
-    if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
-        raise TypeError(f"state '{name}': expected a plain, dense tensor, got {type(value).__name__} of layout {value.layout}")
-    if value.is_meta:
-        raise ValueError(f"state '{name}': expected a tensor with values, got one on the meta device")
-
-
-def _add(
-    leaf: Leaf, value: Any, spec: PartitionSpec, ranks: Ranks, parts: list[Part], alike: dict[str, str], own: dict[str, Any]
-) -> None:
-    match leaf:
-        case Value(name, _, True):
-            own[name] = value
-        case Value(name):
-            alike[name] = json.dumps(to_json(value, name))
-        case Slice():
-            alike[leaf.names[0][0]] = f"slices {leaf.dtype} of unit '{leaf.unit.key}'"
-            if leaf.encoded:
-                raise ValueError(
-                    f"unit '{leaf.unit.key}' is at rest in {leaf.unit.at_rest}, which is made of the model that it was frozen "
-                    "with: expected a state without it; save fs.partition(params, spec)[0]"
-                )
-            parts += leaf.parts(value, spec, ranks.rank, ranks.size)
-        case Whole(own=True):
-            alike[leaf.name] = f"each rank's own {list(leaf.shape)} {leaf.dtype}"
-            parts += leaf.parts(value, spec, ranks.rank, ranks.size)
-        case Whole() | Scalar():
-            name = leaf.name if isinstance(leaf, Whole) else leaf.names[0][0]
-            alike[name] = f"{list(value.shape)} {value.dtype} of values {int(fingerprint(value.detach()))}"
-            parts += leaf.parts(value, spec, ranks.rank, ranks.size)
-
-
-def _digest(alike: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(alike).encode()).hexdigest()
-
-
-def _raise_difference(told: list[dict[str, str]]) -> None:
-    for name in dict.fromkeys(name for one in told for name in one):
-        texts = [one.get(name, "nothing") for one in told]
-        if rank := next((rank for rank, text in enumerate(texts) if text != texts[0]), 0):
-            raise ValueError(
-                f"state '{name}': expected the same on all ranks, got on rank 0 {texts[0]}, on rank {rank} {texts[rank]}; wrap "
-                "what is each rank's own in checkpoint.per_rank"
-            )
-
-
-def _refuse_twice(parts: list[Part]) -> None:
-    seen: set[str] = set()
-    for name in (name for part in parts for name in (part.name, *part.aliases)):
-        if name in seen:
-            raise ValueError(f"state '{name}': two of its leaves have this name: expected names without such dots")
-        seen.add(name)
 
 
 def _written(directory: Path, writes: Writes, tree: Any, aside: Aside | None, ranks: Ranks) -> None:

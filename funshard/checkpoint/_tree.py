@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,8 @@ class PerRank:
 def per_rank(tree: Any) -> PerRank:
     """What is each rank's own, such as the state of its random numbers, in a state for `save`: it is stored for every rank.
 
-    It comes back, without this, on as many ranks; on another number of them `load` raises ValueError.
+    Of the same structure and shapes on all ranks. It comes back, without this, on as many of them; on another number `load`
+    raises ValueError.
     """
     return PerRank(tree)
 
@@ -171,9 +173,9 @@ def _opened(value: Any) -> tuple[tuple[Any, ...], list[Any], Made]:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         cls: Any = type(value)
         return tuple(cls._fields), list(value), lambda children: cls(*children)
-    if type(value) is dict:
-        keys = tuple(value)
-        return keys, list(value.values()), lambda children: dict(zip(keys, children, strict=True))
+    if isinstance(value, dict) and type(value) in (dict, OrderedDict):
+        keys, make = tuple(value), type(value)
+        return keys, list(value.values()), lambda children: make(zip(keys, children, strict=True))
     container: Any = value
     children, metadata, entries, unflatten = optree.tree_flatten_one_level(container, namespace=NAMESPACE)
     return tuple(entries), list(children), lambda children: unflatten(metadata, children)
@@ -181,7 +183,7 @@ def _opened(value: Any) -> tuple[tuple[Any, ...], list[Any], Made]:
 
 def _kind(value: Any) -> str:
     cls = type(value)
-    if cls in (dict, list, tuple):
+    if cls in (dict, OrderedDict, list, tuple):
         return cls.__name__
     return cls.__name__ if KNOWN.get(cls.__name__) is cls else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ def read_tree(data: Any, spec: PartitionSpec, rank: int, ranks: int, path: tuple
     def deeper(entry: Any, child: Any) -> Node:
         return read_tree(child, spec, rank, ranks, (*path, str(entry)))
 
-    if kind in ("list", "tuple", "dict", *KNOWN):
+    if kind in ("list", "tuple", "dict", "OrderedDict", *KNOWN):
         pairs = enumerate(content) if kind in ("list", "tuple") else content
         return _branch(kind, [(entry, deeper(from_json(entry), child)) for entry, child in pairs])
     if kind == "other":
@@ -139,7 +140,8 @@ def _branch(kind: str, pairs: Iterable[tuple[Any, Node]]) -> Branch:
     if kind in ("list", "tuple"):
         return Branch(kind, entries, children, list if kind == "list" else tuple)
     keys, cls = tuple(map(from_json, entries)), KNOWN.get(kind)
-    make: Made = (lambda xs: dict(zip(keys, xs, strict=True))) if cls is None else (lambda xs: cls(*xs))
+    mapping = OrderedDict if kind == "OrderedDict" else dict
+    make: Made = (lambda xs: mapping(zip(keys, xs, strict=True))) if cls is None else (lambda xs: cls(*xs))
     return Branch(kind, keys, children, make)
 
 
@@ -149,7 +151,11 @@ def part_of(data: Any, only: str) -> Any:
     while rest:
         (kind, content), *_ = data.items()
         pairs = enumerate(content) if kind in ("list", "tuple") else content if isinstance(content, list) else ()
-        names = {str(entry): child for entry, child in pairs} if kind in ("list", "tuple", "dict", "other", *KNOWN) else {}
+        names = (
+            {str(entry): child for entry, child in pairs}
+            if kind in ("list", "tuple", "dict", "OrderedDict", "other", *KNOWN)
+            else {}
+        )
         found = [name for name in names if rest == name or rest.startswith(f"{name}.")]
         if not found:
             raise ValueError(
@@ -168,7 +174,7 @@ def plain_values(data: Any, rank: int, path: tuple[str, ...] = ()) -> Iterator[t
         yield ".".join(path), from_json(content)
     elif kind == "values" and rank < len(content):
         yield ".".join(path), from_json(content[rank])
-    elif kind in ("list", "tuple", "dict", "other", *KNOWN):
+    elif kind in ("list", "tuple", "dict", "OrderedDict", "other", *KNOWN):
         for entry, child in enumerate(content) if kind in ("list", "tuple") else content:
             yield from plain_values(child, rank, (*path, str(from_json(entry))))
     elif kind == "units":

@@ -1,0 +1,129 @@
+"""What a rank writes of a state, once all ranks agree on what it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._sharding.agree import fingerprint
+from .._spec.spec import PartitionSpec
+from ._leaves import Leaf, Part, Scalar, Slice, Value, Whole, names_of, to_json
+from ._plan import Writes
+from ._ranks import Ranks
+from ._tree import Node, described, leaves
+from ._written import written_tree
+
+__all__ = ["planned"]
+
+
+def planned(path: str, state: Any, spec: PartitionSpec, ranks: Ranks) -> tuple[Writes, Any]:
+    """What this rank writes, and the state's structure; an error on all ranks where they do not have the same to say."""
+    held: dict[str, tuple[str, int, int]] = {}
+
+    def plan() -> tuple[Node, Writes, dict[str, str], dict[str, Any]]:
+        node, values = described(state, spec)
+        parts: list[Part] = []
+        alike: dict[str, str] = {}
+        own: dict[str, Any] = {}
+        for leaf, value in zip(leaves(node), values, strict=True):
+            _check(leaf, value)
+            _add(leaf, value, spec, ranks, parts, alike, own)
+            if isinstance(leaf, Slice) and spec.size(leaf.unit) < ranks.size:
+                held[leaf.names[0][0]] = leaf.unit.key, leaf.index(spec), int(fingerprint(value.detach()))
+        _refuse_twice([name for leaf in leaves(node) for name in names_of(leaf)])
+        return node, Writes(parts), alike, own
+
+    with torch.no_grad():
+        node, writes, alike, own = ranks.together(plan, "checkpoint.save")
+    told = ranks.gather((_digest(alike), own, held, path))
+    if any(digest != told[0][0] for digest, *_ in told):
+        ranks.together(lambda: _raise_difference(ranks.gather(alike)), "checkpoint.save")
+    _check_paths([theirs for *_, theirs in told])
+    _check_replicas([one for _, _, one, _ in told])
+    owns = {name: [values[name] for _, values, *_ in told] for name in own}
+    return writes, written_tree(node, spec, owns)
+
+
+def _check(leaf: Leaf, value: Any) -> None:
+    """TypeError or ValueError, naming it, for a tensor that files cannot hold."""
+    if not isinstance(value, Tensor):
+        return
+    name, *_ = names_of(leaf)
+    if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+        raise TypeError(
+            f"state '{name}': expected a plain, dense tensor, got {type(value).__name__} {value.dtype} {value.layout}"
+        )
+    if value.is_meta:
+        raise ValueError(f"state '{name}': expected a tensor with values, got one on the meta device")
+
+
+def _add(
+    leaf: Leaf, value: Any, spec: PartitionSpec, ranks: Ranks, parts: list[Part], alike: dict[str, str], own: dict[str, Any]
+) -> None:
+    match leaf:
+        case Value(name, _, True):
+            own[name] = value
+        case Value(name):
+            alike[name] = json.dumps(to_json(value, name))
+        case Slice():
+            alike[leaf.names[0][0]] = f"slices {leaf.dtype} of unit '{leaf.unit.key}'"
+            if leaf.encoded:
+                raise ValueError(
+                    f"unit '{leaf.unit.key}' is at rest in {leaf.unit.at_rest}, which is made of the model that it was frozen "
+                    "with: expected a state without it; save fs.partition(params, spec)[0]"
+                )
+            parts += leaf.parts(value, spec, ranks.rank, ranks.size)
+        case Whole(own=True):
+            alike[leaf.name] = f"each rank's own, of one shape on all, {list(leaf.shape)} {leaf.dtype}"
+            parts += leaf.parts(value, spec, ranks.rank, ranks.size)
+        case Whole() | Scalar():
+            name = leaf.name if isinstance(leaf, Whole) else leaf.names[0][0]
+            alike[name] = f"{list(value.shape)} {value.dtype} of digest {int(fingerprint(value.detach())):x}"
+            parts += leaf.parts(value, spec, ranks.rank, ranks.size)
+
+
+def _digest(alike: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(alike).encode()).hexdigest()
+
+
+def _raise_difference(told: list[dict[str, str]]) -> None:
+    for name in dict.fromkeys(name for one in told for name in one):
+        texts = [one.get(name, "nothing") for one in told]
+        if rank := next((rank for rank, text in enumerate(texts) if text != texts[0]), 0):
+            raise ValueError(
+                f"state '{name}': expected the same on all ranks, got on rank 0 {texts[0]}, on rank {rank} {texts[rank]}; wrap "
+                "what is each rank's own in checkpoint.per_rank, and save what is sharded by another spec with that"
+            )
+
+
+def _check_paths(paths: list[str]) -> None:
+    if other := next((rank for rank, path in enumerate(paths) if path != paths[0]), 0):
+        raise ValueError(
+            f"checkpoint.save: expected one path on all ranks, got on rank 0 {paths[0]!r}, on rank {other} {paths[other]!r}"
+        )
+
+
+def _check_replicas(told: list[dict[str, tuple[str, int, int]]]) -> None:
+    """ValueError, naming the unit, where replicas have drifted apart: each writes a part of what all of them hold."""
+    for name in told[0]:
+        first: dict[int, tuple[int, int]] = {}
+        for rank, held in enumerate(told):
+            key, index, digest = held[name]
+            before, expected = first.setdefault(index, (rank, digest))
+            if digest != expected:
+                raise ValueError(
+                    f"unit '{key}' of state '{name}': expected the same on all replicas, got others on rank {rank} than on "
+                    f"rank {before}; average them first, as by fs.averaging.average"
+                )
+
+
+def _refuse_twice(names: list[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"state '{name}': two of its leaves have this name: expected names without such dots")
+        seen.add(name)
