@@ -69,6 +69,7 @@ def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe:
         watched = worst.watched
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
     begin = _shared_groups()
+    torch.manual_seed(0)  # what a task brings may import a module that makes a model
     try:
         while (task := pipe.recv()) is not None:
             fn, args = task
@@ -80,6 +81,7 @@ def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe:
                 pipe.send((True, result, _crowded()))
             except BaseException:  # every failure goes to the parent
                 pipe.send((False, traceback.format_exc(), True))
+            torch.manual_seed(0)
     except (EOFError, KeyboardInterrupt):
         pass
     finally:
