@@ -152,8 +152,9 @@ class Values:
         if (nbytes := sum(slot.nbytes for slot in beside)) > most:
             foreign = {i: self._reach[i] - self._own[self._runs[i].module] for i in runs}
             widest = max(runs, key=lambda i: sum(slot.nbytes for slot in foreign[i]))
+            what = f"touches {sample(foreign[widest])}" if foreign[widest] else f"is tied to {sample(beside)}"
             raise ValueError(
-                f"init: the initialiser of {self._runs[widest]} touches {sample(foreign[widest])}, in other units: with it "
+                f"init: the initialiser of {self._runs[widest]} {what}, in other units: with it "
                 f"{nbytes:,} bytes would be held beside a unit, and the largest unit has {most:,}; expected an init_fn that "
                 "leaves each module to itself, or a policy with one unit around them"
             )
