@@ -322,6 +322,17 @@ def test_tensors_of_every_kind(tmp_path: Path) -> None:
     assert not (tmp_path / "2").exists()
 
 
+def test_a_parameter_that_has_another_first_name_now(tmp_path: Path) -> None:
+    """Tied to a layer that the model did not have when it was saved, and that comes before."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    spec = fs.by_type(nn.Linear)(model)
+    checkpoint.save(tmp_path / "1", {"params": fs.shard(model, spec)}, spec)
+    more = nn.ModuleDict({"a": nn.Linear(3, 3), "0": model[0], "1": model[1]})
+    more["a"].weight, more["a"].bias = model[0].weight, model[0].bias
+    found = checkpoint.load(tmp_path / "1", other := fs.whole()(more), only="params")
+    assert_same(found, fs.shard(more, other))
+
+
 def _meanwhile(rank: int, path: str) -> None:
     """Loading, and refusing to save, while a thread of each rank is at another place of its write."""
     import time

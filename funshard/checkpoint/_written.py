@@ -99,8 +99,8 @@ def _read_units(content: Any, spec: PartitionSpec, path: tuple[str, ...]) -> dic
         if not there:
             continue
         (first, (_, _, slot)), *_ = there
-        for param, (_, dtype, other) in there:
-            names.discard(saved[param.name][0] if param.name in saved else first.name)
+        for param, (name, dtype, other) in there:
+            names.discard(name)
             if dtype != str(param.dtype).removeprefix("torch."):
                 raise ValueError(
                     f"parameter '{param.name}': expected {dtype}, as the checkpoint has it, got {param.dtype} in the spec; "
