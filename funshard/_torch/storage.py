@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = [
     "copy_on_write",
     "counter",
     "group",
+    "host_bytes",
     "is_strided",
     "joined",
     "overlaps",
@@ -32,6 +34,15 @@ __all__ = [
     "taken_over",
     "version",
 ]
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the host, to read and write, for as long as the tensor lives: without NumPy."""
+    return (
+        memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+        if tensor.nbytes
+        else memoryview(b"")
+    )
 
 
 def overwrite(target: Tensor, source: Tensor, *, told: bool = True) -> None:

@@ -11,7 +11,6 @@ import shutil
 import time
 import uuid
 import warnings
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from .._spec.spec import PartitionSpec, bound
 from ._files import METADATA, crc32
 from ._ranks import TIMEOUT, CheckpointError, ranks_of
+from ._records import checksum
 
 __all__ = ["Aside", "clean", "contents", "latest"]
 
@@ -44,7 +44,7 @@ class Aside:
         self.path = path.absolute()
         _refuse_existing(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        known = (number for number, _ in _committed(self.path.parent) if number < math.inf)
+        known = (number for number, *_ in _committed(self.path.parent) if number < math.inf)
         self.sequence = 1 + max(known, default=0)
         self.aside = _beside(self.path)
         new = self.aside.with_suffix(NEW)
@@ -65,7 +65,7 @@ class Aside:
         }
         text = json.dumps(content)
         with (self.aside / OWN).open("w") as file:
-            json.dump({"crc32": zlib.crc32(text.encode()), "content": text}, file)
+            json.dump({"crc32": checksum(text.encode()), "content": text}, file)
             file.flush()
             os.fsync(file.fileno())
         self.publish(written)
@@ -128,7 +128,7 @@ def contents(path: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{path}: its file '{OWN}' is damaged: {error}") from error
     try:
         outer = json.loads(text)
-        if zlib.crc32(outer["content"].encode()) != outer["crc32"]:
+        if checksum(outer["content"].encode()) != outer["crc32"]:
             raise ValueError("its checksum is not what was written")
         found = json.loads(outer["content"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -140,31 +140,31 @@ def contents(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def whole(path: Path) -> str:
-    """What is wrong with a checkpoint, as far as the sizes of its files say; "" if nothing."""
-    try:
-        found = contents(path) or {}
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    for name, size in found.get("files", {}).items():
+def _committed(directory: Path) -> list[tuple[float, Path, str]]:
+    """``(sequence, path, what is wrong)`` of what `save` has put into a directory, the oldest first.
+
+    What is wrong is "" for a checkpoint that is whole, as far as the sizes of its files say; the sequence of one that cannot
+    be read is infinity.
+    """
+    found: list[tuple[float, Path, str]] = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name.endswith((ASIDE, NEW)):
+            continue
+        try:
+            if content := contents(path):
+                found.append((content["sequence"], path, _wrong_file(path, content["files"])))
+        except (CheckpointError, OSError) as error:
+            if (path / OWN).is_file():
+                found.append((math.inf, path, str(error)))
+    return sorted(found)
+
+
+def _wrong_file(path: Path, sizes: Mapping[str, int]) -> str:
+    for name, size in sizes.items():
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
             return f"{path}: its file '{name}' is {'cut short' if file.is_file() else 'missing'}"
     return ""
-
-
-def _committed(directory: Path) -> list[tuple[float, Path]]:
-    """``(sequence, path)`` of what `save` has put into a directory, the oldest first; infinity where it cannot be read."""
-    found: list[tuple[float, Path]] = []
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name.endswith((ASIDE, NEW)) or not (path / OWN).is_file():
-            continue
-        try:
-            content = contents(path)
-        except (CheckpointError, OSError):
-            content = None
-        found.append((content["sequence"] if content else math.inf, path))
-    return sorted(found)
 
 
 def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None) -> Path | None:
@@ -175,10 +175,9 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
     finds; without one each looks for itself.
     """
     if spec is not None:
-        found = ranks_of(bound(spec), "checkpoint.latest", TIMEOUT).on_first(lambda: latest(directory), "checkpoint.latest")
-        return found and Path(found)
-    for _, path in reversed(_committed(Path(directory))):
-        if not (wrong := whole(path)):
+        return ranks_of(bound(spec), "checkpoint.latest", TIMEOUT).on_first(lambda: latest(directory), "checkpoint.latest")
+    for _, path, wrong in reversed(_committed(Path(directory))):
+        if not wrong:
             return path
         warnings.warn(f"checkpoint.latest: passed over a damaged checkpoint: {wrong}", stacklevel=2)
     return None
@@ -193,7 +192,7 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
     if keep < 1:
         raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
     directory = Path(directory)
-    good = [path for _, path in _committed(directory) if not whole(path)]
+    good = [path for _, path, wrong in _committed(directory) if not wrong]
     removed: list[Path] = []
     for path in good[:-keep]:
         aside = _beside(path)

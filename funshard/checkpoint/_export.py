@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _torch
 from .._sharding.agree import check_ranks_agree, talks
 from .._sharding.full import gather_to_first
 from .._spec.fits import check_mapping, check_params, whole_unit
@@ -105,17 +105,14 @@ def export(
         for file in files:
             (aside.aside / file.name).write_bytes(file.header)
 
-    def on_first(do: Callable[[], None]) -> None:
-        ranks.together(lambda: do() if ranks.rank == 0 else None, "checkpoint.export")
-
     try:
-        on_first(begin)
+        ranks.on_first(begin, "checkpoint.export")
         with torch.no_grad():
             for unit in spec:
                 full = _gathered(params, unit, spec)
-                on_first(lambda full=full: _write(aside, files, full))
+                ranks.on_first(lambda full=full: _write(aside, files, full), "checkpoint.export")
                 del full  # before the next one is gathered
-            on_first(lambda: _close(aside, files, _others(params, spec, buffers or {})))
+            ranks.on_first(lambda: _close(aside, files, _others(params, spec, buffers or {})), "checkpoint.export")
     except BaseException:
         if aside is not None:
             aside.abandon()
@@ -238,14 +235,7 @@ def _write(aside: Aside | None, files: list[_File], tensors: Mapping[str, Tensor
                     offset, entry = file.places[name]
                     opened.seek(offset)
                     dense = tensors[name].to("cpu", entry.dtype).contiguous()  # alive for as long as its memory is read
-                    opened.write(_bytes(dense))
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a dense tensor of the host."""
-    if not tensor.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+                    opened.write(_torch.host_bytes(dense))
 
 
 def _close(aside: Aside | None, files: list[_File], others: Mapping[str, Tensor]) -> None:

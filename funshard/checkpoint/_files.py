@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import io
 import os
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from .. import _torch
 from ._ranks import CheckpointError
 from ._records import DamagedError, Record, checksum, record
 
@@ -130,7 +130,7 @@ class Reader(FileSystemReader):
     def _into(self, memory: Tensor, file: BinaryIO, offset: int, found: Record) -> None:
         if not found.nbytes:
             return
-        raw = memoryview((ctypes.c_char * found.nbytes).from_address(memory.data_ptr())).cast("B")
+        raw = _torch.host_bytes(memory)
         file.seek(offset + found.offset)
         at = 0
         while at < len(raw) and (read := file.readinto(raw[at:])):  # pyright: ignore[reportAttributeAccessIssue]

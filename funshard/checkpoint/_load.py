@@ -20,7 +20,7 @@ from ._files import Reader, metadata_of
 from ._leaves import Leaf, Part, Scalar, Slice, Value, Whole
 from ._plan import Reads
 from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
-from ._tree import Node, Units, build, described, leaves, stored_names
+from ._tree import Node, Units, build, described, leaves, parameters
 from ._written import check_ranks, part_of, plain_values, read_tree
 
 __all__ = ["load"]
@@ -114,8 +114,8 @@ class _Stored:
             out[clean_name(key)] = "" if clean_name(key) in out else key
         return {name: key for name, key in out.items() if key}
 
-    def tensor(self, names: Sequence[str], shape: Sequence[int] | None, dtype: torch.dtype) -> tuple[str, tuple[int, ...]]:
-        """``(key, shape)`` of a stored tensor; ValueError unless it is there, of this shape, dtype and whole."""
+    def shape(self, names: Sequence[str], shape: Sequence[int] | None, dtype: torch.dtype) -> tuple[int, ...]:
+        """Of a stored tensor; ValueError unless it is there, of this shape, dtype and whole."""
         key = self.key(names)
         tensor = None if key is None else self.metadata.state_dict_metadata[key]
         if key is None or not isinstance(tensor, TensorStorageMetadata):
@@ -129,7 +129,11 @@ class _Stored:
             raise CheckpointError(
                 f"tensor '{key}': expected {math.prod(tensor.size)} elements in the checkpoint, got {elements}"
             )
-        return key, tuple(tensor.size)
+        return tuple(tensor.size)
+
+    def shape_of(self, leaf: Whole) -> tuple[int, ...]:
+        """The same of one that all ranks have alike, or, with a row for each that saved it, each its own."""
+        return self.shape([leaf.name], None if leaf.own else leaf.shape, leaf.dtype)
 
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -155,7 +159,7 @@ def _wanted(
     elif own:
         node = read_tree(part_of(own["state"], only or ""), spec, ranks.rank, ranks.size, path)
     else:
-        node = _parameters(spec, stored, path)
+        node = Units(only or "", {unit.key: parameters(unit, path) for unit in spec}, whole=True)  # a state_dict of others
     for leaf in leaves(node):
         if isinstance(leaf, Value):
             if leaf.name not in found:
@@ -165,20 +169,14 @@ def _wanted(
     return node, found, stored
 
 
-def _parameters(spec: PartitionSpec, stored: _Stored, path: tuple[str, ...]) -> Node:
-    """The parameters, of which others have saved a state_dict at this path."""
-    slices = (Slice(unit, stored_names(unit, path, ()), unit.dtype, unit.at_rest is not None) for unit in spec)
-    return Units(".".join(path), {leaf.unit.key: leaf for leaf in slices}, whole=True)
-
-
 def _check(leaf: Slice | Scalar | Whole, stored: _Stored, ranks: Ranks) -> None:
     if isinstance(leaf, Whole):
-        _, shape = stored.tensor([leaf.name], None if leaf.own else leaf.shape, leaf.dtype)
+        shape = stored.shape_of(leaf)
         if leaf.own and not leaf.averaged:
             check_ranks(leaf.name, shape[0], ranks.size)
         return
     for param, names in zip(leaf.unit.params, leaf.names, strict=True):
-        stored.tensor(names, param.shape if isinstance(leaf, Slice) else (), leaf.dtype)
+        stored.shape(names, param.shape if isinstance(leaf, Slice) else (), leaf.dtype)
 
 
 # --- Memory for it. ---
@@ -193,7 +191,7 @@ def _memory(leaf: Leaf, spec: PartitionSpec, stored: _Stored, ranks: Ranks) -> A
         case Scalar():
             return torch.empty(len(leaf.names), dtype=leaf.dtype, device="cpu")
         case Whole():
-            _, shape = stored.tensor([leaf.name], None if leaf.own else leaf.shape, leaf.dtype)
+            shape = stored.shape_of(leaf)
             own = leaf.own and shape[0] == ranks.size
             return torch.empty(shape[1:] if own else shape, dtype=leaf.dtype, device="cpu")
 
@@ -208,8 +206,8 @@ def _parts(leaf: Leaf, memory: Any, spec: PartitionSpec, stored: _Stored, ranks:
             named = enumerate(leaf.names)
             parts = (Part(names[0], names[1:], (), (), 0, memory[i : i + 1], 0, 1) for i, names in named)
         case Whole():
-            _, shape = stored.tensor([leaf.name], None if leaf.own else leaf.shape, leaf.dtype)
-            begin = ranks.rank * memory.numel() if leaf.own and memory.dim() < len(shape) else 0
+            row = leaf.own and memory.dim() == len(leaf.shape)
+            shape, begin = (*((ranks.size,) if row else ()), *memory.shape), ranks.rank * memory.numel() * row
             parts = [Part(leaf.name, (), shape, tuple(range(len(shape))), begin, memory.view(-1), 0, 1)]
     for part in parts:
         key = stored.key([part.name, *part.aliases])

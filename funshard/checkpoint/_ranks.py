@@ -99,22 +99,26 @@ class Ranks:
 
     def together(self, do: Callable[[], T], where: str) -> T:
         """What it gives on this rank; if it raises on any rank, an error on all of them that says on which."""
-        try:
-            value, error = do(), None
-        except Exception as raised:
-            value, error = None, raised
-        except BaseException:  # an interrupt, which the others cannot be told
-            self.forget()
-            raise
-        told = self.gather(None if error is None else (type(error).__name__, str(error)))
-        self._raise({rank: text for rank, text in enumerate(told) if text is not None}, where, error)
-        return value  # pyright: ignore[reportReturnType]
+        return self._tried(do, where, lambda value: None)[0]
 
     def on_first(self, do: Callable[[], T], where: str) -> T:
         """What it gives on the first rank, on all of them; its error too."""
-        found: list[T] = []
-        self.together(lambda: found.append(do()) if self.rank == 0 else None, where)
-        return self.gather(found[0] if found else None)[0]  # pyright: ignore[reportReturnType]
+        return self._tried(lambda: do() if self.rank == 0 else None, where, lambda value: value)[1][0]
+
+    def _tried(self, do: Callable[[], T], where: str, said: Callable[[T], Any]) -> tuple[T, list[Any]]:
+        """``(what it gives here, what all ranks say of what it gave)``."""
+        value, error, message = None, None, None
+        try:
+            value = do()
+            message = said(value)
+        except Exception as raised:
+            error = raised
+        except BaseException:  # an interrupt, which the others cannot be told
+            self.forget()
+            raise
+        told = self.gather((None if error is None else (type(error).__name__, str(error)), message))
+        self._raise({rank: text for rank, (text, _) in enumerate(told) if text is not None}, where, error)
+        return value, [message for _, message in told]  # pyright: ignore[reportReturnType]
 
     def _raise(self, errors: dict[int, tuple[str, str]], where: str, own: Exception | None) -> None:
         if not errors:

@@ -20,11 +20,11 @@ from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.layout import Params
 from ._export import DTYPES, INDEX, SINGLE
-from ._leaves import Part, Slice
+from ._leaves import Part
 from ._load import clean_name
 from ._plan import boxed
 from ._ranks import TIMEOUT, CheckpointError, ranks_of
-from ._tree import stored_names
+from ._tree import parameters
 
 __all__ = ["read_safetensors"]
 
@@ -202,7 +202,7 @@ def _check(stored: _Stored, param: Param, unit: Unit, *, cast: bool) -> None:
 
 
 def _read(unit: Unit, stored: Mapping[str, _Stored], spec: PartitionSpec, rank: int, ranks: int) -> Tensor:
-    leaf = Slice(unit, stored_names(unit, (), ()), unit.dtype, unit.at_rest is not None)
+    leaf = parameters(unit)
     memory = leaf.memory(spec)
     for part in leaf.parts(memory, spec, rank, ranks):
         first, *others = _of(spec.by_name[part.name][1], stored)

@@ -20,7 +20,20 @@ from ..compress._powersgd import PowerSGD
 from ..loss_scale import LossScale
 from ._leaves import Leaf, Scalar, Slice, Value, Whole, to_json
 
-__all__ = ["KNOWN", "Branch", "Made", "Node", "PerRank", "Units", "build", "described", "leaves", "per_rank", "stored_names"]
+__all__ = [
+    "KNOWN",
+    "Branch",
+    "Made",
+    "Node",
+    "PerRank",
+    "Units",
+    "build",
+    "described",
+    "leaves",
+    "parameters",
+    "per_rank",
+    "stored_names",
+]
 
 KNOWN = {cls.__name__: cls for cls in (Averaging, LossScale, PowerSGD)}
 """Containers that are made anew from a file alone, beside dict, list and tuple."""
@@ -159,6 +172,11 @@ def stored_names(unit: Unit, path: Sequence[str], slot: Sequence[str]) -> tuple[
         tuple(".".join((*path, name, *slot)) for name in (param.name, *(n for n in param.names if n != param.name)))
         for param in unit.params
     )
+
+
+def parameters(unit: Unit, path: Sequence[str] = ()) -> Slice:
+    """The unit's parameters, as the part of a state at this path."""
+    return Slice(unit, stored_names(unit, path, ()), unit.dtype, unit.at_rest is not None)
 
 
 def _fits(tensor: Tensor, unit: Unit, spec: PartitionSpec) -> bool:
