@@ -1,1 +1,1 @@
-"""functional_call: a model on sharded parameters while it runs: call.py enters, modes.py chooses, gathering.py runs."""
+"""functional_call: a model on sharded parameters while it runs: call.py enters, modes.py chooses, running.py runs."""

@@ -1,4 +1,4 @@
-"""functional_call: a module on sharded parameters, one unit gathered at a time (gathering.py)."""
+"""functional_call: a module on sharded parameters, one unit gathered at a time (running.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._transforms.explained import about_arguments, about_meta, arguments, chec
 from .._units.flow import reduction_over
 from . import in_graph
 from .buffers import warn_of_lost
-from .gathering import Call
+from .running import Call
 from .swap import Place
 
 __all__ = ["functional_call"]

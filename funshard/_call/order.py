@@ -12,8 +12,8 @@ from .. import _torch
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec, checked
 from .._transforms.explained import arguments
-from .gathering import Call
 from .modes import Scheduled
+from .running import Call
 from .swap import Place
 
 __all__ = ["trace_order"]

@@ -1,0 +1,133 @@
+"""Which units are gathered while forward runs, and when they are let go.
+
+A unit is gathered when its module is entered (or, used from outside, when first touched) and let go when the module that
+was running then is left. Letting go is dropping a reference: nothing is ever resized or freed by hand, so whatever user
+code still holds stays readable.
+
+What would hold the buffer until backward is autograd, which saves weights. Saved-tensor hooks put in their place how to
+have them again: this view of that unit. When backward asks for it, the unit is gathered again, once, and let go when the
+gradient of its buffer is complete, which is also when that gradient is reduce-scattered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._spec.spec import PartitionSpec
+from .._spec.unit import Unit
+from .._transforms.keep import known, unseen
+from .._transforms.rerun import running
+from .modes import Gathered, Mode, given
+from .resting import Resting
+from .watch import written_error
+
+__all__ = ["Scopes"]
+
+
+class Scopes:
+    """The gathered units of one call, each in the run of a module that it was gathered in; the first scope is the call's."""
+
+    def __init__(self, mode: Mode, params: Mapping[str, Tensor], spec: PartitionSpec, rests: Resting | None) -> None:
+        self._mode, self._rests = mode, rests
+        self._differentiable, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.hook = self._outer = _torch.pack_hook()  # the first is what replaces saved tensors while forward runs
+        self._outer_reentrant = _torch.reentrant_checkpoints()
+        self._inside = running()
+        self.active = given(params, spec)
+        self._scopes: list[list[Gathered]] = [[]]
+        self._pending: list[Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
+        self._written: tuple[Unit, str] | None = None  # a parameter that forward has written to
+
+    def gather(self, unit: Unit) -> Gathered:
+        """The unit, gathered now or still alive."""
+        if running() != self._inside:
+            raise RuntimeError(
+                f"unit '{unit.key}' is read inside of {running()[-1]}, which does not own it: there it would have no gradient; "
+                "expected the parameter among the arguments, or P(remat=True) for a module around both"
+            )
+        if (hook := _torch.pack_hook()) is not self.hook or not torch.is_grad_enabled():
+            self._refuse_checkpoints(unit, hook)
+        gathered = self.active.get(unit.key)
+        if gathered is not None and (not gathered.level or gathered.level <= _torch.level()):
+            if gathered in self._pending:
+                self._pending.remove(gathered)
+                self._scopes[-1].append(gathered)
+            return gathered
+        self.free(self._pending)
+        if self._written:
+            raise written_error(*self._written)
+        probe = torch.is_inference_mode_enabled() and not self._inference
+        # a gather under no_grad or in inference mode must serve uses outside of it
+        with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
+            gathered = unseen(self._mode.gather, unit)
+        gathered.watch.views = known(gathered.views, unit.key, self._mode.params.get(unit.key))
+        if self._rests and not gathered.frees:
+            self._rests.hold(gathered.views)
+        self.active[unit.key] = gathered
+        self._scopes[-1].append(gathered)
+        return gathered
+
+    def _refuse_checkpoints(self, unit: Unit, hook: Callable[..., object] | None) -> None:
+        inside = hook is not self._outer and hook is not None and hook.__module__ == "torch.utils.checkpoint"
+        quiet = self._differentiable and not torch.is_grad_enabled()  # as in a reentrant checkpoint, or by the user's wish
+        if inside or (quiet and _torch.reentrant_checkpoints() > self._outer_reentrant):
+            raise RuntimeError(
+                f"unit '{unit.key}': torch.utils.checkpoint inside functional_call would recompute with the module's own "
+                "parameters, not with these: expected none; checkpoint the functional_call as a whole"
+            )
+
+    def free(self, many: list[Gathered], *, keep_for_backward: bool = False) -> None:
+        """Let go of these, or leave their buffers to backward."""
+        for gathered in many:
+            if (what := gathered.watch.written()) and not self._written:
+                self._written = gathered.unit, what
+            if self.active.get(gathered.unit.key) is gathered:
+                del self.active[gathered.unit.key]
+            gathered.views = ()
+            self._mode.leave(gathered, keep=keep_for_backward)
+        many.clear()
+
+    def enter(self, units: list[Unit]) -> None:
+        """A module's run begins: its units are gathered, and what is gathered from here on is freed where it ends."""
+        self._scopes.append([])
+        try:
+            for unit in units:
+                self.gather(unit)
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """The run that was entered last has ended."""
+        for gathered in self._scopes.pop():
+            (self._pending if gathered.frees else self._scopes[0]).append(gathered)
+
+    def innermost(self) -> list[Gathered]:
+        """What was gathered in the run that was entered last."""
+        return self._scopes[-1]
+
+    @contextlib.contextmanager
+    def forward(self) -> Generator[None]:
+        """Within this, forward runs; what is gathered afterwards is let go. RuntimeError if it wrote to a parameter."""
+        cause: Exception | None = None
+        interrupted = True
+        try:
+            yield
+            interrupted = False
+        except Exception as error:
+            cause, interrupted = error, False
+            if self.active and "is a view and is being modified inplace" in str(error):  # torch has refused it already
+                unit = next(reversed(self.active.values())).unit
+                self._written = self._written or (unit, f"a view, as {', '.join(repr(p.name) for p in unit.params)}")
+            raise
+        finally:
+            self.free(self._pending, keep_for_backward=True)
+            self.free(self._scopes[0], keep_for_backward=True)
+            self.free(list(self.active.values()))
+            if self._written and not interrupted:
+                raise written_error(*self._written) from cause
