@@ -337,18 +337,18 @@ def _meanwhile(rank: int, path: str) -> None:
     """Loading, and refusing to save, while a thread of each rank is at another place of its write."""
     import time
 
-    from funshard.checkpoint import _files
+    from funshard.checkpoint import _writer
 
     model, spec = made("whole", 1)
     params = fs.shard(model, spec)
     checkpoint.save(f"{path}/0", params, spec)
-    real = _files.Writer.write_data
+    real = _writer.Writer.write_data
 
     def slow(self: Any, plan: Any, planner: Any) -> Any:
         time.sleep(0.2 + 0.4 * rank)
         return real(self, plan, planner)
 
-    _files.Writer.write_data = slow  # pyright: ignore[reportAttributeAccessIssue]
+    _writer.Writer.write_data = slow  # pyright: ignore[reportAttributeAccessIssue]
     try:
         saving = checkpoint.save(f"{path}/1", params, spec, asynchronous=True)
         with pytest.raises(checkpoint.CheckpointError, match="still being written"):
@@ -358,7 +358,7 @@ def _meanwhile(rank: int, path: str) -> None:
             time.sleep(0.1)
         assert_same(checkpoint.load(saving.wait(), spec), params)
     finally:
-        _files.Writer.write_data = real
+        _writer.Writer.write_data = real
 
 
 def test_threads_do_not_mix_with_what_ranks_say(gloo2: Pool, tmp_path: Path) -> None:

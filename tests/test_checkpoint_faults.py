@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError, _commit, _files, _save
+from funshard.checkpoint import CheckpointError, _commit, _files, _save, _writer
 from funshard.checkpoint._records import record
 
 
@@ -311,18 +311,18 @@ def test_simulated_ranks_do_not_save(tmp_path: Path) -> None:
 
 def _fails(rank: int, path: str, where: int, error: str) -> None:
     """One rank's writer fails: no space, a file system that is read-only."""
-    real = _files.Writer.write_data
+    real = _writer.Writer.write_data
 
     def write_data(self: Any, plan: Any, planner: Any) -> Any:
         if rank == where:
             raise OSError(*{"full": (28, "No space left on device"), "read-only": (30, "Read-only file system")}[error])
         return real(self, plan, planner)
 
-    _files.Writer.write_data = write_data  # pyright: ignore[reportAttributeAccessIssue]
+    _writer.Writer.write_data = write_data  # pyright: ignore[reportAttributeAccessIssue]
     try:
         write(rank, path, 2)
     finally:
-        _files.Writer.write_data = real
+        _writer.Writer.write_data = real
 
 
 @pytest.mark.parametrize("where", [0, 1])
@@ -343,7 +343,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written by torch's own writer to a device that is full."""
     model, spec = made()
 
-    class Full(_files.Writer):
+    class Full(_writer.Writer):
         def write_data(self, plan: Any, planner: Any) -> Any:
             (Path(self.path) / "__0_0.distcp").symlink_to("/dev/full")
             return super().write_data(plan, planner)

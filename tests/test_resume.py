@@ -24,8 +24,8 @@ from ranks import Pool, ended, launch, start
 from torch import nn
 
 import funshard as fs
-from funshard.checkpoint._files import Writer
 from funshard.checkpoint._plan import Writes
+from funshard.checkpoint._writer import Writer
 
 
 def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_staging_fails_on_one_rank(gloo2: Pool, tmp_path: Path) -> None:
 ENDS = """
 import sys, time, torch, torch.distributed as dist, funshard as fs
 from torch import nn
-from funshard.checkpoint._files import Writer
+from funshard.checkpoint._writer import Writer
 write = Writer.write_data
 def slowly(self, plan, planner):
     time.sleep(0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,6 +47,13 @@ def test_bound_device(fake_group: str) -> None:
     assert _torch.bound_device(group) is None
     group.bound_device_id = torch.device("cuda", 1)
     assert _torch.bound_device(group) == torch.device("cuda", 1)
+
+
+def test_stored_at() -> None:
+    """`_torch.stored_at` gives what torch's reader looks at, of the class that is in its files."""
+    found = _torch.stored_at("__0_0.distcp", 3, 5)
+    assert (found.relative_path, found.offset, found.length, found.transform_descriptors) == ("__0_0.distcp", 3, 5, None)
+    assert b"torch.distributed.checkpoint.filesystem\n_StorageInfo" in pickle.dumps(found, 2)
 
 
 def test_grad_over_raw_collectives_raises(fake_group: str) -> None:

@@ -6,6 +6,7 @@ and runs, storages, and process groups.
 
 from .backward import *
 from .dispatch import *
+from .files import *
 from .levels import *
 from .storage import *
 from .streams import *

@@ -1,13 +1,10 @@
-"""The files of torch.distributed.checkpoint: its own to write, and read without running what is in them, and checked."""
+"""The files of torch.distributed.checkpoint, read without running what is in them, and checked."""
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 import pathlib
 import pickle
-import shutil
 import struct
 import zipfile
 from collections import OrderedDict
@@ -20,17 +17,16 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from .. import _torch
 from ._ranks import CheckpointError
 from ._records import DamagedError, Record, checksum, record
 
-__all__ = ["METADATA", "Reader", "Writer", "crc32", "metadata_of"]
+__all__ = ["METADATA", "Reader", "crc32", "metadata_of"]
 
 DAMAGE = (
     ValueError,
@@ -46,42 +42,6 @@ DAMAGE = (
 """What reading bytes that are not what was written raises."""
 METADATA = ".metadata"
 """torch's name of the file that says what is in the others."""
-
-
-class Writer(FileSystemWriter):
-    """torch's files, a file of each rank; ``written`` are their sizes, on the first rank, when all is written."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False)
-        self.written: dict[str, int] = {}
-
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        self._aliases: dict[str, tuple[str, ...]] = plans[0].planner_data
-        return super().prepare_global_plan(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """OSError or CheckpointError, with what is free there, where torch's own words are about its file format."""
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            free = shutil.disk_usage(self.path).free
-            if free < 1 << 20:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
-            raise CheckpointError(f"{self.path}: could not be written, with {free:,} bytes free there: {error}") from error
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """With the other names of tied parameters, for which nothing is written twice."""
-        for result in (result for some in results for result in some):
-            info: Any = result.storage_data
-            end = info.offset + info.length
-            self.written[info.relative_path] = max(self.written.get(info.relative_path, 0), end)
-        again = [
-            WriteResult(MetadataIndex(other, result.index.offset, result.index.index), 0, result.storage_data)
-            for some in results
-            for result in some
-            for other in self._aliases.get(result.index.fqn, ())
-        ]
-        super().finish(metadata, [*results, again])
 
 
 class Reader(FileSystemReader):

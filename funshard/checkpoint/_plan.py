@@ -114,17 +114,7 @@ class Writes(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        return _alone(self._items[write_item.index][1])
-
-
-def _alone(view: Tensor) -> Tensor:
-    """The same memory as a tensor that has nothing else in its storage: torch would copy it, to save no more than it."""
-    if view.device.type != "cpu" or not view.is_contiguous():
-        return view
-    try:
-        return torch.from_dlpack(view)
-    except (RuntimeError, BufferError, TypeError):  # a dtype that DLPack does not have
-        return view
+        return self._items[write_item.index][1]
 
 
 _staging: list[Tensor] = []

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from .._spec.spec import PartitionSpec, bound
 from ._commit import Aside
-from ._files import Writer
 from ._plan import Writes
 from ._planned import planned
 from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
+from ._writer import Writer
 
 __all__ = ["Saving", "save"]
 
@@ -159,7 +159,7 @@ def _last_one_over(when_busy: str) -> None:
 def _written(directory: Path, writes: Writes, tree: Any, aside: Aside | None, ranks: Ranks) -> None:
     """Write, as torch.distributed.checkpoint.save does, and on the first rank commit."""
     failed = "checkpoint.save: nothing was saved"
-    writer, metadata = Writer(directory), None
+    writer, metadata = Writer(directory, ranks.rank), None
 
     def plans_of_all() -> list[SavePlan]:
         nonlocal metadata
@@ -174,7 +174,6 @@ def _written(directory: Path, writes: Writes, tree: Any, aside: Aside | None, ra
         writer.finish(metadata, results)
         aside.commit(tree, writer.written)
 
-    writer.set_up_storage_writer(ranks.rank == 0, rank=ranks.rank)
     given = ranks.to_first(ranks.together(lambda: writer.prepare_local_plan(writes.create_local_plan()), failed))
     plan = ranks.from_first(ranks.together(plans_of_all, failed))
     results = ranks.to_first(ranks.together(lambda: writer.write_data(plan, writes).wait(), failed))
