@@ -363,6 +363,30 @@ def test_a_directory_that_cannot_be_written_to(gloo2: Pool, tmp_path: Path) -> N
     gloo2.run(expect, "OSError", text, write, str(tmp_path / "file" / "1"))
 
 
+def test_all_is_flushed_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file, after its last write, and the directory; then the rename, and the entry of that."""
+    model, spec = made()
+    seen: list[Any] = []
+    fsync, rename = os.fsync, os.rename
+
+    def flushed(handle: int) -> None:
+        seen.append((os.fstat(handle).st_ino, os.fstat(handle).st_size))
+        fsync(handle)
+
+    def renamed(old: Any, new: Any) -> None:
+        seen.append(new)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec)
+    at = seen.index(tmp_path / "1")
+    files = [(file.stat().st_ino, file.stat().st_size) for file in (tmp_path / "1").iterdir()]
+    assert len(files) == 3
+    assert set(files) <= set(seen[:at])
+    assert [inode for inode, _ in (seen[at - 1], seen[at + 1])] == [path.stat().st_ino for path in (tmp_path / "1", tmp_path)]
+
+
 # --- Several writers. ---
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Generator, Mapping
+import struct
+from collections.abc import Generator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -23,8 +24,10 @@ __all__ = [
     "check_ranks_agree",
     "fingerprint",
     "fingerprints",
+    "gather_numbers",
     "gather_texts",
     "process_group",
+    "spec_numbers",
     "talks",
     "telling",
 ]
@@ -39,6 +42,11 @@ def _lines(spec: PartitionSpec) -> list[str]:
         for unit in spec
         for p in unit.params
     ]
+
+
+def spec_numbers(spec: PartitionSpec) -> list[int]:
+    """Numbers that are alike on ranks for whose specs `check_ranks_agree` would find nothing."""
+    return list(struct.unpack("<4q", hashlib.sha256("\n".join(_lines(spec)).encode()).digest()))
 
 
 MEND = (
@@ -172,6 +180,11 @@ def _rows(row: Tensor, mesh: Mesh) -> Tensor:
     for axis in reversed(_talking(mesh)):
         rows = all_gather(rows, axis)
     return rows
+
+
+def gather_numbers(numbers: Sequence[int], mesh: Mesh, device: torch.device) -> list[list[int]]:
+    """As many numbers of all ranks of the mesh, in its row-major order: one small all-gather per axis."""
+    return _rows(torch.tensor(numbers, dtype=torch.int64, device=device), mesh).tolist()
 
 
 def gather_texts(text: str, mesh: Mesh, device: torch.device) -> list[str]:

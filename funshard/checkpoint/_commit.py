@@ -64,10 +64,9 @@ class Aside:
             "state": tree,
         }
         text = json.dumps(content)
-        with (self.aside / OWN).open("w") as file:
-            json.dump({"crc32": checksum(text.encode()), "content": text}, file)
-            file.flush()
-            os.fsync(file.fileno())
+        (self.aside / OWN).write_text(json.dumps({"crc32": checksum(text.encode()), "content": text}))
+        for name in (METADATA, OWN):  # when both are written: the first flush takes what a journal has of the other too
+            _flush(self.aside / name)
         self.publish(written)
 
     def publish(self, written: Mapping[str, int]) -> None:
@@ -110,8 +109,9 @@ def _refuse_existing(path: Path) -> None:
         )
 
 
-def _flush(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    """What was written to a file, or the entries of a directory."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

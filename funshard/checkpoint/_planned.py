@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,35 +18,53 @@ from ._ranks import Ranks
 from ._tree import Node, described, leaves
 from ._written import written_tree
 
-__all__ = ["planned"]
+__all__ = ["Planned", "planned"]
+
+Said: TypeAlias = tuple[str, dict[str, Any], dict[str, tuple[str, int, int]]]
 
 
-def planned(path: str, state: Any, spec: PartitionSpec, ranks: Ranks) -> tuple[Writes, Any]:
-    """What this rank writes, and the state's structure; an error on all ranks where they do not have the same to say."""
+@dataclass(frozen=True)
+class Planned:
+    """What a rank has to write of a state, and what it says of it to the others."""
+
+    spec: PartitionSpec
+    node: Node
+    writes: Writes
+    alike: dict[str, str]
+    """What all ranks must have alike, by name."""
+    own: dict[str, Any]
+    """The plain values that are each rank's own, by name."""
+    held: dict[str, tuple[str, int, int]]
+    """Of what several ranks hold, by name: the unit, which slice this rank has, and a digest of it."""
+
+    def said(self) -> Said:
+        """What all ranks hear of it."""
+        return hashlib.sha256(json.dumps(self.alike).encode()).hexdigest(), self.own, self.held
+
+    def agreed(self, told: list[Said], ranks: Ranks) -> Any:
+        """The structure of the state, if all ranks say the same; or else ValueError on all of them."""
+        if any(digest != told[0][0] for digest, *_ in told):
+            _raise_difference(ranks.gather(self.alike))
+        _check_replicas([held for *_, held in told])
+        owns = {name: [values[name] for _, values, _ in told] for name in self.own}
+        return written_tree(self.node, self.spec, owns)
+
+
+def planned(state: Any, spec: PartitionSpec, ranks: Ranks) -> Planned:
+    """What this rank has to write. ValueError, TypeError for a state that cannot be saved."""
+    node, values = described(state, spec)
+    parts: list[Part] = []
+    alike: dict[str, str] = {}
+    own: dict[str, Any] = {}
     held: dict[str, tuple[str, int, int]] = {}
-
-    def plan() -> tuple[Node, Writes, dict[str, str], dict[str, Any]]:
-        node, values = described(state, spec)
-        parts: list[Part] = []
-        alike: dict[str, str] = {}
-        own: dict[str, Any] = {}
+    with torch.no_grad():
         for leaf, value in zip(leaves(node), values, strict=True):
             _check(leaf, value)
             _add(leaf, value, spec, ranks, parts, alike, own)
             if isinstance(leaf, Slice) and spec.size(leaf.unit) < ranks.size:
                 held[leaf.names[0][0]] = leaf.unit.key, leaf.index(spec), int(fingerprint(value.detach()))
         _refuse_twice([name for leaf in leaves(node) for name in names_of(leaf)])
-        return node, Writes(parts), alike, own
-
-    with torch.no_grad():
-        node, writes, alike, own = ranks.together(plan, "checkpoint.save")
-    told = ranks.gather((_digest(alike), own, held, path))
-    if any(digest != told[0][0] for digest, *_ in told):
-        ranks.together(lambda: _raise_difference(ranks.gather(alike)), "checkpoint.save")
-    _check_paths([theirs for *_, theirs in told])
-    _check_replicas([one for _, _, one, _ in told])
-    owns = {name: [values[name] for _, values, *_ in told] for name in own}
-    return writes, written_tree(node, spec, owns)
+        return Planned(spec, node, Writes(parts), alike, own, held)
 
 
 def _check(leaf: Leaf, value: Any) -> None:
@@ -86,10 +105,6 @@ def _add(
             parts += leaf.parts(value, spec, ranks.rank, ranks.size)
 
 
-def _digest(alike: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(alike).encode()).hexdigest()
-
-
 def _raise_difference(told: list[dict[str, str]]) -> None:
     for name in dict.fromkeys(name for one in told for name in one):
         texts = [one.get(name, "nothing") for one in told]
@@ -98,13 +113,6 @@ def _raise_difference(told: list[dict[str, str]]) -> None:
                 f"state '{name}': expected the same on all ranks, got on rank 0 {texts[0]}, on rank {rank} {texts[rank]}; wrap "
                 "what is each rank's own in checkpoint.per_rank, and save what is sharded by another spec with that"
             )
-
-
-def _check_paths(paths: list[str]) -> None:
-    if other := next((rank for rank, path in enumerate(paths) if path != paths[0]), 0):
-        raise ValueError(
-            f"checkpoint.save: expected one path on all ranks, got on rank 0 {paths[0]!r}, on rank {other} {paths[other]!r}"
-        )
 
 
 def _check_replicas(told: list[dict[str, tuple[str, int, int]]]) -> None:

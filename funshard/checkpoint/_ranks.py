@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
@@ -11,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from .._sharding.agree import check_ranks_agree, gather_texts, talks
+from .._sharding.agree import check_ranks_agree, gather_numbers, spec_numbers, talks
 from .._spec.spec import PartitionSpec
-from ..collectives._mesh import Group, Mesh
+from ..collectives._mesh import Group
 
 __all__ = ["TIMEOUT", "CheckpointError", "Ranks", "ranks_of"]
 
@@ -21,6 +23,7 @@ TIMEOUT = 600.0
 """Seconds that ranks wait for one that is lost."""
 
 T = TypeVar("T")
+M = TypeVar("M")
 SHOWN = 3
 TOLD = {
     cls.__name__: cls
@@ -52,23 +55,38 @@ class Ranks:
 
     _groups: ClassVar[dict[tuple[object, ...], dist.ProcessGroup]] = {}
 
-    def __init__(self, mesh: Mesh, timeout: timedelta, *, background: bool = False) -> None:
+    def __init__(self, spec: PartitionSpec, timeout: timedelta) -> None:
+        mesh = spec.bound_mesh
         self.rank, self.size = 0, 1
         self.group: dist.ProcessGroup | None = None
         if not talks(mesh):
             return
-        device = mesh.device or torch.device("cpu")
-        self.size = math.prod(size for _, size in mesh.sizes)
-        key = (tuple(axis for _, axis in mesh.axes), timeout, background)
-        self.group = self._groups.get(key)
+        self.size, self._timeout = math.prod(size for _, size in mesh.sizes), timeout
+        self._axes = tuple(axis for _, axis in mesh.axes)
+        self.group, other = (self._groups.get((self._axes, timeout, background)) for background in (False, True))
         with self.lost():
-            told = [text.split() for text in gather_texts(f"{dist.get_rank()} {_alive(self.group)}", mesh, device)]
-        ranks = [int(rank) for rank, _ in told]
-        self.rank = ranks.index(dist.get_rank())
-        if any(alive == "False" for _, alive in told):
+            own = [dist.get_rank(), _alive(self.group), _alive(other), *spec_numbers(spec)]
+            told = gather_numbers(own, mesh, mesh.device or torch.device("cpu"))
+            if any(row[3:] != own[3:] for row in told):
+                check_ranks_agree(spec)
+        self._members, foreground, background = ([row[i] for row in told] for i in range(3))
+        self._made = {False: all(foreground), True: all(background)}
+        self.rank = self._members.index(dist.get_rank())
+        self.group = self._group(background=False)
+
+    def in_background(self) -> Ranks:
+        """The same ranks, over another group."""
+        found = copy.copy(self)
+        found.group = None if self.group is None else self._group(background=True)
+        return found
+
+    def _group(self, *, background: bool) -> dist.ProcessGroup:
+        key = self._axes, self._timeout, background
+        if not self._made[background]:
             local = self.size < dist.get_world_size()  # torch names such a group by how many this rank has
-            made: Any = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=local)
-            self.group = self._groups[key] = made
+            made: Any = dist.new_group(self._members, self._timeout, "gloo", use_local_synchronization=local)
+            self._groups[key] = made
+        return self._groups[key]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
@@ -88,39 +106,64 @@ class Ranks:
             dist.gather_object(value, found, group=self.group, group_dst=0)
         return found or []
 
-    def from_first(self, values: list[T]) -> T:
-        """This rank's one of the first rank's values."""
+    def from_first(self, value: T) -> T:
+        """The first rank's, on every rank; that it is False or empty costs the least."""
         if self.group is None:
-            return values[0]
-        found: list[Any] = [None]
+            return value
+        raw = torch.frombuffer(bytearray(pickle.dumps(value) if value else b"\0"), dtype=torch.uint8)
+        length = torch.tensor(len(raw) if value else 0)
         with self.lost():
-            dist.scatter_object_list(found, values or None, group=self.group, group_src=0)
-        return found[0]
+            dist.broadcast(length, group=self.group, group_src=0)
+            if not int(length):
+                return value if self.rank == 0 else type(value)()
+            raw = raw if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(raw, group=self.group, group_src=0)
+        return pickle.loads(bytes(raw.tolist()))
 
     def together(self, do: Callable[[], T], where: str) -> T:
         """What it gives on this rank; if it raises on any rank, an error on all of them that says on which."""
-        return self._tried(do, where, lambda value: None)[0]
+        return self.heard(do, where, lambda value: None)[0]
 
     def on_first(self, do: Callable[[], T], where: str) -> T:
         """What it gives on the first rank, on all of them; its error too."""
-        return self._tried(lambda: do() if self.rank == 0 else None, where, lambda value: value)[1][0]
+        return self.heard(lambda: do() if self.rank == 0 else None, where, lambda value: value)[1][0]  # pyright: ignore[reportReturnType]
 
-    def _tried(self, do: Callable[[], T], where: str, said: Callable[[T], Any]) -> tuple[T, list[Any]]:
-        """``(what it gives here, what all ranks say of what it gave)``."""
-        value, error, message = None, None, None
-        try:
+    def heard(self, do: Callable[[], T], where: str, said: Callable[[T], M]) -> tuple[T, list[M]]:
+        """``(what it gives here, what all ranks say of what it gave)``; the error of one is an error of all."""
+        message: Any = None
+
+        def told() -> T:
+            nonlocal message
             value = do()
             message = said(value)
-        except Exception as raised:
-            error = raised
+            return value
+
+        value, error = self._tried(told)
+        every = self.gather((_told(error), message))
+        self._raise([text for text, _ in every], where, error)
+        return value, [message for _, message in every]  # pyright: ignore[reportReturnType]
+
+    def ended_by_first(self, do: Callable[[], T], end: Callable[[list[T]], None], where: str) -> None:
+        """Each does something, and the first ends it with what all have got; the error of one is an error of all."""
+        value, error = self._tried(do)
+        every: list[Any] = self.to_first((_told(error), value))
+        errors = [text for text, _ in every]
+        if self.rank == 0 and not any(errors):
+            _, error = self._tried(lambda: end([value for _, value in every]))
+            errors = [_told(error)]
+        self._raise(self.from_first(errors if any(errors) else []), where, error)
+
+    def _tried(self, do: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        try:
+            return do(), None
+        except Exception as error:
+            return None, error
         except BaseException:  # an interrupt, which the others cannot be told
             self.forget()
             raise
-        told = self.gather((None if error is None else (type(error).__name__, str(error)), message))
-        self._raise({rank: text for rank, (text, _) in enumerate(told) if text is not None}, where, error)
-        return value, [message for _, message in told]  # pyright: ignore[reportReturnType]
 
-    def _raise(self, errors: dict[int, tuple[str, str]], where: str, own: Exception | None) -> None:
+    def _raise(self, told: list[tuple[str, str] | None], where: str, own: Exception | None) -> None:
+        errors = {rank: text for rank, text in enumerate(told) if text is not None}
         if not errors:
             return
         (kind, text), *_ = errors.values()
@@ -141,16 +184,16 @@ class Ranks:
             del self._groups[key]
 
 
-def ranks_of(spec: PartitionSpec, where: str, timeout: float, *, background: bool = False) -> Ranks:
+def ranks_of(spec: PartitionSpec, where: str, timeout: float) -> Ranks:
     """The ranks of a bound spec's mesh. ValueError on simulated ones, sizes alone, within a transform, and if specs differ."""
     known = all(isinstance(axis, Group) and axis.rank is not None for _, axis in spec.bound_mesh.axes)
     if not known or not _torch.plain():
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
-    found = Ranks(spec.bound_mesh, timedelta(seconds=timeout), background=background)
-    if found.size > 1 and not background:
-        with found.lost():
-            check_ranks_agree(spec)
-    return found
+    return Ranks(spec, timedelta(seconds=timeout))
+
+
+def _told(error: Exception | None) -> tuple[str, str] | None:
+    return None if error is None else (type(error).__name__, str(error))
 
 
 class _Lost:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from .._spec.spec import PartitionSpec, bound
 from ._commit import Aside
 from ._plan import Writes
-from ._planned import planned
+from ._planned import Planned, planned
 from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
 from ._writer import Writer
 
@@ -111,42 +112,57 @@ def save(
     if when_busy not in ("wait", "raise"):
         raise ValueError(f"checkpoint.save: when_busy: expected 'wait' or 'raise', got {when_busy!r}")
     ranks = ranks_of(spec, "checkpoint.save", timeout)
-    writing = ranks_of(spec, "checkpoint.save", timeout, background=True) if asynchronous else ranks
-    ranks.together(lambda: _last_one_over(when_busy), "checkpoint.save")
+    writing = ranks.in_background() if asynchronous else ranks
     saving = Saving(Path(path))
     target = saving.path.absolute()
-    writes, tree = planned(os.fspath(path), state, spec, ranks)
-    aside = None
+    begun = _Begun()
 
-    def begin() -> str:
-        nonlocal aside
-        aside = Aside(target)
-        return str(aside.aside)
+    def begin() -> Planned:
+        _last_one_over(when_busy)
+        plan = planned(state, spec, ranks)
+        begun.writes = plan.writes
+        begun.aside = Aside(target) if ranks.rank == 0 else None
+        if asynchronous:
+            plan.writes.stage()
+        return plan
 
-    @contextlib.contextmanager
-    def abandoned() -> Generator[None]:
-        try:
-            yield
-        except BaseException:
-            writes.ended()
-            if aside is not None:
-                aside.abandon()
-            raise
+    def said(plan: Planned) -> tuple[str, str, Any]:
+        return os.fspath(path), str(begun.aside and begun.aside.aside), plan.said()
 
     def write() -> None:
-        with abandoned():
-            _written(directory, writes, tree, aside, writing)
-            writes.ended()
+        with begun.or_undone():
+            _write(directory, plan.writes, tree, begun.aside, writing)
+            plan.writes.ended()
 
-    with abandoned():
-        directory = Path(ranks.on_first(begin, "checkpoint.save"))
-        if asynchronous:
-            ranks.together(writes.stage, "checkpoint.save")
+    with begun.or_undone():
+        plan, told = ranks.heard(begin, "checkpoint.save", said)
+        _check_paths([theirs for theirs, *_ in told])
+        tree = plan.agreed([theirs for *_, theirs in told], ranks)
+        directory = Path(told[0][1])
     if asynchronous:
         saving._start(write)
     else:
         write()
     return saving
+
+
+class _Begun:
+    """What a save has taken until it ends."""
+
+    def __init__(self) -> None:
+        self.writes: Writes | None = None
+        self.aside: Aside | None = None
+
+    @contextlib.contextmanager
+    def or_undone(self) -> Generator[None]:
+        try:
+            yield
+        except BaseException:
+            if self.writes is not None:
+                self.writes.ended()
+            if self.aside is not None:
+                self.aside.abandon()
+            raise
 
 
 def _last_one_over(when_busy: str) -> None:
@@ -156,25 +172,26 @@ def _last_one_over(when_busy: str) -> None:
         saving.wait()
 
 
-def _written(directory: Path, writes: Writes, tree: Any, aside: Aside | None, ranks: Ranks) -> None:
-    """Write, as torch.distributed.checkpoint.save does, and on the first rank commit."""
-    failed = "checkpoint.save: nothing was saved"
-    writer, metadata = Writer(directory, ranks.rank), None
+def _check_paths(paths: list[str]) -> None:
+    if other := next((rank for rank, path in enumerate(paths) if path != paths[0]), 0):
+        raise ValueError(
+            f"checkpoint.save: expected one path on all ranks, got on rank 0 {paths[0]!r}, on rank {other} {paths[other]!r}"
+        )
 
-    def plans_of_all() -> list[SavePlan]:
-        nonlocal metadata
-        if ranks.rank > 0:
-            return []
-        plans, metadata = writes.create_global_plan(given)
-        return writer.prepare_global_plan(plans)
 
-    def commit() -> None:
-        assert metadata is not None
+def _write(directory: Path, writes: Writes, tree: Any, aside: Aside | None, ranks: Ranks) -> None:
+    """Each rank writes its file, and tells the first what is where in it, which describes and commits it."""
+    writer = Writer(directory, ranks.rank)
+
+    def write() -> tuple[SavePlan, list[WriteResult]]:
+        plan = writes.create_local_plan()
+        return plan, writer.write_data(plan, writes).wait()
+
+    def commit(told: list[tuple[SavePlan, list[WriteResult]]]) -> None:
         assert aside is not None
-        writer.finish(metadata, results)
+        plans, metadata = writes.create_global_plan([plan for plan, _ in told])
+        writer.prepare_global_plan(plans)
+        writer.finish(metadata, [results for _, results in told])
         aside.commit(tree, writer.written)
 
-    given = ranks.to_first(ranks.together(lambda: writer.prepare_local_plan(writes.create_local_plan()), failed))
-    plan = ranks.from_first(ranks.together(plans_of_all, failed))
-    results = ranks.to_first(ranks.together(lambda: writer.write_data(plan, writes).wait(), failed))
-    ranks.on_first(commit, failed)
+    ranks.ended_by_first(write, commit, "checkpoint.save: nothing was saved")

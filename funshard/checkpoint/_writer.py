@@ -34,7 +34,7 @@ class Writer(FileSystemWriter):
     """torch's files, a file of each rank; ``written`` are their sizes, on the first rank, when all is written."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False)
+        super().__init__(path, single_file_per_rank=True, sync_files=False, overwrite=False)
         self.set_up_storage_writer(rank == 0, rank=rank)
         self.written: dict[str, int] = {}
 
@@ -61,8 +61,9 @@ class Writer(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """With the other names of tied parameters, for which nothing is written twice."""
+        """With the other names of tied parameters, for which nothing is written twice. Who commits it flushes it."""
         again: list[WriteResult] = []
+        result: Any
         for result in itertools.chain.from_iterable(results):
             info: Any = result.storage_data
             self.written[info.relative_path] = max(self.written.get(info.relative_path, 0), info.offset + info.length)
