@@ -42,6 +42,12 @@ def write(rank: int, path: str, step: int = 1) -> None:
     checkpoint.save(path, {"params": fs.shard(model, spec), "step": step}, spec)
 
 
+def write_over(rank: int, path: str, step: int) -> None:
+    told = pytest.warns(UserWarning, match="takes the place of a damaged checkpoint")
+    with contextlib.nullcontext() if rank else told:
+        write(rank, path, step)
+
+
 def expect(rank: int, kind: str, text: str, do: Callable[..., Any], *args: Any) -> None:
     """The call raises this on every rank, within seconds."""
     begin = time.monotonic()
@@ -124,16 +130,82 @@ def newer(path: Path) -> None:
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_damage(gloo2: Pool, tmp_path: Path, damage: Callable[[Path], None], kind: str, text: str) -> None:
-    """It names tensor and file on every rank; `latest` passes over what is cut short or missing, and the one before loads."""
+    """It names tensor and file on every rank; `latest` passes over what is cut short or missing, and the one before loads.
+
+    What it passes over, a save to the same path takes the place of, and of nothing else.
+    """
     gloo2.run(write, str(tmp_path / "1"))
     gloo2.run(write, str(tmp_path / "2"), 2)
     damage(tmp_path / "2")
     gloo2.run(expect, kind, text, read, str(tmp_path / "2"))
+    there = (tmp_path / "2").exists()
     if damage is not flipped:  # sizes say nothing of that
-        there = (tmp_path / "2").exists()
         with pytest.warns(UserWarning, match="passed over a damaged checkpoint") if there else contextlib.nullcontext():
             assert checkpoint.latest(tmp_path) == tmp_path / "1"
     gloo2.run(read, str(tmp_path / "1"))
+    if damage in (flipped, newer):
+        gloo2.run(expect, "FileExistsError", "expected a path where nothing is", write, str(tmp_path / "2"), 3)
+    else:
+        gloo2.run(write_over if there else write, str(tmp_path / "2"), 3)
+        gloo2.run(read, str(tmp_path / "2"))
+        assert checkpoint.latest(tmp_path) == tmp_path / "2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def damaged(path: Path) -> tuple[fs.Params, fs.PartitionSpec]:
+    model, spec = made()
+    checkpoint.save(path, fs.shard(model, spec), spec)
+    file = path / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size // 2)
+    return fs.shard(model, spec), spec
+
+
+OVER = "checkpoint.save: takes the place of a damaged checkpoint: .*__0_0.distcp' is cut short"
+
+
+@pytest.mark.parametrize("where", ["written", "renamed"])
+def test_a_damaged_one_stays_until_another_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Where the save fails it is as it was; and a warning says that it will go."""
+    path = tmp_path / "1"
+    params, spec = damaged(path)
+    before = {file.name: file.stat().st_size for file in path.iterdir()}
+    rename, fails = os.rename, [OSError(5, "Input/output error")]
+
+    def renamed(old: Any, new: Any) -> None:
+        if new == path and fails:
+            raise fails.pop()
+        rename(old, new)
+
+    def written(*_: object) -> None:
+        raise fails.pop()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((os, "rename", renamed) if where == "renamed" else (_writer.Writer, "write_data", written)))
+        with pytest.warns(UserWarning, match=OVER), pytest.raises(OSError, match="Input/output error"):
+            checkpoint.save(path, params, spec)
+    assert {file.name: file.stat().st_size for file in path.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.warns(UserWarning, match=OVER):
+        checkpoint.save(path, params, spec)
+    assert all(shard.equal(params[key]) for key, shard in checkpoint.load(path, spec).items())
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_whole_one_that_has_come_in_the_meantime_stays(tmp_path: Path) -> None:
+    """Also if it comes between the last look at the damaged one and its going; `export` does not look for damage."""
+    path = tmp_path / "1"
+    params, spec = damaged(path)
+    with pytest.raises(FileExistsError, match="expected a path where nothing is"):
+        checkpoint.export(params, spec, path)
+    with pytest.warns(UserWarning, match=OVER):
+        aside = _commit.Aside(path, over_damaged=True)
+    with pytest.warns(UserWarning, match=OVER):
+        checkpoint.save(path, params, spec)
+    with pytest.raises(FileExistsError, match="expected a path where nothing is"):
+        aside._damaged_aside()
+    aside.abandon()
+    assert checkpoint.latest(tmp_path) == path
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_every_flipped_byte_of_a_tensor_is_found(tmp_path: Path) -> None:

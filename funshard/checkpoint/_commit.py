@@ -37,12 +37,13 @@ VERSION = 1
 class Aside:
     """The directory beside ``path`` in which a checkpoint is written, locked for as long as its writer lives.
 
-    Raises FileExistsError where there is something at ``path``.
+    Raises FileExistsError where there is something at ``path``, unless ``over_damaged`` it is what `latest` passes over.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-        _refuse_existing(self.path)
+    def __init__(self, path: Path, *, over_damaged: bool = False) -> None:
+        self.path, self._over_damaged = path.absolute(), over_damaged
+        if wrong := self._refuse_existing():
+            warnings.warn(f"checkpoint.save: takes the place of a damaged checkpoint: {wrong}", stacklevel=2)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         known = (number for number, *_ in _committed(self.path.parent) if number < math.inf)
         self.sequence = 1 + max(known, default=0)
@@ -75,15 +76,40 @@ class Aside:
             if (got := (self.aside / name).stat().st_size) != size:
                 raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
         _flush(self.aside)
-        _refuse_existing(self.path)
+        damaged = self._damaged_aside() if self._refuse_existing() else None
         try:
             os.rename(self.aside, self.path)
         except OSError:
-            _refuse_existing(self.path)  # what has come in the meantime
+            if damaged is not None:
+                with contextlib.suppress(OSError):
+                    os.rename(damaged, self.path)
+            self._refuse_existing()  # what has come in the meantime
             raise
         _flush(self.path.parent)
         (self.path / LOCK).unlink(missing_ok=True)
         self._unlock()
+        if damaged is not None:
+            shutil.rmtree(damaged, ignore_errors=True)
+
+    def _refuse_existing(self) -> str:
+        """FileExistsError for what may not go from the path; what is wrong with that which may, "" if there is nothing."""
+        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+            return ""
+        if self._over_damaged and (wrong := _damage(self.path)):
+            return wrong
+        raise FileExistsError(
+            f"{self.path}: expected a path where nothing is, such as one with the number of the step in its name; a checkpoint "
+            "that is whole is never written over"
+        )
+
+    def _damaged_aside(self) -> Path:
+        """Where the damaged checkpoint is then, until it is removed by this process or by `clean`."""
+        moved = _beside(self.path)
+        os.rename(self.path, moved)
+        if not _damage(moved):  # another has come in the meantime
+            os.rename(moved, self.path)
+            self._refuse_existing()
+        return moved
 
     def abandon(self) -> None:
         """Take away what was written, if it has not been published."""
@@ -101,14 +127,6 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{ASIDE}")
 
 
-def _refuse_existing(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(
-            f"{path}: expected a path where nothing is, such as one with the number of the step in its name; a checkpoint is "
-            "never written over another"
-        )
-
-
 def _flush(path: Path) -> None:
     """What was written to a file, or the entries of a directory."""
     handle = os.open(path, os.O_RDONLY)
@@ -116,6 +134,10 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class NewerError(CheckpointError):
+    """One that is not damaged, but of a version of this library to come."""
 
 
 def contents(path: Path) -> dict[str, Any] | None:
@@ -134,7 +156,7 @@ def contents(path: Path) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: its file '{OWN}' is damaged: {error}") from error
     if found["version"] > VERSION:
-        raise CheckpointError(f"{path}: of version {found['version']}, expected at most {VERSION}: use a newer funshard")
+        raise NewerError(f"{path}: of version {found['version']}, expected at most {VERSION}: use a newer funshard")
     if not (path / METADATA).is_file() or crc32(path / METADATA) != found["metadata"]:
         raise CheckpointError(f"{path}: its file '{METADATA}' is damaged or missing")
     return found
@@ -157,6 +179,19 @@ def _committed(directory: Path) -> list[tuple[float, Path, str]]:
             if (path / OWN).is_file():
                 found.append((math.inf, path, str(error)))
     return sorted(found)
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with a checkpoint that `save` has written there, as far as `latest` looks; "" with anything else."""
+    try:
+        content = contents(path)
+    except NewerError:
+        return ""
+    except CheckpointError as error:
+        return str(error)
+    except OSError:  # nobody knows
+        return ""
+    return _wrong_file(path, content["files"]) if content else ""
 
 
 def _wrong_file(path: Path, sizes: Mapping[str, int]) -> str:

@@ -94,17 +94,18 @@ def save(
 
     The files are DCP's; ``funshard.json`` beside them has the state's structure and plain values. They are written into a
     directory aside, checked, flushed, and renamed to ``path`` as the last thing: a checkpoint is there as a whole or not at
-    all, and none is written over. What goes wrong on one rank is an error on all of them: so is a rank that is lost, for
-    which the others wait ``timeout`` seconds at most.
+    all, and none that is whole is written over. One that `latest` passes over as damaged gives up its place, with a warning:
+    when the new one is there: a loop that went on from the one before comes by the same step again. What goes wrong on one
+    rank is an error on all of them: so is a rank that is lost, for which the others wait ``timeout`` seconds at most.
 
     ``asynchronous`` returns when this rank's share is copied to memory of the host; a thread writes it, over a process group
     of its own, while training goes on, also in place. `Saving.wait` gives the path or the error; otherwise an error comes up
     at the next `save`. A save before the last one has ended waits for it, or with ``when_busy="raise"`` raises
     CheckpointError. The process does not end before it is written; wait for it before ``destroy_process_group``.
 
-    Raises FileExistsError where there is something at ``path``, ValueError, naming unit and leaf, for a slice that is not of
-    this spec and mesh and for what ranks have differently, TypeError for what is none of the above, CheckpointError for what
-    fails while it is written: on every rank, and nothing is at ``path`` then.
+    Raises FileExistsError where there is anything else at ``path``, ValueError, naming unit and leaf, for a slice that is not
+    of this spec and mesh and for what ranks have differently, TypeError for what is none of the above, CheckpointError for
+    what fails while it is written: on every rank, and nothing new is at ``path`` then.
     """
     spec = bound(spec)
     if "://" in os.fspath(path):
@@ -121,7 +122,7 @@ def save(
         _last_one_over(when_busy)
         plan = planned(state, spec, ranks)
         begun.writes = plan.writes
-        begun.aside = Aside(target) if ranks.rank == 0 else None
+        begun.aside = Aside(target, over_damaged=True) if ranks.rank == 0 else None
         if asynchronous:
             plan.writes.stage()
         return plan
