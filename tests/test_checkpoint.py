@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,6 +180,30 @@ def test_replicas_write_each_byte_once(gloo4: Pool, tmp_path: Path) -> None:
     assert max(sizes) <= 1.1 * min(sizes)
 
 
+def test_plain_values_in_the_state_of_units(tmp_path: Path) -> None:
+    """They are stored for each parameter, so that other units have them; of those in one unit they must be alike."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    fine, coarse = fs.by_type(nn.Linear)(model), fs.whole()(model)
+
+    def state(spec: fs.PartitionSpec, count: Callable[[int], Any]) -> State:
+        return {key: {"m": x, "n": (count(i), "x")} for i, (key, x) in enumerate(fs.shard(model, spec).items())}
+
+    def like(spec: fs.PartitionSpec) -> State:
+        return state(spec, lambda i: 0)
+
+    checkpoint.save(tmp_path / "1", {"opt": state(fine, lambda i: math.nan)}, fine)
+    for spec in (fine, coarse):
+        for found in (checkpoint.load(tmp_path / "1", spec), checkpoint.load(tmp_path / "1", spec, like={"opt": like(spec)})):
+            assert_same({k: v["m"] for k, v in found["opt"].items()}, fs.shard(model, spec))
+            assert all(math.isnan(v["n"][0]) and v["n"][1] == "x" for v in found["opt"].values())
+    checkpoint.save(tmp_path / "2", {"opt": state(fine, lambda i: i)}, fine)
+    assert_same(checkpoint.load(tmp_path / "2", fine, like={"opt": like(fine)})["opt"], state(fine, lambda i: i))
+    with pytest.raises(ValueError, match=r"state 'opt\.1\.\w+\.n\.0': expected the same as 'opt\.0\.\w+\.n\.0'.*, 0, got 1"):
+        checkpoint.load(tmp_path / "2", coarse, like={"opt": like(coarse)})
+    with pytest.raises(ValueError, match=r"unit '' of state 'opt': expected one kind of state for all of its parameters"):
+        checkpoint.load(tmp_path / "2", coarse)
+
+
 class Own(NamedTuple):
     """A container of the caller's own."""
 
@@ -198,6 +222,45 @@ def test_containers_of_the_callers_own_need_like(tmp_path: Path) -> None:
     assert_same(checkpoint.load(tmp_path / "a", spec, only="params"), state.params)
     meta = {key: shard.to("meta") for key, shard in state.params.items()}
     assert_same(checkpoint.load(tmp_path / "a", spec, like=Own(meta, 0)), state)
+
+
+def containers(params: fs.Params) -> State:
+    """All of the standard library that a file names, also by keys of units and in their states, with what makes them so."""
+    seen = defaultdict(list, b=[1], a=[torch.arange(2)])
+    return {
+        "params": OrderedDict(params),
+        "opt": defaultdict(dict, {key: defaultdict(float, mean=shard * 2, count=3) for key, shard in params.items()}),
+        "seen": seen,
+        "count": Counter({"b": 2, 3: 1, b"c": 0}),
+        "recent": deque([1.5, torch.ones(2), deque()], maxlen=4),
+        "factories": [defaultdict(f, x=1) for f in (None, bool, bytes, dict, float, int, list, set, str, tuple, deque)],
+    }
+
+
+def _containers(rank: int, path: str) -> None:
+    model, spec = made("by_type", 1)
+    state = containers(fs.shard(model, spec))
+    checkpoint.save(path, state, spec)
+    found = checkpoint.load(path, spec)
+    for got in (found, checkpoint.load(path, spec, like=state), {k: checkpoint.load(path, spec, only=k) for k in state}):
+        assert_same(got, state)
+        assert [*got["count"]] == [*state["count"]]
+    assert found["seen"]["new"] == []
+    assert found["count"]["new"] == 0
+    found["recent"].extend(range(9))
+    assert len(found["recent"]) == 4
+
+
+def test_containers_of_the_standard_library(gloo2: Pool, tmp_path: Path) -> None:
+    """Each comes back as it was, without like=."""
+    gloo2.run(_containers, str(tmp_path / "a"))
+    _, spec = made("by_type", 1)
+    with pytest.raises(TypeError, match=r"state 'a\.0': expected a defaultdict of one of bool, .* got one of <func.*: save"):
+        checkpoint.save(tmp_path / "b", {"a": [defaultdict(lambda: 3, b=4)]}, spec)
+    checkpoint.save(tmp_path / "b", {"a": [{"b": 4}]}, spec)
+    found = checkpoint.load(tmp_path / "b", spec, like={"a": [defaultdict(lambda: 3, b=0)]})
+    assert found["a"][0]["b"] == 4
+    assert found["a"][0]["c"] == 3
 
 
 def _compressed(rank: int, path: str) -> None:

@@ -128,11 +128,13 @@ class Whole:
 
 @dataclass(frozen=True)
 class Value:
-    """What is no tensor; if it is ``own``, another one on each rank."""
+    """What is no tensor; if it is ``own``, another one on each rank; if it is in a unit's state, one for each parameter."""
 
     name: str
     value: Any = None
     own: bool = False
+    names: tuple[tuple[str, ...], ...] = ()
+    """In a unit's state as of `Scalar`."""
 
 
 Leaf = Slice | Scalar | Whole | Value

@@ -155,18 +155,32 @@ def _wanted(
     path = tuple(only.split(".")) if only else ()
     found = dict(plain_values(own["state"], ranks.rank)) if own else {}
     if like is not None:
-        node, _ = described(like, spec, path)
+        node, _ = described(like, spec, path, wanted=True)
     elif own:
         node = read_tree(part_of(own["state"], only or ""), spec, ranks.rank, ranks.size, path)
     else:
         node = Units(only or "", {unit.key: parameters(unit, path) for unit in spec}, whole=True)  # a state_dict of others
     for leaf in leaves(node):
         if isinstance(leaf, Value):
-            if leaf.name not in found:
-                raise ValueError(f"state '{leaf.name}' is no plain value in the checkpoint: expected like= without it")
+            found[leaf.name] = _plain(leaf, found)
         else:
             _check(leaf, stored, ranks)
     return node, found, stored
+
+
+def _plain(leaf: Value, found: Mapping[str, Any]) -> Any:
+    several = {names[0]: next((name for name in names if name in found), "") for names in leaf.names or ((leaf.name,),)}
+    for own, name in several.items():
+        if not name:
+            raise ValueError(f"state '{own}' is no plain value in the checkpoint: expected like= without it")
+    (first, value), *others = [(own, found[name]) for own, name in several.items()]
+    for own, other in others:
+        if repr(other) != repr(value):
+            raise ValueError(
+                f"state '{own}': expected the same as '{first}', which is in one unit with it, {value!r}, got {other!r}; "
+                "choose units whose parameters have the same"
+            )
+    return value
 
 
 def _check(leaf: Slice | Scalar | Whole, stored: _Stored, ranks: Ranks) -> None:

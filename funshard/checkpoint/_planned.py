@@ -84,7 +84,7 @@ def _add(
     leaf: Leaf, value: Any, spec: PartitionSpec, ranks: Ranks, parts: list[Part], alike: dict[str, str], own: dict[str, Any]
 ) -> None:
     match leaf:
-        case Value(name, _, True):
+        case Value(name, own=True):
             own[name] = value
         case Value(name):
             alike[name] = json.dumps(to_json(value, name))

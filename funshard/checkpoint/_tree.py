@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,12 @@ from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._spec.tree import NAMESPACE
 from .._spec.unit import Unit
-from ..averaging import Averaging
 from ..compress._powersgd import PowerSGD
-from ..loss_scale import LossScale
+from ._containers import FACTORIES, Made, is_container, maker, named, opened
 from ._leaves import Leaf, Scalar, Slice, Value, Whole, to_json
 
 __all__ = [
-    "KNOWN",
     "Branch",
-    "Made",
     "Node",
     "PerRank",
     "Units",
@@ -34,10 +31,6 @@ __all__ = [
     "per_rank",
     "stored_names",
 ]
-
-KNOWN = {cls.__name__: cls for cls in (Averaging, LossScale, PowerSGD)}
-"""Containers that are made anew from a file alone, beside dict, list and tuple."""
-Made = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -58,9 +51,10 @@ def per_rank(tree: Any) -> PerRank:
 
 @dataclass(frozen=True)
 class Branch:
-    """A container: its children, and how it is made of them. ``kind`` is its name in a file, "" for one that has none."""
+    """A container: its children, how it is made of them, and ``kind`` and ``of`` as in `Container`."""
 
     kind: str
+    of: Any
     entries: tuple[Any, ...]
     children: tuple[Node, ...]
     make: Made
@@ -68,28 +62,34 @@ class Branch:
 
 @dataclass(frozen=True)
 class Units:
-    """A mapping by the keys of units. ``children`` are of keys of units and of others, ``whole`` whether of all units."""
+    """A mapping by the keys of units. ``children`` are of keys of units and of others, ``whole`` whether of all units.
+
+    ``kind`` and ``of`` are as in `Container`; it comes back as a dict if a file has no name for it.
+    """
 
     prefix: str
     children: Mapping[str, Node]
     whole: bool
+    kind: str = "dict"
+    of: Any = None
 
 
 Node = Branch | Units | Leaf
 
 
-def described(state: Any, spec: PartitionSpec, path: tuple[str, ...] = ()) -> tuple[Node, list[Any]]:
+def described(state: Any, spec: PartitionSpec, path: tuple[str, ...] = (), *, wanted: bool = False) -> tuple[Node, list[Any]]:
     """``(the tree of the state, what its leaves are)``, in one order; ``path`` is what it is a part of.
 
-    Raises ValueError, naming the unit, for a slice of another length than the spec's, TypeError for what cannot be saved.
+    Raises ValueError, naming the unit, for a slice of another length than the spec's, TypeError for what cannot be saved; but
+    for a container that no file can name, if the state is only what is ``wanted``.
     """
     values: list[Any] = []
-    return _Describing(spec, values).node(state, path, own=False), values
+    return _Describing(spec, values, wanted=wanted).node(state, path, own=False), values
 
 
 class _Describing:
-    def __init__(self, spec: PartitionSpec, values: list[Any]) -> None:
-        self._spec, self._values = spec, values
+    def __init__(self, spec: PartitionSpec, values: list[Any], *, wanted: bool) -> None:
+        self._spec, self._values, self._wanted = spec, values, wanted
 
     def node(self, value: Any, path: tuple[str, ...], *, own: bool, averaged: bool = False) -> Node:
         if isinstance(value, PerRank):
@@ -101,14 +101,16 @@ class _Describing:
                 else self.node(child, (*path, str(key)), own=own)
                 for key, child in value.items()
             }
-            return Units(".".join(path), children, len(units) == len(self._spec))
-        if not self._is_leaf(value):
-            entries, children, make = _opened(value)
+            kind, of = self._named(value, path)
+            return Units(".".join(path), children, len(units) == len(self._spec), kind or "dict", of)
+        if is_container(value):
+            self._named(value, path)
+            found = opened(value)
             nodes: list[Node] = []
-            for entry, child in zip(entries, children, strict=True):
+            for entry, child in zip(found.entries, found.children, strict=True):
                 mean = isinstance(value, PowerSGD) and entry == "error"
                 nodes.append(self.node(child, (*path, str(entry)), own=own or mean, averaged=averaged or mean))
-            return Branch(_kind(value), entries, tuple(nodes), make)
+            return Branch(found.kind, found.of, found.entries, tuple(nodes), found.make)
         self._values.append(value)
         name = ".".join(path)
         if isinstance(value, Tensor):
@@ -118,16 +120,17 @@ class _Describing:
 
     def _of_unit(self, value: Any, unit: Unit, path: tuple[str, ...], slot: tuple[str, ...], counts: frozenset[int]) -> Node:
         """What a mapping has at the key of a unit, or a part of that; ``counts`` as `_counts` gives them."""
-        if not self._is_leaf(value):
-            entries, children, make = _opened(value)
-            named = zip(entries, children, strict=True)
+        if is_container(value):
+            self._named(value, (*path, unit.key, *slot))
+            found = opened(value)
+            named = zip(found.entries, found.children, strict=True)
             nodes = (self._of_unit(child, unit, path, (*slot, str(entry)), counts) for entry, child in named)
-            return Branch(_kind(value), entries, tuple(nodes), make)
+            return Branch(found.kind, found.of, found.entries, tuple(nodes), found.make)
         self._values.append(value)
+        names = stored_names(unit, path, slot)
         if not isinstance(value, Tensor):
             to_json(value, ".".join((*path, unit.key, *slot)))
-            return Value(".".join((*path, unit.key, *slot)), value)
-        names = stored_names(unit, path, slot)
+            return Value(names[0][0], value, names=names)
         if value.dim() == 0 or id(value) in counts:
             return Scalar(unit, names, value.dtype, _torch.is_accelerator(value.device))
         if not _fits(value, unit, self._spec):
@@ -162,8 +165,14 @@ class _Describing:
             )
         return frozenset()
 
-    def _is_leaf(self, value: Any) -> bool:
-        return value is None or optree.tree_is_leaf(value, namespace=NAMESPACE)
+    def _named(self, value: Any, path: tuple[str, ...]) -> tuple[str, Any]:
+        kind, of = named(value)
+        if not kind and type(value) is defaultdict and not self._wanted:
+            raise TypeError(
+                f"state '{'.'.join(path)}': expected a defaultdict of one of {', '.join(FACTORIES)}, which a file can name, "
+                f"got one of {value.default_factory!r}: save dict(...) of it"
+            )
+        return kind, of
 
 
 def stored_names(unit: Unit, path: Sequence[str], slot: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -186,26 +195,6 @@ def _fits(tensor: Tensor, unit: Unit, spec: PartitionSpec) -> bool:
     return tensor.shape == (spec.shard_numel(unit),)
 
 
-def _opened(value: Any) -> tuple[tuple[Any, ...], list[Any], Made]:
-    """``(entries, children, how to make it of children)`` of a container."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        cls: Any = type(value)
-        return tuple(cls._fields), list(value), lambda children: cls(*children)
-    if isinstance(value, dict) and type(value) in (dict, OrderedDict):
-        keys, make = tuple(value), type(value)
-        return keys, list(value.values()), lambda children: make(zip(keys, children, strict=True))
-    container: Any = value
-    children, metadata, entries, unflatten = optree.tree_flatten_one_level(container, namespace=NAMESPACE)
-    return tuple(entries), list(children), lambda children: unflatten(metadata, children)
-
-
-def _kind(value: Any) -> str:
-    cls = type(value)
-    if cls in (dict, OrderedDict, list, tuple):
-        return cls.__name__
-    return cls.__name__ if KNOWN.get(cls.__name__) is cls else ""
-
-
 def leaves(node: Node) -> Iterator[Leaf]:
     """In the order of `described`."""
     if isinstance(node, Branch):
@@ -223,5 +212,5 @@ def build(node: Node, values: Iterator[Any]) -> Any:
     if isinstance(node, Branch):
         return node.make([build(child, values) for child in node.children])
     if isinstance(node, Units):
-        return {key: build(child, values) for key, child in node.children.items()}
+        return maker(node.kind, node.of, tuple(node.children))([build(child, values) for child in node.children.values()])
     return next(values)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
+from ._containers import contained, maker, to_file
 from ._leaves import Scalar, Slice, Value, Whole, from_json, to_json
-from ._tree import KNOWN, Branch, Made, Node, Units, stored_names
+from ._tree import Branch, Node, Units, stored_names
 
 __all__ = ["check_ranks", "part_of", "plain_values", "read_tree", "written_tree"]
 
@@ -18,10 +18,7 @@ def written_tree(node: Node, spec: PartitionSpec, owns: Mapping[str, list[Any]])
     """The tree as JSON; ``owns`` are the values of all ranks where each has its own, by name."""
     if isinstance(node, Branch):
         children = [written_tree(child, spec, owns) for child in node.children]
-        if node.kind in ("list", "tuple"):
-            return {node.kind: children}
-        entries = [to_json(entry, "a key of a dict") for entry in node.entries] if node.kind else [*map(str, node.entries)]
-        return {node.kind or "other": [list(pair) for pair in zip(entries, children, strict=True)]}
+        return to_file(node.kind, node.of, node.entries, children)
     if isinstance(node, Units):
         params = [
             [[*param.names], str(param.dtype).removeprefix("torch."), written_tree(child, spec, owns)]
@@ -30,11 +27,11 @@ def written_tree(node: Node, spec: PartitionSpec, owns: Mapping[str, list[Any]])
             for param in spec.by_key[key].params
         ]
         rest = [[key, written_tree(c, spec, owns)] for key, c in node.children.items() if key not in spec.by_key]
-        return {"units": {"whole": node.whole, "params": params, "rest": rest}}
+        return {"units": {"whole": node.whole, "params": params, "rest": rest, "kind": node.kind, "of": node.of}}
     match node:
-        case Value(name, _, True):
+        case Value(name, own=True):
             return {"values": [to_json(value, name) for value in owns[name]]}
-        case Value(name, value, _):
+        case Value(name, value):
             return {"value": to_json(value, name)}
         case Slice():
             return {"slice": to_json(node.dtype, "")}
@@ -53,17 +50,14 @@ def read_tree(data: Any, spec: PartitionSpec, rank: int, ranks: int, path: tuple
     (kind, content), *_ = data.items()
     name = ".".join(path)
 
-    def deeper(entry: Any, child: Any) -> Node:
-        return read_tree(child, spec, rank, ranks, (*path, str(entry)))
-
-    if kind in ("list", "tuple", "dict", "OrderedDict", *KNOWN):
-        pairs = enumerate(content) if kind in ("list", "tuple") else content
-        return _branch(kind, [(entry, deeper(from_json(entry), child)) for entry, child in pairs])
     if kind == "other":
         raise ValueError(f"state '{name}': a container of the caller's own: expected like=, a state of the same structure")
+    if (inside := contained(data)) is not None:
+        return _branch(data, [(entry, read_tree(child, spec, rank, ranks, (*path, str(entry)))) for entry, child in inside])
     if kind == "units":
         children: dict[str, Node] = _read_units(content, spec, path)
-        return Units(name, children | {key: deeper(key, child) for key, child in content["rest"]}, content["whole"])
+        children |= {key: read_tree(child, spec, rank, ranks, (*path, str(key))) for key, child in content["rest"]}
+        return Units(name, children, content["whole"], content.get("kind", "dict"), content.get("of"))
     if kind == "values":
         check_ranks(name, len(content), ranks)
         return Value(name, from_json(content[rank]), own=True)
@@ -126,41 +120,30 @@ def _read_slot(data: Any, unit: Unit, path: tuple[str, ...], slot: tuple[str, ..
     if kind == "scalar":
         return Scalar(unit, stored_names(unit, path, slot), from_json(content[0]), content[1])
     if kind == "value":
-        return Value(".".join((*path, unit.key, *slot)), from_json(content))
+        names = stored_names(unit, path, slot)
+        return Value(names[0][0], from_json(content), names=names)
     if kind == "other":
         raise ValueError(f"unit '{unit.key}' of state '{'.'.join(path)}': expected like=, a state of the same structure")
-    pairs = content if kind not in ("list", "tuple") else enumerate(content)
-    return _branch(kind, [(entry, _read_slot(child, unit, path, (*slot, str(entry)))) for entry, child in pairs])
+    inside = contained(data) or ()
+    return _branch(data, [(entry, _read_slot(child, unit, path, (*slot, str(entry)))) for entry, child in inside])
 
 
-def _branch(kind: str, pairs: Iterable[tuple[Any, Node]]) -> Branch:
+def _branch(data: Any, pairs: Sequence[tuple[Any, Node]]) -> Branch:
     """A container of a file, from its entries and children."""
-    pairs = list(pairs)
-    entries, children = tuple(entry for entry, _ in pairs), tuple(child for _, child in pairs)
-    if kind in ("list", "tuple"):
-        return Branch(kind, entries, children, list if kind == "list" else tuple)
-    keys, cls = tuple(map(from_json, entries)), KNOWN.get(kind)
-    mapping = OrderedDict if kind == "OrderedDict" else dict
-    make: Made = (lambda xs: mapping(zip(keys, xs, strict=True))) if cls is None else (lambda xs: cls(*xs))
-    return Branch(kind, keys, children, make)
+    kind, of, entries = next(iter(data)), data.get("of"), tuple(entry for entry, _ in pairs)
+    return Branch(kind, of, entries, tuple(child for _, child in pairs), maker(kind, of, entries))
 
 
 def part_of(data: Any, only: str) -> Any:
     """The part of a written tree at a path. ValueError, naming what there is, where there is none."""
     rest, path = only, ""
     while rest:
-        (kind, content), *_ = data.items()
-        pairs = enumerate(content) if kind in ("list", "tuple") else content if isinstance(content, list) else ()
-        names = (
-            {str(entry): child for entry, child in pairs}
-            if kind in ("list", "tuple", "dict", "OrderedDict", "other", *KNOWN)
-            else {}
-        )
+        names = {str(entry): child for entry, child in contained(data) or ()}
         found = [name for name in names if rest == name or rest.startswith(f"{name}.")]
         if not found:
             raise ValueError(
                 f"only={only!r}: expected the path of a part of the state, got none at '{path}' but {[*names][:8]}"
-                + ("; it is sharded there, and its units come together" if kind == "units" else "")
+                + ("; it is sharded there, and its units come together" if "units" in data else "")
             )
         name = max(found, key=len)
         data, rest, path = names[name], rest[len(name) + 1 :], f"{path}.{name}".lstrip(".")
@@ -174,9 +157,12 @@ def plain_values(data: Any, rank: int, path: tuple[str, ...] = ()) -> Iterator[t
         yield ".".join(path), from_json(content)
     elif kind == "values" and rank < len(content):
         yield ".".join(path), from_json(content[rank])
-    elif kind in ("list", "tuple", "dict", "OrderedDict", "other", *KNOWN):
-        for entry, child in enumerate(content) if kind in ("list", "tuple") else content:
-            yield from plain_values(child, rank, (*path, str(from_json(entry))))
+    elif (inside := contained(data)) is not None:
+        for entry, child in inside:
+            yield from plain_values(child, rank, (*path, str(entry)))
     elif kind == "units":
+        for names, _, slot in content["params"]:
+            for one in names:
+                yield from plain_values(slot, rank, (*path, one))
         for entry, child in content["rest"]:
             yield from plain_values(child, rank, (*path, str(entry)))
