@@ -18,6 +18,7 @@ from .._spec.unit import Unit
 from ..compress._powersgd import PowerSGD
 from ._containers import FACTORIES, Made, is_container, maker, named, opened
 from ._leaves import Leaf, Scalar, Slice, Value, Whole, to_json
+from ._slots import fits, numbers_in
 
 __all__ = [
     "Branch",
@@ -95,8 +96,9 @@ class _Describing:
         if isinstance(value, PerRank):
             return self.node(value.tree, path, own=True)
         if isinstance(value, Mapping) and not own and (units := self._units(value, path)):
+            numbers = numbers_in(value, [key for key in value if key in units], self._spec, path)
             children = {
-                key: self._of_unit(child, self._spec.by_key[key], path, (), self._counts(child, self._spec.by_key[key]))
+                key: self._of_unit(child, self._spec.by_key[key], path, (), numbers)
                 if key in units
                 else self.node(child, (*path, str(key)), own=own)
                 for key, child in value.items()
@@ -118,22 +120,22 @@ class _Describing:
         to_json(value, name)
         return Value(name, value, own)
 
-    def _of_unit(self, value: Any, unit: Unit, path: tuple[str, ...], slot: tuple[str, ...], counts: frozenset[int]) -> Node:
-        """What a mapping has at the key of a unit, or a part of that; ``counts`` as `_counts` gives them."""
+    def _of_unit(self, value: Any, unit: Unit, path: tuple[str, ...], slot: tuple[str, ...], numbers: frozenset[int]) -> Node:
+        """What a mapping has at the key of a unit, or a part of that; ``numbers`` as `numbers_in` gives them."""
         if is_container(value):
             self._named(value, (*path, unit.key, *slot))
             found = opened(value)
             named = zip(found.entries, found.children, strict=True)
-            nodes = (self._of_unit(child, unit, path, (*slot, str(entry)), counts) for entry, child in named)
+            nodes = (self._of_unit(child, unit, path, (*slot, str(entry)), numbers) for entry, child in named)
             return Branch(found.kind, found.of, found.entries, tuple(nodes), found.make)
         self._values.append(value)
         names = stored_names(unit, path, slot)
         if not isinstance(value, Tensor):
             to_json(value, ".".join((*path, unit.key, *slot)))
             return Value(names[0][0], value, names=names)
-        if value.dim() == 0 or id(value) in counts:
+        if value.dim() == 0 or id(value) in numbers:
             return Scalar(unit, names, value.dtype, _torch.is_accelerator(value.device))
-        if not _fits(value, unit, self._spec):
+        if not fits(value, unit, self._spec):
             length, dtype = self._spec.stored(unit)
             raise ValueError(
                 f"unit '{unit.key}' of state '{'.'.join((*path, unit.key, *slot))}': expected this rank's slice, "
@@ -143,18 +145,12 @@ class _Describing:
         encoded = unit.at_rest is not None and value.dtype == torch.uint8
         return Slice(unit, names, unit.dtype if encoded else value.dtype, encoded)
 
-    def _counts(self, value: Any, unit: Unit) -> frozenset[int]:
-        """Of an optimizer's state beside slices of the unit the numbers that it has for each of its groups of parameters."""
-        tensors = [t for t in optree.tree_leaves(value, namespace=NAMESPACE) if isinstance(t, Tensor) and t.dim() == 1]
-        short = [t for t in tensors if 1 < len(t) <= len(unit.params) and not _fits(t, unit, self._spec)]
-        return frozenset(map(id, short)) if len(short) < len(tensors) else frozenset()
-
     def _units(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> frozenset[str]:
         """The keys of units that the mapping has, if it is sharded like them."""
         keys = [key for key in value if isinstance(key, str) and key in self._spec.by_key]
         found = [(key, tensor) for key in keys for tensor in optree.tree_leaves(value[key], namespace=NAMESPACE)]
         vectors = [(key, tensor) for key, tensor in found if isinstance(tensor, Tensor) and tensor.dim() == 1]
-        if any(_fits(tensor, self._spec.by_key[key], self._spec) for key, tensor in vectors):
+        if any(fits(tensor, self._spec.by_key[key], self._spec) for key, tensor in vectors):
             return frozenset(keys)
         if vectors and len(keys) == len(value) and all(isinstance(value[key], Tensor) for key in keys):
             key, tensor = vectors[0]
@@ -186,13 +182,6 @@ def stored_names(unit: Unit, path: Sequence[str], slot: Sequence[str]) -> tuple[
 def parameters(unit: Unit, path: Sequence[str] = ()) -> Slice:
     """The unit's parameters, as the part of a state at this path."""
     return Slice(unit, stored_names(unit, path, ()), unit.dtype, unit.at_rest is not None)
-
-
-def _fits(tensor: Tensor, unit: Unit, spec: PartitionSpec) -> bool:
-    length, dtype = spec.stored(unit)
-    if unit.at_rest and tensor.dtype == dtype:
-        return tensor.shape == (length,)
-    return tensor.shape == (spec.shard_numel(unit),)
 
 
 def leaves(node: Node) -> Iterator[Leaf]:
