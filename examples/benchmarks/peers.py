@@ -15,11 +15,12 @@ torch.func.grad_and_value.
 
 The compiled modes run if they are asked for (--modes 'plain,plain compiled,fs,fs compiled,FSDP2,FSDP2 compiled'): inductor
 takes a minute or more for each. "plain compiled" is torch.compile of the model, "FSDP2 compiled" of each block before
-`fully_shard`, "fs compiled" is the whole step by `fs.compile`. So do the modes that run each block again in backward
-(--modes 'FSDP2 remat,fs remat,fs torch.func remat'): torch.utils.checkpoint for torch, ``P(remat=True)`` for funshard; those
-with "save" keep what attention made ("save attention"), or that and all products ("save products"), and run the rest again,
-by torch's selective checkpointing and by ``P(remat=Remat(save=...))``; try them on a long batch (--seq 512 --batch 8). And
-those that gather and compute in bf16 and reduce in float32 (--modes 'plain,plain bf16,FSDP2,FSDP2 bf16,fs,fs bf16').
+`fully_shard`, "fs compiled" is the whole step by `fs.compile`, and "fs compiled remat" that with ``P(remat=True)``. So do the
+modes that run each block again in backward (--modes 'FSDP2 remat,fs remat,fs torch.func remat'): torch.utils.checkpoint for
+torch, ``P(remat=True)`` for funshard; those with "save" keep what attention made ("save attention"), or that and all products
+("save products"), and run the rest again, by torch's selective checkpointing and by ``P(remat=Remat(save=...))``; try them on a
+long batch (--seq 512 --batch 8). And those that gather and compute in bf16 and reduce in float32 (--modes 'plain,plain
+bf16,FSDP2,FSDP2 bf16,fs,fs bf16').
 """
 
 import argparse
@@ -111,6 +112,7 @@ COMPILED: dict[str, Callable[[nn.Module], Step]] = {
     "FSDP2 compiled": fsdp2_compiled,
     "fs compiled": compiled(fs.P("shard")),
     "fs keep compiled": compiled(fs.P("shard", reshard=False)),
+    "fs compiled remat": compiled(fs.P("shard", remat=True)),
 }
 REMAT: dict[str, Callable[[nn.Module], Step]] = {
     "plain remat": checkpointed(plain),
