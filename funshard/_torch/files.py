@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-
 __all__ = ["stored_at"]
 
 
@@ -14,4 +12,6 @@ def stored_at(file: str, offset: int, length: int) -> Any:
 
     It is a part of the format, pickled by its name. Pinned by ``test_stored_at``.
     """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # half a second, which only checkpoints need
+
     return _StorageInfo(file, offset, length)
