@@ -20,7 +20,7 @@ from torch import nn
 
 import funshard as fs
 
-CONTEXT, KINDS = 3, 4  # bytes before; space, letter or digit, newline, the rest
+CONTEXT, KINDS = 2, 4  # bytes before; space, letter or digit, newline, the rest
 SAMPLES = 600  # to train on, and as many to validate, on all ranks together
 STRENGTH, LR, STEPS = 5e-2, 20.0, 2  # at the start; of the descent on logarithms of strengths
 TOLERANCE, DISTANCE = 1e-9, 1e-3  # of the gradient and of linear systems; of logarithms, for differences

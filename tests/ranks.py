@@ -4,8 +4,8 @@ A function given to `Pool.run` is a module-level ``fn(rank, *args)`` of a test m
 default process group of that size, and its results come back in rank order. A rank that raises, or does not answer in
 time (a diverged rank hangs), fails the test with every rank's traceback and the pool starts anew.
 
-`launch` runs a script instead, as torchrun would. Processes are forked from one that has imported torch and has no
-threads yet: they start in hundredths of a second.
+`launch` runs a script instead, as torchrun would. Processes are forked from one that has imported torch (warm.py) and has
+no threads: they start in hundredths of a second.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 TIMEOUT = 120
 THREADS = 64
@@ -36,8 +37,7 @@ THREADS = 64
 second until the process ends, and those of some hundred tasks keep a small machine busy. So `_shared_groups`."""
 
 CONTEXT = mp.get_context("forkserver")
-COMPILER = ["torch._dynamo", "torch._inductor.compile_fx"]
-CONTEXT.set_forkserver_preload([*COMPILER, "torch.distributed.tensor", "funshard", "hypothesis", "pytest"])
+CONTEXT.set_forkserver_preload(["warm"])
 
 
 def free_port() -> str:
@@ -49,6 +49,14 @@ def free_port() -> str:
 
 def _env(port: str) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def forked(target: Callable[..., None], *args: Any, daemon: bool = False) -> mp.process.BaseProcess:
+    """A process that runs ``target(*args)``, started."""
+    process = CONTEXT.Process(target=target, args=args, daemon=daemon)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # by which the first finds what to preload
+        process.start()
+    return process
 
 
 def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe: Connection) -> None:
@@ -172,8 +180,7 @@ class Pool:
         port = free_port()
         for rank in range(self.size):
             here, there = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(rank, self.size, self.backend, port, sys.path, there), daemon=True)
-            process.start()
+            process = forked(_serve, rank, self.size, self.backend, port, sys.path, there, daemon=True)
             there.close()
             self.workers.append((process, here))
 
@@ -213,9 +220,7 @@ def start(ranks: int, path: Path, argv: Sequence[str], output: str, **env: str) 
         if ranks > 1:
             own |= _env(port) | {"TORCHELASTIC_RUN_ID": "tests", "RANK": str(rank), "LOCAL_RANK": str(rank)}
             own |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        process = CONTEXT.Process(target=_script, args=(str(path), list(argv), own, output))
-        process.start()
-        return process
+        return forked(_script, str(path), list(argv), own, output)
 
     return [started(rank) for rank in range(ranks)]
 

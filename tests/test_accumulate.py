@@ -268,7 +268,7 @@ def compiled_loss(rank: int) -> None:
     params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
     torch._dynamo.reset()
-    quick = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    quick = torch.compile(loss, fullgraph=True, backend=depth("eager", "aot_eager"))
     first = quick(params, batches[0])  # outside of accumulate: the same function, compiled without it
     for keep in KEEPS:
         expected, _ = fs.accumulate(loss, params, batches, spec=spec, keep=keep, reduce="sum")

@@ -349,7 +349,7 @@ def compiled(rank: int) -> None:
     def step(trained: fs.Params, frozen: fs.Params, x: Tensor) -> Any:
         return fs.grad_and_value(lambda p: (fs.functional_call(model, p | frozen, x, spec=spec) ** 2).mean())(trained)
 
-    makes: list[Any] = [lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)]
+    makes: list[Any] = [lambda f: torch.compile(f, backend=depth("eager", "aot_eager"), fullgraph=True)]
     for make in depth(makes, [fs.compile, *makes]):
         got, value = make(step)(trained, frozen, XS[rank])
         assert_close(value, losses[rank], **EXACT)

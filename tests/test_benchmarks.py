@@ -234,7 +234,7 @@ def test_lora() -> None:
 def test_memory() -> None:
     """The exact figures are within their limits, and all whole steps, FSDP2's too, train the same model."""
     modes = "shard,remat,save attention,save products,one micro-batch,accumulate shards,AdamW,AdamW in backward,all of it"
-    size = "--layers 8 --dim 32 --heads 2 --seq 32 --batch 4 --micro 4 --rounds 1 --warmup 0 --peaks 1"
+    size = f"--layers {depth(4, 8)} --dim 32 --heads 2 --seq 32 --batch 4 --micro 4 --rounds 1 --warmup 0 --peaks 1"
     table, result = run("memory", f"{size} --modes '{modes},FSDP2 all of it'")
     figures, limits = result["figures"]["modes"], result["figures"]["limits"]
     assert all(f"\n{mode} " in table and one["step"] > 0 for mode, one in figures.items())

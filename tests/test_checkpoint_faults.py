@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import CONTEXT, Pool, free_port
+from ranks import CONTEXT, Pool, forked, free_port
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -512,9 +512,7 @@ def test_a_lost_rank(tmp_path: Path, where: str) -> None:
     """The others say so, in time; the checkpoint before is whole, and what was begun is cleaned up."""
     port = free_port()
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(3)]
-    ranks = [CONTEXT.Process(target=_lost, args=(r, 3, port, str(tmp_path), w, where)) for r, (_, w) in enumerate(pipes)]
-    for process in ranks:
-        process.start()
+    ranks = [forked(_lost, r, 3, port, str(tmp_path), w, where) for r, (_, w) in enumerate(pipes)]
     try:
         for rank, (r, _) in enumerate(pipes):
             if rank != 1:

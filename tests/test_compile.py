@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import itertools
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import world
-from depth import depth, each
+from depth import depth, each, thorough
 from models import build
-from ranks import Pool
+from ranks import Pool, launch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -67,6 +66,38 @@ def _fresh() -> None:
 def gpt(layers: int = LAYERS, dim: int = 16) -> nn.Module:
     torch.manual_seed(0)
     return common.GPT(layers, dim, 2, 8, 32).double()
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Chain(nn.Module):
+    """A GPT without its attention and norms: as many units, and a third of the compiler's work."""
+
+    def __init__(self, layers: int, dim: int) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(32, dim), nn.Linear(dim, 32, bias=False)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.token(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def blocks_between(layers: int = LAYERS, dim: int = 16) -> tuple[nn.Module, type[nn.Module]]:
+    """A root, which is used first and last, around so many blocks, and their class: of which kind, no schedule depends on."""
+    if thorough():
+        return gpt(layers, dim), common.Block
+    torch.manual_seed(0)
+    return Chain(layers, dim).double(), Block
 
 
 def tokens(rank: int, i: int = 0) -> tuple[Tensor, Tensor]:
@@ -181,11 +212,11 @@ class Read:
 
 @functools.cache
 def graph_of(p: P, mesh: tuple[tuple[str, int], ...] = (), layers: int = LAYERS, **options: Any) -> tuple[Read, int, int]:
-    """What the one graph of a training step of the GPT does on 4 ranks; the bytes of the root's unit and of a block's."""
+    """What the one graph of a training step does on 4 ranks; the bytes of the root's unit and of a block's."""
     graphs: list[GraphModule] = []
     with world(4):
-        model = gpt(layers)
-        spec = fs.by_type(common.Block, p=p)(model)
+        model, block_type = blocks_between(layers)
+        spec = fs.by_type(block_type, p=p)(model)
         sizes = dict(mesh) or {"shard": 4}
         spec = spec.on(dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
         params = fs.shard(model, spec)
@@ -303,6 +334,9 @@ def models(which: str, layers: int = 2) -> tuple[nn.Module, type[nn.Module], Ste
     if which == "mlp":
         mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
         return mlp, nn.Linear, lambda call, x, y: F.mse_loss(call(x / 32), y / 32)
+    if which == "chain":
+        torch.manual_seed(0)
+        return Chain(layers, 16).double(), Block, lambda call, x, y: common.loss_of(call(x), y)
     if which.startswith("gpt"):
         model = gpt(layers)
         return (model.float() if which == "gpt32" else model), common.Block, lambda call, x, y: common.loss_of(call(x), y)
@@ -344,7 +378,7 @@ def transformed(rank: int, compiler: str, which: str, transform: str) -> None:
 
 @each
 @pytest.mark.parametrize("transform", ["grad_and_value", "fs.grad_and_value", "hvp", "vmap of grad"])
-@pytest.mark.parametrize("which", ["gpt", "llama"])
+@pytest.mark.parametrize("which", [depth("chain", "gpt"), "llama"])
 @pytest.mark.parametrize("compiler", ["fs.compile", "torch.compile"])
 def test_transforms_equal_eager(gloo2: Pool, compiler: str, which: str, transform: str) -> None:
     """In one graph: by torch.compile(fullgraph=True), and by fs.compile with its passes."""
@@ -388,7 +422,7 @@ def trained(rank: int, which: str, strategy: str, backend: str) -> None:
 @pytest.mark.parametrize("strategy", [*depth([], ["reshard"]), "keep", "replicate", pytest.param("low", marks=low_precision)])
 def test_training_equals_eager(gloo2: Pool, strategy: str) -> None:
     """Five steps with donated parameters and state, compiled once, also when other tensors are given."""
-    gloo2.run(trained, "gpt", strategy, "aot_eager")
+    gloo2.run(trained, depth("chain", "gpt"), strategy, "aot_eager")
 
 
 def test_training_llama_equals_eager(gloo2: Pool) -> None:
@@ -409,8 +443,8 @@ def test_training_by_inductor_equals_eager(gloo2: Pool) -> None:
 def on_gloo(rank: int) -> None:
     torch._dynamo.reset()
     graphs: list[GraphModule] = []
-    model = gpt(2)
-    spec = fs.by_type(common.Block)(model).bound
+    model, block = blocks_between(2)
+    spec = fs.by_type(block)(model).bound
     params = fs.shard(model, spec)
     compile(training(loss_of(model, spec)), backend=recording(graphs))(params, zeros(params), *tokens(rank))
     nodes = list(graphs[0].graph.nodes)
@@ -452,8 +486,8 @@ def inductors(reshard: bool) -> tuple[str, int]:
     from torch._inductor.utils import run_and_get_code
 
     with world(4):
-        model = gpt(dim=64).float()  # torch 2.11: inductor fails on the attention of float64
-        spec = fs.by_type(common.Block, p=P("shard", reshard=reshard))(model).bound
+        model, block = blocks_between(dim=64)
+        spec = fs.by_type(block, p=P("shard", reshard=reshard))(model.float()).bound  # torch 2.11: no attention of float64
         params = fs.shard(model, spec)
         step, args = compile(training(loss_of(model, spec)), donate=(0, 1)), (params, zeros(params), *tokens(0))
         _, (code,) = run_and_get_code(step, *args)
@@ -533,8 +567,8 @@ def test_peak_memory_is_not_above_eager() -> None:
     second gathers and the early reductions it is half as much again.
     """
     with world(4):
-        model = gpt(dim=64).float()
-        spec = fs.by_type(common.Block)(model).bound
+        model, block = blocks_between(dim=64)
+        spec = fs.by_type(block)(model.float()).bound
         params = fs.shard(model, spec)
         loss = loss_of(model, spec)
 
@@ -546,7 +580,9 @@ def test_peak_memory_is_not_above_eager() -> None:
             return value
 
         limit = 1.02 * peak_bytes(eager, params, zeros(params), *tokens(0))
-    assert inductors(True)[1] <= limit < inductors(False)[1]
+    ours, kept = inductors(True)[1], inductors(False)[1]
+    assert ours <= limit
+    assert depth(ours, limit) < kept  # three blocks of a Chain, all kept, are not more than eager's two and a gradient
 
 
 # --- donation ---
@@ -662,15 +698,15 @@ def test_graph_breaks_are_errors_unless_allowed() -> None:
     assert compile(step, backend="aot_eager", fullgraph=False)(-torch.ones(2)).tolist() == [0, 0]
 
 
-def test_in_a_fresh_process() -> None:
+def test_in_a_fresh_process(tmp_path: Path) -> None:
     """A spec that nobody has asked anything of is traced: Python 3.11's cached properties have locks, which Dynamo is not."""
-    program = """
+    program = tmp_path / "program.py"
+    program.write_text("""
 import torch, funshard as fs
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 params = fs.shard(model, fs.by_type(torch.nn.Linear)(model).on({"shard": 1}))
 spec = fs.by_type(torch.nn.Linear)(model).on({"shard": 1})
 loss = lambda params: fs.functional_call(model, params, torch.ones(2, 4), spec=spec).sum()
 print(sorted(fs.compile(fs.grad(loss), backend="aot_eager")(params)))
-"""
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
-    assert re.search(r"\['0', '1'\]", out.stdout), out.stderr
+""")
+    assert "['0', '1']" in launch(1, program)

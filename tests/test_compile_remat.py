@@ -295,8 +295,11 @@ def test_what_was_written_since_is_not_read_again() -> None:
 # --- a model of blocks: bytes, gathers, ranks ---
 
 
+LAYERS = depth(2, 4)
+
+
 @functools.cache
-def gpt_step(p: P, size: int, layers: int = 4, sequence: int = 64) -> tuple[GraphModule, Any]:
+def gpt_step(p: P, size: int, layers: int = LAYERS, sequence: int = 64) -> tuple[GraphModule, Any]:
     """The graph of a training step of a GPT on a long batch, and what it gives."""
     x, y = torch.randint(32, (2, 8, sequence), generator=torch.Generator().manual_seed(0))
     with world(size):
@@ -317,7 +320,8 @@ def test_units_that_run_again() -> None:
     """Of each block all operators but the last, whose result nobody reads, are there twice; with save= products once."""
     addmm, gelu, norm = torch.ops.aten.addmm.default, torch.ops.aten.gelu.default, torch.ops.aten.native_layer_norm.default
     counts = {p: count(gpt_step(p, 1)[0], addmm, gelu, norm) for p in (PLAIN, AGAIN, SOME)}
-    assert counts == {PLAIN: [16, 4, 9], AGAIN: [16 + 12, 8, 17], SOME: [16, 8, 17]}
+    n = LAYERS
+    assert counts == {PLAIN: [4 * n, n, 2 * n + 1], AGAIN: [4 * n + 3 * n, 2 * n, 4 * n + 1], SOME: [4 * n, 2 * n, 4 * n + 1]}
     for p in (AGAIN, SOME):
         equal(gpt_step(p, 1)[1], gpt_step(PLAIN, 1)[1])
 
@@ -333,7 +337,7 @@ def test_live_bytes() -> None:
 @units
 def test_gathers_go_together_with_regions() -> None:
     """Units are gathered as often, and as many are alive, as where nothing is computed again."""
-    plain, again = (Read(gpt_step(p, 4, 3, 16)[0]) for p in (PLAIN, AGAIN))
+    plain, again = (Read(gpt_step(p, 4, depth(2, 3), 16)[0]) for p in (PLAIN, AGAIN))
     assert again.of("gather", "arrive", "reduce") == plain.of("gather", "arrive", "reduce")
     assert again.peak == plain.peak
 

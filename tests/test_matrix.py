@@ -526,13 +526,29 @@ def detached(tree: Any) -> Any:
     return pytree.tree_map(lambda t: t.detach(), tree)
 
 
+BY_DYNAMO = "`torch.compile`"
+NOT_BY_DYNAMO = [name for name in TRANSFORMS if name != BY_DYNAMO]
+COMPILED = depth(['`P("shard")`', "`codec=`", "HSDP", "as written"], [*MAIN])
+"""By default on real ranks, which compile each for itself: of the others, test_compiled.py and those of their own do it too."""
+COMPILED_SIMULATED = depth([name for name in MAIN if name not in COMPILED] + ["HSDP"], [*MAIN])
+"""By default the others, whose routes Dynamo sees as simulated ranks have them."""
+
+
 @pairs
 @pytest.mark.parametrize("ranks", SIMULATED)
 @pytest.mark.parametrize("strategy", MAIN, ids=without_ticks)
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=without_ticks)
+@pytest.mark.parametrize("transform", NOT_BY_DYNAMO, ids=without_ticks)
 def test_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
     """Each rank has its slices of the derivative of the mean loss; what torch refuses there, it refuses in these words."""
     on_simulated_ranks(transform, strategy, ranks)
+
+
+@each
+@pytest.mark.parametrize("ranks", SIMULATED)
+@pytest.mark.parametrize("strategy", COMPILED_SIMULATED, ids=without_ticks)
+def test_compiled_on_simulated_ranks(strategy: str, ranks: int) -> None:
+    """So does the compiler."""
+    on_simulated_ranks(BY_DYNAMO, strategy, ranks)
 
 
 @each
@@ -581,15 +597,25 @@ def result_or_traceback(transform: Transform, on: OnRanks, state: State) -> Any:
 
 @pytest.fixture(scope="module", params=MAIN, ids=without_ticks)
 def real(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
-    """Every transform with one strategy, on all real ranks."""
-    pool: Pool = request.getfixturevalue(f"gloo{STRATEGIES[request.param].real}")
-    return request.param, pool.run(on_real_ranks, request.param)
+    """Every transform but one with one strategy, on all real ranks."""
+    return request.param, run_on_real_ranks(request, request.param, NOT_BY_DYNAMO)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=without_ticks)
+def run_on_real_ranks(request: pytest.FixtureRequest, strategy: str, transforms: list[str]) -> list[dict[str, Any]]:
+    pool: Pool = request.getfixturevalue(f"gloo{STRATEGIES[strategy].real}")
+    return pool.run(on_real_ranks, strategy, transforms)
+
+
+@pytest.mark.parametrize("transform", NOT_BY_DYNAMO, ids=without_ticks)
 def test_real_ranks(real: tuple[str, list[dict[str, Any]]], transform: str) -> None:
     """The same over a process group, whatever the transform."""
     check_real(*real, transform)
+
+
+@pytest.mark.parametrize("strategy", COMPILED, ids=without_ticks)
+def test_compiled_on_real_ranks(request: pytest.FixtureRequest, strategy: str) -> None:
+    """The last of them."""
+    check_real(strategy, run_on_real_ranks(request, strategy, [BY_DYNAMO]), BY_DYNAMO)
 
 
 @each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def test_a_pool_that_made_many_groups_starts_anew(gloo2: Pool) -> None:
     assert all(threads > THREADS for _, threads in many)
     assert all(threads < THREADS / 2 for _, threads in after)
     assert {process for process, _ in after}.isdisjoint(process for process, _ in many)
+
+
+def threads_of_the_first(rank: int) -> tuple[bool, int]:
+    return "warm" in sys.modules, len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux tells a process's threads")
+def test_what_ranks_are_forked_from_is_warm_and_has_no_threads(gloo2: Pool) -> None:
+    assert gloo2.run(threads_of_the_first) == [(True, 1)] * 2
 
 
 def test_a_script_that_fails_on_one_rank_ends_on_all(tmp_path: Path) -> None:

@@ -363,7 +363,7 @@ def overlapped(rank: int, layout: str) -> None:
     model, mesh, second = network(), mesh_of(shape), mesh_of(shape, own=True)
     policy = fs.by_type(Layer, p=p)(model)
     specs = {"one mesh": policy.on(mesh), "two": policy.on(mesh, reductions=second)}
-    for which, prefetch, in_flight, way in some(itertools.product(specs, (0, 1, 2), (1, 2), ("backward", "func"))):
+    for which, prefetch, in_flight, way in some(itertools.product(specs, (0, 1, 2), (1, 2), ("backward", "func")), 1):
         step(rank, specs[which], model, way, prefetch=prefetch, in_flight=in_flight)
 
 
