@@ -117,7 +117,7 @@ def test_equal_ranks(alone: Pool, case: Case) -> None:
     accept(alone.run(mirrored, case))
 
 
-@settings(max_examples=COUNT // 10)
+@settings(max_examples=depth(8, COUNT // 10))
 @given(case=cases(list(TRANSFORMS), [(2,)]))
 def test_real_ranks(gloo2: Pool, case: Case) -> None:
     """With batches of their own."""

@@ -12,8 +12,6 @@ from graphlib import TopologicalSorter
 from operator import attrgetter
 from pathlib import Path
 
-import pytest
-
 import funshard
 
 ROOT = Path(funshard.__file__).parent
@@ -53,13 +51,17 @@ def test_the_map_is_complete() -> None:
     assert set(floors()) == {m.name for m in pkgutil.iter_modules([str(ROOT)])}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_run_downwards(path: Path) -> None:
+def test_imports_run_downwards() -> None:
     """From a folder to itself, or to a lower floor."""
-    own, *_ = (*path.relative_to(ROOT).with_suffix("").parts, "")
-    if own == "__init__":
-        return
-    up = [(line, to) for line, to in imported(path) if (top := to.split(".")[0]) != own and floors()[top] >= floors()[own]]
+    floor = floors()
+    owners = {path: path.relative_to(ROOT).with_suffix("").parts[0] for path in FILES}
+    up = [
+        (str(path), line, to)
+        for path, own in owners.items()
+        if own != "__init__"
+        for line, to in imported(path)
+        if (top := to.split(".")[0]) != own and floor[top] >= floor[own]
+    ]
     assert not up
 
 
@@ -77,25 +79,26 @@ def test_public_modules_are_exported() -> None:
         assert all(path.name.startswith("_") for path in folder.glob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_private_parts_of_torch_are_in_one_place(path: Path) -> None:
+def test_private_parts_of_torch_are_in_one_place() -> None:
     """Elsewhere nothing of torch with an underscore is used but torch.utils._pytree, whose nodes models return."""
-    if path.relative_to(ROOT).parts[0] == "_torch":
-        return
+    others = [path for path in FILES if path.relative_to(ROOT).parts[0] != "_torch"]
+    assert [(str(path), name) for path in others for name in private(path) if not name.startswith(ALLOWED)] == []
+
+
+def private(path: Path) -> list[str]:
+    """The private names of torch that a file uses."""
     text = path.read_text()
     used = re.findall(r"\btorch(?:\.\w+)*\._\w+(?:\.\w+)*", re.sub(r'(?s)""".*?"""', "", text))
     used += [f"{a}.{b}" for a, b in re.findall(r"from (torch[\w.]*) import (?:.*\b)?(_\w+)", text)]
-    used += re.findall(r"from (torch[\w.]*\._[\w.]*) import", text)
-    assert [name for name in used if not name.startswith(ALLOWED)] == []
+    return used + re.findall(r"from (torch[\w.]*\._[\w.]*) import", text)
 
 
 ALLOWED = ("torch.ops._c10d_functional", "torch.utils._pytree", "torch.__version__")
 """The functional collectives are torch's documented way for compilers, under this name."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 300
+def test_files_are_short() -> None:
+    assert [str(path) for path in FILES if len(path.read_text().splitlines()) > 300] == []
 
 
 def undocumented(path: Path) -> Iterator[str]:
@@ -117,7 +120,6 @@ def undocumented(path: Path) -> Iterator[str]:
     return bare(ast.parse(path.read_text()))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_has_no_underscore_has_a_docstring(path: Path) -> None:
+def test_what_has_no_underscore_has_a_docstring() -> None:
     """Also in private folders, which ruff takes for private files and passes over."""
-    assert list(undocumented(path)) == []
+    assert [(str(path), name) for path in FILES for name in undocumented(path)] == []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cases import slice_numel
 from collective_log import Collectives, Sent, gather, reduce, scatter, world
 from collective_log import step as sent_by
-from depth import each
+from depth import depth, each
 from parity import WAYS, check_parity, next_token, numbers, plain_call, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
 from ranks import Pool
@@ -89,7 +89,7 @@ def test_train_parity_hsdp(gloo4: Pool, dim: int, p: P, at_last: bool) -> None:
         gloo4.run(hsdp, dim, p, at_last, way)
 
 
-def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = 5) -> tuple[list[Tensor], fs.Params]:
+def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(3, 5)) -> tuple[list[Tensor], fs.Params]:
     """The losses and the trained parameters of a transformer."""
     torch.manual_seed(0)
     model = Transformer()

@@ -10,7 +10,7 @@ import copy
 
 import pytest
 import torch
-from depth import each
+from depth import depth, each
 from parity import (
     MAIN_WAYS,
     WAYS,
@@ -65,7 +65,7 @@ def multi_group(rank: int, strategy: str, way: str) -> None:
         tokens,
         next_token,
         way=way,
-        steps=10 if way == "fs" else 3,
+        steps=depth(5, 10) if way == "fs" else 3,
     )
 
 
@@ -93,7 +93,7 @@ def cpu_training(rank: int, strategy: str, peer: str) -> None:
     params = fs.shard(model, spec)
     ours = torch.optim.Adam(params.values(), lr=1e-2)
     theirs = torch.optim.Adam(other.parameters(), lr=1e-2)
-    for step in range(10):
+    for step in range(depth(5, 10)):
         ids = tokens(rank, step)
         theirs.zero_grad()
         expected = next_token(other, ids)
@@ -113,7 +113,7 @@ PEERS = [("FSDP2", "FULL_SHARD"), ("FSDP2", "HYBRID_SHARD"), ("DDP", "SHARD_GRAD
 
 @pytest.mark.parametrize(("peer", "strategy"), PEERS)
 def test_fsdp_cpu_training(gloo4: Pool, peer: str, strategy: str) -> None:
-    """Ten steps of Adam next to torch's own DDP and FSDP2 on the same ranks: losses and the trained parameters."""
+    """Steps of Adam next to torch's own DDP and FSDP2 on the same ranks: losses and the trained parameters."""
     gloo4.run(cpu_training, strategy, peer)
 
 
