@@ -24,6 +24,7 @@ __all__ = [
     "ordered",
     "padded_buffer",
     "pieces",
+    "shaped",
     "spaced",
     "unflatten",
     "unflatten_unit",
@@ -98,13 +99,14 @@ def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:
     """
     pieces = buffer.split_with_sizes([*[size for size, _ in unit.parts], buffer.shape[0] - unit.span])
     return [
-        piece if len(param.shape) == 1 else _shaped(piece, param)
+        piece if len(param.shape) == 1 else shaped(piece, param)
         for piece, (_, param) in zip(pieces, unit.parts, strict=False)
         if param is not None
     ]
 
 
-def _shaped(piece: Tensor, param: Param) -> Tensor:
+def shaped(piece: Tensor, param: Param) -> Tensor:
+    """A parameter from its elements in the order of the buffer, as a view. Inverse of `ordered`."""
     if not param.permuted:
         return piece.view(param.shape)
     return piece.view([param.shape[d] for d in param.order]).permute([param.order.index(d) for d in range(len(param.order))])

@@ -16,7 +16,7 @@ from torch.fx.node import has_side_effect
 
 from .. import _torch
 
-__all__ = ["OPS", "Finish", "Where", "no_group", "start"]
+__all__ = ["OPS", "Finish", "Where", "exchange", "no_group", "start"]
 
 
 class Finish:
@@ -209,6 +209,15 @@ def _all_to_all(x: Tensor, where: Where, own: Tensor | None) -> Finish:
 
 def _all_to_all_stack(x: Tensor, root: int) -> Tensor:
     return _slices(x).transpose(0, 1).flatten(1, 2)
+
+
+def exchange(x: Tensor, where: Where, send: Sequence[int], receive: Sequence[int]) -> Finish:
+    """Start an exchange of unequal pieces: so many rows of ``x`` to each rank, so many from each, in rank order."""
+    if x.is_complex():
+        raw = exchange(torch.view_as_real(x.resolve_conj()), where, send, receive)
+        return raw.then(torch.view_as_complex)
+    out = torch.ops._c10d_functional.all_to_all_single.default(x.contiguous(), [*receive], [*send], where.name)
+    return Finish((out,), _itself)
 
 
 def _slice(x: Tensor, where: Where, own: Tensor | None) -> Finish:

@@ -1,0 +1,115 @@
+"""Some matrices that are sent together: to their owners and back, at once or while something else is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._spec.host import used_on
+from .._spec.spec import PartitionSpec
+from .._units.flow import reduce_along
+from .._units.layout import Params, coordinates, ordered, shaped
+from ..collectives._functions import all_gather, vary
+from ..collectives._mesh import Simulated
+from ._owners import Matrix
+from ._ways import Way, back, started, there, travelled
+
+__all__ = ["Group"]
+
+
+class Group(NamedTuple):
+    """Matrices of one dtype whose units are split alike, on a mesh."""
+
+    chosen: tuple[Matrix, ...]
+    spec: PartitionSpec
+    there: Way | None
+    """To the owners; None for simulated ranks."""
+    back: Way | None
+
+    @staticmethod
+    def of(some: Sequence[Matrix], spec: PartitionSpec) -> Group:
+        """What this rank has to do for them."""
+        if spec.bound_mesh.simulated:
+            return Group(tuple(some), spec, None, None)
+        at = coordinates(spec.bound_mesh, None)
+        return Group(tuple(some), spec, there(some, spec, at), back(some, spec, at))
+
+    @property
+    def owned(self) -> list[Matrix]:
+        """Those that are whole on this rank; all of them on simulated ones."""
+        return [m for m, n in zip(self.chosen, self.there.end, strict=True) if n] if self.there else [*self.chosen]
+
+    def collect(self, parts: Mapping[str, Tensor]) -> Params:
+        """From what this rank's slices have of them (`Cut.part`) to whole ones, empty where it is not the owner."""
+        if self.there is None or self.back is None:
+            return {matrix.name: self._gathered(parts[matrix.name], matrix) for matrix in self.chosen}
+        return self._whole(travelled(self._to_use(parts), self.there, self.back))
+
+    def spread(self, whole: Mapping[str, Tensor]) -> Params:
+        """The inverse, on all replicas."""
+        if self.there is None or self.back is None:
+            return {matrix.name: self._scattered(whole[matrix.name], matrix) for matrix in self.chosen}
+        return self._parts(travelled(self._flat(whole), self.back, self.there))
+
+    def collecting(self, parts: Mapping[str, Tensor]) -> Callable[[], Params]:
+        """`collect`, begun, to be called for its result; without derivatives."""
+        assert self.there is not None
+        under_way = started(self._to_use(parts), self.there)
+        return lambda: self._whole(under_way())
+
+    def spreading(self, whole: Mapping[str, Tensor]) -> Callable[[], Params]:
+        """`spread`, begun, to be called for its result; without derivatives."""
+        assert self.back is not None
+        under_way = started(self._flat(whole), self.back)
+        return lambda: self._parts(under_way())
+
+    def _to_use(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
+        device = used_on(self.chosen[0].unit, self.spec.bound_mesh)
+        tensors = [parts[matrix.name] for matrix in self.chosen]
+        return tensors if device is None else [x.to(device, non_blocking=True) for x in tensors]
+
+    def _whole(self, flat: Sequence[Tensor]) -> Params:
+        return {m.name: _seen(x, m) if len(x) else x for m, x in zip(self.chosen, flat, strict=True)}
+
+    def _flat(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
+        return [_laid(whole[matrix.name], matrix) if whole[matrix.name].numel() else whole[matrix.name] for matrix in self.chosen]
+
+    def _parts(self, flat: Sequence[Tensor]) -> Params:
+        return {matrix.name: x for matrix, x in zip(self.chosen, flat, strict=True)}
+
+    def _gathered(self, piece: Tensor, matrix: Matrix) -> Tensor:
+        mesh, axes = self.spec.bound_mesh, matrix.unit.p.axes
+        for name in mesh.names:
+            if name not in axes:
+                piece = vary(piece, mesh[name], reduce="sum")
+        for name in reversed(axes):
+            piece = all_gather(piece, mesh[name], reduce="sum")
+        whole = _seen(piece[matrix.begin : matrix.begin + matrix.param.numel], matrix)
+        return torch.where(self._is_owner(matrix, piece.device), whole, 0)
+
+    def _scattered(self, whole: Tensor, matrix: Matrix) -> Tensor:
+        mesh, axes = self.spec.bound_mesh, matrix.unit.p.axes
+        flat = _laid(torch.where(self._is_owner(matrix, whole.device), whole, 0), matrix)
+        rest = self.spec.padded_numel(matrix.unit) - matrix.begin - len(flat)
+        buffer = torch.cat([flat.new_zeros(matrix.begin), flat, flat.new_zeros(rest)])
+        split, others = [mesh[name] for name in axes], [mesh[name] for name in mesh.names if name not in axes]
+        return reduce_along(buffer, split, others, "sum")
+
+    def _is_owner(self, matrix: Matrix, device: torch.device) -> Tensor:
+        here = torch.ones((), dtype=torch.bool, device=device)
+        for (_, axis), at in zip(self.spec.bound_mesh.axes, matrix.owner, strict=True):
+            here = here & (axis.rank == at if isinstance(axis, Simulated) else torch.tensor(axis.rank == at, device=device))
+        return here
+
+
+def _seen(flat: Tensor, matrix: Matrix) -> Tensor:
+    """A matrix from its elements in memory order."""
+    return shaped(flat, matrix.param) if matrix.param.permuted else flat.view(matrix.shape)
+
+
+def _laid(whole: Tensor, matrix: Matrix) -> Tensor:
+    """The inverse."""
+    return ordered(whole, matrix.param).reshape(-1)
