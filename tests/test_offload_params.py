@@ -28,7 +28,7 @@ from funshard._spec.division import Reduction
 from funshard._units.host import rested
 from funshard._units.route import Route
 from funshard.compress import _compressor
-from funshard.optim import _from_torch, _streamed
+from funshard.optim import _elementwise, _streamed
 
 PARAMS = "params"
 HALF = fs.Precision(param=torch.float32, reduce=torch.float64)
@@ -315,7 +315,7 @@ def test_an_update_unit_by_unit_on_a_device(monkeypatch: pytest.MonkeyPatch, nam
 
     expected = run(None)
     monkeypatch.setattr(_streamed, "is_there", lambda tensor, device: False)
-    monkeypatch.setattr(_from_torch, "is_there", lambda tensor, device: False)
+    monkeypatch.setattr(_elementwise, "is_there", lambda tensor, device: False)
     monkeypatch.setattr(_torch, "Copy", Counted)
     equal(run("cpu"), expected)
     slots = {"adamw": 2, "fused": 2, "momentum": 1, "no state": 0}[name]

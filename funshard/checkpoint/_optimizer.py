@@ -15,7 +15,7 @@ from .._sharding.full import gather_full
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.layout import coordinates, ordered, pieces
-from ..optim._from_torch import State
+from ..optim._elementwise import State
 from ..optim._groups import Options, grouped
 from ..optim._streamed import like
 from ._load import clean_name

@@ -1,6 +1,27 @@
-"""Around the update: norms and inner products of what is sharded like the parameters, clipping, torch's optimizers."""
+"""Around the update: norms, clipping, torch's optimizers, and optimizers of whole matrices, each on one owner."""
 
+from ._by_matrix import MatrixOptimizer, by_matrix
+from ._elementwise import Optimizer, State
+from ._from_torch import from_torch
 from ._matrices import Matrices, matrices
-from ._norms import Optimizer, State, clip_by_global_norm, from_torch, global_norm, vdot
+from ._muon import muon, orthogonal
+from ._norms import clip_by_global_norm, global_norm, vdot
+from ._owners import hidden
+from ._step import MatrixState
 
-__all__ = ["Matrices", "Optimizer", "State", "clip_by_global_norm", "from_torch", "global_norm", "matrices", "vdot"]
+__all__ = [
+    "Matrices",
+    "MatrixOptimizer",
+    "MatrixState",
+    "Optimizer",
+    "State",
+    "by_matrix",
+    "clip_by_global_norm",
+    "from_torch",
+    "global_norm",
+    "hidden",
+    "matrices",
+    "muon",
+    "orthogonal",
+    "vdot",
+]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _torch
 from .._spec.host import used_on
 from .._spec.spec import PartitionSpec
 from .._units.flow import reduce_along
@@ -55,16 +56,24 @@ class Group(NamedTuple):
         return self._parts(travelled(self._flat(whole), self.back, self.there))
 
     def collecting(self, parts: Mapping[str, Tensor]) -> Callable[[], Params]:
-        """`collect`, begun, to be called for its result; without derivatives."""
-        assert self.there is not None
+        """`collect`, begun where nothing follows it (`_torch.plain`), to be called for its result."""
+        if self.there is None or not _runs_ahead(parts):
+            whole = self.collect(parts)
+            return lambda: whole
         under_way = started(self._to_use(parts), self.there)
         return lambda: self._whole(under_way())
 
     def spreading(self, whole: Mapping[str, Tensor]) -> Callable[[], Params]:
-        """`spread`, begun, to be called for its result; without derivatives."""
-        assert self.back is not None
+        """`spread`, begun likewise, to be called for its result."""
+        if self.back is None or not _runs_ahead(whole):
+            parts = self.spread(whole)
+            return lambda: parts
         under_way = started(self._flat(whole), self.back)
         return lambda: self._parts(under_way())
+
+    def of_owner(self, matrix: Matrix, new: Tensor, old: Tensor) -> Tensor:
+        """What the owner of a matrix has made anew; the old where a simulated rank is not the owner."""
+        return new if self.there else torch.where(self._is_owner(matrix, new.device), new, old)
 
     def _to_use(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
         device = used_on(self.chosen[0].unit, self.spec.bound_mesh)
@@ -75,7 +84,9 @@ class Group(NamedTuple):
         return {m.name: _seen(x, m) if len(x) else x for m, x in zip(self.chosen, flat, strict=True)}
 
     def _flat(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
-        return [_laid(whole[matrix.name], matrix) if whole[matrix.name].numel() else whole[matrix.name] for matrix in self.chosen]
+        return [
+            _laid(whole[matrix.name], matrix) if whole[matrix.name].numel() else whole[matrix.name] for matrix in self.chosen
+        ]
 
     def _parts(self, flat: Sequence[Tensor]) -> Params:
         return {matrix.name: x for matrix, x in zip(self.chosen, flat, strict=True)}
@@ -103,6 +114,11 @@ class Group(NamedTuple):
         for (_, axis), at in zip(self.spec.bound_mesh.axes, matrix.owner, strict=True):
             here = here & (axis.rank == at if isinstance(axis, Simulated) else torch.tensor(axis.rank == at, device=device))
         return here
+
+
+def _runs_ahead(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether nobody differentiates, batches or records what is sent, so that it can be under way."""
+    return _torch.plain() and not _torch.any_tracked(tensors.values())
 
 
 def _seen(flat: Tensor, matrix: Matrix) -> Tensor:

@@ -59,7 +59,10 @@ def grouped(
 def laid_out(
     spec: PartitionSpec, options: Options | None, rank: int | None, check: Check
 ) -> tuple[list[Mapping[str, Any]], dict[str, Layout]]:
-    """``(the different options that there are, the layout of this rank's shards)``; ``check`` as for `grouped`."""
+    """``(the different options that there are, the layout of this rank's shards)``; ``check`` as for `grouped`.
+
+    Of shards by unit key, and of what lies in them of single parameters (`views`) by parameter name.
+    """
     spec = bound(spec)
     groups, group_of = grouped(spec, options, check)
     unknown = rank is None and spec.bound_mesh.simulated
@@ -74,7 +77,8 @@ def laid_out(
         return groups or [{}], {key: Layout(numel) for key, numel in numels.items()} | frozen
     where = views({key: torch.empty(numel, device="meta") for key, numel in numels.items()}, spec, rank=rank)
     layouts = {key: _layout(spec.by_key[key], numel, where, group_of) for key, numel in numels.items()}
-    return groups or [{}], layouts | frozen
+    parts = {name: Layout(len(x), (Run(0, len(x), group_of[name]),), (group_of[name],)) for name, x in where.items()}
+    return groups or [{}], layouts | parts | frozen
 
 
 def _layout(unit: Unit, numel: int, where: Mapping[str, Tensor], group_of: Mapping[str, int]) -> Layout:

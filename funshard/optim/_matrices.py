@@ -27,10 +27,16 @@ class Matrices:
     """Names of those that are sent together."""
     by_name: Mapping[str, Matrix] = field(init=False, compare=False, repr=False)
     """The matrices by their parameters' names."""
+    _of_unit: Mapping[str, list[Matrix]] = field(init=False, compare=False, repr=False)
+    _cuts: dict[str, Cut] = field(default_factory=dict, init=False, compare=False, repr=False)
     _made: dict[tuple[str, ...], Group] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        of_unit: dict[str, list[Matrix]] = {}
+        for matrix in self.chosen:
+            of_unit.setdefault(matrix.unit.key, []).append(matrix)
         object.__setattr__(self, "by_name", {matrix.name: matrix for matrix in self.chosen})
+        object.__setattr__(self, "_of_unit", of_unit)
 
     def __str__(self) -> str:
         return table(self.chosen, self.spec)
@@ -51,7 +57,7 @@ class Matrices:
         """
         parts = {name: part for key in tree for name, part in self._parts(tree, key).items()}
         out: Params = {}
-        for group in self._groups(tree):
+        for group in self.groups_of(tree):
             out |= group.collect(parts)
         return {matrix.name: out[matrix.name] for matrix in self.chosen if matrix.name in out}
 
@@ -64,19 +70,32 @@ class Matrices:
         keys = dict.fromkeys(self.by_name[name].unit.key for name in whole if name in self.by_name)
         self._check(whole, keys)
         parts: Params = {}
-        for group in self._groups(keys):
+        for group in self.groups_of(keys):
             parts |= group.spread(whole)
         out: Params = {}
         for key in keys:
             unit = self.spec.by_key[key]
-            names = [matrix.name for matrix in self.chosen if matrix.unit.key == key]
-            some = parts[names[0]]
-            zeros = some.new_zeros(self.spec.shard_numel(unit))
-            out[key] = Cut.of(unit, self.spec).joined({name: parts[name] for name in names}, zeros)
+            names = self.names(key)
+            zeros = parts[names[0]].new_zeros(self.spec.shard_numel(unit))
+            out[key] = self.cut(key).joined({name: parts[name] for name in names}, zeros)
         return out
 
+    def names(self, key: str) -> tuple[str, ...]:
+        """Of the matrices of a unit."""
+        return tuple(matrix.name for matrix in self._of_unit.get(key, ()))
+
+    def cut(self, key: str) -> Cut:
+        """Where the parameters of a unit lie in this rank's slice."""
+        if key not in self._cuts:
+            self._cuts[key] = Cut.of(self.spec.by_key[key], self.spec)
+        return self._cuts[key]
+
+    def is_here(self, name: str) -> bool:
+        """Whether this rank owns a matrix; simulated ones are all there."""
+        mesh = self.spec.bound_mesh
+        return mesh.simulated or self.by_name[name].owner == coordinates(mesh, None)
+
     def _parts(self, tree: Mapping[str, Tensor], key: str) -> Params:
-        names = [matrix.name for matrix in self.chosen if matrix.unit.key == key]
         if key not in self.spec.by_key:
             raise ValueError(f"unit '{key}' is not in the spec: expected some of {list(self.spec.by_key)[:8]}")
         unit = self.spec.by_key[key]
@@ -85,25 +104,21 @@ class Matrices:
                 f"unit '{key}': expected a slice of {self.spec.shard_numel(unit)} elements, got shape {list(tree[key].shape)}; "
                 "is it of another spec or another mesh?"
             )
-        cut = Cut.of(unit, self.spec)
-        return {name: cut.part(tree[key], name) for name in names}
+        return {name: self.cut(key).part(tree[key], name) for name in self.names(key)}
 
     def _check(self, whole: Mapping[str, Tensor], keys: Mapping[str, None]) -> None:
         for name in whole:
             if name not in self.by_name:
                 raise ValueError(f"'{name}' is no matrix of these: expected some of {[*self.by_name][:8]}")
-        here = None if self.spec.bound_mesh.simulated else coordinates(self.spec.bound_mesh, None)
-        for matrix in self.chosen:
-            if matrix.unit.key not in keys:
-                continue
+        for matrix in (matrix for key in keys for matrix in self._of_unit[key]):
             if matrix.name not in whole:
                 raise ValueError(f"matrix '{matrix.name}' is missing: expected all of unit '{matrix.unit.key}'")
-            shape, owned = tuple(whole[matrix.name].shape), here in (None, matrix.owner)
+            shape, owned = tuple(whole[matrix.name].shape), self.is_here(matrix.name)
             if shape != matrix.shape if owned else whole[matrix.name].numel():
                 expected = list(matrix.shape) if owned else "an empty tensor, as another rank is its owner"
                 raise ValueError(f"matrix '{matrix.name}': expected {expected}, got {list(shape)}")
 
-    def _groups(self, keys: Mapping[str, object]) -> Iterator[Group]:
+    def groups_of(self, keys: Mapping[str, object]) -> Iterator[Group]:
         """Those of some units, or what is there of them."""
         for names in self.groups:
             if some := tuple(name for name in names if self.by_name[name].unit.key in keys):

@@ -1,4 +1,4 @@
-"""Around the update: norms and inner products of what is sharded like the parameters, clipping, torch's optimizers."""
+"""Norms and inner products of what is sharded like the parameters, and clipping."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.layout import Params
 from ..collectives._functions import all_gather, sum_shards
-from ._from_torch import Optimizer, State, from_torch
 
-__all__ = ["Optimizer", "State", "clip_by_global_norm", "from_torch", "global_norm", "vdot"]
+__all__ = ["clip_by_global_norm", "global_norm", "vdot"]
 
 
 def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2.0) -> Tensor:

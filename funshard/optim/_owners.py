@@ -102,7 +102,9 @@ def _shape(unit: Unit, param: Param, select: Select | None) -> tuple[int, ...] |
         return None
     shape = param.shape if wanted is True else tuple(int(n) for n in wanted)
     if math.prod(shape) != param.numel:
-        raise ValueError(f"parameter '{param.name}' {list(param.shape)}: expected a shape of as many elements, got {list(shape)}")
+        raise ValueError(
+            f"parameter '{param.name}' {list(param.shape)}: expected a shape of as many elements, got {list(shape)}"
+        )
     if param.permuted and wanted is not True:
         raise ValueError(
             f"parameter '{param.name}' has the memory order {param.order}: expected True for it, got the shape {list(shape)}, "

@@ -197,9 +197,7 @@ class _Plan:
             before = [p for pieces in receives for p in pieces]
         return out, before
 
-    def way(
-        self, begin: Sequence[int], hops: tuple[list[Hop], list[Piece]], last: Sequence[Piece], end: Sequence[int]
-    ) -> Way:
+    def way(self, begin: Sequence[int], hops: tuple[list[Hop], list[Piece]], last: Sequence[Piece], end: Sequence[int]) -> Way:
         """The whole way: at its end the pieces are put in this order."""
         over, before = hops
         where = {piece: i for i, piece in enumerate(before)}

@@ -1,0 +1,252 @@
+"""Torch's optimizers that work element by element, as a pair of pure functions over dicts of shards."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._spec.spec import PartitionSpec
+from .._units.layout import Params
+from ._checks import (
+    ELEMENTWISE,
+    Initial,
+    check_fits,
+    layout_of,
+    moves,
+    named,
+    refuse_derivatives,
+    refuse_shared_memory,
+    refuse_whole,
+)
+from ._groups import Layout, Options, for_groups, join, laid_out, part, pieces, put
+from ._streamed import is_there, like, streamed
+
+__all__ = ["Optimizer", "State", "begin", "elementwise"]
+
+Tree = TypeVar("Tree")
+
+State = dict[str, dict[str, Tensor]]
+"""By unit key, then by torch's name: vectors like the shard, and scalars. The structure never changes."""
+
+
+class Update(Protocol):
+    """``update(grads, state, params, lr=None) -> (new params, new state)``."""
+
+    def __call__(
+        self,
+        grads: Mapping[str, Tensor],
+        state: Mapping[str, Mapping[str, Tensor]],
+        params: Mapping[str, Tensor],
+        *,
+        lr: float | Tensor | None = None,
+    ) -> tuple[Params, State]:
+        """One step, with ``lr`` in the place of the one that `from_torch` was given."""
+        ...
+
+
+class Optimizer(NamedTuple):
+    """An optimizer that keeps nothing itself."""
+
+    init: Callable[[Mapping[str, Tensor]], State]
+    """The state before the first step, sharded like the params."""
+    update: Update
+
+
+class _Plan(NamedTuple):
+    """What follows from the arguments of `from_torch` alone."""
+
+    cls: type[torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    initial: Initial | None
+    donate: bool
+    device: torch.device | None
+    groups: list[Mapping[str, Any]]
+    layouts: Mapping[str, Layout] | None
+    names: list[frozenset[str]]
+    """What the state of each group holds."""
+    scalars: frozenset[str]
+    """What of it are scalars."""
+    lr: Any
+
+    @property
+    def differentiable(self) -> bool:
+        return bool(self.defaults.get("differentiable"))
+
+
+def elementwise(
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    spec: PartitionSpec | None = None,
+    options: Options | None = None,
+    rank: int | None = None,
+    initial: Initial | None = None,
+    donate: bool = False,
+    device: torch.device | str | None = None,
+    **defaults: Any,
+) -> Optimizer:
+    """`from_torch` for optimizers that work element by element; ValueError for one that is not known to."""
+    refuse_whole(optimizer_class, initial)
+    if donate and defaults.get("differentiable"):
+        raise ValueError("from_torch: donated memory is written over: expected donate=False with differentiable=True")
+    if device is not None and defaults.get("differentiable"):
+        raise ValueError(
+            "from_torch: copies to a device and back are not recorded: expected device=None with differentiable=True"
+        )
+    if defaults.get("dampening") and defaults.get("differentiable"):
+        raise ValueError("from_torch: with dampening torch cuts the first momentum off: expected differentiable=False")
+    lr = optimizer_class([torch.empty(0)], **defaults).defaults.get("lr")
+
+    def check(name: str, own: Mapping[str, Any]) -> None:
+        try:
+            optimizer_class([torch.empty(0)], **{**defaults, **own})
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise type(error)(f"options of parameter '{name}', {dict(own)}: {error}") from error
+
+    if spec is None and options is not None:
+        raise ValueError("from_torch: options are those of a spec's parameters: expected spec=, got none")
+    no_options: list[Mapping[str, Any]] = [{}]
+    groups, layouts = (no_options, None) if spec is None else laid_out(spec, options, rank, check)
+    starts = [begin(optimizer_class, torch.empty(0), {**defaults, **group}, initial) for group in groups]
+    scalars = frozenset(name for start in starts for name, t in start.items() if t.dim() == 0)
+    names = [frozenset(start) for start in starts]
+    at = None if device is None else torch.empty(0, device=device).device
+    plan = _Plan(optimizer_class, defaults, initial, donate, at, groups, layouts, names, scalars, lr)
+    return Optimizer(partial(_init, plan), partial(_update, plan))
+
+
+def begin(
+    cls: type[torch.optim.Optimizer], piece: Tensor, options: Mapping[str, Any], initial: Initial | None = None
+) -> dict[str, Tensor]:
+    """The state that torch makes in the first step; for momentum the zeros that it stands for."""
+    if cls not in ELEMENTWISE and initial is not None:
+        return dict(initial(piece))
+    if cls is torch.optim.SGD:
+        buffer = {"momentum_buffer": torch.zeros_like(piece)} if options.get("momentum") else {}
+        # The first gradient is not dampened: count, to know which is the first.
+        return buffer | ({"step": torch.zeros(())} if buffer and options.get("dampening") else {})
+    piece.grad = piece.detach()  # any gradient will do
+    optimizer = cls([piece], **options)
+    start: Any = optimizer._init_group  # pyright: ignore[reportAttributeAccessIssue]
+    start(optimizer.param_groups[0], *([] for _ in list(inspect.signature(start).parameters)[1:]))
+    return dict(optimizer.state[piece])
+
+
+def _init(plan: _Plan, params: Mapping[str, Tensor]) -> State:
+    state: State = {}
+    for key, tensor in params.items():
+        layout = layout_of(plan.layouts, key, tensor)
+        parts = [
+            begin(plan.cls, piece, {**plan.defaults, **plan.groups[group]}, plan.initial)
+            for group, piece in pieces(tensor.detach(), layout)
+            if moves(tensor)
+        ]
+        state[key] = join(tensor, layout, parts, plan.scalars) if parts else {}
+        if _torch.is_pinned(tensor):  # as what it is kept beside
+            state[key] = {name: value if name in plan.scalars else like(tensor, value) for name, value in state[key].items()}
+    return state
+
+
+def _update(
+    plan: _Plan,
+    grads: Mapping[str, Tensor],
+    state: Mapping[str, Mapping[str, Tensor]],
+    params: Mapping[str, Tensor],
+    *,
+    lr: float | Tensor | None = None,
+) -> tuple[Params, State]:
+    layouts = {key: layout_of(plan.layouts, key, tensor) for key, tensor in params.items()}
+    layouts = {key: layout for key, layout in layouts.items() if moves(params[key])}
+    check_fits(grads, state, params, layouts, plan.names, plan.scalars)
+    state = {key: {name: for_groups(t, layouts.get(key)) for name, t in values.items()} for key, values in state.items()}
+    if not plan.differentiable:
+        refuse_derivatives(named(grads, state, params))
+    if plan.donate:
+        refuse_shared_memory(named(grads, state, params))
+        if any(map(_torch.is_pinned, params.values())):
+            _torch.arrived()  # what a gather may still read
+    if plan.device is not None and _torch.plain():
+        away = [key for key in layouts if not is_there(params[key], plan.device)]
+        stay = frozenset[str]() if plan.defaults.get("fused") or plan.defaults.get("capturable") else plan.scalars
+        step = partial(_update, plan._replace(device=None, donate=True), lr=lr)
+        new = streamed(step, (grads, state, params), away, plan.device, donate=plan.donate, stay=stay)
+        others = partial(_without, frozenset(away))
+        more = _update(plan._replace(device=None), others(grads), others(state), others(params), lr=lr)
+        return {key: {**new[0], **more[0]}[key] for key in params}, {key: {**new[1], **more[1]}[key] for key in state}
+
+    def own(tensor: Tensor, key: str) -> Tensor:
+        if plan.donate:
+            return tensor
+        tensor = tensor if plan.differentiable else tensor.detach()
+        # vmap writes into what has its dimension
+        if key in layouts and tensor.shape == grads[key].shape and _torch.is_wrapped(grads[key]):
+            return tensor + torch.zeros_like(grads[key], dtype=tensor.dtype)
+        return like(tensor, tensor) if _torch.is_pinned(tensor) else tensor.clone()
+
+    new_params = {key: own(tensor, key) if key in layouts else tensor for key, tensor in params.items()}
+    new_state = {key: {name: own(tensor, key) for name, tensor in values.items()} for key, values in state.items()}
+    optimizer = _made(plan, lr)
+    stepped: list[tuple[str, int, Tensor, dict[str, Tensor]]] = []
+    for key, layout in layouts.items():
+        whole = new_params[key] if plan.differentiable else new_params[key].detach()
+        cut = zip(pieces(whole, layout), pieces(own(grads[key], key), layout), strict=True)
+        for at, ((group, piece), (_, grad)) in enumerate(cut):
+            given = part(new_state[key], layout, at, plan.scalars)
+            if plan.differentiable:  # in place on views autograd refuses under torch.func
+                piece, given = piece.clone(), {name: tensor.clone() for name, tensor in given.items()}
+            piece.grad = grad
+            optimizer.param_groups[group]["params"].append(piece)
+            first = plan.cls is torch.optim.SGD and "step" in given and bool(given["step"] == 0)
+            optimizer.state[piece] = {} if first else dict(given)
+            stepped.append((key, at, piece, given))
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    if stepped:
+        optimizer.step()
+    for key, at, piece, given in stepped:
+        _settle(plan, given, optimizer.state[piece])
+        if plan.differentiable:
+            new_params[key] = put(new_params[key], piece, layouts[key], at)
+            for name, tensor in given.items():
+                new_state[key][name] = put(new_state[key][name], tensor, layouts[key], at, scalar=name in plan.scalars)
+    if plan.donate:  # torch 2.13: fused kernels do not count, and autograd would take stale values for fresh ones
+        torch.autograd.graph.increment_version([new_params[key] for key in layouts])
+        if _torch.plain():
+            new_params |= {key: _torch.taken_over(new_params[key]) for key in layouts}
+            new_state = {key: {n: _torch.taken_over(t) for n, t in values.items()} for key, values in new_state.items()}
+    return new_params, new_state
+
+
+def _without(keys: frozenset[str], tree: Mapping[str, Tree]) -> dict[str, Tree]:
+    return {key: value for key, value in tree.items() if key not in keys}
+
+
+def _settle(plan: _Plan, given: dict[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Write into the state what torch did not."""
+    for name, tensor in after.items():
+        if name not in given:
+            raise ValueError(f"from_torch: the first step made '{name}': expected initial= to give it, got {[*given]}")
+        if tensor is not given[name]:
+            given[name].copy_(tensor)
+    if plan.cls is torch.optim.SGD and "step" in given:
+        given["step"].add_(1)
+
+
+def _made(plan: _Plan, lr: float | Tensor | None) -> torch.optim.Optimizer:
+    """Torch's optimizer with its groups, without parameters."""
+    groups = [{"params": [torch.empty(0)], **group} for group in plan.groups]
+    optimizer = plan.cls(groups, **(plan.defaults if lr is None else {**plan.defaults, "lr": lr}))
+    optimizer.state.clear()
+    for group, own in zip(optimizer.param_groups, plan.groups, strict=True):
+        group["params"] = []
+        if lr is not None and "lr" in own:
+            if not plan.lr:
+                raise ValueError(
+                    "from_torch: an lr among the options keeps its ratio to the default one: expected that positive"
+                )
+            group["lr"] = lr * (own["lr"] / plan.lr)
+    return optimizer

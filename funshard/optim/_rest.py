@@ -1,0 +1,43 @@
+"""Options of single parameters for optimizers of matrices, and AdamW for what is no matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .._spec.tree import Param
+from ._by_matrix import Rest
+from ._elementwise import elementwise
+from ._groups import Options
+from ._matrices import Matrices
+
+__all__ = ["options_of", "rest_of"]
+
+ADAMW = ("lr", "weight_decay")
+"""The options of matrices that AdamW has as well."""
+
+
+def options_of(who: str, known: Matrices, defaults: Mapping[str, Any], options: Options | None) -> dict[str, Mapping[str, Any]]:
+    """The options of each matrix. ValueError, naming it, for one that there is not."""
+    out: dict[str, Mapping[str, Any]] = {}
+    for matrix in known.chosen:
+        own = {} if options is None else dict(options(matrix.name, matrix.param))
+        if unknown := sorted({*own} - {*defaults}):
+            raise ValueError(f"{who}: options of matrix '{matrix.name}': expected some of {[*defaults]}, got '{unknown[0]}'")
+        out[matrix.name] = {**defaults, **own}
+    return out
+
+
+def rest_of(known: Matrices, lr: float, weight_decay: float, options: Options | None, *, donate: bool) -> Rest:
+    """AdamW for what is no matrix, with those of a parameter's options that it has."""
+    if options is None:
+        return elementwise(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, donate=donate)
+
+    def own(name: str, param: Param) -> Mapping[str, Any]:
+        if name in known.by_name:
+            return {}
+        return {key: value for key, value in options(name, param).items() if key in ADAMW}
+
+    return elementwise(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, spec=known.spec, options=own, donate=donate)

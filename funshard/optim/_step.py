@@ -1,0 +1,127 @@
+"""One step of an optimizer of matrices: groups on their way to their owners, worked on, and on their way back."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .._units.layout import Params
+from ._group import Group
+from ._matrices import Matrices
+from ._owners import Matrix
+from ._rule import Options, Rule, Sent, Slots, Whole
+
+__all__ = ["MatrixState", "Step"]
+
+
+class MatrixState(NamedTuple):
+    """Of one unit."""
+
+    step: Tensor
+    """How many were taken: int64, on the host, the same on all ranks."""
+    slices: dict[str, Tensor]
+    """Elementwise state of the matrices, such as momentum: slices like the shard. {} where the unit has no matrices."""
+    owned: dict[str, dict[str, Tensor]]
+    """By matrix its own state, such as preconditioners: on its owner; empty tensors elsewhere."""
+    rest: dict[str, Any]
+    """What ``rest`` has for what is no matrix: by unit key where nothing in the unit is one, else by parameter name."""
+
+
+class Step:
+    """What becomes of the matrices of the units that are given."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        matrices: Matrices,
+        options: Mapping[str, Options],
+        grads: Mapping[str, Tensor],
+        state: Mapping[str, MatrixState],
+        params: Mapping[str, Tensor],
+    ) -> None:
+        self._rule, self._matrices, self._options = rule, matrices, options
+        self._grads, self._state, self._params = grads, state, params
+        self.parts: dict[str, Params] = {key: {} for key in params}
+        """By unit the new parts of its shard, by parameter name."""
+        self.slots: dict[str, Slots] = {}
+        """By matrix the new parts of its elementwise state."""
+        self.whole: Whole = {}
+        """By matrix what its owner has."""
+        self.steps = {key: unit.step + 1 for key, unit in state.items()}
+        """By unit which step this is."""
+
+    def run(self, groups: Sequence[Group], meanwhile: Callable[[], None]) -> Iterator[str]:
+        """The units' keys, each as soon as all of its matrices are done; ``meanwhile`` runs when the first are on their way.
+
+        One group is on its way to its owners while one is worked on and one on its way back.
+        """
+        left = Counter(matrix.unit.key for group in groups for matrix in group.chosen)
+        coming = deque((group, self._sent(group)) for group in groups[:1])
+        meanwhile()
+        yield from (key for key in self._params if not left[key])
+        leaving: tuple[Group, Callable[[], list[Params]]] | None = None
+        for after in (*groups[1:], None)[: len(groups)]:
+            if after is not None:
+                coming.append((after, self._sent(after)))
+            group, arriving = coming.popleft()
+            results = self._worked(group, arriving())
+            if leaving is not None:
+                yield from self._arrived(*leaving, left)
+            leaving = group, self._returned(group, results)
+        if leaving is not None:
+            yield from self._arrived(*leaving, left)
+
+    def _sent(self, group: Group) -> Callable[[], dict[str, Sent]]:
+        """The elementwise part, and what it gives begun to be collected."""
+        sent: dict[str, Sent] = {}
+        for matrix in group.chosen:
+            cut, name = self._matrices.cut(matrix.unit.key), matrix.name
+            grad, param = (cut.part(tree[matrix.unit.key], name) for tree in (self._grads, self._params))
+            slots = {slot: cut.part(x, name) for slot, x in self._state[matrix.unit.key].slices.items()}
+            sent[name], self.slots[name] = self._rule.before(grad, slots, param, self._with_step(matrix))
+        arriving = [group.collecting(dict(zip(sent, some, strict=True))) for some in zip(*sent.values(), strict=True)]
+
+        def arrived() -> dict[str, Sent]:
+            whole = [wait() for wait in arriving]
+            return {name: tuple(some[name] for some in whole) for name in sent}
+
+        return arrived
+
+    def _with_step(self, matrix: Matrix) -> Options:
+        return {**self._options[matrix.name], "step": self.steps[matrix.unit.key]}
+
+    def _worked(self, group: Group, sent: Mapping[str, Sent]) -> list[Params]:
+        """What the owners make of it: of each matrix as many results, which are the empty tensors elsewhere."""
+        names = [matrix.name for matrix in group.owned]
+        whole = {matrix.name: self._state[matrix.unit.key].owned[matrix.name] for matrix in group.chosen}
+        options = {matrix.name: self._with_step(matrix) for matrix in group.owned}
+        results, new = self._rule.work({name: sent[name] for name in names}, {name: whole[name] for name in names}, options)
+        for matrix in group.chosen:
+            old = whole[matrix.name]
+            made = new.get(matrix.name, old)
+            self.whole[matrix.name] = {key: group.of_owner(matrix, x, old[key]) for key, x in made.items()}
+        return [
+            {
+                name: results[name][i].to(tensors[give].dtype) if name in results else tensors[give]
+                for name, tensors in sent.items()
+            }
+            for i, give in enumerate(self._rule.gives)
+        ]
+
+    def _returned(self, group: Group, results: Sequence[Params]) -> Callable[[], list[Params]]:
+        """The results, begun to be spread."""
+        leaving = [group.spreading(some) for some in results]
+        return lambda: [wait() for wait in leaving]
+
+    def _arrived(self, group: Group, leaving: Callable[[], list[Params]], left: Counter[str]) -> Iterator[str]:
+        results = leaving()
+        for matrix in group.chosen:
+            key, name = matrix.unit.key, matrix.name
+            param = self._matrices.cut(key).part(self._params[key], name)
+            back = tuple(some[name].to(param.device) for some in results)
+            self.parts[key][name], self.slots[name] = self._rule.after(back, self.slots[name], param, self._with_step(matrix))
+            left[key] -= 1
+        yield from dict.fromkeys(matrix.unit.key for matrix in group.chosen if not left[matrix.unit.key])
