@@ -7,6 +7,8 @@ from ._matrices import Matrices, matrices
 from ._muon import muon, orthogonal
 from ._norms import clip_by_global_norm, global_norm, vdot
 from ._owners import hidden
+from ._shampoo import shampoo
+from ._soap import soap
 from ._step import MatrixState
 
 __all__ = [
@@ -23,5 +25,7 @@ __all__ = [
     "matrices",
     "muon",
     "orthogonal",
+    "shampoo",
+    "soap",
     "vdot",
 ]

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .._spec.spec import PartitionSpec
 from ._by_matrix import MatrixOptimizer, Rest, by_rule
+from ._factors import real_matrices
 from ._groups import Options as OptionsOf
-from ._matrices import Matrices, matrices
-from ._rest import options_of, rest_of
+from ._matrices import Matrices
+from ._rest import options_of, positive, rest_of
 from ._rule import Options, Rule, Sent, Slots, Whole
 
 __all__ = ["muon", "orthogonal"]
@@ -58,10 +59,7 @@ def muon(
     Raises ValueError for options that are out of range, and what `by_matrix` raises; TypeError for complex matrices.
     """
     _check(lr, weight_decay, momentum, steps, adjust_lr)
-    known = spec if isinstance(spec, Matrices) else matrices(spec)
-    for matrix in known.chosen:
-        if matrix.param.dtype.is_complex or len(matrix.shape) < 2:
-            raise TypeError(f"muon: '{matrix.name}': expected a real matrix, got {list(matrix.shape)} {matrix.param.dtype}")
+    known = real_matrices("muon", spec)
 
     def before(grad: Tensor, slots: Slots, param: Tensor, options: Options) -> tuple[Sent, Slots]:
         buffer = slots["momentum_buffer"].lerp(grad, 1 - options["momentum"])
@@ -129,9 +127,7 @@ def scale_of(shape: tuple[int, ...], adjust_lr: str) -> float:
 
 
 def _check(lr: float, weight_decay: float, momentum: float, steps: int, adjust_lr: str) -> None:
-    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
-        if not value >= 0:
-            raise ValueError(f"muon: {name}: expected at least 0, got {value}")
+    positive("muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
     if not 0 < steps < 100:
         raise ValueError(f"muon: steps: expected 1 to 99, got {steps}")
     if adjust_lr not in ("original", "match_rms_adamw"):

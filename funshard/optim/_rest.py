@@ -13,10 +13,17 @@ from ._elementwise import elementwise
 from ._groups import Options
 from ._matrices import Matrices
 
-__all__ = ["options_of", "rest_of"]
+__all__ = ["options_of", "positive", "rest_of"]
 
 ADAMW = ("lr", "weight_decay")
 """The options of matrices that AdamW has as well."""
+
+
+def positive(who: str, **values: float) -> None:
+    """ValueError, naming it, for one that is below 0."""
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{who}: {name}: expected at least 0, got {value}")
 
 
 def options_of(who: str, known: Matrices, defaults: Mapping[str, Any], options: Options | None) -> dict[str, Mapping[str, Any]]:

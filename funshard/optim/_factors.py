@@ -1,0 +1,53 @@
+"""What Shampoo and SOAP have in common: the factors G G^T and G^T G of each matrix, renewed every few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._spec.spec import PartitionSpec
+from ._matrices import Matrices, matrices
+
+__all__ = ["SIDES", "along", "chosen_where", "outer", "real_matrices", "sides", "wide"]
+
+SIDES = ("left", "right")
+"""A matrix's rows and its columns."""
+
+
+def real_matrices(who: str, spec: PartitionSpec | Matrices) -> Matrices:
+    """The matrices of a spec, or those that are given. TypeError, naming it, for one that is complex, or a vector."""
+    known = spec if isinstance(spec, Matrices) else matrices(spec)
+    for matrix in known.chosen:
+        if matrix.param.dtype.is_complex or len(matrix.shape) < 2:
+            raise TypeError(f"{who}: '{matrix.name}': expected a real matrix, got {list(matrix.shape)} {matrix.param.dtype}")
+    return known
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least, in which factors are kept."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def sides(shape: Sequence[int], max_size: int) -> list[str]:
+    """Those sides of a matrix [..., n, m] that have a factor: not where it would be larger than ``max_size``."""
+    return [side for side, size in zip(SIDES, shape[-2:], strict=True) if size <= max_size]
+
+
+def outer(grad: Tensor, side: str) -> Tensor:
+    """``G G^T`` of the rows, ``G^T G`` of the columns."""
+    return grad @ grad.mT if side == "left" else grad.mT @ grad
+
+
+def along(x: Tensor, factor: Tensor, side: str) -> Tensor:
+    """The matrix with a factor applied to its rows, or to its columns."""
+    return factor @ x if side == "left" else x @ factor
+
+
+def chosen_where(due: Tensor, new: Callable[[], Sequence[Tensor]], old: Sequence[Tensor]) -> list[Tensor]:
+    """The new tensors, which are made only if they are due, or the old ones. ``due`` is on the host, and alike on all ranks."""
+    if not _torch.is_wrapped(due):
+        return list(new() if bool(due) else old)
+    return [torch.where(due, a, b) for a, b in zip(new(), old, strict=True)]  # simulated ranks, of which none can be asked

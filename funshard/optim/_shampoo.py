@@ -1,0 +1,95 @@
+"""shampoo: gradients between inverse roots of the factors of all gradients so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .._spec.spec import PartitionSpec
+from ._by_matrix import MatrixOptimizer, Rest, by_rule
+from ._factors import along, chosen_where, outer, real_matrices, sides, wide
+from ._groups import Options as OptionsOf
+from ._matrices import Matrices
+from ._rest import options_of, positive, rest_of
+from ._rule import Options, Rule, Sent, Slots, Whole
+
+__all__ = ["shampoo"]
+
+
+def shampoo(
+    spec: PartitionSpec | Matrices,
+    *,
+    lr: float = 0.01,
+    weight_decay: float = 0.0,
+    momentum: float = 0.9,
+    decay: float = 1.0,
+    eps: float = 1e-4,
+    every: int = 1,
+    max_size: int = 8192,
+    options: OptionsOf | None = None,
+    rest: Rest | None = None,
+    donate: bool = False,
+) -> MatrixOptimizer:
+    """``(init, update)`` of Shampoo: ``W = (1 - lr weight_decay) W - lr M``, ``M = momentum M + L^(-1/4) G R^(-1/4)``.
+
+    L and R begin as ``eps`` times the identity and gather ``G G^T`` and ``G^T G``: their sum, or with a ``decay`` below 1 their
+    moving averages, ``L = decay L + (1 - decay) G G^T``. Their roots are renewed in the first step and ``every`` so many, in
+    float32 at least, by eigenvalues. A side of more than ``max_size`` has no factor, and the other's root is then ^(-1/2).
+
+    The momentum is slices like the parameters; factors and roots are on the matrix's owner, where it is all computed. Other
+    arguments, and what is returned, are those of `muon`.
+
+    Gupta, Koren and Singer, Shampoo: Preconditioned Stochastic Tensor Optimization, 2018; several steps with one root as in
+    Anil et al., Scalable Second Order Optimization for Deep Learning, 2020.
+
+    Raises ValueError for options that are out of range, TypeError for complex matrices.
+    """
+    positive("shampoo", lr=lr, weight_decay=weight_decay, momentum=momentum)
+    if not 0 < decay <= 1 or not eps > 0 or every < 1:
+        raise ValueError(f"shampoo: expected 0 < decay <= 1, eps > 0 and every >= 1, got {decay}, {eps} and {every}")
+    known = real_matrices("shampoo", spec)
+
+    def begin(like: Tensor) -> Slots:
+        state: Slots = {}
+        for side in sides(like.shape, max_size):
+            size = like.shape[-2 if side == "left" else -1]
+            eye = torch.eye(size, dtype=wide(like[..., :1, :1]).dtype, device=like.device).expand(*like.shape[:-2], size, size)
+            state |= {side: eps * eye, f"{side}_root": torch.zeros_like(eye, memory_format=torch.contiguous_format)}
+        return state
+
+    def before(grad: Tensor, slots: Slots, param: Tensor, options: Options) -> tuple[Sent, Slots]:
+        return (grad,), slots
+
+    def work(sent: Mapping[str, Sent], whole: Whole, options: Mapping[str, Options]) -> tuple[dict[str, Sent], Whole]:
+        results: dict[str, Sent] = {}
+        new: Whole = {}
+        for name, (grad,) in sent.items():
+            x, new[name] = wide(grad), {}
+            factored = sides(x.shape, max_size)
+            due = (options[name]["step"] - 1) % every == 0
+            for side in factored:
+                factor = whole[name][side] * decay + outer(wide(grad), side) * (1 if decay == 1 else 1 - decay)
+                make = partial(_inverse_root, factor, 2 * len(factored), eps)
+                (root,) = chosen_where(due, make, [whole[name][f"{side}_root"]])
+                new[name] |= {side: factor, f"{side}_root": root}
+                x = along(x, root, side)
+            results[name] = (x,)
+        return results, new
+
+    def after(results: Sent, slots: Slots, param: Tensor, options: Options) -> tuple[Tensor, Slots]:
+        buffer = options["momentum"] * slots["momentum_buffer"] + results[0]
+        return param * (1 - options["lr"] * options["weight_decay"]) - options["lr"] * buffer, {"momentum_buffer": buffer}
+
+    rule = Rule(("momentum_buffer",), begin, before, work, (0,), after)
+    own = options_of("shampoo", known, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}, options)
+    others = rest or rest_of(known, lr, weight_decay, options, donate=donate)
+    return by_rule(rule, known, own, rest=others, own_rest=rest is None, donate=donate, lr=lr)
+
+
+def _inverse_root(factor: Tensor, power: int, eps: float) -> list[Tensor]:
+    """The factor to the power of -1 / ``power``."""
+    values, vectors = torch.linalg.eigh(factor)
+    return [(vectors * values.clamp(min=torch.finfo(values.dtype).tiny).pow(-1 / power)[..., None, :]) @ vectors.mT]

@@ -1,0 +1,140 @@
+"""Optimizers of matrices: equal to the unsharded ones on every mesh, each matrix worked on once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import matrix_peers as peers
+import pytest
+import torch
+from depth import depth, each, pairs
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard.testing import spmd
+
+STEPS = 10
+ADAMW: dict[str, float] = {"lr": 0.05, "weight_decay": 0.1}
+
+
+def model() -> nn.Module:
+    """Embeddings, biases, a norm, a head, tall, wide and square matrices, some of one shape."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
+    return nn.Sequential(nn.Embedding(11, 6), block, nn.Linear(8, 3), nn.Linear(3, 11)).double()
+
+
+MODEL = model()
+WANTED = {"1.0.weight", "1.2.weight", "1.3.weight", "2.weight"}
+GRADS = [
+    {name: torch.randn(p.shape, generator=g, dtype=p.dtype) for name, p in MODEL.named_parameters()}
+    for g in (torch.Generator().manual_seed(t) for t in range(STEPS))
+]
+PARAMS = {name: p.detach() for name, p in MODEL.named_parameters()}
+
+OPTIMIZERS: dict[str, tuple[Any, peers.Peer]] = {
+    "muon": (lambda where, **o: fs.optim.muon(where, dtype=torch.float64, **ADAMW, **o), peers.muon()),
+    "muon of its own": (
+        lambda where, **o: fs.optim.muon(
+            where, dtype=torch.float64, momentum=0.8, nesterov=False, adjust_lr="match_rms_adamw", **ADAMW, **o
+        ),
+        peers.muon(mu=0.8, nesterov=False, adjust="match_rms_adamw"),
+    ),
+    "shampoo": (lambda where, **o: fs.optim.shampoo(where, eps=1e-2, **ADAMW, **o), peers.shampoo()),
+    "shampoo every 3": (
+        lambda where, **o: fs.optim.shampoo(where, eps=1e-2, every=3, decay=0.9, momentum=0.5, **ADAMW, **o),
+        peers.shampoo(every=3, beta=0.9, mu=0.5),
+    ),
+    "soap": (lambda where, **o: fs.optim.soap(where, betas=(0.9, 0.8), every=3, **ADAMW, **o), peers.soap()),
+    "soap of one side": (
+        lambda where, **o: fs.optim.soap(where, betas=(0.9, 0.8), every=3, max_size=6, **ADAMW, **o),
+        peers.soap(max_size=6),
+    ),
+}
+SQUARE = {"1.2.weight", "1.3.weight"}
+"""Of the others the larger factor has no inverse at first, and in its null space SOAP's basis is any."""
+MESHES: dict[str, tuple[dict[str, int], Any]] = {
+    "alone": ({"shard": 1}, "shard"),
+    "fsdp": ({"shard": 2}, "shard"),
+    "3 ranks": ({"shard": 3}, "shard"),
+    "8 ranks": ({"shard": 8}, "shard"),
+    "ddp": ({"shard": 2}, None),
+    "hsdp": ({"replicate": 2, "shard": 2}, "shard"),
+    "two axes": ({"a": 2, "b": 2}, ("b", "a")),
+}
+
+
+def spec_on(mesh: Any, axis: Any) -> fs.PartitionSpec:
+    return fs.by_type(nn.Sequential, nn.Linear, p=fs.P(axis))(MODEL).on(mesh)
+
+
+def matrices_on(spec: fs.PartitionSpec, optimizer: str) -> fs.optim.Matrices:
+    hidden = fs.optim.hidden(MODEL, "3")
+    return fs.optim.matrices(spec, select=lambda name, p: hidden(name, p) and name in wanted(optimizer))
+
+
+def wanted(optimizer: str) -> set[str]:
+    return SQUARE if optimizer == "soap" else WANTED
+
+
+def expected(optimizer: str) -> fs.Params:
+    return peers.trained(PARAMS, GRADS, OPTIMIZERS[optimizer][1], wanted(optimizer), **ADAMW)
+
+
+def ours(mesh: Any, axis: Any, optimizer: str, **options: Any) -> fs.Params:
+    """Full parameters after all steps."""
+    spec = spec_on(mesh, axis)
+    params = fs.shard(PARAMS, spec)
+    init, update = OPTIMIZERS[optimizer][0](matrices_on(spec, optimizer), **options)
+    state = init(params)
+    for grads in GRADS:
+        params, state = update(fs.shard(grads, spec), state, params)
+    return fs.unshard(params, spec)
+
+
+def test_what_is_hidden() -> None:
+    """Neither embeddings nor heads, nor what is tied to one; a wrong name is an error."""
+    found = fs.optim.matrices(spec_on({"shard": 1}, "shard"), select=fs.optim.hidden(MODEL, "3"))
+    assert set(found.by_name) == WANTED
+    with pytest.raises(ValueError, match="hidden: 'lm_head' is no module of the model: expected paths such as"):
+        fs.optim.hidden(MODEL, "lm_head")
+    tied = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4, bias=False))
+    tied[2].weight = tied[0].weight
+    assert set(fs.optim.matrices(fs.whole()(tied), select=fs.optim.hidden(tied)).by_name) == {"1.weight"}
+
+
+@pairs
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_equal_to_the_unsharded_one_on_simulated_ranks(optimizer: str, mesh: str) -> None:
+    sizes, axis = MESHES[mesh]
+    ranks = math.prod(sizes.values())
+    run = spmd(lambda mesh, _: ours(mesh, axis, optimizer), sizes)
+    got = run(torch.zeros(ranks))
+    for name, want in expected(optimizer).items():
+        for rank in range(ranks):
+            assert_close(got[name][rank], want, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def on_ranks(rank: int, sizes: dict[str, int], axis: Any, optimizer: str, options: dict[str, Any]) -> fs.Params:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return ours(mesh, axis, optimizer, **options)
+
+
+@each
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("mesh", ["fsdp", "ddp", "hsdp", "two axes"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_equal_to_the_unsharded_one_on_real_ranks(
+    gloo2: Pool, gloo4: Pool, optimizer: str, mesh: str, donate: bool
+) -> None:
+    sizes, axis = MESHES[mesh]
+    pool = gloo4 if math.prod(sizes.values()) == 4 else gloo2
+    want = expected(optimizer)
+    for got in pool.run(on_ranks, sizes, axis, optimizer, {"donate": donate}):
+        assert_close(got, want, rtol=1e-9, atol=1e-9)
