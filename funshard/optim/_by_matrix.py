@@ -140,7 +140,7 @@ def _init(plan: _Plan, params: Mapping[str, Tensor]) -> State:
 
 
 def _begun(plan: _Plan, group: Group, params: Mapping[str, Tensor]) -> Whole:
-    """The state that the matrices of a group begin with: on their owners, and empty tensors elsewhere."""
+    """The state that the matrices of a group begin with: on their owners, and elsewhere empty tensors [0, *shape]."""
     parts = {m.name: plan.matrices.cut(m.unit.key).part(params[m.unit.key].detach(), m.name) for m in group.chosen}
     given = group.collect(parts) if plan.rule.values else {}
     out: Whole = {}
@@ -150,7 +150,7 @@ def _begun(plan: _Plan, group: Group, params: Mapping[str, Tensor]) -> Whole:
             out[matrix.name] = plan.rule.begin(given[matrix.name] if given else part.new_zeros(()).expand(matrix.shape))
         else:
             like = plan.rule.begin(torch.empty(matrix.shape, dtype=part.dtype, device="meta"))
-            out[matrix.name] = {key: part.new_empty(0, dtype=x.dtype) for key, x in like.items()}
+            out[matrix.name] = {key: part.new_empty((0, *x.shape), dtype=x.dtype) for key, x in like.items()}
     return out
 
 

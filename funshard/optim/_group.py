@@ -84,9 +84,8 @@ class Group(NamedTuple):
         return {m.name: _seen(x, m) if len(x) else x for m, x in zip(self.chosen, flat, strict=True)}
 
     def _flat(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
-        return [
-            _laid(whole[matrix.name], matrix) if whole[matrix.name].numel() else whole[matrix.name] for matrix in self.chosen
-        ]
+        tensors = ((whole[matrix.name], matrix) for matrix in self.chosen)
+        return [_laid(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
 
     def _parts(self, flat: Sequence[Tensor]) -> Params:
         return {matrix.name: x for matrix, x in zip(self.chosen, flat, strict=True)}

@@ -25,7 +25,7 @@ class MatrixState(NamedTuple):
     slices: dict[str, Tensor]
     """Elementwise state of the matrices, such as momentum: slices like the shard. {} where the unit has no matrices."""
     owned: dict[str, dict[str, Tensor]]
-    """By matrix its own state, such as preconditioners: on its owner; empty tensors elsewhere."""
+    """By matrix its own state, such as preconditioners: on its owner; elsewhere empty tensors, [0, *shape]."""
     rest: dict[str, Any]
     """What ``rest`` has for what is no matrix: by unit key where nothing in the unit is one, else by parameter name."""
 
