@@ -32,7 +32,9 @@ def muon(lr: float = 0.05, decay: float = 0.1, mu: float = 0.95, nesterov: bool 
     return step
 
 
-def shampoo(lr: float = 0.05, decay: float = 0.1, mu: float = 0.9, eps: float = 1e-2, every: int = 1, beta: float = 1.0) -> Peer:
+def shampoo(
+    lr: float = 0.05, decay: float = 0.1, mu: float = 0.9, eps: float = 1e-2, every: int = 1, beta: float = 1.0
+) -> Peer:
     """Gupta et al., 2018, Algorithm 1."""
 
     def power(x: Tensor, p: float) -> Tensor:

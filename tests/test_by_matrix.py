@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import matrix_peers as peers
 import pytest
 import torch
-from depth import depth, each, pairs
+from depth import each, pairs
 from ranks import Pool
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
 
@@ -66,6 +67,9 @@ MESHES: dict[str, tuple[dict[str, int], Any]] = {
     "hsdp": ({"replicate": 2, "shard": 2}, "shard"),
     "two axes": ({"a": 2, "b": 2}, ("b", "a")),
 }
+
+
+POLICIES = {"whole": fs.whole(), "always": fs.always(), "linear ddp": fs.by_type(nn.Linear, p=fs.P())}
 
 
 def spec_on(mesh: Any, axis: Any) -> fs.PartitionSpec:
@@ -130,11 +134,54 @@ def on_ranks(rank: int, sizes: dict[str, int], axis: Any, optimizer: str, option
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("mesh", ["fsdp", "ddp", "hsdp", "two axes"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_equal_to_the_unsharded_one_on_real_ranks(
-    gloo2: Pool, gloo4: Pool, optimizer: str, mesh: str, donate: bool
-) -> None:
+def test_equal_to_the_unsharded_one_on_real_ranks(gloo2: Pool, gloo4: Pool, optimizer: str, mesh: str, donate: bool) -> None:
     sizes, axis = MESHES[mesh]
     pool = gloo4 if math.prod(sizes.values()) == 4 else gloo2
     want = expected(optimizer)
     for got in pool.run(on_ranks, sizes, axis, optimizer, {"donate": donate}):
+        assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def saved_in_the_middle(rank: int, sizes: dict[str, int], axis: Any, optimizer: str, path: str) -> None:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    spec = spec_on(mesh, axis)
+    params = fs.shard(PARAMS, spec)
+    init, update = OPTIMIZERS[optimizer][0](matrices_on(spec, optimizer))
+    state = init(params)
+    for grads in GRADS[: STEPS // 2]:
+        params, state = update(fs.shard(grads, spec), state, params)
+    fs.checkpoint.save(path, {"params": params, "opt": state}, spec)
+
+
+def loaded_in_the_middle(
+    rank: int, sizes: dict[str, int], axis: Any, policy: str, optimizer: str, path: str, like: bool
+) -> fs.Params:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    spec = POLICIES[policy](MODEL).on(mesh)
+    init, update = OPTIMIZERS[optimizer][0](matrices_on(spec, optimizer))
+    params = fs.shard({name: torch.zeros_like(p) for name, p in PARAMS.items()}, spec)
+    state = fs.checkpoint.load(path, spec, like={"params": params, "opt": init(params)} if like else None)
+    params, state = state["params"], state["opt"]
+    assert all(isinstance(unit, fs.optim.MatrixState) for unit in state.values())
+    for grads in GRADS[STEPS // 2 :]:
+        params, state = update(fs.shard(grads, spec), state, params)
+    return fs.unshard(params, spec)
+
+
+@each
+@pytest.mark.parametrize("like", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mesh", ["fsdp", "hsdp", "two axes"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_another_world_size_in_the_middle(
+    gloo2: Pool, gloo4: Pool, tmp_path: Path, optimizer: str, mesh: str, policy: str, like: bool
+) -> None:
+    """Saved on four ranks (or two), loaded on two (or four) with another policy: what was not interrupted, to rounding."""
+    sizes, axis = MESHES[mesh]
+    first, second = (gloo4, gloo2) if math.prod(sizes.values()) == 4 else (gloo2, gloo4)
+    path = str(tmp_path / "step_5")
+    first.run(saved_in_the_middle, sizes, axis, optimizer, path)
+    other = {"shard": 2} if second is gloo2 else {"shard": 4}
+    want = expected(optimizer)
+    for got in second.run(loaded_in_the_middle, other, "shard", policy, optimizer, path, like):
         assert_close(got, want, rtol=1e-9, atol=1e-9)

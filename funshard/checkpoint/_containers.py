@@ -12,6 +12,7 @@ from .._spec.tree import NAMESPACE
 from ..averaging import Averaging
 from ..compress._powersgd import PowerSGD
 from ..loss_scale import LossScale
+from ..optim import MatrixState
 from ._leaves import from_json, to_json
 
 __all__ = ["FACTORIES", "Container", "Made", "contained", "is_container", "maker", "named", "opened", "to_file"]
@@ -19,7 +20,7 @@ __all__ = ["FACTORIES", "Container", "Made", "contained", "is_container", "maker
 Made = Callable[[list[Any]], Any]
 SEQUENCES = {cls.__name__: cls for cls in (list, tuple, deque)}
 MAPPINGS = {cls.__name__: cls for cls in (dict, OrderedDict, defaultdict, Counter)}
-TUPLES = {cls.__name__: cls for cls in (Averaging, LossScale, PowerSGD)}
+TUPLES = {cls.__name__: cls for cls in (Averaging, LossScale, MatrixState, PowerSGD)}
 NAMED = SEQUENCES | MAPPINGS | TUPLES
 """What a file can name: exactly these classes, and none that inherits from them."""
 FACTORIES = {cls.__name__: cls for cls in (bool, bytes, dict, float, int, list, set, str, tuple, OrderedDict, Counter, deque)}

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from .._spec.spec import PartitionSpec
+from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.flow import stored
 from .._units.host import rested
-from .._units.layout import coordinates, index, pieces
+from .._units.layout import Piece, coordinates, index, pieces
 
-__all__ = ["Leaf", "Part", "Scalar", "Slice", "Value", "Whole", "from_json", "names_of", "to_json"]
+__all__ = ["Leaf", "Owned", "Part", "Scalar", "Slice", "Value", "Whole", "from_json", "names_of", "to_json"]
 
 
 class Part(NamedTuple):
@@ -46,17 +47,36 @@ class Slice:
     dtype: torch.dtype
     encoded: bool = False
     """Whether it is at rest in the unit's codec once it is read."""
+    of: tuple[Param, ...] | None = None
+    """Of which of the unit's parameters it holds something, if not of all."""
+    alone: bool = False
+    """Whether it is only what lies in the slice of the one parameter ``of``."""
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """Those whose ranges are stored, as many as ``names``."""
+        return self.unit.params if self.of is None else self.of
+
+    def length(self, spec: PartitionSpec) -> int:
+        """Its elements on this rank."""
+        return sum(p.high - p.low for p in self._pieces(spec)) if self.alone else spec.shard_numel(self.unit)
 
     def memory(self, spec: PartitionSpec) -> Tensor:
         """A slice to read into, with its padding, on the device where it rests, or on its way there."""
         device = None if self.encoded or "params" in self.unit.p.offloads else spec.bound_mesh.device
-        memory = torch.empty(spec.shard_numel(self.unit), dtype=self.dtype, device=device or "cpu")
+        memory = torch.empty(self.length(spec), dtype=self.dtype, device=device or "cpu")
+        if self.alone:
+            return memory
         end = 0
-        for piece in pieces(self.unit, spec, coordinates(spec.bound_mesh, None)):  # what is between them is zeros
+        for piece in self._pieces(spec):  # what is between them is zeros
             memory[end : piece.low].zero_()
             end = max(end, piece.high)
         memory[end:].zero_()
         return memory
+
+    def _pieces(self, spec: PartitionSpec) -> Iterator[Piece]:
+        every = pieces(self.unit, spec, coordinates(spec.bound_mesh, None))
+        return (piece for piece in every if self.of is None or piece.param in self.of)
 
     def index(self, spec: PartitionSpec) -> int:
         """Which slice of the unit this rank has."""
@@ -67,15 +87,15 @@ class Slice:
         return rested(stored(tensor, self.unit) if self.encoded else tensor, self.unit, spec.bound_mesh)
 
     def parts(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[Part]:
-        """The ranges of the parameters that lie in the slice."""
+        """The ranges of its parameters that lie in the slice."""
         mesh = spec.bound_mesh
         at = coordinates(mesh, None)
         others = [(i, axis.size) for i, (name, axis) in enumerate(mesh.axes) if name not in self.unit.p.axes]
         holder, holders, whole = 0, 1, tensor.detach().resolve_conj().resolve_neg()
         for i, size in others:
             holder, holders = holder * size + at[i], holders * size
-        for piece, (name, *aliases) in zip(pieces(self.unit, spec, at), self.names, strict=True):
-            data = whole[piece.low : piece.high]
+        for piece, (name, *aliases) in zip(self._pieces(spec), self.names, strict=True):
+            data = whole if self.alone else whole[piece.low : piece.high]
             shape, order = piece.param.shape, tuple(piece.param.order)
             if len(data):
                 yield Part(name, tuple(aliases), shape, order, piece.begin, data, holder, holders)
@@ -137,12 +157,36 @@ class Value:
     """In a unit's state as of `Scalar`."""
 
 
-Leaf = Slice | Scalar | Whole | Value
+@dataclass(frozen=True)
+class Owned:
+    """A tensor that one rank has, which owns the matrix that it belongs to; elsewhere it is empty, [0, *shape]."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    accelerated: bool
+    here: bool
+    """Whether this rank has it."""
+
+    def memory(self) -> Tensor:
+        """To read into."""
+        return torch.empty(self.shape if self.here else (0, *self.shape), dtype=self.dtype, device="cpu")
+
+    def parts(self, tensor: Tensor) -> Iterator[Part]:
+        """All of it, on its owner."""
+        if self.here:
+            data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            yield Part(self.names[0], self.names[1:], self.shape, tuple(range(len(self.shape))), 0, data, 0, 1)
+
+
+Leaf = Slice | Scalar | Whole | Owned | Value
 
 
 def names_of(leaf: Leaf) -> list[str]:
     """All names under which it is stored."""
-    return [leaf.name] if isinstance(leaf, Whole | Value) else [name for names in leaf.names for name in names]
+    if isinstance(leaf, Whole | Value):
+        return [leaf.name]
+    return [*leaf.names] if isinstance(leaf, Owned) else [name for names in leaf.names for name in names]
 
 
 PLAIN = (bool, int, float, str, type(None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import re
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from .._spec.spec import PartitionSpec, bound
 from ._commit import contents
 from ._files import Reader, metadata_of
-from ._leaves import Leaf, Part, Scalar, Slice, Value, Whole
+from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole
 from ._plan import Reads
 from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
 from ._tree import Node, Units, build, described, leaves, parameters
@@ -183,14 +184,18 @@ def _plain(leaf: Value, found: Mapping[str, Any]) -> Any:
     return value
 
 
-def _check(leaf: Slice | Scalar | Whole, stored: _Stored, ranks: Ranks) -> None:
+def _check(leaf: Slice | Scalar | Whole | Owned, stored: _Stored, ranks: Ranks) -> None:
     if isinstance(leaf, Whole):
         shape = stored.shape_of(leaf)
         if leaf.own and not leaf.averaged:
             check_ranks(leaf.name, shape[0], ranks.size)
         return
-    for param, names in zip(leaf.unit.params, leaf.names, strict=True):
-        stored.shape(names, param.shape if isinstance(leaf, Slice) else (), leaf.dtype)
+    if isinstance(leaf, Owned):
+        stored.shape(leaf.names, leaf.shape, leaf.dtype)
+        return
+    shapes = (p.shape for p in leaf.params) if isinstance(leaf, Slice) else itertools.repeat(())
+    for shape, names in zip(shapes, leaf.names, strict=False):
+        stored.shape(names, shape, leaf.dtype)
 
 
 # --- Memory for it. ---
@@ -202,6 +207,8 @@ def _memory(leaf: Leaf, spec: PartitionSpec, stored: _Stored, ranks: Ranks) -> A
             return None
         case Slice():
             return leaf.memory(spec)
+        case Owned():
+            return leaf.memory()
         case Scalar():
             return torch.empty(len(leaf.names), dtype=leaf.dtype, device="cpu")
         case Whole():
@@ -216,6 +223,8 @@ def _parts(leaf: Leaf, memory: Any, spec: PartitionSpec, stored: _Stored, ranks:
             return
         case Slice():
             parts = leaf.parts(memory, spec, ranks.rank, ranks.size)
+        case Owned():
+            parts = leaf.parts(memory)
         case Scalar():
             named = enumerate(leaf.names)
             parts = (Part(names[0], names[1:], (), (), 0, memory[i : i + 1], 0, 1) for i, names in named)
@@ -245,6 +254,8 @@ def _settled(leaf: Leaf, memory: Any, spec: PartitionSpec, found: Mapping[str, A
                 )
             one = memory[0].clone()
             return one.to(device) if leaf.accelerated and device else one
+        case Owned():
+            return memory.to(device) if leaf.accelerated and device else memory
         case Whole():
             if memory.dim() > len(leaf.shape):  # of other ranks
                 memory = memory.mean(0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._sharding.agree import fingerprint
 from .._spec.spec import PartitionSpec
-from ._leaves import Leaf, Part, Scalar, Slice, Value, Whole, names_of, to_json
+from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, names_of, to_json
 from ._plan import Writes
 from ._ranks import Ranks
 from ._tree import Node, described, leaves
@@ -99,6 +99,9 @@ def _add(
         case Whole(own=True):
             alike[leaf.name] = f"each rank's own, of one shape on all, {list(leaf.shape)} {leaf.dtype}"
             parts += leaf.parts(value, spec, ranks.rank, ranks.size)
+        case Owned():
+            alike[leaf.names[0]] = f"of one rank, {list(leaf.shape)} {leaf.dtype}"
+            parts += leaf.parts(value)
         case Whole() | Scalar():
             name = leaf.name if isinstance(leaf, Whole) else leaf.names[0][0]
             alike[name] = f"{list(value.shape)} {value.dtype} of digest {int(fingerprint(value.detach())):x}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -13,21 +13,25 @@ from torch import Tensor
 
 from .. import _torch
 from .._spec.spec import PartitionSpec
-from .._spec.tree import NAMESPACE
+from .._spec.tree import NAMESPACE, Param
 from .._spec.unit import Unit
 from ..compress._powersgd import PowerSGD
+from ..optim import MatrixState
 from ._containers import FACTORIES, Made, is_container, maker, named, opened
-from ._leaves import Leaf, Scalar, Slice, Value, Whole, to_json
+from ._leaves import Leaf, Owned, Scalar, Slice, Value, Whole, to_json
 from ._slots import fits, numbers_in
 
 __all__ = [
     "Branch",
     "Node",
     "PerRank",
+    "Place",
     "Units",
     "build",
     "described",
+    "dict_of",
     "leaves",
+    "matrix_state",
     "parameters",
     "per_rank",
     "stored_names",
@@ -78,6 +82,41 @@ class Units:
 Node = Branch | Units | Leaf
 
 
+class Place(NamedTuple):
+    """Where in a state something is that belongs to a unit."""
+
+    unit: Unit
+    path: tuple[str, ...]
+    """Of the mapping by units."""
+    numbers: frozenset[int] = frozenset()
+    """As `numbers_in` gives them."""
+    slot: tuple[str, ...] = ()
+    """In what the mapping has for the unit."""
+    of: tuple[Param, ...] | None = None
+    """To which of the unit's parameters it belongs, if not to all."""
+    alone: bool = False
+    """Whether it is what lies in the slice of one of them."""
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """To which it belongs."""
+        return self.unit.params if self.of is None else self.of
+
+    @property
+    def full(self) -> tuple[str, ...]:
+        """The path for an error."""
+        return (*self.path, self.unit.key, *self.slot)
+
+    def at(self, *entries: str) -> Place:
+        """Deeper in it."""
+        return self._replace(slot=(*self.slot, *entries))
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """Under which it is stored, for each of the parameters."""
+        return stored_names(self.params, self.path, self.slot)
+
+
 def described(state: Any, spec: PartitionSpec, path: tuple[str, ...] = (), *, wanted: bool = False) -> tuple[Node, list[Any]]:
     """``(the tree of the state, what its leaves are)``, in one order; ``path`` is what it is a part of.
 
@@ -96,9 +135,11 @@ class _Describing:
         if isinstance(value, PerRank):
             return self.node(value.tree, path, own=True)
         if isinstance(value, Mapping) and not own and (units := self._units(value, path)):
-            numbers = numbers_in(value, [key for key in value if key in units], self._spec, path)
+            # of optimizers of matrices what is no matrix has other optimizers' state
+            other = {key: x.rest.get(key, {}) if isinstance(x, MatrixState) else x for key, x in value.items()}
+            numbers = numbers_in(other, [key for key in value if key in units], self._spec, path)
             children = {
-                key: self._of_unit(child, self._spec.by_key[key], path, (), numbers)
+                key: self._of_unit(child, Place(self._spec.by_key[key], path, numbers))
                 if key in units
                 else self.node(child, (*path, str(key)), own=own)
                 for key, child in value.items()
@@ -120,37 +161,66 @@ class _Describing:
         to_json(value, name)
         return Value(name, value, own)
 
-    def _of_unit(self, value: Any, unit: Unit, path: tuple[str, ...], slot: tuple[str, ...], numbers: frozenset[int]) -> Node:
-        """What a mapping has at the key of a unit, or a part of that; ``numbers`` as `numbers_in` gives them."""
+    def _of_unit(self, value: Any, place: Place) -> Node:
+        """What a mapping has at the key of a unit, or a part of that."""
+        if isinstance(value, MatrixState):
+            return self._of_matrices(value, place)
         if is_container(value):
-            self._named(value, (*path, unit.key, *slot))
+            self._named(value, place.full)
             found = opened(value)
             named = zip(found.entries, found.children, strict=True)
-            nodes = (self._of_unit(child, unit, path, (*slot, str(entry)), numbers) for entry, child in named)
-            return Branch(found.kind, found.of, found.entries, tuple(nodes), found.make)
+            nodes = tuple(self._of_unit(child, place.at(str(entry))) for entry, child in named)
+            return Branch(found.kind, found.of, found.entries, nodes, found.make)
         self._values.append(value)
-        names = stored_names(unit, path, slot)
+        unit, names = place.unit, place.names
         if not isinstance(value, Tensor):
-            to_json(value, ".".join((*path, unit.key, *slot)))
+            to_json(value, ".".join(place.full))
             return Value(names[0][0], value, names=names)
-        if value.dim() == 0 or id(value) in numbers:
+        if value.dim() == 0 or id(value) in place.numbers:
             return Scalar(unit, names, value.dtype, _torch.is_accelerator(value.device))
-        if not fits(value, unit, self._spec):
-            length, dtype = self._spec.stored(unit)
+        leaf = Slice(unit, names, value.dtype, of=place.of, alone=place.alone)
+        if value.shape != (leaf.length(self._spec),) if leaf.alone else not fits(value, unit, self._spec):
+            length, dtype = (leaf.length(self._spec), value.dtype) if leaf.alone else self._spec.stored(unit)
             raise ValueError(
-                f"unit '{unit.key}' of state '{'.'.join((*path, unit.key, *slot))}': expected this rank's slice, "
+                f"unit '{unit.key}' of state '{'.'.join(place.full)}': expected this rank's slice, "
                 f"[{length}] {dtype}, or a number, got {list(value.shape)} {value.dtype}; was it made with another spec or "
                 "mesh?"
             )
         encoded = unit.at_rest is not None and value.dtype == torch.uint8
-        return Slice(unit, names, unit.dtype if encoded else value.dtype, encoded)
+        return replace(leaf, dtype=unit.dtype, encoded=True) if encoded else leaf
+
+    def _of_matrices(self, state: MatrixState, place: Place) -> Branch:
+        """Of an optimizer of matrices: slices that hold matrices alone, what their owners have, and the rest's."""
+        params = {param.name: param for param in place.unit.params}
+        matrices = tuple(params[name] for name in state.owned)
+        step = self._of_unit(state.step, place.at("step"))
+        of = place._replace(of=matrices)
+        slices = {slot: self._of_unit(x, of.at("slices", slot)) for slot, x in state.slices.items()}
+        owned = {
+            name: dict_of({slot: self._owned(x, params[name], place.at("owned", slot)) for slot, x in values.items()})
+            for name, values in state.owned.items()
+        }
+        rest: dict[str, Node] = {}
+        for entry, child in state.rest.items():
+            alone = entry in params
+            where = place._replace(of=(params[entry],), alone=True) if alone else place
+            rest[entry] = self._of_unit(child, where.at("rest"))
+        return matrix_state(step, slices, owned, rest)
+
+    def _owned(self, value: Tensor, param: Param, place: Place) -> Owned:
+        self._values.append(value)
+        (names,) = stored_names([param], place.path, place.slot)
+        here = value.dim() == 0 or len(value) > 0
+        shape = tuple(value.shape if here else value.shape[1:])
+        return Owned(names, shape, value.dtype, _torch.is_accelerator(value.device), here)
 
     def _units(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> frozenset[str]:
         """The keys of units that the mapping has, if it is sharded like them."""
         keys = [key for key in value if isinstance(key, str) and key in self._spec.by_key]
         found = [(key, tensor) for key in keys for tensor in optree.tree_leaves(value[key], namespace=NAMESPACE)]
         vectors = [(key, tensor) for key, tensor in found if isinstance(tensor, Tensor) and tensor.dim() == 1]
-        if any(fits(tensor, self._spec.by_key[key], self._spec) for key, tensor in vectors):
+        matrices = any(isinstance(value[key], MatrixState) for key in keys)
+        if matrices or any(fits(tensor, self._spec.by_key[key], self._spec) for key, tensor in vectors):
             return frozenset(keys)
         if vectors and len(keys) == len(value) and all(isinstance(value[key], Tensor) for key in keys):
             key, tensor = vectors[0]
@@ -171,17 +241,25 @@ class _Describing:
         return kind, of
 
 
-def stored_names(unit: Unit, path: Sequence[str], slot: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """The names under which what belongs to the unit's parameters is stored, for each of them."""
-    return tuple(
-        tuple(".".join((*path, name, *slot)) for name in (param.name, *(n for n in param.names if n != param.name)))
-        for param in unit.params
-    )
+def dict_of(children: Mapping[str, Node]) -> Branch:
+    """A dict."""
+    return Branch("dict", None, tuple(children), tuple(children.values()), maker("dict", None, tuple(children)))
+
+
+def matrix_state(step: Node, slices: Mapping[str, Node], owned: Mapping[str, Node], rest: Mapping[str, Node]) -> Branch:
+    """What an optimizer of matrices has for a unit."""
+    children = (step, dict_of(slices), dict_of(owned), dict_of(rest))
+    return Branch("MatrixState", None, MatrixState._fields, children, maker("MatrixState", None, MatrixState._fields))
+
+
+def stored_names(params: Iterable[Param], path: Sequence[str], slot: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The names under which what belongs to parameters is stored, for each of them."""
+    return tuple(tuple(".".join((*path, name, *slot)) for name in param.names) for param in params)
 
 
 def parameters(unit: Unit, path: Sequence[str] = ()) -> Slice:
     """The unit's parameters, as the part of a state at this path."""
-    return Slice(unit, stored_names(unit, path, ()), unit.dtype, unit.at_rest is not None)
+    return Slice(unit, stored_names(unit.params, path, ()), unit.dtype, unit.at_rest is not None)
 
 
 def leaves(node: Node) -> Iterator[Leaf]:

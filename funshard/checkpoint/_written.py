@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
+from .._spec.tree import Param
 from ._containers import contained, maker, to_file
-from ._leaves import Scalar, Slice, Value, Whole, from_json, to_json
-from ._tree import Branch, Node, Units, stored_names
+from ._leaves import Owned, Scalar, Slice, Value, Whole, from_json, to_json
+from ._matrix import MATRIX, REST, owners, read_of_matrices, written_of_matrices
+from ._tree import Branch, Node, Place, Units
 
 __all__ = ["check_ranks", "part_of", "plain_values", "read_tree", "written_tree"]
 
@@ -21,7 +22,7 @@ def written_tree(node: Node, spec: PartitionSpec, owns: Mapping[str, list[Any]])
         return to_file(node.kind, node.of, node.entries, children)
     if isinstance(node, Units):
         params = [
-            [[*param.names], str(param.dtype).removeprefix("torch."), written_tree(child, spec, owns)]
+            [[*param.names], str(param.dtype).removeprefix("torch."), _of_param(child, param, spec, owns)]
             for key, child in node.children.items()
             if key in spec.by_key
             for param in spec.by_key[key].params
@@ -37,8 +38,21 @@ def written_tree(node: Node, spec: PartitionSpec, owns: Mapping[str, list[Any]])
             return {"slice": to_json(node.dtype, "")}
         case Scalar():
             return {"scalar": [to_json(node.dtype, ""), node.accelerated]}
+        case Owned():
+            return {"owned": [[*node.shape], to_json(node.dtype, ""), node.accelerated]}
         case Whole():
             return {"tensor": [[*node.shape], to_json(node.dtype, ""), node.accelerated, node.own, node.averaged]}
+
+
+def _of_param(node: Node, param: Param, spec: PartitionSpec, owns: Mapping[str, list[Any]]) -> Any:
+    """What a unit's state has for one of its parameters."""
+
+    def written(node: Node) -> Any:
+        return written_tree(node, spec, owns)
+
+    if isinstance(node, Branch) and node.kind == "MatrixState":
+        return written_of_matrices(node, param, written)
+    return written(node)
 
 
 def read_tree(data: Any, spec: PartitionSpec, rank: int, ranks: int, path: tuple[str, ...] = ()) -> Node:
@@ -80,9 +94,11 @@ def _read_units(content: Any, spec: PartitionSpec, path: tuple[str, ...]) -> dic
     saved = {name: (names[0], dtype, slot) for names, dtype, slot in content["params"] for name in names}
     names = {names[0] for names, _, _ in content["params"]}
     where = f"state '{'.'.join(path)}'" if path else "the state"
+    entries = {p.name: next((saved[n] for n in p.names if n in saved), None) for unit in spec for p in unit.params}
+    known = owners({name: entry[2] for name, entry in entries.items() if entry}, spec)
     out: dict[str, Node] = {}
     for unit in spec:
-        found = [(p, next((saved[n] for n in (p.name, *p.names) if n in saved), None)) for p in unit.params]
+        found = [(p, entries[p.name]) for p in unit.params]
         there = [(p, entry) for p, entry in found if entry is not None]
         if len(there) < len(found) and (there or content["whole"]):
             missing = next(p.name for p, entry in found if entry is None)
@@ -92,20 +108,25 @@ def _read_units(content: Any, spec: PartitionSpec, path: tuple[str, ...]) -> dic
             )
         if not there:
             continue
-        (first, (_, _, slot)), *_ = there
-        for param, (name, dtype, other) in there:
+        for param, (name, dtype, _) in there:
             names.discard(name)
             if dtype != str(param.dtype).removeprefix("torch."):
                 raise ValueError(
                     f"parameter '{param.name}': expected {dtype}, as the checkpoint has it, got {param.dtype} in the spec; "
                     "build the model in that dtype"
                 )
-            if other != slot:
-                raise ValueError(
-                    f"unit '{unit.key}' of {where}: expected one kind of state for all of its parameters, got others for "
-                    f"'{param.name}' than for '{first.name}'; choose units that do not mix them"
-                )
-        out[unit.key] = _read_slot(slot, unit, path, ())
+        slots = {param.name: slot for param, (_, _, slot) in there}
+        place = Place(unit, path)
+        if all({MATRIX, REST} & {*slot} for slot in slots.values()):
+            out[unit.key] = read_of_matrices(slots, place, known, _read_slot)
+            continue
+        (first, slot), *_ = slots.items()
+        if other := next((name for name, one in slots.items() if one != slot), ""):
+            raise ValueError(
+                f"unit '{unit.key}' of {where}: expected one kind of state for all of its parameters, got others for "
+                f"'{other}' than for '{first}'; choose units that do not mix them"
+            )
+        out[unit.key] = _read_slot(slot, place)
     if names:
         raise ValueError(
             f"parameter '{min(names)}' is in {where} of the checkpoint and not in the spec: expected the model that was saved"
@@ -113,19 +134,20 @@ def _read_units(content: Any, spec: PartitionSpec, path: tuple[str, ...]) -> dic
     return out
 
 
-def _read_slot(data: Any, unit: Unit, path: tuple[str, ...], slot: tuple[str, ...]) -> Node:
+def _read_slot(data: Any, place: Place) -> Node:
     (kind, content), *_ = data.items()
+    unit, names = place.unit, place.names
     if kind == "slice":
-        return Slice(unit, stored_names(unit, path, slot), from_json(content), unit.at_rest is not None and not slot)
+        encoded = unit.at_rest is not None and not place.slot
+        return Slice(unit, names, from_json(content), encoded, place.of, place.alone)
     if kind == "scalar":
-        return Scalar(unit, stored_names(unit, path, slot), from_json(content[0]), content[1])
+        return Scalar(unit, names, from_json(content[0]), content[1])
     if kind == "value":
-        names = stored_names(unit, path, slot)
         return Value(names[0][0], from_json(content), names=names)
     if kind == "other":
-        raise ValueError(f"unit '{unit.key}' of state '{'.'.join(path)}': expected like=, a state of the same structure")
+        raise ValueError(f"unit '{unit.key}' of state '{'.'.join(place.path)}': expected like=, a state of the same structure")
     inside = contained(data) or ()
-    return _branch(data, [(entry, _read_slot(child, unit, path, (*slot, str(entry)))) for entry, child in inside])
+    return _branch(data, [(entry, _read_slot(child, place.at(str(entry)))) for entry, child in inside])
 
 
 def _branch(data: Any, pairs: Sequence[tuple[Any, Node]]) -> Branch:

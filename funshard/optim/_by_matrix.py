@@ -269,8 +269,10 @@ def _check_state(plan: _Plan, key: str, state: object) -> None:
     for name in names:
         here, owned = plan.matrices.is_here(name), state.owned[name]
         for slot, x in owned.items():
-            if not here and x.numel():
+            if here is (x.dim() > 0 and not len(x)):
+                rank = dict(zip(plan.matrices.spec.bound_mesh.names, plan.matrices.owner(name), strict=True))
                 raise ValueError(
-                    f"state of unit '{key}': '{slot}' of '{name}' is here, and rank {plan.matrices.owner(name)} is its owner: "
-                    "expected an empty tensor; was it made on another mesh?"
+                    f"state of unit '{key}': '{slot}' of '{name}': expected {'it here' if here else 'an empty tensor'}, as its "
+                    f"owner is rank {rank}, got {list(x.shape)}; was it made on another mesh, or with another cost of "
+                    "matrices? checkpoint.load(like=init(params)) gives it to the owners that there are now"
                 )
