@@ -185,3 +185,39 @@ def test_another_world_size_in_the_middle(
     want = expected(optimizer)
     for got in second.run(loaded_in_the_middle, other, "shard", policy, optimizer, path, like):
         assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def resharded_in_the_middle(mesh: Any, axis: Any, policy: str, optimizer: str) -> fs.Params:
+    first, second = spec_on(mesh, axis), POLICIES[policy](MODEL).on(mesh)
+    params = fs.shard(PARAMS, first)
+    here, there = (matrices_on(spec, optimizer) for spec in (first, second))
+    (init, update), (_, after) = (OPTIMIZERS[optimizer][0](where) for where in (here, there))
+    state = init(params)
+    for grads in GRADS[: STEPS // 2]:
+        params, state = update(fs.shard(grads, first), state, params)
+    params, state = fs.reshard(params, first, second), fs.optim.reshard(state, here, there)
+    for grads in GRADS[STEPS // 2 :]:
+        params, state = after(fs.shard(grads, second), state, params)
+    return fs.unshard(params, second)
+
+
+def resharded_on_ranks(rank: int, sizes: dict[str, int], axis: Any, policy: str, optimizer: str) -> fs.Params:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return resharded_in_the_middle(mesh, axis, policy, optimizer)
+
+
+@each
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mesh", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_another_policy_in_the_middle(gloo2: Pool, gloo4: Pool, optimizer: str, mesh: str, policy: str) -> None:
+    """Parameters and state resharded after half of the steps, on real ranks and simulated ones."""
+    sizes, axis = MESHES[mesh]
+    ranks = math.prod(sizes.values())
+    want = expected(optimizer)
+    for got in (gloo2 if ranks == 2 else gloo4).run(resharded_on_ranks, sizes, axis, policy, optimizer):
+        assert_close(got, want, rtol=1e-9, atol=1e-9)
+    got = spmd(lambda mesh, _: resharded_in_the_middle(mesh, axis, policy, optimizer), sizes)(torch.zeros(ranks))
+    for name, x in got.items():
+        assert_close(x[0], want[name], rtol=1e-9, atol=1e-9)

@@ -7,6 +7,7 @@ from ._matrices import Matrices, matrices
 from ._muon import muon, orthogonal
 from ._norms import clip_by_global_norm, global_norm, vdot
 from ._owners import hidden
+from ._reshard import reshard
 from ._shampoo import shampoo
 from ._soap import soap
 from ._step import MatrixState
@@ -25,6 +26,7 @@ __all__ = [
     "matrices",
     "muon",
     "orthogonal",
+    "reshard",
     "shampoo",
     "soap",
     "vdot",

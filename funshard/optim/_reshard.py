@@ -1,0 +1,136 @@
+"""reshard: the state of an optimizer of matrices for other units, another mesh and other owners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._spec.division import Reduction
+from .._spec.unit import Unit
+from .._units.flow import gather_unit, scatter_unit
+from .._units.host import rested
+from .._units.layout import Params, flatten_unit, unflatten_unit
+from ..collectives._functions import broadcast
+from ._matrices import Matrices
+from ._step import MatrixState
+
+__all__ = ["reshard"]
+
+SUM = Reduction("sum")
+Parts = dict[str, Params]
+"""By slot, then by parameter: whole tensors, and numbers."""
+
+
+def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> dict[str, MatrixState]:
+    """The state of the same optimizer for another policy, another mesh of the same ranks, or other owners.
+
+    What `funshard.reshard` is for parameters; ``old`` and ``new`` choose the same matrices. Whole on every rank are the states
+    of the old units that a new one is made of, from the first that needs them to the last, and of what matrices' owners have
+    one tensor at a time. For another number of processes save it, and load it there (`funshard.checkpoint`).
+
+    Raises ValueError, naming it, for a matrix that is only in one of both, for a unit that is missing, and where a new unit is
+    made of ones that have taken different numbers of steps.
+    """
+    for name in old.by_name.keys() ^ new.by_name.keys():
+        where = "the old" if name in old.by_name else "the new"
+        raise ValueError(f"matrix '{name}' is in {where} spec's only: expected the same matrices of one model")
+    needs = {unit.key: dict.fromkeys(old.spec.by_name[p.name][0].key for p in unit.params) for unit in new.spec}
+    made = [unit for unit in new.spec if any(key in state for key in needs[unit.key])]
+    last = {key: unit.key for unit in made for key in needs[unit.key]}
+    whole: dict[str, tuple[Parts, Parts]] = {}
+    out: dict[str, MatrixState] = {}
+    for unit in made:
+        for key in needs[unit.key]:
+            if key not in state:
+                raise ValueError(f"unit '{key}' is missing: expected all that the new spec's unit '{unit.key}' is made of")
+            if key not in whole:
+                whole[key] = _whole(state[key], old.spec.by_key[key], old)
+        from_ = {key: (state[key], *whole[key]) for key in needs[unit.key]}
+        out[unit.key] = _made(unit, from_, old, new)
+        for key in needs[unit.key]:
+            if last[key] == unit.key:
+                del whole[key]
+    return out
+
+
+def _whole(state: MatrixState, unit: Unit, old: Matrices) -> tuple[Parts, Parts]:
+    """``(elementwise state of its matrices, what the rest has)``, by slot and parameter."""
+    names = {*old.names(unit.key)}
+    slices = {slot: _only(_gathered(piece, unit, old), names) for slot, piece in state.slices.items()}
+    rest: Parts = {}
+    parts: Parts = {}
+    for entry, values in state.rest.items():
+        for slot, value in values.items():
+            if entry == unit.key and value.shape == (old.spec.shard_numel(unit),):
+                rest[slot] = _gathered(value, unit, old)
+            elif entry == unit.key or not value.dim():
+                of = [entry] if entry != unit.key else [param.name for param in unit.params]
+                rest.setdefault(slot, {}).update(dict.fromkeys(of, _one(value, f"'{slot}' of '{entry}'")))
+            else:
+                parts.setdefault(slot, {})[entry] = value
+    for slot, of_param in parts.items():
+        zeros = next(iter(of_param.values())).new_zeros(old.spec.shard_numel(unit))
+        joined = old.cut(unit.key).joined(of_param, zeros)
+        rest.setdefault(slot, {}).update(_only(_gathered(joined, unit, old), {*of_param}))
+    return slices, rest
+
+
+def _gathered(piece: Tensor, unit: Unit, old: Matrices) -> Params:
+    buffer = gather_unit(piece, unit, old.spec.bound_mesh, SUM)
+    return {param.name: x for param, x in zip(unit.params, unflatten_unit(buffer, unit), strict=True)}
+
+
+def _only(tensors: Params, names: set[str]) -> Params:
+    return {name: x for name, x in tensors.items() if name in names}
+
+
+def _one(numbers: Tensor, what: str) -> Tensor:
+    if numbers.dim() and bool((numbers != numbers[0]).any()):
+        raise ValueError(f"reshard: {what}: expected one number for all parameters of a unit, got {numbers.tolist()}")
+    return numbers if not numbers.dim() else numbers[0]
+
+
+def _made(unit: Unit, olds: Mapping[str, tuple[MatrixState, Parts, Parts]], old: Matrices, new: Matrices) -> MatrixState:
+    """A new unit's state, of those of the old ones that it is made of."""
+    names = new.names(unit.key)
+    states = {name: olds[old.spec.by_name[name][0].key] for name in (param.name for param in unit.params)}
+    steps = torch.stack([state.step for state, *_ in olds.values()])
+    slots = dict.fromkeys(slot for name in names for slot in states[name][1])
+    slices = {slot: _sliced({name: states[name][1][slot][name] for name in names}, unit, new) for slot in slots}
+    owned = {name: {slot: _moved(x, name, old, new) for slot, x in states[name][0].owned[name].items()} for name in names}
+    rest: dict[str, Any] = {}
+    others = [param for param in unit.params if param.name not in names]
+    for slot in dict.fromkeys(slot for param in others for slot in states[param.name][2]):
+        found = {p.name: states[p.name][2][slot][p.name] for p in others if p.name in states[p.name][2].get(slot, {})}
+        numbers = all(found[p.name].shape != p.shape for p in others if p.name in found)
+        if not names:
+            one = _one(torch.stack([*found.values()]), f"'{slot}' of '{unit.key}'") if numbers else _sliced(found, unit, new)
+            rest.setdefault(unit.key, {})[slot] = one
+            continue
+        piece = None if numbers else _sliced(found, unit, new)
+        for name, x in found.items():
+            part = x if piece is None else new.cut(unit.key).part(piece, name).clone()
+            rest.setdefault(name, {})[slot] = part
+    return MatrixState(_one(steps, f"the step of '{unit.key}'"), slices, owned, rest)
+
+
+def _sliced(whole: Params, unit: Unit, new: Matrices) -> Tensor:
+    """This rank's slice, with zeros for other parameters."""
+    like = next(iter(whole.values()))
+    full = {p.name: whole.get(p.name, like.new_zeros(p.shape)) for p in unit.params}
+    mesh = new.spec.bound_mesh
+    return rested(scatter_unit(flatten_unit(full, unit, new.spec.padded_numel(unit)), unit, mesh), unit, mesh)
+
+
+def _moved(x: Tensor, name: str, old: Matrices, new: Matrices) -> Tensor:
+    """What an owner has, to the new one."""
+    mesh = old.spec.bound_mesh
+    shape = x.shape if old.is_here(name) else x.shape[1:]
+    full = x if old.is_here(name) else x.new_zeros(shape)
+    full = full if mesh.device is None else full.to(mesh.device)
+    for (_, axis), src in zip(mesh.axes, old.owner(name), strict=True):
+        full = broadcast(full, axis, src=src)
+    return full.to(x.device) if new.is_here(name) else x.new_empty((0, *shape))
