@@ -299,6 +299,10 @@ def test_shared_memory_is_not_donated() -> None:
 # --- which optimizers ---
 
 
+WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
+"""What runs on whole matrices, on their owners (test_by_matrix.py), and needs the spec for that."""
+
+
 def test_every_optimizer_is_right_or_refused() -> None:
     """All of this torch's: of halves it makes the halves of what it makes of the whole, or it is refused by name."""
     classes = [c for c in vars(torch.optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
@@ -306,7 +310,8 @@ def test_every_optimizer_is_right_or_refused() -> None:
     for cls in classes:
         if cls not in ELEMENTWISE:
             for vouched in (None, lambda p: {}):
-                with pytest.raises(ValueError, match=f"{cls.__name__} is not known to work element by element"):
+                why = "needs whole matrices" if cls in WHOLE else "is not known to work element by element"
+                with pytest.raises(ValueError, match=f"{cls.__name__} {why}"):
                     from_torch(cls, initial=vouched)
             continue
         init, update = from_torch(cls)
