@@ -221,3 +221,17 @@ def test_another_policy_in_the_middle(gloo2: Pool, gloo4: Pool, optimizer: str, 
     got = spmd(lambda mesh, _: resharded_in_the_middle(mesh, axis, policy, optimizer), sizes)(torch.zeros(ranks))
     for name, x in got.items():
         assert_close(x[0], want[name], rtol=1e-9, atol=1e-9)
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    """Also where both have momentum alone in slices, and where it is of other matrices."""
+    spec = spec_on({"shard": 1}, "shard")
+    params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
+    every = {name: make(matrices_on(spec, name)) for name, (make, _) in OPTIMIZERS.items()}
+    before = {key: x.clone() for key, x in params.items()}
+    for mine, other in (("muon", "shampoo"), ("shampoo", "muon"), ("soap", "muon"), ("muon", "soap of one side")):
+        with pytest.raises(ValueError, match=r"state of unit '.*': expected .*was it made"):
+            every[mine][1](grads, every[other][0](params), params)
+    with pytest.raises(TypeError, match="expected a MatrixState, got dict; make it by init"):
+        every["muon"][1](grads, fs.optim.from_torch(torch.optim.AdamW)[0](params), params)
+    assert_close(params, before, rtol=0, atol=0)

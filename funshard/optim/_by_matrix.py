@@ -47,6 +47,8 @@ class _Plan(NamedTuple):
     """Whether ``rest`` is the default one, whose learning rate is the matrices'."""
     donate: bool
     lr: float | None
+    owned: Mapping[str, frozenset[str]]
+    """By matrix the names of what its owner has of its state."""
 
     def with_lr(self, lr: float | Tensor | None) -> Mapping[str, Options]:
         """The options of a step that has a learning rate of its own: those of parameters keep their ratio to the default."""
@@ -110,7 +112,9 @@ def by_rule(
 ) -> MatrixOptimizer:
     """The pair of functions of a rule; ``options`` by matrix, ``lr`` the default learning rate among them."""
     every = {matrix.name: options.get(matrix.name, {}) for matrix in known.chosen}
-    plan = _Plan(rule, known, every, rest, own_rest, donate, lr)
+    begun = {m.name: rule.begin(torch.empty(m.shape, dtype=m.unit.dtype, device="meta")) for m in known.chosen}
+    owned = {name: frozenset(state) - {*rule.slots} for name, state in begun.items()}
+    plan = _Plan(rule, known, every, rest, own_rest, donate, lr, owned)
     return MatrixOptimizer(partial(_init, plan), partial(_update, plan))
 
 
@@ -267,6 +271,11 @@ def _check_state(plan: _Plan, key: str, state: object) -> None:
             f"{sorted(state.owned)}; was it made for other matrices?"
         )
     for name in names:
+        if set(state.owned[name]) != plan.owned[name]:
+            raise ValueError(
+                f"state of unit '{key}': expected {sorted(plan.owned[name])} of '{name}', got {sorted(state.owned[name])}; was "
+                "it made by another optimizer?"
+            )
         here, owned = plan.matrices.is_here(name), state.owned[name]
         for slot, x in owned.items():
             if here is (x.dim() > 0 and not len(x)):
