@@ -214,16 +214,14 @@ def _stepped(
 
     for key in step.run([*plan.matrices.groups_of(params)], meanwhile):
         cut, names = plan.matrices.cut(key), plan.matrices.names(key)
-        others = {name: rest[name] for name in state[key].rest}
-        parts = {**step.parts[key], **{name: part for name, (part, _) in others.items()}}
+        others = {name: rest.pop(name) for name in state[key].rest}
+        parts, slots, owned = step.taken(key)
+        parts |= {name: part for name, (part, _) in others.items()}
         new_params[key] = cut.joined(parts, params[key]) if names else parts[key]
-        slices = {
-            slot: cut.joined({name: step.slots[name][slot] for name in names}, old) for slot, old in state[key].slices.items()
-        }
+        slices = {slot: cut.joined(slots[slot], old) for slot, old in state[key].slices.items()}
         if donate and names:
             new_params[key] = _given(params[key], new_params[key])
             slices = {slot: _given(state[key].slices[slot], new) for slot, new in slices.items()}
-        owned = {name: step.whole[name] for name in names}
         new_state[key] = MatrixState(step.steps[key], slices, owned, {name: new for name, (_, new) in others.items()})
     return {key: new_params[key] for key in params}, {key: new_state[key] for key in state}
 
@@ -271,7 +269,7 @@ def _check_state(plan: _Plan, key: str, state: object) -> None:
             f"{sorted(state.owned)}; was it made for other matrices?"
         )
     for name in names:
-        if set(state.owned[name]) != plan.owned[name]:
+        if frozenset(state.owned[name]) != plan.owned[name]:
             raise ValueError(
                 f"state of unit '{key}': expected {sorted(plan.owned[name])} of '{name}', got {sorted(state.owned[name])}; was "
                 "it made by another optimizer?"

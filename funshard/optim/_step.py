@@ -44,12 +44,9 @@ class Step:
     ) -> None:
         self._rule, self._matrices, self._options = rule, matrices, options
         self._grads, self._state, self._params = grads, state, params
-        self.parts: dict[str, Params] = {key: {} for key in params}
-        """By unit the new parts of its shard, by parameter name."""
-        self.slots: dict[str, Slots] = {}
-        """By matrix the new parts of its elementwise state."""
-        self.whole: Whole = {}
-        """By matrix what its owner has."""
+        self._parts: Params = {}
+        self._slots: dict[str, Slots] = {}
+        self._whole: Whole = {}
         self.steps = {key: unit.step + 1 for key, unit in state.items()}
         """By unit which step this is."""
 
@@ -71,8 +68,16 @@ class Step:
             if leaving is not None:
                 yield from self._arrived(*leaving, left)
             leaving = group, self._returned(group, results)
+            del results  # which are on their way
         if leaving is not None:
             yield from self._arrived(*leaving, left)
+
+    def taken(self, key: str) -> tuple[Params, dict[str, Params], Whole]:
+        """What has become of a unit's matrices, once: parts of its shard, by slot those of its state, and what owners have."""
+        names = self._matrices.names(key)
+        slots = [(name, self._slots.pop(name)) for name in names]
+        by_slot = {slot: {name: some[slot] for name, some in slots} for slot in self._rule.slots} if names else {}
+        return {name: self._parts.pop(name) for name in names}, by_slot, {name: self._whole.pop(name) for name in names}
 
     def _sent(self, group: Group) -> Callable[[], dict[str, Sent]]:
         """The elementwise part, and what it gives begun to be collected."""
@@ -81,7 +86,7 @@ class Step:
             cut, name = self._matrices.cut(matrix.unit.key), matrix.name
             grad, param = (cut.part(tree[matrix.unit.key], name) for tree in (self._grads, self._params))
             slots = {slot: cut.part(x, name) for slot, x in self._state[matrix.unit.key].slices.items()}
-            sent[name], self.slots[name] = self._rule.before(grad, slots, param, self._with_step(matrix))
+            sent[name], self._slots[name] = self._rule.before(grad, slots, param, self._with_step(matrix))
         arriving = [group.collecting(dict(zip(sent, some, strict=True))) for some in zip(*sent.values(), strict=True)]
 
         def arrived() -> dict[str, Sent]:
@@ -102,7 +107,7 @@ class Step:
         for matrix in group.chosen:
             old = whole[matrix.name]
             made = new.get(matrix.name, old)
-            self.whole[matrix.name] = {key: group.of_owner(matrix, x, old[key]) for key, x in made.items()}
+            self._whole[matrix.name] = {key: group.of_owner(matrix, x, old[key]) for key, x in made.items()}
         return [
             {
                 name: results[name][i].to(tensors[give].dtype) if name in results else tensors[give]
@@ -122,6 +127,7 @@ class Step:
             key, name = matrix.unit.key, matrix.name
             param = self._matrices.cut(key).part(self._params[key], name)
             back = tuple(some[name].to(param.device) for some in results)
-            self.parts[key][name], self.slots[name] = self._rule.after(back, self.slots[name], param, self._with_step(matrix))
+            self._parts[name], self._slots[name] = self._rule.after(back, self._slots[name], param, self._with_step(matrix))
             left[key] -= 1
+        del results, back, param
         yield from dict.fromkeys(matrix.unit.key for matrix in group.chosen if not left[matrix.unit.key])
