@@ -129,5 +129,5 @@ class Step:
             back = tuple(some[name].to(param.device) for some in results)
             self._parts[name], self._slots[name] = self._rule.after(back, self._slots[name], param, self._with_step(matrix))
             left[key] -= 1
-        del results, back, param
+        del results
         yield from dict.fromkeys(matrix.unit.key for matrix in group.chosen if not left[matrix.unit.key])
