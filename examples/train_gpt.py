@@ -4,8 +4,11 @@ One rank:          python examples/train_gpt.py
 Two ranks:         torchrun --nproc-per-node 2 examples/train_gpt.py
 HSDP, DDP:         torchrun --nproc-per-node 4 examples/train_gpt.py --strategy hsdp   (or ddp)
 Mixed precision:   torchrun --nproc-per-node 2 examples/train_gpt.py --precision bf16 --micro-batches 2
+Muon, for matrices: torchrun --nproc-per-node 2 examples/train_gpt.py --optimizer muon   (or shampoo, soap)
 Larger, on GPUs:   torchrun --nproc-per-node 8 examples/train_gpt.py --layers 12 --dim 768 --heads 12 --seq 1024 --batch 64
 That goes on:      torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt --every 50
+
+Matrices of hidden layers are --optimizer's, with --matrix-lr; embeddings, head and norms always AdamW's, with --lr.
 
 With --checkpoint the last three states are kept. Ranks that torchrun starts again after one has died go on from the last one,
 and so does a new start with --resume, on as many ranks with the same losses to the last bit, on others to rounding.
@@ -20,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import optree
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -40,7 +44,9 @@ parser.add_argument("--heads", type=int, default=6)
 parser.add_argument("--seq", type=int, default=128)
 parser.add_argument("--batch", type=int, default=16, help="sequences of each step, over all ranks and micro-batches")
 parser.add_argument("--steps", type=int, default=300)
-parser.add_argument("--lr", type=float, default=2e-3)
+parser.add_argument("--optimizer", choices=["adamw", "muon", "shampoo", "soap"], default="adamw", help="of the blocks' matrices")
+parser.add_argument("--lr", type=float, default=2e-3, help="AdamW's")
+parser.add_argument("--matrix-lr", type=float, help="of another --optimizer; by default 0.02, for soap 3e-3")
 parser.add_argument("--warmup", type=int, default=20)
 parser.add_argument("--weight-decay", type=float, default=0.1)
 parser.add_argument("--seed", type=int, default=0)
@@ -121,17 +127,17 @@ def over_ranks(value: Tensor) -> float:
     return value.item()
 
 
-def learning_rate(step: int) -> float:
-    """Linear warmup, then a cosine down to a tenth."""
+def schedule(step: int) -> float:
+    """What learning rates are multiplied by: linear warmup, then a cosine down to a tenth."""
     if step < args.warmup:
-        return args.lr * (step + 1) / args.warmup
+        return (step + 1) / args.warmup
     done = (step - args.warmup) / max(1, args.steps - args.warmup)
-    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
 # --- optimizer: params and its state go in and come out, in the same memory ---
 
-init, update = fs.optim.from_torch(
+init, update = adamw = fs.optim.from_torch(
     torch.optim.AdamW,
     spec=spec,
     options=decay,
@@ -141,6 +147,15 @@ init, update = fs.optim.from_torch(
     fused=True,
     donate=True,
 )
+rates = {"lr": args.lr}
+if args.optimizer != "adamw":
+    matrices = fs.optim.matrices(spec, select=fs.optim.hidden(model, "head"))  # whole on their owners: each rank has some
+    make = {"muon": fs.optim.muon, "shampoo": fs.optim.shampoo, "soap": fs.optim.soap}[args.optimizer]
+    rates = {"lr": args.matrix_lr or (3e-3 if args.optimizer == "soap" else 0.02), "rest_lr": args.lr}
+    wide = {"dtype": torch.float32} if args.optimizer == "muon" and device.type == "cpu" else {}  # on GPUs bf16
+    init, update = make(matrices, lr=rates["lr"], weight_decay=args.weight_decay, rest=adamw, donate=True, **wide)
+    if rank == 0:
+        print(matrices)
 state = init(params)
 torch.manual_seed(args.seed + 1 + rank)  # from here on, random numbers are each rank's own: a model's dropout
 first = line = 0  # the step to begin with, and the one after the last line that was printed
@@ -180,13 +195,14 @@ if found := last_checkpoint():
 start, since, saving = time.perf_counter(), first, None
 for step in range(first, args.steps):
     grads, value = gradients(params)
-    params, state = update(grads, state, params, lr=learning_rate(step))
+    now = {name: lr * schedule(step) for name, lr in rates.items()}
+    params, state = update(grads, state, params, **now)
     losses += value
     if step % args.log_every == 0 or step == args.steps - 1:
         mean = over_ranks(losses / (step + 1 - line))
         now = time.perf_counter()
         speed = (step + 1 - since) * args.batch * args.seq / (now - start)
-        held = sum(t.nbytes for t in [*params.values(), *(t for values in state.values() for t in values.values())])
+        held = sum(tensor.nbytes for tensor in optree.tree_leaves((params, state)))
         if rank == 0:
             print(f"step {step:5d}  loss {mean:.4f}  tokens/s {speed:,.0f}  bytes per rank {held:,}", flush=True)
         start, since, line = now, step + 1, step + 1
