@@ -44,7 +44,9 @@ parser.add_argument("--heads", type=int, default=6)
 parser.add_argument("--seq", type=int, default=128)
 parser.add_argument("--batch", type=int, default=16, help="sequences of each step, over all ranks and micro-batches")
 parser.add_argument("--steps", type=int, default=300)
-parser.add_argument("--optimizer", choices=["adamw", "muon", "shampoo", "soap"], default="adamw", help="of the blocks' matrices")
+parser.add_argument(
+    "--optimizer", choices=["adamw", "muon", "shampoo", "soap"], default="adamw", help="of the blocks' matrices"
+)
 parser.add_argument("--lr", type=float, default=2e-3, help="AdamW's")
 parser.add_argument("--matrix-lr", type=float, help="of another --optimizer; by default 0.02, for soap 3e-3")
 parser.add_argument("--warmup", type=int, default=20)

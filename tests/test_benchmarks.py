@@ -250,6 +250,20 @@ def test_memory() -> None:
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
+def test_matrices() -> None:
+    """Every mode has its figures; to owners and back comes what a gather brings, of two ranks, and of eight a fourth."""
+    table, result = run("matrices", "--layers 2 --dim 32 --seq 8 --rounds 1 --warmup 0")
+    figures = result["figures"]
+    assert list(figures) == ["fs.optim.muon", "gathered", "unsharded", "AdamW"]
+    assert all(f"\n{mode} " in table and one["over unsharded"] > 0 < one["peak bytes"] for mode, one in figures.items())
+    arriving = {mode: one["arriving bytes"] for mode, one in figures.items()}
+    matrices, whole = 2 * 4 * 12 * 32 * 32, 2 * 4 * (12 * 32 * 32 + 13 * 32)
+    assert arriving["gathered"] == {"2": whole, "8": whole}
+    assert arriving["fs.optim.muon"]["2"] == pytest.approx(matrices, rel=0.1)
+    assert arriving["fs.optim.muon"]["8"] == pytest.approx(matrices / 4, rel=0.1)
+    assert not any([*arriving["unsharded"].values(), *arriving["AdamW"].values()])
+
+
 def test_checkpoint(tmp_path: Path) -> None:
     """Every mode has its time beside DCP's, and nothing is left of the files."""
     table, result = run("checkpoint", f"--layers 2 --dim 16 --rounds 2 --warmup 0 --no-peaks --folder {tmp_path}")

@@ -78,6 +78,33 @@ def test_train_gpt_strategies_agree() -> None:
     assert hsdp[:10] == pytest.approx(ddp[:10], abs=1e-3)
 
 
+@pytest.mark.parametrize("optimizer", ["muon", *depth([], ["shampoo", "soap"])])
+def test_train_gpt_with_optimizers_of_matrices(optimizer: str) -> None:
+    """Each learns, on two ranks as on one, from where AdamW begins; and says who owns the matrices."""
+    adamw, two, one = (
+        losses(run(ranks, "train_gpt.py", f"--strategy fsdp {TINY}{more}"))
+        for ranks, more in ((2, ""), (2, f" --optimizer {optimizer}"), (1, f" --optimizer {optimizer}"))
+    )
+    assert two[0] == adamw[0]
+    assert two[10] != adamw[10]
+    assert two[:10] == pytest.approx(one[:10], abs=2e-3)
+    assert two[-1] < two[0] - 1
+    assert "no matrices: 13 parameters, " in run(2, "train_gpt.py", f"--strategy fsdp {TINY} --optimizer {optimizer}")
+
+
+def test_muon_beside_adamw() -> None:
+    """Both columns, of the same first batch; then in which step Muon has AdamW's last loss."""
+    flags = "--ranks {ranks} --layers 1 --dim 32 --heads 2 --seq 32 --batch 4 --steps 6 --warmup 2 --log-every 1 --sample 1"
+    *table, says = run(1, "muon.py", flags.format(ranks=depth(1, 2))).splitlines()
+    rows = [[float(x) for x in line.split()] for line in table if re.match(r" +\d", line)]
+    assert [row[0] for row in rows] == list(range(6))
+    assert rows[0][1] == rows[0][2]
+    assert rows[-1][1] != rows[-1][2]
+    last = rows[-1][1]
+    better = next((i for i in range(6) if all(row[2] <= last for row in rows[i:])), None)
+    assert says == "Muon has AdamW's loss of 6 steps after " + ("more than 6" if better is None else f"{better + 1}")
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_train_gpt_in_low_precision_and_micro_batches(strategy: str) -> None:
     """It learns in bf16 as well, and two micro-batches of half the size are as good as one batch."""

@@ -216,7 +216,7 @@ class Sent(NamedTuple):
         return self.output.nbytes
 
 
-GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+GATHER, SCATTER, REDUCE, EXCHANGE = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 COPIES = {"aten::cat", "aten::clone", "aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "fsdp::split_with_sizes_copy"}
 
 
@@ -228,6 +228,8 @@ def sent(name: str, args: Sequence[Any], out: Any) -> Sent | None:
         return Sent(SCATTER, args[0], out)
     if name in ("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_"):
         return Sent(REDUCE, args[0], out)
+    if name == "_c10d_functional::all_to_all_single":
+        return Sent(EXCHANGE, args[0], out)
     if name == "c10d::_allgather_base_":
         return Sent(GATHER, args[1], args[0])
     if name == "c10d::_reduce_scatter_base_":
@@ -288,7 +290,7 @@ class Work(TorchDispatchMode):
     @property
     def collectives(self) -> int:
         """How many collectives."""
-        return sum(self.ops[op] for op in (GATHER, SCATTER, REDUCE))
+        return sum(self.ops[op] for op in (GATHER, SCATTER, REDUCE, EXCHANGE))
 
 
 def work_of(step: Step, x: Tensor, y: Tensor) -> Work:
