@@ -15,14 +15,15 @@ from pathlib import Path
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--ranks", type=int, default=2)
 parser.add_argument("--steps", type=int, default=300)
-parser.add_argument("--lr", default="4e-3", help="AdamW's, also of what is no matrix for Muon")
+parser.add_argument("--lr", default="1e-3", help="AdamW's, of everything")
 parser.add_argument("--matrix-lr", default="0.02", help="Muon's")
+parser.add_argument("--rest-lr", default="2e-3", help="AdamW's beside Muon")
 parser.add_argument("--log-every", type=int, default=20)
 args, more = parser.parse_known_args()
 
 torchrun = f"-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node {args.ranks}"
-flags = f"--steps {args.steps} --log-every {args.log_every} --lr {args.lr}"
-command = [sys.executable, *torchrun.split(), str(Path(__file__).with_name("train_gpt.py")), *flags.split(), *more]
+steps = f"--steps {args.steps} --log-every {args.log_every}"
+command = [sys.executable, *torchrun.split(), str(Path(__file__).with_name("train_gpt.py")), *steps.split(), *more]
 
 
 def losses(*flags: str) -> dict[int, float]:
@@ -31,8 +32,8 @@ def losses(*flags: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step +(\d+)  loss ([\d.]+)", run.stdout, re.MULTILINE)}
 
 
-adamw = losses()
-muon = losses("--optimizer", "muon", "--matrix-lr", args.matrix_lr)
+adamw = losses("--lr", args.lr)
+muon = losses("--optimizer", "muon", "--matrix-lr", args.matrix_lr, "--lr", args.rest_lr)
 print("  step    AdamW     Muon")
 for step, loss in adamw.items():
     print(f"{step:6d}  {loss:7.4f}  {muon[step]:7.4f}")
