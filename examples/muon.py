@@ -1,7 +1,7 @@
 """How many steps Muon needs for the loss that AdamW ends with: train_gpt.py with either, on the same batches.
 
 Two ranks:   python examples/muon.py
-Others:      python examples/muon.py --ranks 4 --steps 200 --layers 2     (what is not known here is for train_gpt.py)
+Others:      python examples/muon.py --ranks 4 --steps 200 --layers 2     (what it does not know is for train_gpt.py)
 
 It starts train_gpt.py by torchrun, once for each, and compares the losses that they print, means over so many steps.
 """
