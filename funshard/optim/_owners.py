@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from .._spec.spec import PartitionSpec
@@ -16,7 +17,7 @@ from .._spec.unit import Unit
 __all__ = ["Cost", "Matrix", "Select", "assigned", "chosen", "groups", "hidden", "table"]
 
 Select = Callable[[str, Param], "bool | Sequence[int]"]
-"""``select(name, param)``: whether it is a matrix, or the shape [n, m] or [batch, n, m] that it is seen in as one."""
+"""``select(name, param)``: whether it is a matrix, or the shape [n, m] or [batch, n, m] that it is seen in as one, one -1 in it."""
 Cost = Callable[[tuple[int, ...]], float]
 """``cost(shape)``: what its owner has to do for a matrix of this shape, [n, m] or [batch, n, m], in any unit."""
 
@@ -100,12 +101,15 @@ def _shape(unit: Unit, param: Param, select: Select | None) -> tuple[int, ...] |
         return None
     if not (param.dtype.is_floating_point or param.dtype.is_complex):
         return None
-    shape = param.shape if wanted is True else tuple(int(n) for n in wanted)
-    if math.prod(shape) != param.numel:
+    if wanted is True:
+        return param.shape
+    try:
+        shape = tuple(torch.empty(param.numel, device="meta").view(*wanted).shape)
+    except (RuntimeError, TypeError):
         raise ValueError(
-            f"parameter '{param.name}' {list(param.shape)}: expected a shape of as many elements, got {list(shape)}"
-        )
-    if param.permuted and wanted is not True:
+            f"parameter '{param.name}' {list(param.shape)}: expected True, False or a shape of as many elements, got {wanted!r}"
+        ) from None
+    if param.permuted:
         raise ValueError(
             f"parameter '{param.name}' has the memory order {param.order}: expected True for it, got the shape {list(shape)}, "
             "in which its elements would be others"
