@@ -139,3 +139,106 @@ def test_all_ranks_agree(spec: fs.PartitionSpec) -> None:
     assert [name for names in known.groups for name in names] == [m.name for m in known.chosen]
     for names in known.groups:
         assert len({(known.by_name[name].unit.dtype, known.by_name[name].unit.p.axes) for name in names}) == 1
+
+
+# --- collect and spread ---
+
+LAWS = {name: MESHES[name] for name in ("fsdp", "3 ranks", "8 ranks", "ddp", "hsdp", "two axes")}
+
+
+def trees(model: nn.Module) -> list[fs.Params]:
+    """Three of numbers in the shapes of the parameters."""
+    g = torch.Generator().manual_seed(0)
+    return [{name: torch.randn(p.shape, generator=g, dtype=p.dtype) for name, p in model.named_parameters()} for _ in range(3)]
+
+
+HALVES = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(8, 2, bias=False)).double()
+"""As one unit: of two ranks each has one of the matrices, and owns the other."""
+TREES = {False: trees(MODEL), True: trees(HALVES)}
+
+
+def of(mesh: Any, axis: Any, halves: bool) -> fs.optim.Matrices:
+    if halves:
+        return fs.optim.matrices(fs.whole(P(axis))(HALVES).on(mesh), cost=lambda shape: shape[-1])
+    return matrices_on(spec_on(mesh, axis), "muon")
+
+
+def derived(known: fs.optim.Matrices, trees: list[fs.Params]) -> dict[str, fs.Params]:
+    """Full trees: there and back; of a cube of the matrices in between the tangent, the pullback, and the second derivatives."""
+    spec = known.spec
+    x, v, c = (fs.shard(full, spec) for full in trees)
+
+    def cube(x: fs.Params) -> fs.Params:
+        return known.spread({name: m**3 for name, m in known.collect(x).items()})
+
+    def dot(a: fs.Params, b: fs.Params) -> Tensor:
+        return sum((a[key] * b[key]).sum() for key in a)  # pyright: ignore[reportReturnType]
+
+    inner = {key: p for key, p in x.items() if known.names(key)}
+    others = {key: p for key, p in x.items() if key not in inner}
+    gradient = torch.func.grad(lambda x: dot(cube(x), c))
+    out = {
+        "there and back": known.spread(known.collect(x)),
+        "jvp": torch.func.jvp(cube, (x,), (v,))[1],
+        "vjp": torch.func.vjp(cube, x)[1]({key: c[key] for key in inner})[0],
+        "grad of grad": torch.func.grad(lambda x: dot(gradient(x), v))(x),
+        "jvp of grad": torch.func.jvp(gradient, (x,), (v,))[1],
+    }
+    batched = torch.func.vmap(cube)({key: torch.stack([p, v[key]]) for key, p in x.items()})
+    out |= {f"vmap {i}": {key: p[i] for key, p in batched.items()} for i in range(2)}
+    mapped = torch.func.vmap(torch.func.grad(lambda x, c: dot(cube(x), c)), in_dims=(None, 0))
+    out["vmap of grad"] = {key: p[1] for key, p in mapped(x, {key: torch.stack([v[key], c[key]]) for key in c}).items()}
+    zeros = {key: torch.zeros_like(p) for key, p in others.items()}
+    return {what: fs.unshard({**zeros, **got}, spec) for what, got in out.items()}
+
+
+def expected(halves: bool) -> dict[str, fs.Params]:
+    matrices = {*dict(HALVES.named_parameters())} if halves else WANTED
+    x, v, c = ({name: x if name in matrices else 0 * x for name, x in full.items()} for full in TREES[halves])
+    of: dict[str, Any] = {
+        "there and back": lambda x, v, c: x,
+        "jvp": lambda x, v, c: 3 * x**2 * v,
+        "vjp": lambda x, v, c: 3 * x**2 * c,
+        "grad of grad": lambda x, v, c: 6 * x * v * c,
+        "jvp of grad": lambda x, v, c: 6 * x * v * c,
+        "vmap 0": lambda x, v, c: x**3,
+        "vmap 1": lambda x, v, c: v**3,
+        "vmap of grad": lambda x, v, c: 3 * x**2 * c,
+    }
+    return {what: {name: f(x[name], v[name], c[name]) for name in x} for what, f in of.items()}
+
+
+@each
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("mesh", LAWS)
+def test_inverse_pair_and_derivatives_on_simulated_ranks(mesh: str, halves: bool) -> None:
+    sizes, axis = LAWS[mesh]
+    ranks = math.prod(sizes.values())
+    got = spmd(lambda mesh, _: derived(of(mesh, axis, halves), TREES[halves]), sizes)(torch.zeros(ranks))
+    for what, want in expected(halves).items():
+        for rank in range(ranks):
+            assert_close({name: x[rank] for name, x in got[what].items()}, want, msg=lambda m, what=what: f"{what}: {m}")
+
+
+def derived_on_ranks(rank: int, sizes: dict[str, int], axis: Any, halves: bool) -> tuple[dict[str, fs.Params], dict[str, At]]:
+    known = of(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), axis, halves)
+    full = TREES[halves]
+    collected = known.collect(fs.shard(full[0], known.spec))
+    for name, got in collected.items():
+        assert_close(got, full[0][name] if known.is_here(name) else got.new_empty(0))
+    return derived(known, full), {name: known.owner(name) for name in collected}
+
+
+@each
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("mesh", ["fsdp", "ddp", "hsdp", "two axes"])
+def test_inverse_pair_and_derivatives_on_real_ranks(gloo2: Pool, gloo4: Pool, mesh: str, halves: bool) -> None:
+    """Also where a rank has no part of a matrix, or owns none of a group: it sends and receives what the others do."""
+    sizes, axis = LAWS[mesh]
+    want = expected(halves)
+    owners: list[Any] = []
+    for got, of in (gloo4 if math.prod(sizes.values()) == 4 else gloo2).run(derived_on_ranks, sizes, axis, halves):
+        for what in want:
+            assert_close(got[what], want[what], msg=lambda m, what=what: f"{what}: {m}")
+        owners.append(of)
+    assert all(of == owners[0] for of in owners)

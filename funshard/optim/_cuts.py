@@ -16,6 +16,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import scatter_unit
 from .._units.layout import coordinates, pieces
+from ._ways import joined
 
 __all__ = ["Cut"]
 
@@ -53,10 +54,10 @@ class Cut(NamedTuple):
         tensors: list[Tensor] = []
         end = 0
         for name, (low, high) in self.ranges.items():
-            if name in parts and low < high:
+            if name in parts:  # an empty one as well: derivatives of what it was made of are sent back by all ranks or none
                 tensors += [others[end:low], parts[name]]
                 end = high
-        return torch.cat([*tensors, others[end:]])
+        return joined([*tensors, others[end:]])
 
     def _own(self, name: str, device: torch.device) -> Tensor:
         """Which elements of the unit's buffer are the parameter's."""

@@ -22,7 +22,7 @@ from ..collectives._mesh import Group
 from ..collectives._ops import Finish, Where, exchange
 from ._owners import Matrix
 
-__all__ = ["There", "Way", "apart", "back", "started", "there", "travelled"]
+__all__ = ["There", "Way", "apart", "back", "joined", "started", "there", "travelled"]
 
 Piece = tuple[int, int]
 """Which matrix, and in which slice."""
@@ -75,9 +75,18 @@ class There(NamedTuple):
         return apart(flat, self.way.end)
 
 
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dimension one after the other. Inverse of `apart`.
+
+    By way of two: of those of one torch.cat leaves the empty ones out, and with them, under vmap, that they were batched. Some
+    ranks have no others, and are to send what the others do.
+    """
+    return torch.cat([x[:, None] for x in tensors])[:, 0]
+
+
 def apart(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """What lies in a flat tensor one after the other."""
-    return list(flat.split_with_sizes(list(sizes)))
+    """What lies in a flat tensor one after the other; derivatives go the way of `joined`."""
+    return [x[:, 0] for x in flat[:, None].split_with_sizes(list(sizes))]
 
 
 def started(tensors: Sequence[Tensor], way: Way) -> There:
@@ -250,6 +259,4 @@ def _trip(flat: Tensor, way: Way, inverse: Way) -> Tensor:
 
 def travelled(tensors: Sequence[Tensor], way: Way, inverse: Way) -> list[Tensor]:
     """What a way makes of tensors, of one dimension each: linear, its transpose is the inverse."""
-    # of two dimensions: torch.cat leaves empty tensors of one out, and what vmap has batched of them (all, on some ranks)
-    flat = torch.cat([x[:, None] for x in tensors])[:, 0]
-    return apart(_trip(flat, way, inverse), way.end)
+    return apart(_trip(joined(tensors), way, inverse), way.end)
