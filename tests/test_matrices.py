@@ -13,7 +13,7 @@ from depth import depth, each
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
-from test_by_matrix import MESHES, MODEL, PARAMS, WANTED, matrices_on, spec_on
+from test_by_matrix import MESHES, MODEL, WANTED, matrices_on, spec_on
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
@@ -21,7 +21,7 @@ from torch.testing import assert_close
 import funshard as fs
 from funshard import P
 from funshard._spec.tree import Param
-from funshard._units.layout import Piece, index, ordered, pieces
+from funshard._units.layout import Piece, pieces
 from funshard.collectives import Group
 from funshard.optim._owners import Matrix
 from funshard.optim._ways import Way, back, there
@@ -68,7 +68,9 @@ def seen(name: str, param: Param) -> bool | tuple[int, ...]:
     return (len(param.shape) == 4 and not param.permuted and (param.shape[0], -1)) or len(param.shape) > 1
 
 
-def walk(ways: Mapping[At, Way], spec: fs.PartitionSpec, parts: Mapping[At, list[Tensor]]) -> tuple[dict[At, list[Tensor]], int]:
+def walk(
+    ways: Mapping[At, Way], spec: fs.PartitionSpec, parts: Mapping[At, list[Tensor]]
+) -> tuple[dict[At, list[Tensor]], int]:
     """What becomes of every rank's parts, and how many elements went from one rank to another."""
     names, moved = spec.bound_mesh.names, 0
     assert all([len(x) for x in parts[at]] == [*way.begin] for at, way in ways.items())

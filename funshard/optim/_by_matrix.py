@@ -8,14 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
 from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._units.layout import Params
+from ._cuts import Cut
 from ._group import Group
 from ._matrices import Matrices, matrices
+from ._matrix_checks import Shapes, check_step
 from ._rule import MatrixInit, MatrixUpdate, Options, Rule, Whole, of_update
 from ._step import MatrixState, Step
+from ._streamed import like
 
 __all__ = ["MatrixOptimizer", "MatrixState", "by_matrix", "by_rule"]
 
@@ -47,16 +51,21 @@ class _Plan(NamedTuple):
     """Whether ``rest`` is the default one, whose learning rate is the matrices'."""
     donate: bool
     lr: float | None
-    owned: Mapping[str, frozenset[str]]
-    """By matrix the names of what its owner has of its state."""
+    owned: Shapes
+    """By matrix the shapes of the state that its owner has."""
 
     def with_lr(self, lr: float | Tensor | None) -> Mapping[str, Options]:
         """The options of a step that has a learning rate of its own: those of parameters keep their ratio to the default."""
         if lr is None:
             return self.options
-        if self.lr is None:
-            return {name: {**options, "lr": lr} for name, options in self.options.items()}
-        return {name: {**options, "lr": lr * (options["lr"] / self.lr)} for name, options in self.options.items()}
+        return {name: {**options, "lr": self._kept_ratio(lr, options)} for name, options in self.options.items()}
+
+    def _kept_ratio(self, lr: float | Tensor, options: Options) -> float | Tensor:
+        if self.lr is None or options["lr"] == self.lr:
+            return lr
+        if not self.lr:
+            raise ValueError("an lr among the options keeps its ratio to the default one: expected that positive")
+        return lr * (options["lr"] / self.lr)
 
 
 def by_matrix(
@@ -112,14 +121,19 @@ def by_rule(
 ) -> MatrixOptimizer:
     """The pair of functions of a rule; ``options`` by matrix, ``lr`` the default learning rate among them."""
     every = {matrix.name: options.get(matrix.name, {}) for matrix in known.chosen}
-    begun = {m.name: rule.begin(torch.empty(m.shape, dtype=m.unit.dtype, device="meta")) for m in known.chosen}
-    owned = {name: frozenset(state) - {*rule.slots} for name, state in begun.items()}
+        others = {name: rest.pop(name) for name in state[key].rest}
+        new_params[key], new_state[key] = _joined(plan, step, params[key], state[key], key, others, donate=donate)
     plan = _Plan(rule, known, every, rest, own_rest, donate, lr, owned)
     return MatrixOptimizer(partial(_init, plan), partial(_update, plan))
 
 
+def _owned_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
+    state = rule.begin(torch.empty(shape, dtype=dtype, device="meta"))
+    return {name: tuple(x.shape) for name, x in state.items() if name not in rule.slots}
+
+
 def _init(plan: _Plan, params: Mapping[str, Tensor]) -> State:
-    _check(plan, params=params)
+    check_step(plan.matrices, plan.rule.slots, plan.owned, params)
     others = _rest(plan, params)
     rest = plan.rest[0](others)
     if [*rest] != [*others]:
@@ -134,13 +148,20 @@ def _init(plan: _Plan, params: Mapping[str, Tensor]) -> State:
     state: State = {}
     for key, tensor in params.items():
         cut, names = plan.matrices.cut(key), plan.matrices.names(key)
-        zeros = torch.zeros_like(tensor.detach())
         some = {slot: {n: parts[n] for n in names if n in parts} for slot, parts in slots.items()} if names else {}
-        slices = {slot: cut.joined(parts, zeros) if parts else zeros.clone() for slot, parts in some.items()}
+        slices = {
+            slot: _settled(tensor, _begun_slice(cut, parts, tensor.detach()), donate=False) for slot, parts in some.items()
+        }
         owned = {name: whole[name] for name in names}
         others = {name: rest[name] for name in _rest(plan, {key: tensor})}
         state[key] = MatrixState(torch.zeros((), dtype=torch.int64), slices, owned, others)
     return state
+
+
+def _begun_slice(cut: Cut, parts: Params, shard: Tensor) -> Tensor:
+    """Elementwise state: zeros, but for the matrices whose own is given."""
+    zeros = torch.zeros_like(shard, dtype=next(iter(parts.values()), shard).dtype)
+    return cut.joined(parts, zeros) if parts else zeros
 
 
 def _begun(plan: _Plan, group: Group, params: Mapping[str, Tensor]) -> Whole:
@@ -181,12 +202,12 @@ def _update(
     lr: float | Tensor | None = None,
     rest_lr: float | Tensor | None = None,
 ) -> tuple[Params, State]:
-    _check(plan, params=params, grads=grads, state=state)
+    check_step(plan.matrices, plan.rule.slots, plan.owned, params, grads=grads, state=state)
     if lr is not None and rest_lr is None and not plan.own_rest:
         raise ValueError("lr= is the matrices': expected rest_lr= with it, the learning rate of the rest= that was given")
     rates = {"lr": lr if rest_lr is None else rest_lr} if lr is not None or rest_lr is not None else {}
-    tensors = [*grads.values(), *params.values(), *(x for unit in state.values() for x in unit.slices.values())]
-    if not _torch.plain() or _torch.any_tracked(tensors):
+    given = [x for x in pytree.tree_leaves((grads, state, params, lr, rest_lr)) if isinstance(x, Tensor)]
+    if not _torch.plain() or _torch.any_tracked(given):
         return _stepped(plan, grads, state, params, plan.with_lr(lr), rates, donate=False)
     with torch.no_grad():
         return _stepped(plan, grads, state, params, plan.with_lr(lr), rates, donate=plan.donate)
@@ -202,6 +223,8 @@ def _stepped(
     *,
     donate: bool,
 ) -> tuple[Params, State]:
+    if donate and any(map(_torch.is_pinned, params.values())):
+        _torch.arrived()  # what a gather may still read
     step = Step(plan.rule, plan.matrices, options, grads, state, params)
     rest: dict[str, Any] = {}
     new_params: Params = {}
@@ -213,73 +236,27 @@ def _stepped(
         rest.update({name: (parts[name], rest_state[name]) for name in given})
 
     for key in step.run([*plan.matrices.groups_of(params)], meanwhile):
-        cut, names = plan.matrices.cut(key), plan.matrices.names(key)
-        others = {name: rest.pop(name) for name in state[key].rest}
-        parts, slots, owned = step.taken(key)
-        parts |= {name: part for name, (part, _) in others.items()}
-        new_params[key] = cut.joined(parts, params[key]) if names else parts[key]
-        slices = {slot: cut.joined(slots[slot], old) for slot, old in state[key].slices.items()}
-        if donate and names:
-            new_params[key] = _given(params[key], new_params[key])
-            slices = {slot: _given(state[key].slices[slot], new) for slot, new in slices.items()}
-        new_state[key] = MatrixState(step.steps[key], slices, owned, {name: new for name, (_, new) in others.items()})
+        others = {name: rest[name] for name in state[key].rest}
+        new_params[key], new_state[key] = _joined(plan, step, params[key], state[key], key, others, donate=donate)
     return {key: new_params[key] for key in params}, {key: new_state[key] for key in state}
 
 
-def _given(old: Tensor, new: Tensor) -> Tensor:
-    """The new values in the old memory, which is not to be used by its old name any more."""
-    return _torch.taken_over(old.copy_(new))
+def _joined(
+    plan: _Plan, step: Step, param: Tensor, state: MatrixState, key: str, others: Mapping[str, Any], *, donate: bool
+) -> tuple[Tensor, MatrixState]:
+    """The new shard and state of a unit, whose parts the step does not keep any longer."""
+    cut, names = plan.matrices.cut(key), plan.matrices.names(key)
+    parts, slots, owned = step.taken(key)
+    parts |= {name: part for name, (part, _) in others.items()}
+    rest = {name: new for name, (_, new) in others.items()}
+    if not names:
+        return parts[key], MatrixState(step.steps[key], {}, {}, rest)
+    slices = {slot: _settled(old, cut.joined(slots[slot], old), donate=donate) for slot, old in state.slices.items()}
+    return _settled(param, cut.joined(parts, param), donate=donate), MatrixState(step.steps[key], slices, owned, rest)
 
 
-def _check(plan: _Plan, **trees: Mapping[str, Any]) -> None:
-    """ValueError or TypeError, naming the unit, for what does not fit."""
-    spec = plan.matrices.spec
-    params = trees["params"]
-    for what, tree in trees.items():
-        for key in tree:
-            if key not in spec.by_key:
-                raise ValueError(f"{what}: unit '{key}' is not in the spec: expected some of {[*spec.by_key][:8]}")
-            if key not in params:
-                raise ValueError(f"unit '{key}' has {what} and is not in params: expected some of {[*params][:8]}")
-        for key in params:
-            if key not in tree:
-                raise ValueError(f"unit '{key}' has no {what}: expected those of each of the params, got {[*tree][:8]}")
-            if what == "state":
-                _check_state(plan, key, tree[key])
-            else:
-                _check_slice(f"{what} of unit '{key}'", tree[key], params[key], spec.shard_numel(spec.by_key[key]))
-
-
-def _check_slice(what: str, tensor: object, like: Tensor, numel: int) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{what}: expected a tensor, got {type(tensor).__name__}; what is not used has gradient zeros")
-    if tuple(tensor.shape) != (numel,) or tensor.dtype != like.dtype or tensor.device != like.device:
-        got = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        raise ValueError(f"{what}: expected [{numel}] {like.dtype} on {like.device}, got {got}; is it of another spec or mesh?")
-
-
-def _check_state(plan: _Plan, key: str, state: object) -> None:
-    if not isinstance(state, MatrixState):
-        raise TypeError(f"state of unit '{key}': expected a MatrixState, got {type(state).__name__}; make it by init(params)")
-    names = plan.matrices.names(key)
-    slots = plan.rule.slots if names else ()
-    if set(state.slices) != set(slots) or set(state.owned) != set(names):
-        raise ValueError(
-            f"state of unit '{key}': expected {sorted(slots)} of {sorted(names)}, got {sorted(state.slices)} of "
-            f"{sorted(state.owned)}; was it made for other matrices?"
-        )
-    for name in names:
-        if frozenset(state.owned[name]) != plan.owned[name]:
-            raise ValueError(
-                f"state of unit '{key}': expected {sorted(plan.owned[name])} of '{name}', got {sorted(state.owned[name])}; was "
-                "it made by another optimizer?"
-            )
-        here, owned = plan.matrices.is_here(name), state.owned[name]
-        for slot, x in owned.items():
-            if here is (x.dim() > 0 and not len(x)):
-                rank = dict(zip(plan.matrices.spec.bound_mesh.names, plan.matrices.owner(name), strict=True))
-                raise ValueError(
-                    f"state of unit '{key}': '{slot}' of '{name}': expected {'it here' if here else 'an empty tensor'}, as its "
-                    f"owner is rank {rank}, got {list(x.shape)}; was it made on another mesh, or with another cost of "
-                    "matrices? checkpoint.load(like=init(params)) gives it to the owners that there are now"
-                )
+def _settled(old: Tensor, new: Tensor, *, donate: bool) -> Tensor:
+    """The new values in the old memory, which is not to be used by its old name any more, or in memory like it."""
+    if donate:
+        return _torch.taken_over(old.copy_(new))
+    return like(old, new) if _torch.is_pinned(old) else new

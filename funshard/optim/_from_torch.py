@@ -10,12 +10,12 @@ from torch import Tensor
 
 from .._spec.spec import PartitionSpec
 from ._by_matrix import MatrixOptimizer, by_rule
-from ._checks import Initial, refuse_derivatives
+from ._checks import Initial, moves, refuse_derivatives
 from ._elementwise import Optimizer, begin, elementwise
 from ._groups import Options
 from ._matrices import Matrices, matrices
 from ._muon import muon
-from ._rest import options_of, rest_of
+from ._rest import options_of
 from ._rule import of_update
 
 __all__ = ["from_torch"]
@@ -126,5 +126,16 @@ def _adafactor(
 
     rule = of_update(init, update, [(m.shape, m.unit.dtype) for m in known.chosen])
     own = options_of("from_torch", known, {"lr": of_torch["lr"], "weight_decay": of_torch["weight_decay"]}, options)
-    rest = rest_of(known, float(of_torch["lr"]), of_torch["weight_decay"], options, donate=donate)
+    rest = _refused, lambda grads, state, params, **rates: (dict(params), dict(state))
     return by_rule(rule, known, own, rest=rest, own_rest=True, donate=donate, lr=float(of_torch["lr"]))
+
+
+def _refused(params: Mapping[str, Tensor]) -> dict[str, Any]:
+    """No state, for what does not move."""
+    for name, x in params.items():
+        if moves(x) and len(x):
+            raise ValueError(
+                f"from_torch: Adafactor: '{name}' is frozen, or none of the matrices given: expected what is trained, all "
+                "of it among the matrices; set the rest apart with trainable, frozen = partition(params, spec)"
+            )
+    return {name: {} for name in params}

@@ -53,9 +53,10 @@ class Matrices:
         zeros. One all-to-all for each group of neighbouring matrices and axis of their slices. What all replicas have
         alike counts once: so it is linear, its transpose is `spread`, and it may be differentiated and vmapped.
 
-        Raises ValueError, naming the unit, for a slice that is not of the spec.
+        Raises ValueError, naming it, for a unit whose slice is not of the spec, or of another dtype than what it is sent with.
         """
         parts = {name: part for key in tree for name, part in self._parts(tree, key).items()}
+        self.check_alike(parts)
         out: Params = {}
         for group in self.groups_of(tree):
             out |= group.collect(parts)
@@ -65,10 +66,12 @@ class Matrices:
         """The slices of matrices that are on their owners, by unit key, with zeros for what is none. Inverse of `collect`.
 
         On all replicas. ``whole`` are those of all matrices of a unit, or none: what `collect` gives, or was made of it in
-        the same shapes. Its transpose is `collect`. Raises ValueError, naming it, for one that is missing or of another shape.
+        the same shapes. Its transpose is `collect`. Raises ValueError, naming it, for one that is missing, of another shape,
+        or of another dtype than what it is sent with.
         """
         keys = dict.fromkeys(self.by_name[name].unit.key for name in whole if name in self.by_name)
         self._check(whole, keys)
+        self.check_alike(whole)
         parts: Params = {}
         for group in self.groups_of(keys):
             parts |= group.spread(whole)
@@ -117,6 +120,18 @@ class Matrices:
             if shape != matrix.shape if owned else whole[matrix.name].numel():
                 expected = list(matrix.shape) if owned else "an empty tensor, as another rank is its owner"
                 raise ValueError(f"matrix '{matrix.name}': expected {expected}, got {list(shape)}")
+
+    def check_alike(self, tensors: Mapping[str, Tensor]) -> None:
+        """ValueError, naming it, for a matrix whose tensor is not of the dtype and device of those that it is sent with."""
+        for names in self.groups:
+            some = [name for name in names if name in tensors]
+            for name in some[1:]:
+                first, x = tensors[some[0]], tensors[name]
+                if (x.dtype, x.device) != (first.dtype, first.device):
+                    raise ValueError(
+                        f"matrix '{name}' is sent together with '{some[0]}': expected {first.dtype} on {first.device}, "
+                        f"got {x.dtype} on {x.device}"
+                    )
 
     def groups_of(self, keys: Mapping[str, object]) -> Iterator[Group]:
         """Those of some units, or what is there of them."""

@@ -17,7 +17,7 @@ from .._spec.unit import Unit
 __all__ = ["Cost", "Matrix", "Select", "assigned", "chosen", "groups", "hidden", "table"]
 
 Select = Callable[[str, Param], "bool | Sequence[int]"]
-"""``select(name, param)``: whether it is a matrix, or the shape [n, m] or [batch, n, m] that it is seen in as one, one -1 in it."""
+"""``select(name, param)``: whether it is a matrix, or the shape it is seen in: [n, m] or [batch, n, m], with a -1 or none."""
 Cost = Callable[[tuple[int, ...]], float]
 """``cost(shape)``: what its owner has to do for a matrix of this shape, [n, m] or [batch, n, m], in any unit."""
 

@@ -65,6 +65,7 @@ class Step:
                 coming.append((after, self._sent(after)))
             group, arriving = coming.popleft()
             results = self._worked(group, arriving())
+            del arriving  # with what has arrived
             if leaving is not None:
                 yield from self._arrived(*leaving, left)
             leaving = group, self._returned(group, results)
@@ -87,11 +88,12 @@ class Step:
             grad, param = (cut.part(tree[matrix.unit.key], name) for tree in (self._grads, self._params))
             slots = {slot: cut.part(x, name) for slot, x in self._state[matrix.unit.key].slices.items()}
             sent[name], self._slots[name] = self._rule.before(grad, slots, param, self._with_step(matrix))
-        arriving = [group.collecting(dict(zip(sent, some, strict=True))) for some in zip(*sent.values(), strict=True)]
+        names = [*sent]
+        arriving = [group.collecting(dict(zip(names, some, strict=True))) for some in zip(*sent.values(), strict=True)]
 
         def arrived() -> dict[str, Sent]:
             whole = [wait() for wait in arriving]
-            return {name: tuple(some[name] for some in whole) for name in sent}
+            return {name: tuple(some[name] for some in whole) for name in names}
 
         return arrived
 

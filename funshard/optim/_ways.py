@@ -19,7 +19,7 @@ from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._units.layout import index
 from ..collectives._mesh import Group
-from ..collectives._ops import Finish, Where, exchange
+from ..collectives._ops import Finish, Where, exchange, no_group
 from ._owners import Matrix
 
 __all__ = ["There", "Way", "apart", "back", "joined", "started", "there", "travelled"]
@@ -195,6 +195,8 @@ class _Plan:
         for number, (axis, to) in enumerate(over):
             group = self.mesh.axes[axis][1]
             assert isinstance(group, Group)
+            if not group.name:
+                raise no_group(group.size)
             own = held(at, number)
             sends = [[p for p in own if to is None or to(p) == j] for j in range(group.size)]
             others = (held((*at[:axis], j, *at[axis + 1 :]), number) for j in range(group.size))

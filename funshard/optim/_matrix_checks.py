@@ -1,0 +1,76 @@
+"""What a step of an optimizer of matrices refuses, by name and before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .._spec.fits import check_trained
+from ._matrices import Matrices
+from ._step import MatrixState
+
+__all__ = ["Shapes", "check_step"]
+
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""By matrix those of the state that its owner has."""
+
+
+def check_step(
+    known: Matrices, slots: Sequence[str], owned: Shapes, params: Mapping[str, Any], **trees: Mapping[str, Any]
+) -> None:
+    """ValueError or TypeError, naming the unit, unless these are slices of the spec, and the other trees fit them.
+
+    The others are gradients, which are like the params, or of the name ``state``.
+    """
+    spec = known.spec
+    for what, tree in {"params": params, **trees}.items():
+        for key in tree:
+            if key not in spec.by_key:
+                raise ValueError(f"{what}: unit '{key}' is not in the spec: expected some of {[*spec.by_key][:8]}")
+            if key not in params:
+                raise ValueError(f"unit '{key}' has {what} and is not in params: expected some of {[*params][:8]}")
+        check_trained((spec.by_key[key] for key in tree), "update")
+        for key in params:
+            if key not in tree:
+                raise ValueError(f"unit '{key}' has no {what}: expected those of each of the params, got {[*tree][:8]}")
+            if what == "state":
+                _check_state(known, slots, owned, key, tree[key])
+            else:
+                _check_slice(f"{what} of unit '{key}'", tree[key], params[key], spec.shard_numel(spec.by_key[key]))
+    known.check_alike({name: params[key] for key in params for name in known.names(key)})
+
+
+def _check_slice(what: str, tensor: object, like: Tensor, numel: int) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what}: expected a tensor, got {type(tensor).__name__}; what is not used has gradient zeros")
+    if tuple(tensor.shape) != (numel,) or tensor.dtype != like.dtype or tensor.device != like.device:
+        got = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"{what}: expected [{numel}] {like.dtype} on {like.device}, got {got}; is it of another spec or mesh?")
+
+
+def _check_state(known: Matrices, slots: Sequence[str], owned: Shapes, key: str, state: object) -> None:
+    if not isinstance(state, MatrixState):
+        raise TypeError(f"state of unit '{key}': expected a MatrixState, got {type(state).__name__}; make it by init(params)")
+    names = known.names(key)
+    slots = slots if names else ()
+    if set(state.slices) != set(slots) or set(state.owned) != set(names):
+        raise ValueError(
+            f"state of unit '{key}': expected {sorted(slots)} of {sorted(names)}, got {sorted(state.slices)} of "
+            f"{sorted(state.owned)}; was it made for other matrices?"
+        )
+    numel = known.spec.shard_numel(known.spec.by_key[key])
+    for slot, x in state.slices.items():
+        if tuple(x.shape) != (numel,):
+            got = f"expected [{numel}], got {list(x.shape)}"
+            raise ValueError(f"state of unit '{key}': '{slot}': {got}; is it of another spec or mesh?")
+    for name in names:
+        here = known.is_here(name)
+        expected = {slot: list(shape) if here else [0, *shape] for slot, shape in owned[name].items()}
+        if (got := {slot: list(x.shape) for slot, x in state.owned[name].items()}) != expected:
+            raise ValueError(
+                f"state of unit '{key}': that of '{name}', whose owner is {'this rank' if here else known.owner(name)}: "
+                f"expected the shapes {expected}, got {got}; was it made on another mesh, by another optimizer, or with another "
+                "cost of matrices? checkpoint.load(..., like=init(params)) gives it to the owners that there are now"
+            )
