@@ -166,7 +166,7 @@ def of(mesh: Any, axis: Any, halves: bool) -> fs.optim.Matrices:
 
 
 def derived(known: fs.optim.Matrices, trees: list[fs.Params]) -> dict[str, fs.Params]:
-    """Full trees: there and back; of a cube of the matrices in between the tangent, the pullback, and the second derivatives."""
+    """Full trees: there and back; of a cube of the matrices in between tangent, pullback and second derivatives."""
     spec = known.spec
     x, v, c = (fs.shard(full, spec) for full in trees)
 

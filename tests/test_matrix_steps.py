@@ -1,0 +1,293 @@
+"""Steps of whole matrices: torch's own, options and rates, and all else that a step is made of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pool
+from test_by_matrix import GRADS, MODEL, PARAMS, WANTED, matrices_on, spec_on
+from torch import nn
+from torch.distributed import init_device_mesh
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+from funshard import P
+from funshard.collectives import Group
+
+ALONE = {"shard": 1}
+OWN: dict[str, dict[str, Any]] = {"1.0.weight": {"lr": 0.2}, "2.weight": {"weight_decay": 0.0}, "2.bias": {"lr": 0.01}}
+
+
+def cast(tree: fs.Params, dtype: torch.dtype) -> fs.Params:
+    return {name: x.to(dtype) for name, x in tree.items()}
+
+
+def by_torch(
+    optimizers: list[tuple[Any, set[str], dict[str, Any]]], dtype: torch.dtype, own: Mapping[str, Any] = {}, lrs: Any = None
+) -> fs.Params:
+    """Torch's optimizers on the parameters of these names, unsharded."""
+    params = {name: p.to(dtype).clone() for name, p in PARAMS.items()}
+    made = [
+        cls([{"params": [params[name]], **own.get(name, {})} for name in sorted(names)], **options)
+        for cls, names, options in optimizers
+    ]
+    for t, grads in enumerate(GRADS):
+        for name, p in params.items():
+            p.grad = grads[name].to(dtype)
+        for optimizer in made:
+            for group in optimizer.param_groups if lrs else ():
+                group["lr"] = group.setdefault("first", group["lr"]) / optimizer.defaults["lr"] * lrs[t]
+            optimizer.step()
+    return {name: p.detach() for name, p in params.items()}
+
+
+def trained(spec: fs.PartitionSpec, pair: Any, dtype: torch.dtype, rates: Any = lambda t: {}) -> fs.Params:
+    """Full parameters after all steps of ours."""
+    init, update = pair
+    params = fs.shard(cast(PARAMS, dtype), spec)
+    state = init(params)
+    for t, grads in enumerate(GRADS):
+        params, state = update(fs.shard(cast(grads, dtype), spec), state, params, **rates(t))
+    return fs.unshard(params, spec)
+
+
+def spec_of(mesh: Any, axis: Any, dtype: torch.dtype) -> fs.PartitionSpec:
+    model = copy.deepcopy(MODEL).to(dtype)
+    return fs.by_type(nn.Sequential, nn.Linear, p=P(axis))(model).on(mesh)
+
+
+# --- torch's own ---
+
+MUON: dict[str, dict[str, Any]] = {
+    "default": {"lr": 0.05},
+    "of its own": {"lr": 0.05, "momentum": 0.8, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
+    "coefficients": {"lr": 0.05, "weight_decay": 0.0, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
+}
+
+
+def torch_muon(options: dict[str, Any], dtype: torch.dtype, own: Mapping[str, Any] = {}, lrs: Any = None) -> fs.Params:
+    adamw = {"lr": options["lr"], "weight_decay": options.get("weight_decay", 0.1)}
+    both = [(torch.optim.Muon, WANTED, options), (torch.optim.AdamW, {*PARAMS} - WANTED, adamw)]
+    return by_torch(both, dtype, own, lrs)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    # not of its own in bfloat16: without nesterov torch 2.13 divides the momentum itself by its norm
+    [*((case, torch.float32) for case in MUON), ("default", torch.bfloat16), ("coefficients", torch.bfloat16)],
+)
+def test_torchs_muon(case: str, dtype: torch.dtype) -> None:
+    """One rank, whose iteration is torch's on the same numbers, alone or in a batch: to the rounding of bfloat16."""
+    spec = spec_of(ALONE, "shard", dtype)
+    pair = fs.optim.from_torch(torch.optim.Muon, spec=matrices_on(spec, "muon"), **MUON[case])
+    got, want = trained(spec, pair, dtype), torch_muon(MUON[case], dtype)
+    for name in want:
+        close: dict[str, Any] = {"rtol": 0, "atol": 0} if name not in WANTED else {"rtol": 0.02, "atol": 0.02}
+        assert_close(got[name], want[name], **close)
+
+
+ADAFACTOR: dict[str, dict[str, Any]] = {
+    "default": {},
+    "of its own": {"lr": 0.1, "beta2_decay": -0.5, "eps": (1e-6, 1e-2), "d": 1.5, "weight_decay": 0.1, "maximize": True},
+    "foreach": {"foreach": True, "lr": 0.05},
+}
+
+
+@pytest.mark.parametrize("case", ADAFACTOR)
+@pytest.mark.parametrize("axis", ["shard", None])
+def test_torchs_adafactor_on_real_ranks(gloo2: Pool, case: str, axis: Any) -> None:
+    """Every parameter, vectors as well."""
+    want = by_torch([(torch.optim.Adafactor, {*PARAMS}, ADAFACTOR[case])], torch.float64)
+    for got in gloo2.run(adafactor_on_ranks, axis, case):
+        assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def adafactor_on_ranks(rank: int, axis: Any, case: str) -> fs.Params:
+    spec = spec_on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), axis)
+    return trained(spec, fs.optim.from_torch(torch.optim.Adafactor, spec=spec, **ADAFACTOR[case]), torch.float64)
+
+
+def test_adafactor_of_a_scalar() -> None:
+    model = nn.Module()
+    model.scalar, model.other = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(3, 2, 2))
+    spec = fs.whole()(model).on(ALONE)
+    init, update = fs.optim.from_torch(torch.optim.Adafactor, spec=spec)
+    params = fs.shard(model, spec)
+    state, want = init(params), torch.optim.Adafactor(model.parameters())
+    for t in range(3):
+        grads = {name: torch.full_like(p, t - 1.5) for name, p in model.named_parameters()}
+        params, state = update(fs.shard(grads, spec), state, params)
+        for name, p in model.named_parameters():
+            p.grad = grads[name]
+        want.step()
+    assert_close(fs.unshard(params, spec), {name: p.detach() for name, p in model.named_parameters()})
+
+
+def test_what_from_torch_refuses() -> None:
+    spec = spec_on(ALONE, "shard")
+    for cls in (torch.optim.Muon, torch.optim.Adafactor):
+        with pytest.raises(ValueError, match=f"{cls.__name__} needs whole matrices, and of slices only the spec knows them"):
+            fs.optim.from_torch(cls)
+        refused: dict[str, Any] = {"rank": 0, "initial": dict, "device": "cpu"}
+        for what, value in refused.items():
+            with pytest.raises(
+                ValueError, match=f"{cls.__name__} works on whole matrices, on their owners: expected no {what}="
+            ):
+                fs.optim.from_torch(cls, spec=spec, **{what: value})
+    for cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        with pytest.raises(ValueError, match=f"{cls.__name__} is not known to work element by element"):
+            fs.optim.from_torch(cls, spec=spec)
+    with pytest.raises(TypeError, match="AdamW works element by element: expected a spec, got matrices"):
+        fs.optim.from_torch(torch.optim.AdamW, spec=fs.optim.matrices(spec))
+    frozen = fs.whole()(nn.Linear(2, 2).requires_grad_(False)).on(ALONE)
+    init, _ = fs.optim.from_torch(torch.optim.Adafactor, spec=frozen)
+    with pytest.raises(ValueError, match=r"Adafactor: '' .* frozen"):
+        init({"": torch.zeros(16)})
+
+
+# --- options and learning rates ---
+
+
+def test_options_of_parameters_and_rates_of_steps() -> None:
+    """As torch's groups, whose learning rates follow the schedule in their ratio; a number or a tensor."""
+    spec = spec_on(ALONE, "shard")
+    lrs = [0.1 / (t + 1) for t in range(len(GRADS))]
+    plain: dict[str, Any] = {"dtype": torch.float64, "lr": 0.05, "weight_decay": 0.1}
+    muon = fs.optim.muon(matrices_on(spec, "muon"), options=lambda name, p: OWN.get(name, {}), **plain)
+    got = trained(spec, muon, torch.float64, lambda t: {"lr": lrs[t]})
+    want = torch_muon({"lr": 0.05}, torch.float64, OWN, lrs)
+    for name in want:
+        close: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12} if name not in WANTED else {"rtol": 0.02, "atol": 0.02}
+        assert_close(got[name], want[name], **close)
+    tensors = trained(spec, muon, torch.float64, lambda t: {"lr": torch.tensor(lrs[t], dtype=torch.float64)})
+    assert_close(tensors, got, rtol=1e-12, atol=1e-12)
+    rest = fs.optim.from_torch(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+    given = fs.optim.muon(matrices_on(spec, "muon"), rest=rest, **plain)
+    both = trained(spec, given, torch.float64, lambda t: {"lr": lrs[t], "rest_lr": 2 * lrs[t]})
+    alone = [(torch.optim.AdamW, {"0.weight"}, {"lr": 0.05, "weight_decay": 0.1})]
+    assert_close(both["0.weight"], by_torch(alone, torch.float64, {}, [2 * x for x in lrs])["0.weight"])
+
+
+def test_rates_and_options_that_do_not_fit() -> None:
+    spec = spec_on(ALONE, "shard")
+    with pytest.raises(ValueError, match=r"options of matrix '1\.0\.weight': expected some of .*, got 'beta'"):
+        fs.optim.muon(spec, options=lambda name, p: {"beta": 1} if name == "1.0.weight" else {})
+    params = fs.shard(PARAMS, spec)
+    init, update = fs.optim.muon(spec, rest=fs.optim.from_torch(torch.optim.AdamW))
+    with pytest.raises(ValueError, match="expected rest_lr= with it"):
+        update(params, init(params), params, lr=0.1)
+    init, update = fs.optim.muon(spec, lr=0.0)  # of a warmup
+    assert update(params, init(params), params, lr=0.1)[0].keys() == params.keys()
+    init, update = fs.optim.muon(spec, lr=0.0, options=lambda name, p: {"lr": 0.1} if name == "2.weight" else {})
+    with pytest.raises(ValueError, match="keeps its ratio to the default one: expected that positive"):
+        update(params, init(params), params, lr=0.1)
+    for bad in ({"lr": -1.0}, {"momentum": float("nan")}, {"steps": 0}, {"adjust_lr": "other"}):
+        with pytest.raises(ValueError, match=f"muon: {next(iter(bad))}: expected"):
+            fs.optim.muon(spec, **bad)  # pyright: ignore[reportArgumentType]
+
+
+# --- beside the rest of a step ---
+
+
+def test_donated() -> None:
+    """The same numbers in the memory of what was given, which is dead."""
+    spec = spec_on(ALONE, "shard")
+    muon = {donate: fs.optim.muon(matrices_on(spec, "muon"), dtype=torch.float64, donate=donate) for donate in (False, True)}
+    params = fs.shard(PARAMS, spec)
+    grads, state = fs.shard(GRADS[0], spec), muon[True].init(params)
+    want = muon[False].update(grads, state, params)
+    slices = [x for unit in state.values() for x in unit.slices.values()]
+    where = {x.untyped_storage().data_ptr() for x in (*params.values(), *slices)}
+    new, after = muon[True].update(grads, state, params)
+    assert_close((new, after), want, rtol=0, atol=0)
+    news = [*new.values(), *(x for unit in after.values() for x in unit.slices.values())]
+    assert {x.untyped_storage().data_ptr() for x in news} == where
+    for x in (*params.values(), *slices):
+        with pytest.raises(RuntimeError, match="donate"):
+            x.sum()
+
+
+def test_scaled_and_clipped() -> None:
+    """A step that is left out leaves all of the state; clipped gradients are gradients."""
+    spec = spec_on(ALONE, "shard")
+    params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
+    init, update = fs.optim.muon(matrices_on(spec, "muon"))
+    before = params, init(params)
+    after = update(fs.optim.clip_by_global_norm(grads, 0.1, spec)[0], before[1], params)
+    for good, want in ((True, after), (False, before)):
+        got = fs.loss_scale.select(torch.tensor(good), after, before)
+        assert pytree.tree_structure(got) == pytree.tree_structure(want)
+        assert_close(pytree.tree_leaves(got), pytree.tree_leaves(want), rtol=0, atol=0)
+
+
+def test_frozen_integer_and_missing() -> None:
+    """Units at rest, integers, units and models without matrices, and some of the units alone."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    model[0].requires_grad_(False)
+    model.register_parameter("count", nn.Parameter(torch.arange(3), requires_grad=False))
+    policy = fs.by_path({"0": P("shard", at_rest=fs.codecs.int8(block=4)), "1": P("shard"), "2": P("shard")})
+    spec = policy(model).on(ALONE)
+    params = fs.shard(model, spec)
+    trainable, frozen = fs.partition(params, spec)
+    init, update = fs.optim.muon(spec)
+    with pytest.raises(ValueError, match="unit '0' is at rest in"):
+        init(params)
+    state = init(trainable)
+    new, after = update(trainable, state, trainable)
+    assert new.keys() == after.keys() == trainable.keys()
+    if integers := {key: p for key, p in params.items() if not p.is_floating_point() and key != "0"}:
+        assert_close(update(integers, init(integers), integers)[0], integers)
+    for key in trainable:
+        some, of_some = update({key: trainable[key]}, {key: state[key]}, {key: trainable[key]})
+        assert_close(some[key], new[key], rtol=0, atol=0)
+        assert_close(pytree.tree_leaves(of_some[key]), pytree.tree_leaves(after[key]), rtol=0, atol=0)
+    assert update({}, {}, {}) == ({}, {})
+    assert "1" in trainable
+    assert "0" in frozen
+
+
+def test_what_does_not_fit() -> None:
+    """Named before anything is sent."""
+    spec = spec_on(ALONE, "shard")
+    known = fs.optim.matrices(spec)
+    params = fs.shard(PARAMS, spec)
+    whole = known.collect(params)
+    name, key = "1.0.weight", known.by_name["1.0.weight"].unit.key
+    bad: list[tuple[Any, str]] = [
+        (lambda: known.collect({"other": params[key]}), "unit 'other' is not in the spec"),
+        (lambda: known.collect({**params, key: params[key][1:]}), f"unit '{key}': expected a slice of"),
+        (lambda: known.spread({n: x for n, x in whole.items() if n != "0.weight"} | {"x": whole[name]}), "'x' is no matrix"),
+        (lambda: known.spread({**whole, name: whole[name].mT}), f"matrix '{name}': expected"),
+    ]
+    layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+    two = fs.optim.matrices(fs.whole(P("shard", align=1))(layers).on({"shard": Group(2, 0)}))
+    bad += [
+        (
+            lambda: two.check_alike({"0.weight": torch.ones(1), "1.weight": torch.ones(1).half()}),
+            "'1.weight' is sent tog",
+        ),
+        (lambda: two.collect({"": torch.ones(two.spec.shard_numel(two.spec.by_key[""]))}), "cannot communicate"),
+    ]
+    for call, match in bad:
+        with pytest.raises(ValueError, match=match):
+            call()
+    for make in (fs.optim.muon, fs.optim.shampoo, fs.optim.soap):
+        init, update = make(known)
+        state = init(params)
+        of = state[key]
+        cut = of._replace(slices={slot: x[1:] for slot, x in of.slices.items()})
+        lost = of._replace(owned={n: {slot: x.new_empty(0) for slot, x in some.items()} for n, some in of.owned.items()})
+        wrongs = [(cut, "is it of another spec or mesh")] if of.slices else []
+        wrongs += [(lost, "expected the shapes")] if any(of.owned.values()) else []
+        assert wrongs
+        for wrong, match in wrongs:
+            with pytest.raises(ValueError, match=match):
+                update(params, {**state, key: wrong}, params)
+    for select in (lambda n, p: (7, -1), lambda n, p: (-2, -3), lambda n, p: None):
+        with pytest.raises(ValueError, match=r"parameter '.*: expected True, False or a shape of as many elements"):
+            fs.optim.matrices(spec, select=select)  # pyright: ignore[reportArgumentType]

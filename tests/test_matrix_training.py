@@ -1,0 +1,170 @@
+"""Steps of whole matrices in training: derivatives, updates in backward, ZeRO-1, compilation, models of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matrix_peers as peers
+import pytest
+import torch
+from ranks import Pool
+from test_by_matrix import GRADS, PARAMS, matrices_on, spec_on
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+from funshard import P
+from funshard.testing import spmd
+
+ALONE = {"shard": 1}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_derivatives_of_a_step() -> None:
+    """Of a loss after it, with respect to params, gradients and the learning rate: those of the plain step."""
+    with pytest.raises(RuntimeError, match="differentiable=True"):
+        derivatives(spec_on(ALONE, "shard"), {})
+    rest = {"rest": fs.optim.from_torch(torch.optim.AdamW, differentiable=True)}
+    want = derivatives(spec_on(ALONE, "shard"), rest)
+    for sizes in ({"shard": 2}, {"replicate": 2, "shard": 2}):
+        ranks = torch.Size(sizes.values()).numel()
+        got = spmd(lambda mesh, _: derivatives(spec_on(mesh, "shard"), rest), sizes)(torch.zeros(ranks))
+        for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
+            assert_close(a, b.expand(ranks, *b.shape), rtol=1e-9, atol=1e-9)
+
+
+def derivatives(spec: fs.PartitionSpec, rest: dict[str, Any]) -> Any:
+    """Full trees; the learning rate's is the sum over the ranks that have slices of their own."""
+    init, update = fs.optim.muon(matrices_on(spec, "muon"), dtype=torch.float64, **rest)
+    params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
+    state = init(params)
+
+    def loss(params: fs.Params, grads: fs.Params, lr: Tensor) -> Tensor:
+        new, _ = update(grads, state, params, lr=lr, rest_lr=0.1)
+        return sum((new[key] ** 2).sum() for key in new if spec.by_key[key].params)  # pyright: ignore[reportReturnType]
+
+    of_params, of_grads, of_lr = torch.func.grad(loss, argnums=(0, 1, 2))(params, grads, torch.tensor(0.1).double())
+    mesh = spec.bound_mesh
+    return (
+        fs.unshard(of_params, spec),
+        fs.unshard(of_grads, spec),
+        fs.collectives.all_reduce(of_lr, mesh["shard"], reduce="sum"),
+    )
+
+
+def in_backward(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5)).double()
+    spec = fs.by_type(nn.Linear)(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    init, update = fs.optim.muon(spec, dtype=torch.float64)
+    params = fs.shard(model, spec)
+    state = init(params)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)).double()
+
+    def loss(params: fs.Params, x: Tensor) -> Tensor:
+        return fs.functional_call(model, params, (x,), spec=spec).pow(2).sum()
+
+    for _ in range(2):
+        want = update(fs.grad(loss)(params, x), state, params)
+        got = fs.update_in_backward(update, loss, params, state, [x], spec=spec)
+        assert_close((got.params, got.state), want, rtol=1e-9, atol=1e-9)
+        params, state = got.params, got.state
+
+
+def test_in_backward(gloo2: Pool) -> None:
+    """The step of all units at once."""
+    gloo2.run(in_backward)
+
+
+def zero1(rank: int) -> fs.Params:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    replicated, split = spec_on(mesh, None), spec_on(mesh, "shard")
+    init, update = fs.optim.muon(matrices_on(split, "muon"), dtype=torch.float64)
+    params = fs.shard(PARAMS, replicated)
+    state = init(fs.reshard(params, replicated, split))
+    for grads in GRADS[:3]:
+        own, own_grads = (fs.reshard(tree, replicated, split) for tree in (params, fs.shard(grads, replicated)))
+        own, state = update(own_grads, state, own)
+        params = fs.reshard(own, split, replicated)
+    return params
+
+
+def test_zero1(gloo2: Pool) -> None:
+    """Replicated parameters, a split state."""
+    spec = spec_on(ALONE, None)
+    init, update = fs.optim.muon(matrices_on(spec, "muon"), dtype=torch.float64)
+    params = fs.shard(PARAMS, spec)
+    state = init(params)
+    for grads in GRADS[:3]:
+        params, state = update(fs.shard(grads, spec), state, params)
+    for got in gloo2.run(zero1):
+        assert_close(fs.unshard(got, spec), fs.unshard(params, spec), rtol=1e-9, atol=1e-9)
+
+
+def test_compiled() -> None:
+    """As one graph the same numbers. The rest is plain: what `from_torch` asks of its tensors torch.compile cannot trace."""
+    spec = spec_on(ALONE, "shard")
+    rest = lambda params: {key: {} for key in params}, lambda grads, state, params: ({k: -g for k, g in grads.items()}, state)
+    init, update = fs.optim.muon(matrices_on(spec, "muon"), dtype=torch.float64, rest=rest)
+    params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
+    state = init(params)
+    got = torch.compile(update, backend="aot_eager", fullgraph=True)(grads, state, params)
+    assert_close(got, update(grads, state, params), rtol=1e-9, atol=1e-9)
+
+
+# --- models of transformers ---
+
+
+def llama(tied: bool) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=13, num_key_value_heads=1, tie_word_embeddings=tied, **sizes))
+
+
+def gpt2(tied: bool) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=13, n_positions=8, n_embd=8, n_layer=2, n_head=2, tie_word_embeddings=tied)
+    return GPT2LMHeadModel(config)
+
+
+MODELS = {"llama": llama, "gpt2": gpt2}
+
+
+def of_transformers(name: str, tied: bool) -> tuple[nn.Module, set[str], list[fs.Params]]:
+    """The model, the names of its hidden matrices, and gradients."""
+    torch.manual_seed(0)
+    model = MODELS[name](tied).double()
+    layers = {n for n, p in model.named_parameters() if p.dim() == 2 and (".layers." in n or ".h." in n)}
+    g = torch.Generator().manual_seed(1)
+    return (
+        model,
+        layers,
+        [{n: torch.randn(p.shape, generator=g, dtype=p.dtype) for n, p in model.named_parameters()} for _ in range(3)],
+    )
+
+
+def transformers_on_ranks(rank: int, name: str, tied: bool) -> fs.Params:
+    model, layers, grads = of_transformers(name, tied)
+    policy = fs.by_path({"model.layers.*" if name == "llama" else "transformer.h.*": P("shard")})
+    spec = policy(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    known = fs.optim.matrices(spec, select=fs.optim.hidden(model))
+    assert set(known.by_name) == layers
+    init, update = fs.optim.muon(known, dtype=torch.float64, lr=0.05, weight_decay=0.1)
+    params = fs.shard(model, spec)
+    state = init(params)
+    for grad in grads:
+        params, state = update(fs.shard(grad, spec), state, params)
+    return fs.unshard(params, spec)
+
+
+@pytest.mark.parametrize(("name", "tied"), [("llama", False), ("llama", True), ("gpt2", True)])
+def test_transformers(gloo2: Pool, name: str, tied: bool) -> None:
+    """Hidden layers' matrices and no others; as the plain optimizer's."""
+    model, layers, grads = of_transformers(name, tied)
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    want = peers.trained(params, grads, peers.muon(), layers, lr=0.05, weight_decay=0.1)
+    for got in gloo2.run(transformers_on_ranks, name, tied):
+        assert_close(got, want, rtol=1e-9, atol=1e-9)
