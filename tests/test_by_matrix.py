@@ -11,7 +11,7 @@ import pytest
 import torch
 from depth import each, pairs
 from ranks import Pool
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
 
@@ -230,8 +230,62 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     every = {name: make(matrices_on(spec, name)) for name, (make, _) in OPTIMIZERS.items()}
     before = {key: x.clone() for key, x in params.items()}
     for mine, other in (("muon", "shampoo"), ("shampoo", "muon"), ("soap", "muon"), ("muon", "soap of one side")):
-        with pytest.raises(ValueError, match=r"state of unit '.*': expected .*was it made"):
+        with pytest.raises(ValueError, match=r"state of unit '.*expected .*was it made"):
             every[mine][1](grads, every[other][0](params), params)
     with pytest.raises(TypeError, match="expected a MatrixState, got dict; make it by init"):
         every["muon"][1](grads, fs.optim.from_torch(torch.optim.AdamW)[0](params), params)
     assert_close(params, before, rtol=0, atol=0)
+
+
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "shape": (lambda p: {}, lambda g, s, p: (p.mT, {}), r"the update of a matrix \[8, 6\]: expected \[8, 6\] .*, got \[6, 8\]"),
+    "dtype": (lambda p: {}, lambda g, s, p: (p.float(), {}), "expected .* torch.float64, got .* torch.float32"),
+    "state": (lambda p: {"m": p}, lambda g, s, p: (p, {}), "the new state of .*: expected {'m': .*}, as before, got {}"),
+    "its shape": (lambda p: {"m": p}, lambda g, s, p: (p, {"m": p[0]}), "the new state of .*: expected"),
+    "no pair": (lambda p: {}, lambda g, s, p: p, r"expected \(new param, new state\), got Tensor"),
+    "no dict": (lambda p: p, lambda g, s, p: (p, {}), "init: expected a dict of tensors"),
+    "values": (lambda p: {"m": torch.tensor(p.sum().item())}, lambda g, s, p: (p, s), "init runs on a meta tensor first"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_update_is_refused_where_it_is_made(wrong: str) -> None:
+    """On all ranks, before anything is sent: alone on an owner it would leave the others waiting."""
+    init, update, message = WRONG[wrong]
+    where = matrices_on(spec_on({"shard": 4}, "shard"), "muon")
+    with pytest.raises((ValueError, TypeError), match=message):
+        fs.optim.by_matrix(init, update, where, rest=fs.optim.from_torch(torch.optim.AdamW))
+    with pytest.raises(TypeError, match=r"rest: expected \(init, update\), such as"):
+        fs.optim.muon(where, rest=torch.optim.AdamW)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("mesh", ["alone", "ddp"])
+def test_an_update_that_writes_changes_nothing_of_the_callers(gloo2: Pool, mesh: str) -> None:
+    sizes, axis = MESHES[mesh]
+    if mesh == "ddp":
+        assert all(gloo2.run(written_by_an_update, sizes, axis))
+    else:
+        assert written_by_an_update(0, sizes, axis)
+
+
+def written_by_an_update(rank: int, sizes: dict[str, int], axis: Any) -> bool:
+    mesh = (
+        init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if len(sizes) < sum(sizes.values())
+        else sizes
+    )
+    spec = spec_on(mesh, axis)
+
+    def update(g: Tensor, s: Any, p: Tensor) -> tuple[Tensor, Any]:
+        return p.sub_(g.mul_(2)), {"m": s["m"].add_(1)}
+
+    rest = fs.optim.from_torch(torch.optim.AdamW)
+    begin, update_all = fs.optim.by_matrix(lambda p: {"m": torch.zeros_like(p)}, update, matrices_on(spec, "muon"), rest=rest)
+    params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
+    state = begin(params)
+    kept = [{key: x.clone() for key, x in tree.items()} for tree in (params, grads)]
+    new, after = update_all(grads, state, params)
+    assert_close([params, grads], kept, rtol=0, atol=0)
+    assert not any(x.any() for unit in state.values() for x in unit.slices.values())
+    full, want = fs.unshard(new, spec), {name: PARAMS[name] - 2 * GRADS[0][name] for name in WANTED}
+    return all(torch.allclose(full[name], x) for name, x in want.items()) and any(x.slices for x in after.values())

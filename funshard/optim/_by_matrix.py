@@ -37,7 +37,7 @@ class MatrixOptimizer(NamedTuple):
     init: Callable[[Mapping[str, Tensor]], State]
     """The state before the first step, for the units of ``params``."""
     update: Callable[..., tuple[Params, State]]
-    """``update(grads, state, params, lr=None, rest_lr=None) -> (new params, new state)``, of some units or all."""
+    """``update(grads, state, params, *, lr=None, rest_lr=None) -> (new params, new state)``, of some units or all."""
 
 
 class _Plan(NamedTuple):
@@ -53,6 +53,9 @@ class _Plan(NamedTuple):
     lr: float | None
     owned: Shapes
     """By matrix the shapes of the state that its owner has."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self.options)} matrices>"
 
     def with_lr(self, lr: float | Tensor | None) -> Mapping[str, Options]:
         """The options of a step that has a learning rate of its own: those of parameters keep their ratio to the default."""
@@ -121,8 +124,9 @@ def by_rule(
 ) -> MatrixOptimizer:
     """The pair of functions of a rule; ``options`` by matrix, ``lr`` the default learning rate among them."""
     every = {matrix.name: options.get(matrix.name, {}) for matrix in known.chosen}
-        others = {name: rest.pop(name) for name in state[key].rest}
-        new_params[key], new_state[key] = _joined(plan, step, params[key], state[key], key, others, donate=donate)
+    if not (isinstance(rest, tuple) and len(rest) == 2 and all(map(callable, rest))):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"rest: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW) gives, got {rest!r}")
+    owned = {m.name: _owned_shapes(rule, m.shape, m.unit.dtype) for m in known.chosen}
     plan = _Plan(rule, known, every, rest, own_rest, donate, lr, owned)
     return MatrixOptimizer(partial(_init, plan), partial(_update, plan))
 
@@ -236,7 +240,7 @@ def _stepped(
         rest.update({name: (parts[name], rest_state[name]) for name in given})
 
     for key in step.run([*plan.matrices.groups_of(params)], meanwhile):
-        others = {name: rest[name] for name in state[key].rest}
+        others = {name: rest.pop(name) for name in state[key].rest}
         new_params[key], new_state[key] = _joined(plan, step, params[key], state[key], key, others, donate=donate)
     return {key: new_params[key] for key in params}, {key: new_state[key] for key in state}
 

@@ -71,6 +71,6 @@ def _check_state(known: Matrices, slots: Sequence[str], owned: Shapes, key: str,
         if (got := {slot: list(x.shape) for slot, x in state.owned[name].items()}) != expected:
             raise ValueError(
                 f"state of unit '{key}': that of '{name}', whose owner is {'this rank' if here else known.owner(name)}: "
-                f"expected the shapes {expected}, got {got}; was it made on another mesh, by another optimizer, or with another "
-                "cost of matrices? checkpoint.load(..., like=init(params)) gives it to the owners that there are now"
+                f"expected the shapes {expected}, got {got}; was it made by another optimizer, on another mesh, or with "
+                "another cost of matrices? checkpoint.load(..., like=init(params)) gives it to the owners that there are now"
             )

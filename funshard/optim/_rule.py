@@ -63,8 +63,8 @@ def of_update(init: MatrixInit, update: MatrixUpdate, shapes: Sequence[tuple[tup
 
     State of the matrix's own shape travels with it, where all matrices have it; vectors' and the rest stays with the owner.
     """
-    kinds = [_kinds(init, shape, dtype) for shape, dtype in dict.fromkeys(shapes)]
-    alike = [names for names in kinds if names is not None]
+    begun = {shape: _tried(init, update, shape, dtype) for shape, dtype in dict.fromkeys(shapes)}
+    alike = [[name for name, x in state.items() if x.shape == shape] for shape, state in begun.items() if len(shape) > 1]
     slots = tuple(name for name in alike[0] if all(name in names for names in alike)) if alike else ()
 
     def before(grad: Tensor, slots: Slots, param: Tensor, options: Options) -> tuple[Sent, Slots]:
@@ -76,8 +76,10 @@ def of_update(init: MatrixInit, update: MatrixUpdate, shapes: Sequence[tuple[tup
         for name, (grad, param, *rest) in sent.items():
             rates = {key: value for key, value in options[name].items() if key != "step"}
             own = dict(zip(slots, rest, strict=True)) if param.dim() > 1 else {}
-            stepped, state = update(grad, {**own, **whole[name]}, param, **rates)
-            _check(name, stepped, param, state, {*own, *whole[name]})
+            # copies: where nothing is sent these are the caller's own, and an update may write after all
+            given = {slot: x.clone() for slot, x in {**own, **whole[name]}.items()}
+            stepped, state = update(grad.clone(), given, param.clone(), **rates)
+            _check(f"'{name}'", stepped, param, state, given)
             results[name] = (stepped, *(state[slot] if slot in own else x for slot, x in zip(slots, rest, strict=True)))
             new[name] = {key: state[key] for key in whole[name]}
         return results, new
@@ -89,16 +91,35 @@ def of_update(init: MatrixInit, update: MatrixUpdate, shapes: Sequence[tuple[tup
     return Rule(slots, lambda x: dict(init(x)), before, work, tuple(range(1, 2 + len(slots))), after, values=True)
 
 
-def _kinds(init: MatrixInit, shape: tuple[int, ...], dtype: torch.dtype) -> list[str] | None:
-    """The names of the state of a matrix of this shape that have the same one; None for a vector."""
-    if len(shape) < 2:
-        return None
-    return [name for name, x in init(torch.empty(shape, dtype=dtype, device="meta")).items() if tuple(x.shape) == shape]
+def _tried(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """The state of a matrix of this shape, on meta; an error on all ranks for an update that does not give what it should."""
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    state: Any
+    new: Any
+    try:
+        state = init(x)
+    except (RuntimeError, NotImplementedError) as error:
+        raise TypeError(
+            f"by_matrix: init runs on a meta tensor first, for names and shapes: expected that to do, got: {error}"
+        ) from error
+    if not isinstance(state, Mapping) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise TypeError(f"by_matrix: init: expected a dict of tensors, got {state!r}")
+    try:
+        new = update(x, dict(state), x)
+    except Exception:  # it asks for values, or for options: what it gives is looked at on the owner
+        return state
+    if not isinstance(new, tuple) or len(new) != 2:
+        raise TypeError(f"by_matrix: update: expected (new param, new state), got {type(new).__name__}")
+    _check(f"a matrix {list(shape)}", new[0], x, new[1], state)
+    return state
 
 
-def _check(name: str, new: object, param: Tensor, state: Mapping[str, object], expected: set[str]) -> None:
-    if not isinstance(new, Tensor) or new.shape != param.shape or new.dtype != param.dtype:
-        got = f"{list(new.shape)} {new.dtype}" if isinstance(new, Tensor) else type(new).__name__
-        raise ValueError(f"by_matrix: the update of '{name}': expected {list(param.shape)} {param.dtype}, got {got}")
-    if set(state) != expected:
-        raise ValueError(f"by_matrix: the new state of '{name}': expected {sorted(expected)}, got {sorted(state)}")
+def _check(of: str, new: object, param: Tensor, state: Mapping[str, object], given: Mapping[str, Tensor]) -> None:
+    def told(x: object) -> str:
+        return f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+
+    if told(new) != told(param):
+        raise ValueError(f"by_matrix: the update of {of}: expected {told(param)}, got {told(new)}")
+    after, before = ({name: told(x) for name, x in one.items()} for one in (state, given))
+    if after != before:
+        raise ValueError(f"by_matrix: the new state of {of}: expected {before}, as before, got {after}")
