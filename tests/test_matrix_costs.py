@@ -51,7 +51,7 @@ def step(spec: fs.PartitionSpec, **options: Any) -> None:
     update(params, init(params), params)
 
 
-@pytest.mark.parametrize("rank", [0, 5])
+@pytest.mark.parametrize("rank", [0, 3])  # which have something to send: torch's fake group lets nobody else receive
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("axes", AXES)
 @each
