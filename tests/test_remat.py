@@ -539,3 +539,14 @@ def test_inputs_of_the_laws() -> None:
     assert rematerialized(fs.whole(), every=True)(model).recomputed == ("",)
     assert inputs({"shard": 2}).shape == (2,)
     assert values(model)["0.weight"].shape == (2, 2)
+
+
+def test_results_that_are_not_continuous_have_no_tangents() -> None:
+    """Of a function in remat that gives integers alone, beside one that does not."""
+
+    def f(x: Tensor) -> Tensor:
+        return x.sin() * fs.remat(lambda x: (x > 0).long())(x)
+
+    x, v = torch.tensor([-0.5, 0.5]), torch.ones(2)
+    assert_close(torch.func.jvp(f, (x,), (v,))[1], torch.tensor([0.0, 0.5]).cos() * torch.tensor([0.0, 1.0]))
+    assert_close(torch.func.jvp(torch.func.grad(lambda x: f(x).sum()), (x,), (v,))[1], -x.sin() * torch.tensor([0.0, 1.0]))

@@ -224,6 +224,8 @@ class _Jvp:
     kinds: tuple[bool, ...]
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        if not any(self.kinds):  # torch.func.jvp asks for results
+            return ()
         xs, tangents = operands[: len(self.given)], operands[len(self.given) :]
         moved = tuple(x for x, given in zip(xs, self.given, strict=True) if given)
         return torch.func.jvp(_partial(self.fn, xs, self.given, self.kinds), moved, tangents)[1]

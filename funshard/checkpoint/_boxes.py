@@ -80,7 +80,7 @@ class share:  # noqa: N801  a function that remembers
         length = end - begin
         parts = max(1, min(ranks, length * itemsize // SMALLEST))
         mine: list[tuple[int, int]] = []
-        for i, who in enumerate(sorted(range(ranks), key=dealt.__getitem__)[:parts]):
+        for i, who in enumerate(reversed(sorted(range(ranks), key=dealt.__getitem__)[:parts])):  # later parts are longer
             low, high = begin + length * i // parts, begin + length * (i + 1) // parts
             dealt[who] += (high - low) * itemsize
             if who == rank:

@@ -113,7 +113,11 @@ class Aside:
 
     def abandon(self) -> None:
         """Take away what was written, if it has not been published."""
-        shutil.rmtree(self.aside, ignore_errors=True)
+        for _ in range(10):  # another rank, which does not know of it yet, may just put its file there
+            shutil.rmtree(self.aside, ignore_errors=True)
+            if not self.aside.exists():
+                break
+            time.sleep(0.01)
         self._unlock()
 
     def _unlock(self) -> None:
