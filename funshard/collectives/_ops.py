@@ -118,7 +118,7 @@ def _gather_stack(x: Tensor, root: int) -> Tensor:
 def _scatter(mean: bool) -> Callable[[Tensor, Where, Tensor | None], Finish]:
     def group(x: Tensor, where: Where, own: Tensor | None) -> Finish:
         if _torch.backend(where.name, x.device) == "gloo":
-            return _exchange(x, where, mean)
+            return _scatter_by_exchange(x, where, mean)
         op = "avg" if mean else "sum"
         out = torch.ops._c10d_functional.reduce_scatter_tensor.default(x.contiguous(), op, where.size, where.name)
         return Finish((out,), _itself)
@@ -126,20 +126,19 @@ def _scatter(mean: bool) -> Callable[[Tensor, Where, Tensor | None], Finish]:
     return group
 
 
-def _exchange(x: Tensor, where: Where, mean: bool) -> Finish:
+def _scatter_by_exchange(x: Tensor, where: Where, mean: bool) -> Finish:
     """Reduce-scatter as an exchange of slices and a local sum: gloo's own is an all-reduce inside, twice the bytes."""
     n, rank = len(x) // where.size, _torch.group(where.name).rank()
     before, mine, after = x.contiguous().split([rank * n, n, (where.size - rank - 1) * n])
     theirs = torch.cat([before, after]) if len(before) and len(after) else before if len(before) else after
     lengths = [0 if i == rank else n for i in range(where.size)]
-    out = torch.ops._c10d_functional.all_to_all_single.default(theirs, lengths, lengths, where.name)
 
     def reduced(received: Tensor) -> Tensor:
         others = received if where.size == 2 else received.unflatten(0, (-1, n)).sum(0, dtype=x.dtype)
         total = others.add_(mine)
         return total.div_(where.size) if mean else total
 
-    return Finish((out,), reduced)
+    return exchange(theirs, where, lengths, lengths).then(reduced)
 
 
 def _sum_stack(x: Tensor, root: int) -> Tensor:
@@ -203,8 +202,7 @@ def _sum_to_stack(x: Tensor, root: int) -> Tensor:
 
 def _all_to_all(x: Tensor, where: Where, own: Tensor | None) -> Finish:
     pieces = [len(x) // where.size] * where.size
-    out = torch.ops._c10d_functional.all_to_all_single.default(x.contiguous(), pieces, pieces, where.name)
-    return Finish((out,), _itself)
+    return exchange(x, where, pieces, pieces)
 
 
 def _all_to_all_stack(x: Tensor, root: int) -> Tensor:

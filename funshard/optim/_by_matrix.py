@@ -15,6 +15,7 @@ from .._spec.spec import PartitionSpec
 from .._units.layout import Params
 from ._cuts import Cut
 from ._group import Group
+from ._groups import kept_ratio
 from ._matrices import Matrices, matrices
 from ._matrix_checks import Shapes, check_step
 from ._rule import MatrixInit, MatrixUpdate, Options, Rule, Whole, of_update
@@ -23,9 +24,7 @@ from ._streamed import like
 
 __all__ = ["MatrixOptimizer", "MatrixState", "by_matrix", "by_rule"]
 
-
 State = dict[str, MatrixState]
-
 
 Rest = tuple[Callable[[Mapping[str, Tensor]], Mapping[str, Any]], Callable[..., tuple[Mapping[str, Tensor], Mapping[str, Any]]]]
 """``(init, update)``, such as `optim.from_torch` gives: the state has the keys of what it is given."""
@@ -61,14 +60,11 @@ class _Plan(NamedTuple):
         """The options of a step that has a learning rate of its own: those of parameters keep their ratio to the default."""
         if lr is None:
             return self.options
-        return {name: {**options, "lr": self._kept_ratio(lr, options)} for name, options in self.options.items()}
 
-    def _kept_ratio(self, lr: float | Tensor, options: Options) -> float | Tensor:
-        if self.lr is None or options["lr"] == self.lr:
-            return lr
-        if not self.lr:
-            raise ValueError("an lr among the options keeps its ratio to the default one: expected that positive")
-        return lr * (options["lr"] / self.lr)
+        def rate(own: Any) -> Any:
+            return lr if self.lr is None or own == self.lr else kept_ratio(lr, own, self.lr)
+
+        return {name: {**options, "lr": rate(options.get("lr"))} for name, options in self.options.items()}
 
 
 def by_matrix(
@@ -126,8 +122,8 @@ def by_rule(
     every = {matrix.name: options.get(matrix.name, {}) for matrix in known.chosen}
     if not (isinstance(rest, tuple) and len(rest) == 2 and all(map(callable, rest))):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"rest: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW) gives, got {rest!r}")
-    owned = {m.name: _owned_shapes(rule, m.shape, m.unit.dtype) for m in known.chosen}
-    plan = _Plan(rule, known, every, rest, own_rest, donate, lr, owned)
+    owned = {shape: _owned_shapes(rule, shape, dtype) for shape, dtype in {m.shape: m.unit.dtype for m in known.chosen}.items()}
+    plan = _Plan(rule, known, every, rest, own_rest, donate, lr, {m.name: owned[m.shape] for m in known.chosen})
     return MatrixOptimizer(partial(_init, plan), partial(_update, plan))
 
 
@@ -175,7 +171,7 @@ def _begun(plan: _Plan, group: Group, params: Mapping[str, Tensor]) -> Whole:
     out: Whole = {}
     for matrix in group.chosen:
         part = parts[matrix.name]
-        if matrix in group.owned:
+        if plan.matrices.is_here(matrix.name):
             out[matrix.name] = plan.rule.begin(given[matrix.name] if given else part.new_zeros(()).expand(matrix.shape))
         else:
             like = plan.rule.begin(torch.empty(matrix.shape, dtype=part.dtype, device="meta"))

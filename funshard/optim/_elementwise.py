@@ -24,7 +24,7 @@ from ._checks import (
     refuse_shared_memory,
     refuse_whole,
 )
-from ._groups import Layout, Options, for_groups, join, laid_out, part, pieces, put
+from ._groups import Layout, Options, for_groups, join, kept_ratio, laid_out, part, pieces, put
 from ._streamed import is_there, like, streamed
 
 __all__ = ["Optimizer", "State", "begin", "elementwise"]
@@ -244,9 +244,5 @@ def _made(plan: _Plan, lr: float | Tensor | None) -> torch.optim.Optimizer:
     for group, own in zip(optimizer.param_groups, plan.groups, strict=True):
         group["params"] = []
         if lr is not None and "lr" in own:
-            if not plan.lr:
-                raise ValueError(
-                    "from_torch: an lr among the options keeps its ratio to the default one: expected that positive"
-                )
-            group["lr"] = lr * (own["lr"] / plan.lr)
+            group["lr"] = kept_ratio(lr, own["lr"], plan.lr, "from_torch: ")
     return optimizer

@@ -11,7 +11,7 @@ from .. import _torch
 from .._spec.spec import PartitionSpec
 from ._matrices import Matrices, matrices
 
-__all__ = ["SIDES", "along", "chosen_where", "outer", "real_matrices", "sides", "wide"]
+__all__ = ["along", "chosen_where", "outer", "real_matrices", "sides"]
 
 SIDES = ("left", "right")
 """A matrix's rows and its columns."""
@@ -26,14 +26,9 @@ def real_matrices(who: str, spec: PartitionSpec | Matrices) -> Matrices:
     return known
 
 
-def wide(x: Tensor) -> Tensor:
-    """In float32 at least, in which factors are kept."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def sides(shape: Sequence[int], max_size: int) -> list[str]:
-    """Those sides of a matrix [..., n, m] that have a factor: not where it would be larger than ``max_size``."""
-    return [side for side, size in zip(SIDES, shape[-2:], strict=True) if size <= max_size]
+def sides(shape: Sequence[int], max_size: int) -> dict[str, int]:
+    """Those sides of a matrix [..., n, m] that have a factor, with its size: not where that would be over ``max_size``."""
+    return {side: size for side, size in zip(SIDES, shape[-2:], strict=True) if size <= max_size}
 
 
 def outer(grad: Tensor, side: str) -> Tensor:

@@ -13,10 +13,17 @@ from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.layout import views
 
-__all__ = ["Layout", "Options", "Run", "for_groups", "grouped", "join", "laid_out", "part", "pieces", "put"]
+__all__ = ["Layout", "Options", "Run", "for_groups", "grouped", "join", "kept_ratio", "laid_out", "part", "pieces", "put"]
 
 Options = Callable[[str, Param], Mapping[str, Any]]
 """``options(name, param)``: what a parameter has in the place of the defaults."""
+
+
+def kept_ratio(lr: float | Tensor, own: Any, default: Any, who: str = "") -> Any:
+    """A step's learning rate for a parameter whose own is not the default one. ValueError unless that is positive."""
+    if not default:
+        raise ValueError(f"{who}an lr among the options keeps its ratio to the default one: expected that positive")
+    return lr * (own / default)
 
 
 class Run(NamedTuple):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .._spec.spec import PartitionSpec
-from ._by_matrix import MatrixOptimizer, Rest, by_rule
+from ._by_matrix import MatrixOptimizer, Rest
 from ._factors import real_matrices
 from ._groups import Options as OptionsOf
 from ._matrices import Matrices
-from ._rest import options_of, positive, rest_of
+from ._rest import options_of, positive, with_rest
 from ._rule import Options, Rule, Sent, Slots, Whole
 
 __all__ = ["muon", "orthogonal"]
@@ -88,8 +88,7 @@ def muon(
     rule = Rule(("momentum_buffer",), lambda x: {}, before, work, (0,), after)
     of = options_of("muon", known, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}, options)
     own = {name: {**some, "scale": scales[name]} for name, some in of.items()}
-    others = rest or rest_of(known, lr, weight_decay, options, donate=donate)
-    return by_rule(rule, known, own, rest=others, own_rest=rest is None, donate=donate, lr=lr)
+    return with_rest(rule, known, own, rest, lr, weight_decay, options, donate=donate)
 
 
 def orthogonal(

@@ -14,7 +14,7 @@ from .._spec.unit import Unit
 from .._units.layout import Params
 from ..collectives._functions import all_gather, sum_shards
 
-__all__ = ["clip_by_global_norm", "global_norm", "vdot"]
+__all__ = ["clip_by_global_norm", "global_norm", "vdot", "wide"]
 
 
 def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2.0) -> Tensor:
@@ -53,7 +53,7 @@ def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) 
             raise ValueError(f"vdot: '{key}' is in {'a' if key in a else 'b'} only: expected trees of the same keys")
         if a[key].shape != b[key].shape:
             raise ValueError(f"vdot: '{key}': expected tensors of one shape, got {list(a[key].shape)} and {list(b[key].shape)}")
-    return _over_ranks({key: (_wide(tensor).conj() * _wide(b[key])).sum() for key, tensor in a.items()}, spec)
+    return _over_ranks({key: (wide(tensor).conj() * wide(b[key])).sum() for key, tensor in a.items()}, spec)
 
 
 def clip_by_global_norm(
@@ -100,14 +100,15 @@ def _over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.
     return _together(torch.stack(totals), p) if totals else torch.zeros(())
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
+    """In float32 at least."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _of_elements(tensor: Tensor, p: float) -> Tensor:
     """The sum of the elements' p-th powers, or the largest."""
-    wide = _wide(tensor).abs()
-    return _together(wide.flatten() if p == math.inf else wide**p, p)
+    size = wide(tensor).abs()
+    return _together(size.flatten() if p == math.inf else size**p, p)
 
 
 def _together(values: Tensor, p: float) -> Tensor:

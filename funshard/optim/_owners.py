@@ -14,7 +14,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
 
-__all__ = ["Cost", "Matrix", "Select", "assigned", "chosen", "groups", "hidden", "table"]
+__all__ = ["Cost", "Matrix", "Select", "assigned", "chosen", "every_rank", "groups", "hidden", "table"]
 
 Select = Callable[[str, Param], "bool | Sequence[int]"]
 """``select(name, param)``: whether it is a matrix, or the shape it is seen in: [n, m] or [batch, n, m], with a -1 or none."""
@@ -117,12 +117,17 @@ def _shape(unit: Unit, param: Param, select: Select | None) -> tuple[int, ...] |
     return shape
 
 
+def every_rank(spec: PartitionSpec) -> list[tuple[int, ...]]:
+    """The coordinates of all ranks of the mesh, row by row."""
+    return [*itertools.product(*(range(size) for _, size in spec.bound_mesh.sizes))]
+
+
 def assigned(found: Sequence[Matrix], spec: PartitionSpec) -> list[Matrix]:
     """The same with owners: each to the rank that has least to do, the dearest first (LPT: Graham, 1969).
 
     Of ranks that have as much to do the one that has least of the matrix's group, so that they work at the same time.
     """
-    ranks = [*itertools.product(*(range(size) for _, size in spec.bound_mesh.sizes))]
+    ranks = every_rank(spec)
     group_of = {i: number for number, group in enumerate(groups(found, spec)) for i in group}
     loads = dict.fromkeys(ranks, 0.0)
     of_group: dict[tuple[int, tuple[int, ...]], float] = {}
@@ -138,8 +143,7 @@ def assigned(found: Sequence[Matrix], spec: PartitionSpec) -> list[Matrix]:
 
 def groups(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[int]]:
     """Which are sent together: neighbours of one dtype and one way, until each rank has a part of a unit's worth."""
-    ranks = math.prod(size for _, size in spec.bound_mesh.sizes)
-    room = max((matrix.unit.numel for matrix in found), default=0) * ranks // ALIVE
+    room = max((matrix.unit.numel for matrix in found), default=0) * len(every_rank(spec)) // ALIVE
     out: list[list[int]] = []
     numel = 0
     for i, matrix in enumerate(found):
@@ -155,7 +159,7 @@ def groups(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[int]]:
 
 def table(found: Sequence[Matrix], spec: PartitionSpec) -> str:
     """Of each rank how many matrices it owns, their elements and what they cost beside the mean; then what is no matrix."""
-    ranks = [*itertools.product(*(range(size) for _, size in spec.bound_mesh.sizes))]
+    ranks = every_rank(spec)
     mean = sum(matrix.cost for matrix in found) / len(ranks)
     rows: list[tuple[str, ...]] = [("owner", "matrices", "numel", "of the mean cost", "which")]
     for rank in ranks:

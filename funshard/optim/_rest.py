@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from .._spec.tree import Param
-from ._by_matrix import Rest
+from ._by_matrix import MatrixOptimizer, Rest, by_rule
 from ._elementwise import elementwise
 from ._groups import Options
 from ._matrices import Matrices
+from ._rule import Rule
 
-__all__ = ["options_of", "positive", "rest_of"]
+__all__ = ["options_of", "positive", "with_rest"]
 
 ADAMW = ("lr", "weight_decay")
 """The options of matrices that AdamW has as well."""
@@ -37,7 +38,23 @@ def options_of(who: str, known: Matrices, defaults: Mapping[str, Any], options: 
     return out
 
 
-def rest_of(known: Matrices, lr: float, weight_decay: float, options: Options | None, *, donate: bool) -> Rest:
+def with_rest(
+    rule: Rule,
+    known: Matrices,
+    own: Mapping[str, Mapping[str, Any]],
+    rest: Rest | None,
+    lr: float,
+    weight_decay: float,
+    options: Options | None,
+    *,
+    donate: bool,
+) -> MatrixOptimizer:
+    """The optimizer of a rule with the options of each matrix, and AdamW for what is no matrix unless there is a ``rest``."""
+    others = rest or _adamw(known, lr, weight_decay, options, donate=donate)
+    return by_rule(rule, known, own, rest=others, own_rest=rest is None, donate=donate, lr=lr)
+
+
+def _adamw(known: Matrices, lr: float, weight_decay: float, options: Options | None, *, donate: bool) -> Rest:
     """AdamW for what is no matrix, with those of a parameter's options that it has."""
     if options is None:
         return elementwise(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, donate=donate)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from .._spec.spec import PartitionSpec
-from ._by_matrix import MatrixOptimizer, Rest, by_rule
-from ._factors import along, chosen_where, outer, real_matrices, sides, wide
+from ._by_matrix import MatrixOptimizer, Rest
+from ._factors import along, chosen_where, outer, real_matrices, sides
 from ._groups import Options as OptionsOf
 from ._matrices import Matrices
-from ._rest import options_of, positive, rest_of
+from ._norms import wide
+from ._rest import options_of, positive, with_rest
 from ._rule import Options, Rule, Sent, Slots, Whole
 
 __all__ = ["shampoo"]
@@ -54,8 +55,7 @@ def shampoo(
 
     def begin(like: Tensor) -> Slots:
         state: Slots = {}
-        for side in sides(like.shape, max_size):
-            size = like.shape[-2 if side == "left" else -1]
+        for side, size in sides(like.shape, max_size).items():
             eye = torch.eye(size, dtype=wide(like[..., :1, :1]).dtype, device=like.device).expand(*like.shape[:-2], size, size)
             state |= {side: eps * eye, f"{side}_root": torch.zeros_like(eye, memory_format=torch.contiguous_format)}
         return state
@@ -72,7 +72,7 @@ def shampoo(
             due = (options[name]["step"] - 1) % every == 0
             for side in factored:
                 factor = whole[name][side] * decay + outer(wide(grad), side) * (1 if decay == 1 else 1 - decay)
-                make = partial(_inverse_root, factor, 2 * len(factored), eps)
+                make = partial(_inverse_root, factor, 2 * len(factored))
                 (root,) = chosen_where(due, make, [whole[name][f"{side}_root"]])
                 new[name] |= {side: factor, f"{side}_root": root}
                 x = along(x, root, side)
@@ -85,11 +85,10 @@ def shampoo(
 
     rule = Rule(("momentum_buffer",), begin, before, work, (0,), after)
     own = options_of("shampoo", known, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}, options)
-    others = rest or rest_of(known, lr, weight_decay, options, donate=donate)
-    return by_rule(rule, known, own, rest=others, own_rest=rest is None, donate=donate, lr=lr)
+    return with_rest(rule, known, own, rest, lr, weight_decay, options, donate=donate)
 
 
-def _inverse_root(factor: Tensor, power: int, eps: float) -> list[Tensor]:
+def _inverse_root(factor: Tensor, power: int) -> list[Tensor]:
     """The factor to the power of -1 / ``power``."""
     values, vectors = torch.linalg.eigh(factor)
     return [(vectors * values.clamp(min=torch.finfo(values.dtype).tiny).pow(-1 / power)[..., None, :]) @ vectors.mT]

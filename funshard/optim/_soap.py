@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from .._spec.spec import PartitionSpec
-from ._by_matrix import MatrixOptimizer, Rest, by_rule
-from ._factors import along, chosen_where, outer, real_matrices, sides, wide
+from ._by_matrix import MatrixOptimizer, Rest
+from ._factors import along, chosen_where, outer, real_matrices, sides
 from ._groups import Options as OptionsOf
 from ._matrices import Matrices
-from ._rest import options_of, positive, rest_of
+from ._norms import wide
+from ._rest import options_of, positive, with_rest
 from ._rule import Options, Rule, Sent, Slots, Whole
 
 __all__ = ["soap"]
@@ -57,8 +58,7 @@ def soap(
     def begin(like: Tensor) -> Slots:
         dtype = wide(like[..., :1, :1]).dtype
         state = {"exp_avg_sq": like.new_zeros(like.shape, dtype=dtype)}
-        for side in sides(like.shape, max_size):
-            size = like.shape[-2 if side == "left" else -1]
+        for side, size in sides(like.shape, max_size).items():
             zeros = like.new_zeros((*like.shape[:-2], size, size), dtype=dtype)
             state |= {side: zeros, f"{side}_basis": zeros.clone()}
         return state
@@ -77,7 +77,7 @@ def soap(
         return results, new
 
     def _step(grad: Tensor, average: Tensor, state: Slots, step: Tensor) -> tuple[Tensor, Slots]:
-        factored = sides(grad.shape, max_size)
+        factored = [*sides(grad.shape, max_size)]
         counts = _counts(step, grad)
         factors = [state[side] + (outer(grad, side) - state[side]) * (1 - beta) for side in factored]
         bases = [state[f"{side}_basis"] for side in factored]
@@ -89,10 +89,10 @@ def soap(
         bases = chosen_where(step == 1, lambda: [_eigenvectors(factor) for factor in factors], bases)
         due = (step > 1) & ((step - 1) % every == 0)
         square, *bases = chosen_where(due, lambda: _renewed(square, factors, bases, factored), [square, *bases])
-        return direction, {
-            "exp_avg_sq": square,
-            **{key: x for side, *pair in zip(factored, factors, bases, strict=True) for key, x in _named(side, *pair)},
-        }
+        new = {"exp_avg_sq": square}
+        for side, factor, basis in zip(factored, factors, bases, strict=True):
+            new |= {side: factor, f"{side}_basis": basis}
+        return direction, new
 
     def after(results: Sent, slots: Slots, param: Tensor, options: Options) -> tuple[Tensor, Slots]:
         taken = options["step"] - 1  # the first gradient makes the basis and no step
@@ -104,17 +104,12 @@ def soap(
 
     rule = Rule(("exp_avg",), begin, before, work, (0,), after)
     own = options_of("soap", known, {"lr": lr, "weight_decay": weight_decay}, options)
-    others = rest or rest_of(known, lr, weight_decay, options, donate=donate)
-    return by_rule(rule, known, own, rest=others, own_rest=rest is None, donate=donate, lr=lr)
+    return with_rest(rule, known, own, rest, lr, weight_decay, options, donate=donate)
 
 
 def _counts(step: Tensor, like: Tensor) -> Tensor:
     """0 in the first step, 1 after it."""
     return (step > 1).to(like.device, wide(like[..., :0]).dtype).to(like.dtype)
-
-
-def _named(side: str, factor: Tensor, basis: Tensor) -> list[tuple[str, Tensor]]:
-    return [(side, factor), (f"{side}_basis", basis)]
 
 
 def _rotated(x: Tensor, bases: list[Tensor], factored: list[str]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -56,16 +56,15 @@ class Step:
         One group is on its way to its owners while one is worked on and one on its way back.
         """
         left = Counter(matrix.unit.key for group in groups for matrix in group.chosen)
-        coming = deque((group, self._sent(group)) for group in groups[:1])
+        arriving = self._sent(groups[0]) if groups else None
         meanwhile()
         yield from (key for key in self._params if not left[key])
         leaving: tuple[Group, Callable[[], list[Params]]] | None = None
-        for after in (*groups[1:], None)[: len(groups)]:
-            if after is not None:
-                coming.append((after, self._sent(after)))
-            group, arriving = coming.popleft()
-            results = self._worked(group, arriving())
-            del arriving  # with what has arrived
+        for group, after in zip(groups, (*groups[1:], None), strict=False):
+            assert arriving is not None
+            now, arriving = arriving, None if after is None else self._sent(after)
+            results = self._worked(group, now())
+            del now  # with what has arrived
             if leaving is not None:
                 yield from self._arrived(*leaving, left)
             leaving = group, self._returned(group, results)

@@ -20,7 +20,7 @@ from .._spec.spec import PartitionSpec
 from .._units.layout import index
 from ..collectives._mesh import Group
 from ..collectives._ops import Finish, Where, exchange, no_group
-from ._owners import Matrix
+from ._owners import Matrix, every_rank
 
 __all__ = ["There", "Way", "apart", "back", "joined", "started", "there", "travelled"]
 
@@ -65,12 +65,12 @@ class There(NamedTuple):
 
     way: Way
     finish: Finish
-    hop: int
+    """Of its first hop."""
 
     def __call__(self) -> list[Tensor]:
         """What has arrived, when it has."""
         flat = self.finish()
-        for hop in self.way.hops[self.hop + 1 :]:
+        for hop in self.way.hops[1:]:
             flat = _sent(_picked(flat, hop), hop)()
         return apart(flat, self.way.end)
 
@@ -93,7 +93,7 @@ def started(tensors: Sequence[Tensor], way: Way) -> There:
     """The first hop of a way, begun; ``tensors`` have the elements of each matrix, with whatever dimensions after the first."""
     first = way.hops[0]
     flat = tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
-    return There(way, _sent(_picked(flat, first), first), 0)
+    return There(way, _sent(_picked(flat, first), first))
 
 
 def _picked(flat: Tensor, hop: Hop) -> Tensor:
@@ -158,13 +158,7 @@ class _Plan:
         self.rest = [i for i in talking if names[i] not in self._unit.p.axes]
         self.slices = spec.size(self._unit)
         self.sizes = [[_overlap(m, s, spec.shard_numel(m.unit)) for s in range(self.slices)] for m in matrices]
-        self._of_slice = {self.slice_of(at): at for at in self._ranks()}
-
-    def _ranks(self) -> list[At]:
-        out: list[At] = [()]
-        for _, axis in self.mesh.axes:
-            out = [(*at, i) for at in out for i in range(axis.size)]
-        return out
+        self._of_slice = {self.slice_of(at): at for at in every_rank(spec)}
 
     def slice_of(self, at: At) -> int:
         """Which slice a rank has."""
