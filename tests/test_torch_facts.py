@@ -762,6 +762,9 @@ def test_operators_that_make_results() -> None:
     assert list(_torch.written(aten.mm.out, (x, y), {"out": z})) == [z]
     assert list(_torch.written(aten._foreach_add_.Scalar, ([x, y], 1), {})) == [x, y]
     assert list(_torch.written(aten.mm.default, (x, y), {})) == []
+    assert all(map(_torch.changes_its_view, (aten.t_.default, aten.squeeze_.dims, aten.unsqueeze_.default)))
+    changed = aten.set_.source_Tensor, aten.resize_.default, aten.relu_.default, aten.t.default
+    assert not any(map(_torch.changes_its_view, changed))
     attention = aten._scaled_dot_product_efficient_attention.default
     assert _torch.as_followed(attention, (x, y, z, None, False), {}) == ((x, y, z, None, True), {})
     assert _torch.as_followed(aten.mm.default, (x, y), {}) == ((x, y), {})

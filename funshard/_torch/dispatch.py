@@ -12,7 +12,17 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DispatchMode", "OpOverload", "as_followed", "graph_is_kept", "is_plain", "makes_results", "same_memory", "written"]
+__all__ = [
+    "DispatchMode",
+    "OpOverload",
+    "as_followed",
+    "changes_its_view",
+    "graph_is_kept",
+    "is_plain",
+    "makes_results",
+    "same_memory",
+    "written",
+]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -58,6 +68,13 @@ def _writes(op: OpOverload) -> tuple[tuple[int | None, str], ...]:
         for i, arg in enumerate(op._schema.arguments)
         if arg.alias_info is not None and arg.alias_info.is_write
     )
+
+
+@functools.cache
+def changes_its_view(op: OpOverload) -> bool:
+    """Whether an operator that changes its argument leaves the memory as it is: ``t_``, ``squeeze_``. Pinned with the last."""
+    others = torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_
+    return torch.Tag.inplace_view in op.tags and op.overloadpacket not in others
 
 
 def as_followed(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

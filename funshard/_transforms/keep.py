@@ -80,20 +80,25 @@ def known(tensors: Sequence[Tensor], key: str, source: Tensor | None) -> Sequenc
     return tensors
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Result:
-    """What an operator has made, its tensors' versions then, and the random numbers' state after it where it drew some."""
+    """What an operator has made, and the random numbers' state after it where it drew some."""
 
     op: Any
     value: Any
-    versions: tuple[int, ...]
     random: list[Tensor] | None
+    versions: tuple[int, ...] = ()
+    """Its tensors', when the first run ended: until then each write was seen, and what only looks otherwise counts as one."""
+
+    def versions_now(self) -> tuple[int, ...]:
+        """Its tensors'."""
+        return tuple(map(_torch.version, tensors_of(self.value)))
 
     def again(self, name: str) -> Any:
-        """It, as if it had been made anew. RuntimeError if forward has changed it."""
-        if self.versions != tuple(_torch.version(x) for x in tensors_of(self.value)):
+        """It, as if it had been made anew, of versions of its own. RuntimeError if it was changed after the first run."""
+        if self.versions != self.versions_now():
             raise _changed(name, self.op)
-        return tree_map_only(Tensor, _torch.same_memory, self.value)
+        return tree_map_only(Tensor, Tensor.detach, self.value)
 
 
 def _changed(name: str, made: _torch.OpOverload, how: str = "") -> RuntimeError:
@@ -178,9 +183,8 @@ class _First(Numbered):
         return out
 
     def _keep(self, number: int, op: Any, value: Any, random: list[Tensor] | None) -> None:
-        tensors = tensors_of(value)
-        self._kept.results[number] = _Result(op, value, tuple(map(_torch.version, tensors)), random)
-        self._ops |= {_torch.storage_id(x): op for x in tensors}
+        self._kept.results[number] = _Result(op, value, random)
+        self._ops |= {_torch.storage_id(x): op for x in tensors_of(value)}
 
     def wrote(self, x: Tensor, op: _torch.OpOverload) -> None:
         """RuntimeError if that is kept, for which another run would take it as it was."""
@@ -216,8 +220,10 @@ class _First(Numbered):
             self._makers.pop(number)[0](x)
 
     def ended(self) -> None:
-        """No more names are given."""
+        """No more names are given, and no more writes seen."""
         self._makers.clear()
+        for result in self._kept.results.values():
+            result.versions = result.versions_now()
 
 
 class _Last(Numbered):

@@ -50,7 +50,7 @@ class Numbered(_torch.DispatchMode):
         for i, x in enumerate(tensors_of(out)):
             if _torch.is_plain(x) and self.known(x) is None:
                 self._note(x, self.number((number, i)))
-        for i, x in enumerate(_torch.written(func, args, kwargs)):
+        for i, x in enumerate(() if _torch.changes_its_view(func) else _torch.written(func, args, kwargs)):
             if _torch.is_plain(x):
                 self.wrote(x, func)
                 self._note(x, self.number((number, "wrote", i)))
