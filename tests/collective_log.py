@@ -56,6 +56,8 @@ class Collectives(TorchDispatchMode):
             group = dist.distributed_c10d._resolve_process_group(args[-1])
             x = args[0]
             self.now.append(Sent(SHORT.get(name, name), x.numel(), x.numel() * x.itemsize, group.size()))
+            if name == "all_to_all_single" and not x.numel() and dist.get_backend(group) == "fake":  # it alone refuses
+                return x.new_empty(sum(args[1]), *x.shape[1:])
         elif func.namespace == "c10d":  # what torch.distributed's own functions send
             self.now.append(Sent(f"c10d.{name}", 0, 0, 0))
         return func(*args, **(kwargs or {}))

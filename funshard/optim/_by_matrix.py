@@ -149,9 +149,7 @@ def _init(plan: _Plan, params: Mapping[str, Tensor]) -> State:
     for key, tensor in params.items():
         cut, names = plan.matrices.cut(key), plan.matrices.names(key)
         some = {slot: {n: parts[n] for n in names if n in parts} for slot, parts in slots.items()} if names else {}
-        slices = {
-            slot: _settled(tensor, _begun_slice(cut, parts, tensor.detach()), donate=False) for slot, parts in some.items()
-        }
+        slices = {slot: _settled(tensor, _begun_slice(cut, parts, tensor.detach())) for slot, parts in some.items()}
         owned = {name: whole[name] for name in names}
         others = {name: rest[name] for name in _rest(plan, {key: tensor})}
         state[key] = MatrixState(torch.zeros((), dtype=torch.int64), slices, owned, others)
@@ -225,7 +223,7 @@ def _stepped(
 ) -> tuple[Params, State]:
     if donate and any(map(_torch.is_pinned, params.values())):
         _torch.arrived()  # what a gather may still read
-    step = Step(plan.rule, plan.matrices, options, grads, state, params)
+    step = Step(plan.rule, plan.matrices, options, grads, state, params, donate=donate)
     rest: dict[str, Any] = {}
     new_params: Params = {}
     new_state: State = {}
@@ -247,16 +245,19 @@ def _joined(
     """The new shard and state of a unit, whose parts the step does not keep any longer."""
     cut, names = plan.matrices.cut(key), plan.matrices.names(key)
     parts, slots, owned = step.taken(key)
-    parts |= {name: part for name, (part, _) in others.items()}
     rest = {name: new for name, (_, new) in others.items()}
+    parts |= {name: part for name, (part, _) in others.items()}
     if not names:
         return parts[key], MatrixState(step.steps[key], {}, {}, rest)
-    slices = {slot: _settled(old, cut.joined(slots[slot], old), donate=donate) for slot, old in state.slices.items()}
-    return _settled(param, cut.joined(parts, param), donate=donate), MatrixState(step.steps[key], slices, owned, rest)
+    if donate:  # the matrices' parts are there
+        for name, (part, _) in others.items():
+            cut.part(param, name).copy_(part)
+        slices = {slot: _torch.taken_over(old) for slot, old in state.slices.items()}
+        return _torch.taken_over(param), MatrixState(step.steps[key], slices, owned, rest)
+    slices = {slot: _settled(old, cut.joined(slots[slot], old)) for slot, old in state.slices.items()}
+    return _settled(param, cut.joined(parts, param)), MatrixState(step.steps[key], slices, owned, rest)
 
 
-def _settled(old: Tensor, new: Tensor, *, donate: bool) -> Tensor:
-    """The new values in the old memory, which is not to be used by its old name any more, or in memory like it."""
-    if donate:
-        return _torch.taken_over(old.copy_(new))
+def _settled(old: Tensor, new: Tensor) -> Tensor:
+    """In memory like the old."""
     return like(old, new) if _torch.is_pinned(old) else new

@@ -24,8 +24,10 @@ Cost = Callable[[tuple[int, ...]], float]
 MOVED = 512
 """So many multiplications take as long as it takes to send an element there and back: 10^14 a second, 10^11 bytes a second,
 2 bytes each, and a Newton-Schulz iteration of 5 steps. Its order of magnitude is what counts."""
-ALIVE = 3
-"""Of what a rank has of a group this much of a unit is enough: with one under way each way, two units are alive."""
+ALIVE = 2
+"""Units: so much may be there at once of the groups that are on their way, worked on and on their way back."""
+SLICES, WORK = 3, 3
+"""What is there of them, counted in what a rank's slices have of a group, and in what it owns of it: products, say."""
 
 
 class Matrix(NamedTuple):
@@ -142,14 +144,16 @@ def assigned(found: Sequence[Matrix], spec: PartitionSpec) -> list[Matrix]:
 
 
 def groups(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[int]]:
-    """Which are sent together: neighbours of one dtype and one way, until each rank has a part of a unit's worth."""
-    room = max((matrix.unit.numel for matrix in found), default=0) * len(every_rank(spec)) // ALIVE
+    """Which are sent together: neighbours of one dtype and one way, while few units' worth of them is on a rank at once."""
+    largest = max((matrix.unit.numel for matrix in found), default=0)
+    ranks = len(every_rank(spec))
     out: list[list[int]] = []
     numel = 0
     for i, matrix in enumerate(found):
         before = found[out[-1][-1]] if out else None
         alike = before is not None and (before.unit.p.axes, before.unit.dtype) == (matrix.unit.p.axes, matrix.unit.dtype)
-        if not alike or numel + matrix.param.numel > room:
+        there = (numel + matrix.param.numel) * (SLICES / spec.size(matrix.unit) + WORK / ranks)
+        if not alike or there > ALIVE * largest:
             out.append([])
             numel = 0
         out[-1].append(i)

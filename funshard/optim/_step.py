@@ -31,7 +31,7 @@ class MatrixState(NamedTuple):
 
 
 class Step:
-    """What becomes of the matrices of the units that are given."""
+    """What becomes of the matrices of the units that are given; with ``donate`` in their own memory, part by part."""
 
     def __init__(
         self,
@@ -41,8 +41,10 @@ class Step:
         grads: Mapping[str, Tensor],
         state: Mapping[str, MatrixState],
         params: Mapping[str, Tensor],
+        *,
+        donate: bool,
     ) -> None:
-        self._rule, self._matrices, self._options = rule, matrices, options
+        self._rule, self._matrices, self._options, self._donate = rule, matrices, options, donate
         self._grads, self._state, self._params = grads, state, params
         self._parts: Params = {}
         self._slots: dict[str, Slots] = {}
@@ -86,7 +88,8 @@ class Step:
             cut, name = self._matrices.cut(matrix.unit.key), matrix.name
             grad, param = (cut.part(tree[matrix.unit.key], name) for tree in (self._grads, self._params))
             slots = {slot: cut.part(x, name) for slot, x in self._state[matrix.unit.key].slices.items()}
-            sent[name], self._slots[name] = self._rule.before(grad, slots, param, self._with_step(matrix))
+            sent[name], new = self._rule.before(grad, slots, param, self._with_step(matrix))
+            self._slots[name] = self._settled(slots, new)
         names = [*sent]
         arriving = [group.collecting(dict(zip(names, some, strict=True))) for some in zip(*sent.values(), strict=True)]
 
@@ -95,6 +98,11 @@ class Step:
             return {name: tuple(some[name] for some in whole) for name in names}
 
         return arrived
+
+    def _settled(self, old: Slots, new: Slots) -> Slots:
+        if not self._donate:
+            return new
+        return {slot: old[slot] if x is old[slot] else old[slot].copy_(x) for slot, x in new.items()}
 
     def _with_step(self, matrix: Matrix) -> Options:
         return {**self._options[matrix.name], "step": self.steps[matrix.unit.key]}
@@ -128,7 +136,9 @@ class Step:
             key, name = matrix.unit.key, matrix.name
             param = self._matrices.cut(key).part(self._params[key], name)
             back = tuple(some[name].to(param.device) for some in results)
-            self._parts[name], self._slots[name] = self._rule.after(back, self._slots[name], param, self._with_step(matrix))
+            slots = self._slots[name]
+            part, new = self._rule.after(back, slots, param, self._with_step(matrix))
+            self._parts[name], self._slots[name] = param.copy_(part) if self._donate else part, self._settled(slots, new)
             left[key] -= 1
         del results
         yield from dict.fromkeys(matrix.unit.key for matrix in group.chosen if not left[matrix.unit.key])

@@ -71,7 +71,7 @@ class There(NamedTuple):
         """What has arrived, when it has."""
         flat = self.finish()
         for hop in self.way.hops[1:]:
-            flat = _sent(_picked(flat, hop), hop)()
+            flat = _sent(_picked([flat], hop), hop)()
         return apart(flat, self.way.end)
 
 
@@ -92,15 +92,18 @@ def apart(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 def started(tensors: Sequence[Tensor], way: Way) -> There:
     """The first hop of a way, begun; ``tensors`` have the elements of each matrix, with whatever dimensions after the first."""
     first = way.hops[0]
-    flat = tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
-    return There(way, _sent(_picked(flat, first), first))
+    return There(way, _sent(_picked(tensors, first), first))
 
 
-def _picked(flat: Tensor, hop: Hop) -> Tensor:
-    if hop.order == tuple(range(len(hop.sizes))):
-        return flat
-    pieces = flat.split_with_sizes(list(hop.sizes))
-    return torch.cat([pieces[i] for i in hop.order]) if hop.order else flat[:0]
+def _picked(tensors: Sequence[Tensor], hop: Hop) -> Tensor:
+    """The pieces that a hop takes of those before it, which lie in these tensors one after the other."""
+    apart = [len(x) for x in tensors] == [*hop.sizes]
+    if not apart or hop.order == tuple(range(len(hop.sizes))):
+        flat = tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
+        if hop.order == tuple(range(len(hop.sizes))):
+            return flat
+        tensors = flat.split_with_sizes([*hop.sizes])
+    return torch.cat([tensors[i] for i in hop.order]) if hop.order else tensors[0][:0]
 
 
 def _sent(flat: Tensor, hop: Hop) -> Finish:
