@@ -83,10 +83,13 @@ def ratio(times: Mapping[str, list[float]], mode: str, base: str) -> tuple[float
 
 
 def on_ranks(measure: Callable[[int, argparse.Namespace], dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """What ``measure(rank, args)`` gives on the first of ``args.ranks`` gloo ranks, each a process with one thread."""
+    """What ``measure(rank, args)`` gives on the first of ``args.ranks`` gloo ranks, each a process with one thread.
+
+    Forked: nothing is imported again, and this process has used one thread, if it has computed at all.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
-        mp.start_processes(_rank, (measure, args, free_port(), str(out)), nprocs=args.ranks, start_method="forkserver")
+        mp.start_processes(_rank, (measure, args, free_port(), str(out)), nprocs=args.ranks, start_method="fork")
         return json.loads(out.read_text())
 
 
