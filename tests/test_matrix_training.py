@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import matrix_peers as peers
 import pytest
 import torch
+from depth import each
 from ranks import Pool
 from test_by_matrix import GRADS, PARAMS, matrices_on, spec_on
 from torch import Tensor, nn
@@ -75,6 +77,65 @@ def in_backward(rank: int) -> None:
 def test_in_backward(gloo2: Pool) -> None:
     """The step of all units at once."""
     gloo2.run(in_backward)
+
+
+STRATEGIES: dict[str, Any] = {
+    "shard": P("shard"),
+    "kept": P("shard", reshard=False),
+    "bfloat16": P("shard", precision=fs.Precision(param=torch.bfloat16)),
+    "offload": P("shard", offload="params"),
+    "remat": P("shard", remat=True),
+    "replicated": P(),
+}
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(7, 4), *blocks, nn.Linear(4, 7)).double()
+
+
+def by_a_loss(rank: int, ranks: int, strategy: str, donate: bool) -> tuple[fs.Params, list[fs.Params]]:
+    """Full parameters after three steps with clipped gradients of a loss, and those gradients."""
+    model = small()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    spec = fs.by_type(nn.Sequential, p=STRATEGIES[strategy])(model).on(mesh)
+    known = fs.optim.matrices(spec, select=fs.optim.hidden(model, "4"))
+    init, update = fs.optim.muon(known, dtype=torch.float64, lr=0.05, weight_decay=0.1, donate=donate)
+    params = fs.shard(model, spec)
+    state, seen = init(params), []
+    x = torch.randint(7, (4, 3), generator=torch.Generator().manual_seed(rank))
+
+    def loss(params: fs.Params) -> Tensor:
+        return fs.functional_call(model, params, (x,), spec=spec).double().logsumexp(-1).mean()
+
+    for _ in range(3):
+        grads, _ = fs.optim.clip_by_global_norm(fs.grad(loss)(params), 0.5, spec)
+        seen.append(fs.gather_full(grads, spec))
+        params, state = update(grads, state, params)
+    return fs.gather_full(params, spec), seen
+
+
+@pytest.fixture(scope="module")
+def gloo3() -> Iterator[Pool]:
+    """Three real ranks, which no matrix and no unit is a multiple of."""
+    pool = Pool(3)
+    yield pool
+    pool.stop()
+
+
+@each
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_steps_of_a_loss(gloo2: Pool, gloo3: Pool, strategy: str, ranks: int, donate: bool) -> None:
+    """The plain optimizer's with the gradients that there were, however they were made."""
+    results = {2: gloo2, 3: gloo3}[ranks].run(by_a_loss, ranks, strategy, donate)
+    hidden = {f"{i}.0.weight" for i in (1, 2, 3)}
+    for params, grads in results:
+        assert all(grad[name].any() for grad in grads for name in hidden)
+        want = peers.trained(dict(small().named_parameters()), grads, peers.muon(), hidden, lr=0.05, weight_decay=0.1)
+        assert_close(params, want, rtol=1e-9, atol=1e-9)
 
 
 def zero1(rank: int) -> fs.Params:
