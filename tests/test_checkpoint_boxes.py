@@ -18,8 +18,9 @@ import funshard as fs
 from funshard.checkpoint import _boxes
 from funshard.checkpoint._boxes import boxes, cut, share
 from funshard.checkpoint._leaves import Part, Slice
+from funshard.checkpoint._nodes import leaves
 from funshard.checkpoint._plan import Reads, Writes
-from funshard.checkpoint._tree import described, leaves
+from funshard.checkpoint._tree import described
 from funshard.collectives import Group
 from funshard.testing import integers_like, meshes, modules, policies
 

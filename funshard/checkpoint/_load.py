@@ -19,9 +19,10 @@ from .._spec.spec import PartitionSpec, bound
 from ._commit import contents
 from ._files import Reader, metadata_of
 from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole
+from ._nodes import Node, Units, build, leaves, parameters
 from ._plan import Reads
 from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
-from ._tree import Node, Units, build, described, leaves, parameters
+from ._tree import described
 from ._written import check_ranks, part_of, plain_values, read_tree
 
 __all__ = ["load"]

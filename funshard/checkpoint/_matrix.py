@@ -10,7 +10,7 @@ from .._spec.tree import Param
 from ..optim import Matrices, matrices
 from ._containers import contained
 from ._leaves import Owned, from_json
-from ._tree import Branch, Node, Place, dict_of, matrix_state
+from ._nodes import Branch, Node, Place, dict_of, matrix_state
 
 __all__ = ["MATRIX", "REST", "owners", "read_of_matrices", "written_of_matrices"]
 
@@ -46,10 +46,7 @@ def read_of_matrices(saved: Mapping[str, Any], place: Place, known: Matrices, re
     slices: dict[str, Node] = {}
     if chosen:
         of = place._replace(of=chosen)
-        first = saved[chosen[0].name][MATRIX][1]
-        if other := next((p.name for p in chosen if saved[p.name][MATRIX][1] != first), ""):
-            raise ValueError(_differ(place, chosen[0].name, other))
-        found = read(first, of.at("slices"))
+        found = read(place.alike({p.name: saved[p.name][MATRIX][1] for p in chosen}), of.at("slices"))
         assert isinstance(found, Branch)
         slices = dict(zip(found.entries, found.children, strict=True))
     owned = {p.name: _owned(saved[p.name][MATRIX][2], p, place, known.is_here(p.name)) for p in chosen}
@@ -58,10 +55,7 @@ def read_of_matrices(saved: Mapping[str, Any], place: Place, known: Matrices, re
         for param in rest:
             others[param.name] = read(saved[param.name][REST][1], place._replace(of=(param,), alone=True).at("rest"))
     else:
-        first = saved[rest[0].name][REST][1]
-        if other := next((p.name for p in rest if saved[p.name][REST][1] != first), ""):
-            raise ValueError(_differ(place, rest[0].name, other))
-        others[place.unit.key] = read(first, place.at("rest"))
+        others[place.unit.key] = read(place.alike({p.name: saved[p.name][REST][1] for p in rest}), place.at("rest"))
     return matrix_state(read(step, place.at("step")), slices, owned, others)
 
 
@@ -72,10 +66,3 @@ def _owned(data: Any, param: Param, place: Place, here: bool) -> Branch:
         (names,) = place._replace(of=(param,)).at("owned", slot).names
         leaves[slot] = Owned(names, tuple(shape), from_json(dtype), accelerated, here)
     return dict_of(leaves)
-
-
-def _differ(place: Place, first: str, other: str) -> str:
-    return (
-        f"unit '{place.unit.key}' of state '{'.'.join(place.path)}': expected one kind of state for all of its parameters, got "
-        f"others for '{other}' than for '{first}'; choose units that do not mix them"
-    )

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from .._sharding.agree import fingerprint
 from .._spec.spec import PartitionSpec
 from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, names_of, to_json
+from ._nodes import Node, leaves
 from ._plan import Writes
 from ._ranks import Ranks
-from ._tree import Node, described, leaves
+from ._tree import described
 from ._written import written_tree
 
 __all__ = ["Planned", "planned"]

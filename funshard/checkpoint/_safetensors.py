@@ -22,9 +22,9 @@ from .._units.layout import Params
 from ._export import DTYPES, INDEX, SINGLE
 from ._leaves import Part
 from ._load import clean_name
+from ._nodes import parameters
 from ._plan import boxed
 from ._ranks import TIMEOUT, CheckpointError, ranks_of
-from ._tree import parameters
 
 __all__ = ["read_safetensors"]
 

@@ -10,7 +10,7 @@ from .._spec.tree import Param
 from ._containers import contained, maker, to_file
 from ._leaves import Owned, Scalar, Slice, Value, Whole, from_json, to_json
 from ._matrix import MATRIX, REST, owners, read_of_matrices, written_of_matrices
-from ._tree import Branch, Node, Place, Units
+from ._nodes import Branch, Node, Place, Units
 
 __all__ = ["check_ranks", "part_of", "plain_values", "read_tree", "written_tree"]
 
@@ -119,14 +119,8 @@ def _read_units(content: Any, spec: PartitionSpec, path: tuple[str, ...]) -> dic
         place = Place(unit, path)
         if all({MATRIX, REST} & {*slot} for slot in slots.values()):
             out[unit.key] = read_of_matrices(slots, place, known, _read_slot)
-            continue
-        (first, slot), *_ = slots.items()
-        if other := next((name for name, one in slots.items() if one != slot), ""):
-            raise ValueError(
-                f"unit '{unit.key}' of {where}: expected one kind of state for all of its parameters, got others for "
-                f"'{other}' than for '{first}'; choose units that do not mix them"
-            )
-        out[unit.key] = _read_slot(slot, place)
+        else:
+            out[unit.key] = _read_slot(place.alike(slots), place)
     if names:
         raise ValueError(
             f"parameter '{min(names)}' is in {where} of the checkpoint and not in the spec: expected the model that was saved"
