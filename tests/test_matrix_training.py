@@ -56,10 +56,11 @@ def derivatives(spec: fs.PartitionSpec, rest: dict[str, Any]) -> Any:
     )
 
 
-def in_backward(rank: int) -> None:
+def in_backward(rank: int, donate: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5)).double()
     spec = fs.by_type(nn.Linear)(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
-    init, update = fs.optim.muon(spec, dtype=torch.float64)
+    _, update = fs.optim.muon(spec, dtype=torch.float64)
+    init, inside = fs.optim.muon(spec, dtype=torch.float64, donate=donate)
     params = fs.shard(model, spec)
     state = init(params)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)).double()
@@ -69,14 +70,15 @@ def in_backward(rank: int) -> None:
 
     for _ in range(2):
         want = update(fs.grad(loss)(params, x), state, params)
-        got = fs.update_in_backward(update, loss, params, state, [x], spec=spec)
+        got = fs.update_in_backward(inside, loss, params, state, [x], spec=spec)
         assert_close((got.params, got.state), want, rtol=1e-9, atol=1e-9)
         params, state = got.params, got.state
 
 
-def test_in_backward(gloo2: Pool) -> None:
+@pytest.mark.parametrize("donate", [False, True])
+def test_in_backward(gloo2: Pool, donate: bool) -> None:
     """The step of all units at once."""
-    gloo2.run(in_backward)
+    gloo2.run(in_backward, donate)
 
 
 STRATEGIES: dict[str, Any] = {
