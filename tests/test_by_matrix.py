@@ -223,6 +223,20 @@ def test_another_policy_in_the_middle(gloo2: Pool, gloo4: Pool, optimizer: str, 
         assert_close(x[0], want[name], rtol=1e-9, atol=1e-9)
 
 
+def test_memory_that_would_be_written_twice_is_refused() -> None:
+    """With donate, before anything is sent: a gradient, a slot or a shard in the memory of another."""
+    spec = spec_on({"shard": 1}, "shard")
+    init, update = fs.optim.muon(matrices_on(spec, "muon"), donate=True)
+    params = fs.shard(PARAMS, spec)
+    state, grads = init(params), fs.shard(GRADS[0], spec)
+    key = next(key for key, unit in state.items() if unit.slices)
+    slices = {"momentum_buffer": params[key]}
+    for given in ((params, state), (grads, {**state, key: state[key]._replace(slices=slices)})):
+        with pytest.raises(ValueError, match=r"share memory, which donate=True writes: expected tensors of their own"):
+            update(*given, params)
+    assert_close(fs.unshard(params, spec), PARAMS, rtol=0, atol=0)
+
+
 def test_the_state_of_another_optimizer_is_refused() -> None:
     """Also where both have momentum alone in slices, and where it is of other matrices."""
     spec = spec_on({"shard": 1}, "shard")

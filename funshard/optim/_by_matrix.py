@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree  # traced by torch.compile, as optree 
 from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._units.layout import Params
+from ._checks import named, refuse_shared_memory
 from ._cuts import Cut
 from ._group import Group
 from ._groups import kept_ratio
@@ -207,6 +208,8 @@ def _update(
     given = [x for x in pytree.tree_leaves((grads, state, params, lr, rest_lr)) if isinstance(x, Tensor)]
     if not _torch.plain() or _torch.any_tracked(given):
         return _stepped(plan, grads, state, params, plan.with_lr(lr), rates, donate=False)
+    if plan.donate:
+        refuse_shared_memory(named(grads, {key: unit.slices for key, unit in state.items()}, params))
     with torch.no_grad():
         return _stepped(plan, grads, state, params, plan.with_lr(lr), rates, donate=plan.donate)
 

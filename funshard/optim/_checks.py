@@ -157,6 +157,4 @@ def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
     )
     for (storage, start, length, what), (other, begin, _, second) in itertools.pairwise(spans):
         if storage == other and begin < start + length:
-            raise ValueError(
-                f"from_torch: {what} and {second} share memory, which donate=True writes: expected tensors of their own"
-            )
+            raise ValueError(f"{what} and {second} share memory, which donate=True writes: expected tensors of their own")
