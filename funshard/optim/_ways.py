@@ -97,10 +97,10 @@ def started(tensors: Sequence[Tensor], way: Way) -> There:
 
 def _picked(tensors: Sequence[Tensor], hop: Hop) -> Tensor:
     """The pieces that a hop takes of those before it, which lie in these tensors one after the other."""
-    apart = [len(x) for x in tensors] == [*hop.sizes]
-    if not apart or hop.order == tuple(range(len(hop.sizes))):
+    all_of_them = hop.order == tuple(range(len(hop.sizes)))
+    if all_of_them or [len(x) for x in tensors] != [*hop.sizes]:
         flat = tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
-        if hop.order == tuple(range(len(hop.sizes))):
+        if all_of_them:
             return flat
         tensors = flat.split_with_sizes([*hop.sizes])
     return torch.cat([tensors[i] for i in hop.order]) if hop.order else tensors[0][:0]
