@@ -117,6 +117,7 @@ def test_unreduced_is_ones_own(layout: str) -> None:
     assert_close(shards, slices(grads, layout), rtol=0, atol=0)
 
 
+@settings(max_examples=depth(6, 300))
 @given(st.data())
 def test_exact_is_the_transpose_of_unshard(data: st.DataObject) -> None:
     """For any model, policy and mesh, and so is PowerSGD of full rank."""
@@ -298,7 +299,7 @@ def test_quantized_as_by_torch(layout: str, chunk: int | None) -> None:
 
 
 @given(st.floats(-20, 20), st.integers(1, 40), st.sampled_from(["both", "some", "alone"]))
-@settings(max_examples=depth(8, 200))
+@settings(max_examples=depth(5, 200))
 def test_quantized_is_off_by_half_a_level_at_most(exponent: float, chunk: int, layout: str) -> None:
     """However small or large gradients are: torch's observer rounds those of 1e-10 to zero."""
     grads = {n: g * 10**exponent for n, g in gradients(ranks(layout)).items()}
@@ -466,12 +467,13 @@ def test_switch_and_post_local() -> None:
 
 def test_powersgd_reads_no_values() -> None:
     """One graph for all steps; the state may come from outside of spmd."""
-    spec = fs.always()(MODEL).on({"shard": 1})
+    model = depth(MODEL[:1], MODEL)
+    spec = fs.always()(model).on({"shard": 1})
     compressor = powersgd(2, min_compression_rate=0.5, warm_start=False)
     step = torch.compile(lambda g, s: compressor.reduce(g, s, spec), backend="eager", fullgraph=True)
     plain = compiled = compressor.init(spec)
     for seed in range(3):
-        grads = {n: g[0] for n, g in gradients(1, seed).items()}
+        grads = {n: g[0] for n, g in gradients(1, seed, model).items()}
         want, plain = compressor.reduce(grads, plain, spec)
         got, compiled = step(grads, compiled)
         assert_close((got, compiled), (want, plain))

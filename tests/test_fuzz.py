@@ -21,7 +21,7 @@ from ranks import Pool
 
 import funshard as fs
 
-COUNT = depth(140, 20_000)
+COUNT = depth(40, 20_000)
 
 
 @st.composite
@@ -117,7 +117,7 @@ def test_equal_ranks(alone: Pool, case: Case) -> None:
     accept(alone.run(mirrored, case))
 
 
-@settings(max_examples=depth(8, COUNT // 10))
+@settings(max_examples=depth(4, COUNT // 10))
 @given(case=cases(list(TRANSFORMS), [(2,)]))
 def test_real_ranks(gloo2: Pool, case: Case) -> None:
     """With batches of their own."""

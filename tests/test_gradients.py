@@ -43,6 +43,7 @@ def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
 
 
 @both
+@settings(max_examples=depth(6, 300))
 @given(case=cases())
 def test_g1_gradients_are_shards_of_the_mean_gradient(case: Case, exact: bool) -> None:
     """By torch.func.grad and fs.grad, alike, of a loss of gathered values and a penalty on shards."""
@@ -67,7 +68,7 @@ HIGHER = {
 @each
 @both
 @pytest.mark.parametrize("transform", HIGHER.values(), ids=HIGHER)
-@settings(max_examples=depth(6, 150))
+@settings(max_examples=depth(3, 150))
 @given(case=cases())
 def test_g3_higher_derivatives_are_shards_of_the_mean_ones(transform: object, case: Case, exact: bool) -> None:
     """HVPs both ways, a penalty on the sharded gradient, and third order, of constant directions and of the gradient itself."""
@@ -75,7 +76,7 @@ def test_g3_higher_derivatives_are_shards_of_the_mean_ones(transform: object, ca
 
 
 @pytest.mark.parametrize("member", [0, 1])
-@settings(max_examples=depth(10, 250))
+@settings(max_examples=depth(4, 250))
 @given(case=cases())
 def test_g3_ensembles(member: int, case: Case) -> None:
     """vmap of grad over stacked shards is, for each member, that member's own gradient."""
@@ -92,7 +93,7 @@ def descended(f: Loss, p: fs.Params, steps: int, rate: float, by: object = fs.gr
     return p
 
 
-@settings(max_examples=depth(8, 200))
+@settings(max_examples=depth(3, 200))
 @given(cases(models(1)), st.integers(1, 2))
 def test_g3_maml(case: Case, steps: int) -> None:
     """The gradient of the loss after k sharded steps, through these steps: exact uphill (no number cancels), close downhill."""
@@ -102,7 +103,7 @@ def test_g3_maml(case: Case, steps: int) -> None:
         )
 
 
-@settings(max_examples=depth(10, 250))
+@settings(max_examples=depth(3, 250))
 @given(cases(), st.lists(st.integers(-2, 2), min_size=3, max_size=3))
 def test_g3_samples(case: Case, samples: list[int]) -> None:
     """vmap(grad) over samples with the gather inside: entry i is the shard of the mean of the ranks' i-th gradients."""
@@ -125,6 +126,7 @@ def test_g3_samples(case: Case, samples: list[int]) -> None:
 
 
 @both
+@settings(max_examples=depth(6, 300))
 @given(case=cases(calls()))
 def test_g9_parts_called_in_any_order_again_or_never(case: Case, exact: bool) -> None:
     """G5, G9: each use of a shared, tied or repeated part counts; what is not used has gradient zeros, never None."""
@@ -132,7 +134,7 @@ def test_g9_parts_called_in_any_order_again_or_never(case: Case, exact: bool) ->
         assert_shards_of_mean(case, lambda f, p, v, by=by: by(f)(p), exact=exact)
 
 
-@settings(max_examples=depth(10, 250))
+@settings(max_examples=depth(4, 250))
 @given(cases(calls()))
 def test_g5_nothing_runs(case: Case) -> None:
     """A call that uses no unit has gradients all the same: zeros."""
@@ -156,7 +158,7 @@ def two_policies(draw: st.DrawFn) -> tuple[Case, fs.Policy]:
 
 
 @both
-@settings(max_examples=depth(12, 300))
+@settings(max_examples=depth(5, 300))
 @given(both_cases=two_policies())
 def test_g7_schedules_and_specs_agree(both_cases: tuple[Case, fs.Policy], exact: bool) -> None:
     """Unit by unit, the whole model at once, and by another spec: the same full gradients, by name."""
@@ -184,14 +186,14 @@ def test_g7_schedules_and_specs_agree(both_cases: tuple[Case, fs.Policy], exact:
 
 
 @both
-@settings(max_examples=depth(10, 250))
+@settings(max_examples=depth(4, 250))
 @given(case=cases(st.one_of(models(1), calls())), steps=st.integers(1, 3))
 def test_g8_sgd_steps_commute_with_sharding(case: Case, steps: int, exact: bool) -> None:
     """k steps on shards are the shards of k steps on the mean loss, uphill as in G3."""
     assert_shards_of_mean(case, lambda f, p, v: descended(f, p, steps, -1.0 if exact else 2**-6), exact=exact)
 
 
-@settings(max_examples=depth(8, 200))
+@settings(max_examples=depth(4, 200))
 @given(cases(st.one_of(models(1), calls())), st.integers(1, 4))
 def test_g8_adamw_steps_commute_with_sharding(case: Case, steps: int) -> None:
     """k steps of torch.optim.AdamW (foreach) on each rank's shards, unsharded, are k plain steps on the mean gradients."""
@@ -232,7 +234,7 @@ def on_this_rank(rank: int, model: nn.Module, one: fs.PartitionSpec, two: fs.Par
         agree(fs.gather_full(got, spec), expected)
 
 
-@settings(max_examples=depth(12, 300))
+@settings(max_examples=depth(4, 300))
 @given(both_cases=two_policies())
 def test_g1_g7_g9_on_real_ranks(gloo2: Pool, both_cases: tuple[Case, fs.Policy]) -> None:
     """The same, bit by bit, where units are really freed and gathered again; zeros, never None, where nothing was used (G5)."""

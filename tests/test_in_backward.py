@@ -64,7 +64,7 @@ def same(got: fs.Stepped, expected: Any, clip: Mapping[str, Any], tolerance: flo
 # --- equal to accumulate and the update ---
 
 
-@settings(max_examples=depth(15, 300))
+@settings(max_examples=depth(6, 300))
 @given(cases(st.one_of(models(), calls())), st.sampled_from(MICRO), st.sampled_from(sorted(CLIPS)))
 def test_of_any_model_on_any_mesh(case: Any, count: int, clip: str) -> None:
     """With a penalty on shards, on simulated ranks."""
@@ -239,6 +239,7 @@ def lived(p: P, in_flight: int, count: int, **options: Any) -> tuple[list[str], 
         return events, most[0], now
 
 
+@each
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True)], ids=str)
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_updates_run_in_backward(p: P, in_flight: int) -> None:

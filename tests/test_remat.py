@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, gathers, scatters, world
-from depth import each
+from depth import depth, each
 from gradient_cases import assert_shards_of_mean, cases, inputs, penalty, values
-from hypothesis import given
+from hypothesis import given, settings
 from ranks import Pool
 from test_memory import Alive, no_collector
 from test_real_ranks import MODEL, Block, data
@@ -247,6 +247,7 @@ TRANSFORMS = {
 @each
 @pytest.mark.parametrize("every", [True, False], ids=["all", "some"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
+@settings(max_examples=depth(5, 300))
 @given(case=cases())
 def test_recomputed_units_are_invisible(transform: str, every: bool, case: Any) -> None:
     """Any model, any policy, any mesh: the shards of the reference's derivative."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import Case, cases, each_rank, on_ranks, poisoned, same, specs, stacked
-from hypothesis import given
+from depth import depth
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -69,6 +70,7 @@ def test_unshard_of_some_units(case: Case) -> None:
         same(full, {name: tensor for name, tensor in case.full.items() if name in names})
 
 
+@settings(max_examples=depth(6, 300))
 @given(cases(), st.integers(-2, 2))
 def test_l3_padding_is_never_observable(case: Case, x: int) -> None:
     """With NaN in every padding: unshard, outputs, and gradients through functional_call and unshard are the same."""
@@ -120,6 +122,7 @@ def test_l5_adamw_commutes_with_sharding(case: Case, seed: int) -> None:
         torch.testing.assert_close(adamw(params, slopes), expected[rank], rtol=1e-14, atol=1e-14)
 
 
+@settings(max_examples=depth(8, 300))
 @given(st.data(), fs.testing.modules(), st.lists(st.integers(1, 3), min_size=3, max_size=3))
 def test_l6_reshard_composes(data: st.DataObject, model: nn.Module, counts: list[int]) -> None:
     """From N ranks to M to K, each with a policy of its own, is sharding anew: S^K(t). The axes n, m, k are simulated."""
@@ -171,6 +174,7 @@ def test_shard_is_differentiable_its_transpose_gathers(case: Case, seed: int) ->
         assert inner == sum((shards[key] * y).sum() for key, y in cotangents[rank].items())
 
 
+@settings(max_examples=depth(6, 300))
 @given(st.data(), nonempty, st.integers(0, 9))
 def test_reshard_is_differentiable_its_transpose_reshards_back(data: st.DataObject, case: Case, seed: int) -> None:
     """The gradient of reshard is reshard the other way: autograd's adjoint, in torch.func and through the simulation."""

@@ -278,7 +278,7 @@ def check_on_groups(pool: Pool, many: list[Case], sizes: dict[str, int]) -> None
         agree(case, got, expected(case, WAYS[case.way](COLLECTIVES[case.op])[1]))
 
 
-@settings(max_examples=depth(8, 200))
+@settings(max_examples=depth(3, 200))
 @given(many=st.lists(cases({"a": 2}), min_size=8, max_size=8))
 def test_any_nesting_on_a_process_group(gloo2: Pool, many: list[Case]) -> None:
     """The same where the axis is two processes, under one to three vmaps."""
