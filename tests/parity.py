@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from depth import depth
 from models import unchanged
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -97,7 +98,7 @@ def check_parity(
     batch: Callable[[int, int], Any] = numbers,
     loss: Loss = squared,
     *,
-    steps: int = 5,
+    steps: int = depth(3, 5),
     way: str = "fs",
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
     **options: Any,

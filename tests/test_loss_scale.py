@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import each
+from depth import depth, each
 from parity import numbers, same, sharded_call, squared
 from peer_models import MLP, Net
 from ranks import Pool
@@ -104,7 +104,7 @@ MESHES = {"fsdp": ((4,), ("shard",)), "hsdp": ((2, 2), ("replicate", "shard"))}
 def beside_fully_shard(rank: int, mesh_name: str, bad: int) -> None:
     shape, names = MESHES[mesh_name]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    model = Net()
+    model = Net(depth(1, 3))
     peer = copy.deepcopy(model)
     for block in peer.blocks:
         fully_shard(block, mesh=mesh)

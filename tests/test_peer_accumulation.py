@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from collective_log import Collectives, gathers, reduce, scatters, world
-from depth import each
+from depth import depth, each
 from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, squared
 from peer_models import MLP, chain
 from ranks import Pool
@@ -173,7 +173,7 @@ def with_fully_shard(rank: int, shape: tuple[int, ...], mode: str, reshard: bool
     ours, theirs, by_hand = (
         torch.optim.Adam(tensors, lr=1e-2) for tensors in (params.values(), peer.parameters(), plain.parameters())
     )
-    for step in range(2):
+    for step in range(depth(1, 2)):
         batches = [numbers(rank, 10 * step + i) for i in range(MICRO)]
         got = accumulate(model, spec, params, batches, held, way=way, partial=partial)
         theirs.zero_grad()

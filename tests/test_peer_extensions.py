@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import owned
 from collective_log import Collectives, gathers, scatters, world
-from depth import each
+from depth import depth, each
 from parity import MAIN_WAYS, WAYS, average_gradients, numbers, same, sharded_call, squared
 from peer_models import MLP, Net, chain, frozen
 from ranks import Pool
@@ -80,7 +80,7 @@ def extend(module: nn.Module, codec: Codec) -> None:
 def by_extension(rank: int, name: str, mesh_name: str, reshard: bool, param: torch.dtype | None) -> None:
     shape, names = MESHES[mesh_name]
     mesh, codec = init_device_mesh("cpu", shape, mesh_dim_names=names), CODECS[name]
-    model, peer = chain().float(), chain().float()
+    model, peer = (chain(depth(2, 3)).float() for _ in range(2))
     peer.load_state_dict(model.state_dict())
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=F32)
     for block in peer:
@@ -91,7 +91,7 @@ def by_extension(rank: int, name: str, mesh_name: str, reshard: bool, param: tor
     spec = fs.by_type(MLP, p=P("shard", reshard=reshard, precision=precision))(model).on(mesh)
     params = fs.shard(model, spec)
     ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(peer.parameters(), lr=1e-2)
-    for step in range(10):
+    for step in range(depth(2, 10)):
         x = numbers(rank, step).float()
         theirs.zero_grad()
         expected = squared(peer, x).float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from cases import slice_numel
 from collective_log import Collectives, Sent, gather, reduce, scatter, world
 from collective_log import step as sent_by
-from depth import depth, each
+from depth import depth, each, some
 from parity import WAYS, check_parity, next_token, numbers, plain_call, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
 from ranks import Pool
@@ -54,7 +55,7 @@ def hsdp(rank: int, dim: int, p: P, at_last: bool, way: str) -> None:
     params, plain = fs.shard(model, spec), copy.deepcopy(model)
     ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
     axes = ["shard"] if at_last else None
-    for step in range(5):
+    for step in range(depth(2, 5)):
         total: fs.Params = {}
         for micro in range(3):
             xs = [numbers(r, 10 * step + micro, dim) for r in range(4)]
@@ -84,15 +85,15 @@ SETTINGS = [P("shard"), P("shard", reshard=False), P("shard", remat=True)]
 @pytest.mark.parametrize("p", SETTINGS, ids=str)
 @pytest.mark.parametrize("dim", [3, 16, 17])
 def test_train_parity_hsdp(gloo4: Pool, dim: int, p: P, at_last: bool) -> None:
-    """Five iterations of three micro-batches on 2 x 2, the all-reduce for each or once: plain autograd on the joined batch."""
+    """Iterations of three micro-batches on 2 x 2, the all-reduce for each or once: plain autograd on the joined batch."""
     for way in ("fs", "torch.func") if dim == 17 else ("fs",):
         gloo4.run(hsdp, dim, p, at_last, way)
 
 
-def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(3, 5)) -> tuple[list[Tensor], fs.Params]:
+def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(2, 5)) -> tuple[list[Tensor], fs.Params]:
     """The losses and the trained parameters of a transformer."""
     torch.manual_seed(0)
-    model = Transformer()
+    model = Transformer(depth(1, 3))
     spec = fs.by_type(Block, p=p)(model).on(mesh)
     params, losses = fs.shard(model, spec), []
     adam = torch.optim.Adam(params.values(), lr=1e-2)
@@ -115,7 +116,7 @@ def hybrid_as_full(rank: int) -> None:
 
 
 def test_fsdp_hybrid_shard_parity(gloo4: Pool) -> None:
-    """Losses of five Adam iterations, and the parameters, are those of FSDP over the four ranks: by every P of the mesh."""
+    """Losses of Adam iterations, and the parameters, are those of FSDP over the four ranks: by every P of the mesh."""
     gloo4.run(hybrid_as_full)
 
 
@@ -127,7 +128,7 @@ def both_axes(rank: int) -> None:
     assert all(torch.equal(a[key], b[key]) for key in a)
     hybrid = fs.by_type(MLP)(model).on(grid())
     assert {key: len(shard) for key, shard in fs.shard(full, hybrid).items()} == {u.key: slice_numel(u, 2) for u in hybrid}
-    check_parity(rank, model, two, steps=3)
+    check_parity(rank, model, two, steps=depth(2, 3))
 
 
 def test_split_over_both_axes_is_fsdp(gloo4: Pool) -> None:
@@ -140,14 +141,14 @@ MIXED = {"tokens": P("shard"), "positions": P("shard", reshard=False), "layers.*
 
 
 def mixed(rank: int, way: str, root: P) -> None:
-    model = Transformer()
+    model = Transformer(depth(1, 3))
     spec = fs.by_path(MIXED, p=root)(model).on(grid())
     assert {unit.key: unit.p for unit in spec if "layers" not in unit.key} == {
         "": root,
         **{key: p for key, p in MIXED.items() if "layers" not in key},
     }
-    assert [spec.size(unit) for unit in spec if unit.path.startswith("layers")] == [4] * 3
-    check_parity(rank, model, spec, tokens, next_token, way=way, steps=3)
+    assert [spec.size(unit) for unit in spec if unit.path.startswith("layers")] == [4] * len(model.layers)
+    check_parity(rank, model, spec, tokens, next_token, way=way, steps=depth(2, 3))
 
 
 @each
@@ -213,10 +214,10 @@ def test_three_axes_send(way: str) -> None:
 
 
 def cube_on_ranks(rank: int) -> None:
-    for shape in ((2, 1, 2), (1, 2, 2), (2, 2, 1)):
+    shapes, axes = [(2, 1, 2), (1, 2, 2), (2, 2, 1)], [("pod", "shard"), "shard", "replicate"]
+    for shape, axis in some(itertools.product(shapes, axes), 1):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(CUBE))
-        for axis in ("shard", ("pod", "shard"), "replicate"):
-            check_parity(rank, Net(2), fs.by_type(MLP, p=P(axis))(Net(2)).on(mesh), steps=2)
+        check_parity(rank, Net(2), fs.by_type(MLP, p=P(axis))(Net(2)).on(mesh), steps=2)
 
 
 def test_three_axes_on_real_ranks(gloo4: Pool) -> None:
@@ -384,7 +385,7 @@ def resumed(rank: int, p: P) -> None:
 
     def make(seed: int, p: P) -> tuple[nn.Module, fs.PartitionSpec, fs.Params]:
         torch.manual_seed(seed)
-        model = Transformer()
+        model = Transformer(depth(1, 3))
         spec = fs.by_type(Block, p=p)(model).on(grid())
         return model, spec, fs.shard(model, spec)
 

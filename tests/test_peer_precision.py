@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cases import slice_numel
 from collective_log import world
-from depth import each
+from depth import depth, each
 from hypothesis import given
 from hypothesis import strategies as st
 from models import unchanged
@@ -173,8 +173,8 @@ def test_the_table(strategy: str, way: str) -> None:
             assert ("reduce_scatter_tensor" in log.ops) == (strategy != "replicated"), row
 
 
-def table_rows(rank: int, p: P) -> None:
-    for original, fields, gathered, reduced, of_grads in ROWS:
+def table_rows(rank: int, p: P, rows: list[Any]) -> None:
+    for original, fields, gathered, reduced, of_grads in rows:
         model = Stack(original)
         spec = fs.always(dataclasses.replace(p, precision=Precision(**fields)))(model).bound
         params = fs.shard(model, spec)
@@ -187,9 +187,12 @@ def table_rows(rank: int, p: P) -> None:
         assert all(torch.isfinite(g).all() for g in grads.values()), fields
 
 
-@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True), P()], ids=str)
+PS = [P("shard"), P("shard", remat=True), P()]
+
+
+@pytest.mark.parametrize("p", PS, ids=str)
 def test_the_table_on_real_ranks(gloo2: Pool, p: P) -> None:
-    gloo2.run(table_rows, p)
+    gloo2.run(table_rows, p, depth(ROWS[PS.index(p) :: len(PS)], ROWS))
 
 
 @pytest.mark.parametrize(("original", "fields"), [(F32, {"param": BF16}), (F64, {"param": F16, "reduce": F32})])

@@ -1,4 +1,4 @@
-"""Three AdamW steps of a small GPT on four real ranks: FSDP2's, DDP's and FSDP1's of the same mesh and precision."""
+"""Some AdamW steps of a small GPT on four real ranks: FSDP2's, DDP's and FSDP1's of the same mesh and precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import each
+from depth import depth, each
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -28,7 +28,7 @@ import funshard as fs
 from funshard import P, Precision
 
 BF16, F32 = torch.bfloat16, torch.float32
-STEPS = 3
+STEPS = depth(2, 3)
 
 
 class Block(nn.Module):
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, layers: int = 3, dim: int = 18, vocab: int = 23, seq: int = 7) -> None:
+    def __init__(self, layers: int = depth(2, 3), dim: int = 18, vocab: int = 23, seq: int = 7) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocab, dim), nn.Embedding(seq, dim)
         self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))

@@ -47,7 +47,7 @@ SHAPES = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)], [(1, 1),
 def single_group(rank: int, shapes: list[tuple[int, int]]) -> None:
     model = double_linear(shapes)
     batch = lambda rank, step: numbers(rank, step, shapes[0][0])  # noqa: E731
-    check_parity(rank, model, fs.whole()(model), batch, steps=10)
+    check_parity(rank, model, fs.whole()(model), batch, steps=depth(3, 10))
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
@@ -65,7 +65,7 @@ def multi_group(rank: int, strategy: str, way: str) -> None:
         tokens,
         next_token,
         way=way,
-        steps=depth(5, 10) if way == "fs" else 3,
+        steps=depth(3, 10) if way == "fs" else 3,
     )
 
 
@@ -78,7 +78,7 @@ def test_train_parity_multi_group(gloo2: Pool, strategy: str, way: str) -> None:
 
 
 def cpu_training(rank: int, strategy: str, peer: str) -> None:
-    model = Transformer()
+    model = Transformer(depth(2, 3))
     spec = fs.by_type(Block, p=STRATEGIES.get(strategy, P("shard")))(model)
     if strategy == "HYBRID_SHARD":
         spec = spec.on(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
@@ -93,7 +93,7 @@ def cpu_training(rank: int, strategy: str, peer: str) -> None:
     params = fs.shard(model, spec)
     ours = torch.optim.Adam(params.values(), lr=1e-2)
     theirs = torch.optim.Adam(other.parameters(), lr=1e-2)
-    for step in range(depth(5, 10)):
+    for step in range(depth(2, 10)):
         ids = tokens(rank, step)
         theirs.zero_grad()
         expected = next_token(other, ids)
@@ -124,7 +124,7 @@ def always_wrapped(rank: int) -> None:
         (Net(), fs.override(fs.always(), fs.by_path({"blocks.1": P()}))),
     ]:
         options = {"optimizer": torch.optim.SGD, "momentum": 0.9}
-        trained = check_parity(rank, model, policy(model), steps=4, **options)
+        trained = check_parity(rank, model, policy(model), steps=depth(3, 4), **options)
         assert not any(torch.equal(p, trained[name]) for name, p in model.named_parameters())
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from depth import each
+from depth import depth, each
 from models import EXACT, unchanged
 from offloaded import everywhere
 from parity import WAYS, average_gradients, numbers
@@ -36,7 +36,7 @@ CHOICES = {
     "keep, offload": P("shard", reshard=False, offload=BOTH),
     "replicate, offload": P(offload=BOTH),
 }
-STEPS, MICRO, RATE = 3, 2, 0.1
+STEPS, MICRO, RATE = depth(2, 3), 2, 0.1
 Loss = Callable[..., Tensor]
 """``loss(model, *others, batch)``, of models as functions."""
 
