@@ -223,15 +223,14 @@ def custom_function(rank: int, by_attribute: bool) -> None:
     Product.seen.clear()
     model, x = Hooked(by_product), numbers(rank, 0)
     expected = [w.detach() for block in reversed(model.blocks) for w in (block.out_proj.weight, block.in_proj.weight)]
-    for spec in specs(model):
-        for prefetch in AHEAD:
-            f = lambda p: fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch).pow(2).mean()  # noqa: E731
-            for _ in range(2):
-                fs.grad(f)(fs.shard(model, spec))
-            assert len(Product.seen) == 2 * len(expected)
-            for got, weight in zip(Product.seen, expected * 2, strict=True):
-                assert torch.equal(got, weight), prefetch  # also after all that was gathered and reduced since
-            Product.seen.clear()
+    for spec, prefetch in some(product(specs(model), AHEAD), 1):
+        f = lambda p: fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch).pow(2).mean()  # noqa: E731
+        for _ in range(2):
+            fs.grad(f)(fs.shard(model, spec))
+        assert len(Product.seen) == 2 * len(expected)
+        for got, weight in zip(Product.seen, expected * 2, strict=True):
+            assert torch.equal(got, weight), prefetch  # also after all that was gathered and reduced since
+        Product.seen.clear()
 
 
 def gradients_are_the_callers(rank: int) -> None:
@@ -310,11 +309,9 @@ def input_gradient_in_the_loss(rank: int) -> None:
     reference = copy.deepcopy(model)
     loss(reference).backward()
     mean = average_gradients(reference)
-    for spec in specs(model):
-        params, shards = fs.shard(model, spec), fs.shard(mean, spec)
-        for way, prefetch in product(PLAIN, AHEAD):
-            f = lambda p: loss(lambda x: fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch))  # noqa: E731
-            same(WAYS[way](f)(params)[0], shards, f"{way} prefetch={prefetch}")
+    for spec, way, prefetch in some(product(specs(model), PLAIN, AHEAD)):
+        f = lambda p: loss(lambda x: fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch))  # noqa: E731
+        same(WAYS[way](f)(fs.shard(model, spec))[0], fs.shard(mean, spec), f"{way} prefetch={prefetch}")
 
 
 # --- what does not end as it should ---
@@ -340,18 +337,16 @@ def failing(rank: int) -> None:
     reference = copy.deepcopy(model)
     reference(x).pow(2).mean().backward()
     mean = average_gradients(reference)
-    for spec in specs(model):
+    for spec, prefetch, at in some(product(specs(model), AHEAD, range(BLOCKS))):
         params = fs.shard(model, spec)
-        for prefetch in AHEAD:
-            f = lambda p: fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch)  # noqa: E731
-            for at in range(BLOCKS):
-                model.at = at
-                with pytest.raises(KeyError) as kept:  # the traceback holds every frame, with what it had gathered
-                    fs.grad(lambda p: f(p).pow(2).mean())(params)
-                model.at = -1
-                assert torch.allclose(f(params), expected)
-                same(fs.grad(lambda p: f(p).pow(2).mean())(params), fs.shard(mean, spec, rank=rank), f"{at}")
-                assert kept.value.args == (at,)
+        f = lambda p: fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch)  # noqa: E731
+        model.at = at
+        with pytest.raises(KeyError) as kept:  # the traceback holds every frame, with what it had gathered
+            fs.grad(lambda p: f(p).pow(2).mean())(params)
+        model.at = -1
+        assert torch.allclose(f(params), expected)
+        same(fs.grad(lambda p: f(p).pow(2).mean())(params), fs.shard(mean, spec, rank=rank), f"{at}")
+        assert kept.value.args == (at,)
 
 
 def streaming(model: Net, x: Tensor) -> Iterator[Tensor]:

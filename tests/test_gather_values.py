@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import each
+from depth import each, some
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
+from torch.func import grad
 from torch.testing import assert_close
 
 import funshard as fs
@@ -38,6 +41,7 @@ class TwoTowers(nn.Module):
 torch.manual_seed(3)
 MODEL = TwoTowers().double()
 FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
+COSINES = {name: p.cos() for name, p in FULL.items()}
 
 
 def batch(ranks: int) -> Batch:
@@ -74,43 +78,50 @@ def joined(x: Tensor, mesh: Mesh, gather: Gather) -> Tensor:
 WAYS = {"whole": whole, "own rows": own_rows}
 
 
-def orders(loss: Callable[[fs.Params], Tensor], params: fs.Params, v: fs.Params) -> dict[str, fs.Params]:
-    """Derivatives of a loss: first and second order, both ways, and first order by each transform."""
-    grad = torch.func.grad(loss)
-
-    def penalised(p: fs.Params) -> Tensor:
-        return loss(p) + sum((g**2).sum() for g in torch.func.grad(loss)(p).values())
-
-    return {
-        "grad": grad(params),
-        "fs.grad": fs.grad(loss)(params),
-        "hvp": fs.hvp(loss, params, v),
-        "grad of dot": torch.func.grad(lambda p: sum((g * v[k]).sum() for k, g in torch.func.grad(loss)(p).items()))(params),
-        "grad of grad": torch.func.grad(penalised)(params),
-    }
+def dot(a: fs.Params, b: fs.Params) -> Tensor:
+    return sum((a[k] * b[k]).sum() for k in a)
 
 
-def plain(images: Tensor, texts: Tensor) -> dict[str, fs.Params]:
+ORDERS: dict[str, Callable[..., fs.Params]] = {
+    "grad": lambda f, p, v: grad(f)(p),
+    "fs.grad": lambda f, p, v: fs.grad(f)(p),
+    "hvp": lambda f, p, v: fs.hvp(f, p, v),
+    "grad of dot": lambda f, p, v: grad(lambda p: dot(grad(f)(p), v))(p),
+    "grad of grad": lambda f, p, v: grad(lambda p: f(p) + dot(g := grad(f)(p), g))(p),
+}
+"""Derivatives of a loss: first and second order, both ways, and first order by each transform."""
+
+
+@functools.cache
+def plain(ranks: int) -> dict[str, fs.Params]:
     """Of the joined batch, unsharded: the loss is what every rank's whole one is."""
+    images, texts = batch(ranks)
 
     def loss(full: fs.Params) -> Tensor:
         u, v = torch.func.functional_call(MODEL, full, (images.flatten(0, 1), texts.flatten(0, 1)))
         labels = torch.arange(len(u))
         return (contrast(u @ v.T, labels) + contrast(v @ u.T, labels)) / 2
 
-    return orders(loss, FULL, {k: p.cos() for k, p in FULL.items()})
+    return {name: derivative(loss, FULL, COSINES) for name, derivative in ORDERS.items()}
 
 
 def sharded(
-    mesh: Mesh, images: Tensor, texts: Tensor, way: str, p: fs.P, gather: Gather = gather_values, reduce: str = "mean"
+    mesh: Mesh,
+    batch: Batch,
+    way: str,
+    p: fs.P,
+    orders: Iterable[str] = ORDERS,
+    gather: Gather = gather_values,
+    reduce: str = "mean",
 ) -> dict[str, fs.Params]:
     spec = fs.by_type(nn.Linear, p=p)(MODEL).on(mesh)
 
     def loss(params: fs.Params) -> Tensor:
-        u, v = fs.functional_call(MODEL, params, (images, texts), spec=spec, reduce=reduce)
+        u, v = fs.functional_call(MODEL, params, batch, spec=spec, reduce=reduce)
         return WAYS[way](u, v, mesh, gather)
 
-    return orders(loss, fs.shard(FULL, spec), fs.shard({k: p.cos() for k, p in FULL.items()}, spec))
+    shards, v = fs.shard(FULL, spec), fs.shard(COSINES, spec)
+    return {name: ORDERS[name](loss, shards, v) for name in orders}
 
 
 def check(got: dict[str, fs.Params], expected: dict[str, fs.Params], spec: fs.PartitionSpec, rank: int) -> None:
@@ -131,14 +142,15 @@ def test_contrastive_loss_on_simulated_ranks(layout: str, way: str, sizes: dict[
     """Written either way, CLIP's loss has the derivatives of the joined batch's."""
     ranks = torch.Size(sizes.values()).numel()
     spec = fs.by_type(nn.Linear, p=LAYOUTS[layout])(MODEL).on(sizes)
-    out = fs.testing.spmd(lambda mesh, *xs: sharded(mesh, *xs, way=way, p=LAYOUTS[layout]), sizes)(*batch(ranks))
-    expected = plain(*batch(ranks))
+    out = fs.testing.spmd(lambda mesh, *xs: sharded(mesh, xs, way, LAYOUTS[layout]), sizes)(*batch(ranks))
+    expected = plain(ranks)
     for rank in range(ranks):
         check({name: {k: t[rank] for k, t in tree.items()} for name, tree in out.items()}, expected, spec, rank)
 
 
 def on_ranks(rank: int, way: str, layout: str) -> dict[str, fs.Params]:
-    return sharded(Mesh.world(), *(x[rank] for x in batch(2)), way=way, p=LAYOUTS[layout])
+    orders = [order for chosen, order in some(itertools.product(LAYOUTS, ORDERS), 1) if chosen == layout]
+    return sharded(Mesh.world(), tuple(x[rank] for x in batch(2)), way, LAYOUTS[layout], orders)
 
 
 @each
@@ -146,21 +158,22 @@ def on_ranks(rank: int, way: str, layout: str) -> dict[str, fs.Params]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_contrastive_loss_on_two_ranks(gloo2: Pool, layout: str, way: str) -> None:
     spec = fs.by_type(nn.Linear, p=LAYOUTS[layout])(MODEL).on({"shard": 2})
-    expected = plain(*batch(2))
+    expected = plain(2)
     for rank, got in enumerate(gloo2.run(on_ranks, way, layout)):
         check(got, expected, spec, rank)
 
 
 def on_grid(rank: int, way: str) -> dict[str, fs.Params]:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return sharded(Mesh.of(grid), *(x[rank] for x in batch(4)), way=way, p=fs.P("shard"))
+    orders = [order for chosen, order in some(itertools.product(WAYS, ORDERS), 1) if chosen == way]
+    return sharded(Mesh.of(grid), tuple(x[rank] for x in batch(4)), way, fs.P("shard"), orders)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_contrastive_loss_on_two_axes(gloo4: Pool, way: str) -> None:
     """The rows of both axes: gathered over the inner one first they are in the order of the ranks."""
     spec = fs.by_type(nn.Linear)(MODEL).on({"replicate": 2, "shard": 2})
-    expected = plain(*batch(4))
+    expected = plain(4)
     for rank, got in enumerate(gloo4.run(on_grid, way)):
         check(got, expected, spec, rank)
 
@@ -170,8 +183,8 @@ def test_contrastive_loss_on_two_axes(gloo4: Pool, way: str) -> None:
 )
 def test_other_conventions(gather: Gather, reduce: str, factor: float) -> None:
     """What the docstring says of sums of gradients, and of taking the gather that is made for shards."""
-    run = fs.testing.spmd(lambda mesh, *xs: sharded(mesh, *xs, "whole", fs.P("shard"), gather, reduce)["grad"], 3)
+    run = fs.testing.spmd(lambda mesh, *xs: sharded(mesh, xs, "whole", fs.P("shard"), ["grad"], gather, reduce)["grad"], 3)
     got = {key: g.flatten() for key, g in run(*batch(3)).items()}
-    expected = {key: factor * g for key, g in plain(*batch(3))["grad"].items()}
+    expected = {key: factor * g for key, g in plain(3)["grad"].items()}
     spec = fs.by_type(nn.Linear)(MODEL).on({"shard": 3})
     assert_close(fs.unflatten(got, spec), expected, rtol=1e-9, atol=1e-12)

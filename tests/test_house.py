@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -28,17 +29,19 @@ def floors() -> dict[str, int]:
     return out
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """What a file is made of; the whole is the first."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imported(path: Path) -> Iterator[tuple[int, str]]:
     """The modules of the package that a file imports, with dots from its root: also within functions, not for types alone."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    tree = ast.parse(path.read_text())
     types = {
-        id(x)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for x in node.body
+        id(x) for node in nodes(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for x in node.body
     }
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.level and id(node) not in types:
             above = package[: len(package) - node.level + 1]
             where = [*above, *(node.module.split(".") if node.module else [])]
@@ -117,7 +120,7 @@ def undocumented(path: Path) -> Iterator[str]:
 
     name = ".".join(("funshard", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
     module = importlib.import_module(name)
-    return bare(ast.parse(path.read_text()))
+    return bare(nodes(path)[0])
 
 
 def test_what_has_no_underscore_has_a_docstring() -> None:

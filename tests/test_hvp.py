@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, each
+from depth import depth, each, some
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -52,7 +53,7 @@ class Block(nn.Module):
         return x + self.cube(torch.tanh(self.linear(x)))
 
 
-def network(cube: Callable[[Tensor], Tensor] = Cube.apply) -> nn.Module:
+def network(cube: Callable[[Tensor], Tensor] = Cube.apply) -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(3, 4), Block(cube), Block(cube), nn.Linear(4, 2)).double()
 
@@ -69,8 +70,12 @@ def reference(params: fs.Params) -> Tensor:
     return out.square().mean() + sum((p**4).sum() for p in params.values())
 
 
+def squares(tree: fs.Params) -> Tensor:
+    return sum((h**2).sum() for h in tree.values())
+
+
 HV = jvp(grad(reference), (FULL,), (V,))[1]
-HIGHER = grad(lambda p: sum((h**2).sum() for h in jvp(grad(reference), (p,), (V,))[1].values()))(FULL)
+HIGHER = grad(lambda p: squares(jvp(grad(reference), (p,), (V,))[1]))(FULL)
 POLICIES = {
     "blocks": fs.by_type(Block),
     "always": fs.always(),
@@ -79,18 +84,20 @@ POLICIES = {
     "remat": fs.by_type(Block, p=P("shard", remat=True)),
     "sent": fs.always(P("shard", precision=fs.Precision(codec=fs.Codec(lambda x: (x / 2, x / 2), torch.add)))),
 }
+PRODUCTS: dict[str, tuple[Callable[..., fs.Params], fs.Params]] = {
+    "as there are rules": (fs.hvp, HV),
+    "reverse": (lambda f, p, v: fs.hvp(f, p, v, forward=False), HV),
+    "its gradient": (lambda f, p, v: fs.grad(lambda p: squares(fs.hvp(f, p, v)))(p), HIGHER),
+}
+"""H v in both ways that there are, and the gradient of its squares; with what they are."""
 
 
-def products(spec: fs.PartitionSpec, x: Tensor) -> list[fs.Params]:
-    """H v in both ways that there are, and the gradient of its squares."""
-
+def product(name: str, spec: fs.PartitionSpec, x: Tensor) -> fs.Params:
     def loss(params: fs.Params) -> Tensor:
         penalty = sum((p**4).sum() for p in params.values())  # of shards: it counts with its sum
         return fs.functional_call(MODEL, params, x, spec=spec).square().mean() + penalty
 
-    shards, v = fs.shard(FULL, spec), fs.shard(V, spec)
-    again = fs.grad(lambda p: sum((h**2).sum() for h in fs.hvp(loss, p, v).values()))(shards)
-    return [fs.hvp(loss, shards, v), fs.hvp(loss, shards, v, forward=False), again]
+    return PRODUCTS[name][0](loss, fs.shard(FULL, spec), fs.shard(V, spec))
 
 
 @each
@@ -98,20 +105,20 @@ def products(spec: fs.PartitionSpec, x: Tensor) -> list[fs.Params]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_reverse_over_reverse_on_simulated_ranks(policy: str, sizes: dict[str, int]) -> None:
     """Where torch has no forward-mode rule, and asked for."""
-    got = fs.testing.spmd(lambda mesh, x: products(POLICIES[policy](MODEL).on(mesh), x), sizes)(X)
+    got = fs.testing.spmd(lambda mesh, x: [product(name, POLICIES[policy](MODEL).on(mesh), x) for name in PRODUCTS], sizes)(X)
     spec = POLICIES[policy](MODEL).on(sizes)
-    for i, full in enumerate((HV, HV, HIGHER)):
+    for i, (_, full) in enumerate(PRODUCTS.values()):
         for rank in range(4):
             assert_close({key: h[rank] for key, h in got[i].items()}, fs.shard(full, spec, rank=rank), **CLOSE)
 
 
 def on_real_ranks(rank: int, sizes: dict[str, int], policies: list[str]) -> None:
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for name in policies:
-        spec = POLICIES[name](MODEL).on(mesh)
+    for policy, name in some(itertools.product(policies, PRODUCTS), 1):
+        spec = POLICIES[policy](MODEL).on(mesh)
         x = X.unflatten(0, (mesh.size(), -1))[rank].flatten(0, 1)
-        for got, full in zip(products(spec, x), (HV, HV, HIGHER), strict=True):
-            assert_close(got, fs.shard(full, spec), **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
+        want = fs.shard(PRODUCTS[name][1], spec)
+        assert_close(product(name, spec, x), want, **CLOSE, msg=lambda m, what=(policy, name): f"{what}: {m}")
 
 
 def test_reverse_over_reverse_on_real_ranks(gloo2: Pool) -> None:
@@ -219,11 +226,13 @@ def test_forward_is_as_it_is_asked_for() -> None:
 
 
 def compiled(rank: int) -> None:
-    spec = fs.by_type(Block)(PLAIN).bound
-    shards, v = fs.shard(FULL, spec), fs.shard(V, spec)
+    model = depth(PLAIN[:2], PLAIN)
+    spec = fs.by_type(Block)(model).bound
+    shards = fs.shard(model, spec)
+    v = {key: p.cos() for key, p in shards.items()}
 
     def product(params: fs.Params, x: Tensor) -> fs.Params:
-        return fs.hvp(lambda p: fs.functional_call(PLAIN, p, x, spec=spec).square().mean(), params, v, forward=False)
+        return fs.hvp(lambda p: fs.functional_call(model, p, x, spec=spec).square().mean(), params, v, forward=False)
 
     assert_close(
         torch.compile(product, fullgraph=True, backend=depth("eager", "aot_eager"))(shards, X[rank]),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from depth import some
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -129,22 +134,23 @@ LAYOUTS: dict[str, fs.P] = {
 }
 
 
+DERIVATIVES: dict[str, Callable[[Any, fs.Params], fs.Params]] = {
+    "grad": lambda loss, p: fs.grad(loss)(p),
+    "hvp": lambda loss, p: torch.func.jvp(torch.func.grad(loss), (p,), ({k: t.cos() for k, t in p.items()},))[1],
+    "grad of sum": lambda loss, p: torch.func.grad(lambda p: loss(p, reduce="sum"))(p),
+}
+
+
 def layout_results(mesh: Mesh, x: Tensor) -> dict[str, dict[str, Tensor]]:
     full = {k: v.detach() for k, v in MODEL.named_parameters()}
     out = {}
-    for name, p in LAYOUTS.items():
-        spec = fs.by_type(Block, p=p)(MODEL).on(mesh)
+    for name, derivative in some(itertools.product(LAYOUTS, DERIVATIVES), 1):
+        spec = fs.by_type(Block, p=LAYOUTS[name])(MODEL).on(mesh)
 
-        def loss(params: dict[str, Tensor], spec: fs.PartitionSpec = spec) -> Tensor:
-            return (fs.functional_call(MODEL, params, (x,), spec=spec) ** 2).mean()
+        def loss(params: dict[str, Tensor], spec: fs.PartitionSpec = spec, **options: Any) -> Tensor:
+            return (fs.functional_call(MODEL, params, (x,), spec=spec, **options) ** 2).mean()
 
-        shards = fs.shard(full, spec)
-        v = {k: t.cos() for k, t in shards.items()}
-        out[name] = fs.grad(loss)(shards)
-        out[name + " hvp"] = torch.func.jvp(torch.func.grad(loss), (shards,), (v,))[1]
-        out[name + " sum"] = torch.func.grad(
-            lambda s, spec=spec: (fs.functional_call(MODEL, s, (x,), spec=spec, reduce="sum") ** 2).mean()
-        )(shards)
+        out[f"{name} {derivative}"] = DERIVATIVES[derivative](loss, fs.shard(full, spec))
     return out
 
 

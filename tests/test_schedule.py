@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
-from depth import each
+from depth import each, some
 from models import unchanged
 from parity import WAYS, average_gradients, numbers
 from peer_models import MLP, Net, Order, Outer, chain, frozen
@@ -612,12 +612,12 @@ def every_schedule(rank: int, name: str, p: P) -> None:
     model, x = MODELS[name](), numbers(rank, 0)
     spec = fs.by_type(MLP, p=p)(model).bound
     expected = plain(model, spec, x, rank)
-    for way in ("fs", "backward"):
-        first = step(model, spec, way, x, prefetch=0, in_flight=1)
-        close(first, expected, way)
-        for prefetch, in_flight in product(range(4), range(1, 4)):
-            got = step(model, spec, way, x, prefetch=prefetch, in_flight=in_flight)
-            identical(got, first, (way, prefetch, in_flight))
+    first = {way: step(model, spec, way, x, prefetch=0, in_flight=1) for way in ("fs", "backward")}
+    for way, grads in first.items():
+        close(grads, expected, way)
+    for way, prefetch, in_flight in some(product(first, range(4), range(1, 4))):
+        got = step(model, spec, way, x, prefetch=prefetch, in_flight=in_flight)
+        identical(got, first[way], (way, prefetch, in_flight))
 
 
 @each
@@ -635,7 +635,7 @@ def every_order(rank: int, order: str, way: str) -> None:
     close(first, plain(model, spec, x, rank), way)
     traced = fs.trace_order(model, spec, x)
     wrong: list[tuple[str, ...]] = [traced[::-1], (), ("a",) * 4, ("c", "b"), ("b", "", "b", "c", "b"), traced * 2]
-    for prefetch, names in product((1, 2, 5), (traced, *wrong)):
+    for prefetch, names in some(product((1, 2, 5), (traced, *wrong)), 1):
         identical(step(model, spec.ordered(names), way, x, prefetch=prefetch), first, (prefetch, names))
     identical(step(model, spec, way, x, prefetch=2), first, "the tree's order")
 
