@@ -8,22 +8,34 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from depth import depth
-from ranks import launch
+from ranks import ended, start
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-TINY = "--layers 2 --dim 32 --heads 2 --seq 32 --batch 4 --steps 30 --warmup 5 --lr 1e-2 --log-every 1 --sample 8"
+LAYERS, STEPS = depth((1, 20), (2, 30))
+TINY = f"--layers {LAYERS} --dim 32 --heads 2 --seq 32 --batch 4 --steps {STEPS} --warmup 5 --lr 1e-2 --log-every 1 --sample 8"
+TINY += depth(" --eval-batches 2 --max-bytes 1000000", "")
+
+
+def launched(ranks: int, path: Path, *argv: str) -> str:
+    """As `ranks.launch`; and a rank that is alone has one thread too, as the other cores are busy with other tests."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        codes = ended(start(ranks, path, argv, output.name, LOCAL_WORLD_SIZE=str(os.cpu_count())))
+        said = output.read()
+    assert codes == [0] * ranks, f"exit codes {codes} (None: still running)\n{said}"
+    return said
 
 
 @functools.cache
 def run(ranks: int, name: str, flags: str = "") -> str:
     """The output of an example on so many ranks; AssertionError with all it said if it fails."""
-    return launch(ranks, EXAMPLES / name, *flags.split())
+    return launched(ranks, EXAMPLES / name, *flags.split())
 
 
 def losses(output: str) -> list[float]:
@@ -62,7 +74,7 @@ def test_train_gpt_learns(ranks: int, strategy: str) -> None:
     """A few steps of a tiny GPT bring the loss down from log(256), with the memory that the strategy says."""
     output = run(ranks, "train_gpt.py", f"--strategy {strategy} {TINY}")
     first, *_, last = losses(output)
-    assert len(losses(output)) == 30
+    assert len(losses(output)) == STEPS
     assert 5.3 < first < 5.8
     assert last < first - 1.5
     assert "validation loss" in output
@@ -92,20 +104,21 @@ def test_train_gpt_with_optimizers_of_matrices(optimizer: str) -> None:
     assert two[10] != adamw[10]
     assert two[:10] == pytest.approx(one[:10], abs=2e-3)
     assert two[-1] < two[0] - 1
-    assert "no matrices: 13 parameters, " in run(2, "train_gpt.py", f"--strategy fsdp {TINY} --optimizer {optimizer}")
+    said = run(2, "train_gpt.py", f"--strategy fsdp {TINY} --optimizer {optimizer}")
+    assert f"no matrices: {5 + 4 * LAYERS} parameters, " in said
 
 
 def forked(command: list[str], **_: object) -> SimpleNamespace:
     """What torchrun's script prints, on ranks that start faster."""
     script = next(i for i, word in enumerate(command) if word.endswith(".py"))
-    return SimpleNamespace(stdout=launch(int(command[script - 1]), Path(command[script]), *command[script + 1 :]))
+    return SimpleNamespace(stdout=launched(int(command[script - 1]), Path(command[script]), *command[script + 1 :]))
 
 
-@pytest.mark.parametrize("start", [forked, *depth([], [subprocess.run])])
-def test_muon_beside_adamw(start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("starts", [forked, *depth([], [subprocess.run])])
+def test_muon_beside_adamw(starts: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Both columns, of the same first batch; then in which step Muon has AdamW's last loss."""
     tiny = "--layers 1 --dim 32 --heads 2 --seq 32 --batch 4 --steps 6 --warmup 2 --log-every 1 --sample 1"
-    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(subprocess, "run", starts)
     monkeypatch.setattr(sys, "argv", ["muon.py", *tiny.split()])
     runpy.run_path(str(EXAMPLES / "muon.py"))
     *table, says = capsys.readouterr().out.splitlines()
@@ -133,7 +146,7 @@ def test_train_gpt_in_low_precision_and_micro_batches(strategy: str) -> None:
 @pytest.mark.parametrize(("ranks", "flags"), [(2, "--quantize"), *depth([], [(1, "")])])
 def test_lora_adapts_and_merges(ranks: int, flags: str) -> None:
     """The loss on another text falls, with few bytes trained, and the merged GPT is the adapted one."""
-    tiny = TINY.partition("--steps")[0] + "--pretrain 30 --steps 30 --lr 1e-2"
+    tiny = TINY.partition("--steps")[0] + f"--pretrain {STEPS} --steps {STEPS} --lr 1e-2"
     output = run(ranks, "lora.py", f"{tiny} {flags}")
     before, after = (float(x) for x in re.search(r"other text: ([\d.]+) before, ([\d.]+) after", output).groups())  # pyright: ignore
     assert after < before - 0.03
@@ -142,15 +155,15 @@ def test_lora_adapts_and_merges(ranks: int, flags: str) -> None:
     assert held is not None
     trained, moments, frozen = (int(x.replace(",", "")) for x in held.groups())
     assert 2 * trained <= moments < 2 * trained + 200
-    root, blocks = (256 * 32 * 2 + 32 * 32 + 64) * 4 // ranks, 2 * 12 * 32 * 32 * 4 // ranks
-    norms = 2 * 2 * 64 * 4
+    root, blocks = (256 * 32 * 2 + 32 * 32 + 64) * 4 // ranks, LAYERS * 12 * 32 * 32 * 4 // ranks
+    norms = LAYERS * 2 * 64 * 4
     assert frozen == root + norms + (blocks if not flags else blocks // 8 + blocks // 64)  # half a byte, and 4 for 64 elements
 
 
 def test_lora_takes_what_train_gpt_saved(tmp_path: Path) -> None:
     """Trained by the one, adapted by the other."""
     saved = tmp_path / "gpt.pt"
-    run(1, "train_gpt.py", f"{TINY.replace('--steps 30', '--steps 3')} --save {saved}")
+    run(1, "train_gpt.py", f"{TINY} --steps 3 --save {saved}")
     output = run(1, "lora.py", f"{TINY.partition('--steps')[0]} --steps 3 --load {saved}")
     assert "pretraining" not in output
     assert "the merged GPT is the adapted one" in output

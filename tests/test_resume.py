@@ -20,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from depth import depth, each, thorough
-from ranks import Pool, ended, launch, start
+from ranks import Pool, ended, start
+from test_examples import launched
 from torch import nn
 
 import funshard as fs
@@ -71,7 +72,8 @@ def test_numbers_of_groups_that_differ_are_refused(tmp_path: Path) -> None:
 # --- train_gpt.py: ended, and started again. ---
 
 TRAIN = Path(__file__).parent.parent / "examples" / "train_gpt.py"
-TINY = "--layers 1 --dim 32 --heads 2 --seq 16 --batch 12 --steps 40 --warmup 5 --lr 1e-2 --log-every 1 --sample 1"
+STEPS = depth(20, 40)
+TINY = f"--layers 1 --dim 32 --heads 2 --seq 16 --batch 12 --steps {STEPS} --warmup 5 --lr 1e-2 --log-every 1 --sample 1"
 TINY += " --eval-batches 1 --max-bytes 100000 --every 5"
 
 
@@ -91,7 +93,7 @@ class Trained(NamedTuple):
 def trained(ranks: int, folder: Path, *flags: str) -> Trained:
     """The end of a run that goes on from what is in the folder."""
     end = folder / "end.pt"
-    said = launch(ranks, TRAIN, *TINY.split(), "--checkpoint", str(folder / "states"), "--save", str(end), *flags)
+    said = launched(ranks, TRAIN, *TINY.split(), "--checkpoint", str(folder / "states"), "--save", str(end), *flags)
     return Trained(said, torch.load(end))
 
 
@@ -145,7 +147,7 @@ def test_other_numbers_of_ranks(uninterrupted: Trained, tmp_path: Path) -> None:
         assert "resumed from" in again.said
         first = min(lines(again.said))
         assert 0 < first <= len(lines(said))
-        assert sorted(lines(again.said)) == [*range(first, 40)]
+        assert sorted(lines(again.said)) == [*range(first, STEPS)]
         for step, (loss,) in lines(again.said).items():
             (expected,) = lines(uninterrupted.said)[step]
             assert float(loss) == pytest.approx(float(expected), abs=2e-3)
