@@ -528,10 +528,12 @@ def detached(tree: Any) -> Any:
 
 BY_DYNAMO = "`torch.compile`"
 NOT_BY_DYNAMO = [name for name in TRANSFORMS if name != BY_DYNAMO]
-COMPILED = depth(['`P("shard")`', "`codec=`", "HSDP", "as written"], [*MAIN])
-"""By default on real ranks, which compile each for itself: of the others, test_compiled.py and those of their own do it too."""
-COMPILED_SIMULATED = depth([name for name in MAIN if name not in COMPILED] + ["HSDP"], [*MAIN])
-"""By default the others, whose routes Dynamo sees as simulated ranks have them."""
+TRACED = [BY_DYNAMO, *depth(["`make_fx`"], [])]
+"""What real ranks have a test of its own for, each of them tracing for itself."""
+AS_IT_RUNS = [name for name in TRANSFORMS if name not in TRACED]
+COMPILED = depth(['`P("shard")`'], [*MAIN])
+COMPILED_SIMULATED = depth(["`codec=`", "`offload=` activations", "as written"], [*MAIN])
+"""By default what test_compile.py and test_compile_remat.py do not compile on real ranks."""
 
 
 @pairs
@@ -554,7 +556,7 @@ def test_compiled_on_simulated_ranks(strategy: str, ranks: int) -> None:
 @each
 @pytest.mark.parametrize("ranks", SIMULATED)
 @pytest.mark.parametrize("strategy", OF_MEMORY, ids=without_ticks)
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=without_ticks)
+@pytest.mark.parametrize("transform", depth(NOT_BY_DYNAMO, [*TRANSFORMS]), ids=without_ticks)
 def test_choices_about_memory_on_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
     """The same of what is kept, what rests on the host, and what rests in a codec."""
     on_simulated_ranks(transform, strategy, ranks)
@@ -597,8 +599,8 @@ def result_or_traceback(transform: Transform, on: OnRanks, state: State) -> Any:
 
 @pytest.fixture(scope="module", params=MAIN, ids=without_ticks)
 def real(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
-    """Every transform but one with one strategy, on all real ranks."""
-    return request.param, run_on_real_ranks(request, request.param, NOT_BY_DYNAMO)
+    """Every transform that does not trace with one strategy, on all real ranks."""
+    return request.param, run_on_real_ranks(request, request.param, AS_IT_RUNS)
 
 
 def run_on_real_ranks(request: pytest.FixtureRequest, strategy: str, transforms: list[str]) -> list[dict[str, Any]]:
@@ -606,7 +608,7 @@ def run_on_real_ranks(request: pytest.FixtureRequest, strategy: str, transforms:
     return pool.run(on_real_ranks, strategy, transforms)
 
 
-@pytest.mark.parametrize("transform", NOT_BY_DYNAMO, ids=without_ticks)
+@pytest.mark.parametrize("transform", AS_IT_RUNS, ids=without_ticks)
 def test_real_ranks(real: tuple[str, list[dict[str, Any]]], transform: str) -> None:
     """The same over a process group, whatever the transform."""
     check_real(*real, transform)
@@ -614,13 +616,15 @@ def test_real_ranks(real: tuple[str, list[dict[str, Any]]], transform: str) -> N
 
 @pytest.mark.parametrize("strategy", COMPILED, ids=without_ticks)
 def test_compiled_on_real_ranks(request: pytest.FixtureRequest, strategy: str) -> None:
-    """The last of them."""
-    check_real(strategy, run_on_real_ranks(request, strategy, [BY_DYNAMO]), BY_DYNAMO)
+    """The rest of them."""
+    results = run_on_real_ranks(request, strategy, TRACED)
+    for transform in TRACED:
+        check_real(strategy, results, transform)
 
 
 @each
 @pytest.mark.parametrize("strategy", OF_MEMORY, ids=without_ticks)
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=without_ticks)
+@pytest.mark.parametrize("transform", depth(AS_IT_RUNS, [*TRANSFORMS]), ids=without_ticks)
 def test_choices_about_memory_on_real_ranks(gloo2: Pool, transform: str, strategy: str) -> None:
     """Over a process group."""
     check_real(strategy, gloo2.run(on_real_ranks, strategy, [transform]), transform)
