@@ -47,8 +47,8 @@ def guards(kind: str, folder: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(library)}
 
 
-def soak(ranks: int, seconds: float, guard: str, burn: int, seed: int) -> int:
-    """The number of steps. Raises AssertionError with all that was said if a rank fails."""
+def soak(ranks: int, seconds: float, guard: str, burn: int, seed: int, least: int = LEAST) -> int:
+    """The number of steps, at least so many. Raises AssertionError with all that was said if a rank fails."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -57,6 +57,7 @@ def soak(ranks: int, seconds: float, guard: str, burn: int, seed: int) -> int:
         env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         env |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), **guards(guard, Path(folder))}
         command = [sys.executable, __file__, "--rank", "--seconds", str(seconds), "--seed", str(seed)]
+        command += ["--least", str(least)]
         processes = []
         for burner in burners:
             burner.start()
@@ -100,7 +101,7 @@ class Stop(Exception):
     """An error in the middle of a step, on every rank."""
 
 
-def rank_main(seconds: float, seed: int) -> None:
+def rank_main(seconds: float, seed: int, least: int) -> None:
     faulthandler.enable()
     import torch
     import torch.distributed as dist
@@ -113,7 +114,7 @@ def rank_main(seconds: float, seed: int) -> None:
     steps, end = 0, time.monotonic() + seconds
     for step in _steps(seed, dist.get_rank(), dist.get_world_size()):
         faulthandler.dump_traceback_later(LIMIT / 2, exit=True)
-        going = torch.tensor(float(steps < LEAST or time.monotonic() < end))
+        going = torch.tensor(float(steps < least or time.monotonic() < end))
         dist.broadcast(going, 0)
         if not going:
             break
@@ -252,12 +253,13 @@ def main() -> None:
     parser.add_argument("--guard", choices=["pages", "malloc", "none"], default="pages")
     parser.add_argument("--burn", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--least", type=int, default=LEAST, help="steps, however long they take")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        rank_main(args.seconds, args.seed)
+        rank_main(args.seconds, args.seed, args.least)
     else:
-        print(soak(args.ranks, args.seconds, args.guard, args.burn, args.seed), "steps, nothing found")
+        print(soak(args.ranks, args.seconds, args.guard, args.burn, args.seed, args.least), "steps, nothing found")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import pytest
 import soak
 import torch
 import torch.distributed as dist
-from depth import each
+from depth import depth, each
 from ranks import Pool, launch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _get_work_registry_size
@@ -223,5 +223,6 @@ def test_guarded_pages(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_no_buffer_is_touched_when_it_is_free() -> None:
-    """A few seconds of soak.py, which is to be run for longer by hand."""
-    assert soak.soak(ranks=2, seconds=2, guard="pages", burn=0, seed=5) >= soak.LEAST
+    """A few steps of soak.py, --thorough: a few seconds. It is to be run for longer by hand."""
+    seconds, least = depth((0, 10), (2, soak.LEAST))
+    assert soak.soak(ranks=2, seconds=seconds, guard="pages", burn=0, seed=5, least=least) >= least
