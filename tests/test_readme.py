@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from depth import each
 from ranks import Pool, launch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -98,18 +99,16 @@ def needed(page: str) -> None:
         pytest.importorskip(library)
 
 
+@each
+@pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_run(page: str, tmp_path: Path) -> None:
-    """Every python block runs as it stands on one rank, and what is printed is what the text block after it shows."""
+def test_blocks_run(gloo2: Pool, page: str, ranks: int, tmp_path: Path) -> None:
+    """Every python block runs as it stands, on one rank and on two, and prints what the text block after it shows."""
     needed(page)
-    run(page, str(tmp_path))
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_blocks_run_on_two_ranks(gloo2: Pool, page: str, tmp_path: Path) -> None:
-    """So it does on two."""
-    needed(page)
-    gloo2.run(on_a_rank, page, str(tmp_path))
+    if ranks == 1:
+        run(page, str(tmp_path))
+    else:
+        gloo2.run(on_a_rank, page, str(tmp_path))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
