@@ -228,6 +228,7 @@ def hybrid_hooked(rank: int, name: str) -> None:
     assert [unit.key for unit in specs["some"] if unit.at_rest] == ["", "1:frozen"]
     plain = shapes(P("shard"))(model).on(mesh)
     values = {name: p.detach() for name, p in model.named_parameters()}
+    before = specs["some"]
     for axis, spec in specs.items():
         params = fs.shard(model, spec)
         trained, frozen = fs.partition(params, spec)
@@ -245,11 +246,13 @@ def hybrid_hooked(rank: int, name: str) -> None:
         assert all(torch.equal(full[name], (wanted if name in at_rest else values)[name]) for name in values)
         scattered = fs.scatter_full(values if rank == 3 else None, spec, src=3)
         assert all(torch.equal(scattered[key], shard) for key, shard in params.items())
-        for other in specs.values():  # once decoded, values are fixed points: bytes of any other slices are theirs
+        # once decoded, values are fixed points: bytes of any other slices are theirs
+        for other in depth([before], [*specs.values()]):
             moved = fs.reshard(params, spec, other)
             assert all(torch.equal(moved[key], shard) for key, shard in fs.shard(full, other).items())
         back = fs.unshard(fs.reshard(params, spec, plain), plain)
         assert all(torch.equal(back[name], full[name]) for name in full)
+        before = spec
 
 
 @each
@@ -341,7 +344,7 @@ def test_computed_in_what_the_precision_says(dtype: torch.dtype, param: torch.dt
 
 def compiled(rank: int) -> None:
     warnings.filterwarnings("ignore", "`torch.jit")  # torch's own, when inductor is first imported
-    model, codec = model_of(), CODECS["nf4"]
+    model, codec = model_of()[depth(1, 0) :], CODECS["nf4"]
     spec = shapes(P("shard", at_rest=codec))(model).bound
     trained, frozen = fs.partition(fs.shard(model, spec), spec)
     grads, losses = expected(model, codec, XS[:2])

@@ -33,7 +33,8 @@ class Block(nn.Module):
 
 
 torch.manual_seed(5)
-PLAIN = nn.Sequential(nn.Linear(3, 4), Block(4), nn.BatchNorm1d(4, momentum=None, affine=False), Block(4)).double()
+MORE = (Block(4) for _ in range(depth(0, 1)))
+PLAIN = nn.Sequential(nn.Linear(3, 4), *MORE, nn.BatchNorm1d(4, momentum=None, affine=False), Block(4)).double()
 MODEL = fs.convert_sync_batchnorm(PLAIN)
 FULL = {name: p.detach() for name, p in PLAIN.named_parameters()}
 BUFFERS = {name: b.clone() for name, b in PLAIN.named_buffers()}
@@ -241,8 +242,8 @@ def compiled(rank: int) -> None:
     expected = fs.shard({name: p.grad for name, p in full.items()}, spec), dict(norm.named_buffers())
     params = fs.shard(model, spec)
     with unchanged(model):
-        whole = torch.compile(step, fullgraph=True, backend=depth("eager", "aot_eager"))
-        steps = [step, whole, fs.compile(step, backend="aot_eager")]
+        whole = depth([], [torch.compile(step, fullgraph=True, backend="aot_eager")])  # with which fs.compile begins
+        steps = [step, *whole, fs.compile(step, backend="aot_eager")]
         for run in [*steps, make_fx(step)(params, statistics)]:
             assert_close(run(params, dict(statistics)), expected, rtol=1e-9, atol=1e-9)
 

@@ -98,7 +98,7 @@ def piece_of(matrix: Matrix, spec: fs.PartitionSpec, at: At) -> Piece:
     return next(piece for piece in pieces(matrix.unit, spec, at) if piece.param.name == matrix.name)
 
 
-@settings(max_examples=depth(40, 2000))
+@settings(max_examples=depth(25, 2000))
 @given(sharded())
 def test_the_ways_of_all_ranks_fit(spec: fs.PartitionSpec) -> None:
     """Every rank gets what the others send it; matrices arrive whole at their owners, and slices at all replicas.
@@ -130,7 +130,7 @@ def test_the_ways_of_all_ranks_fit(spec: fs.PartitionSpec) -> None:
         assert spread <= (hops + replicas - 1) * numel
 
 
-@settings(max_examples=depth(15, 300))
+@settings(max_examples=depth(10, 300))
 @given(sharded())
 def test_all_ranks_agree(spec: fs.PartitionSpec) -> None:
     """On the owners and the groups, whichever rank asks; each group is of one dtype and one way, each matrix in one."""

@@ -179,6 +179,6 @@ def test_no_more_than_an_elementwise_step(axes: str) -> None:
 def test_at_most_two_units_beyond_a_donated_elementwise_step(axes: str, rank: int) -> None:
     """Which makes nothing: so this is what is under way, however many units there are."""
     with world(8, rank):
-        few, many = (beyond(blocks(count, 32), axes, donate=True) for count in (16, depth(24, 32)))
+        few, many = (beyond(blocks(count, 32), axes, donate=True) for count in depth((8, 16), (16, 32)))
         assert few <= 2
         assert many <= few + 0.2
