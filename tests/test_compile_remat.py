@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import world
-from depth import depth, each
+from depth import depth, each, thorough
 from live import peak_of
 from ranks import Pool
 from test_compile import IMPORT, Read, common, copies, models, needs_cpp, peak_bytes, recording, same, tokens, training, zeros
@@ -202,7 +202,7 @@ def test_in_every_transform(transform: str) -> None:
 
 def test_simulated_ranks() -> None:
     """Around spmd."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = depth(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
     spec = fs.by_type(nn.Linear)(model)
 
     def gradients(remat: bool) -> Step:
@@ -295,17 +295,28 @@ def test_what_was_written_since_is_not_read_again() -> None:
 # --- a model of blocks: bytes, gathers, ranks ---
 
 
-LAYERS = depth(2, 4)
+LAYERS = depth(3, 4)
+
+
+class Block(nn.Sequential):
+    """That of a GPT without its attention and norms."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
 
 @functools.cache
 def gpt_step(p: P, size: int, layers: int = LAYERS, sequence: int = 64) -> tuple[GraphModule, Any]:
-    """The graph of a training step of a GPT on a long batch, and what it gives."""
+    """The graph of a training step of a GPT, by default without attention and norms, on a long batch, and what it gives."""
     x, y = torch.randint(32, (2, 8, sequence), generator=torch.Generator().manual_seed(0))
     with world(size):
         torch.manual_seed(0)
-        model = common.GPT(layers, 16, 2, sequence, 32)
-        spec = fs.by_type(common.Block, p=p)(model).bound
+        if thorough():
+            model, block = common.GPT(layers, 16, 2, sequence, 32), common.Block
+        else:
+            blocks = (Block() for _ in range(layers))
+            model, block = nn.Sequential(nn.Embedding(32, 16), *blocks, nn.Linear(16, 32, bias=False)), Block
+        spec = fs.by_type(block, p=p)(model).bound
         params = fs.shard(model, spec)
         loss = lambda params, x, y: common.loss_of(fs.functional_call(model, params, (x,), spec=spec), y)  # noqa: E731
         return graph_of(training(loss), params, zeros(params), x, y)
@@ -320,8 +331,12 @@ def test_units_that_run_again() -> None:
     """Of each block all operators but the last, whose result nobody reads, are there twice; with save= products once."""
     addmm, gelu, norm = torch.ops.aten.addmm.default, torch.ops.aten.gelu.default, torch.ops.aten.native_layer_norm.default
     counts = {p: count(gpt_step(p, 1)[0], addmm, gelu, norm) for p in (PLAIN, AGAIN, SOME)}
-    n = LAYERS
-    assert counts == {PLAIN: [4 * n, n, 2 * n + 1], AGAIN: [4 * n + 3 * n, 2 * n, 4 * n + 1], SOME: [4 * n, 2 * n, 4 * n + 1]}
+    n, (products, norms, root) = LAYERS, depth((2, 0, 0), (4, 2, 1))
+    assert counts == {
+        PLAIN: [products * n, n, norms * n + root],
+        AGAIN: [products * n + (products - 1) * n, 2 * n, 2 * norms * n + root],
+        SOME: [products * n, 2 * n, 2 * norms * n + root],
+    }
     for p in (AGAIN, SOME):
         equal(gpt_step(p, 1)[1], gpt_step(PLAIN, 1)[1])
 

@@ -7,14 +7,20 @@ import torch
 from depth import depth
 from ranks import Pool
 from test_real_ranks import Block, data, model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import _torch
 
-MODEL = model(depth(1, 2))
+
+def small() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(Block(3), nn.Linear(3, 2)).double()
+
+
+MODEL = depth(small, model)()
 TRANSFORMS = ["grad", "grad_and_value", "fs.grad_and_value", "grad of grad", "hvp", "vmap of grad"]
 
 
@@ -44,6 +50,7 @@ def specs() -> dict[str, fs.PartitionSpec]:
         "blocks": fs.by_type(Block)(MODEL).bound,
         "kept": fs.by_type(Block, p=fs.P("shard", reshard=False))(MODEL).bound,
         "replicated": fs.whole(fs.P())(MODEL).bound,
+        "kept in a replicated one": fs.by_path({"": fs.P(), "0": fs.P("shard", reshard=False)})(MODEL).bound,
     }
 
 
@@ -78,9 +85,9 @@ def test_compiled_equals_eager(gloo2: Pool, transform: str) -> None:
     gloo2.run(compiled_and_eager, transform, "blocks")
 
 
-@pytest.mark.parametrize("which", ["kept", "replicated"])
+@pytest.mark.parametrize("which", depth(["kept in a replicated one"], ["kept", "replicated"]))
 def test_compiled_equals_eager_for_every_strategy(gloo2: Pool, which: str) -> None:
-    """The same for ZeRO-2 and for DDP."""
+    """The same for ZeRO-2 and for DDP, by default of two units of one model."""
     gloo2.run(compiled_and_eager, "fs.grad_and_value", which)
 
 

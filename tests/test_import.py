@@ -83,19 +83,23 @@ def nodes(f, x):
     return seen
 
 
-found = nodes(step, x)
-assert "_travel" in found, found
 assert "_primitive" in nodes(gathered, x)
-assert "_probed" in nodes(samples, x[0])
 assert "put_back" in nodes(running, x[0])
 """
 
+GRADIENTS = """
+found = nodes(step, x)
+assert "_travel" in found, found
+assert "_probed" in nodes(samples, x[0])
+"""
+
 ORDERS = {
-    "funshard first": "import torch\nimport funshard as fs\nassert 'torch._dynamo' not in sys.modules\n" + STEP,
+    "funshard first": "import torch\nimport funshard as fs\nassert 'torch._dynamo' not in sys.modules\n" + STEP + GRADIENTS,
     "torch.compile first": "import torch\nplain = torch.compile(lambda x: x + 1, fullgraph=True, backend='eager')\n"
-    "plain(torch.ones(2))\nimport funshard as fs\n" + STEP,
+    "plain(torch.ones(2))\nimport funshard as fs\n" + STEP + GRADIENTS,
     "a call first": "import torch\nimport funshard as fs\n"
-    + STEP.replace("def nodes", "gathered(x), running(x[0])\nassert 'torch._dynamo' not in sys.modules\n\n\ndef nodes"),
+    + STEP.replace("def nodes", "gathered(x), running(x[0])\nassert 'torch._dynamo' not in sys.modules\n\n\ndef nodes")
+    + depth("", GRADIENTS),  # of these two is no call before
 }
 
 

@@ -49,12 +49,12 @@ def test_no_warmup_jvp(gloo2: Pool, reshard: bool) -> None:
 
 
 def compiled_training(rank: int, strategy: str) -> None:
-    model = Transformer(depth(1, 2))
+    model, loss, batch = depth((Net(1), squared, numbers), (Transformer(2), next_token, tokens))
     p = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}[strategy]
-    spec = fs.by_type(Block, p=p)(model).bound
+    spec = fs.by_type(MLP, Block, p=p)(model).bound
 
-    def step(params: dict[str, Tensor], ids: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        grads, value = fs.grad_and_value(lambda p: next_token(sharded_call(model, p, spec), ids))(params)
+    def step(params: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        grads, value = fs.grad_and_value(lambda p: loss(sharded_call(model, p, spec), x))(params)
         return {k: p - 0.1 * grads[k] for k, p in params.items()}, value
 
     torch._dynamo.reset()
@@ -63,8 +63,8 @@ def compiled_training(rank: int, strategy: str) -> None:
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     eager = ours = fs.shard(model, spec)
     for i in range(5):
-        eager, expected = step(eager, tokens(rank, i))
-        ours, value = compiled(ours, tokens(rank, i))
+        eager, expected = step(eager, batch(rank, i))
+        ours, value = compiled(ours, batch(rank, i))
         assert_close(value, expected)
         same(ours, eager, f"parameters after step {i}")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from collective_log import world
-from depth import depth
-from parity import next_token, same, sharded_call, tokens
-from peer_models import Block, Transformer
+from depth import depth, thorough
+from parity import next_token, numbers, same, sharded_call, squared, tokens
+from peer_models import MLP, Block, Net, Transformer
 from ranks import Pool
 from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
@@ -128,25 +128,26 @@ def test_no_warmup_jvp_on_a_process_group(gloo2: Pool, strategy: str, how: str) 
 
 def compiled_losses(rank: int, strategy: str, mesh: tuple[int, ...]) -> None:
     """Ten iterations of Adam in eager mode over a compiled loss, by autograd and by fs.grad, beside the eager run."""
-    model = Transformer(1)
+    small = not thorough() and (strategy, mesh) != ("reshard", (2,))
+    model, of_call, batch = (Net(1), squared, numbers) if small else (Transformer(1), next_token, tokens)
     names = ("replicate", "shard")[-len(mesh) :]
-    spec = fs.by_type(Block, p=STRATEGIES[strategy])(model).on(init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    spec = fs.by_type(MLP, Block, p=STRATEGIES[strategy])(model).on(init_device_mesh("cpu", mesh, mesh_dim_names=names))
 
-    def loss(params: fs.Params, ids: Tensor) -> Tensor:
-        return next_token(sharded_call(model, params, spec), ids)
+    def loss(params: fs.Params, x: Tensor) -> Tensor:
+        return of_call(sharded_call(model, params, spec), x)
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager" if mesh == (2,) else depth("eager", "aot_eager"))
 
-    def backward(params: fs.Params, ids: Tensor) -> tuple[fs.Params, Tensor]:
-        value = compiled(params, ids)
+    def backward(params: fs.Params, x: Tensor) -> tuple[fs.Params, Tensor]:
+        value = compiled(params, x)
         return dict(zip(params, torch.autograd.grad(value, list(params.values())), strict=True)), value.detach()
 
     def run(gradient: Callable[..., tuple[fs.Params, Tensor]]) -> tuple[list[Tensor], fs.Params]:
         params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
         optimizer, losses = torch.optim.Adam(params.values(), lr=1e-2), []
         for i in range(10):
-            grads, value = gradient(params, tokens(rank, i % 2))
+            grads, value = gradient(params, batch(rank, i % 2))
             losses.append(value.detach())
             for key, p in params.items():
                 p.grad = grads[key].detach()
@@ -156,8 +157,7 @@ def compiled_losses(rank: int, strategy: str, mesh: tuple[int, ...]) -> None:
     losses, params = run(grad_and_value_of_plain(loss))
     assert losses[-1] < losses[1] < losses[0] + 1  # it trains
     ways = backward, grad_and_value_of_plain(compiled)
-    by_default = {"reshard": ways[len(mesh) - 1 :], "keep": ways[:1], "replicate": ways[1:]}[strategy]
-    for gradient in depth(by_default, ways):
+    for gradient in depth(ways[1:] if small else ways[:1], ways):
         theirs, trained = run(gradient)
         assert_close(torch.stack(theirs), torch.stack(losses))
         same(trained, params, "parameters")
@@ -165,7 +165,7 @@ def compiled_losses(rank: int, strategy: str, mesh: tuple[int, ...]) -> None:
 
 def grad_and_value_of_plain(f: Callable[..., Tensor]) -> Callable[..., tuple[fs.Params, Tensor]]:
     """fs.grad_and_value with respect to shards that an optimizer holds."""
-    return lambda params, ids: fs.grad_and_value(f)({key: p.detach() for key, p in params.items()}, ids)
+    return lambda params, x: fs.grad_and_value(f)({key: p.detach() for key, p in params.items()}, x)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -183,15 +183,15 @@ def test_hsdp_compile_losses(gloo4: Pool) -> None:
 def test_compiled_graph_takes_shards_alone(strategy: str) -> None:
     """One graph whose inputs are the shards and the batch: no unsharded parameter, nor a module's own, is an input of it."""
     with world(4):
-        model = Transformer(1)
-        spec = fs.by_type(Block, p=STRATEGIES[strategy])(model).bound
-        params, ids = fs.shard(model, spec), tokens(0, 0)
+        model, loss, batch = depth((Net(1), squared, numbers), (Transformer(1), next_token, tokens))
+        spec = fs.by_type(MLP, Block, p=STRATEGIES[strategy])(model).bound
+        params, x = fs.shard(model, spec), batch(0, 0)
         torch._dynamo.reset()
         seen = EagerAndRecordGraphs()
-        step = fs.grad(lambda params, ids: next_token(sharded_call(model, params, spec), ids))
-        torch.compile(step, fullgraph=True, backend=seen)(params, ids)
+        step = fs.grad(lambda params, x: loss(sharded_call(model, params, spec), x))
+        torch.compile(step, fullgraph=True, backend=seen)(params, x)
     (graph,) = seen.graphs
     inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
     shapes = sorted(tuple(t.shape) for t in inputs if isinstance(t, Tensor))
-    assert shapes == sorted(tuple(t.shape) for t in [*params.values(), ids])
+    assert shapes == sorted(tuple(t.shape) for t in [*params.values(), x])
     assert not list(graph.parameters())

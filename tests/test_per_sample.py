@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import owned
-from depth import depth
+from depth import depth, some
 from gradient_cases import Case, cases
 from hypothesis import given
 from ranks import Pool
@@ -248,27 +249,29 @@ def test_clipping_never_holds_all_gradients_of_all_samples() -> None:
     assert peak(9) - peak(3) >= 6 * samples * unit_bytes
 
 
-def on_real_ranks(rank: int) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, policy in POLICIES.items():
-        spec = policy(MODEL).bound
+WAYS: dict[str, dict[str, Any]] = {"each": {}, "clipped": {"clip": CLIP}, "noisy": {"clip": CLIP, "noise": 0.5}}
+BOTH = some(itertools.product(POLICIES, WAYS), 1)
+
+
+def on_real_ranks(rank: int) -> dict[Any, Any]:
+    out: dict[Any, Any] = {}
+    for policy, way in BOTH:
+        spec, options = POLICIES[policy](MODEL).bound, WAYS[way]
         shards = {k: p.requires_grad_() for k, p in fs.shard(FULL, spec).items()}
-        for options in ({}, {"clip": CLIP}, {"clip": CLIP, "noise": 0.5}):
-            generator = torch.Generator().manual_seed(5 + rank)  # only rank 0's matters
-            grads = fs.per_sample_grads(loss_on(spec), shards, (X[rank], Y[rank]), spec=spec, generator=generator, **options)
-            assert all(g.requires_grad != bool(options) for g in grads.values())
-            out[f"{name} {options}"] = {key: g.detach() for key, g in grads.items()}
+        generator = torch.Generator().manual_seed(5 + rank)  # only rank 0's matters
+        grads = fs.per_sample_grads(loss_on(spec), shards, (X[rank], Y[rank]), spec=spec, generator=generator, **options)
+        assert all(g.requires_grad != bool(options) for g in grads.values())
+        out[policy, way] = {key: g.detach() for key, g in grads.items()}
     return out
 
 
 def test_real_ranks_agree_with_simulated_ones(gloo2: Pool) -> None:
     """The noise too."""
 
-    def simulated(mesh: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+    def simulated(mesh: Any, x: Tensor, y: Tensor) -> dict[Any, Any]:
         return {
-            f"{name} {options}": results(policy, generator=torch.Generator().manual_seed(5), **options)(mesh, x, y)
-            for name, policy in POLICIES.items()
-            for options in ({}, {"clip": CLIP}, {"clip": CLIP, "noise": 0.5})
+            (policy, way): results(POLICIES[policy], generator=torch.Generator().manual_seed(5), **WAYS[way])(mesh, x, y)
+            for policy, way in BOTH
         }
 
     expected = fs.testing.spmd(simulated, 2)(X[:2], Y[:2])
@@ -278,6 +281,7 @@ def test_real_ranks_agree_with_simulated_ones(gloo2: Pool) -> None:
 
 
 SMALL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+HALF = fs.by_path({"0": fs.P("shard"), "2": fs.P()})
 
 
 def compiled(spec: fs.PartitionSpec, fullgraph: bool = True, rank: int = 0, backend: str = "aot_eager", **options: Any) -> None:
@@ -297,8 +301,8 @@ def compiled(spec: fs.PartitionSpec, fullgraph: bool = True, rank: int = 0, back
 
 
 def compiled_on_real_ranks(rank: int) -> None:
-    compiled(fs.always()(SMALL).bound, rank=rank)
-    compiled(fs.whole(fs.P())(SMALL).bound, rank=rank, reduce=64.0, backend=depth("eager", "aot_eager"))
+    for policy, options in depth([(HALF, {"reduce": 64.0})], [(fs.always(), {}), (fs.whole(fs.P()), {"reduce": 64.0})]):
+        compiled(policy(SMALL).bound, rank=rank, **options)
 
 
 def test_compiled(gloo2: Pool) -> None:
@@ -306,13 +310,13 @@ def test_compiled(gloo2: Pool) -> None:
     gloo2.run(compiled_on_real_ranks)
 
 
-DRAWN: list[dict[str, Any]] = [{"noise": 0.5}, {"randomness": "same"}, {"randomness": "different"}]
+DRAWN: list[dict[str, Any]] = [{"noise": 0.5}, {"randomness": "different"}, *depth([], [{"randomness": "same"}, {}])]
 
 
-@pytest.mark.parametrize("options", [*DRAWN, *depth([], [{}])], ids=str)
+@pytest.mark.parametrize("options", DRAWN, ids=str)
 def test_compiled_in_several_graphs(options: dict[str, Any]) -> None:
     """Where noise or numbers are drawn: as without, or refused where it has to be one graph."""
-    spec = fs.always()(SMALL).bound
+    spec = depth(fs.whole(), fs.always())(SMALL).bound
     backend = depth("eager", "aot_eager")  # where graphs end, and what is refused, is Dynamo's
     compiled(spec, fullgraph=False, backend=backend, **options)
     if options:

@@ -16,6 +16,7 @@ from collective_log import SHORT, Collectives, world
 from depth import depth, each
 from parity import WAYS
 from ranks import Pool
+from test_compiled import MODEL
 from test_real_ranks import Block
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -33,14 +34,6 @@ State = tuple[fs.Params, fs.Params, fs.Params, Tensor]
 STRATEGIES = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}
 BLOCKS = depth(1, 2)
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
-
-
-def model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 5), *(Block(5) for _ in range(BLOCKS)), nn.Linear(5, 2)).double()
-
-
-MODEL = model()
 
 
 def batch(rank: int, step: int, rows: int = 4) -> Tensor:
@@ -139,7 +132,7 @@ def traced_hsdp(rank: int, way: str) -> None:
     check_traced_training(rank, 4, spec_on("reshard", hsdp()), way, "adamw")
 
 
-@pytest.mark.parametrize("way", ["fs", "torch.func"])
+@pytest.mark.parametrize("way", depth(["fs"], ["fs", "torch.func"]))
 def test_traced_hsdp_training(gloo4: Pool, way: str) -> None:
     """The same over a mesh of two axes."""
     gloo4.run(traced_hsdp, way)
@@ -258,7 +251,7 @@ def export_equals_eager(rank: int, strategy: str, strict: bool) -> None:
 
 @each
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", depth(["reshard", "replicate"], [*STRATEGIES]))
 def test_export_equals_eager(gloo2: Pool, strategy: str, strict: bool) -> None:
     """An exported forward, decomposed or saved and loaded too, on other shards and another number of rows."""
     gloo2.run(export_equals_eager, strategy, strict)
@@ -312,7 +305,7 @@ def exported_step(rank: int, strategy: str) -> None:
     assert_close(program.module()(other, batch(rank, 1)), step(other, batch(rank, 1)), rtol=1e-13, atol=1e-15)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", depth(["reshard", "replicate"], [*STRATEGIES]))
 def test_a_traced_step_can_be_exported(gloo2: Pool, strategy: str) -> None:
     """torch.export of the graph that make_fx gives of a step with its gradients."""
     gloo2.run(exported_step, strategy)
