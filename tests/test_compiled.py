@@ -98,6 +98,7 @@ def test_traced_equals_eager(gloo2: Pool, transform: str) -> None:
 
 
 LOW = fs.Precision(param=torch.bfloat16, reduce=torch.float32, buffer=torch.bfloat16)
+SHARD, REPLICATED = fs.P("shard", precision=LOW), fs.P(precision=LOW)
 
 
 class Cast(torch.nn.Module):
@@ -113,13 +114,13 @@ class Cast(torch.nn.Module):
         return self.last(x + torch.ones(4))  # of float32: the last layer casts
 
 
-def cast_when_compiled(rank: int, p: fs.P, which: str) -> None:
+def cast_when_compiled(rank: int, p: fs.P, inner: fs.P | None = None) -> None:
     torch.manual_seed(0)
     model, x = Cast(), torch.randn(2, 5, 3)[rank]
-    policy = fs.by_type(torch.nn.Linear, p=p) if which == "units" else fs.whole(p)
-    spec = fs.full_precision(fs.override(fs.whole(p), policy), torch.nn.LayerNorm)(model).bound
-    if which == "whole":
-        spec = fs.whole(p)(model).bound
+    spec = fs.whole(p)(model).bound
+    if inner:
+        units = fs.override(fs.whole(p), fs.by_type(torch.nn.Linear, p=inner))
+        spec = fs.full_precision(units, torch.nn.LayerNorm)(model).bound
     params = fs.shard(model, spec)
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -139,10 +140,14 @@ def cast_when_compiled(rank: int, p: fs.P, which: str) -> None:
 
 
 @pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: Dynamo and a forward in __dict__")
-@pytest.mark.parametrize("p", [fs.P("shard", precision=LOW), fs.P(precision=LOW)], ids=["shard", "replicated"])
-def test_casts_inside_of_a_compiled_call(gloo2: Pool, p: fs.P) -> None:
+@pytest.mark.parametrize(
+    ("p", "inner"),
+    depth([(SHARD, REPLICATED)], [(SHARD, SHARD), (REPLICATED, REPLICATED)]),
+    ids=depth(["both"], ["shard", "replicated"]),
+)
+def test_casts_inside_of_a_compiled_call(gloo2: Pool, p: fs.P, inner: fs.P) -> None:
     """The same casts around modules, of buffers, gathers and reductions, bit for bit; the model is as it was."""
-    gloo2.run(cast_when_compiled, p, "units")
+    gloo2.run(cast_when_compiled, p, inner)
 
 
 @pytest.mark.skipif(_torch.FORWARD_CAN_BE_REPLACED, reason="before torch 2.13")
@@ -157,4 +162,4 @@ def test_casts_inside_of_a_compiled_call_are_refused() -> None:
 
 def test_casts_around_a_compiled_call(gloo2: Pool) -> None:
     """A precision of the whole model, on every torch."""
-    gloo2.run(cast_when_compiled, fs.P("shard", precision=fs.Precision(reduce=torch.bfloat16)), "whole")
+    gloo2.run(cast_when_compiled, fs.P("shard", precision=fs.Precision(reduce=torch.bfloat16)))

@@ -18,6 +18,15 @@ from torch.testing import assert_close
 import funshard as fs
 from funshard import P
 
+POLICIES = {
+    "reshard": fs.by_type(MLP, Block),
+    "keep": fs.by_type(MLP, Block, p=P("shard", reshard=False)),
+    "replicate": fs.by_type(MLP, Block, p=P()),
+    "both": fs.by_path({"": P(), "blocks.0": P("shard", reshard=False)}),
+}
+"""Of the blocks of a model; "both", which is for `Net`, keeps a block of a replicated one."""
+BY_DEFAULT = depth(["reshard", "both"], ["reshard", "keep", "replicate"])
+
 
 def jvp_past_a_unit(rank: int, reshard: bool) -> None:
     with torch.device("meta"):
@@ -50,8 +59,7 @@ def test_no_warmup_jvp(gloo2: Pool, reshard: bool) -> None:
 
 def compiled_training(rank: int, strategy: str) -> None:
     model, loss, batch = depth((Net(1), squared, numbers), (Transformer(2), next_token, tokens))
-    p = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}[strategy]
-    spec = fs.by_type(MLP, Block, p=p)(model).bound
+    spec = POLICIES[strategy](model).bound
 
     def step(params: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         grads, value = fs.grad_and_value(lambda p: loss(sharded_call(model, p, spec), x))(params)
@@ -70,7 +78,7 @@ def compiled_training(rank: int, strategy: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("strategy", ["reshard", "keep", "replicate"])
+@pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_fsdp_compile(gloo2: Pool, strategy: str) -> None:
     """A compiled step, update included, is the eager one for five steps, and is compiled once into one graph."""
     gloo2.run(compiled_training, strategy)

@@ -14,8 +14,9 @@ import torch
 from collective_log import world
 from depth import depth, thorough
 from parity import next_token, numbers, same, sharded_call, squared, tokens
-from peer_models import MLP, Block, Net, Transformer
+from peer_models import Net, Transformer
 from ranks import Pool
+from test_peer_compile import BY_DEFAULT, POLICIES
 from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
@@ -131,7 +132,7 @@ def compiled_losses(rank: int, strategy: str, mesh: tuple[int, ...]) -> None:
     small = not thorough() and (strategy, mesh) != ("reshard", (2,))
     model, of_call, batch = (Net(1), squared, numbers) if small else (Transformer(1), next_token, tokens)
     names = ("replicate", "shard")[-len(mesh) :]
-    spec = fs.by_type(MLP, Block, p=STRATEGIES[strategy])(model).on(init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    spec = POLICIES[strategy](model).on(init_device_mesh("cpu", mesh, mesh_dim_names=names))
 
     def loss(params: fs.Params, x: Tensor) -> Tensor:
         return of_call(sharded_call(model, params, spec), x)
@@ -168,7 +169,7 @@ def grad_and_value_of_plain(f: Callable[..., Tensor]) -> Callable[..., tuple[fs.
     return lambda params, x: fs.grad_and_value(f)({key: p.detach() for key, p in params.items()}, x)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_fsdp_compile_losses(gloo2: Pool, strategy: str) -> None:
     """A compiled loss in an eager loop: ten losses and the parameters after them are the eager ones."""
     gloo2.run(compiled_losses, strategy, (2,))
@@ -179,12 +180,12 @@ def test_hsdp_compile_losses(gloo4: Pool) -> None:
     gloo4.run(compiled_losses, "reshard", (2, 2))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_compiled_graph_takes_shards_alone(strategy: str) -> None:
     """One graph whose inputs are the shards and the batch: no unsharded parameter, nor a module's own, is an input of it."""
     with world(4):
         model, loss, batch = depth((Net(1), squared, numbers), (Transformer(1), next_token, tokens))
-        spec = fs.by_type(MLP, Block, p=STRATEGIES[strategy])(model).bound
+        spec = POLICIES[strategy](model).bound
         params, x = fs.shard(model, spec), batch(0, 0)
         torch._dynamo.reset()
         seen = EagerAndRecordGraphs()

@@ -310,7 +310,8 @@ def test_compiled(gloo2: Pool) -> None:
     gloo2.run(compiled_on_real_ranks)
 
 
-DRAWN: list[dict[str, Any]] = [{"noise": 0.5}, {"randomness": "different"}, *depth([], [{"randomness": "same"}, {}])]
+NOISE, SAME, DIFFERENT = {"noise": 0.5}, {"randomness": "same"}, {"randomness": "different"}
+DRAWN: list[dict[str, Any]] = depth([{**NOISE, **DIFFERENT}], [NOISE, SAME, DIFFERENT, {}])
 
 
 @pytest.mark.parametrize("options", DRAWN, ids=str)
@@ -319,9 +320,9 @@ def test_compiled_in_several_graphs(options: dict[str, Any]) -> None:
     spec = depth(fs.whole(), fs.always())(SMALL).bound
     backend = depth("eager", "aot_eager")  # where graphs end, and what is refused, is Dynamo's
     compiled(spec, fullgraph=False, backend=backend, **options)
-    if options:
+    for option in options:
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"no graph can seed|because a graph draws other numbers"):
-            compiled(spec, backend=backend, **options)
+            compiled(spec, backend=backend, **{option: options[option]})
 
 
 @pytest.mark.parametrize(
