@@ -248,17 +248,17 @@ def _joined(
     """The new shard and state of a unit, whose parts the step does not keep any longer."""
     cut, names = plan.matrices.cut(key), plan.matrices.names(key)
     parts, slots, owned = step.taken(key)
+    more = {name: part for name, (part, _) in others.items()}
     rest = {name: new for name, (_, new) in others.items()}
-    parts |= {name: part for name, (part, _) in others.items()}
     if not names:
-        return parts[key], MatrixState(step.steps[key], {}, {}, rest)
+        return more[key], MatrixState(step.steps[key], {}, {}, rest)
     if donate:  # the matrices' parts are there
-        for name, (part, _) in others.items():
+        for name, part in more.items():
             cut.part(param, name).copy_(part)
         slices = {slot: _torch.taken_over(old) for slot, old in state.slices.items()}
         return _torch.taken_over(param), MatrixState(step.steps[key], slices, owned, rest)
     slices = {slot: _settled(old, cut.joined(slots[slot], old)) for slot, old in state.slices.items()}
-    return _settled(param, cut.joined(parts, param)), MatrixState(step.steps[key], slices, owned, rest)
+    return _settled(param, cut.joined({**parts, **more}, param)), MatrixState(step.steps[key], slices, owned, rest)
 
 
 def _settled(old: Tensor, new: Tensor) -> Tensor:

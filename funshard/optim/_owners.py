@@ -25,9 +25,9 @@ MOVED = 512
 """So many multiplications take as long as it takes to send an element there and back: 10^14 a second, 10^11 bytes a second,
 2 bytes each, and a Newton-Schulz iteration of 5 steps. Its order of magnitude is what counts."""
 ALIVE = 2
-"""Units: so much may be there at once of the groups that are on their way, worked on and on their way back."""
+"""In units: so much may be on a rank at once of the groups that are on their way, worked on and on their way back."""
 SLICES, WORK = 3, 3
-"""What is there of them, counted in what a rank's slices have of a group, and in what it owns of it: products, say."""
+"""Of a group there are so often what a rank's slices have of it, and what it owns of it: the products of the iteration."""
 
 
 class Matrix(NamedTuple):
