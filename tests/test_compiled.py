@@ -114,12 +114,12 @@ class Cast(torch.nn.Module):
         return self.last(x + torch.ones(4))  # of float32: the last layer casts
 
 
-def cast_when_compiled(rank: int, p: fs.P, inner: fs.P | None = None) -> None:
+def cast_when_compiled(rank: int, p: fs.P, last: fs.P | None = None) -> None:
     torch.manual_seed(0)
     model, x = Cast(), torch.randn(2, 5, 3)[rank]
     spec = fs.whole(p)(model).bound
-    if inner:
-        units = fs.override(fs.whole(p), fs.by_type(torch.nn.Linear, p=inner))
+    if last:
+        units = fs.override(fs.whole(p), fs.by_path({"first": p, "last": last}))
         spec = fs.full_precision(units, torch.nn.LayerNorm)(model).bound
     params = fs.shard(model, spec)
 
@@ -141,13 +141,13 @@ def cast_when_compiled(rank: int, p: fs.P, inner: fs.P | None = None) -> None:
 
 @pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: Dynamo and a forward in __dict__")
 @pytest.mark.parametrize(
-    ("p", "inner"),
+    ("p", "last"),
     depth([(SHARD, REPLICATED)], [(SHARD, SHARD), (REPLICATED, REPLICATED)]),
     ids=depth(["both"], ["shard", "replicated"]),
 )
-def test_casts_inside_of_a_compiled_call(gloo2: Pool, p: fs.P, inner: fs.P) -> None:
+def test_casts_inside_of_a_compiled_call(gloo2: Pool, p: fs.P, last: fs.P) -> None:
     """The same casts around modules, of buffers, gathers and reductions, bit for bit; the model is as it was."""
-    gloo2.run(cast_when_compiled, p, inner)
+    gloo2.run(cast_when_compiled, p, last)
 
 
 @pytest.mark.skipif(_torch.FORWARD_CAN_BE_REPLACED, reason="before torch 2.13")
