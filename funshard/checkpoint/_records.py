@@ -22,8 +22,8 @@ __all__ = ["DamagedError", "Record", "checksum", "record"]
 
 REBUILDS = ".".join(("torch", "_utils"))
 """The module whose functions files name: nothing of it is used."""
-TAIL = 4096
-"""Bytes at the end in which a file of few records has its directory."""
+HEAD, TAIL = 2048, 4096
+"""Bytes at the begin and at the end in which a file of one tensor has everything else."""
 
 
 class DamagedError(ValueError):
@@ -61,17 +61,18 @@ def record(read: Callable[[int, int], bytes], length: int, *, check: bool) -> Re
         if members.get("byteorder") is not None and archive.read(members["byteorder"]) != b"little":
             raise DamagedError("its bytes are in another order than this machine's")
     info = members[f"data/{key}"]
-    name, extra = struct.unpack("<HH", read(info.header_offset + 26, 4))
+    view.seek(info.header_offset + 26)
+    name, extra = struct.unpack("<HH", view.read(4))
     return Record(info.header_offset + 30 + name + extra, info.file_size, info.CRC, dtype, shape, stride, start)
 
 
 class _View(io.RawIOBase):
-    """The bytes as a file, of which the end is read once."""
+    """The bytes as a file, of which the begin and the end are read once."""
 
     def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
         self._read, self._length, self._at = read, length, 0
         self._from = max(length - TAIL, 0)
-        self._tail = read(self._from, length - self._from)
+        self._head, self._tail = read(0, min(length, HEAD)), read(self._from, length - self._from)
 
     def seekable(self) -> bool:
         return True
@@ -89,6 +90,8 @@ class _View(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         size = self._length - self._at if size < 0 else min(size, self._length - self._at)
         at, self._at = self._at, self._at + size
+        if at + size <= len(self._head):
+            return self._head[at : at + size]
         if at >= self._from:
             return self._tail[at - self._from : at - self._from + size]
         return self._read(at, size)
