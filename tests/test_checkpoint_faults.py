@@ -550,6 +550,8 @@ def test_latest_and_clean(tmp_path: Path) -> None:
     assert {path.name for path in checkpoint.clean(tmp_path, keep=2)} == {"step_9", "step_10", dead.aside.name}
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "other", alive.aside.name}
     alive.abandon()
+    checkpoint.save(tmp_path / "0", {"params": params, "step": 4}, spec)
+    assert checkpoint.latest(tmp_path) == tmp_path / "0"  # however few are left of those before
     with pytest.raises(ValueError, match="expected to keep at least 1"):
         checkpoint.clean(tmp_path, keep=0)
 
