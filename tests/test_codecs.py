@@ -56,7 +56,7 @@ def test_error_zeros_and_again(numel: int, block: int, dtype: torch.dtype, seed:
 
 @given(st.integers(1, 3000), st.sampled_from([*LOW, *WIDE]), st.integers(0, 99))
 def test_quantized_scales(numel: int, dtype: torch.dtype, seed: int) -> None:
-    """Each is off by at most 1 / 254 of the largest difference of one from their mean."""
+    """Each is off by at most 1 / 254 of the largest difference of one from their mean, and none is below zero."""
     x, block = numbers(numel, dtype, seed), 4
     codec = codecs.nf4(block, double_quant=True)
     got = codec.decode(*codec.encode(x))
@@ -68,6 +68,7 @@ def test_quantized_scales(numel: int, dtype: torch.dtype, seed: int) -> None:
         (got.double() - plain).abs() <= off * (1 + 1e-5) + EPS[dtype] * 2 * (off + absmax_of(x, block)) + 1e-6 * scales.mean()
     ).all()
     assert (got[x == 0] == 0).all()
+    assert (got * x >= 0).all()
 
 
 def slow_nf4(x: Sequence[float], block: int) -> tuple[list[int], list[float], list[float]]:
