@@ -428,6 +428,21 @@ def test_weights_are_of_all_ranks(gloo2: Pool, keep: str, way: str, reduce: str)
     gloo2.run(by_tokens, 2, keep, way, reduce)
 
 
+def test_weights_are_of_the_ranks_that_are_reduced_over() -> None:
+    """Over some axes alone: of each group the mean by its own weights."""
+    model = nn.Linear(1, 1, bias=False).double()
+
+    def run(mesh: Mesh, x: Tensor, weight: Tensor) -> Tensor:
+        spec = fs.whole()(model).on(mesh)
+        loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
+        grads, _ = fs.accumulate(loss, fs.shard(model, spec), [x], spec=spec, weights=[weight], reduce_over="shard")
+        return fs.unshard(grads, spec)["weight"].sum()
+
+    x, weights = torch.tensor([1.0, 2.0, 3.0, 4.0]).double(), torch.tensor([1.0, 3.0, 1.0, 0.0])
+    got = fs.testing.spmd(run, {"replicate": 2, "shard": 2})(x.view(4, 1, 1), weights)
+    assert got.tolist() == [1.75, 1.75, 3.0, 3.0]
+
+
 def test_without_any_weight() -> None:
     """Zeros, and not NaN; a rank without weight takes part."""
     model = nn.Linear(2, 1).double()
