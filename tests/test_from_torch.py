@@ -242,6 +242,22 @@ def test_donated(cls: Any, options: dict[str, Any]) -> None:
                     use(old)
 
 
+def test_donated_memory_is_known_to_have_changed() -> None:
+    """Fused kernels do not count what they write: a derivative that had saved it says so, also where a transform runs."""
+    params = {"a": torch.randn(8)}
+    init, update = from_torch(torch.optim.AdamW, donate=True, fused=True)
+    state, weight = init(params), torch.ones(8, requires_grad=True)
+    product = (weight * params["a"]).sum()
+
+    def step(x: Tensor) -> Tensor:
+        update({"a": torch.ones(8)}, state, params)
+        return x
+
+    torch.vmap(step)(torch.zeros(2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 class Allocations(TorchDispatchMode):
     """The bytes of every new storage that an operator returns."""
 
