@@ -176,6 +176,21 @@ def test_a_change_in_place_is_refused_as_ever() -> None:
         changed(x).sum().backward()
 
 
+def test_what_has_changed_rests_anew() -> None:
+    """Saved, changed in place and saved again: each derivative has, or refuses, what was there when it was saved."""
+    x, scale = X.clone().requires_grad_(), X.clone()
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        before = (x * scale).sin()  # after which the scale has left
+        scale.mul_(2)
+        return before, x * scale
+
+    before, after = moved(f, load=1)(x)
+    equal(torch.autograd.grad(after.sum(), x), (scale,))
+    with pytest.raises(RuntimeError, match="modified in place"):
+        before.sum().backward()
+
+
 def test_nothing_is_left_behind() -> None:
     """After an exception in forward or in backward, and on another thread; another's hooks and checkpoints keep their own."""
     x = X.clone().requires_grad_()
