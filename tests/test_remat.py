@@ -96,6 +96,14 @@ def test_plain_forward_mode() -> None:
         assert_close(tangents, (jvp(lambda w: layer(w, X), (W,), (V,))[1], hvp(layer)(W)))
 
 
+def test_forward_mode_without_grad_mode() -> None:
+    """The backward of SiLU is a kernel there that forward-mode AD does not know."""
+    f = lambda w: torch.nn.functional.silu(w).sum()  # noqa: E731
+    with torch.no_grad():
+        got = jvp(grad(fs.remat(f)), (W,), (V,))[1]
+    assert_close(got, jvp(grad(f), (W,), (V,))[1])
+
+
 @pytest.mark.parametrize("randomness", ["different", "same"])
 def test_random_numbers_are_those_of_the_first_run(randomness: str) -> None:
     """Dropout in the function, in grad and in vmap of grad; and what is drawn afterwards."""
