@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import enum
+import io
 import json
 import os
 import pickle
@@ -20,7 +22,9 @@ import torch
 import torch.distributed as dist
 from ranks import CONTEXT, Pool, forked, free_port
 from torch import nn
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
 
 import funshard as fs
 from funshard import checkpoint
@@ -580,6 +584,40 @@ def test_a_hostile_description_is_not_run(tmp_path: Path) -> None:
         ):
             checkpoint.load(tmp_path / "1", spec)
     assert not (tmp_path / "owned").exists()
+
+
+class Early(pickle.Pickler):
+    """Python 3.11's first releases write a member of an enumeration down as ``getattr(enumeration, name)``."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+class Attribute:
+    """What a pickle of it asks for."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self.asked = of, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.asked
+
+
+def test_members_of_enumerations_and_no_other_attributes(tmp_path: Path) -> None:
+    """However this Python writes them: those that torch describes a tensor's memory with."""
+    model, spec = made()
+    checkpoint.save(tmp_path / "1", shards := fs.shard(model, spec), spec)
+    (tmp_path / "1" / "funshard.json").unlink()
+    metadata = tmp_path / "1" / ".metadata"
+    content = io.BytesIO()
+    Early(content).dump(pickle.loads(metadata.read_bytes()))
+    metadata.write_bytes(content.getvalue())
+    assert b"getattr" in content.getvalue()
+    assert_close(checkpoint.load(tmp_path / "1", spec), shards, rtol=0, atol=0)
+    for of, name in ((dcp.Metadata, "__init__"), (dcp._MEM_FORMAT_ENCODING, "__class__"), (dcp._MEM_FORMAT_ENCODING, "mro")):
+        metadata.write_bytes(pickle.dumps(Attribute(of, name)))
+        with pytest.raises(CheckpointError, match=f"asks for '{name}' of .*, which is no description of tensors"):
+            checkpoint.load(tmp_path / "1", spec)
 
 
 def test_a_hostile_tensor_is_not_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import pathlib
 import pickle
@@ -188,6 +189,8 @@ class _Unpickler(pickle.Unpickler):
             return pathlib.PurePath
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) == ("torch", "Size"):
             return torch.Size
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -203,6 +206,15 @@ class StorageInfo:
     offset: int
     length: int
     transform_descriptors: Any = None
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """Of an enumeration: how Python 3.11's first releases write one down."""
+    if not (isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__):
+        raise CheckpointError(
+            f"its {METADATA} asks for {name!r} of {kind!r}, which is no description of tensors: it is not loaded"
+        )
+    return kind.__members__[name]
 
 
 def _layout(name: str) -> torch.layout:
