@@ -21,7 +21,7 @@ from ranks import Pool
 
 import funshard as fs
 
-COUNT = depth(40, 20_000)
+COUNT = depth(40, 10_000)
 
 
 @st.composite
