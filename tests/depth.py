@@ -24,6 +24,7 @@ import pytest
 PROFILE = "HYPOTHESIS_PROFILE"
 """The variable of the environment that holds the depth, so that real ranks have it too."""
 T = TypeVar("T")
+V = TypeVar("V")
 
 each = pytest.mark.each
 """Each value of each parameter is in some case."""
@@ -58,6 +59,11 @@ def some(cases: Iterable[tuple[Any, ...]], together: int = 2) -> list[tuple[Any,
     """Of the cases that one test goes through: by default so many that any ``together`` values are in one of them."""
     every = list(cases)
     return every if thorough() else [every[i] for i in covering(every, together)]
+
+
+def dealt(to: T, firsts: Iterable[T], seconds: Iterable[V]) -> list[V]:
+    """What one of the ``firsts`` goes through: all of the ``seconds``, by default dealt out so that each is with some first."""
+    return [second for first, second in some(itertools.product(firsts, seconds), 1) if first == to]
 
 
 def split(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:

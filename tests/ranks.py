@@ -239,13 +239,13 @@ def ended(processes: Sequence[mp.process.BaseProcess], seconds: float = TIMEOUT)
     return codes
 
 
-def launch(ranks: int, path: Path, *argv: str) -> str:
-    """What a script prints, all of its ranks together: run plainly on one, as by torchrun on more.
+def launch(ranks: int, path: Path, *argv: str, **env: str) -> str:
+    """What a script prints, all of its ranks together: run plainly on one, as by torchrun on more; ``env`` as for `start`.
 
     Raises AssertionError with all it said if a rank fails or takes longer than `TIMEOUT` seconds.
     """
     with tempfile.NamedTemporaryFile("r") as output:
-        codes = ended(start(ranks, path, argv, output.name))
+        codes = ended(start(ranks, path, argv, output.name, **env))
         said = output.read()
     assert codes == [0] * ranks, f"exit codes {codes} (None: still running)\n{said}"
     return said

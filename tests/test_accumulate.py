@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import functools
-import itertools
 import queue
 import threading
 import warnings
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, Sent, gathers, reduce, scatters, world
-from depth import depth, each, some
+from depth import dealt, depth, each
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,8 +161,7 @@ def on_ranks(rank: int, shape: tuple[int, ...], strategy: str, keep: str, way: s
         y = fs.functional_call(model, p, (x,), spec=spec, **options).double()
         return (y**2).mean() + 0.1 * sum((shard**2).sum() for shard in p.values()), y.mean()
 
-    by_strategy = itertools.product(STRATEGIES, REDUCTIONS)
-    for by in REDUCTIONS if len(shape) == 1 else [by for name, by in some(by_strategy, 1) if name == strategy]:
+    for by in REDUCTIONS if len(shape) == 1 else dealt(strategy, STRATEGIES, REDUCTIONS):
         expected, value = each_alone(lambda p, x, by=by: loss(p, x, reduce=by)[0], params, batches)
         share = 1 if by == "mean" else MICRO
         got, (mean, auxes) = by_way(way, loss, params, batches, spec=spec, keep=keep, reduce=by, has_aux=True)

@@ -8,14 +8,13 @@ import re
 import runpy
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from depth import depth
-from ranks import ended, start
+from ranks import launch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LAYERS, STEPS = depth((1, 20), (2, 30))
@@ -25,11 +24,7 @@ TINY += depth(" --eval-batches 2 --max-bytes 1000000", "")
 
 def launched(ranks: int, path: Path, *argv: str) -> str:
     """As `ranks.launch`; and a rank that is alone has one thread too, as the other cores are busy with other tests."""
-    with tempfile.NamedTemporaryFile("r") as output:
-        codes = ended(start(ranks, path, argv, output.name, LOCAL_WORLD_SIZE=str(os.cpu_count())))
-        said = output.read()
-    assert codes == [0] * ranks, f"exit codes {codes} (None: still running)\n{said}"
-    return said
+    return launch(ranks, path, *argv, LOCAL_WORLD_SIZE=str(os.cpu_count()))
 
 
 @functools.cache
@@ -114,11 +109,11 @@ def forked(command: list[str], **_: object) -> SimpleNamespace:
     return SimpleNamespace(stdout=launched(int(command[script - 1]), Path(command[script]), *command[script + 1 :]))
 
 
-@pytest.mark.parametrize("starts", [forked, *depth([], [subprocess.run])])
-def test_muon_beside_adamw(starts: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("start", [forked, *depth([], [subprocess.run])])
+def test_muon_beside_adamw(start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Both columns, of the same first batch; then in which step Muon has AdamW's last loss."""
     tiny = "--layers 1 --dim 32 --heads 2 --seq 32 --batch 4 --steps 6 --warmup 2 --log-every 1 --sample 1"
-    monkeypatch.setattr(subprocess, "run", starts)
+    monkeypatch.setattr(subprocess, "run", start)
     monkeypatch.setattr(sys, "argv", ["muon.py", *tiny.split()])
     runpy.run_path(str(EXAMPLES / "muon.py"))
     *table, says = capsys.readouterr().out.splitlines()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import each, some
+from depth import dealt, each
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -149,7 +148,7 @@ def test_contrastive_loss_on_simulated_ranks(layout: str, way: str, sizes: dict[
 
 
 def on_ranks(rank: int, way: str, layout: str) -> dict[str, fs.Params]:
-    orders = [order for chosen, order in some(itertools.product(LAYOUTS, ORDERS), 1) if chosen == layout]
+    orders = dealt(layout, LAYOUTS, ORDERS)
     return sharded(Mesh.world(), tuple(x[rank] for x in batch(2)), way, LAYOUTS[layout], orders)
 
 
@@ -165,7 +164,7 @@ def test_contrastive_loss_on_two_ranks(gloo2: Pool, layout: str, way: str) -> No
 
 def on_grid(rank: int, way: str) -> dict[str, fs.Params]:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    orders = [order for chosen, order in some(itertools.product(WAYS, ORDERS), 1) if chosen == way]
+    orders = dealt(way, WAYS, ORDERS)
     return sharded(Mesh.of(grid), tuple(x[rank] for x in batch(4)), way, fs.P("shard"), orders)
 
 

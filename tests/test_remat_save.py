@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives
-from depth import depth, each, some
+from depth import dealt, depth, each, some
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import Kernels
@@ -563,7 +563,7 @@ def on_ranks(rank: int, strategy: str) -> None:
     model = gpt(2)
     xs = torch.randn(2, 2, 5, 16, dtype=torch.float64)
     counts: dict[str, Counter[str]] = {}
-    for way in [way for chosen, way in some(itertools.product(STRATEGIES, WAYS), 1) if chosen == strategy]:
+    for way in dealt(strategy, STRATEGIES, WAYS):
         results = {}
         for name, remat in CHOICES.items():
             spec = fs.by_type(Block, p=STRATEGIES[strategy](remat))(model).bound
@@ -699,7 +699,7 @@ def transformer(rank: int, name: str) -> None:
     made = build(name)
     attention = aten._scaled_dot_product_flash_attention_for_cpu.default
     batch = {k: v[rank] for k, v in made.batches.items()}
-    for way in [way for chosen, way in some(itertools.product(TRANSFORMERS, WAYS), 1) if chosen == name]:
+    for way in dealt(name, TRANSFORMERS, WAYS):
         results, counts = [], []
         for remat in (False, True, fs.Remat(PRODUCTS), fs.Remat(lambda op: op is attention)):
             spec = fs.by_type(*made.blocks, p=fs.P("shard", remat=remat))(made.model).bound

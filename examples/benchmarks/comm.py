@@ -20,17 +20,13 @@ make it hardly any faster.
 """
 
 import argparse
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from common import (
     BF16,
     GATHER,
@@ -42,13 +38,13 @@ from common import (
     Step,
     Work,
     fake_world,
-    free_port,
     fsdp2,
     funshard,
     plain,
     report,
     work_of,
 )
+from measured import on_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
@@ -200,34 +196,24 @@ def order(args: argparse.Namespace) -> None:
     report(["pass", "what", "collective", "unit", "operators before"], rows, {"order": [row[:4] for row in rows]}, args)
 
 
-def all_reduces(rank: int, args: argparse.Namespace, port: int, out: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        name = dist.distributed_c10d._get_default_group().group_name
-        tensors = {kib: torch.zeros(kib * 256) for kib in map(int, args.sizes.split(","))}
-        times: dict[int, list[float]] = {kib: [] for kib in tensors}
-        for round_ in range(args.warmup + args.rounds):
-            for kib, x in tensors.items():
-                dist.barrier()
-                start = time.perf_counter()
-                torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce_(x, "avg", name))
-                if round_ >= args.warmup:
-                    times[kib].append(time.perf_counter() - start)
-        if rank == 0:
-            torch.save({kib: statistics.median(t) for kib, t in times.items()}, out)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def all_reduces(rank: int, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of one of each size, in KiB."""
+    name = dist.distributed_c10d._get_default_group().group_name
+    tensors = {kib: torch.zeros(int(kib) * 256) for kib in args.sizes.split(",")}
+    times: dict[str, list[float]] = {kib: [] for kib in tensors}
+    for round_ in range(args.warmup + args.rounds):
+        for kib, x in tensors.items():
+            dist.barrier()
+            start = time.perf_counter()
+            torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce_(x, "avg", name))
+            if round_ >= args.warmup:
+                times[kib].append(time.perf_counter() - start)
+    return {kib: statistics.median(t) for kib, t in times.items()}
 
 
 def buckets(args: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        out = str(Path(folder) / "times")
-        mp.start_processes(all_reduces, (args, free_port(), out), nprocs=2, start_method="fork")
-        times = torch.load(out)
-    figures = {f"{kib} KiB": {"ms": t * 1e3, "MB/s": kib * 1024 / t / 1e6} for kib, t in times.items()}
+    times = on_ranks(all_reduces, argparse.Namespace(**{**vars(args), "ranks": 2}))
+    figures = {f"{kib} KiB": {"ms": t * 1e3, "MB/s": int(kib) * 1024 / t / 1e6} for kib, t in times.items()}
     rows = [[name, f"{one['ms']:.2f}", f"{one['MB/s']:.0f}"] for name, one in figures.items()]
     report(["all-reduce of", "ms", "MB/s"], rows, figures, args)
 

@@ -123,8 +123,10 @@ def by_rule(
     every = {matrix.name: options.get(matrix.name, {}) for matrix in known.chosen}
     if not (isinstance(rest, tuple) and len(rest) == 2 and all(map(callable, rest))):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"rest: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW) gives, got {rest!r}")
-    owned = {shape: _owned_shapes(rule, shape, dtype) for shape, dtype in {m.shape: m.unit.dtype for m in known.chosen}.items()}
-    plan = _Plan(rule, known, every, rest, own_rest, donate, lr, {m.name: owned[m.shape] for m in known.chosen})
+    kinds = {m.name: (m.shape, m.unit.dtype) for m in known.chosen}
+    shapes = {kind: _owned_shapes(rule, *kind) for kind in dict.fromkeys(kinds.values())}
+    owned = {name: shapes[kind] for name, kind in kinds.items()}
+    plan = _Plan(rule, known, every, rest, own_rest, donate, lr, owned)
     return MatrixOptimizer(partial(_init, plan), partial(_update, plan))
 
 
@@ -150,7 +152,7 @@ def _init(plan: _Plan, params: Mapping[str, Tensor]) -> State:
     for key, tensor in params.items():
         cut, names = plan.matrices.cut(key), plan.matrices.names(key)
         some = {slot: {n: parts[n] for n in names if n in parts} for slot, parts in slots.items()} if names else {}
-        slices = {slot: _settled(tensor, _begun_slice(cut, parts, tensor.detach())) for slot, parts in some.items()}
+        slices = {slot: _resting(tensor, _begun_slice(cut, parts, tensor.detach())) for slot, parts in some.items()}
         owned = {name: whole[name] for name in names}
         others = {name: rest[name] for name in _rest(plan, {key: tensor})}
         state[key] = MatrixState(torch.zeros((), dtype=torch.int64), slices, owned, others)
@@ -257,10 +259,10 @@ def _joined(
             cut.part(param, name).copy_(part)
         slices = {slot: _torch.taken_over(old) for slot, old in state.slices.items()}
         return _torch.taken_over(param), MatrixState(step.steps[key], slices, owned, rest)
-    slices = {slot: _settled(old, cut.joined(slots[slot], old)) for slot, old in state.slices.items()}
-    return _settled(param, cut.joined({**parts, **more}, param)), MatrixState(step.steps[key], slices, owned, rest)
+    slices = {slot: _resting(old, cut.joined(slots[slot], old)) for slot, old in state.slices.items()}
+    return _resting(param, cut.joined({**parts, **more}, param)), MatrixState(step.steps[key], slices, owned, rest)
 
 
-def _settled(old: Tensor, new: Tensor) -> Tensor:
+def _resting(old: Tensor, new: Tensor) -> Tensor:
     """In memory like the old."""
     return like(old, new) if _torch.is_pinned(old) else new

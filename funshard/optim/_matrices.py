@@ -168,5 +168,7 @@ def matrices(spec: PartitionSpec, *, select: Select | None = None, cost: Cost | 
     Raises ValueError, naming the parameter, for a shape that does not fit it.
     """
     spec = bound(spec)
-    found = assigned(chosen(spec, select, cost), spec)
-    return Matrices(spec, tuple(found), tuple(tuple(found[i].name for i in group) for group in groups(found, spec)))
+    found = chosen(spec, select, cost)
+    together = groups(found, spec)
+    names = tuple(tuple(found[i].name for i in group) for group in together)
+    return Matrices(spec, tuple(assigned(found, together, spec)), names)

@@ -124,13 +124,13 @@ def every_rank(spec: PartitionSpec) -> list[tuple[int, ...]]:
     return [*itertools.product(*(range(size) for _, size in spec.bound_mesh.sizes))]
 
 
-def assigned(found: Sequence[Matrix], spec: PartitionSpec) -> list[Matrix]:
+def assigned(found: Sequence[Matrix], together: Sequence[Sequence[int]], spec: PartitionSpec) -> list[Matrix]:
     """The same with owners: each to the rank that has least to do, the dearest first (LPT: Graham, 1969).
 
     Of ranks that have as much to do the one that has least of the matrix's group, so that they work at the same time.
     """
     ranks = every_rank(spec)
-    group_of = {i: number for number, group in enumerate(groups(found, spec)) for i in group}
+    group_of = {i: number for number, group in enumerate(together) for i in group}
     loads = dict.fromkeys(ranks, 0.0)
     of_group: dict[tuple[int, tuple[int, ...]], float] = {}
     owners: dict[int, tuple[int, ...]] = {}
