@@ -14,6 +14,7 @@ from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
+from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard.testing import spmd
@@ -201,6 +202,27 @@ def resharded_in_the_middle(mesh: Any, axis: Any, policy: str, optimizer: str) -
     return fs.unshard(params, second)
 
 
+def test_parameters_without_dimensions_or_elements_are_resharded() -> None:
+    """A scalar's state has the shape of a count; and counts are written by a donated step, each by itself."""
+    mixed = nn.Module()
+    mixed.inner = nn.Linear(3, 4)
+    mixed.scalar, mixed.none = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.empty(0, 3))
+    mixed.vector = nn.Parameter(torch.ones(5))
+    first, second = (policy(mixed).on({"shard": 1}) for policy in (fs.always(), fs.whole()))
+    for here, there in ((first, second), (second, first)):
+        before, after = (fs.optim.matrices(spec) for spec in (here, there))
+        (init, update), (begin, updated) = (fs.optim.muon(where, dtype=torch.float32, donate=True) for where in (before, after))
+        params = fs.shard(mixed, here)
+        grads = {key: torch.ones_like(p) for key, p in params.items()}
+        params, state = update(grads, init(params), params)
+        others, moved = fs.reshard(params, here, there), fs.optim.reshard(state, before, after)
+        of_moved, of_new = (pytree.tree_map(lambda x: (x.shape, x.dtype), state) for state in (moved, begin(others)))
+        assert of_moved == of_new
+        got, _ = updated({key: torch.ones_like(p) for key, p in others.items()}, moved, others)
+        want, _ = update(grads, state, params)
+        assert_close(fs.unshard(got, there), fs.unshard(want, here))
+
+
 def resharded_on_ranks(rank: int, sizes: dict[str, int], axis: Any, policy: str, optimizer: str) -> fs.Params:
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return resharded_in_the_middle(mesh, axis, policy, optimizer)
@@ -221,6 +243,110 @@ def test_another_policy_in_the_middle(gloo2: Pool, gloo4: Pool, optimizer: str, 
     got = spmd(lambda mesh, _: resharded_in_the_middle(mesh, axis, policy, optimizer), sizes)(torch.zeros(ranks))
     for name, x in got.items():
         assert_close(x[0], want[name], rtol=1e-9, atol=1e-9)
+
+
+# --- your own, and what goes wrong in it ---
+
+
+def lamb(where: fs.optim.Matrices, donate: bool) -> Any:
+    """Of every parameter, vectors as well: momentum over its norm, and a number that counts."""
+
+    def step(grad: Tensor, state: Any, param: Tensor) -> tuple[Tensor, Any]:
+        momentum = 0.9 * state["momentum"] + grad
+        new = {"momentum": momentum, "steps": state["steps"] + 1}
+        return param - 0.1 * param.norm() * momentum / momentum.norm() / new["steps"], new
+
+    rest = fs.optim.from_torch(torch.optim.AdamW, donate=donate)
+    return fs.optim.by_matrix(
+        lambda p: {"momentum": torch.zeros_like(p), "steps": p.new_zeros(())}, step, where, rest=rest, donate=donate
+    )
+
+
+def by_lamb(mesh: Any, axis: Any, donate: bool) -> fs.Params:
+    spec = spec_on(mesh, axis)
+    init, update = lamb(fs.optim.matrices(spec, select=lambda name, param: True), donate)
+    params = fs.shard(PARAMS, spec)
+    state = init(params)
+    assert all(unit.slices["momentum"].shape == params[key].shape for key, unit in state.items() if unit.owned)
+    for grads in GRADS[:3]:
+        params, state = update(fs.shard(grads, spec), state, params)
+    return fs.unshard(params, spec)
+
+
+def lamb_on_ranks(rank: int, sizes: dict[str, int], axis: Any, donate: bool) -> fs.Params:
+    return by_lamb(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), axis, donate)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "ddp"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_every_parameter_as_a_whole(gloo2: Pool, mesh: str) -> None:
+    """Vectors' momentum is in slices as matrices' is; on simulated ranks and on real ones, donated or not."""
+    sizes, axis = MESHES[mesh]
+    want = {name: p.clone() for name, p in PARAMS.items()}
+    momenta = {name: torch.zeros_like(p) for name, p in PARAMS.items()}
+    for t, grads in enumerate(GRADS[:3], 1):
+        for name, p in want.items():
+            momenta[name] = 0.9 * momenta[name] + grads[name]
+            want[name] = p - 0.1 * p.norm() * momenta[name] / momenta[name].norm() / t
+    simulated = spmd(lambda mesh, _: by_lamb(mesh, axis, False), sizes)(torch.zeros(2))
+    of_simulated = [{name: x[rank] for name, x in simulated.items()} for rank in range(2)]
+    for got in (*of_simulated, *(x for donate in (False, True) for x in gloo2.run(lamb_on_ranks, sizes, axis, donate))):
+        assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_other_state_of_vectors() -> None:
+    """What only some parameters have in their own shape stays with the owner: a column's too, as of torch's Adafactor."""
+    column = nn.Linear(1, 5).double()
+    spec = fs.whole()(column).on({"shard": 1})
+    params, want = fs.shard(column, spec), torch.optim.Adafactor(column.parameters())
+    init, update = fs.optim.from_torch(torch.optim.Adafactor, spec=spec)
+    new, _ = update(params, init(params), params)
+    for p in column.parameters():
+        p.grad = p.detach().clone()
+    want.step()
+    assert_close(fs.unshard(new, spec), {name: p.detach() for name, p in column.named_parameters()}, rtol=1e-12, atol=1e-12)
+
+
+def test_an_update_that_raises_in_the_middle() -> None:
+    """Nothing has happened; or what was donated, which is half written, is gone."""
+    calls: list[int] = []
+
+    def step(grad: Tensor, state: Any, param: Tensor) -> tuple[Tensor, Any]:
+        calls.append(0)
+        if len(calls) % 4 == 0:
+            raise RuntimeError("the fourth")
+        return param - grad, {"momentum": grad}
+
+    spec = spec_on({"shard": 1}, "shard")
+    everything = fs.optim.matrices(spec, select=lambda name, param: True)
+    rest = fs.optim.from_torch(torch.optim.AdamW)
+    for donate in (False, True):
+        init, update = fs.optim.by_matrix(
+            lambda p: {"momentum": torch.zeros_like(p)}, step, everything, rest=rest, donate=donate
+        )
+        params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
+        state = init(params)
+        calls.clear()
+        with pytest.raises(RuntimeError, match="the fourth"):
+            update(grads, state, params)
+        for x in (*params.values(), *(x for unit in state.values() for x in unit.slices.values())):
+            if donate:
+                with pytest.raises(RuntimeError, match="donated"):
+                    x.sum()
+        if not donate:
+            assert_close(fs.unshard(params, spec), PARAMS, rtol=0, atol=0)
+            assert not any(x.any() for unit in state.values() for x in unit.slices.values())
+
+
+def test_a_rest_that_writes_alone_is_refused() -> None:
+    """The parameters that were given, and are to stay, would have new biases."""
+    spec = spec_on({"shard": 1}, "shard")
+    for fused in (False, True):
+        params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
+        rest = fs.optim.from_torch(torch.optim.AdamW, donate=True, fused=fused)
+        init, update = fs.optim.muon(matrices_on(spec, "muon"), rest=rest)
+        with pytest.raises(ValueError, match=r"rest: it has written into params\['.*'\]: expected donate=True of both"):
+            update(grads, init(params), params)
 
 
 def test_memory_that_would_be_written_twice_is_refused() -> None:

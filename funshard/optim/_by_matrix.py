@@ -88,8 +88,9 @@ def by_matrix(
     travels with it; other state, such as factors of preconditioners, stays on the owner. The groups of matrices go to their
     owners one ahead of the one that is worked on, and come back behind it.
 
-    With ``donate`` the new params and state are in the memory of what was given. ``lr`` is this step's learning rate, handed
-    to ``update`` by name, and ``rest_lr`` that of ``rest``.
+    With ``donate`` the new params and state are in the memory of what was given, which is gone as well where an update raises
+    in the middle; without it ``rest`` may not donate either. ``lr`` is this step's learning rate, handed to ``update`` by name,
+    and ``rest_lr`` that of ``rest``.
 
     >>> import torch, funshard as fs
     >>> def sign(grad, state, param):  # of the singular values
@@ -226,8 +227,14 @@ def _stepped(
     *,
     donate: bool,
 ) -> tuple[Params, State]:
-    if donate and any(map(_torch.is_pinned, params.values())):
-        _torch.arrived()  # what a gather may still read
+    if donate:
+        if any(map(_torch.is_pinned, params.values())):
+            _torch.arrived()  # what a gather may still read
+        # from here on, so that nobody goes on with what is half written where something raises
+        params = {key: _torch.taken_over(x) if plan.matrices.names(key) else x for key, x in params.items()}
+        state = {key: unit._replace(slices=pytree.tree_map(_torch.taken_over, unit.slices)) for key, unit in state.items()}
+    keeps = _torch.plain() and not donate
+    versions = {key: _torch.version(params[key]) for key in params if keeps and plan.matrices.names(key)}
     step = Step(plan.rule, plan.matrices, options, grads, state, params, donate=donate)
     rest: dict[str, Any] = {}
     new_params: Params = {}
@@ -236,6 +243,9 @@ def _stepped(
     def meanwhile() -> None:
         given = {name: x for unit in state.values() for name, x in unit.rest.items()}
         parts, rest_state = plan.rest[1](_rest(plan, grads), given, _rest(plan, params), **rates)
+        for key, version in versions.items():
+            if _torch.version(params[key]) != version:
+                raise ValueError(f"rest: it has written into params['{key}']: expected donate=True of both, or of neither")
         rest.update({name: (parts[name], rest_state[name]) for name in given})
 
     for key in step.run([*plan.matrices.groups_of(params)], meanwhile):
@@ -257,8 +267,7 @@ def _joined(
     if donate:  # the matrices' parts are there
         for name, part in more.items():
             cut.part(param, name).copy_(part)
-        slices = {slot: _torch.taken_over(old) for slot, old in state.slices.items()}
-        return _torch.taken_over(param), MatrixState(step.steps[key], slices, owned, rest)
+        return param, MatrixState(step.steps[key], state.slices, owned, rest)
     slices = {slot: _resting(old, cut.joined(slots[slot], old)) for slot, old in state.slices.items()}
     return _resting(param, cut.joined({**parts, **more}, param)), MatrixState(step.steps[key], slices, owned, rest)
 

@@ -22,6 +22,8 @@ __all__ = ["reshard"]
 SUM = Reduction("sum")
 Parts = dict[str, Params]
 """By slot, then by parameter: whole tensors, and numbers."""
+_Whole = tuple[Parts, Parts, set[str]]
+"""Of a unit: elementwise state of its matrices; what the rest has; and which of the rest's slots are numbers."""
 
 
 def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> dict[str, MatrixState]:
@@ -40,7 +42,7 @@ def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> d
     needs = {unit.key: dict.fromkeys(old.spec.by_name[p.name][0].key for p in unit.params) for unit in new.spec}
     made = [unit for unit in new.spec if any(key in state for key in needs[unit.key])]
     last = {key: unit.key for unit in made for key in needs[unit.key]}
-    whole: dict[str, tuple[Parts, Parts]] = {}
+    whole: dict[str, _Whole] = {}
     out: dict[str, MatrixState] = {}
     for unit in made:
         for key in needs[unit.key]:
@@ -56,12 +58,12 @@ def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> d
     return out
 
 
-def _whole(state: MatrixState, unit: Unit, old: Matrices) -> tuple[Parts, Parts]:
-    """``(elementwise state of its matrices, what the rest has)``, by slot and parameter."""
+def _whole(state: MatrixState, unit: Unit, old: Matrices) -> _Whole:
     names = {*old.names(unit.key)}
     slices = {slot: _only(_gathered(piece, unit, old), names) for slot, piece in state.slices.items()}
     rest: Parts = {}
     parts: Parts = {}
+    numbers: set[str] = set()
     for entry, values in state.rest.items():
         for slot, value in values.items():
             if entry == unit.key and value.shape == (old.spec.shard_numel(unit),):
@@ -69,13 +71,14 @@ def _whole(state: MatrixState, unit: Unit, old: Matrices) -> tuple[Parts, Parts]
             elif entry == unit.key or not value.dim():
                 of = [entry] if entry != unit.key else [param.name for param in unit.params]
                 rest.setdefault(slot, {}).update(dict.fromkeys(of, _one(value, f"'{slot}' of '{entry}'")))
+                numbers.add(slot)
             else:
                 parts.setdefault(slot, {})[entry] = value
     for slot, of_param in parts.items():
         zeros = next(iter(of_param.values())).new_zeros(old.spec.shard_numel(unit))
         joined = old.cut(unit.key).joined(of_param, zeros)
         rest.setdefault(slot, {}).update(_only(_gathered(joined, unit, old), {*of_param}))
-    return slices, rest
+    return slices, rest, numbers
 
 
 def _gathered(piece: Tensor, unit: Unit, old: Matrices) -> Params:
@@ -93,7 +96,9 @@ def _one(numbers: Tensor, what: str) -> Tensor:
     return numbers if not numbers.dim() else numbers[0]
 
 
-def _made(unit: Unit, olds: Mapping[str, tuple[MatrixState, Parts, Parts]], old: Matrices, new: Matrices) -> MatrixState:
+def _made(
+    unit: Unit, olds: Mapping[str, tuple[MatrixState, Parts, Parts, set[str]]], old: Matrices, new: Matrices
+) -> MatrixState:
     """A new unit's state, of those of the old ones that it is made of."""
     names = new.names(unit.key)
     states = {name: olds[old.spec.by_name[name][0].key] for name in (param.name for param in unit.params)}
@@ -103,17 +108,18 @@ def _made(unit: Unit, olds: Mapping[str, tuple[MatrixState, Parts, Parts]], old:
     owned = {name: {slot: _moved(x, name, old, new) for slot, x in states[name][0].owned[name].items()} for name in names}
     rest: dict[str, Any] = {}
     others = [param for param in unit.params if param.name not in names]
+    numbers = {slot for *_, some in olds.values() for slot in some}
     for slot in dict.fromkeys(slot for param in others for slot in states[param.name][2]):
         found = {p.name: states[p.name][2][slot][p.name] for p in others if p.name in states[p.name][2].get(slot, {})}
-        numbers = all(found[p.name].shape != p.shape for p in others if p.name in found)
         if not names:
-            one = _one(torch.stack([*found.values()]), f"'{slot}' of '{unit.key}'") if numbers else _sliced(found, unit, new)
+            stacked = torch.stack([*found.values()]) if slot in numbers else None
+            one = _sliced(found, unit, new) if stacked is None else _one(stacked, f"'{slot}' of '{unit.key}'")
             rest.setdefault(unit.key, {})[slot] = one
             continue
-        piece = None if numbers else _sliced(found, unit, new)
+        piece = None if slot in numbers else _sliced(found, unit, new)
         for name, x in found.items():
-            part = x if piece is None else new.cut(unit.key).part(piece, name).clone()
-            rest.setdefault(name, {})[slot] = part
+            part = x if piece is None else new.cut(unit.key).part(piece, name)
+            rest.setdefault(name, {})[slot] = part.clone()  # a number of its own: what is donated is written
     return MatrixState(_one(steps, f"the step of '{unit.key}'"), slices, owned, rest)
 
 

@@ -61,10 +61,10 @@ class MatrixUpdate(Protocol):
 def of_update(init: MatrixInit, update: MatrixUpdate, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Rule:
     """The rule of a pure update of whole matrices: all of it happens on the owner.
 
-    State of the matrix's own shape travels with it, where all matrices have it; vectors' and the rest stays with the owner.
+    State of the matrix's own shape travels with it, where all matrices have it, vectors as well; the rest stays with the owner.
     """
     begun = {shape: _tried(init, update, shape, dtype) for shape, dtype in dict.fromkeys(shapes)}
-    alike = [[name for name, x in state.items() if x.shape == shape] for shape, state in begun.items() if len(shape) > 1]
+    alike = [[name for name, x in state.items() if x.shape == shape] for shape, state in begun.items()]
     slots = tuple(name for name in alike[0] if all(name in names for names in alike)) if alike else ()
 
     def before(grad: Tensor, slots: Slots, param: Tensor, options: Options) -> tuple[Sent, Slots]:
@@ -75,12 +75,12 @@ def of_update(init: MatrixInit, update: MatrixUpdate, shapes: Sequence[tuple[tup
         new: Whole = {}
         for name, (grad, param, *rest) in sent.items():
             rates = {key: value for key, value in options[name].items() if key != "step"}
-            own = dict(zip(slots, rest, strict=True)) if param.dim() > 1 else {}
+            own = dict(zip(slots, rest, strict=True))
             # copies: where nothing is sent these are the caller's own, and an update may write after all
             given = {slot: x.clone() for slot, x in {**own, **whole[name]}.items()}
             stepped, state = update(grad.clone(), given, param.clone(), **rates)
             _check(f"'{name}'", stepped, param, state, given)
-            results[name] = (stepped, *(state[slot] if slot in own else x for slot, x in zip(slots, rest, strict=True)))
+            results[name] = (stepped, *(state[slot] for slot in slots))
             new[name] = {key: state[key] for key in whole[name]}
         return results, new
 
