@@ -91,6 +91,21 @@ def test_torchs_muon(case: str, dtype: torch.dtype) -> None:
         assert_close(got[name], want[name], **close)
 
 
+def test_a_step_of_torchs_muon_is_not_rounded() -> None:
+    """What comes back in bfloat16 is multiplied by the learning rate in float32, as torch does."""
+    spec = spec_of(ALONE, "shard", torch.float32)
+    known = matrices_on(spec, "muon")
+    init, update = fs.optim.from_torch(torch.optim.Muon, spec=known, lr=0.02, weight_decay=0.0)
+    params = fs.shard(cast(PARAMS, torch.float32), spec)
+    new, _ = update(fs.shard(cast(GRADS[0], torch.float32), spec), init(params), params)
+    got = fs.unshard(new, spec)
+    for name in WANTED:
+        weight = PARAMS[name].float()
+        weight.grad = GRADS[0][name].float()
+        torch.optim.Muon([weight], lr=0.02, weight_decay=0.0).step()
+        assert_close(got[name], weight, rtol=0, atol=1e-6)
+
+
 ADAFACTOR: dict[str, dict[str, Any]] = {
     "default": {},
     "of its own": {"lr": 0.1, "beta2_decay": -0.5, "eps": (1e-6, 1e-2), "d": 1.5, "weight_decay": 0.1, "maximize": True},
@@ -150,6 +165,23 @@ def test_what_from_torch_refuses() -> None:
         init({"": torch.zeros(16)})
 
 
+def adafactor_without_a_bias(rank: int) -> str:
+    """What a rank says that has nothing of the bias, and one that has."""
+    layer = nn.Linear(3, 4)
+    spec = fs.whole()(layer).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    init, _ = fs.optim.from_torch(torch.optim.Adafactor, spec=fs.optim.matrices(spec))
+    try:
+        init(fs.shard(layer, spec))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_adafactor_refuses_on_all_ranks(gloo2: Pool) -> None:
+    for said in gloo2.run(adafactor_without_a_bias):
+        assert "Adafactor: 'bias' is frozen, or none of the matrices given" in said
+
+
 # --- options and learning rates ---
 
 
@@ -186,7 +218,10 @@ def test_rates_and_options_that_do_not_fit() -> None:
     init, update = fs.optim.muon(spec, lr=0.0, options=lambda name, p: {"lr": 0.1} if name == "2.weight" else {})
     with pytest.raises(ValueError, match="keeps its ratio to the default one: expected that positive"):
         update(params, init(params), params, lr=0.1)
-    for bad in ({"lr": -1.0}, {"momentum": float("nan")}, {"steps": 0}, {"adjust_lr": "other"}):
+    with pytest.raises(ValueError, match=r"muon: options of matrix '2\.weight': momentum: expected at least 0, got -1"):
+        fs.optim.muon(spec, options=lambda name, p: {"momentum": -1} if name == "2.weight" else {})
+    wrong = {"lr": -1.0}, {"momentum": float("nan")}, {"steps": 0}, {"steps": 2.5}, {"adjust_lr": "other"}
+    for bad in (*wrong, {"coefficients": (1.0, 2.0)}, {"dtype": torch.int32}):
         with pytest.raises(ValueError, match=f"muon: {next(iter(bad))}: expected"):
             fs.optim.muon(spec, **bad)  # pyright: ignore[reportArgumentType]
 
@@ -223,6 +258,25 @@ def test_scaled_and_clipped() -> None:
         got = fs.loss_scale.select(torch.tensor(good), after, before)
         assert pytree.tree_structure(got) == pytree.tree_structure(want)
         assert_close(pytree.tree_leaves(got), pytree.tree_leaves(want), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [fs.optim.shampoo, fs.optim.soap])
+def test_gradients_that_are_not_finite(make: Any) -> None:
+    """NaN, as of any optimizer: an error of one owner would leave the others waiting, and a step may be left out afterwards."""
+    spec = spec_on(ALONE, "shard")
+    params, grads = fs.shard(PARAMS, spec), {**GRADS[0]}
+    grads["2.weight"] = grads["2.weight"].clone()
+    grads["2.weight"][1, 1] = torch.inf
+    init, update = make(matrices_on(spec, "muon"))
+    state = init(params)
+    new, after = update(fs.shard(grads, spec), state, params)
+    _, after = update(fs.shard(grads, spec), after, new)
+    full = fs.unshard(new, spec)
+    assert not full["2.weight"].isfinite().all()
+    assert full["1.2.weight"].isfinite().all()
+    kept, of_before = fs.loss_scale.select(torch.tensor(False), (new, after), (params, state))
+    assert_close(kept, params, rtol=0, atol=0)
+    assert all(x.isfinite().all() for x in pytree.tree_leaves(of_before))
 
 
 def test_frozen_integer_and_missing() -> None:
@@ -288,6 +342,11 @@ def test_what_does_not_fit() -> None:
         for wrong, match in wrongs:
             with pytest.raises(ValueError, match=match):
                 update(params, {**state, key: wrong}, params)
+    experts = nn.Module()
+    experts.weight = nn.Parameter(torch.ones(2, 3, 2, 2))
+    of_four = fs.optim.matrices(fs.whole()(experts).on(ALONE), select=lambda n, p: True)
+    with pytest.raises(TypeError, match=r"'weight': expected a real matrix, \[n, m\] or .*, got \[2, 3, 2, 2\]"):
+        fs.optim.muon(of_four)
     for select in (lambda n, p: (7, -1), lambda n, p: (-2, -3), lambda n, p: None):
         with pytest.raises(ValueError, match=r"parameter '.*: expected True, False or a shape of as many elements"):
             fs.optim.matrices(spec, select=select)  # pyright: ignore[reportArgumentType]

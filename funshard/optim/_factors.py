@@ -11,18 +11,19 @@ from .. import _torch
 from .._spec.spec import PartitionSpec
 from ._matrices import Matrices, matrices
 
-__all__ = ["along", "chosen_where", "outer", "real_matrices", "sides"]
+__all__ = ["along", "chosen_where", "eigh", "outer", "real_matrices", "sides"]
 
 SIDES = ("left", "right")
 """A matrix's rows and its columns."""
 
 
 def real_matrices(who: str, spec: PartitionSpec | Matrices) -> Matrices:
-    """The matrices of a spec, or those that are given. TypeError, naming it, for one that is complex, or a vector."""
+    """The matrices of a spec, or those given. TypeError, naming it, for one that is complex, or of one dimension or four."""
     known = spec if isinstance(spec, Matrices) else matrices(spec)
     for matrix in known.chosen:
-        if matrix.param.dtype.is_complex or len(matrix.shape) < 2:
-            raise TypeError(f"{who}: '{matrix.name}': expected a real matrix, got {list(matrix.shape)} {matrix.param.dtype}")
+        if matrix.param.dtype.is_complex or len(matrix.shape) not in (2, 3):
+            got = f"{list(matrix.shape)} {matrix.param.dtype}"
+            raise TypeError(f"{who}: '{matrix.name}': expected a real matrix, [n, m] or [batch, n, m], got {got}")
     return known
 
 
@@ -39,6 +40,13 @@ def outer(grad: Tensor, side: str) -> Tensor:
 def along(x: Tensor, factor: Tensor, side: str) -> Tensor:
     """The matrix with a factor applied to its rows, or to its columns."""
     return factor @ x if side == "left" else x @ factor
+
+
+def eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors; NaN of what is not finite: an error of one owner would leave the others waiting."""
+    finite = factor.isfinite().all(-1).all(-1)[..., None, None]
+    values, vectors = torch.linalg.eigh(torch.where(finite, factor, 0))
+    return torch.where(finite[..., 0], values, torch.nan), torch.where(finite, vectors, torch.nan)
 
 
 def chosen_where(due: Tensor, new: Callable[[], Sequence[Tensor]], old: Sequence[Tensor]) -> list[Tensor]:

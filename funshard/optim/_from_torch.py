@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,14 +127,14 @@ def _adafactor(
 
     rule = of_update(init, update, [(m.shape, m.unit.dtype) for m in known.chosen])
     own = options_of("from_torch", known, {"lr": of_torch["lr"], "weight_decay": of_torch["weight_decay"]}, options)
-    rest = _refused, lambda grads, state, params, **rates: (dict(params), dict(state))
+    rest = partial(_refused, known.spec), lambda grads, state, params, **rates: (dict(params), dict(state))
     return by_rule(rule, known, own, rest=rest, own_rest=True, donate=donate, lr=float(of_torch["lr"]))
 
 
-def _refused(params: Mapping[str, Tensor]) -> dict[str, Any]:
-    """No state, for what does not move."""
+def _refused(spec: PartitionSpec, params: Mapping[str, Tensor]) -> dict[str, Any]:
+    """No state, for what does not move; else an error, also on ranks that have nothing of it."""
     for name, x in params.items():
-        if moves(x) and len(x):
+        if moves(x) and (spec.by_name[name][1].numel if name in spec.by_name else len(x)):
             raise ValueError(
                 f"from_torch: Adafactor: '{name}' is frozen, or none of the matrices given: expected what is trained, all "
                 "of it among the matrices; set the rest apart with trainable, frozen = partition(params, spec)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ from ._by_matrix import MatrixOptimizer, Rest
 from ._factors import real_matrices
 from ._groups import Options as OptionsOf
 from ._matrices import Matrices
+from ._norms import wide
 from ._rest import options_of, positive, with_rest
 from ._rule import Options, Rule, Sent, Slots, Whole
 
@@ -58,7 +59,7 @@ def muon(
 
     Raises ValueError for options that are out of range, and what `by_matrix` raises; TypeError for complex matrices.
     """
-    _check(lr, weight_decay, momentum, steps, adjust_lr)
+    _check(lr, weight_decay, momentum, steps, adjust_lr, coefficients, dtype)
     known = real_matrices("muon", spec)
 
     def before(grad: Tensor, slots: Slots, param: Tensor, options: Options) -> tuple[Sent, Slots]:
@@ -83,7 +84,7 @@ def muon(
     def after(results: Sent, slots: Slots, param: Tensor, options: Options) -> tuple[Tensor, Slots]:
         rate, (direction,) = options["lr"], results
         param = param.mul(1 - rate * options["weight_decay"])
-        return param.sub(direction * (rate * options["scale"])).to(param.dtype), slots
+        return param.sub(wide(direction) * (rate * options["scale"])).to(param.dtype), slots
 
     rule = Rule(("momentum_buffer",), lambda x: {}, before, work, (0,), after)
     of = options_of("muon", known, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}, options)
@@ -125,9 +126,21 @@ def scale_of(shape: tuple[int, ...], adjust_lr: str) -> float:
     return math.sqrt(max(1, n / m)) if adjust_lr == "original" else 0.2 * math.sqrt(max(n, m))
 
 
-def _check(lr: float, weight_decay: float, momentum: float, steps: int, adjust_lr: str) -> None:
+def _check(
+    lr: float,
+    weight_decay: float,
+    momentum: float,
+    steps: int,
+    adjust_lr: str,
+    coefficients: Sequence[float],
+    dtype: torch.dtype,
+) -> None:
     positive("muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
-    if not 0 < steps < 100:
+    if steps not in range(1, 100):
         raise ValueError(f"muon: steps: expected 1 to 99, got {steps}")
     if adjust_lr not in ("original", "match_rms_adamw"):
         raise ValueError(f"muon: adjust_lr: expected 'original' or 'match_rms_adamw', got {adjust_lr!r}")
+    if len(coefficients) != 3:
+        raise ValueError(f"muon: coefficients: expected 3, got {coefficients}")
+    if not dtype.is_floating_point:
+        raise ValueError(f"muon: dtype: expected one of floating point numbers, got {dtype}")

@@ -28,12 +28,13 @@ def positive(who: str, **values: float) -> None:
 
 
 def options_of(who: str, known: Matrices, defaults: Mapping[str, Any], options: Options | None) -> dict[str, Mapping[str, Any]]:
-    """The options of each matrix. ValueError, naming it, for one that there is not."""
+    """The options of each matrix. ValueError, naming it, for one that there is not, or that is below 0."""
     out: dict[str, Mapping[str, Any]] = {}
     for matrix in known.chosen:
         own = {} if options is None else dict(options(matrix.name, matrix.param))
         if unknown := sorted({*own} - {*defaults}):
             raise ValueError(f"{who}: options of matrix '{matrix.name}': expected some of {[*defaults]}, got '{unknown[0]}'")
+        positive(f"{who}: options of matrix '{matrix.name}'", **own)
         out[matrix.name] = {**defaults, **own}
     return out
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._spec.spec import PartitionSpec
 from ._by_matrix import MatrixOptimizer, Rest
-from ._factors import along, chosen_where, outer, real_matrices, sides
+from ._factors import along, chosen_where, eigh, outer, real_matrices, sides
 from ._groups import Options as OptionsOf
 from ._matrices import Matrices
 from ._norms import wide
@@ -90,5 +90,5 @@ def shampoo(
 
 def _inverse_root(factor: Tensor, power: int) -> list[Tensor]:
     """The factor to the power of -1 / ``power``."""
-    values, vectors = torch.linalg.eigh(factor)
+    values, vectors = eigh(factor)
     return [(vectors * values.clamp(min=torch.finfo(values.dtype).tiny).pow(-1 / power)[..., None, :]) @ vectors.mT]

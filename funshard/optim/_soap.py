@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._spec.spec import PartitionSpec
 from ._by_matrix import MatrixOptimizer, Rest
-from ._factors import along, chosen_where, outer, real_matrices, sides
+from ._factors import along, chosen_where, eigh, outer, real_matrices, sides
 from ._groups import Options as OptionsOf
 from ._matrices import Matrices
 from ._norms import wide
@@ -121,7 +121,7 @@ def _rotated(x: Tensor, bases: list[Tensor], factored: list[str]) -> Tensor:
 
 def _eigenvectors(factor: Tensor) -> Tensor:
     """As columns, those of the largest eigenvalues first."""
-    return torch.linalg.eigh(factor).eigenvectors.flip(-1)
+    return eigh(factor)[1].flip(-1)
 
 
 def _renewed(square: Tensor, factors: list[Tensor], bases: list[Tensor], factored: list[str]) -> list[Tensor]:
