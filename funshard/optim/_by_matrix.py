@@ -210,11 +210,11 @@ def _update(
     rates = {"lr": lr if rest_lr is None else rest_lr} if lr is not None or rest_lr is not None else {}
     given = [x for x in pytree.tree_leaves((grads, state, params, lr, rest_lr)) if isinstance(x, Tensor)]
     if not _torch.plain() or _torch.any_tracked(given):
-        return _stepped(plan, grads, state, params, plan.with_lr(lr), rates, donate=False)
+        return _stepped(plan, grads, state, params, plan.with_lr(lr), rates, tracked=True, donate=False)
     if plan.donate:
         refuse_shared_memory(named(grads, {key: unit.slices for key, unit in state.items()}, params))
     with torch.no_grad():
-        return _stepped(plan, grads, state, params, plan.with_lr(lr), rates, donate=plan.donate)
+        return _stepped(plan, grads, state, params, plan.with_lr(lr), rates, tracked=False, donate=plan.donate)
 
 
 def _stepped(
@@ -225,6 +225,7 @@ def _stepped(
     options: Mapping[str, Options],
     rates: Mapping[str, Any],
     *,
+    tracked: bool,
     donate: bool,
 ) -> tuple[Params, State]:
     if donate:
@@ -235,7 +236,7 @@ def _stepped(
         state = {key: unit._replace(slices=pytree.tree_map(_torch.taken_over, unit.slices)) for key, unit in state.items()}
     keeps = _torch.plain() and not donate
     versions = {key: _torch.version(params[key]) for key in params if keeps and plan.matrices.names(key)}
-    step = Step(plan.rule, plan.matrices, options, grads, state, params, donate=donate)
+    step = Step(plan.rule, plan.matrices, options, grads, state, params, tracked=tracked, donate=donate)
     rest: dict[str, Any] = {}
     new_params: Params = {}
     new_state: State = {}

@@ -15,8 +15,8 @@ from .._units.flow import reduce_along
 from .._units.layout import Params, coordinates, ordered, shaped
 from ..collectives._functions import all_gather, vary
 from ..collectives._mesh import Simulated
-from ._owners import Matrix
-from ._ways import Way, back, started, there, travelled
+from ._owners import Matrix, shares
+from ._ways import Share, Way, back, parts_of, started, there, travelled
 
 __all__ = ["Group"]
 
@@ -29,14 +29,25 @@ class Group(NamedTuple):
     there: Way | None
     """To the owners; None for simulated ranks."""
     back: Way | None
+    returns: tuple[Way, ...] = ()
+    """The same in shares of every matrix, one after the other."""
 
     @staticmethod
-    def of(some: Sequence[Matrix], spec: PartitionSpec) -> Group:
-        """What this rank has to do for them."""
+    def of(some: Sequence[Matrix], spec: PartitionSpec, most: int) -> Group:
+        """What this rank has to do for them, with at most so many elements on their way back to it at once."""
         if spec.bound_mesh.simulated:
             return Group(tuple(some), spec, None, None)
-        at = coordinates(spec.bound_mesh, None)
-        return Group(tuple(some), spec, there(some, spec, at), back(some, spec, at))
+        at, number = coordinates(spec.bound_mesh, None), shares(some, spec, most)
+        whole = back(some, spec, at)
+        returns = tuple(back(some, spec, at, (share, number)) for share in range(number)) if number > 1 else (whole,)
+        return Group(tuple(some), spec, there(some, spec, at), whole, returns)
+
+    @property
+    def wanted(self) -> set[str]:
+        """The names of those of which this rank's part is sent to the owner, or is the owner's; on other replicas it is not."""
+        if self.there is None:
+            return {matrix.name for matrix in self.chosen}
+        return {self.chosen[i].name for i in self.there.hops[0].order}
 
     @property
     def owned(self) -> list[Matrix]:
@@ -63,12 +74,18 @@ class Group(NamedTuple):
         under_way = started(self._to_use(parts), self.there)
         return lambda: self._whole(under_way())
 
-    def spreading(self, whole: Mapping[str, Tensor]) -> Callable[[], Params]:
-        """`spread`, begun likewise, to be called for its result."""
+    def shares(self, whole: Sequence[Mapping[str, Tensor]]) -> int:
+        """In how many goes `spreading` brings them back."""
+        return len(self.returns) if self.returns and all(map(_runs_ahead, whole)) else 1
+
+    def spreading(self, whole: Mapping[str, Tensor], share: Share) -> Callable[[], Params]:
+        """`spread` of a share of every part, begun likewise, to be called for its result."""
         if self.back is None or not _runs_ahead(whole):
             parts = self.spread(whole)
             return lambda: parts
-        under_way = started(self._flat(whole), self.back)
+        flat = self._flat(whole)
+        pieces = flat if share == (0, 1) else parts_of(flat, self.back.hops[0].sizes, share)
+        under_way = started(pieces, self.returns[share[0]])
         return lambda: self._parts(under_way())
 
     def of_owner(self, matrix: Matrix, new: Tensor, old: Tensor) -> Tensor:

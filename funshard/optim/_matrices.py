@@ -11,7 +11,7 @@ from .._spec.spec import PartitionSpec, bound
 from .._units.layout import Params, coordinates
 from ._cuts import Cut
 from ._group import Group
-from ._owners import Cost, Matrix, Select, assigned, chosen, groups, table
+from ._owners import Cost, Matrix, Select, assigned, chosen, groups, largest, table
 
 __all__ = ["Matrices", "matrices"]
 
@@ -142,7 +142,7 @@ class Matrices:
     def group(self, names: tuple[str, ...]) -> Group:
         """Matrices of one group, which are sent together."""
         if names not in self._made:
-            self._made[names] = Group.of([self.by_name[name] for name in names], self.spec)
+            self._made[names] = Group.of([self.by_name[name] for name in names], self.spec, largest(self.chosen))
         return self._made[names]
 
 

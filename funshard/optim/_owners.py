@@ -14,7 +14,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
 
-__all__ = ["Cost", "Matrix", "Select", "assigned", "chosen", "every_rank", "groups", "hidden", "table"]
+__all__ = ["Cost", "Matrix", "Select", "assigned", "chosen", "every_rank", "groups", "hidden", "largest", "shares", "table"]
 
 Select = Callable[[str, Param], "bool | Sequence[int]"]
 """``select(name, param)``: whether it is a matrix, or the shape it is seen in: [n, m] or [batch, n, m], with a -1 or none."""
@@ -24,10 +24,9 @@ Cost = Callable[[tuple[int, ...]], float]
 MOVED = 512
 """So many multiplications take as long as it takes to send an element there and back: 10^14 a second, 10^11 bytes a second,
 2 bytes each, and a Newton-Schulz iteration of 5 steps. Its order of magnitude is what counts."""
-ALIVE = 2
-"""In units: so much may be on a rank at once of the groups that are on their way, worked on and on their way back."""
-SLICES, WORK = 3, 3
-"""Of a group there are so often what a rank's slices have of it, and what it owns of it: the products of the iteration."""
+WORK = 3
+"""So often what a rank owns of a group is there while it is worked on, which may be one unit's worth: the products of the
+iteration. What is on its way back may be another."""
 
 
 class Matrix(NamedTuple):
@@ -144,21 +143,44 @@ def assigned(found: Sequence[Matrix], together: Sequence[Sequence[int]], spec: P
 
 
 def groups(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[int]]:
-    """Which are sent together: neighbours of one dtype and one way, while few units' worth of them is on a rank at once."""
-    largest = max((matrix.unit.numel for matrix in found), default=0)
-    ranks = len(every_rank(spec))
+    """Which are worked on at the same time: neighbours of one dtype and one way, as many as the memory of all ranks takes."""
+    room = len(every_rank(spec)) * largest(found)
     out: list[list[int]] = []
     numel = 0
     for i, matrix in enumerate(found):
         before = found[out[-1][-1]] if out else None
         alike = before is not None and (before.unit.p.axes, before.unit.dtype) == (matrix.unit.p.axes, matrix.unit.dtype)
-        there = (numel + matrix.param.numel) * (SLICES / spec.size(matrix.unit) + WORK / ranks)
-        if not alike or there > ALIVE * largest:
+        if not alike or WORK * (numel + matrix.param.numel) > room:
             out.append([])
             numel = 0
         out[-1].append(i)
         numel += matrix.param.numel
     return out
+
+
+def shares(group: Sequence[Matrix], spec: PartitionSpec, most: int) -> int:
+    """In how many goes the matrices of a group come back, so that at most so many elements of them are on a rank at once.
+
+    A replica sends what it has worked out to all, so that on more replicas each has more coming; within one there is no more
+    than there was on the way to the owners.
+    """
+    split = {spec.bound_mesh.names.index(name) for name in group[0].unit.p.axes}
+    slices, ranks = spec.size(group[0].unit), len(every_rank(spec))
+    if slices == ranks:
+        return 1
+    of_replica: dict[tuple[int, ...], int] = {}
+    for matrix in group:
+        replica = tuple(at for i, at in enumerate(matrix.owner) if i not in split)
+        of_replica[replica] = of_replica.get(replica, 0) + matrix.param.numel
+    sent = ranks // slices * max(of_replica.values())
+    received = 2 * sum(of_replica.values())  # and put in order
+    room = slices * most * (WORK - 1) / WORK  # beside the results, which are there until the last of them is sent
+    return math.ceil((sent + received) / room)
+
+
+def largest(found: Sequence[Matrix]) -> int:
+    """Elements of the largest of the units that matrices are in."""
+    return max((matrix.unit.numel for matrix in found), default=0)
 
 
 def table(found: Sequence[Matrix], spec: PartitionSpec) -> str:

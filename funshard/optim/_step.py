@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .._units.layout import Params
@@ -13,8 +14,13 @@ from ._group import Group
 from ._matrices import Matrices
 from ._owners import Matrix
 from ._rule import Options, Rule, Sent, Slots, Whole
+from ._ways import Share, part_of
 
 __all__ = ["MatrixState", "Step"]
+
+
+Returning = Iterator[tuple[Share, list[Params]]]
+"""Of some results one share after the other, as they come."""
 
 
 class MatrixState(NamedTuple):
@@ -31,7 +37,10 @@ class MatrixState(NamedTuple):
 
 
 class Step:
-    """What becomes of the matrices of the units that are given; with ``donate`` in their own memory, part by part."""
+    """What becomes of the matrices of the units that are given; with ``donate`` in their own memory, part by part.
+
+    ``tracked`` is whether it is differentiated, batched or recorded: then no rank leaves out what another one does.
+    """
 
     def __init__(
         self,
@@ -42,12 +51,15 @@ class Step:
         state: Mapping[str, MatrixState],
         params: Mapping[str, Tensor],
         *,
+        tracked: bool,
         donate: bool,
     ) -> None:
-        self._rule, self._matrices, self._options, self._donate = rule, matrices, options, donate
+        self._rule, self._matrices, self._options = rule, matrices, options
+        self._tracked, self._donate = tracked, donate
         self._grads, self._state, self._params = grads, state, params
         self._parts: Params = {}
         self._slots: dict[str, Slots] = {}
+        self._new_slots: dict[str, Slots] = {}
         self._whole: Whole = {}
         self.steps = {key: unit.step + 1 for key, unit in state.items()}
         """By unit which step this is."""
@@ -61,7 +73,7 @@ class Step:
         arriving = self._sent(groups[0]) if groups else None
         meanwhile()
         yield from (key for key in self._params if not left[key])
-        leaving: tuple[Group, Callable[[], list[Params]]] | None = None
+        leaving: tuple[Group, Iterator[tuple[Share, list[Params]]]] | None = None
         for group, after in zip(groups, (*groups[1:], None), strict=False):
             assert arriving is not None
             now, arriving = arriving, None if after is None else self._sent(after)
@@ -70,26 +82,28 @@ class Step:
             if leaving is not None:
                 yield from self._arrived(*leaving, left)
             leaving = group, self._returned(group, results)
-            del results  # which are on their way
         if leaving is not None:
             yield from self._arrived(*leaving, left)
 
     def taken(self, key: str) -> tuple[Params, dict[str, Params], Whole]:
         """What has become of a unit's matrices, once: parts of its shard, by slot those of its state, and what owners have."""
         names = self._matrices.names(key)
-        slots = [(name, self._slots.pop(name)) for name in names]
+        slots = [(name, {**self._slots.pop(name), **self._new_slots.pop(name)}) for name in names]
         by_slot = {slot: {name: some[slot] for name, some in slots} for slot in self._rule.slots} if names else {}
         return {name: self._parts.pop(name) for name in names}, by_slot, {name: self._whole.pop(name) for name in names}
 
     def _sent(self, group: Group) -> Callable[[], dict[str, Sent]]:
         """The elementwise part, and what it gives begun to be collected."""
         sent: dict[str, Sent] = {}
+        wanted = group.wanted
         for matrix in group.chosen:
             cut, name = self._matrices.cut(matrix.unit.key), matrix.name
             grad, param = (cut.part(tree[matrix.unit.key], name) for tree in (self._grads, self._params))
             slots = {slot: cut.part(x, name) for slot, x in self._state[matrix.unit.key].slices.items()}
             sent[name], new = self._rule.before(grad, slots, param, self._with_step(matrix))
             self._slots[name] = self._settled(slots, new)
+            if not self._tracked and name not in wanted:
+                sent[name] = tuple(x.new_empty(0) for x in sent[name])
         names = [*sent]
         arriving = [group.collecting(dict(zip(names, some, strict=True))) for some in zip(*sent.values(), strict=True)]
 
@@ -125,20 +139,50 @@ class Step:
             for i, give in enumerate(self._rule.gives)
         ]
 
-    def _returned(self, group: Group, results: Sequence[Params]) -> Callable[[], list[Params]]:
-        """The results, begun to be spread."""
-        leaving = [group.spreading(some) for some in results]
-        return lambda: [wait() for wait in leaving]
+    def _returned(self, group: Group, results: list[Params]) -> Returning:
+        """The results, begun to be spread: one share of them after the other, with the next one on its way."""
+        shares = group.shares(results)
 
-    def _arrived(self, group: Group, leaving: Callable[[], list[Params]], left: Counter[str]) -> Iterator[str]:
-        results = leaving()
+        def begun(share: int) -> list[Callable[[], Params]]:
+            coming = [group.spreading(some, (share, shares)) for some in results]
+            if share + 1 == shares:
+                results.clear()
+            return coming
+
+        def arriving(coming: list[Callable[[], Params]]) -> Returning:
+            for share in range(shares):
+                parts = [wait() for wait in coming]
+                coming = begun(share + 1) if share + 1 < shares else []
+                yield (share, shares), parts
+
+        return arriving(begun(0))
+
+    def _arrived(self, group: Group, leaving: Returning, left: Counter[str]) -> Iterator[str]:
+        for share, results in leaving:
+            for matrix in group.chosen:
+                name = matrix.name
+                param = self._matrices.cut(matrix.unit.key).part(self._params[matrix.unit.key], name)
+                here = part_of(len(param), *share)
+                slots = {slot: x[here] for slot, x in self._slots[name].items()}
+                back = tuple(some[name].to(param.device) for some in results)
+                part, new = self._rule.after(back, slots, param[here], self._with_step(matrix))
+                self._put(self._parts, name, param, part, here)
+                made = self._new_slots.setdefault(name, {})
+                for slot, x in new.items():
+                    if x is not slots[slot]:
+                        self._put(made, slot, self._slots[name][slot], x, here)
+            del results
         for matrix in group.chosen:
-            key, name = matrix.unit.key, matrix.name
-            param = self._matrices.cut(key).part(self._params[key], name)
-            back = tuple(some[name].to(param.device) for some in results)
-            slots = self._slots[name]
-            part, new = self._rule.after(back, slots, param, self._with_step(matrix))
-            self._parts[name], self._slots[name] = param.copy_(part) if self._donate else part, self._settled(slots, new)
-            left[key] -= 1
-        del results
+            left[matrix.unit.key] -= 1
         yield from dict.fromkeys(matrix.unit.key for matrix in group.chosen if not left[matrix.unit.key])
+
+    def _put(self, made: Params, name: str, old: Tensor, new: Tensor, here: slice) -> None:
+        """Some of what an old tensor becomes: in its memory, or in new one."""
+        if self._donate:
+            made[name] = old
+        elif len(new) == len(old):
+            made[name] = new
+            return
+        elif name not in made:
+            made[name] = torch.empty_like(old, dtype=new.dtype)
+        made[name][here].copy_(new)

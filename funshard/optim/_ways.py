@@ -22,12 +22,14 @@ from ..collectives._mesh import Group
 from ..collectives._ops import Finish, Where, exchange, no_group
 from ._owners import Matrix, every_rank
 
-__all__ = ["There", "Way", "apart", "back", "joined", "started", "there", "travelled"]
+__all__ = ["Share", "There", "Way", "apart", "back", "joined", "part_of", "parts_of", "started", "there", "travelled"]
 
 Piece = tuple[int, int]
 """Which matrix, and in which slice."""
 At = tuple[int, ...]
 """A rank's coordinates on the mesh."""
+Share = tuple[int, int]
+"""Of elements that come in as many goes which, and how many they are."""
 
 
 class Hop(NamedTuple):
@@ -75,6 +77,23 @@ class There(NamedTuple):
         return apart(flat, self.way.end)
 
 
+def part_of(numel: int, share: int, shares: int) -> slice:
+    """Of so many elements those of a share, one of as many."""
+    return slice(numel * share // shares, numel * (share + 1) // shares)
+
+
+def parts_of(tensors: Sequence[Tensor], sizes: Sequence[int], share: Share) -> list[Tensor]:
+    """The share of each of the pieces of these sizes that lie in the tensors one after the other."""
+    out: list[Tensor] = []
+    left = iter(sizes)
+    for tensor in tensors:
+        end = 0
+        while end < len(tensor):
+            begin, end = end, end + next(left)
+            out.append(tensor[begin:end][part_of(end - begin, *share)])
+    return [x for x in out if len(x)] or [tensors[0][:0]]
+
+
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one dimension one after the other. Inverse of `apart`.
 
@@ -96,9 +115,13 @@ def started(tensors: Sequence[Tensor], way: Way) -> There:
 
 
 def _picked(tensors: Sequence[Tensor], hop: Hop) -> Tensor:
-    """The pieces that a hop takes of those before it, which lie in these tensors one after the other."""
+    """The pieces that a hop takes of those before it, which lie in these tensors one after the other.
+
+    Those that it does not take may be empty, if each is a tensor of its own.
+    """
     all_of_them = hop.order == tuple(range(len(hop.sizes)))
-    if all_of_them or [len(x) for x in tensors] != [*hop.sizes]:
+    each = len(tensors) == len(hop.sizes) and all(len(tensors[i]) == hop.sizes[i] for i in hop.order)
+    if all_of_them or not each:
         flat = tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
         if all_of_them:
             return flat
@@ -127,9 +150,9 @@ def there(matrices: Sequence[Matrix], spec: PartitionSpec, at: At) -> Way:
     return plan.way([plan.sizes[i][mine] for i, _ in before], hops, last, [m.param.numel * (m.owner == at) for m in matrices])
 
 
-def back(matrices: Sequence[Matrix], spec: PartitionSpec, at: At) -> Way:
-    """From owners to slices, on all replicas. Inverse of `there`."""
-    plan = _Plan(matrices, spec)
+def back(matrices: Sequence[Matrix], spec: PartitionSpec, at: At, share: Share = (0, 1)) -> Way:
+    """From owners to slices, on all replicas. Inverse of `there`, or of that share of each piece."""
+    plan = _Plan(matrices, spec, share)
     mine = plan.slice_of(at)
 
     def begin(at: At) -> list[Piece]:
@@ -138,7 +161,7 @@ def back(matrices: Sequence[Matrix], spec: PartitionSpec, at: At) -> Way:
     to_slices = [(axis, functools.partial(plan.coordinate, axis)) for axis in plan.split]
     hops = plan.hops(begin, [*to_slices, *((axis, None) for axis in plan.rest)], at, begin(at))
     last = [(i, mine) for i in range(len(matrices)) if plan.sizes[i][mine]]
-    sizes = [m.param.numel * (m.owner == at) for m in matrices]
+    sizes = [sum(plan.sizes[i]) * (m.owner == at) for i, m in enumerate(matrices)]
     return plan.way(sizes, hops, last, [plan.sizes[i][mine] for i in range(len(matrices))])
 
 
@@ -153,14 +176,15 @@ Over = tuple[int, Callable[[Piece], int] | None]
 class _Plan:
     """Where the pieces of some matrices, of units that are split alike, are."""
 
-    def __init__(self, matrices: Sequence[Matrix], spec: PartitionSpec) -> None:
+    def __init__(self, matrices: Sequence[Matrix], spec: PartitionSpec, share: Share = (0, 1)) -> None:
         self.mesh, self._unit = spec.bound_mesh, matrices[0].unit
         names = self.mesh.names
         talking = [i for i, (_, axis) in enumerate(self.mesh.axes) if axis.size > 1]
         self.split = [i for name in self._unit.p.axes if (i := names.index(name)) in talking]
         self.rest = [i for i in talking if names[i] not in self._unit.p.axes]
         self.slices = spec.size(self._unit)
-        self.sizes = [[_overlap(m, s, spec.shard_numel(m.unit)) for s in range(self.slices)] for m in matrices]
+        numels = [[_overlap(m, s, spec.shard_numel(m.unit)) for s in range(self.slices)] for m in matrices]
+        self.sizes = [[len(range(numel)[part_of(numel, *share)]) for numel in own] for own in numels]
         self._of_slice = {self.slice_of(at): at for at in every_rank(spec)}
 
     def slice_of(self, at: At) -> int:
