@@ -205,6 +205,36 @@ def test_plain_values_in_the_state_of_units(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "2", coarse)
 
 
+def test_a_number_that_is_nan_comes_back(tmp_path: Path) -> None:
+    """Of a run that has diverged: NaN is no difference between the parameters of a unit."""
+    model = nn.Linear(2, 3)
+    spec = fs.whole()(model)
+    state = {"": {"m": fs.shard(model, spec)[""], "t": torch.tensor(math.nan), "n": math.nan}}
+    checkpoint.save(tmp_path / "1", {"opt": state}, spec)
+    for found in (checkpoint.load(tmp_path / "1", spec), checkpoint.load(tmp_path / "1", spec, like={"opt": state})):
+        assert found["opt"][""]["t"].isnan()
+        assert math.isnan(found["opt"][""]["n"])
+
+
+@pytest.mark.parametrize("state", [None, 3, "x", {"": 3}, {"": {"": "x"}}], ids=repr)
+def test_plain_values_without_a_name(tmp_path: Path, state: Any) -> None:
+    """The whole state, or at empty keys."""
+    spec = fs.by_type(nn.Linear)(nn.Sequential(nn.Linear(2, 3)))
+    checkpoint.save(tmp_path / "1", state, spec)
+    assert checkpoint.load(tmp_path / "1", spec) == state
+
+
+def test_any_plain_key_beside_units(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    spec = fs.whole()(model)
+    more = {"step": 3, 5: "five", b"q": 7, None: (1, 2), torch.float32: True, 0.5: 0}
+    checkpoint.save(tmp_path / "1", fs.shard(model, spec) | more, spec)  # pyright: ignore[reportOperatorIssue]
+    found = checkpoint.load(tmp_path / "1", spec)
+    assert_same({"": found.pop("")}, fs.shard(model, spec))
+    assert found == more
+    assert checkpoint.load(tmp_path / "1", spec, only="5", like="") == "five"
+
+
 class Own(NamedTuple):
     """A container of the caller's own."""
 

@@ -293,6 +293,14 @@ def save_changed(rank: int, path: str, change: str) -> None:
             state["c"] = {"a.b": 1, "a": {"b": 2}}
         case "keys alike":
             state["c"] = {1: 0.5, "1": 0.25}
+        case "ragged list":
+            state["seen"] = checkpoint.per_rank([0] * (rank + 1))
+        case "ragged tensor":
+            state["seen"] = checkpoint.per_rank(torch.zeros(rank + 1))
+        case "key":
+            state["c"] = {"x": 1, ("a", 1) if rank else "('a', 1)": 2}
+        case "key beside units":
+            state["params"] = {**params, ("a", 1): 2}
         case "quantized":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch says that it will go
@@ -332,6 +340,14 @@ def save_changed(rank: int, path: str, change: str) -> None:
         ("keys", "ValueError", r"state 'more': expected the same on all ranks, got on rank 0 nothing"),
         ("values", "ValueError", r"state 'c\.a\.b': two of its leaves have this name"),
         ("keys alike", "ValueError", r"state 'c\.1': two of its leaves have this name"),
+        ("ragged list", "ValueError", r"state 'seen\.1': .* on rank 0 nothing, on rank 1 each rank's own, .*\(json\.dumps\)"),
+        (
+            "ragged tensor",
+            "ValueError",
+            r"state 'seen': .* on rank 0 each .*, \[1\] .*, on rank 1 each .*, \[2\] .*one structure",
+        ),
+        ("key", "TypeError", r"rank 1: state 'c': expected keys that are strings, .*, got \('a', 1\) \(tuple\)"),
+        ("key beside units", "TypeError", r"state 'params': expected keys that are strings, .*, got \('a', 1\) \(tuple\)"),
         ("quantized", "TypeError", r"state 'x': expected a plain, dense tensor, got Tensor torch\.qint8"),
         ("path", "ValueError", r"expected one path on all ranks, got on rank 0 '.*10', on rank 1 '.*11'"),
         ("url", "ValueError", r"expected a path in a file system that all ranks see, got 's3://bucket/1'"),
@@ -558,6 +574,36 @@ def test_latest_and_clean(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) == tmp_path / "0"  # however few are left of those before
     with pytest.raises(ValueError, match="expected to keep at least 1"):
         checkpoint.clean(tmp_path, keep=0)
+
+
+def test_what_others_put_beside_checkpoints_stays(tmp_path: Path) -> None:
+    """Links to checkpoints are none, neither to keep nor to remove; nor is what ends as a name of ours."""
+    model, spec = made()
+    for name in ("1", "2", "3", ".kept.partial"):
+        checkpoint.save(tmp_path / name, fs.shard(model, spec), spec)
+    assert checkpoint.latest(tmp_path) == tmp_path / ".kept.partial"
+    for link, to in {"latest": "3", "best": "1", ".last.0123456789ab.partial": "2"}.items():
+        (tmp_path / link).symlink_to(to)
+    (tmp_path / ".partial").mkdir()  # rsync's
+    (tmp_path / ".file.0123456789ab.partial").touch()
+    before = {path.name for path in tmp_path.iterdir()}
+    assert checkpoint.latest(tmp_path) == tmp_path / ".kept.partial"
+    assert checkpoint.clean(tmp_path, keep=2) == [tmp_path / "1", tmp_path / "2"]
+    assert {path.name for path in tmp_path.iterdir()} == before - {"1", "2"}
+
+
+@pytest.mark.parametrize("to", ["nowhere", "empty", "damaged"])
+def test_a_link_is_not_written_over(tmp_path: Path, to: str) -> None:
+    """Said before anything is written."""
+    model, spec = made()
+    (tmp_path / "empty").mkdir()
+    checkpoint.save(tmp_path / "damaged", fs.shard(model, spec), spec)
+    next((tmp_path / "damaged").glob("*.distcp")).unlink()
+    (tmp_path / "link").symlink_to(to)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(FileExistsError, match=r"link: expected a path where nothing is"):
+        checkpoint.save(tmp_path / "link", fs.shard(model, spec), spec)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 # --- No pickle is run. ---

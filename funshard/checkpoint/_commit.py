@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import time
 import uuid
@@ -28,6 +29,8 @@ ASIDE = ".partial"
 """How the name of a directory ends that is being written, or was when its writer ended."""
 NEW = ".new"
 """How it ends until the directory is locked."""
+OWN_NAMES = re.compile(rf"\..+\.[0-9a-f]{{12}}({re.escape(ASIDE)}|{re.escape(NEW)})", re.DOTALL)
+"""What `_beside` makes of a name; others' may end like it."""
 JUST_MADE = 60
 """Seconds that this may take."""
 LOCK = ".lock"
@@ -93,9 +96,9 @@ class Aside:
 
     def _refuse_existing(self) -> str:
         """FileExistsError for what may not go from the path; what is wrong with that which may, "" if there is nothing."""
-        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+        if not os.path.lexists(self.path) or (_is_directory(self.path) and not any(self.path.iterdir())):
             return ""
-        if self._over_damaged and (wrong := _damage(self.path)):
+        if self._over_damaged and _is_directory(self.path) and (wrong := _damage(self.path)):
             return wrong
         raise FileExistsError(
             f"{self.path}: expected a path where nothing is, such as one with the number of the step in its name; a checkpoint "
@@ -124,6 +127,11 @@ class Aside:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _is_directory(path: Path) -> bool:
+    """Whether it is one itself: a link, such as to the best checkpoint, is its maker's."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _beside(path: Path) -> Path:
@@ -174,7 +182,7 @@ def _committed(directory: Path) -> list[tuple[float, Path, str]]:
     """
     found: list[tuple[float, Path, str]] = []
     for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name.endswith((ASIDE, NEW)):
+        if not _is_directory(path) or OWN_NAMES.fullmatch(path.name):
             continue
         try:
             if content := contents(path):
@@ -209,9 +217,9 @@ def _wrong_file(path: Path, sizes: Mapping[str, int]) -> str:
 def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None) -> Path | None:
     """The checkpoint in the directory that was saved last and is whole; None if there is none.
 
-    Only what `save` has finished counts, in the order in which it did, whatever names and clocks say. One whose files are
-    missing or cut short is passed over with a warning. With a spec, whose ranks all call this, it is what the first of them
-    finds; without one each looks for itself.
+    Only what `save` has finished counts, and no link to it, in the order in which it did, whatever names and clocks say. One
+    whose files are missing or cut short is passed over with a warning. With a spec, whose ranks all call this, it is what the
+    first of them finds; without one each looks for itself.
     """
     if spec is not None:
         return ranks_of(bound(spec), "checkpoint.latest", TIMEOUT).on_first(lambda: latest(directory), "checkpoint.latest")
@@ -225,8 +233,8 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
 def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
     """Removes all but the ``keep`` last whole checkpoints in the directory, and what saves that were cut short have left.
 
-    Gives back what it has removed. What another process is writing stays, and so do damaged checkpoints and what `save`
-    has not written. On several ranks call it on one. ValueError for ``keep < 1``.
+    Gives back what it has removed. What another process is writing stays, and so do damaged checkpoints, links, and what
+    `save` has not written. On several ranks call it on one. ValueError for ``keep < 1``.
     """
     if keep < 1:
         raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
@@ -240,7 +248,7 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
             shutil.rmtree(aside, ignore_errors=True)
             removed.append(path)
     for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name.startswith(".") and _is_left_over(path):
+        if _is_directory(path) and OWN_NAMES.fullmatch(path.name) and _is_left_over(path):
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed

@@ -18,7 +18,20 @@ from .._units.flow import stored
 from .._units.host import rested
 from .._units.layout import Piece, coordinates, index, pieces
 
-__all__ = ["Leaf", "Owned", "Part", "Scalar", "Slice", "Value", "Whole", "from_json", "names_of", "to_json"]
+__all__ = [
+    "Leaf",
+    "Owned",
+    "Part",
+    "Scalar",
+    "Slice",
+    "Value",
+    "Whole",
+    "all_alike",
+    "from_json",
+    "is_plain",
+    "names_of",
+    "to_json",
+]
 
 
 class Part(NamedTuple):
@@ -115,7 +128,7 @@ class Scalar:
 
     def parts(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[Part]:
         """The number, once for each parameter. ValueError for several that are not alike."""
-        if tensor.dim() and bool((tensor != tensor[0]).any()):
+        if tensor.dim() and not all_alike(tensor):
             raise ValueError(
                 f"unit '{self.unit.key}': expected one '{self.names[0][0]}' for all of its parameters, got {tensor.tolist()}; "
                 "choose units whose parameters have the same options"
@@ -189,7 +202,18 @@ def names_of(leaf: Leaf) -> list[str]:
     return [*leaf.names] if isinstance(leaf, Owned) else [name for names in leaf.names for name in names]
 
 
+def all_alike(numbers: Tensor) -> bool:
+    """Whether all elements of a vector have the same bits, NaN too."""
+    raw = numbers.contiguous().view(-1, 1).view(torch.uint8)
+    return bool((raw == raw[:1]).all())
+
+
 PLAIN = (bool, int, float, str, type(None))
+
+
+def is_plain(value: object) -> bool:
+    """Whether `to_json` takes it."""
+    return type(value) in PLAIN or isinstance(value, bytes | torch.dtype)
 
 
 def to_json(value: object, name: str) -> Any:

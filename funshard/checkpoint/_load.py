@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from .._spec.spec import PartitionSpec, bound
 from ._commit import contents
 from ._files import Reader, metadata_of
-from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole
+from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, all_alike
 from ._nodes import Node, Units, build, leaves, parameters
 from ._plan import Reads
 from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
@@ -171,9 +171,9 @@ def _wanted(
 
 
 def _plain(leaf: Value, found: Mapping[str, Any]) -> Any:
-    several = {names[0]: next((name for name in names if name in found), "") for names in leaf.names or ((leaf.name,),)}
+    several = {names[0]: next((name for name in names if name in found), None) for names in leaf.names or ((leaf.name,),)}
     for own, name in several.items():
-        if not name:
+        if name is None:
             raise ValueError(f"state '{own}' is no plain value in the checkpoint: expected like= without it")
     (first, value), *others = [(own, found[name]) for own, name in several.items()]
     for own, other in others:
@@ -248,7 +248,7 @@ def _settled(leaf: Leaf, memory: Any, spec: PartitionSpec, found: Mapping[str, A
         case Slice():
             return leaf.closed(memory, spec)
         case Scalar():
-            if not bool((memory == memory[0]).all()):
+            if not all_alike(memory):
                 raise ValueError(
                     f"unit '{leaf.unit.key}': expected one '{leaf.names[0][0]}' for all of its parameters, got "
                     f"{memory.unique().tolist()[:4]}; choose units whose parameters have taken as many steps"

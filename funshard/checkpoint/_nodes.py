@@ -93,7 +93,7 @@ class Place(NamedTuple):
         (first, one), *others = found.items()
         where = f"state '{'.'.join(self.path)}'" if self.path else "the state"
         for name, other in others:
-            if other != one:
+            if repr(other) != repr(one):  # by which NaN is NaN
                 raise ValueError(
                     f"unit '{self.unit.key}' of {where}: expected one kind of state for all of its parameters, got others for "
                     f"'{name}' than for '{first}'; choose units that do not mix them"

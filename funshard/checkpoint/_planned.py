@@ -86,6 +86,7 @@ def _add(
 ) -> None:
     match leaf:
         case Value(name, own=True):
+            alike[name] = "each rank's own, no tensor"
             own[name] = value
         case Value(name):
             alike[name] = json.dumps(to_json(value, name))
@@ -115,7 +116,8 @@ def _raise_difference(told: list[dict[str, str]]) -> None:
         if rank := next((rank for rank, text in enumerate(texts) if text != texts[0]), 0):
             raise ValueError(
                 f"state '{name}': expected the same on all ranks, got on rank 0 {texts[0]}, on rank {rank} {texts[rank]}; wrap "
-                "what is each rank's own in checkpoint.per_rank, and save what is sharded by another spec with that"
+                "what is each rank's own in checkpoint.per_rank, with one structure and shape on all or as a string "
+                "(json.dumps), and save what is sharded by another spec with that"
             )
 
 

@@ -17,7 +17,7 @@ from .._spec.tree import NAMESPACE, Param
 from ..compress._powersgd import PowerSGD
 from ..optim import MatrixState
 from ._containers import FACTORIES, is_container, named, opened
-from ._leaves import Owned, Scalar, Slice, Value, Whole, to_json
+from ._leaves import Owned, Scalar, Slice, Value, Whole, is_plain, to_json
 from ._nodes import Branch, Node, Place, Units, dict_of, matrix_state, stored_names
 from ._slots import fits, numbers_in
 
@@ -34,8 +34,8 @@ class PerRank:
 def per_rank(tree: Any) -> PerRank:
     """What is each rank's own, such as the state of its random numbers, in a state for `save`: it is stored for every rank.
 
-    Of the same structure and shapes on all ranks. It comes back, without this, on as many of them; on another number `load`
-    raises ValueError.
+    Of the same structure and shapes on all ranks: what has others on each goes as a string, ``json.dumps(...)``. It comes
+    back, without this, on as many of them; on another number `load` raises ValueError.
     """
     return PerRank(tree)
 
@@ -155,7 +155,13 @@ class _Describing:
         return frozenset()
 
     def _named(self, value: Any, path: tuple[str, ...]) -> tuple[str, Any]:
+        """As `named`. TypeError for a container that no file can hold."""
         kind, of = named(value)
+        if bad := [key for key in value if not is_plain(key)] if isinstance(value, Mapping) and not self._wanted else []:
+            raise TypeError(
+                f"state '{'.'.join(path)}': expected keys that are strings, numbers, bytes or None, got {bad[0]!r} "
+                f"({type(bad[0]).__name__})"
+            )
         if not kind and type(value) is defaultdict and not self._wanted:
             raise TypeError(
                 f"state '{'.'.join(path)}': expected a defaultdict of one of {', '.join(FACTORIES)}, which a file can name, "

@@ -27,7 +27,11 @@ def written_tree(node: Node, spec: PartitionSpec, owns: Mapping[str, list[Any]])
             if key in spec.by_key
             for param in spec.by_key[key].params
         ]
-        rest = [[key, written_tree(c, spec, owns)] for key, c in node.children.items() if key not in spec.by_key]
+        rest = [
+            [to_json(key, node.prefix), written_tree(c, spec, owns)]
+            for key, c in node.children.items()
+            if key not in spec.by_key
+        ]
         return {"units": {"whole": node.whole, "params": params, "rest": rest, "kind": node.kind, "of": node.of}}
     match node:
         case Value(name, own=True):
@@ -70,7 +74,8 @@ def read_tree(data: Any, spec: PartitionSpec, rank: int, ranks: int, path: tuple
         return _branch(data, [(entry, read_tree(child, spec, rank, ranks, (*path, str(entry)))) for entry, child in inside])
     if kind == "units":
         children: dict[str, Node] = _read_units(content, spec, path)
-        children |= {key: read_tree(child, spec, rank, ranks, (*path, str(key))) for key, child in content["rest"]}
+        rest = [(from_json(key), child) for key, child in content["rest"]]
+        children |= {key: read_tree(child, spec, rank, ranks, (*path, str(key))) for key, child in rest}
         return Units(name, children, content["whole"], content.get("kind", "dict"), content.get("of"))
     if kind == "values":
         check_ranks(name, len(content), ranks)
@@ -181,4 +186,4 @@ def plain_values(data: Any, rank: int, path: tuple[str, ...] = ()) -> Iterator[t
             for one in names:
                 yield from plain_values(slot, rank, (*path, one))
         for entry, child in content["rest"]:
-            yield from plain_values(child, rank, (*path, str(entry)))
+            yield from plain_values(child, rank, (*path, str(from_json(entry))))
