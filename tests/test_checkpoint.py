@@ -378,6 +378,14 @@ def test_a_second_save_waits_or_refuses(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "1").is_dir()
 
 
+def test_staged_states_of_any_size(tmp_path: Path) -> None:
+    """In the memory of the one before, where that is enough."""
+    _, spec = made("whole", 1)
+    for i, numel in enumerate([8, 12, 4, 5000, 5001]):
+        state = {"x": torch.arange(numel), "y": torch.ones(3)}
+        assert_same(checkpoint.load(checkpoint.save(tmp_path / f"{i}", state, spec, asynchronous=True).wait(), spec), state)
+
+
 def test_errors_come_up_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, spec = made("whole", 1)
     params = fs.shard(model, spec)
@@ -405,11 +413,13 @@ def test_tensors_of_every_kind(tmp_path: Path) -> None:
         "parameter": nn.Parameter(torch.ones(3)),
         "empty": torch.empty(0, 3),
         "number": torch.tensor(3),
+        "after 8 bytes": torch.randn(2, dtype=torch.complex128),
     }
-    checkpoint.save(tmp_path / "1", state, spec)
-    with torch.device("meta"):  # as where the model was made
-        found = checkpoint.load(tmp_path / "1", spec)
-    assert_same(found, state | {"parameter": torch.ones(3)})
+    for asynchronous in (False, True):
+        path = checkpoint.save(tmp_path / f"{asynchronous}", state, spec, asynchronous=asynchronous).wait()
+        with torch.device("meta"):  # as where the model was made
+            found = checkpoint.load(path, spec)
+        assert_same(found, state | {"parameter": torch.ones(3)})
     for wrong in (torch.eye(3).to_sparse(), torch.ones(3, device="meta")):
         with pytest.raises((TypeError, ValueError), match=r"state 'a\.0': expected a (plain, dense )?tensor"):
             checkpoint.save(tmp_path / "2", {"a": [wrong]}, spec)

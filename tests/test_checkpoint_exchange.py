@@ -367,6 +367,15 @@ def bad_exports(rank: int, folder: str) -> None:
         "a dtype that safetensors has, got torch.complex128",
         lambda: export(params, spec, path, buffers={"z": torch.ones(1, dtype=torch.complex128)}),
     )
+    bad = {"on the meta": torch.ones(1, device="meta"), "got Tensor .*sparse": torch.eye(2).to_sparse(), "got int": 3}
+    for text, buffer in bad.items():
+        refused(
+            ValueError if "meta" in text else TypeError,
+            f"'x': expected a .*{text}",
+            lambda x=buffer: export(params, spec, path, buffers={"x": x}),  # pyright: ignore[reportArgumentType]
+        )
+    born = {key: t.to("meta") for key, t in params.items()}
+    refused(ValueError, r"parameter '\S+': expected a tensor with values, got one on", lambda: export(born, spec, path))
     refused(ValueError, "shard_bytes: expected at least 1", lambda: export(params, spec, path, shard_bytes=0))
     refused(TypeError, "metadata 'step': expected a string, got int", lambda: export(params, spec, path, metadata={"step": 1}))
     assert os.listdir(folder) == []

@@ -306,9 +306,47 @@ def test_statistics_of_batch_norm() -> None:
     torch.testing.assert_close(fs.functional_call(model, params, x, spec=spec, buffers=buffers), plain(x))
     torch.testing.assert_close({name: b for name, b in buffers.items() if name != "scale"}, dict(plain.named_buffers()))
     with pytest.raises(
-        RuntimeError, match=r"functional_call: buffers are on the meta device: '1\.running_mean'.*fs\.init_buff"
+        ValueError, match=r"functional_call: buffers are on the meta device, .*: '1\.running_mean'.*fs\.init_buffers"
     ):
         fs.functional_call(model, params, x, spec=spec)
+
+
+class Reading(nn.Linear):
+    """Whose forward does with its mask what torch also does without its values."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("mask", torch.eye(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.mask
+
+
+def test_what_has_no_values_is_not_read() -> None:
+    """torch gives memory that nobody wrote to for a product by a tensor on the meta device."""
+    with torch.device("meta"):
+        model = nn.Sequential(Reading(), nn.Linear(2, 2, bias=False))
+    spec = fs.whole()(model)
+    params, x, before = fs.init(model, spec, seed=0), torch.randn(3, 2), model[0].mask
+    with pytest.raises(
+        ValueError, match=r"buffers are on the meta device, without values: '0\.mask'; expected all in buffers="
+    ):
+        fs.functional_call(model, params, x, spec=spec)
+    assert model[0].mask is before
+    buffers = {"0.mask": torch.eye(2)}
+    plain = x @ fs.unshard(params, spec)["0.weight"].T + fs.unshard(params, spec)["0.bias"]
+    out = fs.functional_call(model, params, x, spec=spec, buffers=buffers)
+    torch.testing.assert_close(out, plain @ fs.unshard(params, spec)["1.weight"].T)
+    some = fs.ignoring(fs.whole(), ["1"])(model)
+    params = fs.init(model, some, seed=0)
+    with pytest.raises(
+        ValueError, match=r"the spec ignores are on the meta device, without values: '1\.weight'; expected them in"
+    ):
+        fs.functional_call(model, params, x, spec=some, buffers=buffers)
+    params |= {"1.weight": torch.eye(2)}
+    torch.testing.assert_close(fs.functional_call(model, params, x, spec=some, buffers=buffers), plain)
+    meta = {key: tensor.to("meta") for key, tensor in params.items()}
+    assert fs.functional_call(model, meta, x.to("meta"), spec=some).is_meta  # shapes alone
 
 
 class Masked(nn.Linear):

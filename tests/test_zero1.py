@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,21 @@ def test_zero_redundancy_optimizer(ranks: int, gloo2: Pool, gloo4: Pool) -> None
         assert whole / ranks <= ours < whole / ranks + padding
     assert max(ours for ours, _ in sizes) <= max(theirs for _, theirs in sizes)  # which cannot split a tensor
     assert sum(theirs for _, theirs in sizes) == whole
+
+
+def saved(rank: int, path: str) -> None:
+    module = model()
+    replicated, split = specs(module)
+    params, state = train(module, batches(2)[:, rank])
+    params = fs.shard(params, replicated)
+    fs.checkpoint.save(path, {"params": fs.reshard(params, replicated, split), "opt": state}, split)
+    assert_close(fs.checkpoint.load(path, replicated, only="params"), params, rtol=0, atol=0)
+    assert_close(fs.checkpoint.load(path, split, only="opt"), state, rtol=0, atol=0)
+
+
+def test_one_checkpoint_has_both(gloo2: Pool, tmp_path: Path) -> None:
+    """As the page on checkpoints says."""
+    gloo2.run(saved, str(tmp_path / "1"))
 
 
 def test_simulated_ranks() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx.node import has_side_effect
 
 from .. import _torch
+from .._spec.spec import sample
 from .._spec.tree import join
 from .._torch.layers import Normalized
 from .casting import cast_back, cast_floats
@@ -95,17 +96,23 @@ def install_buffers(
     modules: Mapping[str, nn.Module],
     buffers: Mapping[str, Tensor] | None,
     dtypes: Callable[[str], torch.dtype | None] | None = None,
+    *,
+    valued: bool = True,
 ) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], list[str]]]:
     """Give every module its own ``_buffers``: the given ones, copies on write of the rest.
 
     Two functions come back: one reads the given ones, another names the copies that were changed since. ``dtypes`` says to
     what floating point buffers of the module at a path are cast; they are read back in their own.
+
+    ValueError for one on the meta device among ``valued`` parameters: torch indexes, and multiplies matrices, by what has no
+    values without a word, and the result is memory that nobody wrote to.
     """
     given = dict(buffers or {})
     copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
     placed: list[tuple[str, nn.Module, str, Tensor, Tensor]] = []
     copied: list[tuple[str, nn.Module, str, Tensor]] = []
     fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
+    empty: dict[str, Tensor] = {}
     for path, module in modules.items():
         own = own_of(module, "_buffers")
         if not own:  # as most
@@ -124,6 +131,13 @@ def install_buffers(
                     copies[original, dtype] = copy_of(original, dtype)
                 mine[attr] = copies[original, dtype]
                 copied.append((name, module, attr, copies[original, dtype]))
+            elif original is not None and original.is_meta and valued:
+                empty[name] = original
+    if empty:
+        raise ValueError(
+            f"functional_call: buffers are on the meta device, without values: {sample(empty)}; expected all in buffers=, as "
+            "fs.init_buffers(model, spec) makes them; those that no initialiser makes have to be made by hand"
+        )
     if given:
         raise ValueError(f"buffer '{next(iter(given))}' is not in the model: expected its buffers' names")
     for module, mine in fresh.items():

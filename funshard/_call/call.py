@@ -13,7 +13,7 @@ from .._spec.accumulation import accumulation_of
 from .._spec.division import Divide
 from .._spec.fits import check_not_own, check_params
 from .._spec.spec import PartitionSpec, bound
-from .._transforms.explained import about_arguments, about_meta, arguments, check_values, explained
+from .._transforms.explained import about_arguments, arguments, check_values, explained
 from .._units.flow import reduction_over
 from . import in_graph
 from .buffers import warn_of_lost
@@ -103,11 +103,12 @@ def functional_call(
     decides itself about gathers and ``remat``.
 
     Raises ValueError or TypeError, naming the path, for params that do not fit the spec or are on the meta device where the
-    arguments are not, a model that the spec was not made for or that was compiled, the model's own parameters in the place of
-    `shard`'s on several ranks where they are differentiated, unknown buffers, and axes to reduce over that do not fit, before
-    any communication. Raises RuntimeError, naming unit and parameter, where forward changes a parameter in place, by whatever
-    means (``.data``, nn.Embedding's ``max_norm``): of plain modules the change would last, here it would be lost; ``params``
-    are what they were. So it does where another thread has the model in a call: one at a time.
+    arguments are not, buffers that are there where params are not, a model that the spec was not made for or that was compiled,
+    the model's own parameters in the place of `shard`'s on several ranks where they are differentiated, unknown buffers, and
+    axes to reduce over that do not fit, before any communication. Raises RuntimeError, naming unit and parameter, where forward
+    changes a parameter in place, by whatever means (``.data``, nn.Embedding's ``max_norm``): of plain modules the change would
+    last, here it would be lost; ``params`` are what they were. So it does where another thread has the model in a call: one at
+    a time.
     """
     spec = bound(spec)
     check_params(params, spec)
@@ -122,15 +123,14 @@ def functional_call(
     given = arguments(args, kwargs)
     if torch.compiler.is_compiling():
         return in_graph.run(model, params, *given, spec, buffers, method, reduction)
-    check_values(params, given)
     place = Place.of(model, spec)
+    check_values(model, params, spec, given)
     check_not_own(params, model, spec)
     call = Call(place, params, spec, reduction, prefetch, in_flight, arrivals)
     try:
         out = call.run(*given, buffers, method)
     except (TypeError, AttributeError, RuntimeError) as error:
         about_arguments(error, params, spec, args, given)
-        about_meta(error, model, spec, params, buffers)
         raise explained(error, model)  # noqa: B904 - the same one
     warn_of_lost(model, call.lost, stacklevel=2)
     if inspect.isgenerator(out):

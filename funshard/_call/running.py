@@ -50,6 +50,7 @@ class Call:
         thread: int | None = None,
     ) -> None:
         self.place, self.spec = place, spec
+        self.valued = not any(tensor.is_meta for tensor in params.values())
         self.reduction = reduction
         self.thread = this_thread(thread)
         self.ahead = prefetch, in_flight
@@ -82,7 +83,7 @@ class Call:
                     vars(module).clear()
                     vars(module).update(others)
                 dtypes = None if attributes else buffer_dtypes(self.spec)  # a run inside finds them cast
-                updated, changed = install_buffers(self.place.modules, buffers, dtypes)
+                updated, changed = install_buffers(self.place.modules, buffers, dtypes, valued=self.valued)
                 roots = self._install_parameters(attributes or before)
             try:
                 with hooks, self.scopes.forward():

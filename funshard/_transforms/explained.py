@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .._spec.spec import PartitionSpec, sample
 
-__all__ = ["about_arguments", "about_meta", "arguments", "check_values", "explained", "lacks_forward_mode", "note_of"]
+__all__ = ["about_arguments", "arguments", "check_values", "explained", "lacks_forward_mode", "note_of"]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -68,10 +68,20 @@ def about_arguments(error: Exception, params: Mapping[str, Tensor], spec: Partit
     _hinted(error, hints)
 
 
-def check_values(params: Mapping[str, Tensor], given: object) -> None:
-    """ValueError, naming them, for params on the meta device where all arguments have values: some results would have none."""
+def check_values(model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, given: object) -> None:
+    """ValueError, naming them, for parameters on the meta device where others have values: some results would have none.
+
+    Of params where all arguments have values, and of what the spec ignores where params have.
+    """
     empty = {key: tensor for key, tensor in params.items() if tensor.is_meta}
     if not empty:
+        ignored = {name: model.get_parameter(name) for name in spec.ignored if name not in params}
+        left = {name: tensor for name, tensor in ignored.items() if tensor.is_meta}
+        if left:
+            raise ValueError(
+                f"functional_call: parameters that the spec ignores are on the meta device, without values: {sample(left)}; "
+                "expected them in params"
+            )
         return
     tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
     if tensors and not any(x.is_meta for x in tensors):
@@ -80,21 +90,6 @@ def check_values(params: Mapping[str, Tensor], given: object) -> None:
             f"materialized as the arguments are, on {tensors[0].device}; fs.init(model, spec) gives params that are born "
             "sharded, fs.scatter_full those of one rank"
         )
-
-
-def about_meta(
-    error: Exception, model: nn.Module, spec: PartitionSpec, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None
-) -> None:
-    """Add to torch's words about the meta device which of the model's own tensors are there, and who gives them values."""
-    if "meta" not in str(error) or any(tensor.is_meta for tensor in params.values()):
-        return
-    empty = {name: x for name, x in model.named_buffers() if x.is_meta and name not in (buffers or ())}
-    hints = [f"buffers are on the meta device: {sample(empty)}; give buffers=fs.init_buffers(model, spec)"] if empty else []
-    own = dict(model.named_parameters(remove_duplicate=False))
-    left = {name: own[name] for name in spec.ignored if name in own and own[name].is_meta and name not in params}
-    if left:
-        hints.append(f"parameters that the spec ignores are on the meta device: {sample(left)}; give them in params")
-    _hinted(error, hints)
 
 
 def _hinted(error: Exception, hints: list[str]) -> None:

@@ -20,6 +20,7 @@ from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.layout import unflatten_unit
 from ._commit import Aside
+from ._leaves import check_holds
 from ._ranks import TIMEOUT, ranks_of
 
 __all__ = ["DTYPES", "INDEX", "SINGLE", "export"]
@@ -169,11 +170,13 @@ def _entries(
     for unit in spec:
         full = whole_unit(params, unit)
         for i, param in enumerate(unit.params):
+            check_holds(params[unit.key] if full is None else full[i], f"parameter '{param.name}'")
             kept = full[i].dtype if full is not None else unit.dtype if unit.at_rest else params[unit.key].dtype
             yield entry(param.name, param.shape, kept)
     for name, tensor in _others(params, spec, buffers).items():
         if name in spec.by_name:
             raise ValueError(f"buffers: '{name}' is a parameter of the spec: expected others")
+        check_holds(tensor, f"'{name}'")
         yield entry(name, tuple(tensor.shape), tensor.dtype)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
@@ -27,6 +27,7 @@ __all__ = [
     "Value",
     "Whole",
     "all_alike",
+    "check_holds",
     "from_json",
     "is_plain",
     "names_of",
@@ -200,6 +201,20 @@ def names_of(leaf: Leaf) -> list[str]:
     if isinstance(leaf, Whole | Value):
         return [leaf.name]
     return [*leaf.names] if isinstance(leaf, Owned) else [name for names in leaf.names for name in names]
+
+
+def check_holds(tensor: object, what: str) -> None:
+    """TypeError or ValueError, saying what it is, for no tensor, and for one that files cannot hold."""
+    if (
+        not isinstance(tensor, Tensor)
+        or type(tensor) not in (Tensor, nn.Parameter)
+        or tensor.layout != torch.strided
+        or tensor.is_quantized
+    ):
+        got = f"{type(tensor).__name__} {tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{what}: expected a plain, dense tensor, got {got}")
+    if tensor.is_meta:
+        raise ValueError(f"{what}: expected a tensor with values, got one on the meta device")
 
 
 def all_alike(numbers: Tensor) -> bool:

@@ -171,11 +171,13 @@ def _wanted(
 
 
 def _plain(leaf: Value, found: Mapping[str, Any]) -> Any:
-    several = {names[0]: next((name for name in names if name in found), None) for names in leaf.names or ((leaf.name,),)}
-    for own, name in several.items():
-        if name is None:
+    values: dict[str, Any] = {}
+    for own, *aliases in leaf.names or ((leaf.name,),):
+        there = [found[name] for name in (own, *aliases) if name in found]
+        if not there:
             raise ValueError(f"state '{own}' is no plain value in the checkpoint: expected like= without it")
-    (first, value), *others = [(own, found[name]) for own, name in several.items()]
+        values[own] = there[0]
+    (first, value), *others = values.items()
     for own, other in others:
         if repr(other) != repr(value):
             raise ValueError(

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._sharding.agree import fingerprint
 from .._spec.spec import PartitionSpec
-from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, names_of, to_json
+from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, check_holds, names_of, to_json
 from ._nodes import Node, leaves
 from ._plan import Writes
 from ._ranks import Ranks
@@ -60,25 +60,13 @@ def planned(state: Any, spec: PartitionSpec, ranks: Ranks) -> Planned:
     held: dict[str, tuple[str, int, int]] = {}
     with torch.no_grad():
         for leaf, value in zip(leaves(node), values, strict=True):
-            _check(leaf, value)
+            if isinstance(value, Tensor):
+                check_holds(value, f"state '{names_of(leaf)[0]}'")
             _add(leaf, value, spec, ranks, parts, alike, own)
             if isinstance(leaf, Slice) and spec.size(leaf.unit) < ranks.size:
                 held[leaf.names[0][0]] = leaf.unit.key, leaf.index(spec), int(fingerprint(value.detach()))
         _refuse_twice([name for leaf in leaves(node) for name in names_of(leaf)])
         return Planned(spec, node, Writes(parts), alike, own, held)
-
-
-def _check(leaf: Leaf, value: Any) -> None:
-    """TypeError or ValueError, naming it, for a tensor that files cannot hold."""
-    if not isinstance(value, Tensor):
-        return
-    name, *_ = names_of(leaf)
-    if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
-        raise TypeError(
-            f"state '{name}': expected a plain, dense tensor, got {type(value).__name__} {value.dtype} {value.layout}"
-        )
-    if value.is_meta:
-        raise ValueError(f"state '{name}': expected a tensor with values, got one on the meta device")
 
 
 def _add(

@@ -97,7 +97,8 @@ def check_ranks(name: str, saved: int, ranks: int) -> None:
 
 def _read_units(content: Any, spec: PartitionSpec, path: tuple[str, ...]) -> dict[str, Node]:
     saved = {name: (names[0], dtype, slot) for names, dtype, slot in content["params"] for name in names}
-    names = {names[0] for names, _, _ in content["params"]}
+    every = {names[0] for names, _, _ in content["params"]}
+    names = {*every}
     where = f"state '{'.'.join(path)}'" if path else "the state"
     entries = {p.name: next((saved[n] for n in p.names if n in saved), None) for unit in spec for p in unit.params}
     known = owners({name: entry[2] for name, entry in entries.items() if entry}, spec)
@@ -108,8 +109,8 @@ def _read_units(content: Any, spec: PartitionSpec, path: tuple[str, ...]) -> dic
         if len(there) < len(found) and (there or content["whole"]):
             missing = next(p.name for p, entry in found if entry is None)
             raise ValueError(
-                f"parameter '{missing}' of unit '{unit.key}' is not in {where} of the checkpoint, which has {len(names)} "
-                f"parameters such as {sorted(names)[:3]}: expected the model that was saved"
+                f"parameter '{missing}' of unit '{unit.key}' is not in {where} of the checkpoint, which has {len(every)} "
+                f"parameters such as {sorted(every)[:3]}: expected the model that was saved"
             )
         if not there:
             continue
