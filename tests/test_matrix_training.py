@@ -56,6 +56,45 @@ def derivatives(spec: fs.PartitionSpec, rest: dict[str, Any]) -> Any:
     )
 
 
+def transformed(mesh: Any, batched: bool) -> fs.Params:
+    """Of a second step after one, with respect to the first one's gradients: derivatives, or new parameters for two of them."""
+
+    def step(grad: Tensor, state: Any, param: Tensor) -> tuple[Tensor, Any]:
+        momentum = 0.9 * state["momentum"] + grad
+        new = {"momentum": momentum, "length": state["length"] + grad.norm()}
+        return param - 0.1 * momentum / new["length"], new
+
+    spec = spec_on(mesh, "shard")
+    rest = lambda params: {key: {} for key in params}, lambda grads, state, params: (params, state)
+    begin = lambda p: {"momentum": torch.zeros_like(p), "length": p.new_zeros(())}  # noqa: E731
+    init, update = fs.optim.by_matrix(begin, step, matrices_on(spec, "muon"), rest=rest)
+    params, grads, later = (fs.shard(tree, spec) for tree in (PARAMS, GRADS[0], GRADS[1]))
+    state = init(params)
+
+    def stepped(grads: fs.Params) -> fs.Params:
+        """The parameters do not take part in the second step's derivative: on other ranks than the owner nothing does."""
+        return update(later, update(grads, state, params)[1], params)[0]
+
+    if batched:
+        new = torch.func.vmap(stepped)({key: torch.stack([g, 2 * g]) for key, g in grads.items()})
+        return fs.unshard({key: x[1] for key, x in new.items()}, spec)
+    loss = lambda grads: sum((x**2).sum() for x in stepped(grads).values())  # noqa: E731
+    return fs.unshard(torch.func.grad(loss)(grads), spec)
+
+
+def transformed_on_ranks(rank: int, batched: bool) -> fs.Params:
+    return transformed(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), batched)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_of_an_update_of_your_own(gloo2: Pool, batched: bool) -> None:
+    """Ranks that own a matrix and ranks that do not send the same things, whatever the update makes of what."""
+    want = transformed(ALONE, batched)
+    for got in gloo2.run(transformed_on_ranks, batched):
+        assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
 def in_backward(rank: int, donate: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5)).double()
     spec = fs.by_type(nn.Linear)(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))

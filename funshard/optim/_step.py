@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
 from .._units.layout import Params
 from ._group import Group
@@ -127,13 +128,14 @@ class Step:
         whole = {matrix.name: self._state[matrix.unit.key].owned[matrix.name] for matrix in group.chosen}
         options = {matrix.name: self._with_step(matrix) for matrix in group.owned}
         results, new = self._rule.work({name: sent[name] for name in names}, {name: whole[name] for name in names}, options)
+        alike = group.alike([*pytree.tree_leaves(sent), *pytree.tree_leaves(whole)])
         for matrix in group.chosen:
             old = whole[matrix.name]
             made = new.get(matrix.name, old)
-            self._whole[matrix.name] = {key: group.of_owner(matrix, x, old[key]) for key, x in made.items()}
+            self._whole[matrix.name] = {key: alike(group.of_owner(matrix, x, old[key])) for key, x in made.items()}
         return [
             {
-                name: results[name][i].to(tensors[give].dtype) if name in results else tensors[give]
+                name: alike(results[name][i].to(tensors[give].dtype) if name in results else tensors[give])
                 for name, tensors in sent.items()
             }
             for i, give in enumerate(self._rule.gives)
