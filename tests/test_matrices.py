@@ -143,6 +143,15 @@ def test_all_ranks_agree(spec: fs.PartitionSpec) -> None:
         assert len({(known.by_name[name].unit.dtype, known.by_name[name].unit.p.axes) for name in names}) == 1
 
 
+def test_what_rests_on_the_host_is_sent_by_itself() -> None:
+    """Its gradients are there too, and those of others on the device: tensors of one group are of one device."""
+    layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    one, other = P("shard"), P("shard", offload="params")
+    for first, groups in ((other, (("0.weight", "1.weight"),)), (one, (("0.weight",), ("1.weight",)))):
+        known = fs.optim.matrices(fs.by_path({"0": first, "1": other})(layers).on({"shard": 8}))
+        assert known.groups == groups
+
+
 # --- collect and spread ---
 
 LAWS = {name: MESHES[name] for name in ("fsdp", "3 ranks", "8 ranks", "ddp", "hsdp", "two axes")}

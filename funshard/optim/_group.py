@@ -93,15 +93,14 @@ class Group(NamedTuple):
         return new if self.there else torch.where(self._is_owner(matrix, new.device), new, old)
 
     def alike(self, given: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-        """Makes what an owner made, and what stands for it elsewhere, alike on all ranks: differentiated and batched or not.
+        """What makes a result of an owner, and what stands for it elsewhere, tracked and batched if any of the ``given`` is.
 
-        As all of what it is made of; ranks would otherwise send different things, or some of them nothing in backward. By a sum
-        of no elements that is added to it.
+        Ranks would otherwise send other sizes under vmap, or some of them nothing in backward. It adds a sum of no elements.
         """
         if self.there is None or (_torch.plain() and not _torch.any_tracked(given)):
             return lambda x: x
-        zero = sum(x.reshape(-1)[:0].sum().abs().double() for x in given)
-        return lambda x: x + zero.to(x.dtype) if isinstance(zero, Tensor) else x
+        zero = torch.stack([x.reshape(-1)[:0].sum().abs().float() for x in given]).sum() if given else torch.zeros(())
+        return lambda x: x + zero.to(x.dtype)
 
     def _to_use(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
         device = used_on(self.chosen[0].unit, self.spec.bound_mesh)

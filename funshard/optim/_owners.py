@@ -143,13 +143,13 @@ def assigned(found: Sequence[Matrix], together: Sequence[Sequence[int]], spec: P
 
 
 def groups(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[int]]:
-    """Which are worked on at the same time: neighbours of one dtype and one way, as many as the memory of all ranks takes."""
+    """Which are worked on at the same time: neighbours of one `_kind`, as many as the memory of all ranks takes."""
     room = len(every_rank(spec)) * largest(found)
     out: list[list[int]] = []
     numel = 0
     for i, matrix in enumerate(found):
         before = found[out[-1][-1]] if out else None
-        alike = before is not None and (before.unit.p.axes, before.unit.dtype) == (matrix.unit.p.axes, matrix.unit.dtype)
+        alike = before is not None and _kind(before.unit) == _kind(matrix.unit)
         if not alike or WORK * (numel + matrix.param.numel) > room:
             out.append([])
             numel = 0
@@ -181,6 +181,11 @@ def shares(group: Sequence[Matrix], spec: PartitionSpec, most: int) -> int:
 def largest(found: Sequence[Matrix]) -> int:
     """Elements of the largest of the units that matrices are in."""
     return max((matrix.unit.numel for matrix in found), default=0)
+
+
+def _kind(unit: Unit) -> tuple[object, ...]:
+    """The way of its matrices, their dtype, and whether they come from the host, where others are on the device."""
+    return unit.p.axes, unit.dtype, "params" in unit.p.offloads
 
 
 def table(found: Sequence[Matrix], spec: PartitionSpec) -> str:
