@@ -23,7 +23,7 @@ from funshard import P
 from funshard._spec.tree import Param
 from funshard._units.layout import Piece, pieces
 from funshard.collectives import Group
-from funshard.optim._owners import Matrix
+from funshard.optim._owners import Matrix, assigned
 from funshard.optim._ways import Way, back, there
 from funshard.testing import spmd
 
@@ -150,6 +150,14 @@ def test_what_rests_on_the_host_is_sent_by_itself() -> None:
     for first, groups in ((other, (("0.weight", "1.weight"),)), (one, (("0.weight",), ("1.weight",)))):
         known = fs.optim.matrices(fs.by_path({"0": first, "1": other})(layers).on({"shard": 8}))
         assert known.groups == groups
+
+
+def test_ranks_work_on_a_group_at_the_same_time() -> None:
+    """Of ranks that have as much to do, the small matrix of a group is for the one that has not its large one."""
+    layers = nn.Sequential(*(nn.Linear(n, n, bias=False) for n in (8, 2, 8, 2)))
+    known = fs.optim.matrices(fs.whole()(layers).on({"shard": 2}))
+    owners = [matrix.owner for matrix in assigned(known.chosen, [[0, 1], [2, 3]], known.spec)]
+    assert owners == [(0,), (1,), (1,), (0,)]
 
 
 # --- collect and spread ---

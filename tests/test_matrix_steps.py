@@ -247,6 +247,35 @@ def test_donated() -> None:
             x.sum()
 
 
+def test_donated_beside_a_rest_that_does_not() -> None:
+    """What the rest makes in new memory is written into that of the parameters."""
+    spec = spec_on(ALONE, "shard")
+    rest = fs.optim.from_torch(torch.optim.AdamW)
+    params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
+    steps = [fs.optim.muon(matrices_on(spec, "muon"), rest=rest, donate=donate) for donate in (False, True)]
+    want, got = (step.update(grads, step.init(params), params)[0] for step in steps)
+    assert_close(got, want, rtol=0, atol=0)
+
+
+def test_state_of_another_dtype_than_the_parameters() -> None:
+    """Momentum in float32, of bfloat16 parameters and of float64 ones, also beside what is no matrix."""
+
+    def step(grad: torch.Tensor, state: Any, param: torch.Tensor) -> Any:
+        momentum = state["momentum"] + grad.float() / 3
+        return (param.float() - momentum).to(param.dtype), {"momentum": momentum}
+
+    begin = lambda p: {"momentum": p.new_zeros(p.shape, dtype=torch.float32)}  # noqa: E731
+    rest = fs.optim.from_torch(torch.optim.AdamW)
+    for dtype in (torch.bfloat16, torch.float64):
+        spec = spec_of(ALONE, "shard", dtype)
+        params, grads = (fs.shard(cast(tree, dtype), spec) for tree in (PARAMS, GRADS[0]))
+        known = matrices_on(spec, "muon")
+        init, update = fs.optim.by_matrix(begin, step, known, rest=rest)
+        _, state = update(grads, init(params), params)
+        momenta = known.collect({key: unit.slices["momentum"] for key, unit in state.items() if unit.slices})
+        assert_close(momenta, {name: GRADS[0][name].to(dtype).float() / 3 for name in momenta}, rtol=0, atol=0)
+
+
 def test_scaled_and_clipped() -> None:
     """A step that is left out leaves all of the state; clipped gradients are gradients."""
     spec = spec_on(ALONE, "shard")
