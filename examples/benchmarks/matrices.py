@@ -4,7 +4,7 @@
     python examples/benchmarks/matrices.py --ranks 4 --rounds 40 --json matrices.json
 
 Only the update of a GPT (float32, the iteration too), given gradients. "fs.optim.muon" sends each matrix to its owner and
-back; "gathered" gathers every unit's momentum and makes every matrix orthogonal on every rank; "unsharded" is the arithmetic
+back, where all ranks hold all of it (`P()`) what its owner made of it to all; "gathered" gathers every unit's momentum and makes every matrix orthogonal on every rank; "unsharded" is the arithmetic
 of torch.optim.Muon on whole parameters, which every rank has and nothing is sent for; "AdamW" is optim.from_torch's of all
 parameters, which needs no whole ones. What is no hidden matrix has AdamW in all of them, and all write in place.
 
@@ -50,9 +50,9 @@ def stepping(update: Update, params: fs.Params, state: Any) -> Step:
     return step
 
 
-def sharded(pair: Callable[[fs.optim.Matrices], Any]) -> Callable[[nn.Module], Step]:
+def sharded(pair: Callable[[fs.optim.Matrices], Any], p: fs.P = fs.P("shard")) -> Callable[[nn.Module], Step]:
     def build(model: nn.Module) -> Step:
-        spec = fs.by_type(Block)(model).bound
+        spec = fs.by_type(Block, p=p)(model).bound
         params = fs.shard(model, spec)
         init, update = pair(fs.optim.matrices(spec, select=fs.optim.hidden(model, "head")))
         model.to("meta")
@@ -122,6 +122,7 @@ def muon(matrices: fs.optim.Matrices) -> fs.optim.MatrixOptimizer:
 
 MODES: dict[str, Callable[[nn.Module], Step]] = {
     "fs.optim.muon": sharded(muon),
+    "fs.optim.muon, `P()`": sharded(muon, fs.P()),
     "gathered": sharded(gathered),
     "unsharded": unsharded,
     "AdamW": sharded(lambda matrices: adamw()),
