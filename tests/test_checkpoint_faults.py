@@ -294,6 +294,10 @@ def save_changed(rank: int, path: str, change: str) -> None:
             state["c"] = {"a.b": 1, "a": {"b": 2}}
         case "keys alike":
             state["c"] = {1: 0.5, "1": 0.25}
+        case "container":
+            state["seen"] = (1, 2) if rank else [1, 2]
+        case "empty":
+            state["seen"] = {"x": {} if rank else []}
         case "ragged list":
             state["seen"] = checkpoint.per_rank([0] * (rank + 1))
         case "ragged tensor":
@@ -341,6 +345,8 @@ def save_changed(rank: int, path: str, change: str) -> None:
         ("keys", "ValueError", r"state 'more': expected the same on all ranks, got on rank 0 nothing"),
         ("values", "ValueError", r"state 'c\.a\.b': two of its leaves have this name"),
         ("keys alike", "ValueError", r"state 'c\.1': two of its leaves have this name"),
+        ("container", "ValueError", r"state 'seen': .*on rank 0 a container, list, on rank 1 a container, tuple"),
+        ("empty", "ValueError", r"state 'seen\.x': .*on rank 0 a container, list, on rank 1 a container, dict"),
         ("ragged list", "ValueError", r"state 'seen\.1': .* on rank 0 nothing, on rank 1 each rank's own, .*\(json\.dumps\)"),
         (
             "ragged tensor",

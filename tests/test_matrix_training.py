@@ -56,7 +56,7 @@ def derivatives(spec: fs.PartitionSpec, rest: dict[str, Any]) -> Any:
     )
 
 
-def transformed(mesh: Any, batched: bool) -> fs.Params:
+def transformed(mesh: Any, axis: str | None, batched: bool) -> fs.Params:
     """Of a second step after one, with respect to the first one's gradients: derivatives, or new parameters for two of them."""
 
     def step(grad: Tensor, state: Any, param: Tensor) -> tuple[Tensor, Any]:
@@ -64,7 +64,7 @@ def transformed(mesh: Any, batched: bool) -> fs.Params:
         new = {"momentum": momentum, "length": state["length"] + grad.norm()}
         return param - 0.1 * momentum / new["length"], new
 
-    spec = spec_on(mesh, "shard")
+    spec = spec_on(mesh, axis)
     rest = lambda params: {key: {} for key in params}, lambda grads, state, params: (params, state)
     begin = lambda p: {"momentum": torch.zeros_like(p), "length": p.new_zeros(())}  # noqa: E731
     init, update = fs.optim.by_matrix(begin, step, matrices_on(spec, "muon"), rest=rest)
@@ -82,16 +82,17 @@ def transformed(mesh: Any, batched: bool) -> fs.Params:
     return fs.unshard(torch.func.grad(loss)(grads), spec)
 
 
-def transformed_on_ranks(rank: int, batched: bool) -> fs.Params:
-    return transformed(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), batched)
+def transformed_on_ranks(rank: int, axis: str | None, batched: bool) -> fs.Params:
+    return transformed(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), axis, batched)
 
 
 @pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("axis", ["shard", None])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_transforms_of_an_update_of_your_own(gloo2: Pool, batched: bool) -> None:
+def test_transforms_of_an_update_of_your_own(gloo2: Pool, axis: str | None, batched: bool) -> None:
     """Ranks that own a matrix and ranks that do not send the same things, whatever the update makes of what."""
-    want = transformed(ALONE, batched)
-    for got in gloo2.run(transformed_on_ranks, batched):
+    want = transformed(ALONE, axis, batched)
+    for got in gloo2.run(transformed_on_ranks, axis, batched):
         assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 

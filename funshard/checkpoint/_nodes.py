@@ -18,6 +18,7 @@ __all__ = [
     "Place",
     "Units",
     "build",
+    "containers",
     "dict_of",
     "leaves",
     "matrix_state",
@@ -132,6 +133,16 @@ def leaves(node: Node) -> Iterator[Leaf]:
             yield from leaves(child)
     else:
         yield node
+
+
+def containers(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """``(path, what it is)`` of every container."""
+    if not isinstance(node, Branch | Units):
+        return
+    yield ".".join(path), f"a container, {node.kind or 'of a class of its own'}" + ("" if node.of is None else f" of {node.of}")
+    children = zip(node.entries, node.children, strict=True) if isinstance(node, Branch) else node.children.items()
+    for entry, child in children:
+        yield from containers(child, (*path, str(entry)))
 
 
 def build(node: Node, values: Iterator[Any]) -> Any:

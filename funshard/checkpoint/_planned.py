@@ -13,7 +13,7 @@ from torch import Tensor
 from .._sharding.agree import fingerprint
 from .._spec.spec import PartitionSpec
 from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, check_holds, names_of, to_json
-from ._nodes import Node, leaves
+from ._nodes import Node, containers, leaves
 from ._plan import Writes
 from ._ranks import Ranks
 from ._tree import described
@@ -55,7 +55,7 @@ def planned(state: Any, spec: PartitionSpec, ranks: Ranks) -> Planned:
     """What this rank has to write. ValueError, TypeError for a state that cannot be saved."""
     node, values = described(state, spec)
     parts: list[Part] = []
-    alike: dict[str, str] = {}
+    alike: dict[str, str] = dict(containers(node))
     own: dict[str, Any] = {}
     held: dict[str, tuple[str, int, int]] = {}
     with torch.no_grad():
