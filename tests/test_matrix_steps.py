@@ -289,6 +289,20 @@ def test_scaled_and_clipped() -> None:
         assert_close(pytree.tree_leaves(got), pytree.tree_leaves(want), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("make", [fs.optim.muon, fs.optim.shampoo, fs.optim.soap])
+def test_derivatives_through_two_steps(make: Any) -> None:
+    """With respect to the first gradient, against finite differences."""
+    spec = fs.whole()(nn.Linear(4, 3, bias=False).double()).on({"shard": 1})
+    init, update = make(spec, **({"dtype": torch.float64} if make is fs.optim.muon else {}))
+    params, first, second = ({"": x} for x in torch.randn(3, 12, generator=torch.Generator().manual_seed(0)).double())
+
+    def stepped(grads: torch.Tensor) -> torch.Tensor:
+        new, state = update({"": grads}, init(params), params)
+        return update(second, state, new)[0][""]
+
+    assert torch.autograd.gradcheck(stepped, first[""].requires_grad_())
+
+
 @pytest.mark.parametrize("make", [fs.optim.shampoo, fs.optim.soap])
 def test_gradients_that_are_not_finite(make: Any) -> None:
     """NaN, as of any optimizer: an error of one owner would leave the others waiting, and a step may be left out afterwards."""

@@ -4,9 +4,10 @@
     python examples/benchmarks/matrices.py --ranks 4 --rounds 40 --json matrices.json
 
 Only the update of a GPT (float32, the iteration too), given gradients. "fs.optim.muon" sends each matrix to its owner and
-back, where all ranks hold all of it (`P()`) what its owner made of it to all; "gathered" gathers every unit's momentum and makes every matrix orthogonal on every rank; "unsharded" is the arithmetic
-of torch.optim.Muon on whole parameters, which every rank has and nothing is sent for; "AdamW" is optim.from_torch's of all
-parameters, which needs no whole ones. What is no hidden matrix has AdamW in all of them, and all write in place.
+back, or of what all ranks hold (`P()`) what its owner made of it to all; "gathered" gathers every unit's momentum and makes
+every matrix orthogonal on every rank; "unsharded" is the arithmetic of torch.optim.Muon on whole parameters, which every rank
+has and nothing is sent for; "AdamW" is optim.from_torch's of all parameters, which needs no whole ones. What is no hidden
+matrix has AdamW in all of them, and all write in place.
 
 Rounds, ratios and peaks as in peers.py: what rank 0's tensors hold, parameters, gradients and state included. The bytes that
 come out of collectives, one's own part included, are counted on fake process groups of so many ranks.
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 import funshard as fs
 
 LR, REST_LR, DECAY, MOMENTUM = 0.02, 1e-3, 0.1, 0.95
+SHARD = fs.P("shard")
 NOTHING = torch.empty(0)
 Update = Callable[..., tuple[fs.Params, Any]]
 
@@ -50,7 +52,7 @@ def stepping(update: Update, params: fs.Params, state: Any) -> Step:
     return step
 
 
-def sharded(pair: Callable[[fs.optim.Matrices], Any], p: fs.P = fs.P("shard")) -> Callable[[nn.Module], Step]:
+def sharded(pair: Callable[[fs.optim.Matrices], Any], p: fs.P) -> Callable[[nn.Module], Step]:
     def build(model: nn.Module) -> Step:
         spec = fs.by_type(Block, p=p)(model).bound
         params = fs.shard(model, spec)
@@ -121,11 +123,11 @@ def muon(matrices: fs.optim.Matrices) -> fs.optim.MatrixOptimizer:
 
 
 MODES: dict[str, Callable[[nn.Module], Step]] = {
-    "fs.optim.muon": sharded(muon),
+    "fs.optim.muon": sharded(muon, SHARD),
     "fs.optim.muon, `P()`": sharded(muon, fs.P()),
-    "gathered": sharded(gathered),
+    "gathered": sharded(gathered, SHARD),
     "unsharded": unsharded,
-    "AdamW": sharded(lambda matrices: adamw()),
+    "AdamW": sharded(lambda matrices: adamw(), SHARD),
 }
 
 

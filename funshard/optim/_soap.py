@@ -84,7 +84,8 @@ def soap(
         rotated = _rotated(grad, bases, factored)
         square = state["exp_avg_sq"]
         square = square + (rotated.square() - square) * (1 - betas[1]) * counts
-        direction = _rotated(average, bases, factored) / (square.sqrt() + eps)
+        root = (square + (1 - counts)).sqrt()  # not of the first step's zeros, where it has no derivative
+        direction = _rotated(average, bases, factored) / (root + eps)
         direction = _rotated(direction, [basis.mT for basis in bases], factored) * counts
         bases = chosen_where(step == 1, lambda: [_eigenvectors(factor) for factor in factors], bases)
         due = (step > 1) & ((step - 1) % every == 0)
