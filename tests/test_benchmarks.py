@@ -255,12 +255,13 @@ def test_matrices() -> None:
     """Every mode has its figures; to owners and back comes what a gather brings, of two ranks, and of eight a fourth."""
     table, result = run("matrices", "--layers 2 --dim 64 --seq 8 --rounds 1 --warmup 0")
     figures = result["figures"]
-    assert list(figures) == ["fs.optim.muon", "gathered", "unsharded", "AdamW"]
+    assert list(figures) == ["fs.optim.muon", "fs.optim.muon, `P()`", "gathered", "unsharded", "AdamW"]
     assert all(f"\n{mode} " in table and one["over unsharded"] > 0 < one["peak bytes"] for mode, one in figures.items())
     arriving = {mode: one["arriving bytes"] for mode, one in figures.items()}
     matrices, whole = 2 * 4 * 12 * DIM * DIM, 2 * BLOCK
     assert arriving["gathered"] == {"2": whole, "8": whole}
     assert arriving["fs.optim.muon"]["2"] == pytest.approx(matrices, rel=0.1)
+    assert arriving["fs.optim.muon, `P()`"] == {"2": matrices, "8": matrices}
     assert 0.2 * matrices < arriving["fs.optim.muon"]["8"] < 0.3 * matrices  # a fourth; the matrices differ in size
     assert not any([*arriving["unsharded"].values(), *arriving["AdamW"].values()])
 
