@@ -223,6 +223,24 @@ def test_parameters_without_dimensions_or_elements_are_resharded() -> None:
         assert_close(fs.unshard(got, there), fs.unshard(want, here))
 
 
+def test_counts_that_may_be_slices_are_not_resharded() -> None:
+    """Of a unit that has as many options as elements nothing says which is which."""
+    model = nn.LayerNorm(1)
+
+    def options(name: str, param: Any) -> dict[str, float]:
+        return {"weight_decay": 0.0} if name == "bias" else {}
+
+    def resharded(align: int) -> Any:
+        first, second = (fs.whole(fs.P("shard", align=n))(model).on({"shard": 1}) for n in (align, 8))
+        before, after = fs.optim.matrices(first), fs.optim.matrices(second)
+        init, _ = fs.optim.muon(before, rest=fs.optim.from_torch(torch.optim.AdamW, spec=first, options=options))
+        return fs.optim.reshard(init(fs.shard(model, first)), before, after)
+
+    assert resharded(3)[""].rest[""]["exp_avg"].shape == (16,)  # two parameters, aligned
+    with pytest.raises(ValueError, match=r"unit '' of state 'rest.*': \[2\] may be this rank's slice, or numbers.*align"):
+        resharded(1)
+
+
 def resharded_on_ranks(rank: int, sizes: dict[str, int], axis: Any, policy: str, optimizer: str) -> fs.Params:
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return resharded_in_the_middle(mesh, axis, policy, optimizer)

@@ -15,6 +15,7 @@ from .._units.host import rested
 from .._units.layout import Params, flatten_unit, unflatten_unit
 from ..collectives._functions import broadcast
 from ._matrices import Matrices
+from ._numbers import numbers_in
 from ._step import MatrixState
 
 __all__ = ["reshard"]
@@ -33,8 +34,8 @@ def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> d
     of the old units that a new one is made of, from the first that needs them to the last, and of what matrices' owners have
     one tensor at a time. For another number of processes save it, and load it there (`funshard.checkpoint`).
 
-    Raises ValueError, naming it, for a matrix that is only in one of both, for a unit that is missing, and where a new unit is
-    made of ones that have taken different numbers of steps.
+    Raises ValueError, naming it, for a matrix that is only in one of both, for a unit that is missing, where a new unit is made
+    of ones that have taken different numbers of steps, and for a vector of which nothing says whether it is a slice.
     """
     for name in old.by_name.keys() ^ new.by_name.keys():
         where = "the old" if name in old.by_name else "the new"
@@ -42,6 +43,8 @@ def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> d
     needs = {unit.key: dict.fromkeys(old.spec.by_name[p.name][0].key for p in unit.params) for unit in new.spec}
     made = [unit for unit in new.spec if any(key in state for key in needs[unit.key])]
     last = {key: unit.key for unit in made for key in needs[unit.key]}
+    of_rest = {key: unit.rest[key] for key, unit in state.items() if key in unit.rest}
+    numbers = numbers_in(of_rest, of_rest, old.spec, ("rest",))
     whole: dict[str, _Whole] = {}
     out: dict[str, MatrixState] = {}
     for unit in made:
@@ -49,7 +52,7 @@ def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> d
             if key not in state:
                 raise ValueError(f"unit '{key}' is missing: expected all that the new spec's unit '{unit.key}' is made of")
             if key not in whole:
-                whole[key] = _whole(state[key], old.spec.by_key[key], old)
+                whole[key] = _whole(state[key], old.spec.by_key[key], old, numbers)
         from_ = {key: (state[key], *whole[key]) for key in needs[unit.key]}
         out[unit.key] = _made(unit, from_, old, new)
         for key in needs[unit.key]:
@@ -58,7 +61,8 @@ def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> d
     return out
 
 
-def _whole(state: MatrixState, unit: Unit, old: Matrices) -> _Whole:
+def _whole(state: MatrixState, unit: Unit, old: Matrices, known: frozenset[int]) -> _Whole:
+    """``known`` are the ids of the rest's vectors that are numbers."""
     names = {*old.names(unit.key)}
     slices = {slot: _only(_gathered(piece, unit, old), names) for slot, piece in state.slices.items()}
     rest: Parts = {}
@@ -66,12 +70,12 @@ def _whole(state: MatrixState, unit: Unit, old: Matrices) -> _Whole:
     numbers: set[str] = set()
     for entry, values in state.rest.items():
         for slot, value in values.items():
-            if entry == unit.key and value.shape == (old.spec.shard_numel(unit),):
-                rest[slot] = _gathered(value, unit, old)
-            elif entry == unit.key or not value.dim():
+            if not value.dim() or id(value) in known:
                 of = [entry] if entry != unit.key else [param.name for param in unit.params]
                 rest.setdefault(slot, {}).update(dict.fromkeys(of, _one(value, f"'{slot}' of '{entry}'")))
                 numbers.add(slot)
+            elif entry == unit.key:
+                rest[slot] = _gathered(value, unit, old)
             else:
                 parts.setdefault(slot, {})[entry] = value
     for slot, of_param in parts.items():
