@@ -290,6 +290,26 @@ def test_a_little_is_found_in_every_dtype(dtype: torch.dtype, off: float) -> Non
         assert_exact(lambda call, x: call(x).pow(2).float().mean(), model, spec, values(2, 5, 3).to(dtype))
 
 
+class Coarser(nn.Linear):
+    """Its second derivative rounds in float32, in another order on shards than on the whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float().exp().logsumexp(-1)
+
+
+def test_what_is_rounding_is_said_to_be() -> None:
+    """As of transformers in float64, whose losses are in float32."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Coarser(4, 5)).double()
+    spec = fs.by_type(nn.Linear)(model).on({"shard": 2})
+
+    def loss(call: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return call(x).mean()
+
+    with pytest.raises(AssertionError, match=r"computes in torch\.float32 in part, .* give tolerance=1e-04, or a loss without"):
+        assert_exact(loss, model, spec, values(2, 5, 3), order=2)
+    assert_exact(loss, model, spec, values(2, 5, 3), order=2, tolerance=1e-4)
+
+
 def test_another_method_and_a_tree_of_batches() -> None:
     class Two(nn.Linear):
         def halved(self, x: Tensor, *, factor: float) -> Tensor:
