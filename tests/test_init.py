@@ -522,7 +522,8 @@ def meta_init(rank: int) -> None:
                 params = fs.init(model, spec, seed=42)
             assert all(p.is_meta for p in model.parameters())
             assert all(params[unit.key].dtype == dtype for unit in spec)
-            assert all(piece.all() for piece in fs.views(params, spec).values())  # also of no elements
+            if dtype == torch.float32:  # of bfloat16's 256 numbers, 0 is drawn
+                assert all(piece.all() for piece in fs.views(params, spec).values())  # also of no elements
             torch.manual_seed(rank)
             x = torch.randn(3, dim, dtype=dtype)
             grads = fs.grad(lambda p, m=model, s=spec, x=x: fs.functional_call(m, p, (x,), spec=s).sum())(params)
