@@ -465,6 +465,49 @@ def test_differentiable(cls: Any) -> None:
             assert_close(got, fs.shard(wanted, spec, rank=rank))
 
 
+RATES = {
+    "reverse mode": torch.func.grad,
+    "autograd": lambda fn: lambda lr: torch.autograd.grad(fn(lr := lr.requires_grad_()), lr)[0],
+    "forward mode": lambda fn: lambda lr: torch.func.jvp(fn, (lr,), (torch.ones_like(lr),))[1],
+    "vmap of reverse mode": lambda fn: lambda lr: torch.func.vmap(torch.func.grad(fn))(lr[None])[0],
+}
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("cls", ELEMENTWISE)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_derivatives_of_rates(cls: Any, differentiable: bool) -> None:
+    """With respect to a learning rate they are right or refused, and so is a batch of them: torch makes numbers of most."""
+    start, grads = {"": torch.linspace(1, 2, 4).double()}, {"": torch.tensor([1.0, -2, 3, 0.5]).double()}
+    init, update = from_torch(cls, lr=0.1, differentiable=differentiable)
+    at, eps = torch.tensor(0.1).double(), 1e-6
+
+    def stepped(lr: Any) -> Tensor:
+        params, state = start, init(start)
+        for _ in range(2):
+            params, state = update(grads, state, params, lr=lr)
+        return params[""]
+
+    def loss(lr: Any) -> Tensor:
+        return (stepped(lr) ** 2).sum()
+
+    every = cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+    right = [name for name in RATES if differentiable and (every or (cls is torch.optim.SGD and name != "forward mode"))]
+    for name, transform in RATES.items():
+        if name in right:
+            wanted = (loss(at + eps) - loss(at - eps)) / (2 * eps)  # of numbers torch makes some in float32
+            assert_close(transform(loss)(at.clone()), wanted, rtol=1e-6, atol=1e-6)
+        else:
+            with pytest.raises(RuntimeError, match=f"torch's {cls.__name__} makes a number of it"):
+                transform(loss)(at.clone())
+    several = torch.tensor([0.1, 0.3]).double()
+    if differentiable and every:
+        assert_close(torch.func.vmap(stepped)(several), torch.stack([stepped(lr) for lr in several]))
+    else:
+        with pytest.raises(RuntimeError, match="makes a number of it"):
+            torch.func.vmap(stepped)(several)
+
+
 # --- what state and params may be ---
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "moves",
     "named",
     "refuse_derivatives",
+    "refuse_lost_rates",
     "refuse_shared_memory",
     "refuse_whole",
 ]
@@ -43,6 +44,10 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
 )
 """Those of torch.optim that work element by element. Pinned by ``test_every_optimizer_is_right_or_refused``."""
+
+
+RATES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+"""If differentiable, they compute with a learning rate as with any tensor. Pinned by ``test_derivatives_of_rates``."""
 
 
 def refuse_whole(cls: object, initial: Initial | None) -> None:
@@ -145,6 +150,19 @@ def refuse_derivatives(tensors: Iterable[tuple[str, Tensor]]) -> None:
             raise RuntimeError(
                 f"from_torch: {what} takes part in a derivative, which torch's kernels would lose: expected "
                 "differentiable=True, or an update under torch.no_grad() or outside of the transform"
+            )
+
+
+def refuse_lost_rates(cls: type[torch.optim.Optimizer], rates: Iterable[tuple[str, Tensor]], *, differentiable: bool) -> None:
+    """RuntimeError for a learning rate that is differentiated or batched where torch makes a number of it, without a word."""
+    for what, rate in rates:
+        if not (_torch.is_wrapped(rate) or _torch.is_tracked(rate)):
+            continue
+        kept = cls in RATES or cls not in ELEMENTWISE or (cls is torch.optim.SGD and rate.requires_grad)
+        if not (differentiable and kept):
+            raise RuntimeError(
+                f"from_torch: {what} is differentiated or batched, and torch's {cls.__name__} makes a number of it: expected "
+                f"differentiable=True and one of {[c.__name__ for c in RATES]} (of torch.optim.SGD for reverse mode alone)"
             )
 
 

@@ -21,6 +21,7 @@ from ._checks import (
     moves,
     named,
     refuse_derivatives,
+    refuse_lost_rates,
     refuse_shared_memory,
     refuse_whole,
 )
@@ -164,6 +165,7 @@ def _update(
     layouts = {key: layout for key, layout in layouts.items() if moves(params[key])}
     check_fits(grads, state, params, layouts, plan.names, plan.scalars)
     state = {key: {name: for_groups(t, layouts.get(key)) for name, t in values.items()} for key, values in state.items()}
+    refuse_lost_rates(plan.cls, _rates(plan, lr), differentiable=plan.differentiable)
     if not plan.differentiable:
         refuse_derivatives(named(grads, state, params))
     if plan.donate:
@@ -183,9 +185,10 @@ def _update(
         if plan.donate:
             return tensor
         tensor = tensor if plan.differentiable else tensor.detach()
-        # vmap writes into what has its dimension
-        if key in layouts and tensor.shape == grads[key].shape and _torch.is_wrapped(grads[key]):
-            return tensor + torch.zeros_like(grads[key], dtype=tensor.dtype)
+        if key in layouts and tensor.shape == grads[key].shape:  # vmap writes into what has its dimensions
+            written = [x for x in (grads[key], lr) if isinstance(x, Tensor) and _torch.is_wrapped(x)]
+            if written:
+                return sum((torch.zeros_like(x, dtype=tensor.dtype) for x in written), tensor)
         return like(tensor, tensor) if _torch.is_pinned(tensor) else tensor.clone()
 
     new_params = {key: own(tensor, key) if key in layouts else tensor for key, tensor in params.items()}
@@ -221,6 +224,12 @@ def _update(
     return new_params, new_state
 
 
+def _rates(plan: _Plan, lr: float | Tensor | None) -> list[tuple[str, Tensor]]:
+    """The options that are tensors."""
+    options = [("lr", lr), *plan.defaults.items(), *(option for group in plan.groups for option in group.items())]
+    return [(name, value) for name, value in options if isinstance(value, Tensor)]
+
+
 def _without(keys: frozenset[str], tree: Mapping[str, Tree]) -> dict[str, Tree]:
     return {key: value for key, value in tree.items() if key not in keys}
 
@@ -239,10 +248,13 @@ def _settle(plan: _Plan, given: dict[str, Tensor], after: Mapping[str, Tensor]) 
 def _made(plan: _Plan, lr: float | Tensor | None) -> torch.optim.Optimizer:
     """Torch's optimizer with its groups, without parameters."""
     groups = [{"params": [torch.empty(0)], **group} for group in plan.groups]
-    optimizer = plan.cls(groups, **(plan.defaults if lr is None else {**plan.defaults, "lr": lr}))
+    batched = isinstance(lr, Tensor) and _torch.is_wrapped(lr)  # torch asks whether it is below 0, and nobody can tell
+    optimizer = plan.cls(groups, **(plan.defaults if lr is None or batched else {**plan.defaults, "lr": lr}))
     optimizer.state.clear()
     for group, own in zip(optimizer.param_groups, plan.groups, strict=True):
         group["params"] = []
         if lr is not None and "lr" in own:
             group["lr"] = kept_ratio(lr, own["lr"], plan.lr, "from_torch: ")
+        elif batched:
+            group["lr"] = lr
     return optimizer
