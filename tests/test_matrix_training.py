@@ -96,6 +96,37 @@ def test_transforms_of_an_update_of_your_own(gloo2: Pool, axis: str | None, batc
         assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+def of_a_rate(rank: int, axis: str | None) -> tuple[Tensor, fs.Params]:
+    """The derivative of a step with respect to its learning rate, which owners alone compute with, and its tangents."""
+
+    def step(grad: Tensor, state: Any, param: Tensor, *, lr: Any) -> tuple[Tensor, Any]:
+        momentum = 0.9 * state["momentum"] + grad
+        return param - lr * momentum / momentum.norm(), {"momentum": momentum}
+
+    spec = spec_on(ALONE if rank < 0 else init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), axis)
+    rest = lambda params: {key: {} for key in params}, lambda grads, state, params, lr: (params, state)
+    begin = lambda p: {"momentum": torch.zeros_like(p)}  # noqa: E731
+    init, update = fs.optim.by_matrix(begin, step, matrices_on(spec, "muon"), rest=rest)
+    params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
+    state, lr = init(params), torch.tensor(0.1).double()
+
+    def stepped(lr: Tensor) -> fs.Params:
+        return update(grads, state, params, lr=lr, rest_lr=0.1)[0]
+
+    slope = torch.func.grad(lambda lr: sum((x**2).sum() for x in stepped(lr).values()))(lr)
+    if rank >= 0:
+        slope = fs.collectives.all_reduce(slope, spec.bound_mesh["shard"], reduce="sum")
+    return slope, fs.unshard(torch.func.jvp(stepped, (lr,), (torch.ones_like(lr),))[1], spec)
+
+
+@pytest.mark.parametrize("axis", ["shard", None])
+def test_derivatives_of_a_rate_that_owners_compute_with(gloo2: Pool, axis: str | None) -> None:
+    """Sums over ranks: each has what its own matrices contribute."""
+    want = of_a_rate(-1, axis)
+    for got in gloo2.run(of_a_rate, axis):
+        assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
 def in_backward(rank: int, donate: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5)).double()
     spec = fs.by_type(nn.Linear)(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))

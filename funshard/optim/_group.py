@@ -30,7 +30,7 @@ class Group(NamedTuple):
     """To the owners; None for simulated ranks."""
     back: Way | None
     returns: tuple[Way, ...] = ()
-    """The same in shares of every matrix, one after the other."""
+    """The same in shares of every matrix, one after the other, where it is too much at once."""
 
     @staticmethod
     def of(some: Sequence[Matrix], spec: PartitionSpec, most: int) -> Group:
@@ -38,9 +38,8 @@ class Group(NamedTuple):
         if spec.bound_mesh.simulated:
             return Group(tuple(some), spec, None, None)
         at, number = coordinates(spec.bound_mesh, None), shares(some, spec, most)
-        whole = back(some, spec, at)
-        returns = tuple(back(some, spec, at, (share, number)) for share in range(number)) if number > 1 else (whole,)
-        return Group(tuple(some), spec, there(some, spec, at), whole, returns)
+        returns = tuple(back(some, spec, at, (share, number)) for share in range(number)) if number > 1 else ()
+        return Group(tuple(some), spec, there(some, spec, at), back(some, spec, at), returns)
 
     @property
     def wanted(self) -> set[str]:
@@ -83,9 +82,10 @@ class Group(NamedTuple):
         if self.back is None or not _runs_ahead(whole):
             parts = self.spread(whole)
             return lambda: parts
-        flat = self._flat(whole)
-        pieces = flat if share == (0, 1) else parts_of(flat, self.back.hops[0].sizes, share)
-        under_way = started(pieces, self.returns[share[0]])
+        way, flat = self.back, self._flat(whole)
+        if share != (0, 1):
+            way, flat = self.returns[share[0]], parts_of(flat, way.hops[0].sizes, share)
+        under_way = started(flat, way)
         return lambda: self._parts(under_way())
 
     def of_owner(self, matrix: Matrix, new: Tensor, old: Tensor) -> Tensor:
@@ -97,10 +97,10 @@ class Group(NamedTuple):
 
         Ranks would otherwise send other sizes under vmap, or some of them nothing in backward. It adds a sum of no elements.
         """
-        if self.there is None or (_torch.plain() and not _torch.any_tracked(given)):
+        if self.there is None or not given or (_torch.plain() and not _torch.any_tracked(given)):
             return lambda x: x
-        zero = torch.stack([x.reshape(-1)[:0].sum().abs().float() for x in given]).sum() if given else torch.zeros(())
-        return lambda x: x + zero.to(x.dtype)
+        zeros = [x.reshape(-1)[:0].sum().abs().float().to(given[0].device) for x in given]
+        return lambda x: x + torch.stack(zeros).sum().to(x.dtype)
 
     def _to_use(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
         device = used_on(self.chosen[0].unit, self.spec.bound_mesh)

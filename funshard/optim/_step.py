@@ -128,7 +128,8 @@ class Step:
         whole = {matrix.name: self._state[matrix.unit.key].owned[matrix.name] for matrix in group.chosen}
         options = {matrix.name: self._with_step(matrix) for matrix in group.owned}
         results, new = self._rule.work({name: sent[name] for name in names}, {name: whole[name] for name in names}, options)
-        alike = group.alike([*pytree.tree_leaves(sent), *pytree.tree_leaves(whole)])
+        rates = [x for m in group.chosen for x in self._options[m.name].values() if isinstance(x, Tensor)]
+        alike = group.alike([*pytree.tree_leaves(sent), *pytree.tree_leaves(whole), *rates])
         for matrix in group.chosen:
             old = whole[matrix.name]
             made = new.get(matrix.name, old)
