@@ -38,12 +38,11 @@ def blocks(count: int, size: int, device: str = "cpu") -> nn.Sequential:
     )
 
 
-def on_fake(model: nn.Module, axes: str, ranks: int) -> fs.PartitionSpec:
+def on_fake(model: nn.Module, axes: str, ranks: int, pattern: str = "*") -> fs.PartitionSpec:
     """The model's blocks as units, on a mesh that exists in name only; of two axes the first has 2 ranks."""
     axis, names = AXES[axes]
     sizes = (ranks,) if len(names) == 1 else (2, ranks // 2)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    return fs.by_path({"*": P(axis)})(model).on(mesh)
+    return fs.by_path({pattern: P(axis)})(model).on(init_device_mesh("cpu", sizes, mesh_dim_names=names))
 
 
 def step(spec: fs.PartitionSpec, **options: Any) -> None:
@@ -140,10 +139,7 @@ def test_balance(shape: tuple[int, int, int, int], ranks: int) -> None:
 def test_ranks_work_at_the_same_time(axes: str, ranks: int) -> None:
     """Although a rank begins a group when all have done the last but one: within an eighth of what nobody can go below."""
     with world(ranks):
-        axis, names = AXES[axes]
-        mesh = init_device_mesh("cpu", (ranks,) if len(names) == 1 else (2, ranks // 2), mesh_dim_names=names)
-        spec = fs.by_path({"layers.*": P(axis)})(Llama(32, 4096, 14336, 1024)).on(mesh)
-        known = fs.optim.matrices(spec)
+        known = fs.optim.matrices(on_fake(Llama(32, 4096, 14336, 1024), axes, ranks, "layers.*"))
     done, before, last = Counter[Any](), 0.0, 0.0  # by rank when it is done, and when all were with the groups before
     for group in known.groups:
         work = Counter[Any]()

@@ -16,7 +16,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import scatter_unit
 from .._units.layout import coordinates, pieces
-from ._ways import joined
+from ._shares import joined
 
 __all__ = ["Cut"]
 

@@ -16,7 +16,8 @@ from .._units.layout import Params, coordinates, ordered, shaped
 from ..collectives._functions import all_gather, vary
 from ..collectives._mesh import Simulated
 from ._owners import Matrix, shares
-from ._ways import Share, Way, back, parts_of, started, there, travelled
+from ._shares import Share, parts_of
+from ._ways import Way, back, started, there, travelled
 
 __all__ = ["Group"]
 

@@ -23,8 +23,8 @@ __all__ = ["reshard"]
 SUM = Reduction("sum")
 Parts = dict[str, Params]
 """By slot, then by parameter: whole tensors, and numbers."""
-_Whole = tuple[Parts, Parts, set[str]]
-"""Of a unit: elementwise state of its matrices; what the rest has; and which of the rest's slots are numbers."""
+_Whole = tuple[MatrixState, Parts, Parts, set[str]]
+"""A unit's state; elementwise that of its matrices, whole; what the rest has, whole; and which of its slots are numbers."""
 
 
 def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> dict[str, MatrixState]:
@@ -53,8 +53,7 @@ def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> d
                 raise ValueError(f"unit '{key}' is missing: expected all that the new spec's unit '{unit.key}' is made of")
             if key not in whole:
                 whole[key] = _whole(state[key], old.spec.by_key[key], old, numbers)
-        from_ = {key: (state[key], *whole[key]) for key in needs[unit.key]}
-        out[unit.key] = _made(unit, from_, old, new)
+        out[unit.key] = _made(unit, {key: whole[key] for key in needs[unit.key]}, old, new)
         for key in needs[unit.key]:
             if last[key] == unit.key:
                 del whole[key]
@@ -82,7 +81,7 @@ def _whole(state: MatrixState, unit: Unit, old: Matrices, known: frozenset[int])
         zeros = next(iter(of_param.values())).new_zeros(old.spec.shard_numel(unit))
         joined = old.cut(unit.key).joined(of_param, zeros)
         rest.setdefault(slot, {}).update(_only(_gathered(joined, unit, old), {*of_param}))
-    return slices, rest, numbers
+    return state, slices, rest, numbers
 
 
 def _gathered(piece: Tensor, unit: Unit, old: Matrices) -> Params:
@@ -100,9 +99,7 @@ def _one(numbers: Tensor, what: str) -> Tensor:
     return numbers if not numbers.dim() else numbers[0]
 
 
-def _made(
-    unit: Unit, olds: Mapping[str, tuple[MatrixState, Parts, Parts, set[str]]], old: Matrices, new: Matrices
-) -> MatrixState:
+def _made(unit: Unit, olds: Mapping[str, _Whole], old: Matrices, new: Matrices) -> MatrixState:
     """A new unit's state, of those of the old ones that it is made of."""
     names = new.names(unit.key)
     states = {name: olds[old.spec.by_name[name][0].key] for name in (param.name for param in unit.params)}

@@ -15,7 +15,7 @@ from ._group import Group
 from ._matrices import Matrices
 from ._owners import Matrix
 from ._rule import Options, Rule, Sent, Slots, Whole
-from ._ways import Share, part_of
+from ._shares import Share, part_of
 
 __all__ = ["MatrixState", "Step"]
 
@@ -74,7 +74,7 @@ class Step:
         arriving = self._sent(groups[0]) if groups else None
         meanwhile()
         yield from (key for key in self._params if not left[key])
-        leaving: tuple[Group, Iterator[tuple[Share, list[Params]]]] | None = None
+        leaving: tuple[Group, Returning] | None = None
         for group, after in zip(groups, (*groups[1:], None), strict=False):
             assert arriving is not None
             now, arriving = arriving, None if after is None else self._sent(after)
@@ -181,11 +181,9 @@ class Step:
 
     def _put(self, made: Params, name: str, old: Tensor, new: Tensor, here: slice) -> None:
         """Some of what an old tensor becomes: in its memory, or in new one."""
-        if self._donate:
-            made[name] = old
-        elif len(new) == len(old):
+        if not self._donate and len(new) == len(old):
             made[name] = new
             return
-        elif name not in made:
-            made[name] = torch.empty_like(old, dtype=new.dtype)
+        if name not in made:
+            made[name] = old if self._donate else torch.empty_like(old, dtype=new.dtype)
         made[name][here].copy_(new)

@@ -21,15 +21,14 @@ from .._units.layout import index
 from ..collectives._mesh import Group
 from ..collectives._ops import Finish, Where, exchange, no_group
 from ._owners import Matrix, every_rank
+from ._shares import Share, apart, joined, part_of
 
-__all__ = ["Share", "There", "Way", "apart", "back", "joined", "part_of", "parts_of", "started", "there", "travelled"]
+__all__ = ["There", "Way", "back", "started", "there", "travelled"]
 
 Piece = tuple[int, int]
 """Which matrix, and in which slice."""
 At = tuple[int, ...]
 """A rank's coordinates on the mesh."""
-Share = tuple[int, int]
-"""Of elements that come in as many goes which, and how many they are."""
 
 
 class Hop(NamedTuple):
@@ -75,37 +74,6 @@ class There(NamedTuple):
         for hop in self.way.hops[1:]:
             flat = _sent(_picked([flat], hop), hop)()
         return apart(flat, self.way.end)
-
-
-def part_of(numel: int, share: int, shares: int) -> slice:
-    """Of so many elements those of a share, one of as many."""
-    return slice(numel * share // shares, numel * (share + 1) // shares)
-
-
-def parts_of(tensors: Sequence[Tensor], sizes: Sequence[int], share: Share) -> list[Tensor]:
-    """The share of each of the pieces of these sizes that lie in the tensors one after the other."""
-    out: list[Tensor] = []
-    left = iter(sizes)
-    for tensor in tensors:
-        end = 0
-        while end < len(tensor):
-            begin, end = end, end + next(left)
-            out.append(tensor[begin:end][part_of(end - begin, *share)])
-    return [x for x in out if len(x)] or [tensors[0][:0]]
-
-
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dimension one after the other. Inverse of `apart`.
-
-    By way of two: of those of one torch.cat leaves the empty ones out, and with them, under vmap, that they were batched. Some
-    ranks have no others, and are to send what the others do.
-    """
-    return torch.cat([x[:, None] for x in tensors])[:, 0]
-
-
-def apart(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """What lies in a flat tensor one after the other; derivatives go the way of `joined`."""
-    return [x[:, 0] for x in flat[:, None].split_with_sizes(list(sizes))]
 
 
 def started(tensors: Sequence[Tensor], way: Way) -> There:

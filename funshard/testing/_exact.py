@@ -53,8 +53,7 @@ def assert_exact(
     Raises AssertionError, on every rank, that names the first parameter that differs and by how much. It says so if the
     plain model differs from itself: when run again (an impure forward: nothing can be compared), or with another seed (a
     random one: the sharded run may have drawn other numbers); and if all may be the rounding of a dtype that forward
-    computes in, in part. ValueError for another ``order`` and a simulated mesh that
-    the batch does not fit.
+    computes in, in part. ValueError for another ``order`` and a simulated mesh that the batch does not fit.
     """
     if order not in (1, 2):
         raise ValueError(f"assert_exact: order: expected 1 or 2, got {order!r}")
