@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree  # the tree of what models return
 from ._spec.host import used_on
 from ._spec.spec import PartitionSpec, bound
 from ._units.layout import Params
+from ._units.padding import map_elements
 from .collectives._functions import sum_over
 
 __all__ = ["LossScale", "init", "scale", "select", "unscale", "update"]
@@ -62,12 +63,20 @@ def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) 
     out = {key: (g * inverse.to(g.device)).to(g.dtype) for key, g in grads.items()}
     away = {unit.key: used_on(unit, mesh) for unit in spec}
     bad = (
-        torch.stack([(~torch.isfinite(g)).any().to(away.get(key) or g.device) for key, g in grads.items()]).any()
+        torch.stack([_has_bad(key, g, spec).to(away.get(key) or g.device) for key, g in grads.items()]).any()
         if grads
         else torch.zeros((), device=mesh.device)
     )
     ranks_with_bad = sum_over(bad.float(), mesh)
     return out, ranks_with_bad == 0
+
+
+def _has_bad(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
+    """Whether an element is not finite; padding is none."""
+    unit = spec.by_key.get(key)
+    if unit is None or grad.shape != (spec.shard_numel(unit),):
+        return (~torch.isfinite(grad)).any()
+    return map_elements(lambda g: ~torch.isfinite(g), unit, spec, grad).any()
 
 
 def update(

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import funshard as fs
+from funshard._units.flow import scatter_unit
 from funshard.optim import clip_by_global_norm, global_norm, vdot
 
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).double()
@@ -37,7 +38,7 @@ def gradients(seed: int = 0) -> fs.Params:
     return {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in MODEL.named_parameters()}
 
 
-GRADIENTS = gradients()
+GRADIENTS, OTHERS = gradients(), gradients(1)
 
 
 def clipped_by_torch(full: fs.Params, max_norm: float, p: float) -> tuple[fs.Params, Tensor]:
@@ -364,7 +365,7 @@ def test_vdot_of_full_tensors_some_units_and_nothing() -> None:
     assert_close(vdot(mixed[0], mixed[1], spec), dotted(GRADIENTS, gradients(1)))
     assert_close(vdot({"0": a["0"]}, {"0": b["0"]}, spec), a["0"] @ b["0"])
     assert vdot({}, {}, spec) == 0
-    low = {"": torch.ones(1001, dtype=torch.bfloat16)}
+    low = {"weight": torch.ones(1, 1001, dtype=torch.bfloat16)}
     wide = vdot(low, low, fs.whole()(nn.Linear(1001, 1, bias=False, dtype=torch.bfloat16)))
     assert (wide.item(), wide.dtype) == (1001, torch.float32)  # which bfloat16 rounds
 
@@ -381,6 +382,61 @@ def test_vdot_of_full_tensors_some_units_and_nothing() -> None:
 def test_vdot_errors(a: dict[str, int], b: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         vdot(*({key: torch.ones(n) for key, n in tree.items()} for tree in (a, b)), fs.always()(MODEL))
+
+
+def poisoned(spec: fs.PartitionSpec, full: fs.Params, value: float) -> fs.Params:
+    """This rank's shards, with a value where there is padding."""
+    filled = fs.flatten({name: torch.ones_like(x) for name, x in full.items()}, spec)
+    own = {unit.key: scatter_unit(filled[unit.key], unit, spec.bound_mesh) for unit in spec}
+    return {key: torch.where(own[key] == 0, value, x) for key, x in fs.shard(full, spec).items()}
+
+
+def of_poisoned(mesh: Any, policy: fs.Policy, value: float) -> dict[str, Tensor]:
+    spec = policy(MODEL) if mesh is None else policy(MODEL).on(mesh)
+    a, b = poisoned(spec, GRADIENTS, value), poisoned(spec, OTHERS, value)
+    norms = {f"norm {p}": global_norm(a, spec, p=p) for p in NORMS}
+    finite = fs.loss_scale.unscale(fs.loss_scale.init(1.0), a, spec)[1]
+    slopes = torch.func.grad(lambda t: vdot(t, b, spec))(a)  # zero in the padding
+    return {**norms, "vdot": vdot(a, b, spec), "finite": finite, "slopes": vdot(slopes, slopes, spec).isfinite()}
+
+
+def without_padding() -> dict[str, Tensor]:
+    norms = {f"norm {p}": clipped_by_torch(GRADIENTS, 1.0, p)[1] for p in NORMS}
+    return {**norms, "vdot": dotted(GRADIENTS, OTHERS), "finite": torch.tensor(True), "slopes": torch.tensor(True)}
+
+
+@pytest.mark.parametrize("value", [3.0, math.inf, math.nan])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_padding_does_not_count(policy: str, value: float) -> None:
+    """In norms, inner products and the look for what is not finite: as torch.randn_like of a shard has values in it."""
+    for ranks in (1, 3):
+        got = fs.testing.spmd(lambda mesh, _: of_poisoned(mesh, POLICIES[policy], value), ranks)(torch.zeros(ranks))
+        assert_close(got, {key: x.expand(ranks) for key, x in without_padding().items()})
+    assert_close(of_poisoned(None, POLICIES[policy], value), without_padding())
+
+
+def padding_on_real_ranks(rank: int) -> None:
+    for policy in POLICIES.values():
+        assert_close(of_poisoned(None, policy, math.nan), without_padding())
+    spec = fs.always()(MODEL)
+    shards = poisoned(spec, GRADIENTS, 3.0)
+    compiled = torch.compile(lambda tree: global_norm(tree, spec), fullgraph=True, backend="eager")
+    assert_close(compiled(shards), without_padding()["norm 2.0"])
+
+
+def test_padding_does_not_count_on_real_ranks(gloo2: Pool) -> None:
+    gloo2.run(padding_on_real_ranks)
+
+
+def test_norms_refuse_what_is_no_slice() -> None:
+    """Of another mesh, say: which of its elements are padding is not known."""
+    spec = fs.always()(MODEL)
+    with pytest.raises(ValueError, match=r"unit '0': expected this rank's slice of \d+ elements, got shape \[3\]"):
+        global_norm({"0": torch.ones(3)}, spec)
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    encoded = fs.whole(fs.P("shard", at_rest=fs.codecs.int8()))(frozen)
+    with pytest.raises(ValueError, match=r"unit '' is at rest in .* expected no norm of it"):
+        global_norm(fs.shard(frozen, encoded), encoded)
 
 
 class Weights(nn.Module):

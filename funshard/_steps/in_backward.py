@@ -17,7 +17,7 @@ from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._transforms.transforms import differentiated_outside
 from .._units.layout import Params
-from ..optim._norms import clipped, global_norm
+from ..optim._norms import clipped, global_norm, norm_of_units, sum_of_squares
 from .accumulate import accumulate, batches_of
 from .in_place import Runs, added, entered_as
 from .plan import Parts, Plan
@@ -136,11 +136,11 @@ def _in_place(
     if scales is not None:
         check_as_many(scales, len(runs.parts.values))
     new: dict[str, tuple[Tensor, Any]] = {}
-    norms: Params = {}
+    squares: Params = {}
 
     def measured(key: str, grad: Tensor) -> None:
         if max_norm is not None:
-            norms[key] = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+            squares[key] = sum_of_squares(key, grad, plan.spec)
 
     def stepped(key: str, grad: Tensor) -> None:
         new[key] = _step(update, key, _clipped({key: grad}, max_norm, by)[key], state, plan.params)
@@ -148,13 +148,13 @@ def _in_place(
     with torch.no_grad():
         if max_norm is not None and clip == "exact":
             last.backward(loss, measured, retain_graph=True)
-            norm = global_norm(norms, plan.spec)
+            norm = norm_of_units(squares, plan.spec)
         by = norm
         if clip == "exact":
             last.backward(loss, stepped)
         else:
             last.backward(loss, lambda key, grad: (measured(key, grad), stepped(key, grad)))
-            norm = None if max_norm is None else global_norm(norms, plan.spec)
+            norm = None if max_norm is None else norm_of_units(squares, plan.spec)
     value = plan.value(runs.parts.values, scales)
     return _stepped(plan, new, (value, runs.parts.auxes) if plan.has_aux else value, norm)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,25 +12,33 @@ from .._spec.host import used_on
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.layout import Params
+from .._units.padding import check_slice, map_elements
 from ..collectives._functions import all_gather, sum_shards
 
-__all__ = ["clip_by_global_norm", "global_norm", "vdot", "wide"]
+__all__ = ["clip_by_global_norm", "clipped", "global_norm", "norm_of_units", "sum_of_squares", "vdot", "wide"]
 
 
 def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2.0) -> Tensor:
     """The p-norm of all elements of the whole tensors, a scalar that is the same on every rank: of a gradient, say.
 
     ``tree`` holds this rank's shards by unit key, or full tensors by parameter name, which every rank has alike; some
-    units or all. Slices are added up over the axes that a unit is split over, replicated ones count once. In float32 at
-    least. One collective of a scalar for each set of axes. Differentiable at every order; with respect to shards it
-    counts, as `collectives.sum_shards` does, once for all ranks. Equal to ``torch.nn.utils.get_total_norm`` of the
-    gathered tree.
+    units or all. Slices are added up over the axes that a unit is split over, replicated ones count once. Padding does not
+    count, whatever its values are. In float32 at least. One collective of a scalar for each set of axes. Differentiable at
+    every order; with respect to shards it counts, as `collectives.sum_shards` does, once for all ranks. Equal to
+    ``torch.nn.utils.get_total_norm`` of the gathered tree.
 
-    Raises ValueError, naming it, for a key that is neither, and for a p that is not positive.
+    Raises ValueError, naming it, for a key that is neither, for a tensor that is not as long as the unit's slice, and for a p
+    that is not positive.
     """
     if not p > 0:
         raise ValueError(f"global_norm: expected a positive p, or inf, got {p}")
-    total = _over_ranks({key: _of_elements(tensor, p) for key, tensor in tree.items()}, spec, p)
+    spec = bound(spec)
+
+    def power(x: Tensor) -> Tensor:
+        return wide(x).abs() if p == math.inf else wide(x).abs() ** p
+
+    values = {key: _combined(_elements("norm", power, key, spec, x), p) for key, x in tree.items()}
+    total = _over_ranks(values, spec, p)
     return total if p == math.inf else total ** (1 / p)
 
 
@@ -42,18 +50,24 @@ def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) 
 
     >>> import torch, funshard as fs
     >>> spec = fs.whole()(torch.nn.Linear(2, 1, bias=False))
-    >>> fs.optim.vdot({"": torch.tensor([1.0, 2.0])}, {"": torch.tensor([3.0, 4.0])}, spec)
+    >>> fs.optim.vdot({"weight": torch.tensor([[1.0, 2.0]])}, {"weight": torch.tensor([[3.0, 4.0]])}, spec)
     tensor(11.)
 
-    Raises ValueError, naming it, for a key that is neither unit nor parameter, that only one of them has, or whose
-    tensors have two shapes.
+    Raises ValueError, naming it, for a key that is neither unit nor parameter, that only one of them has, whose tensors have
+    two shapes, or whose tensors are not as long as the unit's slice.
     """
+    spec = bound(spec)
     for key in [*a, *b]:
         if key not in a or key not in b:
             raise ValueError(f"vdot: '{key}' is in {'a' if key in a else 'b'} only: expected trees of the same keys")
         if a[key].shape != b[key].shape:
             raise ValueError(f"vdot: '{key}': expected tensors of one shape, got {list(a[key].shape)} and {list(b[key].shape)}")
-    return _over_ranks({key: (wide(tensor).conj() * wide(b[key])).sum() for key, tensor in a.items()}, spec)
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        return wide(x).conj() * wide(y)
+
+    values = {key: _elements("inner product", product, key, spec, x, b[key]).sum() for key, x in a.items()}
+    return _over_ranks(values, spec)
 
 
 def clip_by_global_norm(
@@ -67,8 +81,8 @@ def clip_by_global_norm(
 
     >>> import torch, funshard as fs
     >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> fs.optim.clip_by_global_norm({"": torch.tensor([3.0, 4.0])}, 1.0, fs.whole()(model))
-    ({'': tensor([0.6000, 0.8000])}, tensor(5.))
+    >>> fs.optim.clip_by_global_norm({"weight": torch.tensor([[3.0, 4.0]])}, 2.5, fs.whole()(model))
+    ({'weight': tensor([[1.5000, 2.0000]])}, tensor(5.))
 
     Raises what `global_norm` raises.
     """
@@ -82,9 +96,29 @@ def clipped(tree: Mapping[str, Tensor], max_norm: float | Tensor, norm: Tensor) 
     return {key: tensor * scale.to(tensor.device, tensor.dtype) for key, tensor in tree.items()}
 
 
+def sum_of_squares(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
+    """Return this rank's part of the squared 2-norm of one unit or parameter; `norm_of_units` makes a norm of several."""
+    elements = _elements("norm", lambda x: x, key, spec, grad)
+    return torch.linalg.vector_norm(elements, dtype=torch.promote_types(grad.dtype, torch.float32)) ** 2
+
+
+def norm_of_units(squares: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
+    """Return the 2-norm of the whole tensors from each one's `sum_of_squares`."""
+    return _over_ranks(squares, bound(spec), 2.0).sqrt()
+
+
+def _elements(what: str, f: Callable[..., Tensor], key: str, spec: PartitionSpec, *tensors: Tensor) -> Tensor:
+    """An elementwise function of what a tree has under a key, without padding."""
+    owner = spec.owner(key)
+    if not isinstance(owner, Unit):
+        return f(*tensors)
+    for tensor in tensors:
+        check_slice(tensor, owner, spec, what)
+    return map_elements(f, owner, spec, *tensors)
+
+
 def _over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0) -> Tensor:
     """The sum of a scalar of each unit or parameter, or their maximum: over its ranks where a unit is split."""
-    spec = bound(spec)
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for key, value in values.items():
         owner = spec.owner(key)
@@ -93,11 +127,11 @@ def _over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.
         parts.setdefault(owner.p.axes if isinstance(owner, Unit) else (), []).append(value)
     totals: list[Tensor] = []
     for axes, of_units in parts.items():
-        total = _together(torch.stack(of_units), p)
+        total = _combined(torch.stack(of_units), p)
         for axis in (spec.bound_mesh[name] for name in axes):
             total = all_gather(total[None], axis).amax() if p == math.inf else sum_shards(total, axis)
         totals.append(total)
-    return _together(torch.stack(totals), p) if totals else torch.zeros(())
+    return _combined(torch.stack(totals), p) if totals else torch.zeros(())
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -105,11 +139,5 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _of_elements(tensor: Tensor, p: float) -> Tensor:
-    """The sum of the elements' p-th powers, or the largest."""
-    size = wide(tensor).abs()
-    return _together(size.flatten() if p == math.inf else size**p, p)
-
-
-def _together(values: Tensor, p: float) -> Tensor:
+def _combined(values: Tensor, p: float) -> Tensor:
     return values.sum() if p < math.inf or not values.numel() else values.amax()

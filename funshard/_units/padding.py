@@ -1,0 +1,80 @@
+"""A unit's slice without its padding: a sum over elements counts those of parameters alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._spec.fits import check_trained
+from .._spec.spec import PartitionSpec
+from .._spec.unit import Unit
+from .flow import scatter_unit
+from .layout import coordinates, pieces
+
+__all__ = ["check_slice", "map_elements", "padding_mask"]
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def map_elements(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *slices: Tensor) -> Tensor:
+    """Apply an elementwise ``f`` to slices of a unit and leave the padding out, whatever its values are.
+
+    Args:
+        f: Maps as many tensors as there are slices, of one shape, to a tensor of that shape.
+        unit: The unit.
+        spec: The unit's spec, bound to a mesh.
+        slices: This rank's, one element for each of the unit's slice.
+
+    Returns:
+        The values of ``f``, 1-D. On simulated ranks, which have one shape, they are zero where there is padding, and so are
+        their derivatives.
+
+    """
+    if spec.bound_mesh.simulated:
+        mask = padding_mask(unit, spec, slices[0].device)
+        return torch.where(mask, 0, f(*(torch.where(mask, 1, x) for x in slices)))
+    ranges = spec.once(_ranges)[unit.key]
+    if ranges == ((0, spec.shard_numel(unit)),):
+        return f(*slices)
+    return f(*(_joined(x, ranges) for x in slices))
+
+
+def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device) -> Tensor:
+    """Return which elements of this rank's slice are padding: bool, as long as the slice."""
+    parts = [(size, param is None) for size, param in unit.parts]
+    rest = (spec.padded_numel(unit) - unit.span, True)
+    whole = torch.cat([torch.full((size,), is_padding, device=device) for size, is_padding in (*parts, rest)])
+    return scatter_unit(whole, unit, spec.bound_mesh)
+
+
+def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> None:
+    """ValueError, naming the unit, unless the tensor is as long as this rank's slice of it, and no bytes of a codec."""
+    check_trained([unit], what)
+    if tuple(tensor.shape) != (spec.shard_numel(unit),):
+        raise ValueError(
+            f"unit '{unit.key}': expected this rank's slice of {spec.shard_numel(unit)} elements, got shape "
+            f"{list(tensor.shape)}; is it of another spec or another mesh?"
+        )
+
+
+def _joined(piece: Tensor, ranges: Ranges) -> Tensor:
+    parts = [piece[low:high] for low, high in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _ranges(spec: PartitionSpec) -> dict[str, Ranges]:
+    """By unit key where parameters lie in this rank's slice, neighbours as one range; at least one, if an empty one."""
+    mesh = spec.bound_mesh
+    anywhere = (0,) * len(mesh.axes)
+    out: dict[str, Ranges] = {}
+    for unit in spec:
+        ranges: list[tuple[int, int]] = []
+        for piece in pieces(unit, spec, coordinates(mesh, None) if unit.p.axes else anywhere):
+            if ranges and ranges[-1][1] == piece.low:
+                ranges[-1] = ranges[-1][0], piece.high
+            elif piece.high > piece.low:
+                ranges.append((piece.low, piece.high))
+        out[unit.key] = tuple(ranges) or ((0, 0),)
+    return out
