@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import math
 import os
 import re
@@ -17,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from .._spec.spec import PartitionSpec, bound
-from ._files import METADATA, crc32
+from ._manifest import LAST, MANIFEST, METADATA, Manifest, NewerError, read_manifest, write_manifest
 from ._ranks import TIMEOUT, CheckpointError, ranks_of
-from ._records import checksum
+from ._regular import checksum, read_regular
 
-__all__ = ["Aside", "clean", "contents", "latest"]
+__all__ = ["Aside", "clean", "latest"]
 
-OWN = "funshard.json"
-"""What torch's description does not say: the state's structure, its plain values, which checkpoint this is, and checksums."""
 ASIDE = ".partial"
 """How the name of a directory ends that is being written, or was when its writer ended."""
 NEW = ".new"
@@ -34,7 +31,6 @@ OWN_NAMES = re.compile(rf"\..+\.[0-9a-f]{{12}}({re.escape(ASIDE)}|{re.escape(NEW
 JUST_MADE = 60
 """Seconds that this may take."""
 LOCK = ".lock"
-VERSION = 1
 
 
 class Aside:
@@ -48,8 +44,6 @@ class Aside:
         if wrong := self._refuse_existing():
             warnings.warn(f"checkpoint.save: takes the place of a damaged checkpoint: {wrong}", stacklevel=2)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        known = (number for number, *_ in _committed(self.path.parent) if number < math.inf)
-        self.sequence = 1 + max(known, default=0)
         self.aside = _beside(self.path)
         new = self.aside.with_suffix(NEW)
         new.mkdir()
@@ -60,16 +54,11 @@ class Aside:
 
     def commit(self, tree: Any, written: Mapping[str, int]) -> None:
         """It is at its path, as `publish` says, with what torch's description does not say of it."""
-        content = {
-            "version": VERSION,
-            "sequence": self.sequence,
-            "files": dict(written),
-            "metadata": crc32(self.aside / METADATA),
-            "state": tree,
-        }
-        text = json.dumps(content)
-        (self.aside / OWN).write_text(json.dumps({"crc32": checksum(text.encode()), "content": text}))
-        for name in (METADATA, OWN):  # when both are written: the first flush takes what a journal has of the other too
+        known = (number for (number, _), *_ in _committed(self.path.parent) if number < math.inf)
+        sequence = min(1 + int(max(known, default=0)), LAST)  # after all that are there now: writing may have taken long
+        metadata = checksum(read_regular(self.aside / METADATA))
+        write_manifest(self.aside, Manifest(sequence, dict(written), metadata, tree))
+        for name in (METADATA, MANIFEST):  # when both are written: the first flush takes what a journal has of the other too
             _flush(self.aside / name)
         self.publish(written)
 
@@ -148,62 +137,37 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-class NewerError(CheckpointError):
-    """One that is not damaged, but of a version of this library to come."""
+def _committed(directory: Path) -> list[tuple[tuple[float, int], Path, str]]:
+    """Return ``(order, path, what is wrong)`` of what `save` has put into a directory, the oldest first.
 
-
-def contents(path: Path) -> dict[str, Any] | None:
-    """What is in a checkpoint beside tensors; None of one that was not written by `save`. CheckpointError if damaged."""
-    try:
-        text = (path / OWN).read_text()
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: its file '{OWN}' is damaged: {error}") from error
-    try:
-        outer = json.loads(text)
-        if checksum(outer["content"].encode()) != outer["crc32"]:
-            raise ValueError("its checksum is not what was written")
-        found = json.loads(outer["content"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: its file '{OWN}' is damaged: {error}") from error
-    if found["version"] > VERSION:
-        raise NewerError(f"{path}: of version {found['version']}, expected at most {VERSION}: use a newer funshard")
-    if not (path / METADATA).is_file() or crc32(path / METADATA) != found["metadata"]:
-        raise CheckpointError(f"{path}: its file '{METADATA}' is damaged or missing")
-    return found
-
-
-def _committed(directory: Path) -> list[tuple[float, Path, str]]:
-    """``(sequence, path, what is wrong)`` of what `save` has put into a directory, the oldest first.
-
-    What is wrong is "" for a checkpoint that is whole, as far as the sizes of its files say; the sequence of one that cannot
-    be read is infinity.
+    What is wrong is "" for a checkpoint that is whole, as far as the sizes of its files say. The order is the sequence and,
+    since two jobs may give the same one to two checkpoints, the time of the manifest; that of a damaged one is infinity.
     """
-    found: list[tuple[float, Path, str]] = []
+    found: list[tuple[tuple[float, int], Path, str]] = []
     for path in directory.iterdir() if directory.is_dir() else ():
         if not _is_directory(path) or OWN_NAMES.fullmatch(path.name):
             continue
         try:
-            if content := contents(path):
-                found.append((content["sequence"], path, _wrong_file(path, content["files"])))
+            if manifest := read_manifest(path):
+                order = manifest.sequence, (path / MANIFEST).stat().st_mtime_ns
+                found.append((order, path, _wrong_file(path, manifest.files)))
         except (CheckpointError, OSError) as error:
-            if (path / OWN).is_file():
-                found.append((math.inf, path, str(error)))
+            if os.path.lexists(path / MANIFEST):
+                found.append(((math.inf, 0), path, str(error)))
     return sorted(found)
 
 
 def _damage(path: Path) -> str:
     """What is wrong with a checkpoint that `save` has written there, as far as `latest` looks; "" with anything else."""
     try:
-        content = contents(path)
+        manifest = read_manifest(path)
     except NewerError:
         return ""
     except CheckpointError as error:
         return str(error)
     except OSError:  # nobody knows
         return ""
-    return _wrong_file(path, content["files"]) if content else ""
+    return _wrong_file(path, manifest.files) if manifest else ""
 
 
 def _wrong_file(path: Path, sizes: Mapping[str, int]) -> str:

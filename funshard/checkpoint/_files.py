@@ -24,10 +24,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from .. import _torch
+from ._manifest import METADATA
 from ._ranks import CheckpointError
-from ._records import DamagedError, Record, checksum, record
+from ._records import Record, record
+from ._regular import DamagedError, checksum
 
-__all__ = ["METADATA", "Reader", "crc32", "metadata_of"]
+__all__ = ["Reader", "metadata_of"]
 
 DAMAGE = (
     ValueError,
@@ -41,8 +43,6 @@ DAMAGE = (
     pickle.PickleError,
 )
 """What reading bytes that are not what was written raises."""
-METADATA = ".metadata"
-"""torch's name of the file that says what is in the others."""
 
 
 class Reader(FileSystemReader):
@@ -151,11 +151,6 @@ def _explained(tensor: str, file: str) -> Generator[None]:
         raise CheckpointError(f"tensor '{tensor}': file '{file}' of the checkpoint is missing") from error
     except DAMAGE as error:
         raise CheckpointError(f"tensor '{tensor}' in file '{file}' of the checkpoint is damaged: {error}") from error
-
-
-def crc32(path: Path) -> int:
-    """The checksum of a small file."""
-    return checksum(path.read_bytes())
 
 
 # --- torch's description of a checkpoint is a pickle. ---

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,8 +19,10 @@ from .._spec.unit import Unit
 from .._units.flow import stored
 from .._units.host import rested
 from .._units.layout import Piece, coordinates, index, pieces
+from ._regular import DamagedError
 
 __all__ = [
+    "DEEPEST",
     "Leaf",
     "Owned",
     "Part",
@@ -33,6 +37,9 @@ __all__ = [
     "names_of",
     "to_json",
 ]
+
+DEEPEST = 100
+"""Containers in each other that a state may have: `load` makes them by recursion."""
 
 
 class Part(NamedTuple):
@@ -247,8 +254,14 @@ def to_json(value: object, name: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Inverse of `to_json`."""
-    if isinstance(value, dict):
-        (kind, text), *_ = value.items()
-        return base64.b64decode(text) if kind == "bytes" else getattr(torch, text)
-    return value
+    """Return the plain value of a JSON file. Inverse of `to_json`. Raises DamagedError for anything that it does not write."""
+    if type(value) in PLAIN:
+        return value
+    if type(value) is dict and len(value) == 1:
+        ((kind, text),) = value.items()
+        if kind == "bytes" and type(text) is str:
+            with contextlib.suppress(ValueError):
+                return base64.b64decode(text, validate=True)
+        if kind == "dtype" and type(text) is str and isinstance(found := getattr(torch, text, None), torch.dtype):
+            return found
+    raise DamagedError(f"expected a number, a string, null, bytes or a dtype of this torch, got {reprlib.repr(value)}")

@@ -16,9 +16,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from .._spec.spec import PartitionSpec, bound
-from ._commit import contents
 from ._files import Reader, metadata_of
 from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, all_alike
+from ._manifest import read_manifest
 from ._nodes import Node, Units, build, leaves, parameters
 from ._plan import Reads
 from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
@@ -152,14 +152,14 @@ def _wanted(
     directory: Path, spec: PartitionSpec, only: str | None, like: Any, ranks: Ranks
 ) -> tuple[Node, dict[str, Any], _Stored]:
     """``(the tree that is to be read, the plain values, the tensors)``."""
-    own = contents(directory)  # with a checksum of the other
+    manifest = read_manifest(directory)  # with a checksum of the other
     stored = _Stored(metadata_of(directory))
     path = tuple(only.split(".")) if only else ()
-    found = dict(plain_values(own["state"], ranks.rank)) if own else {}
+    found = dict(plain_values(manifest.state, ranks.rank)) if manifest else {}
     if like is not None:
         node, _ = described(like, spec, path, wanted=True)
-    elif own:
-        node = read_tree(part_of(own["state"], only or ""), spec, ranks.rank, ranks.size, path)
+    elif manifest:
+        node = read_tree(part_of(manifest.state, only or ""), spec, ranks.rank, ranks.size, path)
     else:
         node = Units(only or "", {unit.key: parameters(unit, path) for unit in spec}, whole=True)  # a state_dict of others
     for leaf in leaves(node):

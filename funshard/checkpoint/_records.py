@@ -13,21 +13,14 @@ from typing import Any
 
 import torch
 
-try:
-    from isal.isal_zlib import crc32 as checksum  # by instructions made for it: six times as fast
-except ImportError:
-    from zlib import crc32 as checksum
+from ._regular import DamagedError
 
-__all__ = ["DamagedError", "Record", "checksum", "record"]
+__all__ = ["Record", "record"]
 
 REBUILDS = ".".join(("torch", "_utils"))
 """The module whose functions files name: nothing of it is used."""
 HEAD, TAIL = 2048, 4096
 """Bytes at the begin and at the end in which a file of one tensor has everything else."""
-
-
-class DamagedError(ValueError):
-    """Bytes that are not what was written."""
 
 
 @dataclass(frozen=True)

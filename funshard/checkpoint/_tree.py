@@ -18,7 +18,7 @@ from ..compress._powersgd import PowerSGD
 from ..optim import MatrixState
 from ..optim._numbers import fits, numbers_in
 from ._containers import FACTORIES, is_container, named, opened
-from ._leaves import Owned, Scalar, Slice, Value, Whole, is_plain, to_json
+from ._leaves import DEEPEST, Owned, Scalar, Slice, Value, Whole, is_plain, to_json
 from ._nodes import Branch, Node, Place, Units, dict_of, matrix_state, stored_names
 
 __all__ = ["PerRank", "described", "per_rank"]
@@ -155,7 +155,9 @@ class _Describing:
         return frozenset()
 
     def _named(self, value: Any, path: tuple[str, ...]) -> tuple[str, Any]:
-        """As `named`. TypeError for a container that no file can hold."""
+        """As `named`. TypeError for a container that no file can hold, ValueError for one too deep in others."""
+        if len(path) >= DEEPEST and not self._wanted:
+            raise ValueError(f"state '{'.'.join(path[:8])}...': expected at most {DEEPEST} containers in each other, got more")
         kind, of = named(value)
         if bad := [key for key in value if not is_plain(key)] if isinstance(value, Mapping) and not self._wanted else []:
             raise TypeError(

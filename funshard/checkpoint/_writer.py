@@ -20,7 +20,7 @@ from torch.futures import Future
 from torch.serialization import skip_data
 
 from .. import _torch
-from ._records import checksum
+from ._regular import checksum
 
 __all__ = ["Around", "Writer", "around", "write_record"]
 
