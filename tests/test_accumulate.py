@@ -676,8 +676,10 @@ def refusals() -> dict[str, tuple[type[Exception], str, dict[str, Any]]]:
             {"weights": [1], "microbatches": iter([x, x])},
         ),
         "too many": (ValueError, "for each of 1 micro-batches, got 2", {"weights": [1, 1], "microbatches": iter([x])}),
-        "negative": (ValueError, "weight 1: expected a number from 0 on, got -1", {"weights": [1, -1]}),
-        "NaN": (ValueError, "weight 0: expected a number from 0 on, got nan", {"weights": [float("nan"), 1]}),
+        "negative": (ValueError, "weight 1: expected a finite number from 0 on, got -1", {"weights": [1, -1]}),
+        "NaN": (ValueError, "weight 0: expected a finite number from 0 on, got nan", {"weights": [float("nan"), 1]}),
+        "negative tensor": (ValueError, "weight 1: expected a finite number", {"weights": [1, torch.tensor(-1.0)]}),
+        "NaN tensor": (ValueError, "weight 0: .* from 0 on, got nan", {"weights": [torch.tensor(torch.nan), 1]}),
         "text": (TypeError, "weight 0: expected a number or a scalar tensor, got str", {"weights": ["1", 1]}),
         "shape": (ValueError, r"weight 0: expected a scalar, got shape \[2\]", {"weights": [torch.ones(2), 1]}),
         "no shards": (ValueError, "is not in the spec", {"params": {"0.in_proj.weight": x}}),
@@ -693,6 +695,27 @@ def test_refused(what: str) -> None:
     given: dict[str, Any] = {"params": fs.shard(model, spec), "microbatches": [numbers(0, 0)] * 2, "spec": spec} | options
     with pytest.raises(error, match=match):
         fs.accumulate(lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum(), **given)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("bad", [-1.0, -0.25, torch.nan, torch.inf])
+def test_weights_that_the_host_cannot_read_make_nan(keep: str, reduce: Any, bad: float) -> None:
+    """On simulated ranks, as on a device: one rank's bad weight shows on every rank that is reduced over, not as zeros."""
+    model = chain(2)
+    spec = policy(P("shard"))(model)
+
+    def run(mesh: Mesh, weights: Tensor) -> Any:
+        on = spec.on(mesh)
+        loss = lambda p, x: fs.functional_call(model, p, (x,), spec=on).sum()  # noqa: E731
+        batches = [numbers(0, i) for i in range(2)]
+        return fs.accumulate(loss, fs.shard(model, on), batches, spec=on, keep=keep, weights=[*weights], reduce=reduce)
+
+    grads, value = fs.testing.spmd(run, 2)(torch.tensor([[1.0, 1.0], [1.0, bad]]))
+    assert value[1].isnan()
+    for unit in spec:
+        assert not grads[unit.key].nan_to_num(0).count_nonzero() or reduce == "sum"
+        assert grads[unit.key].isnan().any(1).all()
 
 
 @pytest.mark.parametrize("keep", KEEPS)

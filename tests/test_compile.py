@@ -657,6 +657,19 @@ def test_tensor_given_away_twice() -> None:
         compile(lambda p, q: (p, q), donate=(0, 1), backend="aot_eager")({"a": x}, {"b": x})
 
 
+def test_donated_views_that_overlap() -> None:
+    """What is written into one would be seen in the other."""
+    step = compile(lambda p: {key: x * 2 for key, x in p.items()}, donate=0, backend="aot_eager")
+    x = torch.arange(12.0)
+    with pytest.raises(ValueError, match=r"\['a'\] and .* argument 0\['b'\] share memory, which donate=\(0,\) writes"):
+        step({"a": x[:4], "b": x[2:6]})
+    with pytest.raises(ValueError, match="share memory"):
+        step({"a": x[:8:2], "b": x[6:]})
+    assert x.equal(torch.arange(12.0))
+    step({"a": x[:4], "b": x[4:]})
+    assert x.equal(torch.arange(12.0) * 2)
+
+
 # --- options ---
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -291,6 +292,8 @@ def test_errors() -> None:
         ),
         ({"update": lambda grads, state, params: (params, None)}, ValueError, "to return a new state for it, got None"),
         ({"weights": [1, 2]}, ValueError, "expected a weight for each of 1 micro-batches, got 2"),
+        ({"max_norm": -1.0}, ValueError, "update_in_backward: max_norm: expected a number from 0 on, got -1"),
+        ({"max_norm": torch.tensor(torch.nan)}, ValueError, "max_norm: expected a number from 0 on, got nan"),
     ]:
         with pytest.raises(kind, match=match):
             step(**options)
@@ -299,6 +302,35 @@ def test_errors() -> None:
         step(update=lambda *_: (_ for _ in ()).throw(RuntimeError("oops")))
     close(params, before, 0)
     assert step().params[""].shape == params[""].shape
+
+
+@pytest.mark.parametrize("where", ["the loss", "its gradient", "the update"])
+@pytest.mark.parametrize("clip", [None, "exact", "previous"])
+def test_an_error_leaves_no_reference_cycle(where: str, clip: str | None) -> None:
+    """What an exception leaves behind goes with it, without the cycle collector."""
+    model = MLP(3)
+    spec = fs.whole()(model)
+    params, x = fs.shard(model, spec), torch.ones(2, 3).double()
+    init, _ = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+    seen: list[weakref.ref[Any]] = []
+
+    def fail(*_: object) -> Any:
+        raise OverflowError("oops")
+
+    def loss(params: fs.Params, x: Tensor) -> Tensor:
+        out = fs.functional_call(model, params, (x,), spec=spec)
+        seen.extend(map(weakref.ref, (*params.values(), out)))
+        if where == "its gradient":
+            out.register_hook(fail)
+        return out.sum() if where != "the loss" else fail()
+
+    options = {} if clip is None else {"max_norm": 1.0, "clip": clip}
+    with no_collector():
+        with contextlib.suppress(OverflowError):
+            fs.update_in_backward(fail, loss, params, init(params), [x], spec=spec, **options)
+            pytest.fail("expected an error")
+        assert seen
+        assert not [ref for ref in seen if ref() is not None]
 
 
 class Loops(nn.Module):

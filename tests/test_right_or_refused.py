@@ -10,6 +10,7 @@ import copy
 import itertools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -84,6 +85,16 @@ class Scripted(nn.Module):
         return torch.tanh(self.l(self.j(x)) + next(self.j.parameters())[0])
 
 
+class Traced(Scripted):
+    """Its parameters, buffers and submodules are not even attributes of the module that Python sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of tracing
+            self.j = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), inputs()[0])
+
+
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +104,7 @@ class Sparse(nn.Module):
         return torch.tanh(self.l(x * self.e((x[:, 0] * 100).long() % 7)))
 
 
-RIGHT = [Detached, Data, ReadWithoutGrad, PartlyDetached, NestedCall, Scripted, Sparse]
+RIGHT = [Detached, Data, ReadWithoutGrad, PartlyDetached, NestedCall, Scripted, Traced, Sparse]
 
 
 class DataInPlace(Base):
@@ -214,7 +225,7 @@ def is_right(rank: int, kind: type[nn.Module]) -> None:
         expected = {name: g.to_dense() for name, g in derivative(mean, full).items()}
         model, spec, params = setting(kind, STRATEGIES[strategy])
         before = copy.deepcopy(params)
-        if kind is Scripted:  # what is in it is in C++, and compared below
+        if issubclass(kind, Scripted):  # what is in it is in C++, and compared below
             got = derivative(lambda q, m=model, s=spec: squared(m, q, xs[rank], s), params)
             for name, value in network(kind).state_dict().items():
                 assert torch.equal(model.state_dict()[name], value), name
@@ -224,6 +235,16 @@ def is_right(rank: int, kind: type[nn.Module]) -> None:
         for key, shard in fs.shard(expected, spec).items():
             torch.testing.assert_close(got[key], shard, **EXACT, msg=lambda m, w=(way, strategy, key): f"{w}: {m}")
             assert torch.equal(params[key], before[key])
+
+
+@pytest.mark.parametrize("kind", [Scripted, Traced])
+def test_buffers_of_script_modules_are_left_alone(kind: type[nn.Module]) -> None:
+    """What forward changes of them in copies is said, as of any module's."""
+    model, spec, params = setting(kind, P("shard"))
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    with pytest.warns(fs.BufferWarning, match=r"'\d\.j\.1\.running_mean'"):
+        fs.functional_call(model, params, inputs()[0], spec=spec)
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
 
 
 @pytest.mark.parametrize("kind", RIGHT)

@@ -23,6 +23,7 @@ __all__ = [
     "install_buffers",
     "put_back",
     "running_statistics",
+    "set_buffers",
     "warn_of_lost",
     "warn_of_lost_while_tracing",
 ]
@@ -92,6 +93,15 @@ def copy_of(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     return _torch.copy_on_write(buffer)
 
 
+def set_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    """Replace all of a module's own buffers; the mapping becomes the module's, except for a ScriptModule."""
+    if isinstance(module, torch.jit.ScriptModule):
+        for attr, buffer in buffers.items():
+            setattr(module, attr, buffer)
+    else:
+        vars(module)["_buffers"] = buffers
+
+
 def install_buffers(
     modules: Mapping[str, nn.Module],
     buffers: Mapping[str, Tensor] | None,
@@ -141,11 +151,7 @@ def install_buffers(
     if given:
         raise ValueError(f"buffer '{next(iter(given))}' is not in the model: expected its buffers' names")
     for module, mine in fresh.items():
-        if isinstance(module, torch.jit.ScriptModule):
-            for attr, buffer in mine.items():
-                setattr(module, attr, buffer)
-        else:
-            vars(module)["_buffers"] = mine
+        set_buffers(module, mine)
 
     def now() -> dict[str, Tensor]:
         found = [(name, own_of(module, "_buffers").get(attr), before, used) for name, module, attr, before, used in placed]
@@ -155,7 +161,7 @@ def install_buffers(
         moved = {
             (module, attr): name
             for name, module, attr, copy in copied
-            if module._buffers.get(attr) is not copy or _torch.version(copy)
+            if own_of(module, "_buffers").get(attr) is not copy or _torch.version(copy)
         }
         # The kernels of BatchNorm do not tell the version of its statistics, but its module counts.
         counted = {module for module, attr in moved if attr == "num_batches_tracked"}

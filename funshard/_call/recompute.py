@@ -115,7 +115,7 @@ class _Runs:
         self, inside: Inside, place: Place, before: Attributes, buffers: list[list[str]], visits: Sequence[Visit]
     ) -> None:
         self._inside, self._place, self.buffers = inside, place, buffers
-        self._parameters = {module: before[module]["_parameters"] for module in place.owned}
+        self._parameters = {module: before[module].get("_parameters") for module in place.owned}  # a traced one has none
         self._first, self._last = True, False
         self._level = _torch.level()
         self._visits = visits
@@ -144,7 +144,7 @@ class _Runs:
         }
         attributes: Attributes = {
             module: {name: value for name, value in vars(module).items() if name not in OWN}
-            | {"_parameters": parameters, "_buffers": module._buffers}
+            | ({} if parameters is None else {"_parameters": parameters, "_buffers": module._buffers})
             | own.get(module, {})
             for module, parameters in self._parameters.items()
         }

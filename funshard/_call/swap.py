@@ -235,7 +235,9 @@ def _places(spec: PartitionSpec) -> dict[str, dict[str, tuple[Unit, int]]]:
 
 def own_of(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
     """A module's ``_parameters`` or ``_buffers``, to be read: those that are in it, and nothing is gathered for that."""
-    mapping = vars(module)[kind]
+    mapping = vars(module).get(kind)
     if type(mapping) is dict:  # as they are, outside of calls
         return mapping
-    return dict(mapping.items() if isinstance(module, torch.jit.ScriptModule) else dict.items(mapping))
+    if isinstance(module, torch.jit.ScriptModule):  # a traced one has none in its __dict__
+        return dict(getattr(module, kind).items())
+    return dict(dict.items(mapping or {}))

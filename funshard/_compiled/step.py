@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._transforms.regions import collected, collecting
+from ..optim._checks import refuse_shared_memory
 
 __all__ = ["compile"]
 
@@ -65,8 +66,8 @@ def compile(
     graph of ATen operators and its inputs that returns what runs it. ``mode`` and ``options`` are torch.compile's and
     inductor's; so are ``others``.
 
-    Raises ValueError where a donated argument has no result to go with, is given twice, or is seen in another result, and
-    for names to save of which a remat has none.
+    Raises ValueError where a donated argument has no result to go with, is given twice, overlaps another one in memory, or is
+    seen in another result, and for names to save of which a remat has none.
     """
     given_away = (donate,) if isinstance(donate, int) else tuple(donate)
     compiler = _Backend(backend, prefetch, in_flight, {**_options(mode), **(options or {})})
@@ -185,6 +186,7 @@ def _check_donated(args: tuple[Any, ...], donate: tuple[int, ...]) -> Counter[in
     """How many donated tensors a storage has; TypeError or ValueError for arguments that cannot be written to one by one."""
     seen: set[int] = set()
     storages: Counter[int] = Counter()
+    tensors: list[tuple[str, Tensor]] = []
     for i in donate:
         if not 0 <= i < len(args):
             raise ValueError(f"compile: donate {donate} but {len(args)} positional arguments: expected 0..{len(args) - 1}")
@@ -196,4 +198,6 @@ def _check_donated(args: tuple[Any, ...], donate: tuple[int, ...]) -> Counter[in
                 raise ValueError(f"compile: {where}: expected a tensor of its own, got one that is given away before")
             seen.add(id(leaf))
             storages[_torch.storage_id(leaf)] += 1
+            tensors.append((f"compile: {where}", leaf))
+    refuse_shared_memory(tensors, f"donate={donate}")
     return storages

@@ -50,7 +50,8 @@ def accumulate(
     ``weights`` are how much each micro-batch counts, such as its number of tokens: numbers, or scalar tensors. Then all is
     the mean by weight over the micro-batches of all ranks, ``sum_ri w_ri g_ri / sum_ri w_ri`` (one all-reduce of a scalar
     for each axis), and ``value`` is that of this rank's own. A loss of weight 0 counts for nothing, NaN neither, as
-    cross_entropy's where all is ignored; but do not divide by 0 in it, which makes NaN of a gradient of 0.
+    cross_entropy's where all is ignored; but do not divide by 0 in it, which makes NaN of a gradient of 0. A weight that is
+    negative or not finite is a ValueError; where the host cannot read it without waiting, everything is NaN.
 
     ``reduce`` is "mean", or "sum", of all micro-batches of all ranks, or what to divide that sum by; ``value`` is this
     rank's mean or sum, divided likewise. ``reduce_over`` are the mesh axes to reduce over, as in `functional_call`. Both are

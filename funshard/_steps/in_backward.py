@@ -17,7 +17,7 @@ from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._transforms.transforms import differentiated_outside
 from .._units.layout import Params
-from ..optim._norms import clipped, global_norm, norm_of_units, sum_of_squares
+from ..optim._norms import check_max_norm, clipped, global_norm, norm_of_units, sum_of_squares
 from .accumulate import accumulate, batches_of
 from .in_place import Runs, added, entered_as
 from .plan import Parts, Plan
@@ -97,6 +97,8 @@ def update_in_backward(
         raise ValueError(f"update_in_backward: clip: expected 'exact' or 'previous', got {clip!r}")
     if norm is not None and (max_norm is None or clip == "exact"):
         raise ValueError("update_in_backward: norm is that of the step before: expected max_norm= and clip='previous' with it")
+    if max_norm is not None:
+        check_max_norm("update_in_backward", max_norm)
     plan = Plan.of(params, bound(spec), "shards", has_aux, reduce, reduce_over)
     _check_state(state, plan.params)
     batches, known = batches_of(microbatches)

@@ -52,14 +52,16 @@ class Runs:
                 f"accumulate: micro-batch {i} requires grad and the first one does not: expected all of them or none; "
                 "give a list"
             )
-        self._within = self.plan.within(self.given, self.entered, arrivals or self._sums)
-        with self._within, torch.enable_grad():
+        within = self.plan.within(self.given, self.entered, arrivals or self._sums)
+        with within, torch.enable_grad():
             self._sums.in_loss = True
             loss, aux = self.plan.loss(self._f, self.given, batch)
             self._sums.in_loss = False
             self.parts.values.append(loss.detach())
             self.parts.auxes.append(pytree.tree_map_only(Tensor, Tensor.detach, aux))
-            return loss if scales is None else scaled_by(loss, scales, i)
+            loss = loss if scales is None else scaled_by(loss, scales, i)
+        self._within = within  # only now: after an error in the loss no backward would end this cycle
+        return loss
 
     def check(self, key: str) -> None:
         """Raises RuntimeError for a gradient that comes while the loss runs, and would be counted with its own."""
@@ -67,10 +69,8 @@ class Runs:
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """The gradients of the loss that `forward` gave last, added to the sums."""
-        within = self._within
+        within, self._within = self._within, None  # it knows the arrivals, and these this
         assert within is not None
-        if not retain_graph:
-            self._within = None  # it knows the arrivals, and these this
         leaves = [*self.given.values()]
         if loss.requires_grad and leaves:
             try:
@@ -78,6 +78,8 @@ class Runs:
                     loss.backward(inputs=leaves, retain_graph=retain_graph)
             except RuntimeError as error:
                 raise explained(error)  # noqa: B904 - the same one
+        if retain_graph:
+            self._within = within
 
 
 class _Sums:

@@ -108,9 +108,9 @@ class Plan:
         """This rank's mean or sum."""
         by, all_ = self.reduction.by, torch.stack([wide(value) for value in values])
         if scales is not None:
-            all_ = torch.where(scales > 0, all_ * scales, 0)
+            all_ = torch.where(scales == 0, 0, all_ * scales)
         if by == "mean":
-            count = len(values) if scales is None else torch.where((total := scales.sum()) > 0, total, 1)
+            count = len(values) if scales is None else torch.where((total := scales.sum()) == 0, 1, total)
         else:
             count = 1.0 if by == "sum" else by
         return (all_.sum() / count).to(values[0].dtype)
@@ -129,7 +129,7 @@ class Plan:
         if (own := parts.own.pop(unit.key, None)) is not None:
             own = own / count
             share = scales.mean() if mean and scales is not None else None  # of the weights, beside that of a rank on average
-            grad = grad + (own if share is None else torch.where(share > 0, own / share, 0))
+            grad = grad + (own if share is None else torch.where(share == 0, 0, own / share))
         return grad.to(shard.dtype)
 
     def _reduced(self, unit: Unit, through: Params, shard: Tensor, count: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _torch
 from .._spec.division import Reduction
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh
@@ -19,34 +20,38 @@ __all__ = ["check_as_many", "scaled_by", "scales_of", "wide", "widest"]
 def scales_of(weights: Sequence[float | Tensor], params: Mapping[str, Tensor], mesh: Mesh, reduction: Reduction) -> Tensor:
     """By what each micro-batch's loss is multiplied: its weight, over that of a micro-batch of any rank on average for a mean.
 
-    Raises TypeError or ValueError for what is no weight.
+    Raises TypeError or ValueError for what is no weight. A tensor whose value the host cannot read without waiting for it
+    makes all scales NaN instead.
     """
     for i, weight in enumerate(weights):
         if isinstance(weight, Tensor):
             if weight.dim():
                 raise ValueError(f"accumulate: weight {i}: expected a scalar, got shape {list(weight.shape)}")
+            if not (_torch.plain() and weight.device.type == "cpu"):
+                continue
         elif not isinstance(weight, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"accumulate: weight {i}: expected a number or a scalar tensor, got {type(weight).__name__}")
-        elif not 0 <= weight < math.inf:
-            raise ValueError(f"accumulate: weight {i}: expected a number from 0 on, got {weight}")
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"accumulate: weight {i}: expected a finite number from 0 on, got {float(weight)}")
     like = next(iter(params.values()), None)
     dtype = torch.float32 if like is None or like.is_complex() else widest(like.dtype)
     device = mesh.device if like is None else like.device
     each = torch.stack([torch.as_tensor(weight, device=device).to(dtype) for weight in weights])
+    each = torch.where((each >= 0).all() & (each < math.inf).all(), each, math.nan)
     if reduction.by != "mean":
         return each
     total, ranks = each.sum(), 1
     for name, axis in mesh.axes:
         if reduction.includes(name):
             total, ranks = all_reduce(total, axis, reduce="sum"), ranks * axis.size
-    return torch.where(total > 0, each * (ranks * len(weights)) / total, 0)
+    return torch.where(total == 0, 0, each * (ranks * len(weights)) / total)
 
 
 def scaled_by(loss: Tensor, scales: Tensor, i: int) -> Tensor:
     """The i-th micro-batch's loss by its scale; 0 where that is 0. ValueError where there is none."""
     if i >= len(scales):
         raise ValueError(f"accumulate: expected a weight for each micro-batch, got {len(scales)} and one more micro-batch")
-    return torch.where(scales[i] > 0, loss * scales[i], 0)
+    return torch.where(scales[i] == 0, 0, loss * scales[i])
 
 
 def check_as_many(weights: Sequence[Any] | Tensor, count: int) -> None:

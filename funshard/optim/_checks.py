@@ -166,13 +166,18 @@ def refuse_lost_rates(cls: type[torch.optim.Optimizer], rates: Iterable[tuple[st
             )
 
 
-def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]], by: str = "donate=True") -> None:
     """ValueError where two of the tensors overlap in memory that is to be written."""
     spans = sorted(
-        (_torch.storage_id(base), base.storage_offset() * base.itemsize, base.numel() * base.itemsize, what)
+        (_torch.storage_id(base), base.storage_offset() * base.itemsize, _span(base) * base.itemsize, what)
         for what, base in ((what, _torch.base(tensor)) for what, tensor in tensors)
         if base.numel()
     )
     for (storage, start, length, what), (other, begin, _, second) in itertools.pairwise(spans):
         if storage == other and begin < start + length:
-            raise ValueError(f"{what} and {second} share memory, which donate=True writes: expected tensors of their own")
+            raise ValueError(f"{what} and {second} share memory, which {by} writes: expected tensors of their own")
+
+
+def _span(tensor: Tensor) -> int:
+    """The number of elements from its first one in memory to its last one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from .. import _torch
 from .._spec.host import used_on
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
@@ -84,14 +85,26 @@ def clip_by_global_norm(
     >>> fs.optim.clip_by_global_norm({"weight": torch.tensor([[3.0, 4.0]])}, 2.5, fs.whole()(model))
     ({'weight': tensor([[1.5000, 2.0000]])}, tensor(5.))
 
-    Raises what `global_norm` raises.
+    Raises what `global_norm` raises, and ValueError for a ``max_norm`` that is negative or NaN. (A tensor of an accelerator or
+    a transform, which the host cannot read at once, makes the result NaN instead.)
     """
+    check_max_norm("clip_by_global_norm", max_norm)
     norm = global_norm(tree, spec, p=p)
     return clipped(tree, max_norm, norm), norm
 
 
+def check_max_norm(function: str, max_norm: float | Tensor) -> None:
+    """ValueError unless the limit is 0 or more, as far as the host can tell without waiting for a device."""
+    if isinstance(max_norm, Tensor) and not (_torch.plain() and max_norm.device.type == "cpu"):
+        return
+    if not max_norm >= 0:
+        raise ValueError(f"{function}: max_norm: expected a number from 0 on, got {float(max_norm)}")
+
+
 def clipped(tree: Mapping[str, Tensor], max_norm: float | Tensor, norm: Tensor) -> Params:
     """The tree, whose norm is taken to be this one, scaled to at most ``max_norm``."""
+    if isinstance(max_norm, Tensor):
+        max_norm = torch.where(max_norm >= 0, max_norm, math.nan)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1)
     return {key: tensor * scale.to(tensor.device, tensor.dtype) for key, tensor in tree.items()}
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._call.buffers import set_buffers
 from .._call.call import functional_call
+from .._call.swap import own_of, restored, this_thread
 from .._sharding.agree import gather_texts
 from .._sharding.sharding import combine, partition, shard
 from .._spec.spec import PartitionSpec
@@ -29,9 +31,6 @@ Loss = Callable[[Callable[..., Any], Any], Tensor]
 
 Key = tuple[str, str]
 """What a tensor is, and of which parameter or buffer."""
-
-_CONTAINERS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)}
-"""Where nn.Module keeps parameters, submodules and hooks, which forward may change in place."""
 
 LOSS, GRADIENT, PRODUCT, BUFFER = "loss", "gradient", "Hessian-vector product", "buffer"
 
@@ -189,29 +188,24 @@ class Case:
     def _as_it_is(self, seed: int) -> Generator[None]:
         """Within this the model may change itself; its attributes and parameters are afterwards as they were."""
         values = clones({name: p.detach() for name, p in self.model.named_parameters()})
-        before = [
-            (module, dict(vars(module)), {name: vars(module)[name].copy() for name in _CONTAINERS if vars(module).get(name)})
-            for module in self.model.modules()
-        ]
         try:
-            with seeded(seed, self.devices), torch.enable_grad():
+            with restored(self._modules, this_thread()), seeded(seed, self.devices), torch.enable_grad():
                 yield
         finally:
-            for module, attributes, filled in before:
-                vars(module).clear()
-                vars(module).update(attributes)
-                for name in attributes.keys() & _CONTAINERS:
-                    attributes[name].clear()
-                    attributes[name].update(filled.get(name, ()))
             for name, own in self.model.named_parameters():
                 if not torch.equal(own, values[name]):  # forward wrote to it
                     own.data.copy_(values[name])
 
+    @property
+    def _modules(self) -> dict[str, nn.Module]:
+        """The model's modules by each of their paths."""
+        return dict(self.model.named_modules(remove_duplicate=False))
+
     def _install(self, buffers: Params) -> None:
         """Within `_as_it_is`: these in the place of the model's own."""
-        for path, module in self.model.named_modules(remove_duplicate=False):
-            if module._buffers:
-                vars(module)["_buffers"] = {attr: buffers.get(join(path, attr)) for attr in module._buffers}
+        for path, module in self._modules.items():
+            if own := own_of(module, "_buffers"):
+                set_buffers(module, {attr: buffers.get(join(path, attr)) for attr in own})
 
     @property
     def _installed(self) -> Params:
