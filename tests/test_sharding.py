@@ -210,6 +210,34 @@ def test_l8_no_result_aliases_an_input(case: Case) -> None:
     assert not any(p.any() for p in case.model.parameters())  # modules() starts at zeros
 
 
+@pytest.mark.parametrize("p", [P(), P("shard")], ids=str)
+@pytest.mark.parametrize("by", ["a donated update", "hand"])
+def test_unshard_gives_no_view_of_the_shards(p: P, by: str) -> None:
+    """Where nothing is gathered either: on one rank, and of replicated units on any."""
+    model = nn.Linear(3, 2)
+    spec = fs.whole(p)(model).on({"shard": 1})
+    params = fs.shard(model, spec, rank=0)
+    full = fs.unshard(params, spec)
+    leaf = fs.shard(model, spec, rank=0)[""].requires_grad_()
+    graph = fs.unshard({"": leaf}, spec)
+    aux = torch.func.grad(lambda q: (q[""].sum(), fs.unshard(q, spec)), has_aux=True)(params)[1]
+    seen = params[""].detach()  # but a view of a donated shard is one of the new values
+    if by == "hand":
+        new = params[""].zero_()
+    else:
+        init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0, donate=True)
+        new = update({"": torch.ones_like(params[""])}, init(params), params)[0][""]
+    assert torch.equal(seen, new)
+    for name, own in model.named_parameters():
+        assert torch.equal(full[name], own)
+        assert torch.equal(aux[name], own)
+    ones = fs.shard({name: torch.ones_like(x) for name, x in graph.items()}, spec, rank=0)[""]
+    assert torch.equal(torch.autograd.grad(sum(x.sum() for x in graph.values()), leaf)[0], ones)
+    mine = fs.shard(model, spec, rank=0)
+    fs.unshard(mine, spec)["weight"].zero_()
+    assert torch.equal(mine[""], fs.shard(model, spec, rank=0)[""])
+
+
 @given(cases(), st.booleans())
 def test_partition_and_combine_are_inverse(case: Case, of_units: bool) -> None:
     """combine(*partition(p)) is p; the parts are disjoint, and the predicate is asked with the unit or the parameter."""

@@ -108,8 +108,9 @@ def unshard(
     Differentiable at every order: the gradient of a shard is its slice of the mean over ranks of the full gradients,
     of their sum with ``reduce="sum"``, or of that over a number. In the shards' own dtype, both ways; of a unit at rest in
     a codec what is decoded, in the parameters' own dtype, a constant. Where nothing is
-    to be gathered (``P()``, one rank) the buffer is the shard itself. ``shards`` may be a part of them (`partition`).
-    ``units`` are the keys of units to gather, by default all that are given; an ignored parameter passes through.
+    to be gathered (``P()``, one rank) the buffer is a copy of the shard, which takes memory once one of the two is written to.
+    ``shards`` may be a part of them (`partition`). ``units`` are the keys of units to gather, by default all that are given;
+    an ignored parameter passes through.
 
     Raises ValueError, naming the unit, for shards that do not fit the spec, before any communication.
     """
@@ -124,9 +125,17 @@ def unshard(
             raise ValueError(f"unit '{key}' is missing: expected its shard among those given, got units {given[:4]}")
     full: Params = {}
     for unit in (spec.by_key[key] for key in chosen):
-        tensors = unflatten_unit(gather_unit(shards[unit.key], unit, mesh, reduction), unit)
+        buffer = gather_unit(shards[unit.key], unit, mesh, reduction)
+        if _torch.alias(buffer, shards[unit.key]):  # nothing was gathered, and the shard may be donated or written to
+            buffer = _copy(buffer)
+        tensors = unflatten_unit(buffer, unit)
         full.update(zip((p.name for p in unit.params), tensors, strict=True))
     return full | {name: shards[name] for name in spec.ignored if name in shards}
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    """A copy that takes no memory until one of the two is written to, where nothing batches or records it."""
+    return _torch.copy_on_write(buffer) if _torch.plain() else buffer.clone()
 
 
 def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: PartitionSpec) -> Params:

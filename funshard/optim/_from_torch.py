@@ -39,8 +39,8 @@ def from_torch(
     whole matrices: see the end.) ``update(grads, state, params, lr=None)`` runs torch's own kernels on the shards, few long
     vectors, and changes nothing that it was given. With ``donate`` it writes into ``params`` and ``state`` and returns their
     memory in other tensors, without memory beyond torch's; to use the given ones afterwards is a RuntimeError (not inside
-    torch.compile, which returns them). Some kernels write into ``grads`` as well. ``lr`` is this step's learning rate: a
-    schedule is plain Python.
+    torch.compile, which returns them), and views of them, such as ``p.detach()``, have the new values. Some kernels write
+    into ``grads`` as well. ``lr`` is this step's learning rate: a schedule is plain Python.
 
     ``options(name, param)`` is what a parameter has in the place of the defaults, such as ``{"weight_decay": 0.0}``. It
     needs the ``spec``, and so the rank: this process's, or ``rank`` as for `views`. An lr among them keeps its ratio to
