@@ -462,8 +462,8 @@ def test_clipping_to_no_length(limit: float | Tensor) -> None:
     """A negative limit would turn the gradient around; one that the host cannot read makes it NaN."""
     spec = fs.whole()(nn.Linear(2, 1, bias=False)).bound
     with pytest.raises(ValueError, match="clip_by_global_norm: max_norm: expected a number from 0 on, got"):
-        clip_by_global_norm({"": torch.ones(2)}, limit, spec)
-    each = torch.func.vmap(lambda limit: clip_by_global_norm({"": torch.ones(2)}, limit, spec)[0][""])
+        clip_by_global_norm({"": torch.ones(8)}, limit, spec)
+    each = torch.func.vmap(lambda limit: clip_by_global_norm({"": torch.ones(8)}, limit, spec)[0][""])
     got = each(torch.tensor([1.0, float(limit), 0.0]))
     assert got[1].isnan().all()
     assert got[2].eq(0).all()
