@@ -19,9 +19,9 @@ The house. A folder imports only from floors below its own (tests/test_house.py)
     1  _torch                           every private part of torch, and the test that pins it
 """
 
-import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+import typing as _typing
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
 
 from . import averaging, codecs, collectives, compress, loss_scale, optim, policies, testing
 from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
@@ -64,7 +64,7 @@ from .policies import (
     whole,
 )
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from . import checkpoint
 
 __all__ = [
@@ -135,7 +135,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> _ModuleType:
     if name == "checkpoint":  # half a second of imports, which training does not need
-        return importlib.import_module(".checkpoint", __name__)
+        return _import_module(".checkpoint", __name__)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import collections.abc
 import functools
 import importlib
 import inspect
 import pkgutil
 import re
+import types
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from operator import attrgetter
@@ -126,3 +128,16 @@ def undocumented(path: Path) -> Iterator[str]:
 def test_what_has_no_underscore_has_a_docstring() -> None:
     """Also in private folders, which ruff takes for private files and passes over."""
     assert [(str(path), name) for path in FILES for name in undocumented(path)] == []
+
+
+def test_the_package_exports_nothing_by_accident() -> None:
+    """Without an underscore, it has what is in its list: no module or name that it imports for itself."""
+    assert {name for name in dir(funshard) if not name.startswith("_")} | {"checkpoint"} == set(funshard.__all__)
+
+
+def test_what_is_exported_has_a_docstring_of_its_own() -> None:
+    """An alias of a typing construct shows that construct's. `Params` is one: a dict of tensors."""
+    for name in set(funshard.__all__) - {"Params"}:
+        public = getattr(funshard, name)
+        assert not isinstance(public, types.GenericAlias | type(collections.abc.Callable[[], None])), name
+        assert inspect.getdoc(public), name

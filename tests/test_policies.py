@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -138,3 +140,44 @@ def test_s6_architectures_are_cut_as_torch_cuts_them(name: str) -> None:
         assert owning(units_of(fs.always()(made.model))) == owning(torch_units(made.model, wrap.always_wrap_policy))
         for least in (0, 16, 64, 100, 300, 1000):
             assert_same(made.model, fs.by_size(least), size(least))
+
+
+def has_bias(module: nn.Module) -> bool:
+    return getattr(module, "bias", None) is not None
+
+
+def first_block(model: nn.Module | fs.ModuleTree) -> fs.PartitionSpec:
+    return fs.by_path({"0": fs.P("shard", remat=True)})(model)
+
+
+EVERY_POLICY = {
+    "whole": fs.whole(),
+    "always": fs.always(),
+    "by_type": fs.by_type(nn.Linear, p=fs.P()),
+    "by_size": fs.by_size(10, force_leaf=[nn.MultiheadAttention]),
+    "custom": fs.custom(has_bias),
+    "by_path": fs.by_path({"*": fs.P("shard", reshard=False)}),
+    "marked": fs.marked(),
+    "any_of": fs.any_of(fs.by_type(nn.Linear), fs.marked()),
+    "override": fs.override(fs.whole(), first_block),
+    "ignoring": fs.ignoring(fs.by_type(nn.Linear), modules=["0", nn.LayerNorm], params=["*.bias"]),
+    "full_precision": fs.full_precision(fs.whole(fs.P("shard", precision=fs.Precision(param=torch.float16))), nn.LayerNorm),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_POLICY)
+def test_policies_pickle(name: str) -> None:
+    """For arguments of torch.multiprocessing.spawn: one that was pickled prints alike and gives the same spec."""
+    policy = EVERY_POLICY[name]
+    model = nn.Sequential(nn.Linear(3, 3), fs.mark(nn.Linear(3, 2)), nn.LayerNorm(2))
+    loaded = pickle.loads(pickle.dumps(policy))
+    assert loaded(model) == policy(model) == copy.deepcopy(policy)(model)
+    assert repr(loaded) == repr(policy)
+
+
+def test_a_policy_that_names_modules_pickles_with_them() -> None:
+    """In one pickle with the model it ignores the same module there."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    policy = fs.ignoring(fs.always(), modules=[model[0]], params=[model[1].bias])
+    loaded_policy, loaded_model = pickle.loads(pickle.dumps((policy, model)))
+    assert loaded_policy(loaded_model) == policy(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -13,7 +14,7 @@ from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree, Param
 from .._torch.layers import BatchNorm
-from ._policy import Called, Policy, called, check_classes, matches
+from ._policy import NamedPolicy, Policy, check_classes, format_call, matches
 
 __all__ = ["full_precision", "ignoring", "ignoring_all"]
 
@@ -41,31 +42,34 @@ def ignoring(
         if not isinstance(item, str | nn.Parameter):
             raise TypeError(f"ignoring: params: expected name patterns or parameters, got {type(item).__name__}")
 
-    def hits_module(item: object, node: ModuleTree) -> bool:
-        if isinstance(item, str):
-            return any(matches(item.split("."), path.split(".")) for path in node.names)
-        return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
+    return NamedPolicy(format_call("ignoring", policy, some, others), functools.partial(_build_ignoring, policy, some, others))
 
-    def hits_param(item: object, param: Param, owner: ModuleTree) -> bool:
-        if isinstance(item, str):
-            return any(matches(item.split("."), name.split(".")) for name in param.names)
-        own = owner.module._parameters
-        return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
 
-    def inner(tree: ModuleTree) -> PartitionSpec:
-        gone = {node.path for node in tree.nodes() for item in some if hits_module(item, node)}
-        names = {p.name for node in tree.nodes() for p in node.params for item in others if hits_param(item, p, node)}
-        for item in some:
-            if not any(hits_module(item, node) for node in tree.nodes()):
-                raise ValueError(f"ignoring: modules: {item!r} matches no module: expected some of {list(tree.canonical)[:8]}")
-        for item in others:
-            if not any(hits_param(item, p, node) for node in tree.nodes() for p in node.params):
-                raise ValueError(f"ignoring: params: {item!r} matches no parameter of the model")
-        if tree.path in gone:
-            raise ValueError("ignoring: modules: the root '' is ignored: expected something left to shard")
-        return policy(tree.without(lambda node: node.path in gone, lambda p: p.name in names))
+def _build_ignoring(policy: Policy, some: list[object], others: list[object], tree: ModuleTree) -> PartitionSpec:
+    gone = {node.path for node in tree.nodes() for item in some if _matches_module(item, node)}
+    names = {p.name for node in tree.nodes() for p in node.params for item in others if _matches_param(item, p, node)}
+    for item in some:
+        if not any(_matches_module(item, node) for node in tree.nodes()):
+            raise ValueError(f"ignoring: modules: {item!r} matches no module: expected some of {list(tree.canonical)[:8]}")
+    for item in others:
+        if not any(_matches_param(item, p, node) for node in tree.nodes() for p in node.params):
+            raise ValueError(f"ignoring: params: {item!r} matches no parameter of the model")
+    if tree.path in gone:
+        raise ValueError("ignoring: modules: the root '' is ignored: expected something left to shard")
+    return policy(tree.without(lambda node: node.path in gone, lambda p: p.name in names))
 
-    return Called(called("ignoring", policy, some, others), inner)
+
+def _matches_module(item: object, node: ModuleTree) -> bool:
+    if isinstance(item, str):
+        return any(matches(item.split("."), path.split(".")) for path in node.names)
+    return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
+
+
+def _matches_param(item: object, param: Param, owner: ModuleTree) -> bool:
+    if isinstance(item, str):
+        return any(matches(item.split("."), name.split(".")) for name in param.names)
+    own = owner.module._parameters
+    return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
 
 
 def _listed(what: str, items: object) -> list[object]:
@@ -81,18 +85,18 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
     a `Precision` around, their inputs are cast to float32 and their outputs back to the dtype that the inputs had.
     """
     check_classes("full_precision", classes)
-    kinds = classes or (BatchNorm,)
+    build_spec = functools.partial(_build_full_precision, policy, classes or (BatchNorm,))
+    return NamedPolicy(format_call("full_precision", policy, *classes), build_spec)
+
+
+def _build_full_precision(policy: Policy, classes: tuple[type[nn.Module], ...], tree: ModuleTree) -> PartitionSpec:
     full = Precision(param=torch.float32, restore_outputs=True)
-
-    def inner(tree: ModuleTree) -> PartitionSpec:
-        spec = policy(tree)
-        chosen = dict(spec.selected)
-        kept = ignoring_all(tree, [spec])
-        before = {"": spec.root, **chosen}
-        for node in kept.nodes():
-            if issubclass(node.cls, kinds):
-                around = before[[path for path in (*kept.dominators(node), node.path) if path in before][-1]]
-                chosen[node.path] = dataclasses.replace(around, precision=full if around.precision else None)
-        return build(kept, chosen, spec.root)
-
-    return Called(called("full_precision", policy, *classes), inner)
+    spec = policy(tree)
+    chosen = dict(spec.selected)
+    kept = ignoring_all(tree, [spec])
+    before = {"": spec.root, **chosen}
+    for node in kept.nodes():
+        if issubclass(node.cls, classes):
+            around = before[[path for path in (*kept.dominators(node), node.path) if path in before][-1]]
+            chosen[node.path] = dataclasses.replace(around, precision=full if around.precision else None)
+    return build(kept, chosen, spec.root)

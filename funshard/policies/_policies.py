@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree
 from .._spec.unit import P
 from ._exceptions import ignoring_all
-from ._policy import SHARD, Called, Policy, called, check_classes, check_p, literal, matches
+from ._policy import SHARD, NamedPolicy, Policy, check_classes, check_p, format_call, literal, matches
 
 __all__ = ["Policy", "always", "any_of", "by_path", "by_size", "by_type", "custom", "mark", "marked", "override", "whole"]
 
@@ -26,26 +27,30 @@ _MARK = "_funshard_mark"
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def _selecting(text: str, select: Callable[[ModuleTree], P | None], root: P) -> Policy:
-    """The policy that selects the nodes for which ``select`` gives a P."""
-
-    def policy(tree: ModuleTree) -> PartitionSpec:
-        chosen = {node.path: p for node in tree.nodes() if (p := select(node)) is not None}
-        return build(tree, chosen, root)
-
-    return Called(text, policy)
+def _build_selected(select: Callable[[P, ModuleTree], P | None], p: P, tree: ModuleTree) -> PartitionSpec:
+    """Build the spec whose units are the nodes for which ``select(p, node)`` returns a `P`; the leftovers have ``p``."""
+    chosen = {node.path: own for node in tree.nodes() if (own := select(p, node)) is not None}
+    return build(tree, chosen, p)
 
 
 def whole(p: P = SHARD) -> Policy:
     """The model as one unit."""
     check_p("whole", p)
-    return _selecting(called("whole", p=p), lambda node: None, p)
+    return NamedPolicy(format_call("whole", p=p), functools.partial(_build_selected, _select_none, p))
+
+
+def _select_none(p: P, node: ModuleTree) -> P | None:
+    return None
 
 
 def always(p: P = SHARD) -> Policy:
     """Every submodule that owns parameters is a unit (always_wrap_policy)."""
     check_p("always", p)
-    return _selecting(called("always", p=p), lambda node: p if node.params else None, p)
+    return NamedPolicy(format_call("always", p=p), functools.partial(_build_selected, _select_owners, p))
+
+
+def _select_owners(p: P, node: ModuleTree) -> P | None:
+    return p if node.params else None
 
 
 def by_type(*classes: type[nn.Module], p: P = SHARD) -> Policy:
@@ -58,18 +63,18 @@ def by_type(*classes: type[nn.Module], p: P = SHARD) -> Policy:
         raise ValueError("by_type: expected at least one module class, got none; whole() makes one unit")
     check_classes("by_type", classes)
     check_p("by_type", p)
+    return NamedPolicy(format_call("by_type", *classes, p=p), functools.partial(_build_by_type, classes, p))
 
-    def policy(tree: ModuleTree) -> PartitionSpec:
-        chosen = {node.path: p for node in tree.nodes() if issubclass(node.cls, classes)}
-        if not chosen:
-            there = list(dict.fromkeys(node.cls.__name__ for node in tree.nodes()))
-            raise ValueError(
-                f"by_type: no module is of {', '.join(cls.__name__ for cls in classes)}: expected classes of the model's "
-                f"modules, some of {there[:8]}; whole() makes one unit"
-            )
-        return build(tree, chosen, p)
 
-    return Called(called("by_type", *classes, p=p), policy)
+def _build_by_type(classes: tuple[type[nn.Module], ...], p: P, tree: ModuleTree) -> PartitionSpec:
+    chosen = {node.path: p for node in tree.nodes() if issubclass(node.cls, classes)}
+    if not chosen:
+        names = list(dict.fromkeys(node.cls.__name__ for node in tree.nodes()))
+        raise ValueError(
+            f"by_type: no module is of {', '.join(cls.__name__ for cls in classes)}: expected classes of the model's "
+            f"modules, some of {names[:8]}; whole() makes one unit"
+        )
+    return build(tree, chosen, p)
 
 
 def by_size(
@@ -88,28 +93,32 @@ def by_size(
     leaves, excluded = tuple(force_leaf), tuple(exclude)
     check_classes("by_size", (*leaves, *excluded))
     check_p("by_size", p)
+    return NamedPolicy(
+        format_call("by_size", min_numel, p=p), functools.partial(_build_by_size, min_numel, leaves, excluded, p)
+    )
 
-    def policy(tree: ModuleTree) -> PartitionSpec:
-        held: dict[str, dict[str, int]] = {node.path: {} for node in tree.nodes()}
-        for param in tree.all_params:
-            for path in tree.dominators(param):
-                held[path][param.name] = param.numel
-        descended: dict[str, ModuleTree] = {}
-        for node in tree.nodes():
-            if node is not tree and tree.dominators(node)[-1] not in descended:
-                continue
-            if sum(held[node.path].values()) >= min_numel and not issubclass(node.cls, leaves):
-                descended[node.path] = node
-        chosen: dict[str, P] = {}
-        taken: set[str] = set()
-        for path, node in reversed(descended.items()):  # children first
-            left = sum(numel for name, numel in held[path].items() if name not in taken)
-            if node is not tree and left >= min_numel and not issubclass(node.cls, excluded):
-                chosen[path] = p
-                taken |= held[path].keys()
-        return build(tree, chosen, p)
 
-    return Called(called("by_size", min_numel, p=p), policy)
+def _build_by_size(
+    min_numel: float, leaves: tuple[type[nn.Module], ...], excluded: tuple[type[nn.Module], ...], p: P, tree: ModuleTree
+) -> PartitionSpec:
+    held: dict[str, dict[str, int]] = {node.path: {} for node in tree.nodes()}
+    for param in tree.all_params:
+        for path in tree.dominators(param):
+            held[path][param.name] = param.numel
+    descended: dict[str, ModuleTree] = {}
+    for node in tree.nodes():
+        if node is not tree and tree.dominators(node)[-1] not in descended:
+            continue
+        if sum(held[node.path].values()) >= min_numel and not issubclass(node.cls, leaves):
+            descended[node.path] = node
+    chosen: dict[str, P] = {}
+    taken: set[str] = set()
+    for path, node in reversed(descended.items()):  # children first
+        left = sum(numel for name, numel in held[path].items() if name not in taken)
+        if node is not tree and left >= min_numel and not issubclass(node.cls, excluded):
+            chosen[path] = p
+            taken |= held[path].keys()
+    return build(tree, chosen, p)
 
 
 def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) -> Policy:
@@ -118,16 +127,17 @@ def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) ->
     False and an empty dict select nothing. Raises ValueError for any other result, naming the path.
     """
     check_p("custom", p)
+    select = functools.partial(_select_custom, fn)
+    return NamedPolicy(format_call("custom", fn, p=p), functools.partial(_build_selected, select, p))
 
-    def select(node: ModuleTree) -> P | None:
-        result = fn(node.module)
-        if isinstance(result, bool):
-            return p if result else None
-        if not isinstance(result, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"custom: module '{node.path}': expected {fn} to give a bool or a dict, got {result!r}")
-        return _overridden(p, result, f"custom: module '{node.path}'") if result else None
 
-    return _selecting(called("custom", fn, p=p), select, p)
+def _select_custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P, node: ModuleTree) -> P | None:
+    result = fn(node.module)
+    if isinstance(result, bool):
+        return p if result else None
+    if not isinstance(result, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"custom: module '{node.path}': expected {fn} to give a bool or a dict, got {result!r}")
+    return _overridden(p, result, f"custom: module '{node.path}'") if result else None
 
 
 def _overridden(p: P, fields: Mapping[str, Any], where: str) -> P:
@@ -157,26 +167,27 @@ def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
             raise TypeError(f"by_path: expected path patterns such as 'blocks.*', got {pattern!r}")
         check_p(f"by_path: pattern '{pattern}'", value)
 
-    def policy(tree: ModuleTree) -> PartitionSpec:
-        best: dict[str, tuple[int, str]] = {}
-        for pattern, value in patterns.items():
-            hits = [path for path in tree.canonical if matches(pattern.split("."), path.split("."))]
-            if not hits:
-                near = difflib.get_close_matches(pattern, tree.canonical, 3, 0.3) or list(tree.canonical)[:8]
-                raise ValueError(f"by_path: pattern '{pattern}' matches no module: expected a path such as {near}")
-            for path in hits:
-                weight = literal(pattern, path)
-                other = best.get(path)
-                if other is None or other[0] < weight:
-                    best[path] = weight, pattern
-                elif other[0] == weight and patterns[other[1]] != value:
-                    raise ValueError(
-                        f"by_path: module '{path}' is matched by '{other[1]}' ({patterns[other[1]]}) and by "
-                        f"'{pattern}' ({value}): expected one, or one that is more literal"
-                    )
-        return build(tree, {path: patterns[pattern] for path, (_, pattern) in best.items()}, p)
+    return NamedPolicy(format_call("by_path", dict(patterns), p=p), functools.partial(_build_by_path, dict(patterns), p))
 
-    return Called(called("by_path", dict(patterns), p=p), policy)
+
+def _build_by_path(patterns: Mapping[str, P], p: P, tree: ModuleTree) -> PartitionSpec:
+    best: dict[str, tuple[int, str]] = {}
+    for pattern, value in patterns.items():
+        hits = [path for path in tree.canonical if matches(pattern.split("."), path.split("."))]
+        if not hits:
+            near = difflib.get_close_matches(pattern, tree.canonical, 3, 0.3) or list(tree.canonical)[:8]
+            raise ValueError(f"by_path: pattern '{pattern}' matches no module: expected a path such as {near}")
+        for path in hits:
+            weight = literal(pattern, path)
+            other = best.get(path)
+            if other is None or other[0] < weight:
+                best[path] = weight, pattern
+            elif other[0] == weight and patterns[other[1]] != value:
+                raise ValueError(
+                    f"by_path: module '{path}' is matched by '{other[1]}' ({patterns[other[1]]}) and by "
+                    f"'{pattern}' ({value}): expected one, or one that is more literal"
+                )
+    return build(tree, {path: patterns[pattern] for path, (_, pattern) in best.items()}, p)
 
 
 def mark(module: _Module, **overrides: Any) -> _Module:
@@ -193,12 +204,12 @@ def mark(module: _Module, **overrides: Any) -> _Module:
 def marked(p: P = SHARD) -> Policy:
     """The modules that `mark` marked, with their overrides of ``p`` (``enable_wrap``, without its global state)."""
     check_p("marked", p)
+    return NamedPolicy(format_call("marked", p=p), functools.partial(_build_selected, _select_marked, p))
 
-    def select(node: ModuleTree) -> P | None:
-        overrides = vars(node.module).get(_MARK)
-        return None if overrides is None else _overridden(p, overrides, f"mark: module '{node.path}'")
 
-    return _selecting(called("marked", p=p), select, p)
+def _select_marked(p: P, node: ModuleTree) -> P | None:
+    overrides = vars(node.module).get(_MARK)
+    return None if overrides is None else _overridden(p, overrides, f"mark: module '{node.path}'")
 
 
 def any_of(*policies: Policy) -> Policy:
@@ -206,28 +217,28 @@ def any_of(*policies: Policy) -> Policy:
 
     Raises ValueError where two of them want different `P` for one module; `override` says who is right.
     """
+    return NamedPolicy(format_call("any_of", *policies), functools.partial(_build_any_of, policies))
 
-    def policy(tree: ModuleTree) -> PartitionSpec:
-        chosen: dict[str, P] = {}
-        specs = [policy(tree) for policy in policies]
-        if not specs:
-            raise ValueError("any_of: expected at least one policy, got none")
-        for path, p in (entry for spec in specs for entry in spec.selected):
-            if chosen.setdefault(path, p) != p:
-                raise ValueError(f"any_of: module '{path}' is selected as {chosen[path]} and as {p}; use override(base, extra)")
-        roots = {spec.root for spec in specs}
-        if "" not in chosen and len(roots) > 1:
-            raise ValueError(f"any_of: module '' (the leftovers) is {' and '.join(sorted(map(str, roots)))}; use override")
-        return build(ignoring_all(tree, specs), chosen, chosen.get("", specs[0].root))
 
-    return Called(called("any_of", *policies), policy)
+def _build_any_of(policies: tuple[Policy, ...], tree: ModuleTree) -> PartitionSpec:
+    chosen: dict[str, P] = {}
+    specs = [policy(tree) for policy in policies]
+    if not specs:
+        raise ValueError("any_of: expected at least one policy, got none")
+    for path, p in (entry for spec in specs for entry in spec.selected):
+        if chosen.setdefault(path, p) != p:
+            raise ValueError(f"any_of: module '{path}' is selected as {chosen[path]} and as {p}; use override(base, extra)")
+    roots = {spec.root for spec in specs}
+    if "" not in chosen and len(roots) > 1:
+        raise ValueError(f"any_of: module '' (the leftovers) is {' and '.join(sorted(map(str, roots)))}; use override")
+    return build(ignoring_all(tree, specs), chosen, chosen.get("", specs[0].root))
 
 
 def override(base: Policy, extra: Policy) -> Policy:
     """``base``, with what ``extra`` selects added or put in its place. Associative; the leftovers stay the base's."""
+    return NamedPolicy(format_call("override", base, extra), functools.partial(_build_override, base, extra))
 
-    def policy(tree: ModuleTree) -> PartitionSpec:
-        first, second = base(tree), extra(tree)
-        return build(ignoring_all(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
 
-    return Called(called("override", base, extra), policy)
+def _build_override(base: Policy, extra: Policy, tree: ModuleTree) -> PartitionSpec:
+    first, second = base(tree), extra(tree)
+    return build(ignoring_all(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)

@@ -1,10 +1,11 @@
-"""What policies are made of: how they print, what they check, how a pattern matches a path."""
+"""The parts of policies: how they print and pickle, what they check, how a pattern matches a path."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,31 +14,51 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree, module_tree
 from .._spec.unit import P
 
-__all__ = ["SHARD", "Called", "Policy", "called", "check_classes", "check_p", "literal", "matches"]
+__all__ = ["SHARD", "NamedPolicy", "Policy", "check_classes", "check_p", "format_call", "literal", "matches"]
 
-Policy = Callable[[nn.Module | ModuleTree], PartitionSpec]
-"""From a module, or its tree, to a spec. Reads structure only; equal specs for equal trees."""
+
+class Policy(Protocol):
+    """A pure function from a module, or its `module_tree`, to a `PartitionSpec`: which modules are units, and how.
+
+    It reads the structure only, so a module on the meta device will do, and gives equal specs for equal trees. Any function
+    of this signature is a policy. Those of this package print as the call that made them, and pickle if their arguments do.
+
+    >>> import torch, funshard as fs
+    >>> def blocks(model: torch.nn.Module | fs.ModuleTree) -> fs.PartitionSpec:
+    ...     return fs.by_path({"0": fs.P("shard", remat=True)})(model)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    >>> [unit.key for unit in fs.override(fs.whole(), blocks)(model)]
+    ['', '0']
+    """
+
+    def __call__(self, model: nn.Module | ModuleTree, /) -> PartitionSpec:
+        """Return the spec of a module, or of its tree."""
+        ...
+
 
 SHARD = P("shard")
 """The `P` of every policy that is given no other."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Called:
-    """A policy that prints as the call that made it."""
+class NamedPolicy:
+    """A policy that prints as the call that made it.
+
+    ``build`` is a module-level function with its arguments bound (functools.partial) and no closure: closures do not pickle.
+    """
 
     text: str
     build: Callable[[ModuleTree], PartitionSpec]
 
-    def __call__(self, model: nn.Module | ModuleTree) -> PartitionSpec:
+    def __call__(self, model: nn.Module | ModuleTree, /) -> PartitionSpec:
         return self.build(module_tree(model))
 
     def __repr__(self) -> str:
         return self.text
 
 
-def called(name: str, *args: object, p: P | None = None) -> str:
-    """A call as it was written, more or less; ``p`` where it is not the default."""
+def format_call(name: str, *args: object, p: P | None = None) -> str:
+    """Return a call much as it was written; ``p`` where it is not the default."""
     return f"{name}({', '.join([*map(_text, args), *([f'p={p}'] if p is not None and p != SHARD else [])])})"
 
 
