@@ -47,6 +47,13 @@ def with_batch_norm() -> nn.Sequential:
     return nn.Sequential(Block(nn.Linear(3, 3), nn.BatchNorm1d(3)), Block(nn.Linear(3, 3), nn.BatchNorm1d(3)))
 
 
+def pretrained() -> nn.Sequential:
+    """A model whose statistics are not the initial ones."""
+    model = with_batch_norm()
+    model(torch.randn(4, 3))
+    return model
+
+
 BATCH_NORM = r"buffers '0\.1\.running_mean', '0\.1\.running_var', '0\.1\.num_batches_tracked' and 3 more in copies"
 CHANGED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "batch": (with_batch_norm, (4, 3), BATCH_NORM),
@@ -64,7 +71,7 @@ CHANGED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "own": (lambda: nn.Sequential(Counts()), (4, 3), r"buffers '0\.calls', '0\.mean' in copies"),
 }
 UNCHANGED: dict[str, Callable[[], nn.Module]] = {
-    "eval": lambda: with_batch_norm().eval(),
+    "eval": lambda: pretrained().eval(),
     "no statistics": lambda: Block(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)),
     "layer": lambda: Block(nn.Linear(3, 3), nn.LayerNorm(3)),
 }
@@ -249,3 +256,59 @@ def test_average_buffers(gloo4: Pool, axes: str | None) -> None:
 def test_average_of_an_unknown_axis() -> None:
     with pytest.raises(ValueError, match="unknown mesh axis 'node'"):
         fs.averaging.average_buffers({}, ANY, axes="node")
+
+
+# --- evaluation with statistics that training has not updated ---
+
+STALE = r"eval mode normalise with the model's own '0\.1\.running_mean', '0\.1\.running_var', .*: {}"
+INITIAL, TRAINED = STALE.format("they are those of a new model"), STALE.format("training calls were given others in buffers=")
+
+
+def trained(model: nn.Module) -> tuple[fs.PartitionSpec, Tree, Tree]:
+    """Train a step with ``buffers=``; return spec, params and buffers."""
+    spec = fs.by_type(Block)(model)
+    params, buffers = fs.shard(model, spec), {name: b.clone() for name, b in model.named_buffers()}
+    fs.grad(lambda p: fs.functional_call(model.train(), p, (torch.randn(4, 3),), spec=spec, buffers=buffers).sum())(params)
+    return spec, params, buffers
+
+
+@pytest.mark.parametrize("kind", ["new", "loaded", "pretrained"])
+def test_evaluation_without_the_statistics_of_training_is_said_once(kind: str) -> None:
+    """Also in a process that only loads the params, and where the model had statistics of its own before it was trained."""
+    model, x = pretrained() if kind == "pretrained" else with_batch_norm(), torch.randn(4, 3)
+    spec, params, buffers = trained(model)
+    if kind == "loaded":
+        model = with_batch_norm()
+    fs.functional_call(model.eval(), params, (x,), spec=spec, buffers=buffers)
+    with pytest.warns(fs.BufferWarning, match=INITIAL if kind == "loaded" else TRAINED) as caught:
+        fs.functional_call(model, params, (x,), spec=spec)
+    assert [warning.filename for warning in caught] == [__file__]
+    fs.functional_call(model, params, (x,), spec=spec)
+
+
+def test_evaluation_with_statistics_that_are_meant_is_not_warned_of() -> None:
+    """Pretrained ones, those that were copied into the model after training, and those of layers that are frozen."""
+    x = torch.randn(4, 3)
+    model = pretrained().eval()
+    spec = fs.by_type(Block)(model)
+    fs.functional_call(model, fs.shard(model, spec), (x,), spec=spec)
+    for copy in (
+        lambda b: model.load_state_dict(b, strict=False),
+        lambda b: model.load_state_dict(b, strict=False, assign=True),
+    ):
+        model = pretrained()
+        spec, params, buffers = trained(model)
+        copy(buffers)
+        fs.functional_call(model.eval(), params, (x,), spec=spec)
+    model = pretrained()
+    model[0].eval()
+    fs.functional_call(model, params, (x,), spec=spec, buffers={n: b.clone() for n, b in model[1].named_buffers(prefix="1")})
+
+
+def test_stale_statistics_of_few_layers_are_named_alone() -> None:
+    """A new head on a pretrained body."""
+    model = pretrained()
+    model[1] = with_batch_norm()[1]
+    spec = fs.by_type(Block)(model)
+    with pytest.warns(fs.BufferWarning, match=r"own '1\.1\.running_mean', '1\.1\.running_var': they are those of a new model"):
+        fs.functional_call(model.eval(), fs.shard(model, spec), (torch.randn(4, 3),), spec=spec)

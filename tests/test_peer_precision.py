@@ -951,6 +951,7 @@ def test_gradients_in_reduced_precision(gloo2: Pool) -> None:
 def evaluation(rank: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    model[1].running_mean.fill_(0.25)  # trained statistics: initial ones are warned of
     precise = fs.always(P("shard"))(model)
     low = fs.always(P("shard", precision=Precision(param=BF16, buffer=BF16)))(model)
     params = fs.shard(model, low)

@@ -108,11 +108,12 @@ def install_buffers(
     dtypes: Callable[[str], torch.dtype | None] | None = None,
     *,
     valued: bool = True,
-) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], list[str]]]:
+) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], list[str]], dict[str, nn.Module]]:
     """Give every module its own ``_buffers``: the given ones, copies on write of the rest.
 
-    Two functions come back: one reads the given ones, another names the copies that were changed since. ``dtypes`` says to
-    what floating point buffers of the module at a path are cast; they are read back in their own.
+    Two functions come back: one reads the given ones, another names the copies that were changed since. The third result is
+    the normalisation layers that have buffers, by path. ``dtypes`` says to what floating point buffers of the module at a
+    path are cast; they are read back in their own.
 
     ValueError for one on the meta device among ``valued`` parameters: torch indexes, and multiplies matrices, by what has no
     values without a word, and the result is memory that nobody wrote to.
@@ -123,10 +124,13 @@ def install_buffers(
     copied: list[tuple[str, nn.Module, str, Tensor]] = []
     fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
     empty: dict[str, Tensor] = {}
+    normalized: dict[str, nn.Module] = {}
     for path, module in modules.items():
         own = own_of(module, "_buffers")
         if not own:  # as most
             continue
+        if isinstance(module, Normalized):
+            normalized[path] = module
         mine = fresh.setdefault(module, dict(own))
         cast = dtypes(path) if dtypes else None
         for attr, original in own.items():
@@ -171,4 +175,4 @@ def install_buffers(
             if (module, attr) in moved or (module in counted and attr in ("running_mean", "running_var"))
         ]
 
-    return now, changed
+    return now, changed, normalized

@@ -18,6 +18,7 @@ from .._units.flow import reduction_over
 from . import in_graph
 from .buffers import warn_of_lost
 from .running import Call
+from .stale_statistics import check_statistics
 from .swap import Place
 
 __all__ = ["functional_call"]
@@ -133,6 +134,8 @@ def functional_call(
         about_arguments(error, params, spec, args, given)
         raise explained(error, model)  # noqa: B904 - the same one
     warn_of_lost(model, call.lost, stacklevel=2)
+    if call.normalized:
+        check_statistics(model, call.normalized, buffers or (), stacklevel=2)
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
     return out

@@ -62,6 +62,7 @@ class Call:
         self.inference = torch.is_inference_mode_enabled()
         self.used: set[str] | None = None if again else set()  # the parameters that a module to be run again has read
         self.lost: list[str] = []  # the buffers that forward has changed and nobody asked for
+        self.normalized: Mapping[str, nn.Module] = {}  # the normalisation layers that have buffers, by path
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], buffers: dict[str, Tensor] | None, method: str | None) -> Any:
         """The model, or another of its methods than forward, called on the parameters."""
@@ -83,7 +84,7 @@ class Call:
                     vars(module).clear()
                     vars(module).update(others)
                 dtypes = None if attributes else buffer_dtypes(self.spec)  # a run inside finds them cast
-                updated, changed = install_buffers(self.place.modules, buffers, dtypes, valued=self.valued)
+                updated, changed, self.normalized = install_buffers(self.place.modules, buffers, dtypes, valued=self.valued)
                 roots = self._install_parameters(attributes or before)
             try:
                 with hooks, self.scopes.forward():
