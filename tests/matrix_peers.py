@@ -35,11 +35,11 @@ def muon(lr: float = 0.05, decay: float = 0.1, mu: float = 0.95, nesterov: bool 
 def shampoo(
     lr: float = 0.05, decay: float = 0.1, mu: float = 0.9, eps: float = 1e-2, every: int = 1, beta: float = 1.0
 ) -> Peer:
-    """Gupta et al., 2018, Algorithm 1."""
+    """Gupta et al., 2018, Algorithm 1, with the relative epsilon of Anil et al., 2020."""
 
     def power(x: Tensor, p: float) -> Tensor:
         values, vectors = torch.linalg.eigh(x)
-        return vectors @ torch.diag(values**p) @ vectors.mT
+        return vectors @ torch.diag((values + 1e-6 * values.max()) ** p) @ vectors.mT
 
     def step(w: Tensor, g: Tensor, state: dict[str, Any], t: int) -> Tensor:
         n, m = w.shape

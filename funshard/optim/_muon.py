@@ -109,7 +109,9 @@ def orthogonal(
     a, b, c = coefficients
     tall = x.shape[-2] > x.shape[-1]
     y = x.mT if tall else x
-    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    power = _power_of_two(y)
+    y = y / power
+    y = y / torch.maximum(torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True), eps / power)
     batched = y.dim() > 2
     y = y.flatten(0, -3) if batched else y
     add = torch.baddbmm if batched else torch.addmm
@@ -118,6 +120,16 @@ def orthogonal(
         y = add(y, add(gram, gram, gram, beta=b, alpha=c), y, beta=a)
     y = y.mT if tall else y
     return y.reshape(x.shape)
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """Of the size of each matrix's largest element, 1 at least: the squares of what is divided by it do not overflow.
+
+    Nothing is rounded by the division.
+    """
+    largest = wide(x.detach()).abs().amax((-2, -1), keepdim=True)
+    power = largest / (2 * torch.frexp(largest).mantissa)
+    return torch.where(largest > 1, power, 1).to(x.dtype)
 
 
 def scale_of(shape: tuple[int, ...], adjust_lr: str) -> float:

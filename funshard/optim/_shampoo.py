@@ -28,6 +28,7 @@ def shampoo(
     momentum: float = 0.9,
     decay: float = 1.0,
     eps: float = 1e-4,
+    relative_eps: float = 1e-6,
     every: int = 1,
     max_size: int = 8192,
     options: OptionsOf | None = None,
@@ -38,17 +39,21 @@ def shampoo(
 
     L and R begin as ``eps`` times the identity and gather ``G G^T`` and ``G^T G``: their sum, or with a ``decay`` below 1 their
     moving averages, ``L = decay L + (1 - decay) G G^T``. Their roots are renewed in the first step and ``every`` so many, in
-    float32 at least, by eigenvalues. A side of more than ``max_size`` has no factor, and the other's root is then ^(-1/2).
+    float32 at least, by eigenvalues. ``relative_eps`` times the largest eigenvalue is added to each: those of directions
+    without gradients are rounding errors, some of them negative. A side of more than ``max_size`` has no factor, and the
+    other's root is then ^(-1/2).
 
     The momentum is slices like the parameters; factors and roots are on the matrix's owner, where it is all computed. Other
     arguments, and what is returned, are those of `muon`.
 
     Gupta, Koren and Singer, Shampoo: Preconditioned Stochastic Tensor Optimization, 2018; several steps with one root as in
-    Anil et al., Scalable Second Order Optimization for Deep Learning, 2020.
+    Anil et al., Scalable Second Order Optimization for Deep Learning, 2020, whose code (google-research/scalable_shampoo)
+    has the same ``relative_eps`` (``matrix_epsilon``, ``relative_matrix_epsilon``).
 
     Raises ValueError for options that are out of range, TypeError for complex matrices.
     """
     positive("shampoo", lr=lr, weight_decay=weight_decay, momentum=momentum)
+    positive("shampoo", relative_eps=relative_eps)
     if not 0 < decay <= 1 or not eps > 0 or every < 1:
         raise ValueError(f"shampoo: expected 0 < decay <= 1, eps > 0 and every >= 1, got {decay}, {eps} and {every}")
     known = real_matrices("shampoo", spec)
@@ -72,7 +77,7 @@ def shampoo(
             due = (options[name]["step"] - 1) % every == 0
             for side in factored:
                 factor = whole[name][side] * decay + outer(wide(grad), side) * (1 if decay == 1 else 1 - decay)
-                make = partial(_inverse_root, factor, 2 * len(factored))
+                make = partial(_inverse_root, factor, 2 * len(factored), relative_eps)
                 (root,) = chosen_where(due, make, [whole[name][f"{side}_root"]])
                 new[name] |= {side: factor, f"{side}_root": root}
                 x = along(x, root, side)
@@ -88,7 +93,8 @@ def shampoo(
     return with_rest(rule, known, own, rest, lr, weight_decay, options, donate=donate)
 
 
-def _inverse_root(factor: Tensor, power: int) -> list[Tensor]:
-    """The factor to the power of -1 / ``power``."""
+def _inverse_root(factor: Tensor, power: int, relative_eps: float) -> list[Tensor]:
+    """The factor to the power of -1 / ``power``, with ``relative_eps`` times the largest eigenvalue added to its diagonal."""
     values, vectors = eigh(factor)
+    values = values.clamp(min=0) + relative_eps * values[..., -1:]
     return [(vectors * values.clamp(min=torch.finfo(values.dtype).tiny).pow(-1 / power)[..., None, :]) @ vectors.mT]

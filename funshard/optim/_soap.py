@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -36,10 +37,13 @@ def soap(
     """``(init, update)`` of SOAP: Adam's step in the eigenbasis of moving averages of ``G G^T`` and ``G^T G``.
 
     With Q the eigenvectors of both sides, the gradient and its average M are rotated, ``G' = Q_L^T G Q_R``; V averages
-    ``G'^2``; the step is ``M' / (sqrt(V) + eps)``, its bias corrected, rotated back; and the weight decays as AdamW's does. The
-    factors have their own ``shampoo_beta``, by default the second of ``betas``. The first gradient makes the basis and nothing
-    else; after each ``every`` steps it is renewed by one step of power iteration and QR. A side of more than ``max_size`` is
-    not rotated.
+    ``G'^2``; the step is ``M' / (sqrt(V) + eps)``, its bias corrected, rotated back; and the weight decays as AdamW's does.
+    An element of sqrt(V) is taken to be at least as large as the rounding errors of the largest one, so that directions
+    without gradients, where M' and V are rounding errors, get no steps.
+
+    The factors have their own ``shampoo_beta``, by default the second of ``betas``. The first gradient makes the basis and
+    nothing else; after each ``every`` steps it is renewed by one step of power iteration and QR. A side of more than
+    ``max_size`` is not rotated.
 
     M is slices like the parameters and travels with the gradient; V, the factors and the basis are on the matrix's owner.
     Other arguments, and what is returned, are those of `muon`.
@@ -85,7 +89,7 @@ def soap(
         square = state["exp_avg_sq"]
         square = square + (rotated.square() - square) * (1 - betas[1]) * counts
         root = (square + (1 - counts)).sqrt()  # not of the first step's zeros, where it has no derivative
-        direction = _rotated(average, bases, factored) / (root + eps)
+        direction = _rotated(average, bases, factored) / (torch.maximum(root, _rounding(root)) + eps)
         direction = _rotated(direction, [basis.mT for basis in bases], factored) * counts
         bases = chosen_where(step == 1, lambda: [_eigenvectors(factor) for factor in factors], bases)
         due = (step > 1) & ((step - 1) % every == 0)
@@ -111,6 +115,12 @@ def soap(
 def _counts(step: Tensor, like: Tensor) -> Tensor:
     """0 in the first step, 1 after it."""
     return (step > 1).to(like.device, wide(like[..., :0]).dtype).to(like.dtype)
+
+
+def _rounding(root: Tensor) -> Tensor:
+    """Return the size of rounding errors in a rotated gradient: Adam would divide them by themselves, into whole steps."""
+    size = max(root.shape[-2:])
+    return root.amax((-2, -1), keepdim=True) * (30 * math.sqrt(size) * torch.finfo(root.dtype).eps)
 
 
 def _rotated(x: Tensor, bases: list[Tensor], factored: list[str]) -> Tensor:
