@@ -8,7 +8,7 @@ The house. A folder imports only from floors below its own (tests/test_house.py)
     6  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
        _call                            functional_call: entry, the four modes, the running call, schedule
        _compiled                        fs.compile: the step and the passes over its graph
-    5  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads
+    5  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads, random_like
        _transforms                      grad, hvp, remat, named, offload, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
     4  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
@@ -32,6 +32,7 @@ from ._compiled.step import compile
 from ._init.init import init, init_buffers
 from ._sharding.full import gather_full, scatter_full
 from ._sharding.grads import reduce_grads, reduce_mean, weight_share
+from ._sharding.random_like import random_like
 from ._sharding.sharding import combine, partition, reshard, shard, unshard
 from ._sharding.skeleton import skeleton
 from ._spec.codec import Codec
@@ -117,6 +118,7 @@ __all__ = [
     "partition",
     "per_sample_grads",
     "policies",
+    "random_like",
     "reduce_grads",
     "reduce_mean",
     "remat",

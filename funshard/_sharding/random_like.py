@@ -1,0 +1,171 @@
+"""random_like: random vectors like the parameters, whose values do not depend on how these are sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._spec.fits import check_mapping
+from .._spec.spec import PartitionSpec, bound
+from .._spec.unit import Unit
+from .._units.flow import scatter_unit
+from .._units.layout import Params, coordinates, padded_buffer, pieces, shaped
+from .._units.padding import check_slice
+from .philox import MASK, philox
+
+__all__ = ["random_like"]
+
+CHUNK = 1 << 16
+"""How many counters are worked on at once: four elements each, and some 20 times the memory of these for what is between."""
+
+
+def random_like(
+    params: Mapping[str, Tensor],
+    spec: PartitionSpec,
+    seed: int | Tensor,
+    *,
+    distribution: Literal["normal", "rademacher"] = "normal",
+    rank: int | None = None,
+) -> Params:
+    """Return a random vector like the parameters: this rank's slices of one that is the same however they are sharded.
+
+    An element follows from the seed, its parameter's name and its place in the parameter alone. So replicas are alike, the
+    whole vector is the same for every policy and any number of ranks, and padding is zero: the direction of `hvp`, a probe
+    of Hutchinson's estimator, or Lanczos' first vector. ``torch.randn_like`` of shards has another generator on every rank,
+    so that replicas differ, and values in the padding.
+
+    Args:
+        params: This rank's shards by unit key, or full tensors by parameter name; some units or all. Their values do not
+            matter.
+        spec: Their spec.
+        seed: A whole number, or an integer tensor without dimensions, which vmap may batch. The same on all ranks.
+        distribution: "normal", with variance 1 (of complex numbers too), or "rademacher": -1 and 1, equally likely.
+        rank: Whose slices, by its number on the mesh, row-major; this rank's by default.
+
+    Returns:
+        Tensors with the keys, shapes, dtypes and devices of ``params``.
+
+    Raises:
+        TypeError: For a seed that is no integer, and for a unit or parameter that is not floating point.
+        ValueError: For a key that is neither unit nor parameter, a tensor of another shape, a unit at rest in a codec, and
+            another distribution.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> spec = fs.whole()(model)
+        >>> signs = fs.random_like(fs.shard(model, spec), spec, 0, distribution="rademacher")
+        >>> fs.unshard(signs, spec)["weight"].abs()
+        tensor([[1., 1.],
+                [1., 1.]])
+
+    """
+    spec = bound(spec)
+    check_mapping(params)
+    if distribution not in ("normal", "rademacher"):
+        raise ValueError(f"random_like: distribution: expected 'normal' or 'rademacher', got {distribution!r}")
+    whole_number = isinstance(seed, int) and not isinstance(seed, bool)
+    if not whole_number and not (isinstance(seed, Tensor) and not seed.dim() and not _has_fractions(seed)):
+        raise TypeError(f"random_like: seed: expected a whole number, or an integer tensor without dimensions, got {seed!r}")
+    draw = _normal if distribution == "normal" else _signs
+    for key, tensor in params.items():
+        owner = spec.owner(key)
+        if isinstance(owner, Unit):
+            check_slice(tensor, owner, spec, "random vector")
+        elif tuple(tensor.shape) != owner.shape:
+            raise ValueError(f"parameter '{key}': expected shape {list(owner.shape)}, got {list(tensor.shape)}")
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise TypeError(
+                f"random_like: '{key}': expected a floating point tensor, got {tensor.dtype}; set it apart with "
+                "partition(params, spec, predicate)"
+            )
+    return {key: _like(tensor, key, spec, seed, draw, rank) for key, tensor in params.items()}
+
+
+Draw = Callable[[Sequence[Tensor], torch.dtype], Tensor]
+"""Four words, ``[counters]`` each, to as many elements, ``[counters, 4]``."""
+
+
+class _Range(NamedTuple):
+    """Elements of a parameter, in its memory order."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def _like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor, draw: Draw, rank: int | None) -> Tensor:
+    owner = spec.owner(key)
+    if not isinstance(owner, Unit):
+        return shaped(_drawn([_Range(owner.name, 0, owner.numel)], seed, draw, tensor)[0], owner)
+    mesh = spec.bound_mesh
+    if rank is None and mesh.simulated:
+        whole = [_Range(param.name, 0, param.numel) for param in owner.params]
+        buffer = padded_buffer(_drawn(whole, seed, draw, tensor), owner, spec.padded_numel(owner))
+        return scatter_unit(buffer, owner, mesh)
+    at = coordinates(mesh, rank) if owner.p.axes else (0,) * len(mesh.axes)
+    found = [*pieces(owner, spec, at)]
+    drawn = _drawn([_Range(p.param.name, p.begin, p.begin + p.high - p.low) for p in found], seed, draw, tensor)
+    parts: list[Tensor] = []
+    end = 0
+    for piece, values in zip(found, drawn, strict=True):
+        if len(values):
+            parts += [tensor.new_zeros(piece.low - end), values]
+            end = piece.high
+    return torch.cat([*parts, tensor.new_zeros(len(tensor) - end)])
+
+
+def _drawn(ranges: Sequence[_Range], seed: int | Tensor, draw: Draw, like: Tensor) -> list[Tensor]:
+    """The elements of each range, 1-D: a counter has the number of four elements and the name, and the key is the seed."""
+    if like.is_complex():
+        twice = [_Range(name, 2 * begin, 2 * end) for name, begin, end in ranges]
+        real = torch.empty(0, dtype=like.real.dtype, device=like.device)
+        pairs = [x.view(-1, 2) for x in _drawn(twice, seed, draw, real)]
+        return [torch.complex(x[:, 0], x[:, 1]) / math.sqrt(2) for x in pairs]
+    counters = [(begin // 4, -(-end // 4)) for _, begin, end in ranges]
+    device = like.device
+    numbers = torch.cat([torch.arange(first, last, device=device) for first, last in counters])
+    lengths = [last - first for first, last in counters]
+    names = torch.cat([torch.full((n,), _hash(r.name), device=device) for r, n in zip(ranges, lengths, strict=True)])
+    key = seed & MASK, (seed >> 32) & MASK
+    chunks = [
+        draw(philox((n & MASK, n >> 32, name & MASK, (name >> 32) & MASK), key), like.dtype).flatten(-2)
+        for n, name in zip(numbers.split(CHUNK), names.split(CHUNK), strict=True)
+    ]
+    flat = torch.cat(chunks)
+    out: list[Tensor] = []
+    start = 0
+    for (_, begin, end), (first, last) in zip(ranges, counters, strict=True):
+        skipped = start + begin - 4 * first
+        out.append(flat[skipped : skipped + end - begin])
+        start += 4 * (last - first)
+    return out
+
+
+def _normal(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """By Box and Muller's transform, in float64 where the device has it: so that rounding does not depend on the place."""
+    wide = torch.float32 if words[0].device.type == "mps" else torch.float64
+    a, b, c, d = ((word.to(wide) + 0.5) / 2**32 for word in words)
+    radii = (-2 * torch.stack([a, c], -1).log()).sqrt()
+    angles = 2 * math.pi * torch.stack([b, d], -1)
+    return torch.cat([radii * angles.cos(), radii * angles.sin()], -1).to(dtype)
+
+
+def _signs(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return (1 - 2 * (torch.stack([*words], -1) >> 31)).to(dtype)
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+
+
+def _hash(name: str) -> int:
+    """A signed 64-bit number that follows from the name, alike in every process: FNV-1a."""
+    number = 0xCBF29CE484222325
+    for byte in name.encode():
+        number = ((number ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return number - (1 << 64) if number >> 63 else number
