@@ -905,3 +905,32 @@ def test_operators_that_were_taken_apart() -> None:
     assert seen["aten.exp.default"] is torch.ops.aten.exp.default
     assert "aten.silu.default" not in seen
     assert seen["aten.sigmoid.default" if "aten.sigmoid.default" in seen else "aten.neg.default"] is torch.ops.aten.silu.default
+
+
+def test_a_stand_in() -> None:
+    """It is made in any mode, answers questions about the tensor that it stands for, and computes nothing."""
+
+    def check(x: Tensor) -> Tensor:
+        stands = _torch.StandIn.of(x, "the message")
+        assert stands.shape == x.shape
+        assert stands.dtype is x.dtype
+        assert len(stands) == stands.size(0) == 2
+        for use in (
+            lambda s: s + 1,
+            lambda s: torch.ones(2) @ s,
+            lambda s: torch.cat([torch.ones(2), s]),
+            lambda s: torch.nn.functional.linear(torch.ones(1, 2), weight=s[None]),
+            lambda s: s.data,
+            lambda s: torch.ops.aten.neg(s),
+        ):
+            with pytest.raises(RuntimeError, match="the message"):
+                use(stands)
+        return x.sum()
+
+    check(torch.ones(2))
+    torch.func.grad(check)(torch.ones(2))
+    torch.func.vmap(check)(torch.ones(3, 2))
+    with _torch.fake_mode():
+        check(torch.ones(2))
+    assert isinstance(_torch.StandIn.of(nn.Parameter(torch.ones(2)), ""), nn.Parameter)
+    assert not isinstance(_torch.StandIn.of(torch.ones(2), ""), nn.Parameter)

@@ -103,13 +103,15 @@ def functional_call(
     ``offload`` of activations are then left to it as well, and params that rest on the host are plainly copied. `compile`
     decides itself about gathers and ``remat``.
 
-    Raises ValueError or TypeError, naming the path, for params that do not fit the spec or are on the meta device where the
-    arguments are not, buffers that are there where params are not, a model that the spec was not made for or that was compiled,
-    the model's own parameters in the place of `shard`'s on several ranks where they are differentiated, unknown buffers, and
-    axes to reduce over that do not fit, before any communication. Raises RuntimeError, naming unit and parameter, where forward
-    changes a parameter in place, by whatever means (``.data``, nn.Embedding's ``max_norm``): of plain modules the change would
-    last, here it would be lost; ``params`` are what they were. So it does where another thread has the model in a call: one at
-    a time.
+    Raises RuntimeError, naming it, where forward computes with a parameter of the model that a list, dict or object holds,
+    which a call does not replace, or makes a parameter itself, which the next call would not know. Raises ValueError or
+    TypeError, naming the path, for params that do not fit the spec or are on the meta device where the arguments are not,
+    buffers that are there where params are not, a model that the spec was not made for or that was compiled, the model's own
+    parameters in the place of `shard`'s on several ranks where they are differentiated, unknown buffers, and axes to reduce
+    over that do not fit, before any communication. Raises RuntimeError, naming unit and parameter, where forward changes a
+    parameter in place, by whatever means (``.data``, nn.Embedding's ``max_norm``): of plain modules the change would last,
+    here it would be lost; ``params`` are what they were. So it does where another thread has the model in a call: one at a
+    time.
     """
     spec = bound(spec)
     check_params(params, spec)

@@ -29,6 +29,7 @@ from .recompute import Replaced, params_of, recomputed, replaced
 from .resting import hooks_around, resting
 from .scopes import Scopes
 from .swap import CHANGING, Attributes, Parameters, Place, restored, this_thread
+from .unreplaced import Unreplaced
 
 __all__ = ["Call"]
 
@@ -84,6 +85,8 @@ class Call:
                     vars(module).clear()
                     vars(module).update(others)
                 dtypes = None if attributes else buffer_dtypes(self.spec)  # a run inside finds them cast
+                if attributes is None:
+                    stack.callback(Unreplaced(self.place, self.spec, self.mode.params).restore)
                 updated, changed, self.normalized = install_buffers(self.place.modules, buffers, dtypes, valued=self.valued)
                 roots = self._install_parameters(attributes or before)
             try:
@@ -103,11 +106,13 @@ class Call:
         """Put the gathering mappings and the scopes into the modules; the units of the place itself are left to the caller."""
         modules = self.place.modules
         read = self.read
-        for module, owned in self.place.owned.items():
-            if isinstance(module, torch.jit.ScriptModule):
+        left = dict(self.place.owned)
+        for path, module in modules.items():
+            owned = left.pop(module, None)  # None at the second path of a module
+            if owned is None or isinstance(module, torch.jit.ScriptModule):
                 continue
             attributes = vars(module)
-            attributes["_parameters"] = Parameters(attributes["_parameters"], owned, read, self.thread)
+            attributes["_parameters"] = Parameters(attributes["_parameters"], owned, read, self.thread, path)
             if attributes.get("sparse") is True:  # nn.Embedding's: gradients go into a buffer, where zeros are as dear
                 attributes["sparse"] = False
         for name in self.spec.ignored:

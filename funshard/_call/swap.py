@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ def this_thread(caller: int | None = None) -> int:
 class Parameters(dict[str, Any]):
     """A module's ``_parameters`` for the length of a call in a thread: reading one gathers its unit."""
 
-    __slots__ = ("_owned", "_read", "thread")
+    __slots__ = ("_owned", "_read", "path", "thread")
 
     def __init__(
         self,
@@ -57,15 +57,18 @@ class Parameters(dict[str, Any]):
         owned: Mapping[str, tuple[Unit, int]],
         read: Callable[[Unit, int], Tensor],
         thread: int,
+        path: str,
     ) -> None:
         super().__init__(original)
-        self._owned, self._read, self.thread = owned, read, thread
+        self._owned, self._read, self.thread, self.path = owned, read, thread, path
 
     def __getitem__(self, name: str) -> Any:
         owned = self._owned.get(name)
         return super().__getitem__(name) if owned is None else self._read(*owned)
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter) and value.requires_grad and super().get(name) is None:
+            raise _made_in_forward(f"parameter '{join(self.path, name)}'")
         self._disown(name)
         super().__setitem__(name, value)
 
@@ -96,6 +99,13 @@ class Parameters(dict[str, Any]):
         """What has been put here, with nothing gathered."""
         own = ((name, super(Parameters, self).__getitem__(name)) for name in self if name not in self._owned)
         return {name: value for name, value in own if value is not original.get(name, self)}
+
+
+def _made_in_forward(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} is made in forward: a call puts the model back as it was, so it would be made again in each call and never "
+        "trained; expected all of them made before the spec, in __init__ or by running the model once"
+    )
 
 
 @dataclass(frozen=True)
@@ -132,8 +142,10 @@ class Place:
 def restored(modules: Mapping[str, nn.Module], thread: int) -> Generator[Attributes]:
     """Within this, the modules may be changed; afterwards every attribute is what it was before, which it gives.
 
-    Raises RuntimeError, naming the module, where another thread has one in a call.
+    Raises RuntimeError, naming the module, where another thread has one in a call, and where a module with parameters of its
+    own to train was added.
     """
+    added: list[nn.Module] = []
     with CHANGING:
         for path, module in modules.items():
             if isinstance(now := vars(module).get("_parameters"), Parameters) and now.thread != thread:
@@ -162,11 +174,23 @@ def restored(modules: Mapping[str, nn.Module], thread: int) -> Generator[Attribu
                 object.__setattr__(module, "__dict__", attributes)
                 for container in _filled(attributes):
                     if id(container) not in contents:
+                        added += _trained_modules(container, ())
                         container.clear()
             for container, content in contents.values():
                 if container != content:
+                    added += _trained_modules(container, content)
                     container.clear()
                     container.update(content)
+    for module in added:
+        if module not in before:
+            raise _made_in_forward(f"module {type(module).__name__}, which has parameters to train,")
+
+
+def _trained_modules(container: Any, before: Iterable[Any]) -> Iterator[nn.Module]:
+    """The modules that a module's dict of submodules has beside those of before, where they have parameters to train."""
+    if isinstance(container, dict):
+        new = [x for name, x in container.items() if isinstance(x, nn.Module) and name not in before]
+        yield from (x for x in new if any(p.requires_grad for p in x.parameters()))
 
 
 def _filled(attributes: dict[str, Any]) -> Sequence[Any]:

@@ -8,6 +8,7 @@ from .backward import *
 from .dispatch import *
 from .files import *
 from .levels import *
+from .stand_in import *
 from .storage import *
 from .streams import *
 from .tracing import *

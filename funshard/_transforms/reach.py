@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .. import _torch
 from .kind import ATOMS, Parts
 from .kinds import kind_of
 from .special import read_own
@@ -43,7 +44,7 @@ class Reached:
 
     def _token(self, value: Any, parent: int, name: Any) -> Token:
         cls = type(value)
-        if cls in ATOMS:
+        if cls in ATOMS or cls is _torch.StandIn:
             return LEAF, value
         if isinstance(value, Tensor):
             number = self._tensors.setdefault(id(value), len(self.tensors))

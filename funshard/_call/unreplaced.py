@@ -1,0 +1,138 @@
+"""Parameters that a module reaches past its own attributes, such as ``self.weights = [self.linear.weight]``.
+
+A call replaces what is in ``_parameters``; a list or another object of the module still holds the model's own tensor, whose
+values are those from before training, or none. For the length of the call such tensors give way to stand-ins that raise an
+error where forward computes with them. What forward does not read, or makes anew as nn.LSTM does, is no error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .._spec.spec import PartitionSpec
+from .._spec.tree import join
+from .swap import CONTAINERS, Place, own_of
+
+__all__ = ["Unreplaced"]
+
+
+class Unreplaced:
+    """Stand-ins for the model's own parameters in other attributes of its modules.
+
+    The attributes of the modules are the caller's to put back; what is replaced in other objects is `restore`'s.
+    """
+
+    def __init__(self, place: Place, spec: PartitionSpec, given: Mapping[str, Tensor]) -> None:
+        self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._names: Mapping[int, str] | None = None  # of the parameters that the call replaces, by storage
+        known, model = spec.once(_known), place.modules[place.path]
+        if (held := known.get(model)) == []:
+            return
+        self._names = _by_storage(place, spec, given)
+        self._seen: dict[int, Any] = {}  # by the id of an object, what stands in its place
+        found: list[tuple[str, str]] = []
+        for path, attr in _attributes(place.modules) if held is None else held:
+            attributes, before = vars(place.modules[path]), len(self._undo)
+            value = attributes.get(attr)
+            attributes[attr] = self._replaced(value, join(path, attr))
+            if attributes[attr] is not value or len(self._undo) > before:
+                found.append((path, attr))
+        if held is None:
+            known[model] = found
+
+    def restore(self) -> None:
+        """Put back what was replaced in objects, but for what forward has written since."""
+        for attributes, attr, before, now in self._undo:
+            if attributes.get(attr) is now:
+                attributes[attr] = before
+
+    def _replaced(self, value: Any, where: str, *, inside: bool = False) -> Any:
+        """The value, or a copy of the container, with stand-ins; ``inside`` of an object no other object is looked into."""
+        if type(value) in _ATOMS or isinstance(value, nn.Module | type):
+            return value
+        if isinstance(value, Tensor):
+            return self._stand_in(value, where)
+        if id(value) not in self._seen:
+            self._seen[id(value)] = value  # a container may hold itself
+            if isinstance(value, _CONTAINERS):
+                self._seen[id(value)] = self._copied(value, where, inside=inside)
+            elif not inside and (attributes := _attributes_of(value)):
+                for attr, before in list(attributes.items()):
+                    now = self._replaced(before, f"{where}.{attr}", inside=True)
+                    if now is not before:
+                        attributes[attr] = now
+                        self._undo.append((attributes, attr, before, now))
+        return self._seen[id(value)]
+
+    def _copied(self, value: Any, where: str, *, inside: bool) -> Any:
+        """A copy of a container with stand-ins in it, or itself where there is none."""
+        items = list(dict.items(value)) if isinstance(value, dict) else list(enumerate(value))
+        new = {k: self._replaced(x, f"{where}[{k!r}]", inside=inside) for k, x in items}
+        changed = {k: new[k] for k, x in items if new[k] is not x}
+        if not changed:
+            return value
+        if isinstance(value, tuple | set | frozenset):
+            make: Any = getattr(value, "_make", type(value))  # of a named tuple
+            return make(new.values())
+        out = copy.copy(value)
+        for k, x in changed.items():
+            out[k] = x
+        return out
+
+    def _stand_in(self, tensor: Tensor, where: str) -> Tensor:
+        inner = _torch.base(tensor)
+        name = self._names.get(_torch.storage_id(inner)) if self._names and inner.layout is torch.strided else None
+        if name is None or isinstance(tensor, _torch.StandIn):
+            return tensor
+        return _torch.StandIn.of(
+            tensor,
+            f"'{where}' is the model's own parameter '{name}', with the values from before training and no gradient: "
+            "functional_call replaces a parameter in the module that registers it, and nowhere else; expected forward to read "
+            "it there, or to make the list, dict or object itself",
+        )
+
+
+def _known(spec: PartitionSpec) -> WeakKeyDictionary[nn.Module, list[tuple[str, str]]]:
+    """By model which attributes of its modules hold parameters: looked for in the first call with a spec."""
+    return WeakKeyDictionary()
+
+
+def _attributes(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, str]]:
+    """All attributes of these modules but for those of nn.Module itself, each once."""
+    once = {module: path for path, module in reversed(list(modules.items()))}
+    return [(path, attr) for module, path in once.items() for attr in vars(module) if attr not in _NN_MODULES]
+
+
+def _by_storage(place: Place, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[int, str]:
+    """The names of the model's parameters that the call replaces, by storage."""
+    ignored = {name for name in spec.ignored if name in given}
+    return {
+        _torch.storage_id(tensor): name
+        for path, module in place.modules.items()
+        for attr, tensor in own_of(module, "_parameters").items()
+        if tensor is not None and ((name := join(path, attr)) in ignored or attr in place.owned[module])
+    }
+
+
+def _attributes_of(value: object) -> dict[str, Any] | None:
+    """The attributes of an object of a class that is not torch's or Python's own; None for another."""
+    cls = type(value)
+    if not cls.__dictoffset__ or cls.__module__.partition(".")[0] in ("builtins", "torch", "funshard"):
+        return None
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+_CONTAINERS = (list, tuple, dict, deque, set, frozenset)
+_NN_MODULES = {*CONTAINERS, "_parameters", "training", "forward"}
+_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})

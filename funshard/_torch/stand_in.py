@@ -1,0 +1,53 @@
+"""A tensor that stands for another one which must not be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["StandIn"]
+
+
+class StandIn(Tensor):
+    """Stands for a tensor: it answers what does not depend on values, and raises a RuntimeError where it is computed with.
+
+    Pinned by ``test_a_stand_in``.
+    """
+
+    _original: Tensor
+    _message: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, message: str) -> StandIn:
+        """A stand-in for the tensor; ``message`` is the error's."""
+        made = Tensor._make_subclass(cls, _EMPTY)  # as nn.Parameter is made, whatever mode there is
+        made._original, made._message = tensor, message
+        made._is_param = isinstance(tensor, torch.nn.Parameter)  # what isinstance asks for  # pyright: ignore[reportAttributeAccessIssue]
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _QUESTIONS:
+            return func(args[0]._original, *args[1:], **(kwargs or {}))
+        raise RuntimeError(next(_stand_ins((args, kwargs)))._message)
+
+    def __repr__(self, **_: object) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"<{self._message}>"
+
+
+def _stand_ins(value: Any) -> Iterator[StandIn]:
+    if isinstance(value, StandIn):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _stand_ins(one)
+
+
+_EMPTY = torch.empty(0)
+_QUESTIONS: frozenset[Any] = frozenset(
+    [Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__]
+    + [getattr(torch._C.TensorBase, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "requires_grad")]
+)

@@ -1,0 +1,242 @@
+"""Parameters that a call does not replace, or that forward makes itself: errors that name them, and no false alarms."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from models import unchanged
+from torch import Tensor, nn
+
+import funshard as fs
+from funshard import P
+
+POLICIES = {"whole": fs.whole(), "units": fs.by_type(nn.Linear), "remat": fs.whole(P("shard", remat=True))}
+WAYS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
+    "forward": lambda loss: loss,
+    "fs.grad": fs.grad,
+    "torch.func.grad": torch.func.grad,
+    "fs.remat": lambda loss: torch.func.grad(fs.remat(loss)),
+    "jvp of grad": lambda loss: lambda p: torch.func.jvp(torch.func.grad(loss), (p,), (p,)),
+}
+
+
+class Helper:
+    """Not a module, with a parameter of one."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight, self.calls = weight, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x @ self.weight
+
+
+class Pair(NamedTuple):
+    name: str
+    weight: Tensor
+
+
+# How a module holds a parameter, where that is, and what forward reads.
+HELD: dict[str, tuple[Callable[[Tensor], Any], str, Callable[[Any], Any]]] = {
+    "a list": (lambda w: [w], "held[0]", lambda held: held[0]),
+    "a tuple": (lambda w: (0, w), "held[1]", lambda held: held[1]),
+    "a named tuple": (lambda w: Pair("w", w), "held[1]", lambda held: held.weight),
+    "a dict": (lambda w: {"w": w}, "held['w']", lambda held: held["w"]),
+    "an ordered dict": (lambda w: OrderedDict(w=w), "held['w']", lambda held: held["w"]),
+    "a deque": (lambda w: deque([w]), "held[0]", lambda held: held[0]),
+    "nested": (lambda w: {"a": [(1, w)]}, "held['a'][0][1]", lambda held: held["a"][0][1]),
+    "an object": (lambda w: SimpleNamespace(w=w), "held.w", lambda held: held.w),
+    "a helper": (Helper, "held.weight", lambda held: held.weight),
+    "helpers": (lambda w: [Helper(w)], "held[0].weight", lambda held: held[0].weight),
+}
+
+
+class Holds(nn.Module):
+    """A module that holds a parameter twice."""
+
+    def __init__(self, hold: Callable[[Tensor], Any], use: Callable[[Any], Any] | None) -> None:
+        super().__init__()
+        self.linear, self._use = nn.Linear(4, 4).double(), use
+        self.held = hold(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        return out if self._use is None else out @ self._use(self.held)
+
+
+def setting(model: nn.Module, policy: str) -> tuple[fs.PartitionSpec, fs.Params, Callable[[fs.Params], Tensor]]:
+    spec = POLICIES[policy](model)
+    params = fs.shard(model, spec)
+    return spec, params, lambda p: fs.functional_call(model, p, (torch.ones(2, 4).double(),), spec=spec).sum()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("how", HELD)
+def test_parameters_that_are_held_elsewhere(how: str, policy: str) -> None:
+    """By every way, in each call, and of a skeleton; afterwards all is as it was."""
+    hold, where, use = HELD[how]
+    model: nn.Module = Holds(hold, use)
+    spec, params, _ = setting(model, policy)
+    for one in (model, fs.skeleton(model)):
+        weight = use(one.held)
+        for way in (*WAYS, "fs.grad"):
+            loss = lambda p, m=one: fs.functional_call(m, p, (torch.ones(2, 4).double(),), spec=spec).sum()  # noqa: E731
+            with pytest.raises(RuntimeError) as error, unchanged(one):
+                WAYS[way](loss)(params)
+            assert str(error.value).startswith(f"'{where}' is the model's own parameter 'linear.weight'")
+            assert use(one.held) is weight is one.linear.weight
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_values_by_another_name(policy: str) -> None:
+    """A tensor in the parameter's memory, as an attribute that is neither parameter nor buffer."""
+    model = Holds(lambda w: None, lambda held: held)
+    vars(model)["held"] = model.linear.weight.data
+    _, params, loss = setting(model, policy)
+    with pytest.raises(RuntimeError, match=r"'held' is the model's own parameter 'linear\.weight'"):
+        fs.grad(loss)(params)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("how", HELD)
+def test_what_is_held_and_not_read_is_no_error(how: str, policy: str) -> None:
+    """Nor is what does not depend on values."""
+    model = Holds(HELD[how][0], None)
+    spec, params, loss = setting(model, policy)
+    expected = torch.autograd.grad(model(torch.ones(2, 4).double()).sum(), model.linear.weight)[0]
+    for way in ("fs.grad", "torch.func.grad", "fs.remat"):
+        assert torch.equal(fs.gather_full(WAYS[way](loss)(params), spec)["linear.weight"], expected)
+    hold, _, use = HELD[how]
+    asked = Holds(hold, lambda held: torch.full(use(held).shape, use(held).numel(), dtype=use(held).dtype))
+    setting(asked, policy)[2](params)
+
+
+def test_an_optimizer_in_a_model() -> None:
+    """As of training loops that are modules: it is none of forward's business."""
+    model = Holds(lambda w: torch.optim.SGD([w], lr=0.1), None)
+    _, params, loss = setting(model, "whole")
+    fs.grad(loss)(params)
+    assert model.held.param_groups[0]["params"][0] is model.linear.weight
+
+
+def test_what_forward_holds_itself() -> None:
+    """A list that each call makes holds that call's parameters; so does what forward puts into a helper."""
+
+    class Makes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4).double()
+            self.weights, self.helper = [self.linear.weight], Helper(self.linear.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weights = [self.linear.weight]
+            self.helper.weight = self.linear.weight
+            return self.helper(x @ self.weights[0])
+
+    model = Makes()
+    spec, params, loss = setting(model, "whole")
+    x = torch.ones(2, 4).double()
+    expected = torch.autograd.grad(model(x).sum(), model.linear.weight)[0]
+    assert torch.equal(fs.gather_full(fs.grad(loss)(params), spec)["linear.weight"], expected)
+    assert model.helper.calls == 2
+
+
+@pytest.mark.parametrize("policy", [fs.whole(), fs.whole(P("shard", remat=True))], ids=["kept", "remat"])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, functools.partial(nn.RNN, bidirectional=True)])
+def test_recurrent_layers(kind: Callable[..., nn.Module], policy: fs.Policy) -> None:
+    """They hold a list of their parameters, and make it anew where these are others."""
+    model = kind(3, 4).double()
+    spec, x = policy(model), torch.randn(5, 2, 3).double()
+    names, values = zip(*model.named_parameters(), strict=True)
+    expected = dict(zip(names, torch.autograd.grad(model(x)[0].sum(), values), strict=True))
+    for one in (model, fs.skeleton(model)):
+        got = fs.grad(lambda p, m=one: fs.functional_call(m, p, (x,), spec=spec)[0].sum())(fs.shard(model, spec))
+        torch.testing.assert_close(fs.gather_full(got, spec), expected)
+
+
+def test_what_is_not_found() -> None:
+    """A limit: what a function closes over is the model's own."""
+    model = Holds(lambda w: lambda: w, lambda held: held())
+    spec, params, loss = setting(model, "whole")
+    moved = {key: shard + 1 for key, shard in params.items()}
+    full = fs.gather_full(moved, spec)
+    out = nn.functional.linear(torch.ones(2, 4).double(), full["linear.weight"], full["linear.bias"])
+    torch.testing.assert_close(loss(moved), (out @ model.linear.weight).sum())
+
+
+# --- what forward makes ---
+
+
+class Makes(nn.Module):
+    def __init__(self, make: Callable[[Makes], Any]) -> None:
+        super().__init__()
+        self.linear, self.make, self.some = nn.Linear(4, 4).double(), make, nn.ParameterList()
+        self.register_parameter("none", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        made = self.make(self)
+        return made(x) if isinstance(made, nn.Module) else x * made
+
+
+def parameter(**options: Any) -> nn.Parameter:
+    return nn.Parameter(torch.ones(4).double(), **options)
+
+
+def new(attr: str, make: Callable[[], Any]) -> Callable[[nn.Module], Any]:
+    def get(module: nn.Module) -> Any:
+        if getattr(module, attr, None) is None:
+            setattr(module, attr, make())
+        return getattr(module, attr)
+
+    return get
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 4, dtype=torch.float64)
+
+
+MADE: Mapping[str, tuple[Callable[[Makes], Any], str]] = {
+    "parameter": (new("late", parameter), "parameter 'late' is made in forward"),
+    "none before": (new("none", parameter), "parameter 'none' is made in forward"),
+    "in a submodule": (lambda m: new("late", parameter)(m.linear), "parameter 'linear.late' is made in forward"),
+    "in a list": (lambda m: m.some.append(parameter())[0], "parameter 'some.0' is made in forward"),
+    "module": (new("late", linear), "module Linear, which has parameters to train, is made in forward"),
+    "of a leaf": (lambda m: new("late", linear)(m.linear), "module Linear, which has parameters to train, is made in forward"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("what", MADE)
+def test_parameters_that_forward_makes(what: str, policy: str) -> None:
+    """They would be used, dropped with the call, made anew in the next one, and never trained."""
+    make, match = MADE[what]
+    model = Makes(make)
+    _, params, loss = setting(model, policy)
+    for way in WAYS.values():
+        with pytest.raises(RuntimeError, match=match), unchanged(model):
+            way(loss)(params)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        new("late", functools.partial(parameter, requires_grad=False)),
+        new("late", nn.ReLU),
+        lambda model: linear().requires_grad_(False),
+        lambda model: setattr(model, "linear", model.linear) or 1.0,
+    ],
+    ids=["frozen", "without parameters", "frozen module", "its own"],
+)
+def test_what_forward_makes_and_nobody_trains_is_no_error(make: Callable[[Makes], Any], policy: str) -> None:
+    model = Makes(make)
+    _, params, loss = setting(model, policy)
+    with unchanged(model):
+        fs.grad(loss)(params)
