@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import funshard as fs
 from funshard import P, checkpoint
-from funshard.checkpoint._files import metadata_of
+from funshard.checkpoint._metadata import read_metadata
 
 State = dict[str, Any]
 
@@ -316,7 +316,7 @@ def test_feedback_of_compression(gloo2: Pool, tmp_path: Path) -> None:
     gloo2.run(_compressed, path)
     spec = fs.whole(P())(nn.Linear(16, 16)).on({"shard": 1})
     found = checkpoint.load(path, spec)["compress"]
-    metadata: Any = metadata_of(Path(path)).state_dict_metadata["compress.error.weight"]
+    metadata: Any = read_metadata(Path(path)).state_dict_metadata["compress.error.weight"]
     assert metadata.size == (2, 16, 16)
     assert found.error["weight"].shape == (16, 16)
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import funshard as fs
 from funshard.checkpoint import _boxes
-from funshard.checkpoint._boxes import boxes, cut, share
+from funshard.checkpoint._boxes import Box, boxes, check_tiles, cut, share
 from funshard.checkpoint._leaves import Part, Slice
 from funshard.checkpoint._nodes import leaves
 from funshard.checkpoint._plan import Reads, Writes
@@ -62,6 +62,29 @@ def test_ranges_are_shared_once(lengths: list[int], ranks: int) -> None:
     assert max(totals) - min(totals) <= max(16, max(lengths) // ranks + 1)  # the largest part that there is
 
 
+@given(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.data())
+def test_boxes_that_do_not_tile_are_told(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """As counting each element does: ranges that follow each other tile, and with another box among them they do not."""
+    numel = math.prod(shape)
+    cuts = sorted({0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=4))})
+    found = [box for begin, end in itertools.pairwise(cuts) for box in boxes(shape, begin, end)]
+    found = data.draw(st.permutations(found or boxes(shape, 0, 0)))
+    check_tiles(shape, found)
+    begins, sizes = (data.draw(st.tuples(*(st.integers(0, n) for n in shape))) for _ in range(2))
+    changed = [*found, Box(begins, sizes)]
+    if data.draw(st.booleans()):
+        changed.pop(data.draw(st.integers(0, len(found) - 1)))
+    times, is_inside = torch.zeros(shape, dtype=torch.int64), True
+    for offsets, sizes in changed:
+        is_inside &= all(begin + size <= n for begin, size, n in zip(offsets, sizes, shape, strict=True))
+        times[tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))] += 1
+    if is_inside and times.eq(1).all():
+        check_tiles(shape, changed)
+    else:
+        with pytest.raises(ValueError, match=r"is not inside of|elements in its pieces, got|its pieces overlap"):
+            check_tiles(shape, changed)
+
+
 def test_what_is_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_boxes, "LARGEST", 16)
     assert cut(3, 12, 4) == [(3, 7), (7, 11), (11, 12)]
@@ -94,7 +117,7 @@ def saved(states: list[State], specs: list[fs.PartitionSpec]) -> tuple[Metadata,
     return metadata, stored
 
 
-def check_tiles(metadata: Metadata, stored: dict[MetadataIndex, Tensor], full: dict[str, Tensor]) -> None:
+def check_saved(metadata: Metadata, stored: dict[MetadataIndex, Tensor], full: dict[str, Tensor]) -> None:
     """Every tensor is there, of its shape and dtype, every element once, and as it was."""
     for name, expected in full.items():
         described: Any = metadata.state_dict_metadata[name]
@@ -137,7 +160,7 @@ def test_any_ranks_read_what_any_ranks_wrote(model: nn.Module, data: st.DataObje
         )
         written = [fs.shard(full, spec, rank=r) for r, spec in enumerate(specs)]
         metadata, stored = saved([dict(x) for x in written], specs)
-        check_tiles(metadata, stored, full)
+        check_saved(metadata, stored, full)
         for rank, spec in enumerate(others):
             found, expected = read(spec, rank, len(others), metadata, stored), fs.shard(full, spec, rank=rank)
             assert found.keys() == expected.keys()
@@ -155,7 +178,7 @@ def test_many_ranks(ranks: int, others: int) -> None:
     full["0.weight"] = full["0.weight"].to(memory_format=torch.channels_last)
     specs, ats = everyone(fs.whole()(model), {"shard": ranks}), everyone(fs.by_type(nn.Linear)(model), {"shard": others})
     metadata, stored = saved([dict(fs.shard(full, spec, rank=r)) for r, spec in enumerate(specs)], specs)
-    check_tiles(metadata, stored, full)
+    check_saved(metadata, stored, full)
     for rank, spec in enumerate(ats):
         found, expected = read(spec, rank, others, metadata, stored), fs.shard(full, spec, rank=rank)
         assert all(found[key].equal(expected[key]) for key in expected)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import enum
-import io
 import json
 import os
-import pickle
 import shutil
 import time
 import warnings
@@ -22,13 +19,11 @@ import torch
 import torch.distributed as dist
 from ranks import CONTEXT, Pool, forked, free_port
 from torch import nn
-from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing import assert_close
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError, _commit, _files, _save, _writer
+from funshard.checkpoint import CheckpointError, _commit, _metadata, _regular, _save, _writer
 from funshard.checkpoint._records import record
 
 
@@ -83,7 +78,7 @@ def flipped(path: Path) -> None:
     """A byte of the elements of a tensor."""
     file = path / "__0_0.distcp"
     raw = bytearray(file.read_bytes())
-    storage: Any = _files.metadata_of(path).storage_data
+    storage: Any = _metadata.read_metadata(path).storage_data
     info = max((info for info in storage.values() if info.relative_path == file.name), key=lambda info: info.length)
     found = record(lambda at, size: bytes(raw[info.offset + at :][:size]), info.length, check=True)
     raw[info.offset + found.offset + 2] ^= 64
@@ -112,7 +107,7 @@ def other_state(path: Path) -> None:
 def newer(path: Path) -> None:
     file = path / "funshard.json"
     text = json.loads(json.loads(file.read_text())["content"]) | {"version": 99}
-    file.write_text(json.dumps({"content": json.dumps(text), "crc32": _files.checksum(json.dumps(text).encode())}))
+    file.write_text(json.dumps({"content": json.dumps(text), "crc32": _regular.checksum(json.dumps(text).encode())}))
 
 
 @pytest.mark.parametrize(
@@ -616,97 +611,3 @@ def test_a_link_is_not_written_over(tmp_path: Path, to: str) -> None:
     with pytest.raises(FileExistsError, match=r"link: expected a path where nothing is"):
         checkpoint.save(tmp_path / "link", fs.shard(model, spec), spec)
     assert sorted(tmp_path.iterdir()) == before
-
-
-# --- No pickle is run. ---
-
-
-class Hostile:
-    """What a pickle of it does."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-def test_a_hostile_description_is_not_run(tmp_path: Path) -> None:
-    model, spec = made()
-    checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec)
-    (tmp_path / "1" / "funshard.json").unlink()  # as if others had written it
-    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
-        (tmp_path / "1" / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "owned"), protocol))
-        with pytest.raises(
-            CheckpointError, match=r"asks for posix\.mkdir, which is no description of tensors: it is not loaded"
-        ):
-            checkpoint.load(tmp_path / "1", spec)
-    assert not (tmp_path / "owned").exists()
-
-
-class Early(pickle.Pickler):
-    """Python 3.11's first releases write a member of an enumeration down as ``getattr(enumeration, name)``."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
-
-
-class Attribute:
-    """What a pickle of it asks for."""
-
-    def __init__(self, of: Any, name: str) -> None:
-        self.asked = of, name
-
-    def __reduce__(self) -> Any:
-        return getattr, self.asked
-
-
-def test_members_of_enumerations_and_no_other_attributes(tmp_path: Path) -> None:
-    """However this Python writes them: those that torch describes a tensor's memory with."""
-    model, spec = made()
-    checkpoint.save(tmp_path / "1", shards := fs.shard(model, spec), spec)
-    (tmp_path / "1" / "funshard.json").unlink()
-    metadata = tmp_path / "1" / ".metadata"
-    content = io.BytesIO()
-    Early(content).dump(pickle.loads(metadata.read_bytes()))
-    metadata.write_bytes(content.getvalue())
-    assert b"getattr" in content.getvalue()
-    assert_close(checkpoint.load(tmp_path / "1", spec), shards, rtol=0, atol=0)
-    for of, name in ((dcp.Metadata, "__init__"), (dcp._MEM_FORMAT_ENCODING, "__class__"), (dcp._MEM_FORMAT_ENCODING, "mro")):
-        metadata.write_bytes(pickle.dumps(Attribute(of, name)))
-        with pytest.raises(CheckpointError, match=f"asks for '{name}' of .*, which is no description of tensors"):
-            checkpoint.load(tmp_path / "1", spec)
-
-
-def test_a_hostile_tensor_is_not_run(tmp_path: Path) -> None:
-    """In the place of every tensor: torch.save of something else, with good checksums."""
-    model, spec = made()
-    checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec)
-    path = tmp_path / "1" / "__0_0.distcp"
-    out = bytearray()
-    metadata = pickle.loads((tmp_path / "1" / ".metadata").read_bytes())
-    storage: Any = metadata.storage_data
-    evil = tmp_path / "evil"
-    torch.save({"x": Hostile(tmp_path / "owned")}, evil)
-    for info in storage.values():
-        info.offset, info.length = len(out), evil.stat().st_size
-        out += evil.read_bytes()
-    path.write_bytes(out)
-    (tmp_path / "1" / "funshard.json").unlink()
-    (tmp_path / "1" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir, which is no part of a tensor: it is not loaded"):
-        checkpoint.load(tmp_path / "1", spec)
-    assert not (tmp_path / "owned").exists()
-
-
-def test_files_elsewhere_are_not_read(tmp_path: Path) -> None:
-    model, spec = made()
-    checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec)
-    metadata = pickle.loads((tmp_path / "1" / ".metadata").read_bytes())
-    storage: Any = metadata.storage_data
-    for info in storage.values():
-        info.relative_path = "../1/__0_0.distcp"
-    (tmp_path / "1" / "funshard.json").unlink()
-    (tmp_path / "1" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"expected a file of the checkpoint's directory"):
-        checkpoint.load(tmp_path / "1", spec)

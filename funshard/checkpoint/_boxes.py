@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "boxes", "cut", "share"]
+__all__ = ["Box", "boxes", "check_tiles", "cut", "share"]
 
 LARGEST = 16 << 20
 """Bytes of a box at most: what is read and checked at once. Readers of a part of a box read all of it."""
 SMALLEST = 1 << 20
 """Bytes under which a range is not divided among the ranks that hold it: a box has some 1,500 bytes of its own."""
+PRIME = (1 << 61) - 1
 
 
 class Box(NamedTuple):
@@ -60,6 +63,37 @@ def _in_row(shape: tuple[int, ...], at: int, begin: int, end: int) -> Iterator[B
     start = at * math.prod(shape[1:])
     for box in _boxes(shape[1:], begin - start, end - start):
         yield Box((at, *box.offsets), (1, *box.sizes))
+
+
+def check_tiles(shape: Sequence[int], pieces: Iterable[Box]) -> None:
+    """Check that boxes tile a tensor: every element is in exactly one of them. Raises ValueError that says what is wrong.
+
+    In linear time, by the lemma of Schwartz and Zippel. The mixed difference of a sum of boxes is a sum over their corners,
+    and determines it. With a random number mod a prime for each coordinate of each dimension, a box becomes the product over
+    dimensions of (number of its begin - number of its end), and boxes that tile the tensor add up to its own product. Others
+    do so for one draw in 2 ** 55.
+    """
+    numbers = [defaultdict[int, int](lambda: secrets.randbelow(PRIME)) for _ in shape]
+
+    def product(box: Box) -> int:
+        out = 1
+        for known, begin, size in zip(numbers, box.offsets, box.sizes, strict=True):
+            out = out * (known[begin] - known[begin + size]) % PRIME
+        return out
+
+    total = 0
+    elements = 0
+    for box in pieces:
+        if any(
+            begin < 0 or size < 0 or begin + size > end for begin, size, end in zip(box.offsets, box.sizes, shape, strict=True)
+        ):
+            raise ValueError(f"the piece of {list(box.sizes)} at {list(box.offsets)} is not inside of {list(shape)}")
+        total += product(box)
+        elements += box.numel
+    if elements != (numel := math.prod(shape)):
+        raise ValueError(f"expected {numel} elements in its pieces, got {elements}")
+    if (total - product(Box((0,) * len(shape), tuple(shape)))) % PRIME:
+        raise ValueError("its pieces overlap")
 
 
 def cut(begin: int, end: int, itemsize: int) -> list[tuple[int, int]]:

@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import enum
-import io
-import pathlib
-import pickle
-import struct
-import zipfile
-from collections import OrderedDict
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from .. import _torch
-from ._manifest import METADATA
+from ._metadata import read_metadata
 from ._ranks import CheckpointError
 from ._records import Record, record
-from ._regular import DamagedError, checksum
+from ._regular import DamagedError, checksum, open_regular
 
-__all__ = ["Reader", "metadata_of"]
-
-DAMAGE = (
-    ValueError,
-    KeyError,
-    TypeError,
-    RuntimeError,
-    OSError,
-    EOFError,
-    struct.error,
-    zipfile.BadZipFile,
-    pickle.PickleError,
-)
-"""What reading bytes that are not what was written raises."""
+__all__ = ["Reader"]
 
 
 class Reader(FileSystemReader):
@@ -54,8 +33,12 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if kwargs.get("rank") is not None:
-            raise FileNotFoundError(f"{self.path}: no {METADATA}")
-        return metadata_of(Path(self.path))
+            raise FileNotFoundError(f"{self.path}: no description of one rank")
+        return read_metadata(Path(self.path))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._tensors: Any = metadata.state_dict_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[tuple[str, int, int], list[ReadItem]] = {}
@@ -71,8 +54,12 @@ class Reader(FileSystemReader):
         return done
 
     def _read(self, file: BinaryIO, offset: int, length: int, items: list[ReadItem], planner: LoadPlanner) -> None:
-        """What some items want of one tensor in a file."""
+        """Read what some items want of one chunk, which is one tensor in a file."""
+        if offset + length > os.fstat(file.fileno()).st_size:
+            raise DamagedError("it was cut short")
         found = record(lambda at, size: _exactly(file, offset + at, size), length, check=self._check)
+        for item in items:
+            self._check_chunk(found, item.storage_index)
         dense = torch.empty_strided(found.shape, found.stride, device="meta").is_contiguous()
         for item in items:
             target = planner.resolve_tensor(item)
@@ -87,6 +74,13 @@ class Reader(FileSystemReader):
                 part = part.narrow(dim, start, size)
             target.copy_(part)
             planner.commit_tensor(item, target)
+
+    def _check_chunk(self, found: Record, index: MetadataIndex) -> None:
+        """Check that a tensor in a file is the chunk that the description has there."""
+        tensor = self._tensors[index.fqn]
+        expected = tuple(tensor.chunks[index.index].sizes), tensor.properties.dtype
+        if (found.shape, found.dtype) != expected:
+            raise DamagedError(f"expected {[*expected[0]]} {expected[1]} there, got {[*found.shape]} {found.dtype}")
 
     def _into(self, memory: Tensor, file: BinaryIO, offset: int, found: Record) -> None:
         if not found.nbytes:
@@ -123,12 +117,10 @@ class _Files:
             self._file.close()
 
     def opened(self, name: str) -> BinaryIO:
-        """The file of this name, and no other place."""
+        """Return the file of this name, open."""
         if self._file is None or name != self._name:
-            if pathlib.PurePath(name).name != name:
-                raise DamagedError(f"expected a file of the checkpoint's directory, got {name!r}")
             self.__exit__()
-            self._name, self._file = name, (self._path / name).open("rb", buffering=0)
+            self._name, self._file = name, open_regular(self._path / name)
         return self._file
 
 
@@ -149,89 +141,5 @@ def _explained(tensor: str, file: str) -> Generator[None]:
         yield
     except FileNotFoundError as error:
         raise CheckpointError(f"tensor '{tensor}': file '{file}' of the checkpoint is missing") from error
-    except DAMAGE as error:
+    except (DamagedError, OSError) as error:
         raise CheckpointError(f"tensor '{tensor}' in file '{file}' of the checkpoint is damaged: {error}") from error
-
-
-# --- torch's description of a checkpoint is a pickle. ---
-
-_PLAIN = {
-    (dcp.__name__, name): getattr(dcp, name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Of the classes that torch describes a checkpoint with, all of which only hold data; of nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN:
-            return _PLAIN[module, name]
-        if (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
-            return StorageInfo
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
-        if module == "pathlib" and name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
-            return pathlib.PurePath
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if (module, name) == ("torch", "Size"):
-            return torch.Size
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise CheckpointError(f"its {METADATA} asks for {module}.{name}, which is no description of tensors: it is not loaded")
-
-
-@dataclass
-class StorageInfo:
-    """Where torch has put an item, as its own private class of that."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: Any = None
-
-
-def _member(kind: Any, name: Any) -> Any:
-    """Of an enumeration: how Python 3.11's first releases write one down."""
-    if not (isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__):
-        raise CheckpointError(
-            f"its {METADATA} asks for {name!r} of {kind!r}, which is no description of tensors: it is not loaded"
-        )
-    return kind.__members__[name]
-
-
-def _layout(name: str) -> torch.layout:
-    return torch.strided
-
-
-def metadata_of(path: Path) -> Metadata:
-    """The description that torch gives of the checkpoint in a directory, of which nothing is run.
-
-    Raises FileNotFoundError where there is none, CheckpointError for one that is damaged or asks for more than data.
-    """
-    file = path / METADATA
-    if not file.is_file():
-        raise FileNotFoundError(f"{path}: expected a checkpoint, which has a file '{METADATA}'; is it a directory of several?")
-    try:
-        found = _Unpickler(io.BytesIO(file.read_bytes())).load()
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except Exception as error:
-        raise CheckpointError(f"{path}: its file '{METADATA}' is damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        raise CheckpointError(
-            f"{path}: its file '{METADATA}' is damaged: expected torch's Metadata, got {type(found).__name__}"
-        )
-    return found

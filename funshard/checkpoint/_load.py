@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from .._spec.spec import PartitionSpec, bound
-from ._files import Reader, metadata_of
+from ._boxes import Box, check_tiles
+from ._files import Reader
 from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, all_alike
 from ._manifest import read_manifest
+from ._metadata import read_metadata
 from ._nodes import Node, Units, build, leaves, parameters
 from ._plan import Reads
 from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
@@ -102,6 +103,7 @@ class _Stored:
     """The tensors of a checkpoint: the keys that they have there, which are their names with the prefixes of wrappers."""
 
     metadata: Metadata
+    _checked: set[str] = dataclasses.field(default_factory=set)
 
     def key(self, names: Sequence[str]) -> str | None:
         """The key of the first of these names that is there."""
@@ -127,15 +129,34 @@ class _Stored:
                 f"tensor '{names[0]}': expected {list(shape or ())} {dtype}, got {list(tensor.size)} {tensor.properties.dtype} "
                 "in the checkpoint: was another model saved?"
             )
-        if (elements := sum(math.prod(chunk.sizes) for chunk in tensor.chunks)) != math.prod(tensor.size):
-            raise CheckpointError(
-                f"tensor '{key}': expected {math.prod(tensor.size)} elements in the checkpoint, got {elements}"
-            )
+        self._check_chunks(key, tensor)
         return tuple(tensor.size)
+
+    def _check_chunks(self, key: str, tensor: TensorStorageMetadata) -> None:
+        """Check, once, that a tensor's chunks tile it and that each is in a file; CheckpointError otherwise."""
+        if key in self._checked:
+            return
+        try:
+            check_tiles(tensor.size, (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks))
+        except ValueError as error:
+            raise CheckpointError(f"tensor '{key}' of the checkpoint is damaged: {error}") from error
+        storage: Any = self.metadata.storage_data
+        for chunk in tensor.chunks:
+            if MetadataIndex(key, chunk.offsets) not in storage:
+                raise CheckpointError(
+                    f"tensor '{key}' of the checkpoint is damaged: its piece at {[*chunk.offsets]} is in none of the files"
+                )
+        self._checked.add(key)
 
     def shape_of(self, leaf: Whole) -> tuple[int, ...]:
         """The same of one that all ranks have alike, or, with a row for each that saved it, each its own."""
-        return self.shape([leaf.name], None if leaf.own else leaf.shape, leaf.dtype)
+        shape = self.shape([leaf.name], None if leaf.own else leaf.shape, leaf.dtype)
+        if leaf.own and (not shape or shape[1:] != leaf.shape):
+            raise ValueError(
+                f"tensor '{leaf.name}' is each rank's own: expected [ranks, {str([*leaf.shape])[1:]} in the checkpoint, got "
+                f"{[*shape]}: was another state saved?"
+            )
+        return shape
 
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -153,7 +174,7 @@ def _wanted(
 ) -> tuple[Node, dict[str, Any], _Stored]:
     """``(the tree that is to be read, the plain values, the tensors)``."""
     manifest = read_manifest(directory)  # with a checksum of the other
-    stored = _Stored(metadata_of(directory))
+    stored = _Stored(read_metadata(directory))
     path = tuple(only.split(".")) if only else ()
     found = dict(plain_values(manifest.state, ranks.rank)) if manifest else {}
     if like is not None:
@@ -217,7 +238,10 @@ def _memory(leaf: Leaf, spec: PartitionSpec, stored: _Stored, ranks: Ranks) -> A
         case Whole():
             shape = stored.shape_of(leaf)
             own = leaf.own and shape[0] == ranks.size
-            return torch.empty(shape[1:] if own else shape, dtype=leaf.dtype, device="cpu")
+            try:
+                return torch.empty(shape[1:] if own else shape, dtype=leaf.dtype, device="cpu")
+            except RuntimeError as error:
+                raise CheckpointError(f"tensor '{leaf.name}': expected to have memory for {[*shape]} {leaf.dtype}") from error
 
 
 def _parts(leaf: Leaf, memory: Any, spec: PartitionSpec, stored: _Stored, ranks: Ranks) -> Iterator[Part]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -24,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ._boxes import Box, boxes, cut, share
+from ._boxes import Box, boxes, check_tiles, cut, share
 from ._leaves import Part
 
 __all__ = ["Reads", "Writes"]
@@ -103,8 +108,7 @@ class Writes(SavePlanner):
         plans, metadata = create_default_global_save_plan(all_plans)
         stored: Any = metadata.state_dict_metadata
         for name, tensor in stored.items():
-            if (found := sum(math.prod(chunk.sizes) for chunk in tensor.chunks)) != math.prod(tensor.size):
-                raise ValueError(f"'{name}': expected {math.prod(tensor.size)} elements from all ranks, got {found}")
+            _check_written(name, tensor)
         for name, others in aliases.items():
             stored |= dict.fromkeys(others, stored[name])
         metadata.planner_data = {name: (name,) for name in stored}
@@ -115,6 +119,14 @@ class Writes(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         return self._items[write_item.index][1]
+
+
+def _check_written(name: str, tensor: TensorStorageMetadata) -> None:
+    """Check that what all ranks write of a tensor tiles it."""
+    try:
+        check_tiles(tensor.size, (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks))
+    except ValueError as error:
+        raise ValueError(f"'{name}', of all ranks: {error}") from error
 
 
 _staging: list[Tensor] = []

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import io
-import pickle
+import math
+import re
+import reprlib
 import struct
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from ._pickles import PERSISTENT, PickledName, PickledObject, read_pickle
 from ._regular import DamagedError
 
 __all__ = ["Record", "record"]
 
-REBUILDS = ".".join(("torch", "_utils"))
-"""The module whose functions files name: nothing of it is used."""
+V2, V3, PARAMETER = REBUILDS = [
+    f"{'.'.join(('torch', '_utils'))}.{name}" for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
+]
+"""The functions that files name: nothing of them is used."""
+MEMBERS = 64
+"""Records of a ZIP file with one tensor at most: torch writes seven."""
+LARGEST = 1 << 63
 HEAD, TAIL = 2048, 4096
 """Bytes at the begin and at the end in which a file of one tensor has everything else."""
 
@@ -38,19 +44,36 @@ class Record:
 
 
 def record(read: Callable[[int, int], bytes], length: int, *, check: bool) -> Record:
-    """The record in what torch.save wrote, of so many bytes, of which ``read(offset, length)`` gives some.
+    """Return the record in what torch.save wrote, of so many bytes, of which ``read(offset, length)`` gives some.
 
     Raises `DamagedError` for what is anything else, or has other checksums but that of the tensor itself, which is not read.
     """
-    view = _View(read, length)
+    try:
+        found = _record(_View(read, length), check=check)
+    except (DamagedError, OSError):
+        raise
+    except Exception as error:  # of zipfile, on bytes that are no ZIP file: of a dozen classes
+        raise DamagedError(f"{type(error).__name__}: {error}") from error
+    last = sum((size - 1) * step for size, step in zip(found.shape, found.stride, strict=True)) + found.start
+    if math.prod(found.shape) and (last + 1) * found.dtype.itemsize > found.nbytes:
+        raise DamagedError(f"its elements, {[*found.shape]} in steps of {[*found.stride]}, are not all there")
+    if found.offset + found.nbytes > length:
+        raise DamagedError("it was cut short")
+    return found
+
+
+def _record(view: _View, *, check: bool) -> Record:
     with zipfile.ZipFile(view) as archive:
-        members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        every = archive.infolist()
+        members = {info.filename.partition("/")[2]: info for info in every}
+        if len(every) > MEMBERS or len(members) < len(every):
+            raise DamagedError(f"it has {len(every)} records, of which some have one name or are no part of a tensor")
         for name, info in members.items():
             if info.compress_type != zipfile.ZIP_STORED:
                 raise DamagedError(f"its record '{name}' is compressed")
             if check and not name.startswith("data/"):
                 archive.read(info)  # which compares the checksum
-        dtype, key, start, shape, stride = _Described(io.BytesIO(archive.read(members["data.pkl"]))).load()
+        dtype, key, start, shape, stride = _described(archive.read(members["data.pkl"]))
         if members.get("byteorder") is not None and archive.read(members["byteorder"]) != b"little":
             raise DamagedError("its bytes are in another order than this machine's")
     info = members[f"data/{key}"]
@@ -77,38 +100,21 @@ class _View(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
+        at = offset + (0, self._at, self._length)[whence]
+        if at < 0:
+            raise DamagedError("it names a place before its begin")
+        self._at = at
+        return at
 
     def read(self, size: int = -1) -> bytes:
-        size = self._length - self._at if size < 0 else min(size, self._length - self._at)
+        there = max(self._length - self._at, 0)
+        size = there if size < 0 else min(size, there)
         at, self._at = self._at, self._at + size
         if at + size <= len(self._head):
             return self._head[at : at + size]
         if at >= self._from:
             return self._tail[at - self._from : at - self._from + size]
         return self._read(at, size)
-
-
-class _Described(pickle.Unpickler):
-    """Reads ``(dtype, key, start, shape, stride)`` of the one tensor that torch.save has described."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == REBUILDS and name in _REBUILDS:
-            return _REBUILDS[name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module in ("torch", "torch.storage") and name.endswith("Storage"):
-            return _Storage(name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise DamagedError(f"it asks for {module}.{name}, which is no part of a tensor: it is not loaded")
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, storage, key, *_ = pid
-        if kind != "storage" or not isinstance(storage, _Storage):
-            raise DamagedError(f"expected a tensor's storage, got {kind!r}")
-        return storage, str(key)
 
 
 _DTYPES = {
@@ -128,34 +134,39 @@ _DTYPES = {
 """The types of elements that have a storage class of their own in files; the others are named by `_v3`."""
 
 
-class _Storage:
-    """The class of a tensor's storage, by name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @property
-    def dtype(self) -> torch.dtype:
-        found = _DTYPES.get(self.name)
-        if found is None:
-            raise DamagedError(f"its elements are of an unknown type, {self.name}")
-        return found
+STORAGES = re.compile(r"torch(\.storage)?\.(\w+Storage)")
+"""A class of storages."""
 
 
-def _v2(storage: Any, start: int, shape: Any, stride: Any, grad: Any = False, hooks: Any = None, extra: Any = None) -> Any:
-    if extra:
-        raise DamagedError(f"its elements are not as they lie there: {extra}")
-    return storage[0].dtype, storage[1], start, tuple(shape), tuple(stride)
+def _check_name(name: str) -> None:
+    is_dtype = name.startswith("torch.") and isinstance(getattr(torch, name[6:], None), torch.dtype)
+    if name not in REBUILDS and not is_dtype and not STORAGES.fullmatch(name) and name != "collections.OrderedDict":
+        raise DamagedError(f"it asks for {name}, which is no part of a tensor: it is not loaded")
 
 
-def _v3(storage: Any, start: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: torch.dtype, extra: Any = None) -> Any:
-    if extra:
-        raise DamagedError(f"its elements are not as they lie there: {extra}")
-    return dtype, storage[1], start, tuple(shape), tuple(stride)
-
-
-_REBUILDS: dict[str, Callable[..., Any]] = {
-    "_rebuild_tensor_v2": _v2,
-    "_rebuild_tensor_v3": _v3,
-    "_rebuild_parameter": lambda tensor, *_: tensor,
-}
+def _described(raw: bytes) -> tuple[torch.dtype, str, int, tuple[int, ...], tuple[int, ...]]:
+    """Return ``(dtype, key, start, shape, stride)`` of the one tensor that torch.save has described."""
+    found = read_pickle(raw, _check_name)
+    while type(found) is PickledObject and found.name == PARAMETER:
+        found = found.args[0]
+    if type(found) is not PickledObject or found.name not in (V2, V3):
+        raise DamagedError("expected a tensor")
+    storage, start, shape, stride, *_ = found.args
+    more = found.args[6 if found.name == V2 else 7 :]
+    if any(more):
+        raise DamagedError(f"its elements are not as they lie there: {reprlib.repr(more)}")
+    if type(storage) is not PickledObject or storage.name != PERSISTENT:
+        raise DamagedError("expected a tensor's storage")
+    kind, cls, key, *_ = storage.args[0]
+    if kind != "storage" or type(cls) is not PickledName or type(key) is not str:
+        raise DamagedError("expected a tensor's storage")
+    dtype = _DTYPES.get(cls.dotted.rpartition(".")[2])
+    if found.name == V3:
+        named = found.args[6]
+        dtype = getattr(torch, named.dotted[6:], None) if type(named) is PickledName else None
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedError(f"its elements are of an unknown type, {cls.dotted}")
+    numbers = (start, *shape, *stride)
+    if len(shape) != len(stride) or any(type(number) is not int or not 0 <= number < LARGEST for number in numbers):
+        raise DamagedError(f"expected a place, a shape and steps, got {reprlib.repr((start, shape, stride))}")
+    return dtype, key, start, tuple(shape), tuple(stride)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -59,6 +59,10 @@ class Writer(FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def storage_meta(self) -> StorageMeta:
+        """Leave the path out, which is not where the checkpoint will be, and of a class that Python 3.13 alone has."""
+        return StorageMeta(save_id=self.save_id)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """With the other names of tied parameters, for which nothing is written twice. Who commits it flushes it."""
