@@ -224,6 +224,22 @@ def test_plain_values_without_a_name(tmp_path: Path, state: Any) -> None:
     assert checkpoint.load(tmp_path / "1", spec) == state
 
 
+def test_a_state_without_tensors_loads_under_another_policy(tmp_path: Path) -> None:
+    """Plain SGD has nothing for a unit: its state has the keys of the new policy's units all the same."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    fine, coarse = fs.by_type(nn.Linear)(model), fs.whole()(model)
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+    for one, other in ((fine, coarse), (coarse, fine)):
+        path = tmp_path / f"{len(one)}"
+        state = {"params": fs.shard(model, one), "opt": init(fs.shard(model, one)), "plain": {"x": {}}}
+        checkpoint.save(path, state, one)
+        found = checkpoint.load(path, other)
+        assert found["opt"] == init(fs.shard(model, other)) == checkpoint.load(path, other, like=found)["opt"]
+        assert found["plain"] == {"x": {}}
+        update(found["params"], found["opt"], found["params"])
+        assert_same(checkpoint.load(path, one), state)
+
+
 def test_any_plain_key_beside_units(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     spec = fs.whole()(model)
@@ -424,6 +440,26 @@ def test_tensors_of_every_kind(tmp_path: Path) -> None:
         with pytest.raises((TypeError, ValueError), match=r"state 'a\.0': expected a (plain, dense )?tensor"):
             checkpoint.save(tmp_path / "2", {"a": [wrong]}, spec)
     assert not (tmp_path / "2").exists()
+
+
+def test_slices_of_every_dtype(tmp_path: Path) -> None:
+    """Of float4 too, two of which are in a byte, and which torch does not fill with zeros."""
+    dtypes = [torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.bfloat16, torch.bool, torch.complex64]
+    model = nn.ParameterDict(
+        {
+            f"{i} {name}": nn.Parameter(values.view(dtype), requires_grad=False)
+            for i, dtype in enumerate(dtypes)
+            for name, values in {"a": torch.ones(24, dtype=torch.uint8), "b": torch.zeros(40, dtype=torch.uint8)}.items()
+        }
+    )
+    spec, other = fs.whole()(model), fs.always(P("shard", align=3))(model)
+    checkpoint.save(tmp_path / "1", {"params": fs.shard(model, spec)}, spec)
+    for to in (spec, other):
+        found, expected = checkpoint.load(tmp_path / "1", to, only="params"), fs.shard(model, to)
+        assert found.keys() == expected.keys()
+        for key, shard in found.items():
+            assert shard.dtype == expected[key].dtype
+            assert shard.view(torch.uint8).equal(expected[key].view(torch.uint8)), shard.dtype
 
 
 def test_a_parameter_that_has_another_first_name_now(tmp_path: Path) -> None:

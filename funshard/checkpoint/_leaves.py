@@ -89,10 +89,9 @@ class Slice:
         if self.alone:
             return memory
         end = 0
-        for piece in self._pieces(spec):  # what is between them is zeros
-            memory[end : piece.low].zero_()
-            end = max(end, piece.high)
-        memory[end:].zero_()
+        for low, high in [*((piece.low, piece.high) for piece in self._pieces(spec)), (len(memory), 0)]:
+            memory[end:low].view(torch.uint8).zero_()  # padding; as bytes, since torch fills no float4
+            end = max(end, high)
         return memory
 
     def _pieces(self, spec: PartitionSpec) -> Iterator[Piece]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import serialization
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,8 +29,8 @@ from ._regular import DamagedError, read_regular
 __all__ = ["StorageInfo", "read_metadata"]
 
 DCP = f"{dcp.__name__}."
-STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
-NAMES = {STORAGE_INFO, "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict", "builtins.getattr"} | {
+STORAGE_INFO, LAYOUT = f"{filesystem.__name__}._StorageInfo", f"{serialization.__name__}._get_layout"
+NAMES = {STORAGE_INFO, LAYOUT, "torch.Size", "collections.OrderedDict", "builtins.getattr"} | {
     f"{DCP}{name}"
     for name in (
         "BytesStorageMetadata",

@@ -138,8 +138,13 @@ class _Describing:
         return Owned(names, shape, value.dtype, _torch.is_accelerator(value.device), here)
 
     def _units(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> frozenset[str]:
-        """The keys of units that the mapping has, if it is sharded like them."""
+        """The keys of units that the mapping has, if it is sharded like them.
+
+        So is one that has nothing for any of its units, as plain SGD's state.
+        """
         keys = [key for key in value if isinstance(key, str) and key in self._spec.by_key]
+        if keys and len(keys) == len(value) and all(type(value[key]) is dict and not value[key] for key in keys):
+            return frozenset(keys)
         found = [(key, tensor) for key in keys for tensor in optree.tree_leaves(value[key], namespace=NAMESPACE)]
         vectors = [(key, tensor) for key, tensor in found if isinstance(tensor, Tensor) and tensor.dim() == 1]
         matrices = any(isinstance(value[key], MatrixState) for key in keys)
