@@ -49,6 +49,9 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5) + x,
     "in place": lambda x: (x * 2).sigmoid_().view_as(x) + (x + 1).mul_(x).exp_(),
     "norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "spans": lambda x: torch.cat([(2 * y).sin() * y.exp() for y in (x * 2).chunk(4, 0)]) * x,
+    "unsafe chunks": lambda x: torch.cat([y.sigmoid_() * y for y in (x * 2).unsafe_chunk(2, -1)], -1) * x,
+    "unsafe rows": lambda x: (lambda y, z: torch.cat([y.tanh_() * z, z.exp() * y]))(*(x * 2).unsafe_chunk(2)) * x,
     "rows": lambda x: x + x[0] ** 2,
     "expanded": lambda x: x * x[:1].expand_as(x) ** 2,
     "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) ** 2).flatten(-2),
@@ -189,6 +192,41 @@ def test_what_has_changed_rests_anew() -> None:
     equal(torch.autograd.grad(after.sum(), x), (scale,))
     with pytest.raises(RuntimeError, match="modified in place"):
         before.sum().backward()
+
+
+def test_views_that_count_their_changes_apart() -> None:
+    """``unsafe_chunk`` gives tensors of one storage and one version that hold what was there at other times."""
+
+    def f(x: Tensor) -> Tensor:
+        a, b, _ = (x * 2).unsafe_chunk(3)
+        return (a.sigmoid_() * b).sin().sum()
+
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
+    for load in (0, 1, 1 << 26):
+        equal(torch.func.grad(moved(f, load=load))(x), torch.func.grad(f)(x))
+
+
+@pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM, nn.RNN])
+@pytest.mark.parametrize("load", [1, 1 << 26])
+def test_recurrent_layers(cell: type[nn.RNNBase], load: int) -> None:
+    """Their cells take gates from one product by ``unsafe_chunk``; two calls, of which the first has left."""
+    module = cell(4, 3, 2).double()
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64).view(5, 2, 4).requires_grad_()
+
+    def grads(call: Callable[..., Any]) -> tuple[Tensor, ...]:
+        loss = call(x)[0].square().sum() + call(2 * x)[0].sin().sum()
+        return torch.autograd.grad(loss, [x, *module.parameters()])
+
+    equal(grads(moved(module, load=load)), grads(module))
+
+
+def test_views_of_a_span_that_has_not_left() -> None:
+    """Each of four rows rests apart; those of the last load are read where they were saved, also by a backward's backward."""
+
+    def f(x: Tensor) -> Tensor:
+        return torch.stack([y.sin() * y.exp() for y in (x * 2).unbind()]).square().sum()
+
+    equal(twice(moved(f), X), twice(f, X))
 
 
 def test_nothing_is_left_behind() -> None:

@@ -839,6 +839,25 @@ def test_storage_id() -> None:
     assert sum(type(known) is torch.UntypedStorage for known in gc.get_objects()) == before
 
 
+def test_shares_counter() -> None:
+    """Views and ``detach`` count changes in place together with the tensor; ``.data`` and ``unsafe_chunk`` of it apart."""
+    x = torch.ones(4).mul_(2)
+    a, b = (x + 0).unsafe_chunk(2)
+    for one, other, expected in [
+        (x, x, True),
+        (x, x.view(2, 2)[0], True),
+        (x.detach(), x.requires_grad_().detach(), True),
+        (x.detach(), _torch.counter(x), True),
+        (x.detach(), x.data, False),
+        (x.detach(), torch.ones(4).mul_(2), False),
+        (a, b, False),
+        (a[:1], a.t(), True),
+    ]:
+        versions = one._version, other._version
+        assert _torch.shares_counter(one, other) is expected
+        assert (one._version, other._version) == versions
+
+
 def test_counter() -> None:
     """A tensor whose memory has been exchanged counts on with the one it is of, and with its views."""
     x = torch.ones(3)

@@ -29,6 +29,7 @@ __all__ = [
     "overlaps",
     "overwrite",
     "reinterpreted",
+    "shares_counter",
     "shares_memory",
     "storage_id",
     "taken_over",
@@ -213,3 +214,31 @@ def counter(tensor: Tensor) -> Tensor:
         alike = base(tensor).detach()
         alike.data = alike.new_empty(0)
     return alike
+
+
+def shares_counter(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors count their modifications in place together.
+
+    Views of a tensor and ``detach`` share its counter. ``unsafe_chunk``, ``unsafe_split`` (in the cells of GRU and LSTM) and
+    ``.data`` give tensors of the same storage with counters of their own. torch has no question for this, so the counter of
+    ``a`` moves by one while that of ``b`` is read. Pinned by ``test_shares_counter``.
+
+    Args:
+        a: A tensor that is neither a wrapper nor an inference tensor.
+        b: Another one.
+
+    Returns:
+        True if a change in place of the one is seen in the `version` of the other.
+
+    """
+    now = a._version
+    if b._version != now:
+        return False
+    _set_versions((a,), (now + 1,))
+    try:
+        return b._version == now + 1
+    finally:
+        _set_versions((a,), (now,))
+
+
+_set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore

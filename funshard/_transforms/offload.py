@@ -153,10 +153,9 @@ class Moving(Hooks):
         if 2 * (stop - start) >= whole:
             start, stop = 0, whole
         rest, load = line().add(inner, start, stop, self.to.host or torch.device("cpu"), self.to.load)
-        counter = _torch.counter(inner)
         witness = self._witness if _torch.level_of(tensor) else None
         where = tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start
-        return Rested(rest, load, tensor.dtype, *where, counter, _torch.version(counter), witness)
+        return Rested(rest, load, tensor.dtype, *where, rest.counter, rest.version, witness)
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether a saved tensor is to rest on the host, see `offload`."""

@@ -31,12 +31,30 @@ class Rest:
     """The elements of a storage, or a span of them, that rest on the host; all saved views of them share this."""
 
     def __init__(self, source: Tensor, host: torch.device) -> None:
-        self.storage, self.version, self.dtype = weakref.ref(source.untyped_storage()), _torch.version(source), source.dtype
-        self._device = source.device
+        self.storage, self.dtype = weakref.ref(source.untyped_storage()), source.dtype
+        self.counter, self.version = _torch.counter(source), _torch.version(source)
+        self._start, self._device = int(source.storage_offset()), source.device
         self._there: Tensor | None = source
         self._is_back = False
         self._host = _torch.room_for(source, host)
         self._copy = _torch.Copy(source, self._host)
+
+    def holds(self, source: Tensor) -> bool:
+        """Return whether what it copied is what this tensor of the same storage and span has now.
+
+        Only a tensor that shares the version counter tells: another one may have been written to without a trace here.
+        """
+        return (
+            self.dtype == source.dtype
+            and self.version == _torch.version(source)
+            and _torch.shares_counter(self.counter, source)
+        )
+
+    def offset_of(self, tensor: Tensor) -> int:
+        """Return where in these elements a view of them begins, be they still in the source's storage or back in their own."""
+        storage = self.storage()
+        in_source = storage is not None and storage._cdata == _torch.storage_id(tensor)
+        return int(tensor.storage_offset()) - (self._start if in_source else 0)
 
     def leave(self) -> None:
         """Let its memory on the device go."""
@@ -102,18 +120,14 @@ class Line:
         self._open: Load | None = None
         self._latest: Callable[[], Load | None] = _gone
         self._here: Callable[[], Load | None] = _gone  # where backward is
-        self._rests: weakref.WeakValueDictionary[tuple[int, int, int], Rest] = weakref.WeakValueDictionary()
+        self._rests: weakref.WeakValueDictionary[tuple[int, int, int, int], Rest] = weakref.WeakValueDictionary()
 
     def add(self, source: Tensor, start: int, stop: int, host: torch.device, most: float) -> tuple[Rest, Load]:
         """These elements of a tensor's storage, on their way to the host, and the load that they are in.
 
         A load that has reached ``most`` bytes is complete.
         """
-        key = _torch.storage_id(source), start, stop
-        rest = self._rests.get(key)
-        if rest is None or rest.storage() is None or rest.version != _torch.version(source) or rest.dtype != source.dtype:
-            with _torch.beneath():
-                rest = self._rests[key] = Rest(source.detach().as_strided((stop - start,), (1,), start), host)
+        rest = self._find(source, start, stop, host)
         if self._open is None:
             self._open = Load(self, self._latest())
         load = self._open
@@ -121,6 +135,19 @@ class Line:
         if load.bytes >= most:
             self.complete()
         return rest, load
+
+    def _find(self, source: Tensor, start: int, stop: int, host: torch.device) -> Rest:
+        """Return the copy of these elements of a tensor's storage, which is made if none holds what they are now."""
+        for i in itertools.count():  # several: of tensors that count their changes apart, and of before a change
+            key = _torch.storage_id(source), start, stop, i
+            rest = self._rests.get(key)
+            if rest is None or rest.storage() is None:
+                with _torch.beneath():
+                    rest = self._rests[key] = Rest(source.detach().as_strided((stop - start,), (1,), start), host)
+                return rest
+            if rest.holds(source):
+                return rest
+        raise AssertionError
 
     def complete(self) -> None:
         """What is saved from here on is another load."""
@@ -179,9 +206,9 @@ class Rested:
         over = self.witness is not None and _torch.is_over(self.witness)
         with _torch.beneath():
             there = self.rest.arrived()
-            view = (there if there.dtype == self.dtype else there.view(self.dtype)).as_strided(
-                self.shape, self.stride, self.offset
-            )
+            there = there if there.dtype == self.dtype else there.view(self.dtype)
+            # a span that has not left the device is a view of its storage, with an offset of its own
+            view = there.as_strided(self.shape, self.stride, int(there.storage_offset()) + self.offset)
         if torch.is_grad_enabled():
             save_in_node({_torch.storage_id(view): self}, 0 if over else level)
         return _torch.wrapped_for_dead(view) if over else _torch.wrapped(view, level)
@@ -192,5 +219,5 @@ class Rested:
         if _torch.level_of(tensor) or inner.requires_grad != tensor.requires_grad or self.witness is not None:
             return None
         counter = _torch.counter(inner)
-        where = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        where = tensor.shape, tensor.stride(), self.rest.offset_of(tensor)
         return replace(self, shape=where[0], stride=where[1], offset=where[2], counter=counter, version=_torch.version(counter))
