@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import functools
 import itertools
 import random
+import threading
+import types
 import warnings
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -483,6 +489,243 @@ def test_closures_are_arguments() -> None:
     for way in (WAYS["torch.func.grad"], WAYS["backward"], WAYS["hvp"], WAYS["double backward"]):
         got = way(lambda p: closing(fs.remat, p["w"]), {"w": W}, {"w": W.cos()})
         assert_close(got, way(lambda p: closing(lambda f: f, p["w"]), {"w": W}, {"w": W.cos()}), **EXACT)
+
+
+def defaults(w: Tensor) -> Tensor:
+    return fs.remat(lambda x, w=w: x @ w)(X)
+
+
+def keyword_defaults(w: Tensor) -> Tensor:
+    def f(x: Tensor, *, w: Tensor = w) -> Tensor:
+        return x @ w
+
+    return fs.remat(f)(X)
+
+
+def defaults_of_a_function_inside(w: Tensor) -> Tensor:
+    def f(x: Tensor, w: Tensor = w) -> Tensor:
+        return x @ w
+
+    return fs.remat(lambda x: f(x))(X)
+
+
+def attributes(w: Tensor) -> Tensor:
+    def f(x: Tensor) -> Tensor:
+        return x @ f.w  # pyright: ignore[reportFunctionMemberAccess]
+
+    f.w = w  # pyright: ignore[reportFunctionMemberAccess]
+    return fs.remat(f)(X)
+
+
+def dict_values(w: Tensor) -> Tensor:
+    return fs.remat(lambda values: X @ next(iter(values)))({"w": w}.values())
+
+
+def dict_items(w: Tensor) -> Tensor:
+    return fs.remat(lambda items: X @ dict(items)["w"])(OrderedDict(w=w).items())
+
+
+def read_only(w: Tensor) -> Tensor:
+    return fs.remat(lambda mapping: X @ mapping["w"])(types.MappingProxyType({"w": w}))
+
+
+def partial_keywords(w: Tensor) -> Tensor:
+    return fs.remat(functools.partial(lambda x, k, w: x @ w * k, k=torch.tensor(2.0), w=w))(X)
+
+
+def weak_keys(w: Tensor) -> Tensor:
+    key = nn.Identity()
+    return fs.remat(lambda weak: X @ weak[key])(weakref.WeakKeyDictionary({key: w}))
+
+
+def of_a_thread(w: Tensor) -> Tensor:
+    local = threading.local()
+    local.w = w
+    return fs.remat(lambda: X @ local.w)()
+
+
+REACHED = [defaults, keyword_defaults, defaults_of_a_function_inside, attributes, dict_values, dict_items]
+REACHED += [read_only, partial_keywords, weak_keys, of_a_thread]
+
+
+@pytest.mark.parametrize("function", REACHED, ids=lambda f: f.__name__)
+def test_tensors_that_a_function_reaches_are_arguments(function: Callable[[Tensor], Tensor]) -> None:
+    """In every transform: the gradient was 0 under torch.func.grad, where fs.grad raised."""
+    scale = 2.0 if function is partial_keywords else 1.0
+    for key in ("fs.grad", "torch.func.grad", "backward", "hvp", "double backward"):
+        way = WAYS[key]
+        want = way(lambda p: (X @ p["w"] * scale).sin().sum(), {"w": W}, {"w": W.cos()})
+        assert_close(way(lambda p: function(p["w"]).sin().sum(), {"w": W}, {"w": W.cos()}), want, **EXACT)
+
+
+def in_defaults() -> Callable[[Tensor], Tensor]:
+    def f(x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+        seen.append(1)
+        return (x * len(seen)).sin()
+
+    return f
+
+
+def in_attributes() -> Callable[[Tensor], Tensor]:
+    def f(x: Tensor) -> Tensor:
+        f.calls += 1  # pyright: ignore[reportFunctionMemberAccess]
+        return (x * f.calls).sin()  # pyright: ignore[reportFunctionMemberAccess]
+
+    f.calls = 0  # pyright: ignore[reportFunctionMemberAccess]
+    return f
+
+
+def in_weak_keys() -> Callable[[Tensor], Tensor]:
+    key, weak = nn.Identity(), weakref.WeakKeyDictionary[nn.Module, int]()
+
+    def f(x: Tensor) -> Tensor:
+        weak[key] = weak.get(key, 0) + 1
+        return (x * weak[key]).sin()
+
+    return f
+
+
+def in_a_thread() -> Callable[[Tensor], Tensor]:
+    local = threading.local()
+
+    def f(x: Tensor) -> Tensor:
+        local.calls = getattr(local, "calls", 0) + 1
+        return (x * local.calls).sin()
+
+    return f
+
+
+def in_a_context() -> Callable[[Tensor], Tensor]:
+    calls: contextvars.ContextVar[int] = contextvars.ContextVar("calls", default=0)
+
+    def f(x: Tensor) -> Tensor:
+        calls.set(calls.get() + 1)
+        return (x * calls.get()).sin()
+
+    return f
+
+
+def tensor_in_a_context() -> Callable[[Tensor], Tensor]:
+    last: contextvars.ContextVar[Tensor] = contextvars.ContextVar("last")
+
+    def f(x: Tensor) -> Tensor:
+        last.set((x * last.get(x)).sin())
+        return last.get()
+
+    return f
+
+
+CHANGING = [in_defaults, in_attributes, in_weak_keys, in_a_thread, in_a_context, tensor_in_a_context]
+
+
+@pytest.mark.parametrize("case", CHANGING, ids=lambda f: f.__name__)
+def test_state_of_functions_and_contexts_changes_once(case: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+    """Two calls; each later run finds what its first one found."""
+
+    def loss(wrap: Callable[..., Any]) -> Loss:
+        def run(params: Any) -> Tensor:
+            f = case()
+            again = wrap(f)
+            return (again(params["w"]) * again(params["w"]) * f(params["w"])).sum()
+
+        return lambda params: contextvars.copy_context().run(run, params)
+
+    for key in ("fs.grad", "torch.func.grad", "backward", "hvp", "double backward"):
+        want = WAYS[key](loss(lambda f: f), {"w": W}, {"w": W.cos()})
+        assert_close(WAYS[key](loss(fs.remat), {"w": W}, {"w": W.cos()}), want, **EXACT)
+
+
+def counts_its_calls(x: Tensor) -> Tensor:
+    counts_its_calls.calls += 1  # pyright: ignore[reportFunctionMemberAccess]
+    return (x * counts_its_calls.calls).sin().sum()  # pyright: ignore[reportFunctionMemberAccess]
+
+
+counts_its_calls.calls = 0  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_state_of_a_global_function_is_refused_by_name() -> None:
+    """A run again has a function of its own, the name in the module another one."""
+    for way in (fs.grad, torch.func.grad):
+        with pytest.raises(RuntimeError, match=r"the function.__dict__\['calls'\] was \d, now it is \d"):
+            way(fs.remat(counts_its_calls))(X)
+
+
+@pytest.mark.parametrize("way", ["fs.grad", "torch.func.grad", "backward", "hvp"])
+def test_a_module_that_holds_a_partial(way: str) -> None:
+    """Keywords that are tensors were lost when the partial was made again."""
+
+    def scaled(x: Tensor, scale: Tensor) -> Tensor:
+        return x.sin() * scale
+
+    class Holds(nn.Linear):
+        scale = staticmethod(scaled)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale(super().forward(x))
+
+    model = Holds(WIDTH, WIDTH).double()
+    model.scale = functools.partial(scaled, scale=torch.tensor(2.0).double())
+    spec = fs.whole(fs.P("shard", remat=True))(model).bound
+    params = fs.shard(model, spec)
+    along = fs.shard({name: p.detach().cos() for name, p in model.named_parameters()}, spec)
+    got = WAYS[way](lambda p: fs.functional_call(model, p, X, spec=spec).square().sum(), params, along)
+    plain = fs.whole()(model).bound
+    assert_close(got, WAYS[way](lambda p: fs.functional_call(model, p, X, spec=plain).square().sum(), params, along), **EXACT)
+
+
+@pytest.mark.parametrize("way", ["fs.grad", "torch.func.grad"])
+def test_gradients_of_modules_that_list_their_parameters_have_no_graph(way: str) -> None:
+    """nn.GRU keeps a list of its weights: they were arguments, of which torch.func.grad's results then had a graph."""
+    model = nn.GRU(WIDTH, 4).double()
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    want = torch.func.grad(lambda p: torch.func.functional_call(model, p, X)[0].square().sum())(full)
+    spec = fs.whole(fs.P("shard", remat=True))(model).bound
+    got = WAYS[way](lambda p: fs.functional_call(model, p, X, spec=spec)[0].square().sum(), fs.shard(full, spec), {})
+    assert not any(g.requires_grad for g in got.values())
+    assert_close(fs.unshard(got, spec), want, **EXACT)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_hvp_of_a_functional_call_whose_input_is_differentiated(forward: bool) -> None:
+    """It died with an INTERNAL ASSERT: saved weights were asked for tangents by the keys of a transform that had ended."""
+    model = nn.Linear(WIDTH, WIDTH).double()
+    spec = fs.whole(fs.P("shard"))(model).bound
+    params = fs.shard(model, spec)
+    along = fs.shard({name: p.detach().cos() for name, p in model.named_parameters()}, spec)
+
+    def call(p: fs.Params, x: Tensor) -> Tensor:
+        return torch.tanh(fs.functional_call(model, p, (x,), spec=spec))
+
+    def loss(call: Callable[..., Tensor]) -> Loss:
+        return lambda p: call(p, call(p, X)).square().sum()
+
+    assert_close(
+        fs.hvp(loss(fs.remat(call)), params, along, forward=forward),
+        fs.hvp(loss(call), params, along, forward=forward),
+        **EXACT,
+    )
+
+
+class Moved:
+    """As DynamicSlidingWindowLayer of transformers: a constant that the first use moves to where it is already."""
+
+    def __init__(self) -> None:
+        self.window, self.calls = torch.tensor(2.0).double(), 0
+
+
+def test_a_constant_that_is_moved_to_where_it_is() -> None:
+    """In a transform ``to`` gives it in a new wrapper: it was taken for another tensor than in the first run."""
+
+    def f(x: Tensor, state: Moved) -> Tensor:
+        state.window = state.window.to(x.device)
+        state.calls += 1
+        return x * state.calls * state.window
+
+    for key in ("torch.func.grad", "hvp", "double backward", "third"):
+        got, want = (
+            WAYS[key](lambda p, f=f: f(p["w"], Moved()).sin().sum(), {"w": W}, {"w": W.cos()}) for f in (fs.remat(f), f)
+        )
+        assert_close(got, want, **EXACT)
 
 
 def test_functional_call_inside_remat() -> None:

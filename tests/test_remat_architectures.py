@@ -147,7 +147,7 @@ SECOND: dict[str, tuple[Callable[..., fs.Params], dict[str, float]]] = {
     "hvp": (fs.hvp, EXACT),
     "grad of grad": (penalized, {"rtol": 1e-5, "atol": 1e-6}),  # RMSNorm and losses are in float32
 }
-OF_SECOND_ORDER = ["gpt2", "llama", "t5"]
+OF_SECOND_ORDER = ["gpt2", "llama", "mistral", "t5"]
 
 
 def second(rank: int, name: str) -> None:

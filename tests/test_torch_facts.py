@@ -20,7 +20,7 @@ from collective_log import world
 from ranks import Pool
 from torch import Tensor, nn
 from torch._C import _functorch
-from torch.func import grad, jvp
+from torch.func import grad, jvp, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -714,6 +714,37 @@ def test_followed_at_which_levels() -> None:
     assert seen["forward"] == {"itself": ones, "detach": none, "data": ones, "view": ones, "made": ones, "saved": none}
     assert seen["plain"]["itself"] == frozenset({0})
     assert seen["plain"]["detach"] == none
+
+
+def test_followed_after_a_transform_has_ended() -> None:
+    """Its keys are asked with, and have no stack to go to."""
+    keys: list[Any] = []
+    with torch.autograd.forward_ad.dual_level():
+        plain = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
+
+        def f(x: Tensor) -> Tensor:
+            keys[:] = [_torch.dispatch_keys()]
+            return x.sum()
+
+        vjp(f, plain)
+        assert _torch.followed(_torch.wrapped_for_dead(plain), keys[0]) == frozenset({0})
+
+
+def test_constants_come_back_wrapped() -> None:
+    """What returns its argument returns another wrapper of a constant, and what is followed itself."""
+    constant, seen = torch.ones(2), []
+
+    def f(x: Tensor) -> Tensor:
+        moved, kept = constant.to(x.device), x.to(x.device)
+        made = constant * 1
+        seen[:] = [moved is constant, _torch.unfollowed(moved) is constant, kept is x, _torch.unfollowed(x) is x]
+        seen.append(_torch.unfollowed(made) is constant)
+        return (x * moved).sum()
+
+    grad(f)(torch.ones(2))
+    assert seen == [False, True, True, True, False]
+    jvp(grad(f), (torch.ones(2),), (torch.ones(2),))
+    assert seen == [False, True, True, True, False]
 
 
 def test_a_dispatch_mode() -> None:

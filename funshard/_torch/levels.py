@@ -38,6 +38,7 @@ __all__ = [
     "lower",
     "savable",
     "seen_from",
+    "unfollowed",
     "without_graph",
     "wrapped",
     "wrapped_for_dead",
@@ -134,8 +135,16 @@ def has_tangent(tensor: Tensor) -> bool:
 
 
 def _has_tangent(tensor: Tensor, keys: DispatchKeys) -> bool:
-    with torch._C._ForceDispatchKeyGuard(*keys), at_level(level_of(tensor)):
+    # the keys may be those of a transform that has ended: once the stack is empty, its own have nothing to go to
+    target = level_of(tensor)
+    ended = contextlib.nullcontext() if target > 0 else torch._C._ExcludeDispatchKeyGuard(_TRANSFORMS)
+    with torch._C._ForceDispatchKeyGuard(*keys), at_level(target), ended:
         return has_tangent(tensor)
+
+
+_TRANSFORMS = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode).add(
+    torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
+)
 
 
 @contextlib.contextmanager
@@ -184,6 +193,17 @@ def any_tracked(tensors: Iterable[Tensor | None]) -> bool:
 def is_over(tensor: Tensor) -> bool:
     """Whether the transform that the tensor belongs to has ended. Pinned by ``test_a_pullback_gives_plain_tensors``."""
     return _functorch.is_dead_tensor_wrapper(tensor)
+
+
+def unfollowed(tensor: Tensor) -> Tensor:
+    """Return the tensor inside the wrappers of transforms that do not differentiate it.
+
+    What returns its argument (``to``, ``contiguous``) returns a constant in a new wrapper there. Pinned by
+    ``test_constants_come_back_wrapped``.
+    """
+    while _functorch.is_gradtrackingtensor(tensor) and not tensor.requires_grad:
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def living(tensor: Tensor) -> Tensor:

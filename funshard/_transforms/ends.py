@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import _torch
 from .kinds import kind_of
 from .reach import LEAF, OBJECT, TENSOR, Reached, Token, alike
 from .runs import Made, Start, same_names, write
@@ -24,7 +25,7 @@ class End:
         self.results: list[Tensor] = []
         self.tensors: list[tuple[bool, int]] = []
         for k, tensor in enumerate(after.tensors):
-            i = operands.get(id(tensor))
+            i = operands.get(id(tensor), operands.get(id(_torch.unfollowed(tensor))))
             self.tensors.append((False, len(self.results)) if i is None else (True, i))
             if i is None:
                 self.numbers.append(k)
@@ -68,8 +69,8 @@ class End:
                 return f"{where} was {was[0]} of shape {list(was[1])}, now it is {now[0]} of shape {list(now[1])}"
         return ""
 
-    def put(self, after: Reached, found: Reached, changed: set[int], outputs: Sequence[Tensor]) -> Any:
-        """The result, with what was changed written into what was found; these are the results."""
+    def put(self, after: Reached, found: Reached, changed: set[int], outputs: Sequence[Tensor]) -> tuple[Any, Any]:
+        """The first two roots, with what was changed written into what was found; these are the results."""
         putting = _Putting(self, after, found, outputs)
         for k, now in enumerate(after.objects):
             kind = kind_of(now)
@@ -80,7 +81,7 @@ class End:
                     write(found.objects[self.old[k]], putting.contents(k), found.own)
             elif any(token[0] != LEAF for _, tokens in after.parts[k] for token in tokens):
                 write(now, putting.contents(k), found.own)
-        return putting.value(after.roots[0])
+        return putting.value(after.roots[0]), putting.value(after.roots[1])
 
 
 class _Putting:

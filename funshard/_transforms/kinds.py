@@ -1,7 +1,8 @@
 """Kinds of objects: how to see what is in one, and how to make another one with other things in it.
 
-Looked into are dicts, lists, sets, deques, tuples, objects with ``__dict__`` or ``__slots__``, closures, bound methods,
-functools.partial, generators of random numbers, and modules (not their parameters). Anything else is a constant.
+Looked into are dicts and their views, lists, sets, deques, tuples, objects with ``__dict__`` or ``__slots__``, functions
+(their closures, defaults and attributes), bound methods, functools.partial, threading.local, WeakKeyDictionary, generators of
+random numbers, and modules (not their parameters). Anything else is a constant.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import threading
 import types
 from collections import deque
 from collections.abc import Sequence
@@ -18,8 +20,9 @@ from torch import nn
 
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import Mesh, Simulated
+from .callables import FUNCTION
 from .kind import Kind, Parts
-from .special import BASES, FUNCTION, ITERATOR, MODULE, NUMPY, RANKS, SPECIAL, TUPLE, ranks_in
+from .special import BASES, ITERATOR, LOCAL, MODULE, NUMPY, RANKS, SPECIAL, TUPLE, ranks_in
 
 __all__ = ["kind_of"]
 
@@ -28,7 +31,7 @@ def kind_of(obj: Any) -> Kind | None:
     """How to look into an object; None for a constant."""
     if isinstance(obj, types.FunctionType):
         mine = str(obj.__globals__.get("__name__", "")).partition(".")[0] in ("funshard", "torch")
-        return None if mine or not obj.__closure__ else FUNCTION
+        return None if mine else FUNCTION
     if isinstance(obj, PartitionSpec | Mesh | Simulated):
         return RANKS if ranks_in(obj) else None
     return _kind(type(obj))
@@ -42,6 +45,8 @@ def _kind(cls: type) -> Kind | None:
         return TUPLE
     if cls in SPECIAL:
         return SPECIAL[cls]
+    if issubclass(cls, threading.local):
+        return LOCAL
     if hasattr(cls, "__next__") and not cls.__dictoffset__:  # one that C keeps
         return ITERATOR
     bases = [base for base in cls.__mro__ if not base.__flags__ & _HEAP]

@@ -22,10 +22,27 @@ Token = tuple[int, Any]
 
 
 class Reached:
-    """All that can be reached from some values, in the order in which it is found. ``own`` are modules without `OWN`."""
+    """All that can be reached from some values, in the order in which it is found. ``own`` are modules without `OWN`.
 
-    def __init__(self, roots: Iterable[Any], own: Iterable[nn.Module] = ()) -> None:
+    ``constants`` are the ids of tensors that are none of them: without any, see `_registered`. ``more`` are objects that are
+    looked into at last, and have a path of their own only where nothing else leads to them.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Any],
+        own: Iterable[nn.Module] = (),
+        constants: frozenset[int] | None = None,
+        more: Sequence[Any] = (),
+    ) -> None:
         self.own = set(own)
+        self.constants = constants or frozenset()
+        self._find(roots, more)
+        if constants is None and (registered := self._registered()):
+            self.constants = registered
+            self._find(roots, more)
+
+    def _find(self, roots: Sequence[Any], more: Sequence[Any]) -> None:
         self.tensors: list[Tensor] = []
         self.objects: list[Any] = []
         self.parts: list[list[tuple[list[Any], list[Token]]]] = []
@@ -34,19 +51,45 @@ class Reached:
         self._from: list[tuple[int, Any]] = []  # where each object was found
         self._tensors_from: list[tuple[int, Any]] = []
         self.roots = [self._token(value, -1, i) for i, value in enumerate(roots)]
-        for i, obj in enumerate(self.objects):  # which grows
+        self._look_inside()
+        for value in more:
+            self._token(value, -1, len(roots))
+        self._look_inside()
+
+    def _look_inside(self) -> None:
+        while (i := len(self.parts)) < len(self.objects):
             self.parts.append(
                 [
                     (names, [self._token(v, i, n) for n, v in zip(names, values, strict=True)])
-                    for names, values in read(obj, self.own)
+                    for names, values in read(self.objects[i], self.own)
                 ]
             )
+
+    def _registered(self) -> frozenset[int]:
+        """Return which of the tensors, by id, are parameters of modules reached that other attributes of modules hold as well.
+
+        They are constants there, as in ``_parameters``: nn.GRU has a list of its weights, which is stale in a call.
+        """
+        held = [i for i, x in enumerate(self.tensors) if type(x) is nn.Parameter and self._is_in_module(i)]
+        if not held:
+            return frozenset()
+        mappings = (vars(obj)["_parameters"] for obj in self.objects if isinstance(obj, nn.Module))
+        registered = {id(x) for mapping in mappings if isinstance(mapping, dict) for x in dict.values(mapping)}
+        return frozenset(id(self.tensors[i]) for i in held) & registered
+
+    def _is_in_module(self, i: int) -> bool:
+        parent = self._tensors_from[i][0]
+        while parent >= 0 and not isinstance(self.objects[parent], nn.Module):
+            parent = self._from[parent][0]
+        return parent >= 0
 
     def _token(self, value: Any, parent: int, name: Any) -> Token:
         cls = type(value)
         if cls in ATOMS or cls is _torch.StandIn:
             return LEAF, value
         if isinstance(value, Tensor):
+            if id(value) in self.constants:
+                return LEAF, value
             number = self._tensors.setdefault(id(value), len(self.tensors))
             if number == len(self.tensors):
                 self.tensors.append(value)

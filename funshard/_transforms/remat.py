@@ -39,18 +39,19 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
     stack of them, at any order. Random numbers, autocast and ranks that vmap simulates are in every run those of the
     first. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 
-    The arguments are all tensors that can be reached from ``f`` and what it is given: by closures, containers and
-    attributes of objects and modules, in context variables, and the ranks of a spec on simulated ones. What ``f`` changes in
-    these objects it changes once: each later run finds them as the first one did, and tensors that it leaves in them are
-    results. Python's and NumPy's random numbers are those of the first run, too. Inside torch.compile it is ``f``: the
-    compiler decides what to keep, and `compile` computes again for derivatives what ``save`` does not.
+    The arguments are all tensors that can be reached from ``f`` and what it is given: by closures, defaults and attributes
+    of functions, containers, attributes of objects and modules, context variables, and the ranks of a spec on simulated ones.
+    What ``f`` changes in these objects it changes once: each later run finds them as the first one did, and tensors that it
+    leaves in them are results. Python's and NumPy's random numbers are those of the first run, too. Inside torch.compile it
+    is ``f``: the compiler decides what to keep, and `compile` computes again for derivatives what ``save`` does not.
 
     ``save`` says what else is kept of the first run, and not computed again for the gradient: see `Remat`. It never changes
     a number. It is for the gradient of plain autograd, of `grad`, and of one torch.func.grad or vjp; a stack of transforms,
     torch.vmap around it, forward mode and a second derivative compute everything again. So do collectives, which all ranks
     run or none, views, batch norm, and what changes its arguments in place.
 
-    Out of reach are globals, attributes of classes, and what objects of C keep to themselves, such as the elements of a
+    Out of reach are globals, attributes of classes, defaults of context variables, parameters that a module lists beside
+    those it registers, and what objects of C keep to themselves, such as the elements of a
     NumPy array: a tensor of the running computation there is a constant, what is changed there is changed in every run.
 
     >>> import torch, funshard as fs

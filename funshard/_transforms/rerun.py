@@ -49,11 +49,11 @@ class Rerun:
     ) -> None:
         self._call, self.name, self._own = call, name, set(own)
         self._labels = [*roots, "context"]
+        self._labels_after = ["its result", "the context variables that it left", *self._labels]
         self._grad = torch.is_grad_enabled()
         levels = _torch.level() + _torch.in_forward_ad()  # of which plain autograd is another one, where it follows
-        context = dict(contextvars.copy_context().items())
-        self._found: Reached | None = Reached([*roots.values(), context], self._own)  # until the first run has ended
-        self._start = Start(self._found, self._own)
+        self._found: Reached | None = Reached([*roots.values(), _variables()], self._own)  # until the first run has ended
+        self._start, self._constants = Start(self._found, self._own), self._found.constants
         levels += self._grad and any(_torch.base(x).requires_grad for x in self._found.tensors)
         self._stacked = (_torch.level() > 0 and levels > 1) or _RUNNING.stacked
         # in a stack most runs are of transforms, in which what another has computed is something else
@@ -111,7 +111,7 @@ class Rerun:
             self._start.check_makeable(self._changed, self.name)
             self._first, self._left = end, (after, end)
             return tuple(r.detach() for r in end.results)  # autograd writes on what a Function returns, which may be a constant
-        if difference := end.differs(self._first, after, ["its result", *self._labels]):
+        if difference := end.differs(self._first, after, self._labels_after):
             raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {difference}")
         return tuple(end.results)
 
@@ -123,20 +123,25 @@ class Rerun:
                 self._surroundings = Surroundings(xs)
                 watched = self._watched(xs, self._surroundings)
                 with torch.set_grad_enabled(self._grad), _context(made.roots[-1]), self._of_one_level(), watched:
-                    out = self._call(*made.roots[:-1])
+                    out, left = self._call(*made.roots[:-1]), _variables()
                 self._surroundings.ended()
             else:
-                with self._surroundings.as_they_were(), torch.set_grad_enabled(self._grad), _context(made.roots[-1]):
+                with self._surroundings.as_they_were(), torch.set_grad_enabled(self._grad):
                     with self._of_one_level(), self._watched(xs, self._surroundings):
-                        out = self._call(*made.roots[:-1])
+                        out, left = contextvars.Context().run(self._in_context, made.roots)
                     self._surroundings.check_end(self.name)
         finally:
             _RUNNING.names, _RUNNING.stacked = before, stacked
-        after = Reached([out, *made.roots, *made.objects], self._own)
+        after = Reached([out, left, *made.roots], self._own, self._constants, made.objects)
         end = End(after, made, xs)
         if self._first is None:
             self._check_results(end, after, xs)
         return end, after
+
+    def _in_context(self, roots: Sequence[Any]) -> tuple[Any, dict[contextvars.ContextVar[Any], Any]]:
+        """Run again in a context of its own: what the first run has set, and nobody had before it, is not set there."""
+        with _context(roots[-1]):
+            return self._call(*roots[:-1]), _variables()
 
     def _of_one_level(self) -> contextlib.AbstractContextManager[object]:
         """Refuses what means one derivative of a stack: which one is another question in a run again."""
@@ -157,7 +162,7 @@ class Rerun:
             if tracked or _torch.level_of(result) > _torch.level():
                 raise RuntimeError(
                     f"{self.name} reads a tensor of the running computation that is neither an argument nor reached from one "
-                    f"({after.where((TENSOR, k), ['its result', *self._labels])} depends on it), where it would have no "
+                    f"({after.where((TENSOR, k), self._labels_after)} depends on it), where it would have no "
                     "gradient: expected it among the arguments"
                 )
 
@@ -167,9 +172,17 @@ class Rerun:
         assert self._left is not None
         (after, end), found = self._left, self._found
         self._left = self._found = None
-        out = end.put(after, found, self._changed, outputs)
+        out, left = end.put(after, found, self._changed, outputs)
         end.results = []
+        for var, value in left.items():
+            if var.get(left) is not value:  # a default that nobody has
+                var.set(value)
         return out
+
+
+def _variables() -> dict[contextvars.ContextVar[Any], Any]:
+    """Return all context variables that are set, with their values."""
+    return dict(contextvars.copy_context().items())
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""Kinds of objects that are made by their own means: modules, closures, generators of random numbers, what ranks are in."""
+"""Kinds of objects that are made by their own means: modules, views of dicts, generators of random numbers, meshes."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import operator
 import pickle
 import random
@@ -11,18 +12,20 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import Mesh, Simulated
+from .callables import CELL, METHOD, PARTIAL
 from .kind import OWN, Kind, Parts, State
 
 __all__ = [
     "BASES",
-    "FUNCTION",
     "ITERATOR",
+    "LOCAL",
     "MODULE",
     "NUMPY",
     "RANKS",
@@ -96,61 +99,42 @@ def _tuple(cls: Any, parts: Parts) -> Any:
 
 TUPLE = Kind(lambda obj: [(list(range(len(obj))), list(tuple.__iter__(obj)))], type, None, _tuple)
 _FROZENSET = Kind(lambda obj: [(list(range(len(obj))), list(obj))], type, None, lambda cls, parts: cls(parts[0][1]))
-_METHOD = Kind(
-    lambda obj: [(["__func__", "__self__"], [obj.__func__, obj.__self__])],
-    lambda obj: None,
+
+
+def _view_of(base: Any, name: str) -> tuple[type, Kind]:
+    """A view of a dict, which knows the dict but does not say so."""
+    make = getattr(base, name)
+    return type(make(base())), Kind(
+        lambda view: [(["mapping"], gc.get_referents(view)[:1])], lambda view: None, None, lambda _, parts: make(parts[0][1][0])
+    )
+
+
+_VIEWS = dict(_view_of(base, name) for base in (dict, OrderedDict) for name in ("keys", "values", "items"))
+_PROXY = Kind(
+    lambda proxy: [(["mapping"], gc.get_referents(proxy)[:1])],
+    lambda proxy: None,
     None,
-    lambda _, parts: types.MethodType(*parts[0][1]),
+    lambda _, parts: types.MappingProxyType(parts[0][1][0]),
 )
 
 
-def _make_partial(cls: Any, parts: Parts) -> Any:
-    (func, args, keywords), attributes = parts[0][1], parts[1]
-    made = cls(func, *args, **keywords)
-    vars(made).update(zip(*attributes, strict=True))
-    return made
+def _fill_weak(obj: Any, parts: Parts) -> None:
+    obj.clear()
+    obj.update(zip(*parts[0], strict=True))
 
 
-_PARTIAL = Kind(
-    lambda obj: [
-        (["func", "args", "keywords"], [obj.func, obj.args, dict(obj.keywords)]),
-        (list(vars(obj)), list(vars(obj).values())),
-    ],
-    type,
-    None,
-    _make_partial,
+_WEAK_KEYS = Kind(
+    lambda obj: [(list(obj.keys()), list(obj.values()))], lambda obj: None, lambda _: WeakKeyDictionary[Any, Any](), _fill_weak
 )
 
 
-def _function(like: Any, parts: Parts) -> Any:
-    code, around, name, defaults, keywords, attributes = like
-    made = types.FunctionType(code, around, name, defaults, tuple(parts[0][1]))
-    made.__kwdefaults__ = keywords
-    made.__dict__.update(attributes)
-    return made
+def _fill_local(obj: Any, parts: Parts) -> None:
+    vars(obj).clear()
+    vars(obj).update(zip(*parts[0], strict=True))
 
 
-FUNCTION = Kind(
-    lambda f: [(list(f.__code__.co_freevars), list(f.__closure__))],
-    lambda f: (f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__kwdefaults__, dict(vars(f))),
-    None,
-    _function,
-)
-
-
-def _read_cell(cell: Any) -> Parts:
-    try:
-        return [(["cell_contents"], [cell.cell_contents])]
-    except ValueError:  # not set yet
-        return [([], [])]
-
-
-def _fill_cell(cell: Any, parts: Parts) -> None:
-    for value in parts[0][1]:
-        cell.cell_contents = value
-
-
-CELL = Kind(_read_cell, lambda cell: None, lambda _: types.CellType(), _fill_cell)
+LOCAL = Kind(lambda obj: [(list(vars(obj)), list(vars(obj).values()))], type, lambda cls: cls.__new__(cls), _fill_local)
+"""threading.local, of which a run sees what is of its thread."""
 
 
 def _position(obj: Any) -> object:
@@ -188,9 +172,12 @@ NUMPY = _random(
 )
 SPECIAL: dict[type, Kind | None] = {
     frozenset: _FROZENSET,
-    types.MethodType: _METHOD,
+    types.MethodType: METHOD,
     types.CellType: CELL,
-    functools.partial: _PARTIAL,
+    functools.partial: PARTIAL,
+    types.MappingProxyType: _PROXY,
+    **_VIEWS,
+    WeakKeyDictionary: _WEAK_KEYS,
     torch.Generator: _random(lambda g: g.device, torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
     random.Random: _random(lambda _: None, lambda _: random.Random(), random.Random.getstate, random.Random.setstate),
 }

@@ -202,6 +202,10 @@ def _update(
             given = part(new_state[key], layout, at, plan.scalars)
             if plan.differentiable:  # in place on views autograd refuses under torch.func
                 piece, given = piece.clone(), {name: tensor.clone() for name, tensor in given.items()}
+                if issubclass(
+                    plan.cls, torch.optim.Adam
+                ):  # torch refuses a count that is tracked, as all results of a remat are
+                    given["step"] = given["step"].detach()
             piece.grad = grad
             optimizer.param_groups[group]["params"].append(piece)
             first = plan.cls is torch.optim.SGD and "step" in given and bool(given["step"] == 0)

@@ -54,7 +54,8 @@ def from_torch(
 
     Integer units stay as they are. ``foreach``, ``fused`` and ``capturable`` are torch's: by default foreach on
     accelerators and a loop on the CPU, where ``fused=True`` (SGD, Adagrad, Adam, AdamW) is the fastest. So is
-    ``differentiable=True``: derivatives of the update, at every order, which are refused without it. A learning rate that is
+    ``differentiable=True``: derivatives of the update, at every order, which are refused without it; `remat` around a run of
+    steps keeps only the state that it begins with, and the count of steps is a constant. A learning rate that is
     differentiated or batched by vmap is for Adam, AdamW, NAdam and RAdam alone (SGD's has reverse mode): refused of others.
 
     ``initial`` vouches for a class that torch.optim does not have, by the state that it begins a vector with:
