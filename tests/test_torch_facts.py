@@ -5,9 +5,14 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import os
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -984,3 +989,47 @@ def test_a_stand_in() -> None:
         check(torch.ones(2))
     assert isinstance(_torch.StandIn.of(nn.Parameter(torch.ones(2)), ""), nn.Parameter)
     assert not isinstance(_torch.StandIn.of(torch.ones(2), ""), nn.Parameter)
+
+
+LATE = """
+import os
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+if sys.argv[1] == "funshard":
+    import funshard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import torch.distributed.nn.functional as functional
+dist.destroy_process_group()
+kept = functional.all_reduce.__defaults__[1] is not None
+threads = [name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := (task / "comm").read_text())]
+sys.stdout.write(f"{kept} {bool(threads)}")
+sys.stdout.flush()
+os._exit(0)  # no abort
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.parametrize("imported", ["torch", "funshard"])
+def test_a_late_import_keeps_the_default_group(imported: str) -> None:
+    """Default arguments of torch.distributed.nn.functional are the group of its import; funshard imports it before."""
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([sys.executable, "-c", LATE, imported], capture_output=True, text=True, env=env, timeout=100)
+    assert done.stdout == {"torch": "True True", "funshard": "False False"}[imported], done.stderr
+
+
+def test_default_store() -> None:
+    """It is a key-value store, whose wait for a key that nobody sets ends with a RuntimeError in time."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        store = _torch.default_store()
+        store.multi_set(["a", "b"], ["1", "2"])
+        store.wait(["a", "b"], timedelta(seconds=1))
+        assert store.multi_get(["b", "a"]) == [b"2", b"1"]
+        assert store.delete_key("a")
+        with pytest.raises(RuntimeError):
+            store.wait(["a"], timedelta(seconds=0.01))
+    finally:
+        dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import struct
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from typing import NoReturn
 
 import torch
@@ -24,7 +24,6 @@ __all__ = [
     "check_ranks_agree",
     "fingerprint",
     "fingerprints",
-    "gather_numbers",
     "gather_texts",
     "process_group",
     "spec_numbers",
@@ -180,11 +179,6 @@ def _rows(row: Tensor, mesh: Mesh) -> Tensor:
     for axis in reversed(_talking(mesh)):
         rows = all_gather(rows, axis)
     return rows
-
-
-def gather_numbers(numbers: Sequence[int], mesh: Mesh, device: torch.device) -> list[list[int]]:
-    """As many numbers of all ranks of the mesh, in its row-major order: one small all-gather per axis."""
-    return _rows(torch.tensor(numbers, dtype=torch.int64, device=device), mesh).tolist()
 
 
 def gather_texts(text: str, mesh: Mesh, device: torch.device) -> list[str]:

@@ -7,6 +7,7 @@ and runs, storages, and process groups.
 from .backward import *
 from .dispatch import *
 from .files import *
+from .groups import *
 from .levels import *
 from .stand_in import *
 from .storage import *

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
@@ -13,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from .._sharding.agree import check_ranks_agree, gather_numbers, spec_numbers, talks
+from .._sharding.agree import check_ranks_agree, spec_numbers, talks
 from .._spec.spec import PartitionSpec
-from ..collectives._mesh import Group
+from ..collectives._mesh import Group, Mesh
+from ._exchange import exchange
 
 __all__ = ["TIMEOUT", "CheckpointError", "Ranks", "ranks_of"]
 
@@ -53,40 +56,55 @@ class Ranks:
     after ``timeout`` at most.
     """
 
-    _groups: ClassVar[dict[tuple[object, ...], dist.ProcessGroup]] = {}
+    _groups: ClassVar[weakref.WeakValueDictionary[tuple[object, ...], dist.ProcessGroup]] = weakref.WeakValueDictionary()
+    """torch.distributed alone keeps them alive: its destroy_process_group ends them and their threads."""
 
     def __init__(self, spec: PartitionSpec, timeout: timedelta) -> None:
         mesh = spec.bound_mesh
         self.rank, self.size = 0, 1
-        self.group: dist.ProcessGroup | None = None
+        self._group_ref: weakref.ref[dist.ProcessGroup] | None = None
         if not talks(mesh):
             return
         self.size, self._timeout = math.prod(size for _, size in mesh.sizes), timeout
         self._axes = tuple(axis for _, axis in mesh.axes)
-        self.group, other = (self._groups.get((self._axes, timeout, background)) for background in (False, True))
+        found = (self._groups.get((self._axes, timeout, background)) for background in (False, True))
+        numbers = spec_numbers(spec)
         with self.lost():
-            own = [dist.get_rank(), _alive(self.group), _alive(other), *spec_numbers(spec)]
-            told = gather_numbers(own, mesh, mesh.device or torch.device("cpu"))
-            if any(row[3:] != own[3:] for row in told):
+            told = _exchange_rows([dist.get_rank(), *map(_alive, found), *numbers], mesh, timeout)
+            if any(row[3:] != numbers for row in told):
                 check_ranks_agree(spec)
         self._members, foreground, background = ([row[i] for row in told] for i in range(3))
         self._made = {False: all(foreground), True: all(background)}
         self.rank = self._members.index(dist.get_rank())
-        self.group = self._group(background=False)
+        self._take_group(background=False)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group. CheckpointError after it was destroyed."""
+        if self._group_ref is None:
+            return None
+        if (group := self._group_ref()) is None:
+            raise CheckpointError(
+                "the process groups were destroyed before the checkpoint was complete: call wait() of what save has returned "
+                "before torch.distributed.destroy_process_group"
+            )
+        return group
 
     def in_background(self) -> Ranks:
         """The same ranks, over another group."""
         found = copy.copy(self)
-        found.group = None if self.group is None else self._group(background=True)
+        if self._group_ref is not None:
+            found._take_group(background=True)
         return found
 
-    def _group(self, *, background: bool) -> dist.ProcessGroup:
+    def _take_group(self, *, background: bool) -> None:
         key = self._axes, self._timeout, background
         if not self._made[background]:
             local = self.size < dist.get_world_size()  # torch names such a group by how many this rank has
-            made: Any = dist.new_group(self._members, self._timeout, "gloo", use_local_synchronization=local)
+            with self.lost():
+                made: Any = dist.new_group(self._members, self._timeout, "gloo", use_local_synchronization=local)
             self._groups[key] = made
-        return self._groups[key]
+        self._group_ref = weakref.ref(self._groups[key])
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
@@ -180,7 +198,8 @@ class Ranks:
 
     def forget(self) -> None:
         """Use another group the next time: one that has failed once answers nobody."""
-        for key in [key for key, group in self._groups.items() if group is self.group]:
+        failed = self._group_ref and self._group_ref()
+        for key in [key for key, group in self._groups.items() if group is failed]:
             del self._groups[key]
 
 
@@ -190,6 +209,15 @@ def ranks_of(spec: PartitionSpec, where: str, timeout: float) -> Ranks:
     if not known or not _torch.plain():
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
     return Ranks(spec, timedelta(seconds=timeout))
+
+
+def _exchange_rows(own: list[int], mesh: Mesh, timeout: timedelta) -> list[list[int]]:
+    """The numbers of all ranks of the mesh, in its row-major order: an axis at a time."""
+    rows = [own]
+    for axis in (axis for _, axis in reversed(mesh.axes) if isinstance(axis, Group) and axis.size > 1):
+        told = exchange(json.dumps(rows), axis.name, axis.rank or 0, axis.size, timeout)
+        rows = [row for text in told for row in json.loads(text)]
+    return rows
 
 
 def _told(error: Exception | None) -> tuple[str, str] | None:

@@ -1,0 +1,106 @@
+"""The ranks of a checkpoint: the process groups that it makes end with torch's, and its timeout covers every wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import CONTEXT, forked, free_port, launch
+from torch import nn
+
+import funshard as fs
+from funshard import checkpoint
+
+GLOO = """
+from pathlib import Path
+
+def gloo_threads():
+    return [name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := (task / "comm").read_text())]
+"""
+
+SAVES = f"""
+import sys
+import threading
+import torch
+import torch.distributed as dist
+import funshard as fs
+from funshard.checkpoint import _save
+{GLOO}
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+spec = fs.whole()(model)
+params = fs.shard(model, spec, src=0)
+fs.checkpoint.save(sys.argv[1] + "/1", params, spec)
+saving = fs.checkpoint.save(sys.argv[1] + "/2", params, spec, asynchronous=True)
+saving.wait()
+fs.checkpoint.load(sys.argv[1] + "/2", spec)
+assert gloo_threads()
+go, write_data = threading.Event(), _save.Writer.write_data
+_save.Writer.write_data = lambda *args: go.wait() and write_data(*args)
+saving = fs.checkpoint.save(sys.argv[1] + "/3", params, spec, asynchronous=True)
+dist.destroy_process_group()
+assert not gloo_threads(), gloo_threads()
+go.set()
+try:
+    saving.wait()
+except fs.checkpoint.CheckpointError as error:
+    assert "call wait() of what save has returned before torch.distributed.destroy_process_group" in str(error), error
+    print("ended")
+"""
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+
+
+@needs_proc
+def test_its_process_groups_end_with_destroy_process_group(tmp_path: Path) -> None:
+    """Threads that outlive it make ranks abort when the interpreter ends. A save that is not over then is an error."""
+    script = tmp_path / "script.py"
+    script.write_text(SAVES)
+    assert launch(2, script, str(tmp_path)).count("ended") == 2
+
+
+def stopped(rank: int, port: str, path: str, out: Any, where: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=100))
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    spec = fs.whole()(model)
+    params = fs.shard(model, spec)
+    if rank == 1 and where == "before":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 1:
+        dist.new_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        checkpoint.save(path, params, spec, timeout=2)
+    except Exception as error:
+        out.send((type(error).__name__, str(error)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("where", ["before", "group"])
+def test_a_stopped_rank_is_an_error_within_the_timeout(tmp_path: Path, where: str) -> None:
+    """Not the training group's: also where it stops before the first save, or while the process group is made."""
+    port = free_port()
+    reader, writer = CONTEXT.Pipe(duplex=False)
+    begin = time.monotonic()
+    ranks = [forked(stopped, rank, port, str(tmp_path / "1"), writer, where) for rank in range(2)]
+    try:
+        assert reader.poll(40), "it waits for the training group's limit"
+        kind, text = reader.recv()
+        assert kind == "CheckpointError"
+        assert "one of the 2 ranks was lost, or did not answer in time" in text
+        ranks[0].join(40)
+        assert ranks[0].exitcode == 0, "its end waits for the training group's limit"
+        assert time.monotonic() - begin < 60
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert list(tmp_path.iterdir()) == []
