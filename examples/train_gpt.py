@@ -210,10 +210,12 @@ for step in range(first, args.steps):
         start, since, line = now, step + 1, step + 1
         losses.zero_()
     if args.checkpoint and ((step + 1) % args.every == 0 or step == args.steps - 1):
-        path = args.checkpoint / f"step-{step + 1:08d}"
-        saving = fs.checkpoint.save(path, everything(step + 1), spec, asynchronous=True)  # written while training goes on
+        if saving is not None:
+            saving.wait()
         if rank == 0:
-            fs.checkpoint.clean(args.checkpoint, keep=3)
+            fs.checkpoint.clean(args.checkpoint, keep=2)  # the third is written now, while training goes on
+        path = args.checkpoint / f"step-{step + 1:08d}"
+        saving = fs.checkpoint.save(path, everything(step + 1), spec, asynchronous=True)
 if saving is not None:
     saving.wait()  # while there are ranks
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError, _commit, _metadata, _regular, _save, _writer
+from funshard.checkpoint import CheckpointError, _metadata, _regular, _save, _staging, _writer
 from funshard.checkpoint._records import record
 
 
@@ -197,11 +197,11 @@ def test_a_whole_one_that_has_come_in_the_meantime_stays(tmp_path: Path) -> None
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
         checkpoint.export(params, spec, path)
     with pytest.warns(UserWarning, match=OVER):
-        aside = _commit.Aside(path, over_damaged=True)
+        aside = _staging.StagingDirectory(path, over_damaged=True)
     with pytest.warns(UserWarning, match=OVER):
         checkpoint.save(path, params, spec)
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
-        aside._damaged_aside()
+        aside._move_replaced()
     aside.abandon()
     assert checkpoint.latest(tmp_path) == path
     assert list(tmp_path.iterdir()) == [path]
@@ -496,14 +496,14 @@ def test_two_writers_of_one_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The first to end has it; the other one is told."""
     model, spec = made()
     path = tmp_path / "1"
-    real = _commit.Aside.commit
+    real = _staging.StagingDirectory.commit
 
     def commit(self: Any, *args: Any) -> None:
-        monkeypatch.setattr(_commit.Aside, "commit", real)
+        monkeypatch.setattr(_staging.StagingDirectory, "commit", real)
         checkpoint.save(path, {"params": fs.shard(model, spec), "step": 2}, spec)  # another job, a moment before
         real(self, *args)
 
-    monkeypatch.setattr(_commit.Aside, "commit", commit)
+    monkeypatch.setattr(_staging.StagingDirectory, "commit", commit)
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
         checkpoint.save(path, {"params": fs.shard(model, spec), "step": 1}, spec)
     assert checkpoint.load(path, spec, only="step") == 2
@@ -565,16 +565,16 @@ def test_latest_and_clean(tmp_path: Path) -> None:
         os.utime(tmp_path / name, (1000 - i, 1000 - i))
         assert checkpoint.latest(tmp_path) == tmp_path / name
     (tmp_path / "other").mkdir()  # not ours
-    alive = _commit.Aside(tmp_path / "alive")
-    dead = _commit.Aside(tmp_path / "dead")
+    alive = _staging.StagingDirectory(tmp_path / "alive")
+    dead = _staging.StagingDirectory(tmp_path / "dead")
     os.close(dead._lock)
-    begun, stuck = (path.aside.with_suffix(".new") for path in (alive, dead))  # not locked yet, and since long
+    begun, stuck = (path.directory.with_suffix(".new") for path in (alive, dead))  # not locked yet, and since long
     begun.mkdir()
     stuck.mkdir()
     os.utime(stuck, (1000, 1000))
     assert checkpoint.latest(tmp_path) == tmp_path / "a"
-    assert {path.name for path in checkpoint.clean(tmp_path, keep=2)} == {"step_9", "step_10", dead.aside.name, stuck.name}
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "other", alive.aside.name, begun.name}
+    assert {path.name for path in checkpoint.clean(tmp_path, keep=2)} == {"step_9", "step_10", dead.directory.name, stuck.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "other", alive.directory.name, begun.name}
     begun.rmdir()
     alive.abandon()
     checkpoint.save(tmp_path / "0", {"params": params, "step": 4}, spec)

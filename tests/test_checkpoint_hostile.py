@@ -26,7 +26,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError, _commit
+from funshard.checkpoint import CheckpointError, _staging
 from funshard.checkpoint._regular import checksum
 
 
@@ -173,14 +173,14 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_latest_of_two_jobs_is_the_one_that_ended_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever began first, and whatever names they have; also if both had the same sequence before they knew."""
     _, spec = made()
-    real = _commit.Aside.commit
+    real = _staging.StagingDirectory.commit
 
     def commit(self: Any, *args: Any) -> None:
-        monkeypatch.setattr(_commit.Aside, "commit", real)
+        monkeypatch.setattr(_staging.StagingDirectory, "commit", real)
         checkpoint.save(tmp_path / "z", {"job": 2}, spec)  # begins later and ends before
         real(self, *args)
 
-    monkeypatch.setattr(_commit.Aside, "commit", commit)
+    monkeypatch.setattr(_staging.StagingDirectory, "commit", commit)
     checkpoint.save(tmp_path / "a", {"job": 1}, spec)
     assert checkpoint.latest(tmp_path) == tmp_path / "a"
     for name in ("a", "z"):

@@ -72,9 +72,9 @@ def test_numbers_of_groups_that_differ_are_refused(tmp_path: Path) -> None:
 # --- train_gpt.py: ended, and started again. ---
 
 TRAIN = Path(__file__).parent.parent / "examples" / "train_gpt.py"
-STEPS = depth(20, 40)
+STEPS, EVERY = depth(20, 40), 5
 TINY = f"--layers 1 --dim 32 --heads 2 --seq 16 --batch 12 --steps {STEPS} --warmup 5 --lr 1e-2 --log-every 1 --sample 1"
-TINY += " --eval-batches 1 --max-bytes 100000 --every 5"
+TINY += f" --eval-batches 1 --max-bytes 100000 --every {EVERY}"
 
 
 def lines(said: str) -> dict[int, set[str]]:
@@ -88,19 +88,26 @@ def lines(said: str) -> dict[int, set[str]]:
 class Trained(NamedTuple):
     said: str
     model: dict[str, torch.Tensor]
+    kept: list[str]
+    """The names of the checkpoints that are left."""
 
 
 def trained(ranks: int, folder: Path, *flags: str) -> Trained:
     """The end of a run that goes on from what is in the folder."""
     end = folder / "end.pt"
     said = launched(ranks, TRAIN, *TINY.split(), "--checkpoint", str(folder / "states"), "--save", str(end), *flags)
-    return Trained(said, torch.load(end))
+    return Trained(said, torch.load(end), sorted(os.listdir(folder / "states")))
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Of two ranks."""
     return trained(2, tmp_path_factory.mktemp("uninterrupted"))
+
+
+def test_train_gpt_keeps_three_checkpoints(uninterrupted: Trained) -> None:
+    """As its docstring says; none of them is only begun."""
+    assert uninterrupted.kept == [f"step-{STEPS - back:08d}" for back in (2 * EVERY, EVERY, 0)]
 
 
 def check_same(again: Trained, said_before: str, once: Trained) -> None:
@@ -186,7 +193,7 @@ def test_torchrun_starts_ranks_again(uninterrupted: Trained, tmp_path: Path) -> 
             process.terminate()  # its ranks too
         said = Path(output.name).read_text()
     assert code == 0, said
-    check_same(Trained(said, torch.load(end)), "", uninterrupted)
+    check_same(Trained(said, torch.load(end), []), "", uninterrupted)
 
 
 # --- A loop that saves at every step. ---

@@ -1025,7 +1025,8 @@ def test_default_store() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         store = _torch.default_store()
-        store.multi_set(["a", "b"], ["1", "2"])
+        store.set("a", "1")
+        store.set("b", "2")
         store.wait(["a", "b"], timedelta(seconds=1))
         assert store.multi_get(["b", "a"]) == [b"2", b"1"]
         assert store.delete_key("a")

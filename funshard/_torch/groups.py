@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 __all__ = ["default_store"]
 
@@ -15,6 +16,6 @@ if dist.is_available() and not dist.is_initialized():
     importlib.import_module("torch.distributed.nn.functional")
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The key-value store over which the default process group was made. Pinned by ``test_default_store``."""
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]

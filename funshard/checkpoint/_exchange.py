@@ -15,19 +15,12 @@ __all__ = ["exchange"]
 def exchange(value: str, group: str, rank: int, size: int, timeout: timedelta) -> list[str]:
     """Return the value of every rank of the process group, in the order of its ranks.
 
-    No collective is started: a rank that does not come leaves none behind that would wait for it longer than this. The first
-    rank collects the values and answers each rank under a name that the rank has just drawn. So a call that has failed on
-    some ranks leaves nothing that the next one could take for an answer.
+    ``group`` is the group's name, the same on its ranks and no other group's; ``rank`` is this rank of its ``size``. No
+    collective is started: a rank that does not come leaves none behind that would wait for it longer than ``timeout``. The
+    first rank collects the values and answers each rank under a name that the rank has just drawn. So a call that has failed
+    on some ranks leaves nothing that the next one could take for an answer.
 
-    Args:
-        value: This rank's value.
-        group: The name of the process group, the same on its ranks and no other group's.
-        rank: This rank in the group.
-        size: Ranks of the group.
-        timeout: How long to wait for the others.
-
-    Raises:
-        RuntimeError: if a rank did not come in time.
+    Raises RuntimeError if a rank did not come in time.
     """
     store, prefix, name = _torch.default_store(), f"funshard/checkpoint/{group}", uuid.uuid4().hex
     asking, own = [f"{prefix}/from/{i}" for i in range(size)], f"{prefix}/to/{name}"
@@ -36,7 +29,8 @@ def exchange(value: str, group: str, rank: int, size: int, timeout: timedelta) -
         if rank == 0:
             store.wait(asking, timeout)
             names, values = zip(*map(json.loads, store.multi_get(asking)), strict=True)
-            store.multi_set([f"{prefix}/to/{each}" for each in names], [json.dumps(values)] * size)
+            for each in names:
+                store.set(f"{prefix}/to/{each}", json.dumps(values))
         store.wait([own], timeout)
         return json.loads(store.get(own))
     finally:  # whoever comes too late waits for this rank's next call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,10 @@ from .._spec.fits import check_mapping, check_params, whole_unit
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.layout import unflatten_unit
-from ._commit import Aside
+from ._commit import LOCK
 from ._leaves import check_holds
 from ._ranks import TIMEOUT, ranks_of
+from ._staging import StagingDirectory, find_replaced
 
 __all__ = ["DTYPES", "INDEX", "SINGLE", "export"]
 
@@ -59,6 +61,8 @@ def export(
     buffers: Mapping[str, Tensor] | None = None,
     rename: Callable[[str], str] | None = None,
     metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
     timeout: float = TIMEOUT,
 ) -> Path:
     """Writes the full parameters to a new directory as safetensors files; gives its path back. All ranks take part.
@@ -74,14 +78,21 @@ def export(
     parameters that the spec ignores. ``rename`` gives the names in the files, ``metadata`` goes into their headers beside
     ``{"format": "pt"}``.
 
-    They are written aside, flushed, and there by one rename. Raises, on every rank and with nothing at ``directory``,
-    FileExistsError where there is something, ValueError or TypeError, naming the unit or tensor, for params that do not fit,
-    for names that are there twice and for a dtype that the format does not have, and what the file system raises.
+    They are written aside, flushed, and there by one rename. With ``overwrite`` the directory may exist: weights that an
+    earlier export has put there are replaced, all other files stay. ``dry_run`` writes nothing and raises what can be known
+    before: call it with the same arguments before the training whose result is to be exported.
+
+    Raises, on every rank and with ``directory`` as it was, FileExistsError where there is something and no ``overwrite``,
+    PermissionError where the directory cannot be made, ValueError or TypeError, naming the unit or tensor, for params that do
+    not fit, for names that are there twice and for a dtype that the format does not have, and what the file system raises.
     """
     spec = bound(spec)
     ranks = ranks_of(spec, "checkpoint.export", timeout)
+    target = Path(directory).absolute()
 
     def planned() -> list[_File]:
+        if ranks.rank == 0:
+            _check_target(target, overwrite=overwrite)
         check_mapping(buffers or {})
         check_params(params, spec)
         if dtype is not None and not dtype.is_floating_point:
@@ -98,27 +109,46 @@ def export(
         check_ranks_agree(
             spec, asked=tuple(f"shard of unit '{key}' {params[key].dtype}" for key in spec.by_key if key in params)
         )
-    aside: Aside | None = None
+    if dry_run:
+        return target
+    staging: StagingDirectory | None = None
 
     def begin() -> None:
-        nonlocal aside
-        aside = Aside(Path(directory))
+        nonlocal staging
+        staging = StagingDirectory(target, carried=_is_foreign if overwrite else None)
         for file in files:
-            (aside.aside / file.name).write_bytes(file.header)
+            (staging.directory / file.name).write_bytes(file.header)
 
     try:
         ranks.on_first(begin, "checkpoint.export")
         with torch.no_grad():
             for unit in spec:
                 full = _gathered(params, unit, spec)
-                ranks.on_first(lambda full=full: _write(aside, files, full), "checkpoint.export")
+                ranks.on_first(lambda full=full: _write(staging, files, full), "checkpoint.export")
                 del full  # before the next one is gathered
-            ranks.on_first(lambda: _close(aside, files, _others(params, spec, buffers or {})), "checkpoint.export")
+            ranks.on_first(lambda: _close(staging, files, _others(params, spec, buffers or {})), "checkpoint.export")
     except BaseException:
-        if aside is not None:
-            aside.abandon()
+        if staging is not None:
+            staging.abandon()
         raise
-    return Path(directory).absolute()
+    return target
+
+
+def _check_target(target: Path, *, overwrite: bool) -> None:
+    """Raise what would end the export when it has been written: FileExistsError or PermissionError."""
+    try:
+        find_replaced(target, any_directory=overwrite)
+    except FileExistsError as error:
+        hint = "a directory, and no link" if overwrite else "overwrite=True replaces the weights in a directory"
+        raise FileExistsError(f"{error}; {hint}") from None
+    parent = next(path for path in target.parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"{target}: expected a place to write to, and '{parent}' is none")
+
+
+def _is_foreign(name: str) -> bool:
+    """Whether a file of this name in a directory of weights is none that `export` writes."""
+    return name not in (SINGLE, INDEX, LOCK) and not re.fullmatch(r"model-\d{5,}-of-\d{5,}\.safetensors", name)
 
 
 # --- What is where in which file. ---
@@ -229,11 +259,11 @@ def _gathered(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> 
     return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
 
 
-def _write(aside: Aside | None, files: list[_File], tensors: Mapping[str, Tensor]) -> None:
-    assert aside is not None
+def _write(staging: StagingDirectory | None, files: list[_File], tensors: Mapping[str, Tensor]) -> None:
+    assert staging is not None
     for file in files:
         if own := [name for name in tensors if name in file.places]:
-            with (aside.aside / file.name).open("r+b") as opened:
+            with (staging.directory / file.name).open("r+b") as opened:
                 for name in own:
                     offset, entry = file.places[name]
                     opened.seek(offset)
@@ -241,19 +271,19 @@ def _write(aside: Aside | None, files: list[_File], tensors: Mapping[str, Tensor
                     opened.write(_torch.host_bytes(dense))
 
 
-def _close(aside: Aside | None, files: list[_File], others: Mapping[str, Tensor]) -> None:
+def _close(staging: StagingDirectory | None, files: list[_File], others: Mapping[str, Tensor]) -> None:
     """What is left, and all of it to its place."""
-    assert aside is not None
-    _write(aside, files, others)
+    assert staging is not None
+    _write(staging, files, others)
     sizes = {file.name: file.size for file in files}
     if len(files) > 1:
         entries = [(entry, file) for file in files for _, entry in file.places.values()]
         total = sum(entry.nbytes for entry, _ in entries)
         content = {"metadata": {"total_size": total}, "weight_map": {entry.name: file.name for entry, file in entries}}
         text = json.dumps(content, indent=2).encode()
-        (aside.aside / INDEX).write_bytes(text)
+        (staging.directory / INDEX).write_bytes(text)
         sizes[INDEX] = len(text)
     for name in sizes:
-        with (aside.aside / name).open("r+b") as file:
+        with (staging.directory / name).open("r+b") as file:
             os.fsync(file.fileno())
-    aside.publish(sizes)
+    staging.publish(sizes)

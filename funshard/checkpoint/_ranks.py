@@ -20,7 +20,7 @@ from .._spec.spec import PartitionSpec
 from ..collectives._mesh import Group, Mesh
 from ._exchange import exchange
 
-__all__ = ["TIMEOUT", "CheckpointError", "Ranks", "ranks_of"]
+__all__ = ["TIMEOUT", "CheckpointError", "Ranks", "SavedError", "ranks_of"]
 
 TIMEOUT = 600.0
 """Seconds that ranks wait for one that is lost."""
@@ -28,6 +28,16 @@ TIMEOUT = 600.0
 T = TypeVar("T")
 M = TypeVar("M")
 SHOWN = 3
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written, or cannot be read: damaged, cut short, or not what was asked for."""
+
+
+class SavedError(CheckpointError):
+    """The checkpoint is at its path and whole, and something after that has failed."""
+
+
 TOLD = {
     cls.__name__: cls
     for cls in (
@@ -39,13 +49,10 @@ TOLD = {
         FileNotFoundError,
         NotADirectoryError,
         PermissionError,
+        SavedError,
     )
 }
 """What is raised as what it was on the rank that has raised it; all else as a CheckpointError."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written, or cannot be read: damaged, cut short, or not what was asked for."""
 
 
 class Ranks:
@@ -53,7 +60,7 @@ class Ranks:
 
     The group is theirs alone and of gloo: what is said about a checkpoint does not come between the collectives of training,
     and that of a thread in the ``background`` not between those of its caller. A rank that is lost is an error of the others
-    after ``timeout`` at most.
+    after ``timeout``, and one that does not come at all after twice that.
     """
 
     _groups: ClassVar[weakref.WeakValueDictionary[tuple[object, ...], dist.ProcessGroup]] = weakref.WeakValueDictionary()
@@ -69,8 +76,8 @@ class Ranks:
         self._axes = tuple(axis for _, axis in mesh.axes)
         found = (self._groups.get((self._axes, timeout, background)) for background in (False, True))
         numbers = spec_numbers(spec)
-        with self.lost():
-            told = _exchange_rows([dist.get_rank(), *map(_alive, found), *numbers], mesh, timeout)
+        with self.lost():  # twice the time: a rank may be one timeout late that an earlier failure left waiting
+            told = _exchange_rows([dist.get_rank(), *map(_alive, found), *numbers], mesh, 2 * timeout)
             if any(row[3:] != numbers for row in told):
                 check_ranks_agree(spec)
         self._members, foreground, background = ([row[i] for row in told] for i in range(3))
@@ -161,15 +168,20 @@ class Ranks:
         self._raise([text for text, _ in every], where, error)
         return value, [message for _, message in every]  # pyright: ignore[reportReturnType]
 
-    def ended_by_first(self, do: Callable[[], T], end: Callable[[list[T]], None], where: str) -> None:
-        """Each does something, and the first ends it with what all have got; the error of one is an error of all."""
+    def ended_by_first(self, do: Callable[[], T], end: Callable[[list[T]], None], where: str, unless_saved: str) -> None:
+        """Each does something, and the first ends it with what all have got; the error of one is an error of all.
+
+        ``unless_saved`` is added to what is said of any error but a `SavedError`.
+        """
         value, error = self._tried(do)
         every: list[Any] = self.to_first((_told(error), value))
         errors = [text for text, _ in every]
         if self.rank == 0 and not any(errors):
             _, error = self._tried(lambda: end([value for _, value in every]))
             errors = [_told(error)]
-        self._raise(self.from_first(errors if any(errors) else []), where, error)
+        told = self.from_first(errors if any(errors) else [])
+        saved = any(text and text[0] == SavedError.__name__ for text in told)
+        self._raise(told, where if saved else f"{where}: {unless_saved}", error)
 
     def _tried(self, do: Callable[[], T]) -> tuple[T | None, Exception | None]:
         try:

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._spec.spec import PartitionSpec, bound
-from ._commit import Aside
 from ._plan import Writes
 from ._planned import Planned, planned
-from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
+from ._ranks import TIMEOUT, CheckpointError, Ranks, SavedError, ranks_of
+from ._staging import StagingDirectory
 from ._writer import Writer
 
 __all__ = ["Saving", "save"]
@@ -69,7 +69,8 @@ def _tell() -> None:
     """What has gone wrong that nobody has asked for: the process ends."""
     for saving in [saving for saving in _pending if saving._error is not None]:
         _pending.discard(saving)
-        print(f"checkpoint.save: {saving.path} was not saved:", file=sys.stderr)
+        ended = "is there, after an error" if isinstance(saving._error, SavedError) else "was not saved"
+        print(f"checkpoint.save: {saving.path} {ended}:", file=sys.stderr)
         traceback.print_exception(saving._error)
 
 
@@ -96,7 +97,8 @@ def save(
     directory aside, checked, flushed, and renamed to ``path`` as the last thing: a checkpoint is there as a whole or not at
     all, and none that is whole is written over. One that `latest` passes over as damaged gives up its place, with a warning:
     when the new one is there: a loop that went on from the one before comes by the same step again. What goes wrong on one
-    rank is an error on all of them: so is a rank that is lost, for which the others wait ``timeout`` seconds at most.
+    rank is an error on all of them: so is a rank that is lost, for which the others wait ``timeout`` seconds, and twice as long
+    for one that does not come at all.
 
     ``asynchronous`` returns when this rank's share is copied to memory of the host; a thread writes it, over a process group
     of its own, while training goes on, also in place. `Saving.wait` gives the path or the error; otherwise an error comes up
@@ -105,7 +107,9 @@ def save(
 
     Raises FileExistsError where there is anything else at ``path``, ValueError, naming unit and leaf, for a slice that is not
     of this spec and mesh and for what ranks have differently, TypeError for what is none of the above, CheckpointError for
-    what fails while it is written: on every rank, and nothing new is at ``path`` then.
+    what fails while it is written: on every rank, and nothing new is at ``path`` then. Two errors can come when it is there
+    already, and say so or that a rank was lost: where the rename cannot be flushed, and where a rank is lost that waits for
+    the end. `latest` knows.
     """
     spec = bound(spec)
     if "://" in os.fspath(path):
@@ -114,25 +118,25 @@ def save(
         raise ValueError(f"checkpoint.save: when_busy: expected 'wait' or 'raise', got {when_busy!r}")
     ranks = ranks_of(spec, "checkpoint.save", timeout)
     writing = ranks.in_background() if asynchronous else ranks
-    saving = Saving(Path(path))
-    target = saving.path.absolute()
+    target = Path(path).absolute()
+    saving = Saving(target)
     begun = _Begun()
 
     def begin() -> Planned:
         _last_one_over(when_busy)
         plan = planned(state, spec, ranks)
         begun.writes = plan.writes
-        begun.aside = Aside(target, over_damaged=True) if ranks.rank == 0 else None
+        begun.staging = StagingDirectory(target, over_damaged=True) if ranks.rank == 0 else None
         if asynchronous:
             plan.writes.stage()
         return plan
 
     def said(plan: Planned) -> tuple[str, str, Any]:
-        return os.fspath(path), str(begun.aside and begun.aside.aside), plan.said()
+        return os.fspath(path), str(begun.staging and begun.staging.directory), plan.said()
 
     def write() -> None:
         with begun.or_undone():
-            _write(directory, plan.writes, tree, begun.aside, writing)
+            _write(directory, plan.writes, tree, begun.staging, writing)
             plan.writes.ended()
 
     with begun.or_undone():
@@ -152,7 +156,7 @@ class _Begun:
 
     def __init__(self) -> None:
         self.writes: Writes | None = None
-        self.aside: Aside | None = None
+        self.staging: StagingDirectory | None = None
 
     @contextlib.contextmanager
     def or_undone(self) -> Generator[None]:
@@ -161,8 +165,8 @@ class _Begun:
         except BaseException:
             if self.writes is not None:
                 self.writes.ended()
-            if self.aside is not None:
-                self.aside.abandon()
+            if self.staging is not None:
+                self.staging.abandon()
             raise
 
 
@@ -180,7 +184,7 @@ def _check_paths(paths: list[str]) -> None:
         )
 
 
-def _write(directory: Path, writes: Writes, tree: Any, aside: Aside | None, ranks: Ranks) -> None:
+def _write(directory: Path, writes: Writes, tree: Any, staging: StagingDirectory | None, ranks: Ranks) -> None:
     """Each rank writes its file, and tells the first what is where in it, which describes and commits it."""
     writer = Writer(directory, ranks.rank)
 
@@ -189,10 +193,10 @@ def _write(directory: Path, writes: Writes, tree: Any, aside: Aside | None, rank
         return plan, writer.write_data(plan, writes).wait()
 
     def commit(told: list[tuple[SavePlan, list[WriteResult]]]) -> None:
-        assert aside is not None
+        assert staging is not None
         plans, metadata = writes.create_global_plan([plan for plan, _ in told])
         writer.prepare_global_plan(plans)
         writer.finish(metadata, [results for _, results in told])
-        aside.commit(tree, writer.written)
+        staging.commit(tree, writer.written)
 
-    ranks.ended_by_first(write, commit, "checkpoint.save: nothing was saved")
+    ranks.ended_by_first(write, commit, "checkpoint.save", unless_saved="nothing was saved")

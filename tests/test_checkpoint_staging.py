@@ -1,0 +1,171 @@
+"""A fault of the file system at any step of a save: nothing is there and nothing is left, or the error says otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pool
+from torch import nn
+
+import funshard as fs
+from funshard import checkpoint
+from funshard.checkpoint import CheckpointError, _staging
+
+CALLS = [(os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "open"), (os, "close"), (os, "unlink"), (fcntl, "flock")]
+
+
+class Faults:
+    """Calls of the file system, of which the one of this number fails; one that closes or flushes does so before."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, fails: int = -1) -> None:
+        self.seen: list[str] = []
+        for module, name in CALLS:
+            patch.setattr(module, name, self._failing(getattr(module, name), name, fails))
+
+    def _failing(self, real: Any, name: str, fails: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.seen.append(name)
+            if len(self.seen) - 1 != fails:
+                return real(*args, **kwargs)
+            if name == "close":
+                real(*args)
+            raise OSError(5, f"Input/output error of {name}")
+
+        return call
+
+
+def state_of() -> tuple[fs.Params, fs.PartitionSpec]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    spec = fs.whole()(model)
+    return fs.shard(model, spec), spec
+
+
+def test_a_fault_at_every_step_leaves_all_or_nothing_and_says_which(tmp_path: Path) -> None:
+    params, spec = state_of()
+    with pytest.MonkeyPatch.context() as patch:
+        steps = Faults(patch)
+        checkpoint.save(tmp_path / "0", params, spec)
+    ended: Counter[str] = Counter()
+    for number, name in enumerate(steps.seen):
+        folder = tmp_path / f"of {number}"
+        folder.mkdir()
+        error: Exception | None = None
+        with pytest.MonkeyPatch.context() as patch:
+            Faults(patch, number)
+            try:
+                checkpoint.save(folder / "1", params, spec)
+            except (OSError, CheckpointError) as raised:
+                error = raised
+        said = str(error)
+        if error is None or "is there and whole" in said:
+            ended["said that it is there" if error else "saved"] += 1
+            assert checkpoint.latest(folder) == folder / "1", (number, name)
+            assert checkpoint.load(folder / "1", spec)[""].equal(params[""])
+            assert error is None or "the flush of the directory that it is in failed" in said
+        else:
+            ended["nothing"] += 1
+            assert list(folder.iterdir()) == [], (number, name, said)
+        checkpoint.save(folder / "2", params, spec)
+        assert {path.name for path in folder.iterdir()} <= {"1", "2"}
+    assert ended["said that it is there"] == 3, ended  # opening the parent, its fsync and its close
+    assert ended["saved"] >= 1, ended  # a lock that cannot be had or removed
+    assert ended["nothing"] >= 8, ended
+
+
+def save_with_a_fault(rank: int, path: str) -> str:
+    """The error of a save whose first rank cannot flush the parent's entries."""
+    model = nn.Linear(4, 3)
+    spec = fs.whole()(model)
+    params = fs.shard(model, spec, src=0)
+    flush = _staging._flush
+
+    def fails(target: Path) -> None:
+        if target == Path(path).parent:
+            raise OSError(5, "Input/output error")
+        flush(target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_staging, "_flush", fails)
+        with contextlib.suppress(OSError), pytest.raises(CheckpointError) as error:
+            checkpoint.save(path, params, spec)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_no_rank_says_that_nothing_was_saved_where_it_was(gloo2: Pool, tmp_path: Path) -> None:
+    for said in gloo2.run(save_with_a_fault, str(tmp_path / "1")):
+        assert said.startswith(f"SavedError: checkpoint.save: rank 0: {tmp_path / '1'} is there and whole, but the flush"), said
+    assert checkpoint.latest(tmp_path) == tmp_path / "1"
+
+
+def test_wait_gives_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is right also where the working directory is another one then."""
+    params, spec = state_of()
+    (tmp_path / "before").mkdir()
+    monkeypatch.chdir(tmp_path / "before")
+    saving = checkpoint.save("1", params, spec, asynchronous=True)
+    monkeypatch.chdir(tmp_path)
+    assert saving.wait() == saving.path == tmp_path / "before" / "1"
+
+
+# --- export ---
+
+
+def test_export_replaces_weights_and_keeps_what_is_not_its_own(tmp_path: Path) -> None:
+    params, spec = state_of()
+    target = tmp_path / "out"
+    checkpoint.export(params, spec, target, shard_bytes=1)
+    (target / "config.json").write_text("{}")
+    (target / "logs").mkdir()
+    (target / "logs" / "1").write_text("a")
+    old = {path.name for path in target.iterdir()}
+    assert {"model-00001-of-00002.safetensors", "model.safetensors.index.json"} <= old
+    with pytest.raises(FileExistsError, match=r"expected a path where nothing is.*; overwrite=True replaces the weights in"):
+        checkpoint.export(params, spec, target)
+    assert {path.name for path in target.iterdir()} == old
+    doubled = {key: shard * 2 for key, shard in params.items()}
+    assert checkpoint.export(doubled, spec, target, overwrite=True) == target
+    assert {path.name for path in target.iterdir()} == {"model.safetensors", "config.json", "logs"}
+    assert (target / "logs" / "1").read_text() == "a"
+    assert checkpoint.read_safetensors(target, spec)[""].equal(doubled[""])
+    assert list(tmp_path.iterdir()) == [target]
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(FileExistsError, match="a directory, and no link"):
+        checkpoint.export(params, spec, tmp_path / "link", overwrite=True)
+
+
+def test_export_that_fails_leaves_what_it_would_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, spec = state_of()
+    checkpoint.export(params, spec, tmp_path / "out")
+    rename = os.rename
+
+    def fails(old: Any, new: Any) -> None:
+        if new == tmp_path / "out" and (Path(old) / ".lock").exists():
+            raise OSError(5, "Input/output error")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint.export({key: shard * 2 for key, shard in params.items()}, spec, tmp_path / "out", overwrite=True)
+    assert checkpoint.read_safetensors(tmp_path / "out", spec)[""].equal(params[""])
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_a_dry_run_of_export_says_before_the_training_what_would_fail_after_it(tmp_path: Path) -> None:
+    params, spec = state_of()
+    assert checkpoint.export(params, spec, tmp_path / "a" / "b", dry_run=True) == tmp_path / "a" / "b"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="expected a path where nothing is"):
+        checkpoint.export(params, spec, tmp_path / "file", dry_run=True)
+    with pytest.raises(PermissionError, match=r"expected a place to write to, and '.*file' is none"):
+        checkpoint.export(params, spec, tmp_path / "file" / "out", dry_run=True)
+    with pytest.raises(ValueError, match="would both be 'w' in the files"):
+        checkpoint.export(params, spec, tmp_path / "out", rename=lambda _: "w", dry_run=True)
