@@ -14,6 +14,8 @@ from depth import some
 from models import build, unchanged
 from ranks import Pool
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 import funshard as fs
 from funshard import P
@@ -344,3 +346,127 @@ def test_mistakes() -> None:
         assert_exact(lambda call, x: call(x), model, spec, torch.ones(5, 3))
     with pytest.raises(ValueError, match="call it outside of spmd"):
         fs.testing.spmd(lambda mesh, x: assert_exact(loss, model, spec.on(mesh), x), 2)(torch.ones(2, 5, 3))
+
+
+# --- what joins the ranks' batches, what simulated ranks cannot run, and ranks that differ ---
+
+
+def with_batch_norm() -> nn.Module:
+    torch.manual_seed(2)
+    return fs.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("order", [1, 2])
+def test_sync_batch_norm_on_simulated_ranks_is_no_false_alarm(order: int, sizes: dict[str, int]) -> None:
+    """Its plain model has the statistics of the joined batch as well, over all axes or one."""
+    model = with_batch_norm()
+    spec, x = fs.by_type(nn.Linear)(model).on(sizes), values(torch.Size(sizes.values()).numel(), 5, 3)
+    with unchanged(model):
+        assert_exact(cube, model, spec, x, order=order)
+    model[1].axes = "shard"
+    assert_exact(cube, model, spec, x, order=order)
+
+
+def test_a_wrong_run_beside_sync_batch_norm_is_found() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), fs.SyncBatchNorm(3), Odd(lambda self, y: 2 * y.detach() - y)).double()
+    with pytest.raises(AssertionError, match=r"another gradient of '\d\..*the sharded run is wrong"):
+        assert_exact(cube, model, fs.whole()(model).on({"shard": 2}), values(2, 5, 3))
+
+
+def sync_on_ranks(rank: int) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for axes in (None, "shard"):
+        model = with_batch_norm()
+        model[1].axes = axes
+        assert_exact(cube, model, fs.by_type(nn.Linear)(model).on(mesh), values(4, 3, seed=rank), order=2)
+
+
+def test_sync_batch_norm_on_real_ranks(gloo4: Pool) -> None:
+    """The plain model has the mesh of the spec, whose axes the world's own mesh does not know."""
+    gloo4.run(sync_on_ranks)
+
+
+class Checkpointed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Branch(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else -super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (
+            lambda: Checkpointed(3, 3),
+            r"module '0' uses torch\.utils\.checkpoint, .* give its blocks P\(remat=True\), and switch",
+        ),
+        (
+            lambda: spectral_norm(nn.Linear(3, 3)),
+            r"module '0\.parametrizations.*' does what vmap cannot: .* by model\.eval\(\)",
+        ),
+        (lambda: Branch(3, 3), r"module '0' does what vmap cannot: vmap: .* without branches on values .* on real ranks"),
+    ],
+    ids=["checkpoint", "spectral_norm", "branch"],
+)
+def test_simulated_ranks_refuse_in_our_words(block: Callable[[], nn.Module], message: str) -> None:
+    """A forward that torch.vmap cannot run, and gradient checkpointing: the module, and what to do."""
+    model = nn.Sequential(block()).double()
+    with pytest.raises(RuntimeError, match=rf"^assert_exact: .*{message}"):
+        assert_exact(cube, model, fs.by_type(nn.Linear)(model).on({"shard": 2}), values(2, 5, 3))
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+def test_gradient_checkpointing_of_transformers_is_refused_in_our_words() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=11, num_hidden_layers=1, use_cache=False, **sizes)
+    )
+    model.train().gradient_checkpointing_enable()
+    ids = torch.randint(11, (2, 2, 5))
+    with pytest.raises(
+        RuntimeError, match=r"^assert_exact: module 'model.*gradient checkpointing of transformers does.*_disable"
+    ):
+        assert_exact(lambda call, ids: call(ids, labels=ids).loss, model, fs.whole()(model).on({"shard": 2}), ids)
+
+
+class Routed(nn.Module):
+    """Experts as units, of which the batch chooses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(3, 3)
+        self.experts = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[int(x[0, 0] > 0)](self.gate(x))
+
+
+def differing(rank: int, what: str) -> str:
+    torch.manual_seed(rank if what == "values" else 0)
+    model = Routed().double()
+    spec = (fs.by_type(nn.Linear) if what != "spec" or rank == 0 else fs.whole())(model)
+    x = values(5, 3)
+    x[0, 0] = rank - 0.5
+    with pytest.raises(AssertionError if what == "units" else ValueError) as info:
+        assert_exact(cube, model, spec, x)
+    return str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("spec", r"the ranks of the mesh \('shard',\) have different models: expected, as on its rank 0, unit 'experts\.0'"),
+        ("values", r"expected the same values on all ranks of the mesh.*; call torch\.manual_seed with one seed"),
+        ("units", r"rank 1 runs other units than rank 0: as number 1 unit 'experts\.1', where rank 0 runs 'experts\.0'"),
+    ],
+)
+def test_real_ranks_that_differ_get_an_error_and_no_hang(what: str, message: str, gloo2: Pool) -> None:
+    """In their specs, in their parameters, and in the units that their batches choose: the same words on both."""
+    first, second = gloo2.run(differing, what)
+    assert first == second
+    assert re.search(message, first), first

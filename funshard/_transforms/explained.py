@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .._spec.spec import PartitionSpec, sample
 
-__all__ = ["about_arguments", "arguments", "check_values", "explained", "lacks_forward_mode", "note_of"]
+__all__ = ["about_arguments", "arguments", "check_values", "explained", "lacks_forward_mode", "note_of", "running_module"]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -48,7 +48,7 @@ def explained(error: E, model: nn.Module | None = None, *, known: str = "") -> E
     else:
         what = next(filter(None, found.groups()))
         hint = f"torch has no forward-mode rule for {what}: a gradient of a gradient may do, as fs.hvp(..., forward=False)"
-    path = _running(error.__traceback__, model)
+    path = running_module(error.__traceback__, model)
     return _noted(error, _START + ("" if path is None else f"module '{path}': ") + hint)
 
 
@@ -111,8 +111,8 @@ def _noted(error: E, note: str) -> E:
     return error
 
 
-def _running(traceback: TracebackType | None, model: nn.Module | None) -> str | None:
-    """The path of the innermost module of the model in a traceback, None if there is none."""
+def running_module(traceback: TracebackType | None, model: nn.Module | None) -> str | None:
+    """Return the path of the innermost module of the model in a traceback, None if there is none."""
     paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
     path = None
     while traceback is not None:

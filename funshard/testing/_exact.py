@@ -10,11 +10,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _torch
+from .._sharding.agree import check_ranks_agree, fingerprints, talks, telling
+from .._spec.fits import full_parameters
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import Group
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Loss, Outcome
 
 __all__ = ["assert_exact"]
+
+MEND = "call torch.manual_seed with one seed on all ranks before the model is built"
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -53,11 +57,17 @@ def assert_exact(
     Raises AssertionError, on every rank, that names the first parameter that differs and by how much. It says so if the
     plain model differs from itself: when run again (an impure forward: nothing can be compared), or with another seed (a
     random one: the sharded run may have drawn other numbers); and if all may be the rounding of a dtype that forward
-    computes in, in part. ValueError for another ``order`` and a simulated mesh that the batch does not fit.
+    computes in, in part; AssertionError as well where ranks run other units than the first one does. ValueError for another
+    ``order``, a simulated mesh that the batch does not fit, and real ranks whose specs or parameters differ. RuntimeError,
+    naming the module, for a forward that simulated ranks, which are torch.vmap's, cannot run.
     """
     if order not in (1, 2):
         raise ValueError(f"assert_exact: order: expected 1 or 2, got {order!r}")
     case = Case(loss, model, spec.bound, batch, method, _on_simulated_ranks(spec))
+    if not case.simulated and talks(case.spec.bound_mesh):  # before anything that ranks with other models would wait in
+        with telling(case.spec, together=True):
+            values = fingerprints(full_parameters(model, case.spec), case.spec)
+        check_ranks_agree(case.spec, values, mend=MEND)
     _check_batch(case)
     tolerance = _tolerance(case.spec) if tolerance is None else tolerance
     once = case.plain(seed)

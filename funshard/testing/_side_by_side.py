@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._batchnorm import MESH, SyncBatchNorm
 from .._call.buffers import set_buffers
 from .._call.call import functional_call
 from .._call.swap import own_of, restored, this_thread
@@ -21,6 +23,8 @@ from .._spec.tree import join
 from .._transforms.transforms import grad_and_value, hvp
 from .._units.layout import Params, coordinates, views
 from ..collectives._functions import all_reduce
+from ..collectives._mesh import Mesh
+from ._refusals import check_same_units, explain_vmap, record_units
 from ._simulated import spmd
 from ._values import clones, largest_of, row, same, seeded, tensors_of
 
@@ -100,16 +104,26 @@ class Case:
         shapes = ((name, p, torch.cfloat if p.is_complex() else torch.float) for name, p in self.trained.items())
         return {name: torch.randn(p.shape, generator=draw, dtype=dtype).to(p) for name, p, dtype in shapes}
 
+    @functools.cached_property
+    def joins_batches(self) -> bool:
+        """Whether the model computes with the batches of all ranks, as `SyncBatchNorm` does in training."""
+        return any(isinstance(module, SyncBatchNorm) and module.training for module in self.model.modules())
+
     def plain(self, seed: int, order: int = 1, *, by_vmap: bool = False) -> Outcome:
         """By plain autograd on the model itself; derivatives are means over ranks.
 
-        Simulated ranks run one after the other, or ``by_vmap`` together, and then draw the numbers that they draw on shards.
+        Simulated ranks run one after the other, or together: ``by_vmap``, to draw the numbers that they draw on shards, and
+        where the model joins their batches.
         """
         vector = self.vector(seed) if order == 2 else None
         runs: list[_Plain] = []
+        visited: list[str] = []
         error: Exception | None = None
         try:
-            runs = self._together(seed, vector) if by_vmap and self.simulated else self._one_by_one(seed, vector)
+            if self.simulated and (by_vmap or self.joins_batches):
+                runs = self._together(seed, vector)
+            else:
+                runs = self._one_by_one(seed, vector, visited)
         except Exception as raised:  # the other ranks hear of it before they wait for this one's gradients
             error = raised
         texts = self.told("" if error is None else f"{type(error).__name__}: {error}")
@@ -118,6 +132,8 @@ class Case:
         for rank, text in enumerate(texts):
             if text:
                 raise AssertionError(f"assert_exact: the plain model raised on rank {rank}: {text}")
+        if not self.simulated:
+            check_same_units([json.loads(text) for text in self.told(json.dumps(visited))])
         mean = {key: torch.stack([run.derivatives[key] for run in runs]).mean(0) for key in runs[0].derivatives}
         for _, axis in () if self.simulated else self.spec.bound_mesh.axes:
             mean = {key: all_reduce(x, axis) for key, x in mean.items()}
@@ -141,11 +157,13 @@ class Case:
         pieces = views(others | shards, self.spec, rank=rank)
         return {(kind, name): pieces[name] for name in self.trained}
 
-    def _one_by_one(self, seed: int, vector: Params | None) -> list[_Plain]:
+    def _one_by_one(self, seed: int, vector: Params | None, visited: list[str]) -> list[_Plain]:
+        """Run the ranks of this process; ``visited`` receives the keys of the units whose modules run, in their order."""
         out: list[_Plain] = []
         for rank in self.ranks:
             with self._as_it_is(seed + rank):
-                self._install(clones(self.buffers))
+                self._install(clones(self.buffers), self.spec.bound_mesh)
+                record_units(self.spec, self._modules, visited)
                 value = self.loss(self._call, clones(row(self.batch, rank) if self.simulated else self.batch))
                 derivatives = self._derivatives(value, vector)
                 own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._installed.items()}
@@ -153,13 +171,14 @@ class Case:
         return out
 
     def _together(self, seed: int, vector: Params | None) -> list[_Plain]:
-        def rank(_: object, batch: Any, buffers: Params) -> dict[Key, Tensor]:
-            self._install(buffers)
+        def rank(mesh: Mesh, batch: Any, buffers: Params) -> dict[Key, Tensor]:
+            self._install(buffers, mesh)
             value = self.loss(self._call, clones(batch))
             return {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._installed.items()}
 
         with self._as_it_is(seed):
-            found = spmd(rank, self._sizes)(self.batch, self._stacked(self.buffers))
+            with explain_vmap(self.model):
+                found = spmd(rank, self._sizes)(self.batch, self._stacked(self.buffers))
             derivatives = self._derivatives(found[LOSS, ""].mean(), vector)
         return [_Plain({key: x[r].detach() for key, x in found.items()}, derivatives) for r in self.ranks]
 
@@ -201,9 +220,11 @@ class Case:
         """The model's modules by each of their paths."""
         return dict(self.model.named_modules(remove_duplicate=False))
 
-    def _install(self, buffers: Params) -> None:
-        """Within `_as_it_is`: these in the place of the model's own."""
+    def _install(self, buffers: Params, mesh: Mesh) -> None:
+        """Within `_as_it_is`: these in the place of the model's own, and the mesh where a call would put it."""
         for path, module in self._modules.items():
+            if isinstance(module, SyncBatchNorm):
+                vars(module)[MESH] = mesh
             if own := own_of(module, "_buffers"):
                 set_buffers(module, {attr: buffers.get(join(path, attr)) for attr in own})
 
@@ -224,7 +245,8 @@ class Case:
                 if not self.simulated:
                     return [fn(self.spec, self.batch, varying)]
                 on_a_rank = lambda mesh, batch, own: fn(self.spec.on(mesh), batch, own)  # noqa: E731
-                out = spmd(on_a_rank, self._sizes)(self.batch, self._stacked(varying))
+                with explain_vmap(self.model):
+                    out = spmd(on_a_rank, self._sizes)(self.batch, self._stacked(varying))
                 return [row(out, rank) for rank in self.ranks]
 
         def gradient(spec: PartitionSpec, batch: Any, own: Params) -> Any:
