@@ -121,7 +121,7 @@ class _ToNF4:
         if not self.double_quant:
             return packed, absmax, x.new_empty(len(x), 0)
         absmax = absmax.to(_wide(x.dtype))
-        mean = absmax.sum() / max(len(absmax), 1)
+        mean = (absmax / max(len(absmax), 1)).sum()  # of which the sum does not overflow
         return packed, *_ToInt8(_SCALES)(absmax - mean), mean, x.new_empty(len(x), 0)
 
 
@@ -136,7 +136,8 @@ class _FromNF4:
         absmax = scales[0]
         if self.double_quant:
             *coded, mean = scales
-            absmax = (_FromInt8(_SCALES)(*coded) + mean).clamp(min=0)
+            most = min(torch.finfo(dtype).max, torch.finfo(mean.dtype).max)
+            absmax = (_FromInt8(_SCALES)(*coded) + mean).clamp(0, most)
         # a copy of so few bytes does not wait for the device
         pairs = torch.tensor(_PAIRS, dtype=dtype).to(packed.device, non_blocking=True)
         values = F.embedding(packed.to(torch.int32), pairs).flatten()[: len(like)]

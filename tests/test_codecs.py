@@ -141,6 +141,17 @@ def test_what_is_not_finite_is_not_hidden(make: Any, bad: float) -> None:
 
 
 @pytest.mark.parametrize("make", EVERY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_largest_numbers_are_finite(make: Any, dtype: torch.dtype) -> None:
+    """Sums of scales overflowed, where these are quantized."""
+    x = torch.full((40,), torch.finfo(dtype).max, dtype=dtype)
+    x[::3], x[16:24] = -x[0], 0
+    codec = make(8)
+    got = codec.decode(*codec.encode(x))
+    assert ((got.double() - x.double()).abs() <= 0.2 * torch.finfo(dtype).max).all()
+
+
+@pytest.mark.parametrize("make", EVERY)
 @pytest.mark.parametrize("numel", [0, 1, 63, 64, 65])
 def test_decodes_to_the_dtype_it_is_asked_for(make: Any, numel: int) -> None:
     x = numbers(numel, torch.float32)

@@ -311,6 +311,20 @@ def test_quantized_is_off_by_half_a_level_at_most(exponent: float, chunk: int, l
     assert all(shards[key].any() for key in want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["both", "some", "alone"])
+def test_quantized_near_the_largest_number_is_finite(layout: str, dtype: torch.dtype) -> None:
+    """The difference of the largest and the smallest overflowed, and so did sums over ranks."""
+    most = torch.finfo(dtype).max
+    grads = {n: (g / g.abs().amax() * most).to(dtype) for n, g in gradients(ranks(layout)).items()}
+    for g in grads.values():
+        g.view(-1)[0], g.view(-1)[-1] = most, -most
+    [shards], _ = steps(quantize(16), layout, grads)
+    want = slices(mean({n: g.double() / 2 for n, g in grads.items()}, layout), layout)
+    for key, shard in shards.items():
+        assert (shard.double() / 2 - want[key]).abs().amax() <= 0.51 * (2 * most / 255) / 2
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["exact", "cast", "quantize", "chunks", "powersgd", "rank 2", "batched", "cast powersgd"])
 def test_what_is_not_finite_shows(name: str, bad: float) -> None:

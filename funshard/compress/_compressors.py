@@ -143,13 +143,17 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
             size = min(chunk or n, n)
             pieces = torch.nn.functional.pad(buffer.float().unflatten(0, (-1, n)), (0, -n % size)).unflatten(1, (-1, size))
             low, high = pieces.amin(-1).clamp(max=0), pieces.amax(-1).clamp(min=0)
-            scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).tiny)
+            # divided one by one, and the results before they are added: of finite gradients no difference or sum overflows
+            scale = (high / 255 - low / 255).clamp(min=torch.finfo(torch.float32).tiny)
             zero = (-low / scale).round().clamp(0, 255)
             data = ((pieces / scale[..., None]).round() + zero[..., None]).clamp(0, 255).to(torch.uint8)
             scales, zeros = _from_all(torch.stack([scale, zero], -1), unit, spec, over).unbind(-1)
-            received = _from_all(data, unit, spec, over).float().sub_(zeros[..., None]).mul_(scales[..., None])
-            total = received.sum(0)
-            shards[key] = at_rest((total.flatten()[:n] / size_of(over, spec)).to(buffer.dtype), unit, spec)
+            senders = size_of(over, spec)
+            most = torch.finfo(buffer.dtype).max * (1 - 2**-20) / senders  # half a level beyond the largest may be too much
+            limits = torch.where(scales.isfinite(), min(most, torch.finfo(torch.float32).max / senders), torch.inf)[..., None]
+            received = _from_all(data, unit, spec, over).float().sub_(zeros[..., None]).mul_(scales[..., None] / senders)
+            total = received.clamp(min=-limits, max=limits).sum(0)
+            shards[key] = at_rest(total.flatten()[:n].to(buffer.dtype), unit, spec)
         return shards, state
 
     return Compressor(lambda spec: (), reduce)
