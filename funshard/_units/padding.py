@@ -41,12 +41,12 @@ def map_elements(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *sli
     return f(*(_joined(x, ranges) for x in slices))
 
 
-def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device) -> Tensor:
-    """Return which elements of this rank's slice are padding: bool, as long as the slice."""
+def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device, rank: int | None = None) -> Tensor:
+    """Return which elements of this rank's slice, or ``rank``'s, are padding: bool, as long as the slice."""
     parts = [(size, param is None) for size, param in unit.parts]
     rest = (spec.padded_numel(unit) - unit.span, True)
     whole = torch.cat([torch.full((size,), is_padding, device=device) for size, is_padding in (*parts, rest)])
-    return scatter_unit(whole, unit, spec.bound_mesh)
+    return scatter_unit(whole, unit, spec.bound_mesh, rank)
 
 
 def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> None:

@@ -15,6 +15,7 @@ from .._spec.spec import PartitionSpec
 from .._units.layout import Params
 from ._checks import named, refuse_shared_memory
 from ._cuts import Cut
+from ._derivatives import SharedOptions
 from ._group import Group
 from ._groups import kept_ratio
 from ._matrices import Matrices, matrices
@@ -66,6 +67,13 @@ class _Plan(NamedTuple):
             return lr if self.lr is None or own == self.lr else kept_ratio(lr, own, self.lr)
 
         return {name: {**options, "lr": rate(options.get("lr"))} for name, options in self.options.items()}
+
+    def shared(self, options: Mapping[str, Options]) -> Mapping[str, Options]:
+        """The options as what computes with them takes them in: slices, or the owner, one of all ranks of the mesh."""
+        shared, spec = SharedOptions(self.matrices.spec), self.matrices.spec
+        every = spec.bound_mesh.names
+        axes = {m.name: every if self.rule.owner_options else m.unit.p.axes for m in self.matrices.chosen}
+        return {name: shared.of_matrix(own, axes[name]) for name, own in options.items()}
 
 
 def by_matrix(
@@ -210,7 +218,8 @@ def _update(
     rates = {"lr": lr if rest_lr is None else rest_lr} if lr is not None or rest_lr is not None else {}
     given = [x for x in pytree.tree_leaves((grads, state, params, lr, rest_lr)) if isinstance(x, Tensor)]
     if not _torch.plain() or _torch.any_tracked(given):
-        return _stepped(plan, grads, state, params, plan.with_lr(lr), rates, tracked=True, donate=False)
+        options = plan.shared(plan.with_lr(lr))
+        return _stepped(plan, grads, state, params, options, rates, tracked=True, donate=False)
     if plan.donate:
         refuse_shared_memory(named(grads, {key: unit.slices for key, unit in state.items()}, params))
     with torch.no_grad():

@@ -25,6 +25,7 @@ from ._checks import (
     refuse_shared_memory,
     refuse_whole,
 )
+from ._derivatives import SharedOptions, padding_masks, refuse_without_spec, split_axes, without_zeros
 from ._groups import Layout, Options, for_groups, join, kept_ratio, laid_out, part, pieces, put
 from ._streamed import is_there, like, streamed
 
@@ -74,6 +75,9 @@ class _Plan(NamedTuple):
     scalars: frozenset[str]
     """What of it are scalars."""
     lr: Any
+    spec: PartitionSpec | None
+    """By which derivatives know slices from replicas, and padding from elements."""
+    rank: int | None
 
     @property
     def differentiable(self) -> bool:
@@ -89,9 +93,13 @@ def elementwise(
     initial: Initial | None = None,
     donate: bool = False,
     device: torch.device | str | None = None,
+    derived_by: PartitionSpec | None = None,
     **defaults: Any,
 ) -> Optimizer:
-    """`from_torch` for optimizers that work element by element; ValueError for one that is not known to."""
+    """`from_torch` for optimizers that work element by element; ValueError for one that is not known to.
+
+    ``derived_by`` is the spec of derivatives where there is no ``spec``.
+    """
     refuse_whole(optimizer_class, initial)
     if donate and defaults.get("differentiable"):
         raise ValueError("from_torch: donated memory is written over: expected donate=False with differentiable=True")
@@ -117,7 +125,7 @@ def elementwise(
     scalars = frozenset(name for start in starts for name, t in start.items() if t.dim() == 0)
     names = [frozenset(start) for start in starts]
     at = None if device is None else torch.empty(0, device=device).device
-    plan = _Plan(optimizer_class, defaults, initial, donate, at, groups, layouts, names, scalars, lr)
+    plan = _Plan(optimizer_class, defaults, initial, donate, at, groups, layouts, names, scalars, lr, spec or derived_by, rank)
     return Optimizer(partial(_init, plan), partial(_update, plan))
 
 
@@ -168,6 +176,8 @@ def _update(
     refuse_lost_rates(plan.cls, _rates(plan, lr), differentiable=plan.differentiable)
     if not plan.differentiable:
         refuse_derivatives(named(grads, state, params))
+    elif plan.spec is None:
+        refuse_without_spec(_rates(plan, lr), params)
     if plan.donate:
         refuse_shared_memory(named(grads, state, params))
         if any(map(_torch.is_pinned, params.values())):
@@ -181,23 +191,29 @@ def _update(
         more = _update(plan._replace(device=None), others(grads), others(state), others(params), lr=lr)
         return {key: {**new[0], **more[0]}[key] for key in params}, {key: {**new[1], **more[1]}[key] for key in state}
 
+    shared_by = plan.spec if plan.differentiable else None  # torch's groups are not cut for what nobody differentiates
+    shared = SharedOptions(shared_by)
+
     def own(tensor: Tensor, key: str) -> Tensor:
         if plan.donate:
             return tensor
         tensor = tensor if plan.differentiable else tensor.detach()
         if key in layouts and tensor.shape == grads[key].shape:  # vmap writes into what has its dimensions
-            written = [x for x in (grads[key], lr) if isinstance(x, Tensor) and _torch.is_wrapped(x)]
+            entered = shared.along(lr, split_axes(shared_by, key))
+            written = [x for x in (grads[key], entered) if isinstance(x, Tensor) and _torch.is_wrapped(x)]
             if written:
                 return sum((torch.zeros_like(x, dtype=tensor.dtype) for x in written), tensor)
         return like(tensor, tensor) if _torch.is_pinned(tensor) else tensor.clone()
 
+    masks = padding_masks(shared_by, params, plan.rank)
     new_params = {key: own(tensor, key) if key in layouts else tensor for key, tensor in params.items()}
     new_state = {key: {name: own(tensor, key) for name, tensor in values.items()} for key, values in state.items()}
     optimizer = _made(plan, lr)
+    param_groups: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
     stepped: list[tuple[str, int, Tensor, dict[str, Tensor]]] = []
     for key, layout in layouts.items():
         whole = new_params[key] if plan.differentiable else new_params[key].detach()
-        cut = zip(pieces(whole, layout), pieces(own(grads[key], key), layout), strict=True)
+        cut = zip(pieces(whole, layout), pieces(without_zeros(own(grads[key], key), masks.get(key)), layout), strict=True)
         for at, ((group, piece), (_, grad)) in enumerate(cut):
             given = part(new_state[key], layout, at, plan.scalars)
             if plan.differentiable:  # in place on views autograd refuses under torch.func
@@ -207,11 +223,14 @@ def _update(
                 ):  # torch refuses a count that is tracked, as all results of a remat are
                     given["step"] = given["step"].detach()
             piece.grad = grad
-            optimizer.param_groups[group]["params"].append(piece)
+            axes = split_axes(shared_by, key)
+            if (group, axes) not in param_groups:
+                param_groups[group, axes] = _entered(optimizer.param_groups[group], shared, axes)
+            param_groups[group, axes]["params"].append(piece)
             first = plan.cls is torch.optim.SGD and "step" in given and bool(given["step"] == 0)
             optimizer.state[piece] = {} if first else dict(given)
             stepped.append((key, at, piece, given))
-    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    optimizer.param_groups = list(param_groups.values())
     if stepped:
         optimizer.step()
     for key, at, piece, given in stepped:
@@ -220,6 +239,9 @@ def _update(
             new_params[key] = put(new_params[key], piece, layouts[key], at)
             for name, tensor in given.items():
                 new_state[key][name] = put(new_state[key][name], tensor, layouts[key], at, scalar=name in plan.scalars)
+    for key, mask in masks.items():
+        new_params[key] = torch.where(mask, params[key], new_params[key])
+        new_state[key] = {n: torch.where(mask, state[key][n], t) if t.dim() else t for n, t in new_state[key].items()}
     if plan.donate:  # torch 2.13: fused kernels do not count, and autograd would take stale values for fresh ones
         torch.autograd.graph.increment_version([new_params[key] for key in layouts])
         if _torch.plain():
@@ -232,6 +254,11 @@ def _rates(plan: _Plan, lr: float | Tensor | None) -> list[tuple[str, Tensor]]:
     """The options that are tensors."""
     options = [("lr", lr), *plan.defaults.items(), *(option for group in plan.groups for option in group.items())]
     return [(name, value) for name, value in options if isinstance(value, Tensor)]
+
+
+def _entered(group: Mapping[str, Any], shared: SharedOptions, axes: tuple[str, ...]) -> dict[str, Any]:
+    """One of torch's groups for units that are split over these axes, without parameters."""
+    return {name: [] if name == "params" else shared.along(option, axes) for name, option in group.items()}
 
 
 def _without(keys: frozenset[str], tree: Mapping[str, Tree]) -> dict[str, Tree]:

@@ -80,8 +80,9 @@ def laid_out(
         )
     numels = {unit.key: spec.shard_numel(unit) for unit in spec if not unit.at_rest}
     frozen = {unit.key: Layout(at_rest=unit) for unit in spec if unit.at_rest}
-    if unknown:
-        return groups or [{}], {key: Layout(numel) for key, numel in numels.items()} | frozen
+    if unknown:  # where a parameter's part is the whole slice
+        parts = {param.name: Layout(numels[unit.key]) for unit in spec if not unit.at_rest for param in unit.params}
+        return groups or [{}], {key: Layout(numel) for key, numel in numels.items()} | parts | frozen
     where = views({key: torch.empty(numel, device="meta") for key, numel in numels.items()}, spec, rank=rank)
     layouts = {key: _layout(spec.by_key[key], numel, where, group_of) for key, numel in numels.items()}
     parts = {name: Layout(len(x), (Run(0, len(x), group_of[name]),), (group_of[name],)) for name, x in where.items()}

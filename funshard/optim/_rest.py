@@ -58,7 +58,7 @@ def with_rest(
 def _adamw(known: Matrices, lr: float, weight_decay: float, options: Options | None, *, donate: bool) -> Rest:
     """AdamW for what is no matrix, with those of a parameter's options that it has."""
     if options is None:
-        return elementwise(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, donate=donate)
+        return elementwise(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, donate=donate, derived_by=known.spec)
 
     def own(name: str, param: Param) -> Mapping[str, Any]:
         if name in known.by_name:

@@ -38,6 +38,8 @@ class Rule:
     after: Callable[[Sent, Slots, Tensor, Options], tuple[Tensor, Slots]]
     """``after(results, slots, param, options) -> (new param, new slots)``."""
     values: bool = False
+    owner_options: bool = False
+    """Whether owners alone compute with the options, in ``work``; else slices do, before and after."""
 
 
 class MatrixInit(Protocol):
@@ -88,7 +90,9 @@ def of_update(init: MatrixInit, update: MatrixUpdate, shapes: Sequence[tuple[tup
         stepped, *rest = results
         return stepped, dict(zip(slots, rest, strict=True))
 
-    return Rule(slots, lambda x: dict(init(x)), before, work, tuple(range(1, 2 + len(slots))), after, values=True)
+    return Rule(
+        slots, lambda x: dict(init(x)), before, work, tuple(range(1, 2 + len(slots))), after, values=True, owner_options=True
+    )
 
 
 def _tried(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, Tensor]:

@@ -1,0 +1,159 @@
+"""Derivatives with respect to a learning rate that all ranks share: those of the unsharded steps, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from depth import depth, each, some
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard import P
+from funshard.optim import from_torch
+
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
+X = torch.randn(4, 6, 3).double()
+LR = torch.tensor(0.05).double()
+POLICIES = {
+    "sharded": fs.always(),
+    "replicated": fs.whole(P()),
+    "mixed": fs.by_path({"0": P(), "2": P("shard"), "4": P("shard")}),
+    "mixed on both axes": fs.by_path({"0": P(), "2": P(("replicate", "shard")), "4": P("replicate")}),
+}
+
+
+def own(name: str, param: fs.Param) -> dict[str, float]:
+    """Of biases another one, which keeps its ratio."""
+    return {"lr": 0.1} if name.endswith("bias") else {}
+
+
+def sign(grad: Tensor, state: Any, param: Tensor, *, lr: Any) -> tuple[Tensor, Any]:
+    momentum = 0.9 * state["momentum"] + grad
+    return param - lr * momentum / (1 + momentum.square().sum()).sqrt(), {"momentum": momentum}
+
+
+def by_owners(spec: fs.PartitionSpec) -> Any:
+    rest = from_torch(torch.optim.AdamW, differentiable=True, spec=spec, lr=0.05)
+    update = fs.optim.by_matrix(lambda p: {"momentum": torch.zeros_like(p)}, sign, spec, rest=rest)
+    return update.init, lambda *args, lr: update.update(*args, lr=lr, rest_lr=lr)
+
+
+def muon(spec: fs.PartitionSpec) -> Any:
+    rest = from_torch(torch.optim.AdamW, differentiable=True, spec=spec, lr=0.05)
+    init, update = fs.optim.muon(spec, dtype=torch.float64, rest=rest)
+    return init, lambda *args, lr: update(*args, lr=lr, rest_lr=lr)
+
+
+OPTIMIZERS: dict[str, Callable[[fs.PartitionSpec], Any]] = {
+    "AdamW": lambda spec: from_torch(torch.optim.AdamW, differentiable=True, spec=spec, lr=0.05),
+    "muon": muon,
+    "owners": by_owners,
+}
+
+
+def loss(spec: fs.PartitionSpec, params: fs.Params, x: Tensor) -> Tensor:
+    return fs.functional_call(MODEL, params, x, spec=spec).square().mean()
+
+
+def after_two_steps(spec: fs.PartitionSpec, name: str, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """This rank's loss after two steps, as a function of the learning rate."""
+    params = fs.shard(FULL, spec)
+    init, update = OPTIMIZERS[name](spec)
+
+    def f(lr: Tensor) -> Tensor:
+        now, state = params, init(params)
+        for _ in range(2):
+            grads = torch.func.grad(lambda p: loss(spec, p, x))(now)
+            now, state = update(grads, state, now, lr=lr)
+        return loss(spec, now, x)
+
+    return f
+
+
+def derivatives(spec: fs.PartitionSpec, name: str, x: Tensor) -> tuple[Tensor, ...]:
+    f = after_two_steps(spec, name, x)
+    slope = torch.func.grad(f)(LR)
+    return slope, torch.func.grad(torch.func.grad(f))(LR)
+
+
+def wanted(name: str, ranks: int) -> tuple[Tensor, ...]:
+    """On one rank, of all ranks' samples."""
+    spec = fs.whole()(MODEL).on({"shard": 1})
+    return derivatives(spec, name, X[:ranks].flatten(0, 1))
+
+
+@each
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_on_simulated_ranks(name: str, policy: str, sizes: dict[str, int]) -> None:
+    if policy == "mixed on both axes" and len(sizes) == 1:
+        pytest.skip("has no such axis")
+    ranks = torch.Size(sizes.values()).numel()
+    got = fs.testing.spmd(lambda mesh, x: derivatives(POLICIES[policy](MODEL).on(mesh), name, x), sizes)(X[:ranks])
+    for one, want in zip(got, wanted(name, ranks), strict=True):
+        assert_close(one, want.expand(ranks), rtol=1e-7, atol=1e-9)
+
+
+def on_real_ranks(rank: int, sizes: dict[str, int], cases: list[tuple[str, str]]) -> None:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name, policy in cases:
+        got = derivatives(POLICIES[policy](MODEL).on(mesh), name, X[rank])
+        assert_close(got, wanted(name, mesh.size()), rtol=1e-7, atol=1e-9, msg=lambda m, at=(name, policy): f"{at}: {m}")
+
+
+def test_on_real_ranks(gloo2: Pool) -> None:
+    gloo2.run(
+        on_real_ranks, {"shard": 2}, [*some([(name, policy) for name in OPTIMIZERS for policy in ("mixed", "sharded")], 3)]
+    )
+
+
+def test_on_four_ranks(gloo4: Pool) -> None:
+    cases = [("AdamW", "mixed on both axes"), ("owners", "mixed on both axes")]
+    gloo4.run(on_real_ranks, {"replicate": 2, "shard": 2}, cases[: depth(1, 2)])
+
+
+@pytest.mark.parametrize("policy", ["sharded", "replicated", "mixed"])
+def test_weights_of_a_ranks_own_samples(policy: str) -> None:
+    """Of a rank's own inputs the gradient is that of its own loss: N times that of the mean over ranks, also through a step."""
+    weights = torch.linspace(0.5, 1.5, 24).view(4, 6, 1).double()
+
+    def of_rank(mesh: Any, x: Tensor, weights: Tensor) -> Tensor:
+        spec = POLICIES[policy](MODEL).on(mesh)
+        params = fs.shard(FULL, spec)
+
+        def after(weights: Tensor) -> Tensor:
+            weighted = lambda p: (weights * fs.functional_call(MODEL, p, x, spec=spec).square()).mean()  # noqa: E731
+            grads = torch.func.grad(weighted)(params)
+            return loss(spec, {k: p - 0.1 * grads[k] for k, p in params.items()}, x)
+
+        return torch.func.grad(after)(weights)
+
+    got = fs.testing.spmd(of_rank, 4)(X, weights)
+    want = of_rank({"shard": 1}, X.flatten(0, 1), weights.flatten(0, 1)).view_as(got)
+    assert_close(got, 4 * want)
+
+
+def without_a_spec(rank: int) -> None:
+    shards = {"": torch.ones(3)}
+    init, update = from_torch(torch.optim.AdamW, differentiable=True)
+    slope = torch.func.grad(lambda lr: update(shards, init(shards), shards, lr=lr)[0][""].sum())
+    with pytest.raises(RuntimeError, match="lr is differentiated on 2 ranks, of which each has a part"):
+        slope(torch.tensor(0.1))
+    full = {"weight": torch.ones(3, 2)}  # no shard: each rank's own
+    slope = torch.func.grad(lambda lr: update(full, init(full), full, lr=lr)[0]["weight"].sum())
+    assert slope(torch.tensor(0.1)) < 0
+
+
+def test_without_a_spec_it_is_refused(gloo2: Pool) -> None:
+    """Nothing in a shard tells a slice from a replica."""
+    gloo2.run(without_a_spec)
