@@ -510,10 +510,21 @@ def test_indices_that_are_wrong_are_refused(tmp_path: Path) -> None:
     refused(checkpoint.CheckpointError, "expected files beside it, got '../other", read)
     says({**weights, "0.bias": "model-9.safetensors"})
     refused(checkpoint.CheckpointError, "model-9.safetensors: expected this file, which the index names", read)
-    index.write_text("{")
-    refused(checkpoint.CheckpointError, "the index is damaged", read)
+    for text in ("{", "[]", "[" * 100_000 + "]" * 100_000, '{"weight_map": {"0.bias": 3}}', '{"weight_map": {"0.bias": ".."}}'):
+        index.write_text(text)
+        refused(checkpoint.CheckpointError, "the index is damaged", read)
     refused(FileNotFoundError, "expected a file of safetensors", lambda: checkpoint.read_safetensors(tmp_path, spec))
     refused(FileNotFoundError, "expected a file of safetensors", lambda: checkpoint.read_safetensors(tmp_path / "x", spec))
+
+
+def test_an_index_beside_the_one_file_is_stale(tmp_path: Path) -> None:
+    """transformers reads the file: of an earlier save in pieces the index has stayed, and perhaps the pieces."""
+    old, new = (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)) for _ in range(2))
+    spec = fs.whole()(old)
+    path = checkpoint.export(fs.shard(old, spec), spec, tmp_path / "files", shard_bytes=1)
+    save_file(new.state_dict(), path / "model.safetensors")
+    same_bits(checkpoint.read_safetensors(path, spec), fs.shard(new, spec))
+    same_bits(checkpoint.read_safetensors(path / "model.safetensors.index.json", spec), fs.shard(old, spec))
 
 
 def test_a_tied_parameter_may_have_any_of_its_names(tmp_path: Path) -> None:

@@ -7,42 +7,23 @@ import enum
 import io
 import json
 import os
-import pathlib
 import pickle
 import pickletools
 import shutil
-import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from hostile import made, process_state, save, theirs
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint import save as torch_save
 from torch.testing import assert_close
 
 import funshard as fs
 from funshard import checkpoint
 from funshard.checkpoint import CheckpointError, _staging
 from funshard.checkpoint._regular import checksum
-
-
-def made() -> tuple[nn.Module, fs.PartitionSpec]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    return model, fs.by_type(nn.Linear)(model)
-
-
-def save(path: Path) -> None:
-    model, spec = made()
-    params = fs.shard(model, spec)
-    init, _ = fs.optim.from_torch(torch.optim.AdamW, lr=0.1)
-    more = {"dtype": torch.bfloat16, "bytes": b"b", "list": [1, (2.5, None)], "tensor": torch.arange(3)}
-    checkpoint.save(path, {"params": params, "opt": init(params), **more}, spec)
-
 
 # --- A manifest with a good checksum that says what no manifest says. ---
 
@@ -334,15 +315,6 @@ def test_what_is_saved_every_python_reads(tmp_path: Path) -> None:
     assert strings
 
 
-def theirs(path: Path) -> dict[str, torch.Tensor]:
-    """What torch.distributed.checkpoint has saved, without anybody's checksum of its description."""
-    model, _ = made()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it is one process
-        torch_save({"model": model.state_dict(), "plain": [1, {"a": "b"}]}, checkpoint_id=path)
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
 # --- A description that lies. ---
 
 
@@ -446,14 +418,6 @@ ATTACKS: dict[str, bytes] = {
     "a key that is as deep as it is long": b"})" + b"\x85" * 200_000 + b"Ns",
     "a key whose hash never ends": b"})" + b"q\x00h\x00\x86" * 80 + b"Ns",
 }
-
-
-def process_state() -> list[Any]:
-    """What a pickle could have changed: attributes of classes and functions that files name."""
-    kinds = [getattr(dcp, name) for name in dir(dcp) if isinstance(getattr(dcp, name), type)]
-    kinds += [*pathlib.PurePath.__subclasses__(), pathlib.PurePath, OrderedDict, torch.Size, torch.dtype, type(torch.float32)]
-    functions = [torch.serialization._get_layout, getattr, torch._utils._rebuild_tensor_v2]
-    return [dict(vars(kind)) for kind in kinds] + [getattr(function, "__defaults__", None) for function in functions]
 
 
 @pytest.mark.timeout(20)

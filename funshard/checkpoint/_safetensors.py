@@ -6,10 +6,11 @@ import contextlib
 import importlib
 import json
 import os
+import reprlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from .._units.layout import Params
 from ._export import DTYPES, INDEX, SINGLE
 from ._leaves import Part
 from ._load import clean_name
+from ._manifest import is_plain_name
 from ._nodes import parameters
 from ._plan import boxed
 from ._ranks import TIMEOUT, CheckpointError, ranks_of
+from ._regular import read_regular
 
 __all__ = ["read_safetensors"]
 
@@ -39,9 +42,9 @@ def read_safetensors(
 ) -> Params:
     """The shards of the parameters in safetensors files. Inverse of `export`.
 
-    ``path`` is a file, an index (``.json``), or a directory with ``model.safetensors.index.json`` or ``model.safetensors``, as
-    transformers and `export` write them. Every rank sees the files, and reads of each tensor the range that lies in its slice,
-    straight into the result's memory: no full tensor is made, on any rank.
+    ``path`` is a file, an index (``.json``), or a directory with ``model.safetensors`` or ``model.safetensors.index.json``, as
+    transformers and `export` write them; of both transformers reads the first, and so does this. Every rank sees the files,
+    and reads of each tensor the range that lies in its slice, straight into the result's memory: no full tensor is made.
 
     ``rename(name in the files)`` is the name in the model, None for what is not wanted, such as buffers. By default the
     prefixes of wrappers are left out (`clean_name`). A tied parameter may be there under any of its names, or several, if
@@ -128,8 +131,8 @@ def _described(file: Path, key: str, opened: Any) -> _Stored:
 
 def _files(path: Path) -> dict[Path, set[str]]:
     """The files, and what should be in each."""
-    if path.is_dir():
-        path = path / INDEX if (path / INDEX).is_file() else path / SINGLE
+    if path.is_dir():  # as transformers: an index beside the one file is of an earlier save
+        path = path / SINGLE if (path / SINGLE).is_file() or not (path / INDEX).is_file() else path / INDEX
     if not path.is_file():
         raise FileNotFoundError(
             f"{path}: expected a file of safetensors, an index of such, or a directory with '{SINGLE}' or one"
@@ -138,11 +141,11 @@ def _files(path: Path) -> dict[Path, set[str]]:
         return {path: set()}
     out: dict[Path, set[str]] = {}
     try:
-        for key, name in json.loads(path.read_text())["weight_map"].items():
-            if PurePath(name).name != name:
-                raise ValueError(f"expected files beside it, got {name!r}")
+        for key, name in json.loads(read_regular(path).decode())["weight_map"].items():
+            if not is_plain_name(name):
+                raise ValueError(f"expected files beside it, got {reprlib.repr(name)}")
             out.setdefault(path.with_name(name), set()).add(key)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: the index is damaged: {type(error).__name__}: {error}") from error
     return out
 
