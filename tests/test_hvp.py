@@ -297,3 +297,60 @@ def test_what_has_no_forward_mode_rule() -> None:
     for other in (NotImplementedError("not yet"), RuntimeError("forward AD with x that"), ValueError("no")):
         assert not lacks_forward_mode(other)
         assert text(explained(other)) in ("not yet", text(other))
+
+
+class Constants(nn.Module):
+    """What it computes without gradients divides what it gives."""
+
+    def __init__(self, constant: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.constant = nn.Linear(4, 4), nn.Linear(4, 4), constant
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(torch.tanh(self.a(x)))
+        with torch.no_grad():
+            n = self.constant(self, h)
+        return (h.sin() / (n + 3)).sum()
+
+
+@torch.enable_grad()
+def with_gradients(_: nn.Module, h: Tensor) -> Tensor:
+    return h.mean()
+
+
+CONSTANTS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "value": lambda m, h: h.abs().mean(),
+    "view": lambda m, h: h[0],
+    "view of a weight": lambda m, h: m.a.weight.t()[0],
+    "views": lambda m, h: h.chunk(2)[0][0],
+    "of torch.nn.functional": lambda m, h: F.layer_norm(h, (4,)),
+    "in place": lambda m, h: torch.ones(4).double().mul_(h.mean(0)),
+    "in place of what is differentiated": lambda m, h: h.mul_(2).detach().mean() * 0,
+    "buffer": lambda m, h: m.mean.copy_(h.mean(0)),
+    "enabled again": with_gradients,
+}
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True)], ids=str)
+@pytest.mark.parametrize("what", CONSTANTS)
+def test_no_grad_in_forward(what: str, p: P, remat: bool) -> None:
+    """As for a gradient of a gradient, also where the caller wants none himself; torch's own jvp differentiates it."""
+    torch.manual_seed(0)
+    model = Constants(CONSTANTS[what]).double()
+    spec = fs.always(p)(model)
+    params, x = fs.shard(model, spec), torch.randn(3, 4).double()
+    v = {key: torch.linspace(-1, 1, shard.numel()).double() for key, shard in params.items()}
+
+    def loss(params: fs.Params) -> Tensor:
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        return fs.functional_call(model, params, (x,), spec=spec, buffers=buffers)
+
+    f = fs.remat(loss) if remat else loss
+    expected = fs.hvp(loss, params, v, forward=False)
+    torch.testing.assert_close(fs.hvp(f, params, v), expected)
+    with torch.no_grad():
+        got = fs.hvp(f, {key: shard.clone().requires_grad_() for key, shard in params.items()}, v)
+    torch.testing.assert_close(got, expected)
+    assert not any(x.requires_grad for x in got.values())

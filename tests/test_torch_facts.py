@@ -1034,3 +1034,24 @@ def test_default_store() -> None:
             store.wait(["a"], timedelta(seconds=0.01))
     finally:
         dist.destroy_process_group()
+
+
+def test_no_grad_in_forward_mode() -> None:
+    """jvp differentiates what is computed under no_grad; within the mode it does not, nor a view made there, nor by level 0."""
+
+    def f(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            n, view = x * 2, x[:1]
+        return x * n * view
+
+    def watched(x: Tensor) -> Tensor:
+        with _torch.NoGradInForwardMode():
+            assert _torch.NoGradInForwardMode.is_active()
+            return f(x)
+
+    x = torch.tensor([1.0, 3.0])
+    one = torch.ones(2)
+    assert torch.func.jvp(f, (x,), (one,))[1].equal(torch.tensor([6.0, 30.0]))
+    assert torch.func.jvp(watched, (x,), (one,))[1].equal(torch.tensor([2.0, 6.0]))
+    assert torch.func.grad(lambda x: f(x).sum())(x).equal(torch.tensor([2.0, 6.0]))
+    assert not _torch.NoGradInForwardMode.is_active()

@@ -9,6 +9,7 @@ from .dispatch import *
 from .files import *
 from .groups import *
 from .levels import *
+from .no_grad import *
 from .stand_in import *
 from .storage import *
 from .streams import *

@@ -50,7 +50,7 @@ class Rerun:
         self._call, self.name, self._own = call, name, set(own)
         self._labels = [*roots, "context"]
         self._labels_after = ["its result", "the context variables that it left", *self._labels]
-        self._grad = torch.is_grad_enabled()
+        self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
         levels = _torch.level() + _torch.in_forward_ad()  # of which plain autograd is another one, where it follows
         self._found: Reached | None = Reached([*roots.values(), _variables()], self._own)  # until the first run has ended
         self._start, self._constants = Start(self._found, self._own), self._found.constants
@@ -122,12 +122,12 @@ class Rerun:
             if self._surroundings is None:
                 self._surroundings = Surroundings(xs)
                 watched = self._watched(xs, self._surroundings)
-                with torch.set_grad_enabled(self._grad), _context(made.roots[-1]), self._of_one_level(), watched:
+                with torch.set_grad_enabled(self._grad), _context(made.roots[-1]), self._in_stack(), watched:
                     out, left = self._call(*made.roots[:-1]), _variables()
                 self._surroundings.ended()
             else:
                 with self._surroundings.as_they_were(), torch.set_grad_enabled(self._grad):
-                    with self._of_one_level(), self._watched(xs, self._surroundings):
+                    with self._in_stack(), self._watched(xs, self._surroundings):
                         out, left = contextvars.Context().run(self._in_context, made.roots)
                     self._surroundings.check_end(self.name)
         finally:
@@ -142,6 +142,12 @@ class Rerun:
         """Run again in a context of its own: what the first run has set, and nobody had before it, is not set there."""
         with _context(roots[-1]):
             return self._call(*roots[:-1]), _variables()
+
+    @contextlib.contextmanager
+    def _in_stack(self) -> Generator[None]:
+        """Within this, the function runs as all transforms around its first run expect."""
+        with self._of_one_level(), _torch.NoGradInForwardMode() if self._forward_mode else contextlib.nullcontext():
+            yield
 
     def _of_one_level(self) -> contextlib.AbstractContextManager[object]:
         """Refuses what means one derivative of a stack: which one is another question in a run again."""

@@ -72,7 +72,9 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None
     of ``lambda p: <grad(f)(p), v>``. On shards that inner product is each rank's part of the whole one, and counts with its
     sum as all that is computed from shards does, so both are exact. Where ``forward`` is None the second one is taken if the
     first ends because torch has no forward-mode rule for an operator (``_grouped_mm`` of mixtures of experts): then ``f``
-    runs again, and what it changed in place outside it changes again; inside torch.compile it is not taken.
+    runs again, and what it changed in place outside it changes again; inside torch.compile it is not taken. What ``f`` computes
+    under ``torch.no_grad`` is a constant in both forms (torch's own forward mode does not know it), but not inside
+    torch.compile.
 
     >>> import torch, funshard as fs
     >>> fs.hvp(lambda p: (p["w"] ** 3).sum(), {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 1.0])})
@@ -91,7 +93,7 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None
     missing = ""
     if forward is not False:
         try:
-            return torch.func.jvp(first, (params,), (direction,))[1]
+            return _forward_over_reverse(first, params, direction)
         except NotImplementedError as error:
             if forward or torch.compiler.is_compiling() or not lacks_forward_mode(error):
                 raise explained(error)  # noqa: B904 - the same one
@@ -100,6 +102,20 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None
         return torch.func.grad(lambda p: _inner(first(p), direction))(params)
     except RuntimeError as error:
         raise explained(error, known=missing)  # noqa: B904 - the same one
+
+
+def _forward_over_reverse(first: Callable[[Any], Any], params: Any, direction: Any) -> Any:
+    """``jvp`` of a gradient, in which ``torch.no_grad`` is what it is for the gradient."""
+    if torch.compiler.is_compiling():
+        return torch.func.jvp(first, (params,), (direction,))[1]
+    wanted = torch.is_grad_enabled()
+
+    def watched(p: Any) -> Any:
+        with torch.enable_grad(), _torch.NoGradInForwardMode():  # what is off in here, f has switched off
+            return first(p)
+
+    out = torch.func.jvp(watched, (params,), (direction,))[1]
+    return out if wanted else pytree.tree_map_only(Tensor, Tensor.detach, out)
 
 
 def _inner(a: Any, b: Any) -> Tensor:

@@ -1,0 +1,60 @@
+"""torch.no_grad in forward mode, which torch ignores there."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import _set_fwd_grad_enabled  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+from torch.overrides import TorchFunctionMode
+
+from .levels import level
+
+__all__ = ["NoGradInForwardMode"]
+
+
+class _Active(threading.local):
+    count = 0
+
+
+_ACTIVE = _Active()
+
+
+class NoGradInForwardMode(TorchFunctionMode):
+    """Within this, what is computed under ``torch.no_grad`` in a torch.func transform is a constant for jvp as well.
+
+    It asks for the mode of gradients at each function of torch and keeps no state: C++ changes that mode, too. A view would
+    ask its base for a tangent later, so results are detached. Custom Functions run without it: what runs others' code in one
+    enters another where `is_active` was true. Pinned by ``test_no_grad_in_forward_mode``.
+    """
+
+    @staticmethod
+    def is_active() -> bool:
+        """Whether this thread is within one, be it switched off for the moment."""
+        return _ACTIVE.count > 0
+
+    def __enter__(self) -> NoGradInForwardMode:
+        _ACTIVE.count += 1
+        return super().__enter__()  # pyright: ignore[reportReturnType]
+
+    def __exit__(self, *error: Any) -> None:
+        _ACTIVE.count -= 1
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled() or not level():
+            return func(*args, **kwargs)
+        with _set_fwd_grad_enabled(False):
+            out = func(*args, **kwargs)
+            given = [*args, *kwargs.values()]
+            if isinstance(out, Tensor):
+                return _constant(out, given)
+            return type(out)(_constant(x, given) for x in out) if type(out) in (list, tuple) else out
+
+
+def _constant(x: Any, given: list[Any]) -> Any:
+    """A result without derivatives; one that is an argument, as of what writes in place, is itself."""
+    return x.detach() if isinstance(x, Tensor) and not any(x is other for other in given) else x
