@@ -787,3 +787,44 @@ def test_forces() -> None:
         (f(torch.tanh(x)) ** 2).sum().backward()
         results.append(x.grad)
     assert_close(*results)
+
+
+class Forces(nn.Module):
+    """Energies and their gradients by the positions, as models of molecules have them."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.a, self.b, self.by = nn.Linear(3, 8).double(), nn.Linear(8, 1).double(), by
+
+    def energy(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))).sum()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.by == "torch.func":
+            return torch.func.grad_and_value(self.energy)(x)[::-1]
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.energy(x)
+            return energy, torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", remat=True)], ids=str)
+@pytest.mark.parametrize("way", [fs.grad, torch.func.grad], ids=["fs.grad", "torch.func.grad"])
+def test_energies_and_forces(p: fs.P, way: Callable[..., Any]) -> None:
+    """By torch.func.grad they are right under remat as well; by torch.autograd.grad it says what to write."""
+    x = torch.linspace(-1, 1, 12).double().view(4, 3)
+    model = Forces("torch.func")
+    spec = fs.whole(p)(model)
+
+    def loss(params: fs.Params) -> Tensor:
+        energy, forces = fs.functional_call(model, params, (x,), spec=spec)
+        return energy + forces.pow(2).sum()
+
+    energy, forces = model(x)
+    names, own = zip(*model.named_parameters(), strict=True)
+    expected = dict(zip(names, torch.autograd.grad(energy + forces.pow(2).sum(), own), strict=True))
+    torch.testing.assert_close(fs.gather_full(way(loss)(fs.shard(model, spec)), spec), expected, check_device=False)
+    if p.remat:
+        model.by = "torch.autograd"
+        with pytest.raises(RuntimeError, match=r"calls requires_grad_\(\) .* expected the gradient by torch\.func\.grad"):
+            way(loss)(fs.shard(model, spec))

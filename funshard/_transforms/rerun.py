@@ -166,9 +166,16 @@ class Rerun:
         for k, result in zip(end.numbers, end.results, strict=True):
             tracked = self._grad and _torch.base(result).requires_grad and not any(_torch.base(x).requires_grad for x in xs)
             if tracked or _torch.level_of(result) > _torch.level():
+                where = after.where((TENSOR, k), self._labels_after)
+                if _differentiates_itself(_torch.base(result), xs):
+                    raise RuntimeError(
+                        f"{self.name} calls requires_grad_() on one of its arguments, or a tensor in its memory, and {where} "
+                        "depends on that: in a run without a graph its derivatives are not to be told from others; expected "
+                        "the gradient by torch.func.grad, as of forces: torch.func.grad(self.energy)(x)"
+                    )
                 raise RuntimeError(
                     f"{self.name} reads a tensor of the running computation that is neither an argument nor reached from one "
-                    f"({after.where((TENSOR, k), self._labels_after)} depends on it), where it would have no "
+                    f"({where} depends on it), where it would have no "
                     "gradient: expected it among the arguments"
                 )
 
@@ -189,6 +196,13 @@ class Rerun:
 def _variables() -> dict[contextvars.ContextVar[Any], Any]:
     """Return all context variables that are set, with their values."""
     return dict(contextvars.copy_context().items())
+
+
+def _differentiates_itself(result: Tensor, xs: Sequence[Tensor]) -> bool:
+    """Whether the graph of a result ends in a tensor that shares memory with an operand, none of which has a graph."""
+    memory = {_torch.storage_id(_torch.base(x)) for x in xs if _torch.is_strided(_torch.base(x))}
+    leaves = (getattr(node, "variable", None) for node, _ in _torch.nodes(result))
+    return any(leaf is not None and _torch.is_strided(leaf) and _torch.storage_id(leaf) in memory for leaf in leaves)
 
 
 @contextlib.contextmanager
