@@ -56,6 +56,8 @@ class Rerun:
         self._start, self._constants = Start(self._found, self._own), self._found.constants
         levels += self._grad and any(_torch.base(x).requires_grad for x in self._found.tensors)
         self._stacked = (_torch.level() > 0 and levels > 1) or _RUNNING.stacked
+        if self._stacked:
+            self._refuse_backward_hooks(self._found.objects)
         # in a stack most runs are of transforms, in which what another has computed is something else
         self._kept = None if remat.save is None or self._stacked or _torch.traced() else Kept(remat, name)
         self._is_last = self._retained = False
@@ -70,6 +72,17 @@ class Rerun:
         """The operands."""
         assert self._found is not None
         return list(self._found.tensors)
+
+    def _refuse_backward_hooks(self, objects: Iterable[object]) -> None:
+        """RuntimeError for a module's backward hook: torch drops it inside of forward mode, and a run again would not."""
+        for module in objects:
+            for hook in _backward_hooks_of(module) if isinstance(module, nn.Module) else ():
+                name = getattr(hook, "__qualname__", type(hook).__name__)
+                raise RuntimeError(
+                    f"{self.name} reaches a {type(module).__name__} with the backward hook {name}, which in a stack of "
+                    "transforms torch calls for one of them or for none: expected an autograd.Function that changes the gradient, or the "
+                    "hook removed"
+                )
 
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
@@ -196,6 +209,10 @@ class Rerun:
 def _variables() -> dict[contextvars.ContextVar[Any], Any]:
     """Return all context variables that are set, with their values."""
     return dict(contextvars.copy_context().items())
+
+
+def _backward_hooks_of(module: nn.Module) -> list[Any]:
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
 
 
 def _differentiates_itself(result: Tensor, xs: Sequence[Tensor]) -> bool:
