@@ -80,8 +80,8 @@ class Rerun:
                 name = getattr(hook, "__qualname__", type(hook).__name__)
                 raise RuntimeError(
                     f"{self.name} reaches a {type(module).__name__} with the backward hook {name}, which in a stack of "
-                    "transforms torch calls for one of them or for none: expected an autograd.Function that changes the gradient, or the "
-                    "hook removed"
+                    "transforms torch calls for one of them or for none: expected an autograd.Function that changes the "
+                    "gradient, or the hook removed"
                 )
 
     @contextlib.contextmanager
