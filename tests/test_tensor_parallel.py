@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from ranks import Pool
@@ -38,7 +40,7 @@ def split(width: int, hidden: int, reshard: bool) -> tuple[nn.Module, nn.Module,
         model[0].up.weight.copy_(plain[0].weight.chunk(2)[at[1]])
         model[0].up.bias.copy_(plain[0].bias.chunk(2)[at[1]])
         model[0].down.weight.copy_(plain[2].weight.chunk(2, dim=1)[at[1]])
-    return plain, model, fs.by_type(Parallel, p=fs.P("shard", reshard=reshard))(model).on(grid["shard"]), tp, at
+    return plain, model, fs.by_type(Parallel, p=fs.P("shard", reshard=reshard))(model).on(grid["shard"], submesh=True), tp, at
 
 
 def train(rank: int, width: int, hidden: int, reshard: bool) -> None:
@@ -91,3 +93,39 @@ def clip(rank: int, p: float) -> None:
 def test_clip_grad_norm_2d(gloo4: Pool, p: float) -> None:
     """The spec's norm is of this rank's part of the model; the norm of those over the other axis is the whole model's."""
     gloo4.run(clip, p)
+
+
+def refuse(rank: int, folder: str) -> list[str]:
+    """Norms and checkpoints over one axis of a mesh, whose other axis splits the model: the errors."""
+    _, model, spec, _, at = split(5, 34, reshard=True)
+    own = spec.on(init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))["shard"])
+    params = fs.shard(model, own)
+    fs.functional_call(model, params, (torch.ones(2, 5, dtype=torch.float64),), spec=own)  # which says nothing of the others
+    said = []
+    for call in (
+        lambda: fs.optim.global_norm(params, own),
+        lambda: fs.optim.clip_by_global_norm(params, 1.0, own),
+        lambda: fs.optim.vdot(params, params, own),
+        lambda: fs.checkpoint.save(folder + "/1", params, own),
+        lambda: fs.checkpoint.load(folder + "/1", own),
+        lambda: fs.checkpoint.latest(folder, own),
+        lambda: fs.checkpoint.export(params, own, folder + "/2"),
+    ):
+        with pytest.raises(ValueError, match=r"the spec's mesh \{'shard': 2\} has 2 of 4 ranks: expected all of") as error:
+            call()
+        said.append(str(error.value))
+    path = f"{folder}/{at[1]}"
+    fs.checkpoint.save(path, params, spec)
+    loaded = fs.checkpoint.load(path, spec)
+    assert all(loaded[key].equal(params[key]) for key in params)
+    alone = fs.whole()(model).on({"shard": 1})  # which talks to nobody
+    fs.optim.global_norm(fs.shard(model, alone), alone)
+    return said
+
+
+def test_a_mesh_of_some_ranks_is_refused_by_norms_and_checkpoints(gloo4: Pool, tmp_path: Path) -> None:
+    """Clipping would drift and one checkpoint would have the slices of another: unless the spec says ``submesh=True``."""
+    for said in gloo4.run(refuse, str(tmp_path)):
+        assert all("spec.on(mesh, submesh=True)" in text for text in said)
+        assert said[3].startswith("checkpoint.save: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

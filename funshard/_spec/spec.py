@@ -105,7 +105,11 @@ class PartitionSpec:
         return self.once(_within, path, frozenset(keys))
 
     def on(
-        self, mesh: DeviceMesh | Mesh | Mapping[str, int | Axis], *, reductions: DeviceMesh | Mesh | None = None
+        self,
+        mesh: DeviceMesh | Mesh | Mapping[str, int | Axis],
+        *,
+        reductions: DeviceMesh | Mesh | None = None,
+        submesh: bool = False,
     ) -> PartitionSpec:
         """This spec on a mesh: a `DeviceMesh`, or axis names with their sizes where no rank is to talk to another.
 
@@ -114,10 +118,16 @@ class PartitionSpec:
         can deadlock where ranks start them in different orders (programs that differ) or where both do not fit on it at once
         (``CUDA_DEVICE_MAX_CONNECTIONS=1``, too few free multiprocessors), as NCCL says of concurrent communicators.
 
+        ``submesh`` says that the mesh is meant to have only some ranks of the process group, such as one axis of a larger
+        mesh. `checkpoint` and the norms of `optim` refuse such a mesh without it: ranks beside the mesh may hold other parts
+        of the model, and neither a norm nor a checkpoint over this mesh has those.
+
         Raises ValueError, naming the unit, for an axis that the mesh does not have, and for another second mesh; and what
         makes no mesh is a ValueError or TypeError that says so.
         """
         axes = Mesh.of(mesh) if reductions is None else Mesh.of(mesh).reducing_over(Mesh.of(reductions))
+        if submesh:
+            axes = dataclasses.replace(axes, submesh=True)
         names = axes.names
         for unit in self.units:
             for axis in unit.p.axes:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .. import _torch
 from .._sharding.agree import check_ranks_agree, spec_numbers, talks
 from .._spec.spec import PartitionSpec
-from ..collectives._mesh import Group, Mesh
+from ..collectives._mesh import Group, Mesh, check_spans_world
 from ._exchange import exchange
 
 __all__ = ["TIMEOUT", "CheckpointError", "Ranks", "SavedError", "ranks_of"]
@@ -216,10 +216,15 @@ class Ranks:
 
 
 def ranks_of(spec: PartitionSpec, where: str, timeout: float) -> Ranks:
-    """The ranks of a bound spec's mesh. ValueError on simulated ones, sizes alone, within a transform, and if specs differ."""
+    """The ranks of a bound spec's mesh.
+
+    Raises ValueError on simulated ones, sizes alone, within a transform, if specs differ, and for a mesh of only some ranks of
+    the process group that is not said to be one.
+    """
     known = all(isinstance(axis, Group) and axis.rank is not None for _, axis in spec.bound_mesh.axes)
     if not known or not _torch.plain():
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
+    check_spans_world(spec.bound_mesh, where)
     return Ranks(spec, timedelta(seconds=timeout))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from .. import _torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Axes", "Axis", "Group", "Mesh", "Simulated", "axis_rank", "global_rank", "members"]
+__all__ = ["Axes", "Axis", "Group", "Mesh", "Simulated", "axis_rank", "check_spans_world", "global_rank", "members"]
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,14 @@ Axes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes with what it takes to communicate over them."""
+    """Named axes with what it takes to communicate over them.
+
+    ``submesh`` says that the mesh is meant to have only some ranks of the default process group.
+    """
 
     axes: tuple[tuple[str, Axis], ...]
     device_type: str | None = None
+    submesh: bool = False
 
     @staticmethod
     def of(mesh: DeviceMesh | Mesh | Mapping[str, int | Axis]) -> Mesh:
@@ -168,6 +173,23 @@ class Mesh:
             if name not in self.names:
                 raise ValueError(f"unknown mesh axis '{name}': expected some of {self.names}")
         return tuple(name for name in self.names if name in names)
+
+
+def check_spans_world(mesh: Mesh, where: str) -> None:
+    """Raise ValueError if the mesh has only some ranks of the default process group and does not say so by ``submesh``.
+
+    A mesh of sizes alone, of one rank without a process group, or of simulated ranks passes: it communicates with nobody.
+    """
+    named = any(isinstance(axis, Group) and axis.name for _, axis in mesh.axes)
+    if mesh.submesh or not named or mesh.simulated or not dist.is_initialized():
+        return
+    size, world = math.prod(axis.size for _, axis in mesh.axes), dist.get_world_size()
+    if size < world:
+        raise ValueError(
+            f"{where}: the spec's mesh {dict(mesh.sizes)} has {size} of {world} ranks: expected all of the process group, "
+            "because the others may hold other parts of the model, as in tensor parallelism, and are left out; if that is "
+            "intended, bind the spec with spec.on(mesh, submesh=True)"
+        )
 
 
 def _axis(name: object, axis: object) -> Axis:

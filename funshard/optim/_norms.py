@@ -15,6 +15,7 @@ from .._spec.unit import Unit
 from .._units.layout import Params
 from .._units.padding import check_slice, map_elements
 from ..collectives._functions import all_gather, sum_shards
+from ..collectives._mesh import check_spans_world
 
 __all__ = ["clip_by_global_norm", "clipped", "global_norm", "norm_of_units", "sum_of_squares", "vdot", "wide"]
 
@@ -28,8 +29,8 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
     every order; with respect to shards it counts, as `collectives.sum_shards` does, once for all ranks. Equal to
     ``torch.nn.utils.get_total_norm`` of the gathered tree.
 
-    Raises ValueError, naming it, for a key that is neither, for a tensor that is not as long as the unit's slice, and for a p
-    that is not positive.
+    Raises ValueError, naming it, for a key that is neither, for a tensor that is not as long as the unit's slice, for a p
+    that is not positive, and for a mesh of only some ranks that `PartitionSpec.on` was not told of by ``submesh=True``.
     """
     if not p > 0:
         raise ValueError(f"global_norm: expected a positive p, or inf, got {p}")
@@ -132,6 +133,7 @@ def _elements(what: str, f: Callable[..., Tensor], key: str, spec: PartitionSpec
 
 def _over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0) -> Tensor:
     """The sum of a scalar of each unit or parameter, or their maximum: over its ranks where a unit is split."""
+    check_spans_world(spec.bound_mesh, "a norm or an inner product")
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for key, value in values.items():
         owner = spec.owner(key)
