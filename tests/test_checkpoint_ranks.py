@@ -66,16 +66,16 @@ def test_its_process_groups_end_with_destroy_process_group(tmp_path: Path) -> No
     assert launch(2, script, str(tmp_path)).count("ended") == 2
 
 
-def stopped(rank: int, port: str, path: str, out: Any, where: str) -> None:
+def stopped(rank: int, port: str, path: str, out: Any, where: str, which: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=100))
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     spec = fs.whole()(model)
     params = fs.shard(model, spec)
-    if rank == 1 and where == "before":
+    if rank == which and where == "before":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if rank == 1:
+    if rank == which:
         dist.new_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)
     begin = time.monotonic()
     try:
@@ -85,20 +85,20 @@ def stopped(rank: int, port: str, path: str, out: Any, where: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("where", ["before", "group"])
-def test_a_stopped_rank_is_an_error_within_the_timeout(tmp_path: Path, where: str) -> None:
-    """Not the training group's: also where it stops before the first save, or while the process group is made."""
+@pytest.mark.parametrize(("where", "which"), [("before", 1), ("before", 0), ("group", 1)])
+def test_a_stopped_rank_is_an_error_within_the_timeout(tmp_path: Path, where: str, which: int) -> None:
+    """Not the training group's: before the first save, the rank that has the store, or while the process group is made."""
     port = free_port()
     reader, writer = CONTEXT.Pipe(duplex=False)
-    ranks = [forked(stopped, rank, port, str(tmp_path / "1"), writer, where) for rank in range(2)]
+    ranks = [forked(stopped, rank, port, str(tmp_path / "1"), writer, where, which) for rank in range(2)]
     try:
         assert reader.poll(120), "it hangs"
         kind, text, seconds = reader.recv()
         assert kind == "CheckpointError"
         assert "one of the 2 ranks was lost, or did not answer in time" in text
         assert seconds < 40, "it waits for the training group's limit"
-        ranks[0].join(40)
-        assert ranks[0].exitcode == 0, "its end waits for the training group's limit"
+        ranks[1 - which].join(40)
+        assert ranks[1 - which].exitcode == 0, "its end waits for the training group's limit"
     finally:
         for process in ranks:
             process.kill()

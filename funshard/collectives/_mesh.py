@@ -183,7 +183,7 @@ def check_spans_world(mesh: Mesh, where: str) -> None:
     named = any(isinstance(axis, Group) and axis.name for _, axis in mesh.axes)
     if mesh.submesh or not named or mesh.simulated or not dist.is_initialized():
         return
-    size, world = math.prod(axis.size for _, axis in mesh.axes), dist.get_world_size()
+    size, world = math.prod([axis.size for _, axis in mesh.axes]), dist.get_world_size()
     if size < world:
         raise ValueError(
             f"{where}: the spec's mesh {dict(mesh.sizes)} has {size} of {world} ranks: expected all of the process group, "
