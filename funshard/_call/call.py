@@ -17,6 +17,7 @@ from .._transforms.explained import about_arguments, arguments, check_values, ex
 from .._units.flow import reduction_over
 from . import in_graph
 from .buffers import warn_of_lost
+from .options import CallOptions
 from .running import Call
 from .stale_statistics import check_statistics
 from .swap import Place
@@ -37,6 +38,7 @@ def functional_call(
     reduce_over: Iterable[str] | None = None,
     prefetch: int = 1,
     in_flight: int = 1,
+    check_order: bool = True,
 ) -> Any:
     """``model(*args, **kwargs)`` on sharded parameters: torch.func.functional_call where ``params`` are shards.
 
@@ -62,8 +64,10 @@ def functional_call(
     of this is for process groups, in plain autograd and under one torch.func.grad or vjp: in deeper stacks gathers and
     reductions wait where they start, and so does a reduction that may be differentiated again (``create_graph``).
 
-    All ranks must run the same units in the same order, and have losses that depend on the same ones; nothing checks that. Of
-    one unit each rank may use other parameters. Parameters that are not used have zeros where gradients are returned, and after
+    All ranks must run the same units in the same order, and have losses that depend on the same ones. With ``check_order`` they
+    compare that by a small reduction after forward and one after backward (in stacks of transforms before each collective):
+    RuntimeError on every rank where they differ. A rank that makes fewer calls than others still leaves them waiting. Of one
+    unit each rank may use other parameters. Parameters that are not used have zeros where gradients are returned, and after
     a plain ``backward()`` the shard of a unit that is not used has none.
 
     Gradients are reduced to their mean over ranks; with ``reduce="sum"`` to their sum, with a number to the sum over that.
@@ -129,7 +133,7 @@ def functional_call(
     place = Place.of(model, spec)
     check_values(model, params, spec, given)
     check_not_own(params, model, spec)
-    call = Call(place, params, spec, reduction, prefetch, in_flight, arrivals)
+    call = Call(place, params, spec, reduction, CallOptions(prefetch, in_flight, check_order), arrivals)
     try:
         out = call.run(*given, buffers, method)
     except (TypeError, AttributeError, RuntimeError) as error:

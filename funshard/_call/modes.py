@@ -29,6 +29,7 @@ from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit
 from .casting import cast_params
 from .nested import Nested
+from .options import CallOptions
 from .schedule import Schedule, Visit
 from .watch import Watch
 
@@ -67,30 +68,32 @@ class Mode(Protocol):
         """No more units are needed."""
         ...
 
+    def check_forward(self) -> None:
+        """Have ranks compare what forward has gathered, if that was not compared before each gather."""
+        ...
+
 
 def choose(
     params: Mapping[str, Tensor],
     spec: PartitionSpec,
     reduction: Reduction,
-    ahead: tuple[int, int],
+    options: CallOptions,
     arrivals: Arrivals | None,
     *,
     again: bool,
     replaces: bool,
 ) -> Scheduled | Stacked | Flow:
-    """The mode of a call that is not compiled. ``ahead`` are its ``prefetch`` and ``in_flight``, ``arrivals`` take
-    gradients as they are reduced.
+    """The mode of a call that is not compiled. ``arrivals`` take gradients as they are reduced.
 
     Not ``again``: what runs is itself run again for its derivatives, which need keep nothing. Unless it ``replaces`` what
     autograd saves, that stays: a checkpoint around the call does so itself.
     """
     if _schedulable(params, spec):
-        return Scheduled(
-            Schedule(params, _sharded(params, spec), reduction, *ahead, arrivals), params, spec, reduction, replaces
-        )
+        schedule = Schedule(params, _sharded(params, spec), reduction, options, arrivals)
+        return Scheduled(schedule, params, spec, reduction, replaces)
     if again and replaces and torch.is_grad_enabled() and _nestable(spec):
-        return Stacked(params, spec, reduction)
-    return Flow(params, spec, reduction)
+        return Stacked(params, spec, reduction, options.check_order)
+    return Flow(params, spec, reduction, options.check_order)
 
 
 def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
@@ -128,8 +131,8 @@ class Flow:
 
     live: dict[int, Source] | None = None
 
-    def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction) -> None:
-        self.params, self.spec, self._reduction = params, spec, reduction
+    def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, check_order: bool) -> None:
+        self.params, self.spec, self._reduction, self._check_order = params, spec, reduction, check_order
 
     def gather(self, unit: Unit) -> Gathered:
         """The unit, gathered as data flow."""
@@ -137,8 +140,9 @@ class Flow:
 
     def _way(self, unit: Unit) -> Callable[[Tensor], Tensor]:
         """From the unit's shard to its buffer, differentiable."""
-        mesh, reduction = self.spec.bound_mesh, self._reduction  # and not this mode, which what is in a graph would hold
-        return lambda shard: gather_unit(shard, unit, mesh, reduction, unit.p.precision)
+        # not this mode, which what is in a graph would hold
+        mesh, reduction, check_order = self.spec.bound_mesh, self._reduction, self._check_order
+        return lambda shard: gather_unit(shard, unit, mesh, reduction, unit.p.precision, check_order=check_order)
 
     def _buffer(self, unit: Unit, way: Callable[[Tensor], Tensor]) -> Tensor:
         buffer = way(self.params[unit.key])
@@ -158,12 +162,15 @@ class Flow:
     def end_forward(self) -> None:
         """Nothing is under way."""
 
+    def check_forward(self) -> None:
+        """Every gather was compared before it started."""
+
 
 class Stacked(Flow):
     """The same, and what each level saves of a weight is how it gathers that again."""
 
-    def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction) -> None:
-        super().__init__(params, spec, reduction)
+    def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, check_order: bool) -> None:
+        super().__init__(params, spec, reduction, check_order)
         self._level = _torch.level()
         self._nested = Nested()
         self.live = self._nested.live
@@ -195,7 +202,7 @@ class Scheduled:
         self.live: dict[int, Source] | None = None
         if torch.is_grad_enabled() and schedule.routes.frees and replaces:
             self.live = {}
-        self._flow = Flow(self.params, spec, reduction)
+        self._flow = Flow(self.params, spec, reduction, schedule.check_order)
 
     def gather(self, unit: Unit) -> Gathered:
         """The unit, with the next ones under way; inside of a transform that began in forward, as data flow."""
@@ -224,3 +231,7 @@ class Scheduled:
     def end_forward(self) -> None:
         """What was gathered for nothing is let go."""
         self.schedule.end_forward()
+
+    def check_forward(self) -> None:
+        """Have ranks compare what forward has gathered."""
+        self.schedule.check_forward()

@@ -13,6 +13,7 @@ from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec, checked
 from .._transforms.explained import arguments
 from .modes import Scheduled
+from .options import CallOptions
 from .running import Call
 from .swap import Place
 
@@ -50,7 +51,7 @@ def trace_order(
         named = dict(model.named_parameters(remove_duplicate=False))
         params |= {name: fake(named[name]) for name in spec.ignored if name in named}
         positional, keywords = pytree.tree_map_only(Tensor, fake, given)
-        call = Call(Place.of(model, spec), params, spec, Reduction(), 0, 1)
+        call = Call(Place.of(model, spec), params, spec, Reduction(), CallOptions(prefetch=0, check_order=False))
         assert isinstance(call.mode, Scheduled)
         schedule = call.mode.schedule
         try:

@@ -25,6 +25,7 @@ from .buffers import install_buffers
 from .casting import buffer_dtypes, cast_around
 from .fittings import fittings
 from .modes import Scheduled, choose
+from .options import CallOptions
 from .recompute import Replaced, params_of, recomputed, replaced
 from .resting import hooks_around, resting
 from .scopes import Scopes
@@ -43,8 +44,7 @@ class Call:
         params: Mapping[str, Tensor],
         spec: PartitionSpec,
         reduction: Reduction,
-        prefetch: int,
-        in_flight: int,
+        options: CallOptions,
         arrivals: Arrivals | None = None,
         *,
         again: bool = True,
@@ -54,11 +54,11 @@ class Call:
         self.valued = not any(tensor.is_meta for tensor in params.values())
         self.reduction = reduction
         self.thread = this_thread(thread)
-        self.ahead = prefetch, in_flight
+        self.options = options
         outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
         self.rests = resting(params, spec, outer, again=again)
         replaces = outer is None or self.rests is not None
-        self.mode = choose(params, spec, reduction, self.ahead, arrivals, again=again, replaces=replaces)
+        self.mode = choose(params, spec, reduction, options, arrivals, again=again, replaces=replaces)
         self.scopes = Scopes(self.mode, params, spec, self.rests)
         self.inference = torch.is_inference_mode_enabled()
         self.used: set[str] | None = None if again else set()  # the parameters that a module to be run again has read
@@ -100,6 +100,7 @@ class Call:
                 self.mode.end_forward()
                 if buffers is not None:
                     buffers.update(updated())
+            self.mode.check_forward()
             self.lost = changed()
 
     def _install_parameters(self, before: Attributes) -> list[Unit]:
@@ -184,7 +185,7 @@ class Call:
                 args: tuple[Any, ...],
                 kwargs: dict[str, Any],
             ) -> tuple[Any, list[str]]:
-                call = Call(place, params, spec, self.reduction, *self.ahead, again=False, thread=self.thread)
+                call = Call(place, params, spec, self.reduction, self.options, again=False, thread=self.thread)
                 with call.installed(buffers, attributes):
                     for (where, attr), tensor in replaced.items():
                         place.modules[where]._parameters[attr] = tensor

@@ -3,9 +3,10 @@
 A `Visit` is one gather of one unit, from the start of its all-gather until the gradient of its buffer is complete.
 While one unit computes in forward, those that come next in ``spec.order`` are gathered, and in backward those that
 forward left before it. All of this is for real process groups, outside of torch.func or under one torch.func.grad;
-gathers elsewhere are data flow (`travel.gather_unit`), as are reductions that may be differentiated again.
+gathers elsewhere are data flow (`flow.gather_unit`), as are reductions that may be differentiated again.
 
-Every rank starts and waits in the same order, as long as it runs the same program.
+Every rank starts and waits in the same order, as long as it runs the same program. Ranks compare that: what forward has
+gathered is looked at when backward begins, and what backward has gathered and reduced when it ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from .._transforms.saved import freed_graph
 from .._units.chain import Buffers, routes
 from .._units.reductions import Reductions
 from .._units.route import Route
+from ..collectives._sequence import CollectiveSequence, SequenceCheck
 from .again import ALIVE
+from .options import CallOptions
 from .views import pieces_of
 from .visit import Visit
 
@@ -45,18 +48,22 @@ class Schedule:
         shards: Mapping[str, Tensor],
         spec: PartitionSpec,
         reduction: Reduction,
-        prefetch: int,
-        in_flight: int,
+        options: CallOptions,
         arrivals: Arrivals | None,
     ) -> None:
         self.shards = {key: _torch.base(shards[key]).detach() for key in spec.by_key}
         self._witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
-        self.spec, self._prefetch = spec, prefetch
+        self.spec, self._prefetch, self.check_order = spec, options.prefetch, options.check_order
         self.reduction = reduction
-        self.routes = spec.once(routes, tuple(shard.dtype for shard in self.shards.values()), reduction)
+        dtypes = tuple(shard.dtype for shard in self.shards.values())
+        self.routes = spec.once(routes, dtypes, reduction, options.check_order)
         self.buffers = Buffers()
         self.arrivals = arrivals
-        self.reductions = Reductions(in_flight, self.buffers, arrivals)
+        self.reductions = Reductions(options.in_flight, self.buffers, arrivals)
+        self._sequence = CollectiveSequence() if self._compares() else None
+        self._checks: list[SequenceCheck] = []  # of forward, started and not looked at
+        self._in_forward = True
+        self._trained = False  # whether backward will end in this call's shards
         self._order = spec.order
         self._position = -1  # in that order
         self._open: set[str] = set()
@@ -73,6 +80,7 @@ class Schedule:
         keys = [key for key in self.shards if shards[key].requires_grad]
         if not keys:
             return dict(shards)
+        self._trained = True
         return {**shards, **dict(zip(keys, _Entry.apply(self, keys, *(shards[key] for key in keys)), strict=True))}
 
     # --- forward ---
@@ -122,6 +130,40 @@ class Schedule:
         self._ahead.clear()
         self.buffers.clear()
 
+    # --- do all ranks start the same collectives? ---
+
+    def _compares(self) -> bool:
+        return self.routes.compares and not _torch.traced() and not any(map(_torch.is_fake, self.shards.values()))
+
+    def record_gather(self, key: str) -> None:
+        """Note that the gather of this unit was started, for ranks to compare."""
+        if self._sequence is None:
+            return
+        self._sequence.record(self.routes.steps[key].gather_groups, f"the gather of unit '{key}'")
+        if not (self._in_forward or self._trained):  # no end of backward will be seen
+            self._finish_checks(self._start_checks("backward"))
+
+    def check_forward(self) -> None:
+        """Have ranks compare what forward has gathered. Backward looks at the result; without one it is waited for here."""
+        self._in_forward = False
+        checks = self._start_checks("forward")
+        if self._trained:
+            self._checks = checks
+        else:
+            self._finish_checks(checks)
+
+    def _start_checks(self, phase: str) -> list[SequenceCheck]:
+        if self._sequence is None:
+            return []
+        error = f"ranks ran different units in {phase}, and were given each other's values: what this call computed is wrong"
+        with _torch.beneath(), _torch.below_autograd():
+            return self._sequence.start_checks(error)
+
+    def _finish_checks(self, checks: list[SequenceCheck]) -> None:
+        with _torch.beneath(), _torch.below_autograd():
+            while checks:
+                checks.pop().finish()
+
     # --- backward ---
 
     def task(self) -> int:
@@ -139,6 +181,8 @@ class Schedule:
 
     def approach(self, visit: Visit) -> None:
         """Backward has come to this visit: gather it and, ahead of their use, those that forward left before it."""
+        if self._checks:
+            self._finish_checks(self._checks)
         if self._task != self.task():
             self._task, self._here = self.task(), len(self._left)
         if visit.index >= self._here:  # where it is, or back in a unit around the one where it was
@@ -177,6 +221,10 @@ class Schedule:
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Start to reduce a unit's gradient, given by parameter, which nobody differentiates."""
         route, steps = self.routes.of[unit.key], self.routes.steps[unit.key]
+        if self._checks:
+            self._finish_checks(self._checks)
+        if self._sequence is not None:
+            self._sequence.record(steps.reduce_groups, f"the reduction of unit '{unit.key}'")
         with _torch.beneath():
             pieces = pieces_of(unit, grads, route, self.shards[unit.key], self._zeros(route, self.shards[unit.key]))
             self.reductions.begin(self.task())
@@ -199,6 +247,7 @@ class Schedule:
     def collect(self, shard: Tensor) -> dict[str, Tensor]:
         """The reduced gradients of this backward, by unit key. The shard is any of those that they are gradients of."""
         self.reductions.begin(self.task())
+        self._finish_checks(self._checks + self._start_checks("backward"))  # or some reduction might wait for ever
         with _torch.beneath():
             reduced = self.reductions.collect()
         self.buffers.clear()

@@ -38,6 +38,7 @@ class Around(Protocol):
     routes: Routes
     buffers: Buffers
     reduction: Reduction
+    check_order: bool
 
     def approach(self, visit: Visit) -> None:
         """Backward has come to this visit."""
@@ -45,6 +46,10 @@ class Around(Protocol):
 
     def leave(self, visit: Visit) -> None:
         """Forward is done with it."""
+        ...
+
+    def record_gather(self, key: str) -> None:
+        """Note that the gather of this unit was started, for ranks to compare."""
         ...
 
     def keep_latest(self, visit: Visit) -> None:
@@ -91,6 +96,7 @@ class Visit:
         if self.route.made:
             with _torch.beneath():
                 self.chain = gathering(self.shard, self.unit.key, self.schedule.routes, self.schedule.buffers)
+                self.schedule.record_gather(self.unit.key)
 
     def _arrived(self) -> Tensor:
         if not self.route.made:
@@ -214,4 +220,12 @@ class Visit:
         pieces = pieces_of(self.unit, grads, route, self.shard, zeros)
         buffer = torch.cat([piece.reshape(-1) for piece in pieces])  # it may be differentiated again
         mesh, reduction = self.schedule.spec.bound_mesh, self.schedule.reduction
-        return reduce_unit(buffer, self.unit, mesh, reduction, self.unit.p.precision, self.shard.dtype)
+        return reduce_unit(
+            buffer,
+            self.unit,
+            mesh,
+            reduction,
+            self.unit.p.precision,
+            self.shard.dtype,
+            check_order=self.schedule.check_order,
+        )

@@ -125,7 +125,7 @@ def unshard(
             raise ValueError(f"unit '{key}' is missing: expected its shard among those given, got units {given[:4]}")
     full: Params = {}
     for unit in (spec.by_key[key] for key in chosen):
-        buffer = gather_unit(shards[unit.key], unit, mesh, reduction)
+        buffer = gather_unit(shards[unit.key], unit, mesh, reduction, check_order=True)
         if _torch.alias(buffer, shards[unit.key]):  # nothing was gathered, and the shard may be donated or written to
             buffer = _copy(buffer)
         tensors = unflatten_unit(buffer, unit)

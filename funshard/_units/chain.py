@@ -18,6 +18,8 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
 from ..collectives._mesh import Axis, Group, Mesh
 from ..collectives._ops import Finish, Where, start
+from ..collectives._sequence import is_comparable
+from ..collectives._tag import MARGIN, UnitTag
 from .host import leaving
 from .route import Route
 
@@ -42,13 +44,20 @@ class Buffers:
             self._spare.append(buffer)
 
     def take(self, numel: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """A buffer of so many elements of this dtype, on another tensor's device, with anything in it."""
+        """A buffer of so many elements of this dtype, on another tensor's device, with anything in it.
+
+        On the CPU it has margins, for the tags of a gather.
+        """
         while self._spare:
             buffer = self._spare.pop()
             if buffer.dtype == dtype and len(buffer) == numel and _torch.alone(buffer):
                 return buffer
             del buffer
-        return like.new_empty(numel, dtype=dtype)
+        if like.device.type != "cpu":
+            return like.new_empty(numel, dtype=dtype)
+        margin = MARGIN // dtype.itemsize
+        with _torch.below_autograd():  # it is no view of anything
+            return like.new_empty(numel + 2 * margin, dtype=dtype).narrow(0, margin, numel)
 
     def clear(self) -> None:
         """Keep none, nor those of collectives that nobody wants any more."""
@@ -132,15 +141,23 @@ class Steps(NamedTuple):
 
     gather: tuple[Step, ...]
     reduce: tuple[Step, ...]
+    gather_groups: tuple[str, ...]
+    """The names of the process groups that the first are on."""
+    reduce_groups: tuple[str, ...]
 
     @classmethod
-    def of(cls, route: Route, mesh: Mesh) -> Steps:
-        """Over the mesh's process groups."""
+    def of(cls, route: Route, mesh: Mesh, tag: UnitTag | None = None) -> Steps:
+        """Over the mesh's process groups. With a ``tag`` ranks compare what they send."""
         split, rest = ([_group(mesh[name]) for name in names] for names in (route.split, route.rest))
-        slices = [_reduce(f"scatter_{route.op}", axis) for axis in split]
+        slices = [_reduce(f"scatter_{route.op}", axis, tag) for axis in split]
         sums = [_reduce(f"unvary_{route.op}", axis) for axis in rest]
         out = () if route.device is None else (leaving(route.left),)
-        return cls(tuple(_gather(axis) for axis in reversed(split)), (*_scaled([*slices, *sums], route), *out))
+        return cls(
+            tuple(_gather(axis, tag) for axis in reversed(split)),
+            (*_scaled([*slices, *sums], route), *out),
+            tuple(axis.name for axis in split),
+            tuple(axis.reductions or axis.name for axis in (*split, *rest)),
+        )
 
 
 @dataclass(frozen=True)
@@ -153,11 +170,13 @@ class Routes:
     """The places in ``spec.order`` of the units that are gathered, or copied, but not those inside of recomputed modules."""
     connected: bool
     """Whether every axis has a process group."""
+    compares: bool
+    """Whether ranks compare what they start: there are others, and it is wanted."""
     frees: bool
     """Whether any buffer goes between forward and backward."""
 
 
-def routes(spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Reduction) -> Routes:
+def routes(spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Reduction, check_order: bool) -> Routes:
     """The routes of a spec's units, whose shards have these dtypes, on its process groups. To be made `PartitionSpec.once`."""
     mesh, recomputed = spec.bound_mesh, spec.recomputed
     of = {unit.key: Route.of(unit, mesh, reduction, unit.p.precision, dtype) for unit, dtype in zip(spec, dtypes, strict=True)}
@@ -165,11 +184,17 @@ def routes(spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Redu
     def inside(key: str) -> bool:
         return any(is_within(at := spec.by_key[key].path, path) and at != path for path in recomputed)
 
+    groups = [axis for _, axis in mesh.axes if isinstance(axis, Group)]
+    connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)
+    device = mesh.device or torch.device("cpu")
+    compares = check_order and connected and all(is_comparable(axis.name, device) for axis in groups if axis.size > 1)
+    keys = tuple(of)
     return Routes(
         of,
-        {key: Steps.of(route, mesh) for key, route in of.items()},
+        {key: Steps.of(of[key], mesh, UnitTag(keys, i) if compares else None) for i, key in enumerate(keys)},
         tuple(i for i, key in enumerate(spec.order) if (of[key].split or of[key].device) and not inside(key)),
-        all(axis.size == 1 or (isinstance(axis, Group) and bool(axis.name)) for _, axis in mesh.axes),
+        connected,
+        compares,
         any(route.frees for route in of.values()),
     )
 
@@ -179,13 +204,13 @@ def _group(axis: Axis) -> Group:
     return axis
 
 
-def _gather(axis: Group) -> Step:
-    where = Where(axis.size, axis.name)
+def _gather(axis: Group, tag: UnitTag | None) -> Step:
+    where = Where(axis.size, axis.name, tag=tag)
     return lambda x, own: start("gather_mean", x, where, own)
 
 
-def _reduce(op: str, axis: Group) -> Step:
-    where = Where(axis.size, axis.reductions or axis.name)
+def _reduce(op: str, axis: Group, tag: UnitTag | None = None) -> Step:
+    where = Where(axis.size, axis.reductions or axis.name, tag=tag)
     in_place = op.startswith("unvary")
     return lambda x, own: start(op, x, where, (None if _torch.traced() else x) if in_place else own)
 

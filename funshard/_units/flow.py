@@ -61,30 +61,38 @@ def scatter_unit(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None
 
 
 def gather_unit(
-    piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction = MEAN, precision: Precision | None = None
+    piece: Tensor,
+    unit: Unit,
+    mesh: Mesh,
+    reduction: Reduction = MEAN,
+    precision: Precision | None = None,
+    *,
+    check_order: bool = False,
 ) -> Tensor:
     """The full buffer of a unit from each rank's slice of it; its gradient is the reduced slice.
 
     Gathers over the axes of ``unit.p``, and over the other axes of the mesh the buffer is replicated: FSDP, HSDP and
     DDP are this one function. In backward the gradient is reduce-scattered first and all-reduced as a slice. With a
-    ``precision`` the buffer is in the dtype to compute in, and gradients are reduced in theirs.
+    ``precision`` the buffer is in the dtype to compute in, and gradients are reduced in theirs. To ``check_order``, ranks
+    compare which unit they are about to gather, and in derivatives to reduce: RuntimeError where they differ.
     """
     route = Route.of(unit, mesh, reduction, precision, piece.dtype)
+    label = f"unit '{unit.key}'" if check_order else ""
     if not unit.numel:  # nothing to send
         return piece.new_empty(0, dtype=route.dtypes.param, device=route.device)
     split, rest = ([mesh[name] for name in names] for names in (route.split, route.rest))
     if route.form:
         piece = moved(piece, route.device, piece.dtype)
-        return route.decoded(_gathered(piece, split) if split else piece.clone(), route.form)
+        return route.decoded(_gathered(piece, split, label) if split else piece.clone(), route.form)
     if route.codec:
-        value = _sent(route.codec, moved(piece.detach(), route.device, piece.dtype), split, route.dtypes.param)
-        return _travel(piece, value, *_constants(route, mesh), True)
+        value = _sent(route.codec, moved(piece.detach(), route.device, piece.dtype), split, route.dtypes.param, label)
+        return _travel(piece, value, *_constants(route, mesh, label), True)
     if not route.plain:
-        return _travel(piece, None, *_constants(route, mesh), True)
+        return _travel(piece, None, *_constants(route, mesh, label), True)
     for axis in reversed(rest):
-        piece = vary(piece, axis, reduce=route.op)
+        piece = vary(piece, axis, reduce=route.op, label=label)
     for axis in reversed(split):
-        piece = all_gather(piece, axis, reduce=route.op)
+        piece = all_gather(piece, axis, reduce=route.op, label=label)
     return piece
 
 
@@ -107,23 +115,29 @@ def reduce_unit(
     reduction: Reduction = MEAN,
     precision: Precision | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    check_order: bool = False,
 ) -> Tensor:
     """This rank's slice of the reduced full buffers of a unit, in this dtype. The transpose of `gather_unit`."""
     dtype = dtype or buffer.dtype
+    label = f"unit '{unit.key}'" if check_order else ""
     route = Route.of(unit, mesh, reduction, precision, dtype)
     if not unit.numel:
         return buffer.new_empty(0, dtype=dtype, device=route.device and HOST)
     if not route.plain:
-        return _travel(buffer, None, *_constants(route, mesh), False)
-    return reduce_along(buffer, [mesh[name] for name in route.split], [mesh[name] for name in route.rest], route.op)
+        return _travel(buffer, None, *_constants(route, mesh, label), False)
+    split, rest = ([mesh[name] for name in names] for names in (route.split, route.rest))
+    return reduce_along(buffer, split, rest, route.op, label)
 
 
-def reduce_along(buffer: Tensor, split: Sequence[Axis], rest: Sequence[Axis], op: Literal["mean", "sum"]) -> Tensor:
+def reduce_along(
+    buffer: Tensor, split: Sequence[Axis], rest: Sequence[Axis], op: Literal["mean", "sum"], label: str = ""
+) -> Tensor:
     """A buffer reduced: to a slice along some axes, and as that slice along the rest."""
     for axis in split:
-        buffer = reduce_scatter(buffer, axis, reduce=op)
+        buffer = reduce_scatter(buffer, axis, reduce=op, label=label)
     for axis in rest:
-        buffer = unvary(buffer, axis, reduce=op)
+        buffer = unvary(buffer, axis, reduce=op, label=label)
     return buffer
 
 
@@ -140,14 +154,16 @@ class _Constants(NamedTuple):
     """In which parameters are gathered, gradients reduced, and shards kept."""
     device: torch.device | None
     """To which shards are copied, that rest on the host."""
+    label: str
+    """Of its collectives."""
 
 
-def _constants(route: Route, mesh: Mesh) -> _Constants:
+def _constants(route: Route, mesh: Mesh, label: str) -> _Constants:
     axes = [[mesh[name] for name in names] for names in (route.split, route.rest)]
     ranks = tuple(axis.rank for some in axes for axis in some if isinstance(axis, Simulated))
     split, rest = (tuple((a.size, a.name if isinstance(a, Group) else None) for a in some) for some in axes)
     dtypes = route.dtypes.param, route.dtypes.reduce, route.dtype
-    return _Constants(ranks, split, rest, route.op, (route.before, route.after), dtypes, route.device)
+    return _Constants(ranks, split, rest, route.op, (route.before, route.after), dtypes, route.device, label)
 
 
 def _axes(
@@ -161,15 +177,15 @@ def _axes(
     return [axis(*some) for some in split], [axis(*some) for some in rest]
 
 
-def _gathered(piece: Tensor, split: Sequence[Axis]) -> Tensor:
+def _gathered(piece: Tensor, split: Sequence[Axis], label: str) -> Tensor:
     for axis in reversed(split):
-        piece = all_gather(piece, axis)
+        piece = all_gather(piece, axis, label=label)
     return piece
 
 
-def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: torch.dtype) -> Tensor:
+def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: torch.dtype, label: str) -> Tensor:
     """The slices of all ranks, each encoded where it is and decoded everywhere."""
-    rows = [_gathered(x[None], split) for x in codec.encoded(piece)]
+    rows = [_gathered(x[None], split, label) for x in codec.encoded(piece)]
     if all(axis.size == 1 for axis in split):  # nothing was gathered, and decode may give what it is given
         rows = [x.clone() for x in rows]
     return codec.decoded(rows, len(piece), dtype)
@@ -186,18 +202,19 @@ def _travel(
     factors: tuple[float, float],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     device: torch.device | None,
+    label: str,
     gathers: bool,
 ) -> Tensor:
     # One node for Dynamo, as collectives._primitive.
     param, reduce, shard = dtypes
 
     def there(piece: Tensor, *ranks: Tensor) -> Tensor:
-        return _gathered(moved(piece, device, param), _axes(ranks, split, rest)[0])
+        return _gathered(moved(piece, device, param), _axes(ranks, split, rest)[0], label)
 
     def back(grad: Tensor, *ranks: Tensor) -> Tensor:
         before, after = factors
         grad = moved(grad, device, reduce)  # which is there, but for a slice that is to be reduced over more axes
-        grad = reduce_along(grad / before if before != 1 else grad, *_axes(ranks, split, rest), op)
+        grad = reduce_along(grad / before if before != 1 else grad, *_axes(ranks, split, rest), op, label)
         return moved(grad / after if after != 1 else grad, device and HOST, shard)
 
     return _Map.apply(x, value, *((there, back) if gathers else (back, there)), *ranks)

@@ -22,6 +22,7 @@ from torch.autograd.function import FunctionCtx
 from .. import _torch
 from ._mesh import Axis, Group, Mesh, Simulated
 from ._ops import OPS, Where, no_group, start
+from ._sequence import check_next
 
 __all__ = [
     "Reduce",
@@ -45,12 +46,17 @@ class _Collective(_torch.Function):
     """One linear map over an axis: a process group's (``name``), or that of ranks stacked in dimension 0 (no name).
 
     ``rank`` is a Simulated axis's rank, None on a group. It is the operand that is batched at the simulated axis's own
-    vmap and at no other: that is how the vmap rule tells the mesh from any other vmap, at whatever depth.
+    vmap and at no other: that is how the vmap rule tells the mesh from any other vmap, at whatever depth. With a ``label``
+    ranks compare what they are about to start (_sequence.py), in every derivative, too.
     """
 
     @staticmethod
-    def forward(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return start(op, x, Where(size, name, root))() if name else OPS[op].stack(x, root).clone()
+    def forward(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int, label: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not name:
+            return OPS[op].stack(x, root).clone()
+        if label and OPS[op].sends:
+            check_next(f"{op} of {label}", name, x)
+        return start(op, x, Where(size, name, root))()
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
@@ -59,7 +65,7 @@ class _Collective(_torch.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rank, op, *rest = ctx.rest
-        return _Collective.apply(grad, rank, OPS[op].transpose, *rest), None, None, None, None, None
+        return _Collective.apply(grad, rank, OPS[op].transpose, *rest), *(None for _ in ctx.rest)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -82,21 +88,21 @@ class _Collective(_torch.Function):
 
 
 @_torch.in_graph
-def _primitive(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int) -> Tensor:
+def _primitive(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int, label: str) -> Tensor:
     # torch 2.13: Dynamo, inlining the Function, can lose its backward, and it knows no vmap rule. Pinned by
     # test_compiled_equals_eager and test_matrix.py.
-    return _Collective.apply(x, rank, op, size, name, root)
+    return _Collective.apply(x, rank, op, size, name, root, label)
 
 
-def _apply(op: str, x: Tensor, axis: Axis, root: int = 0) -> Tensor:
+def _apply(op: str, x: Tensor, axis: Axis, root: int = 0, label: str = "") -> Tensor:
     if isinstance(axis, Simulated):
-        return _primitive(x, axis.rank, op, axis.size, "", root)
+        return _primitive(x, axis.rank, op, axis.size, "", root, label)
     if axis.size == 1:
         return x
     if not axis.name:
         raise no_group(axis.size)
     # A view of x, never the differentiated leaf itself (torch 2.13: Dynamo can otherwise lose a custom backward).
-    return _primitive(x.view_as(x), None, op, axis.size, axis.name, root)
+    return _primitive(x.view_as(x), None, op, axis.size, axis.name, root, label)
 
 
 def _divisible(what: str, x: Tensor, axis: Axis) -> None:
@@ -116,7 +122,7 @@ def _checked(reduce: str, x: Tensor) -> str:
     return reduce
 
 
-def all_gather(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+def all_gather(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
     """The ranks' shards joined along dimension 0, in rank order. Inverse of `scatter`.
 
     For slices of one whole, such as a parameter's: gradients of the joined tensor are averaged. For values that each rank
@@ -128,10 +134,12 @@ def all_gather(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
         rank 0  a          abc                    backward   abc          a+d+g
         rank 1  b    ->    abc                               def    ->    b+e+h    (each / 3 for the mean)
         rank 2  c          abc                               ghi          c+f+i
+
+    A ``label`` says what is gathered; ranks compare theirs first, here and in derivatives: RuntimeError where they differ.
     """
     if x.dim() == 0:
         raise ValueError("all_gather: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
-    return _apply(f"gather_{_known(reduce)}", x, axis)
+    return _apply(f"gather_{_known(reduce)}", x, axis, label=label)
 
 
 def gather_values(x: Tensor, axis: Axis) -> Tensor:
@@ -171,7 +179,7 @@ def gather_values(x: Tensor, axis: Axis) -> Tensor:
     return _apply("gather_sum", x, axis)
 
 
-def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
     """Rank r's slice of the mean (or sum) over ranks.
 
     Type: ``[N*n, ...] -> S[n, ...]``. Transpose: `all_gather`, without another factor::
@@ -183,7 +191,7 @@ def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
     Raises ValueError where the axis does not divide dimension 0, TypeError for the mean of integers.
     """
     _divisible("reduce_scatter", x, axis)
-    return _apply(f"scatter_{_checked(reduce, x)}", x, axis)
+    return _apply(f"scatter_{_checked(reduce, x)}", x, axis, label=label)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
@@ -214,7 +222,7 @@ def sum_shards(x: Tensor, axis: Axis) -> Tensor:
     return _apply("shards_to_sum", x, axis)
 
 
-def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
     """The tensor itself: a replicated parameter on its way into each rank's own computation (DDP's "gather").
 
     Type: ``one value on all ranks -> [n]``. Transpose: the mean (or sum) over ranks, whose transpose is ``vary``::
@@ -223,15 +231,16 @@ def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
         rank 1  a    ->    a                                 h    ->    g+h+i   (/ 3)
         rank 2  a          a                                 i          g+h+i
     """
-    return _apply(f"vary_{_checked(reduce, x)}" if x.is_floating_point() or x.is_complex() else "vary_sum", x, axis)
+    op = f"vary_{_checked(reduce, x)}" if x.is_floating_point() or x.is_complex() else "vary_sum"
+    return _apply(op, x, axis, label=label)
 
 
-def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
+def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
     """The mean (or sum) over ranks of gradients for one value that all have alike. The transpose of `vary`.
 
     Type: ``[n] -> one value on all ranks``. Transpose: `vary`. The picture is `all_reduce`'s.
     """
-    return _apply(f"unvary_{_checked(reduce, x)}", x, axis)
+    return _apply(f"unvary_{_checked(reduce, x)}", x, axis, label=label)
 
 
 def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from .. import _torch
+from ._tag import UnitTag, has_margins, tag_length
 
 __all__ = ["OPS", "Finish", "Where", "exchange", "no_group", "start"]
 
@@ -41,11 +42,15 @@ class Finish:
 
 
 class Where(NamedTuple):
-    """Over which ranks: the size and the name of the process group, and the root of the ops that have one."""
+    """Over which ranks: the size and the name of the process group, and the root of the ops that have one.
+
+    With a ``tag`` ranks compare what they gather and reduce, on gloo, where the buffer has margins for it.
+    """
 
     size: int
     name: str
     root: int = 0
+    tag: UnitTag | None = None
 
 
 def no_group(size: int) -> ValueError:
@@ -105,10 +110,17 @@ def _gather(x: Tensor, where: Where, own: Tensor | None) -> Finish:
 
 def _broadcasts(x: Tensor, where: Where, own: Tensor) -> Finish:
     """Gather as a broadcast in place from each rank: gloo's own gathers into another buffer first and copies that."""
-    pieces = own.chunk(where.size)
-    pieces[_torch.group(where.name).rank()].copy_(x)
+    pieces, group = [*own.chunk(where.size)], _torch.group(where.name)
+    pieces[group.rank()].copy_(x)
+    compare = where.tag.attach(own, pieces, group) if where.tag and has_margins(own) else None
     under_way = [torch.ops._c10d_functional.broadcast_.default(piece, i, where.name) for i, piece in enumerate(pieces)]
-    return Finish(under_way, lambda *_: own)
+
+    def result(*_: Tensor) -> Tensor:
+        if compare is not None:
+            compare()
+        return own
+
+    return Finish(under_way, result)
 
 
 def _gather_stack(x: Tensor, root: int) -> Tensor:
@@ -128,13 +140,20 @@ def _scatter(mean: bool) -> Callable[[Tensor, Where, Tensor | None], Finish]:
 
 def _scatter_by_exchange(x: Tensor, where: Where, mean: bool) -> Finish:
     """Reduce-scatter as an exchange of slices and a local sum: gloo's own is an all-reduce inside, twice the bytes."""
-    n, rank = len(x) // where.size, _torch.group(where.name).rank()
-    before, mine, after = x.contiguous().split([rank * n, n, (where.size - rank - 1) * n])
-    theirs = torch.cat([before, after]) if len(before) and len(after) else before if len(before) else after
-    lengths = [0 if i == rank else n for i in range(where.size)]
+    group, x = _torch.group(where.name), x.contiguous()
+    n, rank = len(x) // where.size, group.rank()
+    before, mine, after = x.split([rank * n, n, (where.size - rank - 1) * n])
+    k, received_by = 0, None
+    if where.tag and n and x.dim() == 1 and has_margins(x):
+        k = tag_length(x)
+        theirs, received_by = where.tag.enclose([piece for i, piece in enumerate(x.split(n)) if i != rank], group)
+    else:
+        theirs = torch.cat([before, after]) if len(before) and len(after) else before if len(before) else after
+    lengths = [0 if i == rank else n + k for i in range(where.size)]
 
     def reduced(received: Tensor) -> Tensor:
-        others = received if where.size == 2 else received.unflatten(0, (-1, n)).sum(0, dtype=x.dtype)
+        rows = received_by(received) if received_by else received.unflatten(0, (-1, n))
+        others = rows[0] if where.size == 2 else rows.sum(0, dtype=x.dtype)
         total = others.add_(mine)
         return total.div_(where.size) if mean else total
 
@@ -228,6 +247,7 @@ class _Op:
     group: Callable[[Tensor, Where, Tensor | None], Finish]
     stack: Callable[[Tensor, int], Tensor]
     transpose: str
+    sends: bool = True
 
 
 OPS: dict[str, _Op] = {
@@ -239,13 +259,13 @@ OPS: dict[str, _Op] = {
     "reduce_sum": _Op(_reduce("sum"), _sum_stack, "reduce_sum"),
     "shards_to_sum": _Op(_reduce("sum"), _sum_stack, "sum_to_shards"),
     "sum_to_shards": _Op(_reduce("avg"), _mean_stack, "shards_to_sum"),
-    "vary_mean": _Op(_identity, _identity_stack, "unvary_mean"),
+    "vary_mean": _Op(_identity, _identity_stack, "unvary_mean", sends=False),
     "unvary_mean": _Op(_reduce("avg"), _mean_stack, "vary_mean"),
-    "vary_sum": _Op(_identity, _identity_stack, "unvary_sum"),
+    "vary_sum": _Op(_identity, _identity_stack, "unvary_sum", sends=False),
     "unvary_sum": _Op(_reduce("sum"), _sum_stack, "vary_sum"),
     "broadcast": _Op(_broadcast, _broadcast_stack, "sum_to"),
     "sum_to": _Op(_sum_to, _sum_to_stack, "broadcast"),
     "all_to_all": _Op(_all_to_all, _all_to_all_stack, "all_to_all"),
-    "slice": _Op(_slice, _slice_stack, "gather_mean"),
+    "slice": _Op(_slice, _slice_stack, "gather_mean", sends=False),
 }
 """Every op by its name: on a process group, on stacked ranks, and the name of its transpose."""

@@ -1,0 +1,135 @@
+"""What a rank says of the slices that it sends: which of the spec's units they are of.
+
+On gloo the host waits for every collective, so ranks that send different numbers of units would wait for each other for ever
+before they could compare what they have started (_sequence.py). There 8 bytes travel with a slice. They come from margins
+around the buffer that slices lie in, so that nothing is copied and no collective is added: what a rank gathers is a broadcast
+from each rank, of which the first and the last one take the tag along; what it reduces is exchanged piece by piece.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["MARGIN", "REMEDY", "UnitTag", "has_margins", "tag_length", "widen"]
+
+MARGIN = 64
+"""Bytes before and behind a buffer with margins: what lies between stays aligned."""
+_BYTES = 8
+REMEDY = (
+    "Expected the same units in the same order on all ranks: run every unit on every rank (its output times 0 where it is not "
+    "wanted), or choose units by numbers that all ranks have alike; check_order=False leaves this out"
+)
+"""What to do where ranks run different units."""
+
+
+@dataclass(frozen=True)
+class UnitTag:
+    """The unit of this index among those of these keys."""
+
+    keys: tuple[str, ...]
+    index: int
+
+    @functools.cached_property
+    def _sent(self) -> bytes:
+        """Other specs' units have other bytes."""
+        return zlib.crc32("\n".join(self.keys).encode()).to_bytes(4, "little") + self.index.to_bytes(4, "little")
+
+    def write(self, place: Tensor) -> None:
+        """Write the tag into `tag_length` elements."""
+        place.view(torch.uint8).copy_(torch.frombuffer(bytearray(self._sent), dtype=torch.uint8))
+
+    def compare(self, place: Tensor, group: dist.ProcessGroup, sender: int) -> None:
+        """Compare with the tag that a rank of the group has sent.
+
+        Raises:
+            RuntimeError: If it is of another unit.
+        """
+        if (sent := bytes(place.view(torch.uint8).tolist())) == self._sent:
+            return
+        index = int.from_bytes(sent[4:], "little")
+        known = sent[:4] == self._sent[:4] and index < len(self.keys)
+        theirs = f"unit '{self.keys[index]}'" if known else "something that is no unit of this spec"
+        ranks = dist.get_process_group_ranks(group)
+        raise RuntimeError(
+            f"ranks gather or reduce different units: rank {ranks[group.rank()]} unit '{self.keys[self.index]}', rank "
+            f"{ranks[sender]} {theirs}. {REMEDY}"
+        )
+
+    def attach(self, own: Tensor, pieces: list[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
+        """Let the first and the last piece of a gather take the tag along.
+
+        Args:
+            own: The buffer with margins that is gathered into.
+            pieces: Its slices, by rank. The first and the last one are replaced by wider ones.
+            group: The ranks that gather.
+
+        Returns:
+            What compares the tags once the pieces are there.
+        """
+        k, last = tag_length(own), len(pieces) - 1
+        pieces[0], pieces[last] = widen(pieces[0], before=True), widen(pieces[last], before=False)
+        tags = {0: pieces[0][:k], last: pieces[last][-k:]}
+        if (mine := tags.pop(group.rank(), None)) is not None:
+            self.write(mine)
+
+        def compare() -> None:
+            for sender, tag in tags.items():
+                self.compare(tag, group, sender)
+
+        return compare
+
+    def enclose(self, pieces: list[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Join slices for the other ranks, each with the tag.
+
+        Args:
+            pieces: Flat slices of a buffer with margins, for the other ranks of the group, in their order.
+            group: The ranks that exchange them.
+
+        Returns:
+            What to send, the same number of elements to each rank; and what compares the tags of all that was received and
+            gives it without them, a row for each rank.
+        """
+        k, rank = tag_length(pieces[0]), group.rank()
+        by_edge = len(pieces) == 1  # of two ranks the first sends (slice, tag), and the second (tag, slice): nothing is copied
+        if by_edge:
+            sent = widen(pieces[0], before=rank == 1)
+            self.write(sent[:k] if rank == 1 else sent[-k:])
+        else:
+            tag = pieces[0].new_empty(k)
+            self.write(tag)
+            sent = torch.cat([part for piece in pieces for part in (piece, tag)])
+
+        def receive(received: Tensor) -> Tensor:
+            rows = received.unflatten(0, (len(pieces), -1))
+            tags, slices = (rows[:, :k], rows[:, k:]) if by_edge and rank == 0 else (rows[:, -k:], rows[:, :-k])
+            for sender, tag in zip((i for i in range(group.size()) if i != rank), tags, strict=True):
+                self.compare(tag, group, sender)
+            return slices
+
+        return sent, receive
+
+
+def tag_length(x: Tensor) -> int:
+    """How many elements of this tensor's dtype a tag is."""
+    return _BYTES // x.itemsize
+
+
+def has_margins(x: Tensor) -> bool:
+    """Whether a contiguous tensor lies in its memory with room on both sides, for tags on the CPU."""
+    if x.device.type != "cpu":
+        return False
+    begin = x.storage_offset() * x.itemsize
+    return begin >= MARGIN and x.untyped_storage().nbytes() >= begin + x.numel() * x.itemsize + MARGIN
+
+
+def widen(piece: Tensor, *, before: bool) -> Tensor:
+    """A flat piece at the edge of a buffer with margins, with the place of a tag before it or behind it."""
+    flat, k = piece.reshape(-1), tag_length(piece)
+    return flat.as_strided((len(flat) + k,), (1,), flat.storage_offset() - (k if before else 0))

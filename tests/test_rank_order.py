@@ -1,0 +1,190 @@
+"""Ranks that run other units, or the same ones in another order: an error on every rank, and never each other's slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from depth import each
+from parity import numbers
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import funshard as fs
+
+torch.manual_seed(0)
+
+
+class Routed(nn.Module):
+    """Experts of one size, each a unit, that run in the order that the caller says."""
+
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(experts))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, route: tuple[int, ...]) -> Tensor:
+        for i in route:
+            x = self.experts[i](x).sin()
+        return self.head(x)
+
+
+STRATEGIES: dict[str, fs.P] = {
+    "shard": fs.P("shard"),
+    "keep": fs.P("shard", reshard=False),
+    "remat": fs.P("shard", remat=True),
+    "precision": fs.P("shard", precision=fs.Precision(param=torch.float32, reduce=torch.float64)),
+    "replicated": fs.P(),
+}
+ROUTES: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "one expert, by rank": lambda rank: (rank,),
+    "reversed on one rank": lambda rank: (0, 1, 2) if rank == 0 else (2, 1, 0),
+    "one more on one rank": lambda rank: (0, 1) if rank == 0 else (0, 1, 2),
+}
+
+
+def own_group() -> DeviceMesh:
+    """All ranks with a process group of their own: after an error its ranks may have started different collectives."""
+    group: Any = dist.new_group()
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+
+
+def error_of(run: Callable[..., object], *args: object) -> str:
+    """What it raises, '' for nothing."""
+    try:
+        run(*args)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+Step = Callable[[Callable[[fs.Params], Tensor], fs.Params], object]
+STEPS: dict[str, Step] = {
+    "fs.grad": lambda loss, params: fs.grad(loss)(params),
+    "torch.func.grad": lambda loss, params: torch.func.grad(loss)(params),
+    "hvp": lambda loss, params: fs.hvp(loss, params, params),
+    "jvp": lambda loss, params: torch.func.jvp(loss, (params,), (params,)),
+    "no_grad": lambda loss, params: torch.no_grad()(loss)(params),
+}
+
+
+def routed(rank: int, strategy: str, route: str, step: str, **options: Any) -> str:
+    """What a rank's step says, '' where it ends."""
+    torch.manual_seed(0)
+    model = Routed().double()
+    spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model).on(own_group())
+    params, own = fs.shard(model, spec), ROUTES[route](rank)
+    x = numbers(rank, 0, width=6)
+
+    def loss(params: fs.Params) -> Tensor:
+        return fs.functional_call(model, params, (x, own), spec=spec, **options).square().sum()
+
+    return error_of(STEPS[step], loss, params)
+
+
+@each
+@pytest.mark.parametrize("step", ["fs.grad", "torch.func.grad", "hvp", "jvp"])
+@pytest.mark.parametrize("route", ["one expert, by rank", "reversed on one rank"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_run_other_units_get_an_error(gloo2: Pool, strategy: str, route: str, step: str) -> None:
+    if strategy == "replicated" and step == "jvp":
+        step = "fs.grad"  # of the others nothing is sent
+    for error in gloo2.run(routed, strategy, route, step):
+        assert "ranks" in error
+        assert "unit 'experts." in error
+        assert "check_order=False" in error
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("step", ["fs.grad", "hvp"])
+def test_a_rank_that_runs_one_unit_more_is_an_error(gloo2: Pool, strategy: str, step: str) -> None:
+    for error in gloo2.run(routed, strategy, "one more on one rank", step):
+        assert "unit '" in error
+
+
+def with_unequal_losses(rank: int, strategy: str) -> str:
+    """The same forward on all ranks, and on one of them a loss that does not depend on what came last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]).double()
+    spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model).on(own_group())
+    seen: list[Tensor] = []
+    model[1].register_forward_hook(lambda module, args, out: seen.append(out))
+
+    def loss(params: fs.Params) -> Tensor:
+        out = fs.functional_call(model, params, (numbers(rank, 0, width=6),), spec=spec)
+        return (seen[-1] if rank else out).sum()
+
+    return error_of(fs.grad(loss), fs.shard(model, spec))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"), [("keep", "ranks gather or reduce different units"), ("replicated", "different units in backward")]
+)
+def test_losses_that_depend_on_other_units_are_an_error(gloo2: Pool, strategy: str, words: str) -> None:
+    for error in gloo2.run(with_unequal_losses, strategy):
+        assert words in error
+
+
+def unsharded(rank: int) -> str:
+    """Ranks that ask `unshard` for other units."""
+    torch.manual_seed(0)
+    model = Routed(2)
+    spec = fs.by_type(nn.Linear)(model).on(own_group())
+    shards = fs.shard(model, spec)
+    return error_of(lambda: fs.unshard(shards, spec, units=[f"experts.{rank}"]))
+
+
+def test_ranks_that_unshard_other_units_get_an_error(gloo2: Pool) -> None:
+    for error in gloo2.run(unsharded):
+        assert "gather_mean of unit 'experts.0' on rank 0, and gather_mean of unit 'experts.1' on rank 1" in error
+
+
+def forward_alone(rank: int) -> list[str]:
+    """Forwards that require grad and have no backward: the next call says what was wrong with the last one."""
+    torch.manual_seed(0)
+    model = Routed(2).double()
+    spec = fs.by_type(nn.Linear, p=fs.P("shard", precision=fs.Precision(codec=fs.codecs.int8())))(model)
+    params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
+
+    def call(route: tuple[int, ...]) -> Tensor:
+        return fs.functional_call(model, params, (numbers(rank, 0, width=6), route), spec=spec, prefetch=0)
+
+    return [error_of(call, (rank, 1 - rank)), error_of(call, (0, 1))]
+
+
+def test_a_forward_without_a_backward_is_compared_by_the_next_call(gloo2: Pool) -> None:
+    for first, second in gloo2.run(forward_alone):
+        assert first == ""
+        assert "different units in forward" in second
+
+
+def not_compared(rank: int) -> str:
+    return routed(rank, "keep", "reversed on one rank", "no_grad", check_order=False)
+
+
+def test_check_order_can_be_turned_off(gloo2: Pool) -> None:
+    assert gloo2.run(not_compared) == ["", ""]
+
+
+def replicas(rank: int) -> list[str]:
+    """HSDP on 2 x 2 ranks: two replicas may evaluate other units, and may not train them."""
+    torch.manual_seed(0)
+    model = Routed(2).double()
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    spec = fs.by_type(nn.Linear)(model).on(mesh)
+    params, route = fs.shard(model, spec), (0, 1) if rank < 2 else (1, 0)
+
+    def loss(params: fs.Params) -> Tensor:
+        return fs.functional_call(model, params, (numbers(rank, 0, width=6), route), spec=spec).sum()
+
+    return [error_of(torch.no_grad()(loss), params), error_of(fs.grad(loss), params)]
+
+
+def test_replicas_are_compared_where_they_reduce(gloo4: Pool) -> None:
+    for alone, trained in gloo4.run(replicas):
+        assert alone == ""
+        assert "different units in backward" in trained
