@@ -125,3 +125,22 @@ def out_of_order(rank: int) -> None:
 def test_a_mesh_whose_ranks_do_not_rise(gloo4: Pool) -> None:
     """A process group sorts its ranks, so two of them would take the same slice: an error on every rank."""
     gloo4.run(out_of_order)
+
+
+def test_a_spec_bound_to_groups_that_are_gone_is_refused() -> None:
+    """It would slice by the rank that this process had, and gather by the one that it has."""
+    model = torch.nn.Linear(4, 4)
+    with world(2, rank=0):
+        spec = fs.whole()(model).bound
+        shards = fs.shard(model, spec)
+        fs.gather_full(shards, spec)
+    message = r"axis 'shard': the spec was bound when this process was rank 0 of 2 in a process group, "
+    with pytest.raises(RuntimeError, match=message + "which is destroyed"):
+        fs.gather_full(shards, spec)
+    for rank, size in ((1, 2), (0, 4)):
+        with world(size, rank=rank):
+            for use in (lambda: fs.gather_full(shards, spec), lambda: fs.functional_call(model, shards, spec=spec)):
+                with pytest.raises(RuntimeError, match=message + f"where it is now rank {rank} of {size}: .* bind it again"):
+                    use()
+    with world(2, rank=0):
+        fs.gather_full(shards, spec)

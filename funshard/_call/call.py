@@ -129,7 +129,7 @@ def functional_call(
     _check_count("in_flight", in_flight, 1)
     given = arguments(args, kwargs)
     if torch.compiler.is_compiling():
-        return in_graph.run(model, params, *given, spec, buffers, method, reduction)
+        return in_graph.run(model, params, *given, spec, buffers, method, reduction, check_order)
     place = Place.of(model, spec)
     check_values(model, params, spec, given)
     check_not_own(params, model, spec)

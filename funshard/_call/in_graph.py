@@ -36,6 +36,7 @@ def run(
     buffers: dict[str, Tensor] | None,
     method: str | None,
     reduction: Reduction,
+    check_order: bool,
 ) -> Any:
     """What `functional_call` gives, its arguments checked."""
     _check_casts_inside(spec)  # not on entering the context: Dynamo of torch 2.11 loses the error
@@ -44,7 +45,8 @@ def run(
         if (given := whole_unit(params, unit)) is not None:
             views = cast_params(given, unit)
         else:
-            with _torch.annotated(funshard_reshard=unit.p.reshard):  # for fs.compile, which then gathers again in backward
+            # for fs.compile, which gathers again in backward, and has ranks compare the order of its collectives
+            with _torch.annotated(funshard_reshard=unit.p.reshard, funshard_unit=unit.key if check_order else None):
                 views = unflatten_unit(gather_unit(params[unit.key], unit, spec.bound_mesh, reduction, unit.p.precision), unit)
         full |= {name: view for param, view in zip(unit.params, views, strict=True) for name in param.names}
     full |= {name: params[name] for name in spec.ignored if name in params}

@@ -16,6 +16,7 @@ from .._transforms.regions import NAME, REGION
 
 __all__ = [
     "RESHARD",
+    "UNIT",
     "GatherNodes",
     "annotate",
     "annotate_phases",
@@ -34,7 +35,7 @@ __all__ = [
     "writes",
 ]
 
-_PHASE, RESHARD = "funshard_phase", "funshard_reshard"
+_PHASE, RESHARD, UNIT = "funshard_phase", "funshard_reshard", "funshard_unit"
 _GRADIENTS = (FUNC_GRADIENT, torch.autograd.grad)
 
 
@@ -47,7 +48,7 @@ def annotate_phases(graph: Graph) -> str:
     for node in graph.nodes:
         phase += node.target in _GRADIENTS
         annotate(node, **{_PHASE: phase})
-    keys = (_PHASE, RESHARD, NAME)
+    keys = (_PHASE, RESHARD, UNIT, NAME)
     return repr([(*(annotation(node, key) for key in keys), regions_of(node)) for node in graph.nodes])
 
 

@@ -10,8 +10,10 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..collectives import _ops as ops
+from ..collectives._sequence import check_sequence, is_comparable
+from .graph import UNIT, annotation, mutates, starts
 
-__all__ = ["own_operators"]
+__all__ = ["compare_order", "own_operators"]
 
 
 def own_operators(graph: Graph, when_needed: set[Node], assemblies: Iterable[list[Node]]) -> None:
@@ -24,6 +26,43 @@ def own_operators(graph: Graph, when_needed: set[Node], assemblies: Iterable[lis
                 node.target = torch.ops.funshard.all_gather.default
         elif node.target is torch.ops.aten.cat.default and any(node in assembly for assembly in joined):
             node.target = torch.ops.funshard.cat.default
+
+
+def compare_order(graph: Graph) -> None:
+    """Have ranks compare the collectives of a graph that gathers units, before its first operator."""
+    names: dict[str, list[str]] = {}
+    for node in filter(starts, graph.nodes):
+        if not is_comparable(node.args[-1]):
+            continue
+        key = annotation(node, UNIT)
+        of = f"result {_result(node)}" if key is None else f"unit '{key}'"
+        names.setdefault(node.args[-1], []).append(f"{node.target} of {of}")
+    if not names or all(annotation(node, UNIT) is None for node in graph.nodes):
+        return
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    with graph.inserting_before(first):
+        done = graph.call_function(torch.ops.aten.empty.memory_format, ([1],), {"device": torch.device("cpu")})
+        done.meta["val"] = torch.empty(1, device="meta")
+        for group, started in names.items():
+            graph.call_function(torch.ops.funshard.compare_order.default, (done, group, "\n".join(started)))
+
+
+def _result(start: Node) -> int:
+    """Which result of the graph is made of a collective's by the fewest operators, counted with what is written to inputs."""
+    (output,) = (node for node in start.graph.nodes if node.op == "output")
+    ends = [*output.all_input_nodes, *(node for node in start.graph.nodes if mutates(node))]
+    level, seen = [start], {start}
+    while level:
+        if found := [ends.index(node) for node in level if node in ends]:
+            return min(found)
+        level = [user for node in level for user in node.users if user not in seen and not seen.add(user)]
+    return -1
+
+
+@torch.library.custom_op("funshard::compare_order", mutates_args=("done",))
+def _compare_order(done: Tensor, group: str, names: str) -> None:
+    """Compare with other ranks what a graph starts; it writes to ``done`` in name only, so that compilers keep it."""
+    check_sequence(names.split("\n"), group, done)
 
 
 @torch.library.custom_op("funshard::all_gather", mutates_args=())

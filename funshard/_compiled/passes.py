@@ -75,6 +75,7 @@ class GraphSchedule(CustomGraphPass):
         _read_first(graph)
         order = _Order(graph, self.prefetch, self.in_flight)
         order.apply()
+        operators.compare_order(graph)
         operators.own_operators(graph, order.when_needed, order.assembly.values())
         graph.lint()
 

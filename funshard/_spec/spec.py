@@ -227,8 +227,16 @@ def _within(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSp
 
 
 def bound(spec: object) -> PartitionSpec:
-    """``spec.bound``: what every function that takes a spec begins with. TypeError for anything else."""
-    return checked(spec).bound
+    """``spec.bound``: what every function that takes a spec begins with.
+
+    Raises:
+        TypeError: For anything else than a spec.
+        RuntimeError: If a process group that it was bound to is gone, or this process has another rank in it now.
+    """
+    found = checked(spec).bound
+    if found.mesh is not None:
+        found.mesh.check_groups()
+    return found
 
 
 def checked(spec: object) -> PartitionSpec:

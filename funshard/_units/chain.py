@@ -53,7 +53,7 @@ class Buffers:
             if buffer.dtype == dtype and len(buffer) == numel and _torch.alone(buffer):
                 return buffer
             del buffer
-        if like.device.type != "cpu":
+        if like.device.type != "cpu" or _torch.traced() or _torch.is_fake(like):
             return like.new_empty(numel, dtype=dtype)
         margin = MARGIN // dtype.itemsize
         with _torch.below_autograd():  # it is no view of anything
@@ -186,8 +186,7 @@ def routes(spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Redu
 
     groups = [axis for _, axis in mesh.axes if isinstance(axis, Group)]
     connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)
-    device = mesh.device or torch.device("cpu")
-    compares = check_order and connected and all(is_comparable(axis.name, device) for axis in groups if axis.size > 1)
+    compares = check_order and connected and all(is_comparable(axis.name) for axis in groups if axis.size > 1)
     keys = tuple(of)
     return Routes(
         of,

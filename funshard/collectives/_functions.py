@@ -22,7 +22,7 @@ from torch.autograd.function import FunctionCtx
 from .. import _torch
 from ._mesh import Axis, Group, Mesh, Simulated
 from ._ops import OPS, Where, no_group, start
-from ._sequence import check_next
+from ._sequence import check_sequence
 
 __all__ = [
     "Reduce",
@@ -55,7 +55,7 @@ class _Collective(_torch.Function):
         if not name:
             return OPS[op].stack(x, root).clone()
         if label and OPS[op].sends:
-            check_next(f"{op} of {label}", name, x)
+            check_sequence([f"{op} of {label}"], name, x)
         return start(op, x, Where(size, name, root))()
 
     @staticmethod

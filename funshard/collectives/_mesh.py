@@ -148,6 +148,31 @@ class Mesh:
                 return device
         return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
 
+    def check_groups(self) -> None:
+        """Check that the process groups that the axes were made of are there, and that this process has its rank in them.
+
+        Raises:
+            RuntimeError: Naming the axis, as after ``destroy_process_group`` and another ``init_process_group``.
+        """
+        if torch.compiler.is_compiling():
+            return
+        for name, axis in self.axes:
+            if axis.size == 1 or isinstance(axis, Simulated) or not axis.name:
+                continue
+            try:
+                group = _torch.group(axis.name)
+            except (RuntimeError, ValueError):
+                now = "which is destroyed"
+            else:
+                if (group.rank(), group.size()) == (axis.rank, axis.size):
+                    continue
+                now = f"where it is now rank {group.rank()} of {group.size()}"
+            raise RuntimeError(
+                f"mesh axis '{name}': the spec was bound when this process was rank {axis.rank} of {axis.size} in a process "
+                f"group, {now}: expected a spec on the groups that there are now; bind it again, spec.on(mesh), and shard or "
+                "load the parameters by that"
+            )
+
     def __getitem__(self, name: str) -> Axis:
         return dict(self.axes)[name]
 

@@ -143,17 +143,20 @@ def _scatter_by_exchange(x: Tensor, where: Where, mean: bool) -> Finish:
     group, x = _torch.group(where.name), x.contiguous()
     n, rank = len(x) // where.size, group.rank()
     before, mine, after = x.split([rank * n, n, (where.size - rank - 1) * n])
-    k, received_by = 0, None
+    k, remove_tags = 0, None
     if where.tag and n and x.dim() == 1 and has_margins(x):
         k = tag_length(x)
-        theirs, received_by = where.tag.enclose([piece for i, piece in enumerate(x.split(n)) if i != rank], group)
+        theirs, remove_tags = where.tag.enclose([piece for i, piece in enumerate(x.split(n)) if i != rank], group)
     else:
         theirs = torch.cat([before, after]) if len(before) and len(after) else before if len(before) else after
     lengths = [0 if i == rank else n + k for i in range(where.size)]
 
     def reduced(received: Tensor) -> Tensor:
-        rows = received_by(received) if received_by else received.unflatten(0, (-1, n))
-        others = rows[0] if where.size == 2 else rows.sum(0, dtype=x.dtype)
+        if where.size == 2:
+            others = received if remove_tags is None else remove_tags(received)[0]
+        else:
+            rows = received.unflatten(0, (-1, n)) if remove_tags is None else remove_tags(received)
+            others = rows.sum(0, dtype=x.dtype)
         total = others.add_(mine)
         return total.div_(where.size) if mean else total
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import _torch
 from ._tag import REMEDY
 
-__all__ = ["CollectiveSequence", "SequenceCheck", "check_next", "is_comparable"]
+__all__ = ["CollectiveSequence", "SequenceCheck", "check_sequence", "is_comparable"]
 
 
 class CollectiveSequence:
@@ -96,22 +96,22 @@ class SequenceCheck:
         return f"collective {i + 1} is {expected} on rank {ranks[0]}, and {got} on rank {ranks[other]}"
 
 
-def check_next(name: str, group: str, sent: Tensor) -> None:
-    """Compare the name of the collective that each rank of a process group is about to start, and wait for that.
+def check_sequence(names: Sequence[str], group: str, sent: Tensor) -> None:
+    """Compare the names of the collectives that each rank of a process group is about to start, and wait for that.
 
     Does nothing where nothing is sent, as while operators are recorded.
 
     Raises:
         RuntimeError: On every rank of the group, if they differ.
     """
-    if _torch.traced() or _torch.is_fake(sent) or not is_comparable(group, sent.device):
+    if _torch.traced() or _torch.is_fake(sent) or not is_comparable(group):
         return
-    SequenceCheck(_comparing(group), [name], "ranks are about to exchange values of different units").finish()
+    SequenceCheck(_comparing(group), names, "ranks are about to exchange values of different units").finish()
 
 
-def is_comparable(group: str, device: torch.device) -> bool:
+def is_comparable(group: str) -> bool:
     """Whether a process group has other processes: that of the backend "fake" has a size alone."""
-    return _torch.backend(group, device) != "fake"
+    return dist.get_backend(_torch.group(group)) != "fake"
 
 
 @functools.cache
