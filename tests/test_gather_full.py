@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -283,3 +284,17 @@ def test_gather_full_has_a_peak_of_one_unit(mesh: str) -> None:
             assert seen["rank0_only"][0] == unit
             assert seen["rank0_only"][1] <= unit + piece + inner
             assert seen["scatter_full"][1] <= 2 * unit + piece + inner  # the source's own tensor as well
+
+
+def test_the_models_own_order() -> None:
+    """torch.func.jvp refuses trees whose keys have another order; units have theirs by name."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.ModuleDict({"b": nn.Linear(3, 3), "a": nn.Linear(3, 3)})["b"], nn.Linear(3, 2))
+    model[2].weight.requires_grad_(False)
+    named = {name: p.detach() for name, p in model.named_parameters()}
+    for policy in (fs.always(), fs.by_path({"2": fs.P(), "0": fs.P("shard")}), fs.whole()):
+        spec = pickle.loads(pickle.dumps(policy(model))).on({"shard": 1})
+        shards = fs.shard(model, spec)
+        trees = fs.gather_full(shards, spec), fs.unshard(shards, spec), fs.unflatten(fs.flatten(named, spec), spec)
+        for full in trees:
+            assert [*full] == [*named]
+            torch.func.jvp(lambda p: sum(x.sum() for x in p.values()), (named,), (full,))

@@ -28,6 +28,8 @@ def gather_full(
 ) -> Params:
     """The full parameters by name, each a tensor of its own without gradient, unit by unit: summon_full_params.
 
+    In the order of ``model.named_parameters()``, which torch.func.jvp compares.
+
     With ``rank0_only`` the mesh's first rank alone gets them, by a gather that allocates nothing elsewhere; the others
     get ``{}``. With ``offload_to_cpu`` each unit goes to host memory before the next is gathered, so that the peak on
     the device is one unit. `scatter_full` writes them back. Works for anything sharded like the parameters: gradients,
@@ -47,7 +49,7 @@ def gather_full(
             copies = _copies(shards[unit.key].detach(), unit, mesh, rank0_only, offload_to_cpu)
             full |= waiting()  # the one before, while this one is on its way
             waiting = copies
-        return full | waiting()
+        return spec.in_model_order(full | waiting())
 
 
 def _copies(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_cpu: bool) -> Callable[[], Params]:

@@ -44,7 +44,8 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
     first = {node.path: min(map(natural_key, node.names)) for node in tree.nodes()}
     units.sort(key=lambda unit: (unit.path != "", first[unit.path]))  # parents first, in natural order
     entries = tuple(sorted(chosen.items(), key=lambda item: natural_key(item[0])))
-    return PartitionSpec(entries, root or P(), tuple(units), tree.ignored)
+    names = tuple(param.name for param in tree.all_params)
+    return PartitionSpec(entries, root or P(), tuple(units), tree.ignored, names=names)
 
 
 def _units(path: str, p: P, params: list[Param]) -> Iterator[Unit]:

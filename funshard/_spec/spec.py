@@ -41,6 +41,8 @@ class PartitionSpec:
     """The keys of the units in the order in which forward uses them, where `ordered` gave one."""
     sizes: tuple[tuple[str, int], ...] | None = None
     mesh: Mesh | None = field(default=None, compare=False, repr=False)
+    names: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """The parameters' names in the model's own order, which layouts do not depend on."""
     by_key: Mapping[str, Unit] = field(init=False, compare=False, repr=False)
     """The units by their keys."""
     by_name: Mapping[str, tuple[Unit, Param]] = field(init=False, compare=False, repr=False)
@@ -99,6 +101,10 @@ class PartitionSpec:
         if key in self.by_name:
             return self.by_name[key][1]
         raise ValueError(f"'{key}' is no unit and no parameter of the spec: expected some of {list(self.by_key)[:8]}")
+
+    def in_model_order(self, full: Mapping[str, Made]) -> dict[str, Made]:
+        """Return what there is by parameter name in the order of ``named_parameters``; other names come last."""
+        return {name: full[name] for name in dict.fromkeys((*self.names, *full)) if name in full}
 
     def within(self, path: str, keys: Iterable[str]) -> PartitionSpec:
         """The part of this spec for the insides of one of its modules, which uses the units of these keys."""

@@ -85,11 +85,12 @@ def unflatten(buffers: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
     """
     spec = bound(spec)
     check_buffers(buffers, spec, {unit.key: spec.padded_numel(unit) for unit in spec})
-    return {
+    full = {
         param.name: view
         for unit in spec
         for param, view in zip(unit.params, unflatten_unit(buffers[unit.key], unit), strict=True)
     }
+    return spec.in_model_order(full)
 
 
 def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:
