@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import hypothesis
@@ -500,6 +501,71 @@ def test_training_through_recomputed_steps(cls: Any) -> None:
         return torch.func.jvp(torch.func.grad(loss, argnums=(0, 1)), (start, lr), along)[1]
 
     assert_close(second(trained(fs.remat)), second(trained(lambda f: f)))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "maximize": True}], ids=["", "options"])
+def test_eps_root(cls: Any, options: dict[str, Any]) -> None:
+    """Derivatives of gradients that are 0 are finite; steps are optax's, and torch's where it is 0."""
+    x = torch.tensor([1.0, -2.0, 0.0]).double()  # one feature that is always 0
+
+    def after(eps_root: float | None, w: Tensor) -> Tensor:
+        more = {} if eps_root is None else {"eps_root": eps_root}
+        init, update = from_torch(cls, lr=0.1, differentiable=True, **options, **more)
+        params, state = {"w": w}, init({"w": w})
+        for _ in range(3):
+            params, state = update({"w": params["w"].cos() * x}, state, params)
+        return params["w"]
+
+    w = torch.tensor([0.5, 1.0, 2.0]).double()
+    assert_close(after(0.0, w), after(None, w), rtol=1e-4, atol=1e-5)  # torch's powers are float32's
+    zeros = cls is torch.optim.AdamW or not options  # Adam's weight decay is part of the gradient
+    assert torch.func.jacrev(partial(after, None))(w).isnan().any() == zeros
+    assert torch.autograd.gradcheck(partial(after, 1e-3), w.clone().requires_grad_())
+    m, v, now = torch.zeros(3).double(), torch.zeros(3).double(), w  # optax.scale_by_adam
+    sign = -1 if "maximize" in options else 1
+    for t in range(1, 4):
+        g = sign * now.cos() * x
+        if cls is torch.optim.Adam:
+            g = g + options.get("weight_decay", 0) * now
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        step = m / (1 - 0.9**t) / ((v / (1 - 0.999**t) + 1e-3).sqrt() + 1e-8)
+        shrunk = now if cls is torch.optim.Adam else now * (1 - 0.1 * options.get("weight_decay", 0.01))
+        now = shrunk - 0.1 * step
+    assert_close(after(1e-3, w), now)
+
+
+def test_a_warning_names_the_root_of_zeros() -> None:
+    """Of elements, not of padding; and not where eps_root is."""
+    module = nn.Linear(3, 1).double()
+    spec = fs.whole()(module).on({"shard": 1})
+    params = fs.shard(module, spec)
+
+    def slope(x: Tensor, **more: Any) -> fs.Params:
+        init, update = from_torch(torch.optim.AdamW, spec=spec, lr=0.1, differentiable=True, **more)
+
+        def loss(params: fs.Params) -> Tensor:
+            return fs.functional_call(module, params, x, spec=spec).square().mean()
+
+        return torch.func.grad(lambda p: loss(update(torch.func.grad(loss)(p), init(p), p)[0]))(params)
+
+    assert slope(torch.randn(4, 3).double())[""].isfinite().all()
+    x = torch.randn(4, 3).double() * torch.tensor([1.0, 0.0, 1.0]).double()
+    with pytest.warns(UserWarning, match=r"unit '' has elements whose gradients were all 0.*give eps_root="):
+        assert slope(x)[""].isnan().any()
+    assert slope(x, eps_root=1e-8)[""].isfinite().all()
+
+
+def test_eps_root_where_there_is_none() -> None:
+    for cls, more in (
+        (torch.optim.SGD, {"differentiable": True}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adam, {"differentiable": True, "amsgrad": True}),
+    ):
+        with pytest.raises(ValueError, match="eps_root is for differentiable Adam and AdamW, without amsgrad"):
+            from_torch(cls, eps_root=1e-8, **more)
+    with pytest.raises(ValueError, match="eps_root: expected at least 0, got -1"):
+        from_torch(torch.optim.AdamW, eps_root=-1, differentiable=True)
 
 
 RATES = {

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._units.layout import Params
+from ._adam import adam_with_eps_root, warn_of_zeros
 from ._checks import (
     ELEMENTWISE,
     Initial,
@@ -101,6 +102,7 @@ def elementwise(
     ``derived_by`` is the spec of derivatives where there is no ``spec``.
     """
     refuse_whole(optimizer_class, initial)
+    optimizer_class = adam_with_eps_root(optimizer_class, defaults)
     if donate and defaults.get("differentiable"):
         raise ValueError("from_torch: donated memory is written over: expected donate=False with differentiable=True")
     if device is not None and defaults.get("differentiable"):
@@ -239,6 +241,8 @@ def _update(
             new_params[key] = put(new_params[key], piece, layouts[key], at)
             for name, tensor in given.items():
                 new_state[key][name] = put(new_state[key][name], tensor, layouts[key], at, scalar=name in plan.scalars)
+    if shared_by is not None:
+        warn_of_zeros(plan.cls, grads, new_state, masks)
     for key, mask in masks.items():
         new_params[key] = torch.where(mask, params[key], new_params[key])
         new_state[key] = {n: torch.where(mask, state[key][n], t) if t.dim() else t for n, t in new_state[key].items()}

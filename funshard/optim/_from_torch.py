@@ -57,8 +57,10 @@ def from_torch(
     ``differentiable=True``: derivatives of the update, at every order, which are refused without it; `remat` around a run of
     steps keeps only the state that it begins with, and the count of steps is a constant. A learning rate that is
     differentiated or batched by vmap is for Adam, AdamW, NAdam and RAdam alone (SGD's has reverse mode): refused of others.
-    With the ``spec`` its derivative is the whole one on every rank, whichever units are split or replicated, and padding
-    has none; without it a derivative of several ranks' shards is refused.
+    With the ``spec`` a learning rate's derivative is the whole one on every rank, whichever units are split or replicated, and
+    padding has none; without it a derivative of several ranks' shards is refused. ``eps_root`` of differentiable Adam and AdamW
+    is added under the root, as in optax: without it derivatives are NaN where an element's gradients were all 0, of which a
+    warning tells where there is a ``spec``.
 
     ``initial`` vouches for a class that torch.optim does not have, by the state that it begins a vector with:
     ``initial=lambda p: {"exp_avg": torch.zeros_like(p)}``.
