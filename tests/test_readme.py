@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from depth import each
+from last_bit import OtherLastBit
 from ranks import Pool, launch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -235,6 +236,21 @@ def test_what_the_migration_table_offers_exists() -> None:
 def test_doctests(name: str) -> None:
     """The examples in a module's docstrings give what they show."""
     assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("funshard._compiled")])
+def test_doctests_do_not_depend_on_the_last_bit(name: str) -> None:
+    """The doctests pass on CPUs that round otherwise. Operators in compiled functions are not checked."""
+    for up in (True, False):
+        with OtherLastBit(up=up):
+            assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_printed_fractions_do_not_depend_on_the_last_bit(tmp_path: Path) -> None:
+    """The page that prints computed fractions prints the same on a CPU that rounds otherwise."""
+    with OtherLastBit(up=True) as mode:
+        run("optimizers", str(tmp_path))
+    assert mode.moved > 1000
 
 
 def test_there_are_doctests() -> None:
