@@ -134,7 +134,7 @@ def test_train_gpt_in_low_precision_and_micro_batches(strategy: str) -> None:
     halves = losses(run(2, "train_gpt.py", f"--strategy {strategy} {TINY} --precision bf16 --batch 4 --micro-batches 2"))
     assert low != whole
     assert low[:10] == pytest.approx(whole[:10], abs=2e-2)
-    assert abs(halves[-1] - low[-1]) < 0.6
+    assert halves == pytest.approx(low, abs=2e-2)  # the same sequences, in two parts
     assert halves[-1] < halves[0] - 1.5
 
 

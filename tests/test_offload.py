@@ -407,23 +407,26 @@ def double(f: Callable[[fs.Params], Tensor], params: fs.Params) -> Any:
     return first, torch.autograd.grad(along, list(leaves.values()))
 
 
-PS = {
-    "sharded": {},
-    "kept": {"reshard": False},
-    "recomputed": {"remat": True},
-    "mixed": {"precision": fs.Precision(param=torch.float32, reduce=torch.float64)},
+PS: dict[str, Callable[[torch.dtype], dict[str, Any]]] = {
+    "sharded": lambda dtype: {},
+    "kept": lambda dtype: {"reshard": False},
+    "recomputed": lambda dtype: {"remat": True},
+    "mixed": lambda dtype: {"precision": fs.Precision(param=NARROWER[dtype], reduce=dtype)},
 }
+"""Options of P, by the dtype of the parameters."""
+NARROWER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
 
 
 def units(rank: int, name: str, which: str, way: str) -> None:
     model = noisy() if name == "noisy" else transformer(name, way in HIGHER)
     blocks = type(model.get_submodule(BLOCK[name]))
-    p = P("shard", **PS[which])
+    options = PS[which](next(model.parameters()).dtype)
+    p = P("shard", **options)
     with unchanged(model):
         expected_spec = fs.by_type(blocks, p=p)(model).bound
         params = fs.shard(model, expected_spec)
         expected = STEP[way](loss_of(model, expected_spec, rank), params)
-        spec = fs.by_type(blocks, p=P("shard", **PS[which], offload=ACTIVATIONS))(model).bound
+        spec = fs.by_type(blocks, p=P("shard", **options, offload=ACTIVATIONS))(model).bound
         with everywhere() as copies:
             equal(STEP[way](loss_of(model, spec, rank), params), expected)
             if way not in ("hvp", "grad of grad"):
@@ -439,8 +442,6 @@ def units(rank: int, name: str, which: str, way: str) -> None:
 @pytest.mark.parametrize("name", sorted(BLOCK))
 def test_units_on_real_ranks(gloo2: Pool, name: str, which: str, way: str) -> None:
     """Two ranks, dropout and buffers included: the bits of the same units without offload."""
-    if which == "mixed" and name != "noisy":
-        pytest.skip("those of transformers are float32 as they are")
     gloo2.run(units, name, which, way)
 
 

@@ -19,7 +19,7 @@ from offloaded import everywhere
 from parity import check_parity, numbers
 from peer_models import MLP, Net
 from ranks import Pool
-from test_offload import BLOCK, HIGHER, STEP, equal, loss_of, noisy, transformer
+from test_offload import BLOCK, HIGHER, NARROWER, STEP, equal, loss_of, noisy, transformer
 from torch import Tensor, nn
 
 import funshard as fs
@@ -31,22 +31,21 @@ from funshard.compress import _compressor
 from funshard.optim import _elementwise, _streamed
 
 PARAMS = "params"
-HALF = fs.Precision(param=torch.float32, reduce=torch.float64)
-NARROW = fs.Precision(param=torch.float32, reduce=torch.float32)
 FLOAT8 = fs.Codec(lambda x: (x.float(), x.abs().amax()), lambda x, scale: x.to(scale.dtype) + 0 * scale)
-PS: dict[str, dict[str, Any]] = {
-    "sharded": {},
-    "kept": {"reshard": False},
-    "recomputed": {"remat": True},
-    "mixed": {"precision": HALF},
-    "narrow": {"precision": NARROW},
-    "encoded": {"precision": fs.Precision(codec=FLOAT8)},
-    "replicated": {"axis": None},
+PS: dict[str, Callable[[torch.dtype], dict[str, Any]]] = {
+    "sharded": lambda dtype: {},
+    "kept": lambda dtype: {"reshard": False},
+    "recomputed": lambda dtype: {"remat": True},
+    "mixed": lambda dtype: {"precision": fs.Precision(param=NARROWER[dtype], reduce=dtype)},
+    "narrow": lambda dtype: {"precision": fs.Precision(param=NARROWER[dtype], reduce=NARROWER[dtype])},
+    "encoded": lambda dtype: {"precision": fs.Precision(codec=FLOAT8)},
+    "replicated": lambda dtype: {"axis": None},
 }
+"""Options of P, by the dtype of the parameters."""
 
 
-def p_of(which: str, **more: Any) -> P:
-    return P(**{"axis": "shard", **PS[which], **more})
+def p_of(which: str, dtype: torch.dtype = torch.float64, **more: Any) -> P:
+    return P(**{"axis": "shard", **PS[which](dtype), **more})
 
 
 # --- the same bits ---
@@ -54,13 +53,13 @@ def p_of(which: str, **more: Any) -> P:
 
 def units(rank: int, name: str, which: str, way: str) -> None:
     model = noisy() if name == "noisy" else transformer(name, way in HIGHER)
-    blocks = type(model.get_submodule(BLOCK[name]))
+    blocks, dtype = type(model.get_submodule(BLOCK[name])), next(model.parameters()).dtype
     with unchanged(model):
-        plain = fs.by_type(blocks, p=p_of(which))(model).bound
+        plain = fs.by_type(blocks, p=p_of(which, dtype))(model).bound
         params = fs.shard(model, plain)
         expected = STEP[way](loss_of(model, plain, rank), params)
         with elsewhere() as copies:
-            spec = fs.by_type(blocks, p=p_of(which, offload=PARAMS))(model).bound
+            spec = fs.by_type(blocks, p=p_of(which, dtype, offload=PARAMS))(model).bound
             shards = fs.shard(model, spec)
             equal(shards, params)
             equal(STEP[way](loss_of(model, spec, rank), shards), expected)
@@ -76,8 +75,6 @@ def units(rank: int, name: str, which: str, way: str) -> None:
 @pytest.mark.parametrize("name", ["noisy", "gpt2"])
 def test_units_on_real_ranks(gloo2: Pool, name: str, which: str, way: str) -> None:
     """Two ranks, dropout and buffers included: the bits of the same units without offload."""
-    if which in ("mixed", "narrow", "encoded") and name != "noisy":
-        pytest.skip("those of transformers are float32 as they are")
     gloo2.run(units, name, which, way)
 
 
@@ -138,7 +135,11 @@ def hybrid(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, x = Net(3), numbers(rank, 0)
     call = lambda p, spec, **options: fs.functional_call(model, p, (x,), spec=spec, **options).square().mean()  # noqa: E731
-    for p in (P("shard"), P("shard", precision=NARROW), P(("replicate", "shard"))):
+    for p in (
+        P("shard"),
+        P("shard", precision=fs.Precision(param=torch.float32, reduce=torch.float32)),
+        P(("replicate", "shard")),
+    ):
         plain = fs.by_type(MLP, p=p)(model).on(mesh)
         params = fs.shard(model, plain)
         with elsewhere():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib
-import inspect
 import io
 import os
 import pkgutil
@@ -18,13 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 import torch.distributed as dist
 from depth import each
 from last_bit import OtherLastBit
 from ranks import Pool, launch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import funshard
 
@@ -36,9 +32,6 @@ MARKS = {"", "script", "test command"}
 """What a comment before a block says of it: that it is a script of its own, and that CI runs it."""
 
 FENCE = re.compile(r"(?:^<!-- (?P<mark>[^>]*) -->\n)?^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
-ROWS = re.findall(r"^\|(.+)\|(.+)\|$", PAGES["migrating"].read_text(), re.MULTILINE)
-IN_ROWS = {name for theirs, _ in ROWS for code in re.findall(r"`([^`]+)`", theirs) for name in re.findall(r"\w+", code)}
-OURS = [ours for _, ours in ROWS]
 MODULES = ["funshard", *(m.name for m in pkgutil.walk_packages(funshard.__path__, "funshard.") if "__main__" not in m.name)]
 
 
@@ -172,64 +165,6 @@ WORDS = ["seed", "dropout", "frozen", "generate", "no_grad", "lr_scheduler", "sa
 def test_words_that_people_look_for_are_there(word: str) -> None:
     """Somewhere in the guide."""
     assert any(word in page.read_text() for page in PAGES.values())
-
-
-of_torch_2_13 = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) > (2, 13), reason="the table lists the names of torch 2.13"
-)
-
-
-def public(module: str) -> set[str]:
-    """The public names of one of the torch modules that README's migration table is about."""
-    found = importlib.import_module(module)
-    return set(
-        getattr(found, "__all__", None) or {n for n in vars(found) if getattr(vars(found)[n], "__module__", "") == module}
-    )
-
-
-@of_torch_2_13
-@pytest.mark.parametrize(
-    "module",
-    [
-        "torch.distributed.fsdp",
-        "torch.distributed.fsdp.wrap",
-        "torch.distributed.fsdp.api",
-        "torch.distributed.fsdp.sharded_grad_scaler",
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "torch.distributed.algorithms.model_averaging.averagers",
-        "torch.distributed.algorithms.model_averaging.hierarchical_model_averager",
-        "torch.distributed.algorithms.model_averaging.utils",
-    ],
-)
-def test_migration_table_is_complete(module: str) -> None:
-    """Every public name of torch's modules has its row."""
-    names = {name for name in public(module) if not name.startswith("_")}
-    assert names
-    assert names - IN_ROWS == set()
-
-
-@of_torch_2_13
-@pytest.mark.parametrize("cls", [FullyShardedDataParallel, FSDPModule, DistributedDataParallel])
-def test_migration_table_has_every_method_and_option(cls: type) -> None:
-    """So has every public method of the wrappers, and every option of their constructors."""
-    options = set(inspect.signature(cls.__init__).parameters) - {"self", "module", "args", "kwargs"}
-    if cls is FSDPModule:
-        options = set(inspect.signature(fully_shard).parameters) - {"module"}
-    names = {name for name in vars(cls) if not name.startswith("_")} | options
-    assert names - IN_ROWS == set()
-
-
-def test_what_the_migration_table_offers_exists() -> None:
-    """A function that a row calls by name, and does not say is planned, is exported."""
-    exported = {*funshard.__all__, *funshard.collectives.__all__}
-    offered = {
-        name
-        for ours in OURS
-        for code in re.findall(r"`([^`]+)`", re.split("planned", ours)[0])
-        for name in re.findall(r"^(?:collectives\.)?([a-z_]+)(?=\(|$)", code)
-    }
-    assert len(offered) > 15
-    assert offered - exported <= {"params", "no_sync"}
 
 
 @pytest.mark.parametrize("name", MODULES)
