@@ -1,0 +1,105 @@
+"""Statements of limits.md and optimizers.md that no other test makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from collective_log import Collectives, world
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import funshard as fs
+
+Norm = Callable[[Tensor], Tensor]
+
+
+def third_derivative(norm: Norm) -> Tensor:
+    """Return that of the norm of [4, 6] numbers, along two vectors."""
+    weights = torch.linspace(-1, 1, 6, dtype=torch.float64)
+    vector = torch.arange(24, dtype=torch.float64).view(4, 6).cos()
+    value = lambda x: (norm(x) * weights).sin().sum()  # noqa: E731
+    along = lambda f: lambda x: (torch.func.grad(f)(x) * vector).sum()  # noqa: E731
+    return torch.func.grad(along(along(value)))(torch.arange(24, dtype=torch.float64).view(4, 6).sin())
+
+
+def by_hand(x: Tensor, groups: int = 1, *, centred: bool = True) -> Tensor:
+    x = x.unflatten(1, (groups, -1))
+    x = x - x.mean(-1, keepdim=True) if centred else x
+    return (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1)
+
+
+NORMS: dict[str, tuple[Norm, Norm, bool]] = {
+    "layer_norm": (lambda x: F.layer_norm(x, (6,)), by_hand, False),
+    "rms_norm": (lambda x: F.rms_norm(x, (6,), eps=1e-5), lambda x: by_hand(x, centred=False), True),
+    "group_norm": (lambda x: F.group_norm(x, 2), lambda x: by_hand(x, 2), True),
+}
+"""Torch's, the same in plain arithmetic, and whether torch's third derivative is right."""
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_third_derivatives_of_norms(name: str) -> None:
+    """If that of layer_norm is right in a later torch, limits.md no longer needs to warn of it."""
+    norm, plain, is_right = NORMS[name]
+    got, expected = third_derivative(norm), third_derivative(plain)
+    assert torch.allclose(got, expected, rtol=1e-9, atol=1e-9) is is_right
+    assert is_right or (got - expected).norm() > 0.1 * expected.norm()
+
+
+def test_compressors_reduce_in_the_dtype_of_the_gradients() -> None:
+    """A call reduces in the dtype that the unit's Precision names; a compressor does not."""
+    model = nn.Linear(4, 3)
+    with world(2):
+        spec = fs.whole(fs.P("shard", precision=fs.Precision(reduce=torch.float64)))(model).bound
+        params, padded = fs.shard(model, spec), spec.padded_numel(spec.by_key[""])
+        loss = lambda p: fs.functional_call(model, p, torch.ones(4), spec=spec).sum()  # noqa: E731
+        with Collectives() as by_call:
+            fs.grad(loss)(params)
+        full = fs.unshard(params, spec)
+        grads = torch.func.grad(lambda p: torch.func.functional_call(model, p, torch.ones(4)).sum())(full)
+        compressor = fs.compress.exact()
+        with Collectives() as by_compressor:
+            compressor.reduce(grads, compressor.init(spec), spec)
+    assert by_call.all[-1].bytes == 8 * padded
+    assert by_compressor.all[-1].bytes == 4 * padded
+
+
+def plain_fallback() -> fs.optim.Optimizer:
+    """Plain gradient descent, which torch.compile can trace."""
+    return fs.optim.Optimizer(
+        lambda params: {key: {} for key in params},
+        lambda grads, state, params: ({key: p - grads[key] for key, p in params.items()}, state),
+    )
+
+
+UPDATES: dict[str, tuple[Callable[[fs.PartitionSpec], Any], bool]] = {
+    "from_torch": (lambda spec: fs.optim.from_torch(torch.optim.AdamW), False),
+    "muon": (lambda spec: fs.optim.muon(fs.optim.matrices(spec)), False),
+    "muon, plain rest": (lambda spec: fs.optim.muon(fs.optim.matrices(spec), rest=plain_fallback()), True),
+    "shampoo, plain rest": (lambda spec: fs.optim.shampoo(fs.optim.matrices(spec), rest=plain_fallback()), False),
+    "soap, plain rest": (lambda spec: fs.optim.soap(fs.optim.matrices(spec), rest=plain_fallback()), False),
+}
+"""Optimizers, and whether torch.compile takes the update as one graph."""
+
+
+@pytest.mark.filterwarnings("ignore")  # of Dynamo, of what it cannot trace
+@pytest.mark.parametrize("name", UPDATES)
+def test_which_updates_break_the_graph(name: str) -> None:
+    """Where torch.compile cannot have one graph, fullgraph=True says so; the values are the same with breaks."""
+    make, is_one_graph = UPDATES[name]
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    spec = fs.whole()(model).on({"shard": 1})
+    init, update = make(spec)
+    params = fs.shard(model, spec)
+    grads, state = {key: p.cos() for key, p in params.items()}, init(params)
+    torch._dynamo.reset()
+    if is_one_graph:
+        got = torch.compile(update, backend="eager", fullgraph=True)(grads, state, params)
+    else:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(update, backend="eager", fullgraph=True)(grads, state, params)
+        got = torch.compile(update, backend="eager")(grads, state, params)
+    assert_close(got[0], update(grads, state, params)[0])
