@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
-from depth import PROFILE, split, thorough
+from depth import PROFILE, choose, parse_slice, thorough
 from ranks import Pool
 
 torch.set_num_threads(1)
@@ -27,6 +27,7 @@ hypothesis.settings.load_profile(os.environ.get(PROFILE, "ci"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="every test at full depth: hours (depth.py)")
+    parser.addoption("--slice", type=parse_slice, metavar="K/N", help="part K of N of the cases that only --thorough runs")
     parser.addoption("--worst", action="store_true", help="the tests of real ranks alone, on the group of worst.py")
 
 
@@ -89,12 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
     else:
-        items[:], left_out = split(items)
+        items[:], left_out = choose(items, config.getoption("--slice"))
         config.hook.pytest_deselected(items=left_out)
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish() -> None:

@@ -9,10 +9,13 @@ Nothing is left out by default. A law has fewer examples (`depth`, and the profi
     @pytest.mark.parametrize("way", WAYS)
 
 The others are counted as deselected. They are chosen from what -k or the command line has left: a case that is asked for runs.
+``pytest --slice K/N`` runs every N-th of the others, beginning with the K-th, and nothing else: CI runs a tenth of them, which
+the commit chooses. Their laws have as many examples as by default, and timeouts stay.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 from collections import defaultdict
@@ -78,6 +81,23 @@ def split(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.
         chosen = covering([_values(case) for case in cases], together)
         left_out |= {*cases} - {cases[i] for i in chosen}
     return [item for item in items if item not in left_out], [item for item in items if item in left_out]
+
+
+def choose(items: Sequence[pytest.Item], part: tuple[int, int] | None = None) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests that run, those of a slice if there is one, and the others."""
+    chosen, left_out = split(items)
+    if part is None:
+        return chosen, left_out
+    k, n = part
+    return left_out[k::n], [*chosen, *(item for i, item in enumerate(left_out) if i % n != k)]
+
+
+def parse_slice(text: str) -> tuple[int, int]:
+    """Return K and N of "K/N", where 0 <= K < N."""
+    k, slash, n = text.partition("/")
+    if not (slash and k.isdecimal() and n.isdecimal() and int(k) < int(n)):
+        raise argparse.ArgumentTypeError(f"expected K/N with 0 <= K < N, got {text}")
+    return int(k), int(n)
 
 
 def _values(case: pytest.Function) -> tuple[tuple[int, ...], ...]:

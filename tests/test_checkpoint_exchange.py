@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import exchange
 import pytest
 import safetensors
 import torch
@@ -557,3 +558,9 @@ def test_without_the_package_its_name_is_said(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ImportError, match=re.escape('pip install "funshard[checkpoint]"')):
         checkpoint.read_safetensors(path, spec)
     assert _safetensors.SINGLE in os.listdir(path)
+
+
+def test_exchange_between_environments(tmp_path: Path) -> None:
+    """The script that CI runs in several environments, in one."""
+    exchange.save(tmp_path)
+    exchange.load(tmp_path)

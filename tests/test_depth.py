@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 
 import pytest
-from depth import covering, each, pairs, thorough
+from depth import choose, covering, each, pairs, parse_slice, split, thorough
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,3 +64,21 @@ def test_marks_choose_from_the_cases(request: pytest.FixtureRequest) -> None:
     assert {(case["letter"], case["number"]) for case in seen} == {*itertools.product(LETTERS, NUMBERS)}
     assert {(case["letter"], (case["n"], case["twin"])) for case in seen} == {*itertools.product(LETTERS, TWINS)}
     assert 12 <= len(seen) < 36
+
+
+def test_slices_are_what_is_left_out(request: pytest.FixtureRequest) -> None:
+    """Each case that does not run by default is in one of the slices, and nothing else is."""
+    assert isinstance(request.node.parent, pytest.Module)
+    items = [item for item in request.node.parent.collect() if isinstance(item, pytest.Function)]
+    _, left_out = split(items)
+    slices = [choose(items, (k, 3)) for k in range(3)]
+    assert len(left_out) > 50
+    assert sorted(item.name for chosen, _ in slices for item in chosen) == sorted(item.name for item in left_out)
+    assert all(len(chosen) + len(others) == len(items) for chosen, others in slices)
+
+
+def test_slices_are_written_as_fractions() -> None:
+    assert parse_slice("3/10") == (3, 10)
+    for text in ("10/10", "-1/10", "3", "a/b", "0/0"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"expected K/N with 0 <= K < N, got "):
+            parse_slice(text)
