@@ -706,6 +706,33 @@ def test_many_compiled_steps_in_one_process() -> None:
         assert compile(lambda x, i=i: x + i, backend="aot_eager")(torch.ones(1)) == 1 + i
 
 
+class Branches(nn.Module):
+    """A branch on values between two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.b(x) if x.sum() > 0 else x
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_graph_break_inside_of_a_gradient_says_so() -> None:
+    """torch's own words are an internal assertion of its dispatcher."""
+    model = Branches()
+    spec = fs.by_type(nn.Linear)(model)
+
+    def step(params: fs.Params, x: Tensor) -> Any:
+        return fs.grad_and_value(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())(params)
+
+    with pytest.raises(RuntimeError, match=r"the graph breaks inside of a gradient, .* fullgraph=True names the line"):
+        compile(step, fullgraph=False, backend="aot_eager")(fs.shard(model, spec), torch.ones(3, 2))
+    with pytest.raises(Exception, match=r"[Dd]ata-dependent"):
+        compile(step, backend="aot_eager")(fs.shard(model, spec), torch.ones(3, 2))
+
+
 def test_graph_breaks_are_errors_unless_allowed() -> None:
     def step(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()

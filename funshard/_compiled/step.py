@@ -86,6 +86,11 @@ def compile(
             try:
                 out, problem = run(*args, **kwargs)
             except Exception as error:
+                if "DynamicLayer.cpp" in str(error):  # torch's own assertion, where it goes on after a break
+                    raise RuntimeError(
+                        "compile: the graph breaks inside of a gradient, as by a branch on values in forward, and torch cannot "
+                        "go on from there: expected a step that is one graph, or no compile; fullgraph=True names the line"
+                    ) from error
                 raise ValueError(regions.problem) if regions.problem else error  # noqa: B904 - the same one
         seen = Counter(_torch.storage_id(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
         if any(seen[storage] > count for storage, count in donated.items()):
