@@ -279,3 +279,74 @@ def test_hints_are_for_errors_that_they_explain() -> None:
         fs.functional_call(Takes(), {}, [X, X], spec=spec)
     with pytest.raises(RuntimeError, match=r"^too many$"):
         fs.functional_call(Takes(), {}, ([X, X],), spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (nn.Linear(3, 2), torch.ones(2, 3).double()),
+        (nn.Linear(3, 2), torch.ones(2, 3).long()),
+        (nn.Conv1d(3, 2, 1), torch.ones(2, 3, 4).double()),
+        (nn.LayerNorm(3), torch.ones(2, 3).double()),
+    ],
+    ids=["double", "long", "conv", "norm"],
+)
+def test_input_of_another_dtype(module: nn.Module, x: torch.Tensor) -> None:
+    """torch's words are about operands; ours about the arguments of the call, and what units compute in."""
+    spec = fs.whole()(module).on({"shard": 1})
+    expected = (
+        rf"functional_call: arguments are of {x.dtype}, units compute in torch\.float32; cast the arguments, or give the model"
+    )
+    with pytest.raises((RuntimeError, ValueError), match=expected):
+        fs.functional_call(module, fs.shard(module, spec), (x,), spec=spec)
+
+
+@pytest.mark.parametrize("forward", [None, False])
+def test_second_derivative_of_embedding_bag(forward: bool | None) -> None:
+    """Which torch does not have: what to use instead is said."""
+    bag = nn.EmbeddingBag(5, 3)
+    spec = fs.whole()(bag).on({"shard": 1})
+    params, ids = fs.shard(bag, spec), torch.tensor([[0, 1], [2, 3]])
+    with pytest.raises(NotImplementedError) as info:
+        fs.hvp(lambda p: fs.functional_call(bag, p, (ids,), spec=spec).pow(3).sum(), params, params, forward=forward)
+    said = " ".join([str(info.value), *getattr(info.value, "__notes__", ())])
+    assert "funshard: torch's EmbeddingBag has no second derivative: expected nn.Embedding and a sum" in said
+
+
+def test_a_skeleton_that_is_called() -> None:
+    """It has no values: the call of the model goes through functional_call, which works as before."""
+    bare = fs.skeleton(MODEL)
+    with pytest.raises(RuntimeError, match=r"^skeleton: Sequential was called and has no values: expected fs\.functional_call"):
+        bare(X)
+    with pytest.raises(RuntimeError, match="has no values"):
+        fs.skeleton(bare)(X)
+    assert torch.equal(fs.functional_call(bare, on_one(), (X,), spec=ONE), MODEL(X))
+    assert torch.equal(torch.func.functional_call(bare, FULL, (X,)), MODEL(X))
+    assert bare(X.to("meta")).shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "rate", [[0.1], torch.optim.lr_scheduler.StepLR(torch.optim.SGD(MODEL.parameters()), 1)], ids=["list", "scheduler"]
+)
+def test_a_rate_that_is_no_number(rate: object) -> None:
+    init, update = fs.optim.from_torch(torch.optim.SGD)
+    params = on_one()
+    with pytest.raises(
+        TypeError, match=r"lr: expected a number or a tensor of one, got .*; a schedule is a function of the step"
+    ):
+        update(params, init(params), params, lr=rate)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("what", ["init", "grads", "params"])
+def test_an_optimizer_that_is_given_a_list(what: str) -> None:
+    init, update = fs.optim.from_torch(torch.optim.AdamW)
+    params = on_one()
+    given = [*params.values()]
+    call = {
+        "init": lambda: init(given),  # pyright: ignore[reportArgumentType]
+        "grads": lambda: update(given, init(params), params),  # pyright: ignore[reportArgumentType]
+        "params": lambda: update(params, init(params), given),  # pyright: ignore[reportArgumentType]
+    }[what]
+    name = "grads" if what == "grads" else "params"
+    with pytest.raises(TypeError, match=rf"{name}: expected a dict of tensors by unit key .*, got list"):
+        call()

@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
 from .._spec.tree import join, module_tree, refuse_compiled
@@ -25,8 +26,9 @@ def skeleton(model: M) -> M:
     """The model with parameters on the meta device: of the same shapes, dtypes, ties and ``requires_grad``, without values.
 
     For after `shard`: ``model = skeleton(model)`` lets the full parameters go, and every call takes the skeleton in the
-    model's place. Buffers are the model's own tensors, also those that its state_dict leaves out, which
-    ``model.to("meta")`` would lose. All else is copied, as by ``copy.deepcopy``; the model stays as it is.
+    model's place. Called by itself, on anything but the meta device, it raises RuntimeError. Buffers are the model's own
+    tensors, also those that its state_dict leaves out, which ``model.to("meta")`` would lose. All else is copied, as by
+    ``copy.deepcopy``; the model stays as it is.
 
     >>> import torch, funshard as fs
     >>> model = torch.nn.Linear(2, 1)
@@ -78,8 +80,22 @@ def skeleton(model: M) -> M:
         raise TypeError(
             f"skeleton: {type(model).__name__} does not copy as it is: expected a plain copy.deepcopy of its modules"
         )
+    if not is_skeleton(model):  # which the copy would have twice
+        bare.register_forward_pre_hook(_refuse_call, with_kwargs=True)
     _SKELETONS.add(bare)
     return bare
+
+
+def _refuse_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise RuntimeError where a skeleton is called by itself: some kernels of torch compute with what has no values."""
+    if type(vars(module)["_parameters"]) is not dict or not any(param.is_meta for param in module.parameters()):
+        return  # in a functional_call, ours or torch's
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not tensors or not all(x.is_meta for x in tensors):
+        raise RuntimeError(
+            f"skeleton: {type(module).__name__} was called and has no values: expected fs.functional_call(model, params, args, "
+            "spec=spec), or arguments on the meta device for shapes alone"
+        )
 
 
 def is_skeleton(model: object) -> bool:

@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 
-def check_mapping(params: object) -> None:
+def check_mapping(params: object, what: str = "params") -> None:
     """TypeError unless these are a dict of tensors."""
     if not isinstance(params, Mapping):
         hint = "; fs.shard(model, spec) gives them" if isinstance(params, nn.Module) else ""
-        raise TypeError(f"params: expected a dict of tensors by unit key or parameter name, got {type(params).__name__}{hint}")
+        raise TypeError(f"{what}: expected a dict of tensors by unit key or parameter name, got {type(params).__name__}{hint}")
 
 
 # --- Shards and buffers, by unit key. ---

@@ -23,6 +23,15 @@ E = TypeVar("E", bound=BaseException)
 _START = "funshard: "
 _LACKS_FORWARD = re.compile(r"forward AD with (\S+) that|jvp function for custom (autograd\.Function)")
 _LACKS_SECOND = re.compile(r"derivative for (\S*attention\S*) is not implemented")
+_LACKS_SECOND_OF_BAG = re.compile(r"derivative for '_embedding_bag\w*' is not implemented|Autograd not support dtype: Long")
+_DTYPES = re.compile(r"dtype|scalar type|datatype|Input type \(|\bbe the same\b")
+"""torch's words about tensors of two dtypes. Pinned by ``test_input_of_another_dtype``."""
+
+
+_BAG_HINT = (
+    "torch's EmbeddingBag has no second derivative: expected nn.Embedding and a sum or mean over the bag where a gradient is "
+    "differentiated again"
+)
 
 
 def lacks_forward_mode(error: BaseException) -> bool:
@@ -35,8 +44,12 @@ def explained(error: E, model: nn.Module | None = None, *, known: str = "") -> E
 
     ``known`` is a note on what failed before, which knows the module where a traceback through backward does not.
     """
+    if note_of(error):
+        return error
+    if _LACKS_SECOND_OF_BAG.search(str(error)):
+        return _noted(error, f"{_START}{_BAG_HINT}")
     found = _LACKS_FORWARD.search(str(error)) or _LACKS_SECOND.search(str(error))
-    if found is None or note_of(error):
+    if found is None:
         return error
     if "attention" in found.group() and "attention" in known:
         return _noted(error, known)
@@ -61,6 +74,14 @@ def about_arguments(error: Exception, params: Mapping[str, Tensor], spec: Partit
     devices = [{str(x.device) for x in some} for some in (params.values(), tensors)]
     if len(devices[0] | devices[1]) > 1:
         hints.append(f"params are on {', '.join(sorted(devices[0]))}, the arguments on {', '.join(sorted(devices[1]))}")
+    used = {unit.p.precision.resolve(unit.dtype).param if unit.p.precision else unit.dtype for unit in spec}
+    floats = {x.dtype for x in tensors if x.is_floating_point() or "Long" in str(error)}  # whole numbers are often right
+    if _DTYPES.search(str(error)) and (others := floats - used):
+        shown = ", ".join(sorted(map(str, others)))
+        hints.append(
+            f"arguments are of {shown}, units compute in {', '.join(sorted(map(str, used)))}; cast the arguments, or give the "
+            "model the other dtype before the spec is made"
+        )
     for unit in spec:
         if unit.key in params and params[unit.key].dtype not in (unit.dtype, spec.stored(unit)[1]) and not unit.p.precision:
             hints.append(f"unit '{unit.key}' is given in {params[unit.key].dtype}, in the model it is {unit.dtype}")

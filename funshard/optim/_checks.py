@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.fits import check_trained
+from .._spec.fits import check_mapping, check_trained
 from ._groups import Layout
 
 __all__ = [
     "ELEMENTWISE",
     "Initial",
+    "check_arguments",
     "check_fits",
     "layout_of",
     "moves",
@@ -85,6 +86,17 @@ def layout_of(layouts: Mapping[str, Layout] | None, key: str, tensor: object) ->
             "are these params of another spec or another mesh?"
         )
     return layouts[key]
+
+
+def check_arguments(grads: object, params: object, lr: object) -> None:
+    """TypeError unless these are dicts of tensors, and a learning rate or None."""
+    check_mapping(params)
+    check_mapping(grads, "grads")
+    if lr is not None and not isinstance(lr, float | int | Tensor):
+        raise TypeError(
+            f"lr: expected a number or a tensor of one, got {type(lr).__name__}; a schedule is a function of the step: give "
+            "update(..., lr=schedule(step)). torch's schedulers write into a torch optimizer, and here is none"
+        )
 
 
 def check_fits(

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._spec.fits import check_mapping
 from .._spec.spec import PartitionSpec
 from .._units.layout import Params
 from ._adam import adam_with_eps_root, warn_of_zeros
 from ._checks import (
     ELEMENTWISE,
     Initial,
+    check_arguments,
     check_fits,
     layout_of,
     moves,
@@ -149,6 +151,7 @@ def begin(
 
 
 def _init(plan: _Plan, params: Mapping[str, Tensor]) -> State:
+    check_mapping(params)
     state: State = {}
     for key, tensor in params.items():
         layout = layout_of(plan.layouts, key, tensor)
@@ -171,6 +174,7 @@ def _update(
     *,
     lr: float | Tensor | None = None,
 ) -> tuple[Params, State]:
+    check_arguments(grads, params, lr)
     layouts = {key: layout_of(plan.layouts, key, tensor) for key, tensor in params.items()}
     layouts = {key: layout for key, layout in layouts.items() if moves(params[key])}
     check_fits(grads, state, params, layouts, plan.names, plan.scalars)
