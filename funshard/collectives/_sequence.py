@@ -29,14 +29,14 @@ class CollectiveSequence:
     """The names of the collectives that this rank has started since ranks last compared them."""
 
     def __init__(self) -> None:
-        self._started: dict[dist.ProcessGroup, list[str]] = {}
+        self._started: dict[str, list[str]] = {}
         while _abandoned:
             _abandoned.popleft().finish()
 
     def record(self, groups: Iterable[str], name: str) -> None:
         """Note that a collective of this name is started on these process groups."""
         for group in groups:
-            self._started.setdefault(_comparing(group), []).append(name)
+            self._started.setdefault(group, []).append(name)
 
     def start_checks(self, error: str) -> list[SequenceCheck]:
         """Start to compare what was recorded, between the ranks of each process group, and forget it.
@@ -45,7 +45,7 @@ class CollectiveSequence:
             error: Says what ranks did where they differ.
         """
         started, self._started = self._started, {}
-        return [SequenceCheck(group, names, error) for group, names in started.items()]
+        return [SequenceCheck(_comparing(group), names, error) for group, names in started.items()]
 
 
 _abandoned: deque[SequenceCheck] = deque()
