@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import funshard as fs
+from funshard import _torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::funshard.BufferWarning")  # what is thrown away is not the matter here
 
@@ -633,6 +634,121 @@ def test_state_of_functions_and_contexts_changes_once(case: Callable[[], Callabl
     for key in ("fs.grad", "torch.func.grad", "backward", "hvp", "double backward"):
         want = WAYS[key](loss(lambda f: f), {"w": W}, {"w": W.cos()})
         assert_close(WAYS[key](loss(fs.remat), {"w": W}, {"w": W.cos()}), want, **EXACT)
+
+
+def asks_an_operand(x: Tensor) -> Tensor:
+    return x.sin() if x.requires_grad else x.cos()
+
+
+def asks_for_a_graph(x: Tensor) -> Tensor:
+    y = x * 2
+    return y.sin() if y.grad_fn is not None and x.detach().grad_fn is None else y.cos()
+
+
+def asks_for_leaves(x: Tensor) -> Tensor:
+    y = x * 2
+    return (y if x.is_leaf else x).sin() * (1 if y.is_leaf else 2)
+
+
+def asks_by_name(x: Tensor) -> Tensor:
+    return torch.where(torch.tensor(getattr(x.exp(), "requires_grad")), x.sin(), x.cos())  # noqa: B009
+
+
+def asks_a_helper(x: Tensor) -> Tensor:
+    return asks_an_operand(x + 1)
+
+
+@functools.wraps(asks_an_operand)
+def asks_inside(x: Tensor) -> Tensor:
+    return Asks().answer(x)
+
+
+class Asks:
+    def answer(self, x: Tensor) -> Tensor:
+        return x.sin() if self.is_asked(x) else x.cos()
+
+    def is_asked(self, x: Tensor) -> bool:
+        return (x * 2).requires_grad
+
+
+def asks_nothing(x: Tensor) -> Tensor:
+    constant = torch.ones(())
+    constant.requires_grad = False
+    return x.sin() * constant
+
+
+ASKING = [asks_an_operand, asks_for_a_graph, asks_for_leaves, asks_by_name, asks_a_helper, asks_inside, asks_nothing]
+
+
+@pytest.mark.parametrize("function", ASKING, ids=lambda f: f.__name__)
+def test_a_function_that_asks_autograd(function: Callable[[Tensor], Tensor]) -> None:
+    """The value came from one branch, the gradient from the other: the first run had no graph."""
+    for save in (None, [torch.ops.aten.sin.default]):
+        again = fs.remat(function, save=save)
+        for inner in (lambda x: x, torch.exp):
+            for key in ("fs.grad", "torch.func.grad", "backward", "double backward"):
+                if function in (asks_for_leaves, asks_for_a_graph) and inner is not torch.exp and key == "double backward":
+                    continue
+                values: dict[Any, Tensor] = {}
+
+                def loss(p: Any, f: Any, inner: Any = inner, values: Any = values) -> Tensor:
+                    values[f] = f(inner(p["w"])).square().sum()
+                    return values[f]
+
+                got, want = (WAYS[key](lambda p, f=f: loss(p, f), {"w": W}, {"w": W.cos()}) for f in (again, function))
+                assert_close(got, want, **EXACT)
+                assert_close(*(_torch.base(value).detach() for value in values.values()), **EXACT)
+
+
+def test_what_asks_autograd_in_a_stack_is_refused_by_name() -> None:
+    """Each level has an answer of its own there."""
+    with pytest.raises(RuntimeError, match=r"remat of asks_an_operand reads tensor.requires_grad, which in a stack"):
+        fs.hvp(lambda p: fs.remat(asks_an_operand)(p["w"]).sum(), {"w": W}, {"w": W})
+
+
+def test_whether_an_operand_is_a_leaf_is_refused_where_that_differs() -> None:
+    """A second derivative has another leaf."""
+    with pytest.raises(RuntimeError, match=r"may read is_leaf or grad_fn of args\[0\], which is a leaf"):
+        by_double_backward(lambda p: fs.remat(asks_for_leaves)(p["w"]).square().sum(), {"w": W}, {"w": W})
+
+
+def test_what_is_asked_of_a_captured_tensor_is_refused() -> None:
+    """A first run with a graph tells what it has computed from the operands alone."""
+    with pytest.raises(RuntimeError, match="reads a tensor of the running computation that is neither an argument"):
+        fs.grad(lambda w: captures(w))(W)
+
+
+HELD: dict[str, Tensor] = {}
+
+
+def captures(w: Tensor) -> Tensor:
+    HELD["w"] = w
+    return fs.remat(lambda x: (asks_an_operand(x) @ HELD["w"]).sum())(w * 2)
+
+
+class AsksItsWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.sin() if self.weight.requires_grad and y.requires_grad else y.cos()
+
+
+@pytest.mark.parametrize("way", ["fs.grad", "torch.func.grad", "backward"])
+@pytest.mark.parametrize("p", [fs.P("shard", remat=True), fs.P(remat=True), fs.P("shard", remat=True, reshard=False)], ids=str)
+def test_a_module_that_asks_autograd(way: str, p: fs.P) -> None:
+    """About its weight and what it computes from it, as plain modules do."""
+    model = nn.Sequential(AsksItsWeight(WIDTH, WIDTH), nn.Tanh(), AsksItsWeight(WIDTH, WIDTH)).double()
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    want = torch.func.grad_and_value(lambda f: torch.func.functional_call(model, f, X).square().sum())(full)
+    spec = fs.by_type(AsksItsWeight, p=p)(model).bound
+    value: list[Tensor] = []
+
+    def loss(params: fs.Params) -> Tensor:
+        value[:] = [fs.functional_call(model, params, X, spec=spec).square().sum()]
+        return value[0]
+
+    got = WAYS[way](loss, fs.shard(full, spec), {})
+    assert_close(fs.unshard(got, spec), want[0], **EXACT)
+    assert_close(_torch.base(value[0]).detach(), want[1], **EXACT)
 
 
 def counts_its_calls(x: Tensor) -> Tensor:

@@ -679,6 +679,9 @@ def test_nodes_of_a_graph() -> None:
         (type(node).__name__, i) for node, edges in nodes.items() for other, i in edges if getattr(other, "variable", None) is x
     ]
     assert sorted(users) == [("AddBackward0", 0), ("ExpBackward0", 0)]
+    assert _torch.made_of(z, [x])
+    assert _torch.made_of(z, [x.view(2), torch.ones(2)])
+    assert not _torch.made_of(z + torch.ones(2, requires_grad=True).sum(), [x])
     seen: list[Any] = []
     handles = [node.register_hook(lambda grads, _, node=node: seen.append((type(node).__name__, grads))) for node in nodes]
     handles.pop([*nodes].index(z.grad_fn)).remove()

@@ -191,7 +191,13 @@ class _Runs:
         params = dict(params)
         for visit in self._visits if self._first or self._last else ():
             shard = params.pop(visit.unit.key)
-            views = unseen(visit.parameters_again, shard) if self._last else unflatten_unit(visit.buffer, visit.unit)
+            if self._last:
+                views = unseen(visit.parameters_again, shard)
+            else:
+                buffer = visit.buffer
+                if shard.requires_grad:  # the first run has a graph, which the parameters are to be asked for as well
+                    buffer = _OfShard.apply(buffer, shard)
+                views = unflatten_unit(buffer, visit.unit)
             names = (param.name for param in visit.unit.params)
             params |= zip(names, known(views, visit.unit.key, shard), strict=True)
         return params
@@ -208,6 +214,18 @@ class _Runs:
                 yield
         finally:
             self._last = False
+
+
+class _OfShard(_torch.Function):
+    """A gathered buffer in a graph that begins with its shard, and that nobody goes back through."""
+
+    @staticmethod
+    def forward(buffer: Tensor, shard: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return buffer.view_as(buffer)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
 
 
 def _may_be_written(buffer: Tensor, copy: Tensor) -> bool:

@@ -33,6 +33,7 @@ __all__ = [
     "is_last_backward",
     "is_of_leaf",
     "kept",
+    "made_of",
     "nodes",
     "pack_hook",
     "pop_saved_tensor_hooks",
@@ -266,6 +267,19 @@ DATA: Callable[..., Any] = vars(torch._C.TensorBase)["data"].__get__
 
 Pinned by ``test_right_or_refused.py``'s modules that read it.
 """
+
+
+def made_of(tensor: Tensor, leaves: Iterable[Tensor]) -> bool:
+    """Return whether all that the tensor's graph begins with are these, or what they are views of. Pinned with `nodes`."""
+    known = {id(_leaf(x)) for x in leaves if x.requires_grad}
+    begins = (getattr(node, "variable", None) for node, _ in nodes(tensor))
+    if tensor.grad_fn is None:
+        return id(tensor) in known
+    return all(leaf is None or id(leaf) in known for leaf in begins)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x if x.grad_fn is None else x.grad_fn.next_functions[0][0].variable  # pyright: ignore
 
 
 def nodes(of: Tensor) -> Iterator[tuple[Any, list[tuple[Any, int]]]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +18,12 @@ REGISTER_HOOK: Callable[..., Any] = torch.Tensor.register_hook
 """``tensor.register_hook``, which changes the gradient of one level."""
 
 
+ASKS: Mapping[str, Callable[..., Any]] = {
+    name: getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")
+}
+"""What a TorchFunctionMode sees where code asks autograd about a tensor: torch's own and this library's does all the time."""
+
+
 class Refuse(TorchFunctionMode):
     """Within this, each of these functions raises a RuntimeError with its message instead of running."""
 
@@ -26,6 +34,15 @@ class Refuse(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if (message := self._messages.get(func)) is not None:
+        message = self._messages.get(func)
+        if message is not None and not (func in _ASKED and _is_own(sys._getframe(1))):
             raise RuntimeError(message)
         return func(*args, **(kwargs or {}))
+
+
+_ASKED = frozenset(ASKS.values())
+
+
+def _is_own(frame: types.FrameType) -> bool:
+    """Return whether this is code of torch or of this library."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "funshard")

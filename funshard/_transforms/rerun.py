@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._spec.remat import Remat
+from .asks import asked_of_autograd
 from .ends import End
 from .keep import Kept
 from .reach import TENSOR, Reached
-from .refuse import DATA, REGISTER_HOOK, Refuse
+from .refuse import ASKS, DATA, REGISTER_HOOK, Refuse
 from .runs import Made, Start
 from .surroundings import Surroundings
 
@@ -58,6 +59,12 @@ class Rerun:
         self._stacked = (_torch.level() > 0 and levels > 1) or _RUNNING.stacked
         if self._stacked:
             self._refuse_backward_hooks(self._found.objects)
+        # (requires_grad, is_leaf) of each operand, where the function may ask; in a stack of transforms it is refused
+        follows = self._grad and not self._stacked and not _torch.traced() and any(x.requires_grad for x in self._found.tensors)
+        self._answers: list[tuple[bool, bool]] | None = None
+        self._asked = asked_of_autograd(self._found.objects) if follows else frozenset[str]()
+        if self._asked:
+            self._answers = [(x.requires_grad, x.is_leaf) for x in self._found.tensors]
         # in a stack most runs are of transforms, in which what another has computed is something else
         self._kept = None if remat.save is None or self._stacked or _torch.traced() else Kept(remat, name)
         self._is_last = self._retained = False
@@ -103,6 +110,10 @@ class Rerun:
         return self._kept.last_run(xs, surroundings, retained=self._retained)
 
     def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        if self._answers is not None and not _torch.level():
+            with torch.enable_grad():
+                said = zip(xs, self._answers, self._paths, strict=True)
+                xs = tuple(self._answering(x, *answers, path) for x, answers, path in said)
         versions = [_torch.version(x) for x in xs]
         made = self._start.made(xs, self._changed, self._found, self.name, self._paths)
         try:
@@ -127,6 +138,17 @@ class Rerun:
         if difference := end.differs(self._first, after, self._labels_after):
             raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {difference}")
         return tuple(end.results)
+
+    def _answering(self, x: Tensor, requires_grad: bool, is_leaf: bool, path: str) -> Tensor:
+        """Return an operand of a run that says of itself what the caller's says: the first run has none with a graph."""
+        if self._first is None and requires_grad:
+            x = x.detach().requires_grad_()
+        if is_leaf and not x.is_leaf and self._asked - {"requires_grad"}:
+            raise RuntimeError(
+                f"{self.name} may read is_leaf or grad_fn of {path}, which is a leaf, and is none where its gradient is "
+                "differentiated again: expected it not to, or a view of the leaf (x.view_as(x))"
+            )
+        return x.view_as(x) if x.requires_grad and x.is_leaf and not is_leaf else x
 
     def _run(self, made: Made, xs: Sequence[Tensor]) -> tuple[End, Reached]:
         before, stacked = running(), _RUNNING.stacked
@@ -159,7 +181,8 @@ class Rerun:
     @contextlib.contextmanager
     def _in_stack(self) -> Generator[None]:
         """Within this, the function runs as all transforms around its first run expect."""
-        with self._of_one_level(), _torch.NoGradInForwardMode() if self._forward_mode else contextlib.nullcontext():
+        # the last mode sees a function first, and by whose code it is called
+        with _torch.NoGradInForwardMode() if self._forward_mode else contextlib.nullcontext(), self._of_one_level():
             yield
 
     def _of_one_level(self) -> contextlib.AbstractContextManager[object]:
@@ -170,17 +193,23 @@ class Rerun:
         return Refuse(
             {
                 DATA: f"{self.name} reads tensor.data, {end}: expected tensor.detach(), which means all of them",
+                **{
+                    getter: f"{self.name} reads tensor.{name}, {end}: expected it not to, or no remat"
+                    for name, getter in ASKS.items()
+                },
                 REGISTER_HOOK: f"{self.name} calls tensor.register_hook, {end}: expected an autograd.Function, or no remat",
             }
         )
 
     def _check_results(self, end: End, after: Reached, xs: Sequence[Tensor]) -> None:
-        """RuntimeError for what has a derivative in the first run, in which nothing has that is an operand."""
+        """RuntimeError for what has a derivative in the first run by something else than an operand."""
         for k, result in zip(end.numbers, end.results, strict=True):
-            tracked = self._grad and _torch.base(result).requires_grad and not any(_torch.base(x).requires_grad for x in xs)
+            tracked = self._grad and _torch.base(result).requires_grad
+            if tracked and any(_torch.base(x).requires_grad for x in xs):
+                tracked = self._answers is not None and not _torch.made_of(result, xs)
             if tracked or _torch.level_of(result) > _torch.level():
                 where = after.where((TENSOR, k), self._labels_after)
-                if _differentiates_itself(_torch.base(result), xs):
+                if self._answers is None and _differentiates_itself(_torch.base(result), xs):
                     raise RuntimeError(
                         f"{self.name} calls requires_grad_() on one of its arguments, or a tensor in its memory, and {where} "
                         "depends on that: in a run without a graph its derivatives are not to be told from others; expected "
