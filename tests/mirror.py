@@ -38,6 +38,7 @@ def _group(size: int) -> str:
             _library().impl("_allgather_base_", _allgather_base, "CPU", allow_override=True)
         _groups()[name] = Mirror(size)
         torch._C._distributed_c10d._register_process_group(name, _groups()[name])
+        dist.distributed_c10d._world.pg_map[_groups()[name]] = ("fake", None)  # its ranks are no processes
     return name
 
 
