@@ -69,6 +69,7 @@ def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe:
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit.script`")  # as in pyproject.toml
+    warnings.filterwarnings("ignore", "Guards may run slower on Python", RuntimeWarning)
     torch.set_num_threads(1)
     os.environ.update(_env(port))
     watched = contextlib.nullcontext
