@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +74,24 @@ def test_a_script_that_forgets_its_process_group(tmp_path: Path) -> None:
     )
     said = launch(2, script)
     assert len(re.findall(r"refused: this process was started as one of 2 \(WORLD_SIZE\)", said)) == 2, said
+
+
+@pytest.mark.parametrize("variable", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_started_by_another_launcher_without_a_process_group_is_said_once(variable: str) -> None:
+    """srun and mpirun set no WORLD_SIZE; a job of several tasks may run one process, so it is a warning."""
+    code = (
+        "import torch, warnings, funshard as fs\n"
+        "warnings.simplefilter('always')\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "for _ in range(2):\n"
+        "    fs.shard(model, fs.whole()(model))\n"
+    )
+    others = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
+    for more, count in (({variable: "2"}, 1), ({variable: "1"}, 0), ({variable: "2", "WORLD_SIZE": "1"}, 0)):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=others | more)
+        assert done.returncode == 0, done.stderr
+        said = re.findall(rf"has no process group, and {variable}=2: .* each trains alone", done.stderr)
+        assert len(said) == count, done.stderr
 
 
 # --- The model's own parameters on several ranks. ---
@@ -156,6 +177,56 @@ def own_where_it_is_right(rank: int) -> None:
 def test_own_parameters_where_nothing_is_lost(gloo2: Pool) -> None:
     """Without a derivative, on one rank, for what is frozen; and unshard's are full parameters like any."""
     gloo2.run(own_where_it_is_right)
+
+
+COPIES = r"parameter '\d\.\w+' is given in full and differentiated, .* each of 2 ranks would train alone; expected fs\.shard"
+
+
+def copied_parameters(rank: int, how: str) -> None:
+    net = model()
+    spec = fs.by_type(nn.Linear)(net).bound
+    copies = {name: x.clone() for name, x in net.state_dict().items()}
+    if how == "backward":
+        copies = {name: x.requires_grad_() for name, x in copies.items()}
+    with pytest.warns(UserWarning, match=COPIES) as caught:
+        differentiated(how, net, copies, spec)
+    assert [warning.filename for warning in caught] == [__file__]
+    differentiated(how, net, copies, spec)  # warnings are errors in the tests
+
+
+@pytest.mark.parametrize("how", ["fs.grad", "torch.func.grad", "backward"])
+def test_copies_of_full_parameters_on_two_ranks_are_said_once(how: str, gloo2: Pool) -> None:
+    """Nothing reduces their gradients either; but a caller's own code may."""
+    gloo2.run(copied_parameters, how)
+
+
+def full_where_it_is_right(rank: int) -> None:
+    net = model()
+    spec = fs.by_type(nn.Linear)(net).bound
+    params = fs.shard(net, spec)
+    with torch.no_grad():
+        fs.functional_call(net, {name: x.clone() for name, x in net.state_dict().items()}, (X,), spec=spec)
+
+    def loss(full: Params) -> Tensor:
+        return fs.functional_call(net, full, (X,), spec=spec).pow(2).mean()
+
+    def adapted(shards: Params) -> Tensor:
+        full = fs.unshard(shards, spec)
+        grads = torch.func.grad(loss)(full)
+        stepped = {name: x - 0.1 * grads[name] for name, x in full.items()}
+        again = torch.func.grad(loss)(stepped)
+        return loss({name: x - 0.1 * again[name] for name, x in stepped.items()})
+
+    for transform in (fs.grad, torch.func.grad):
+        transform(adapted)(params)
+        transform(lambda shards: loss({name: 2 * x for name, x in fs.unshard(shards, spec).items()}))(params)
+        transform(loss)(fs.unshard(params, spec))
+    fs.accumulate(lambda p, x: fs.functional_call(net, p, (x,), spec=spec).sum(), params, [X, X], spec=spec, keep="full")
+
+
+def test_full_parameters_that_are_no_copies_are_not_warned_of(gloo2: Pool) -> None:
+    """What unshard and accumulate give, inner steps of these under a gradient, and calls without a gradient."""
+    gloo2.run(full_where_it_is_right)
 
 
 # --- A policy that takes nothing. ---

@@ -115,7 +115,7 @@ def on_a_real_mesh(rank: int, way: str, p: P) -> None:
         done = fs.reduce_grads(accumulated, spec, axes="replicate")
     assert [sent.op for sent in log.all] == ["all_reduce"] * len(spec)
     same(done, {key: torch.stack([g[key] for g in whole]).sum(0) for key in params})
-    full = {name: t.clone() for name, t in fs.unshard(params, spec).items()}
+    full = fs.unshard(params, spec)
     local = [gradient(loss)(full, x) for x in xs]
     with Collectives() as log:
         once = fs.reduce_grads({name: torch.stack([g[name] for g in local]).sum(0) for name in full}, spec)

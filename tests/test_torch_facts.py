@@ -1058,3 +1058,22 @@ def test_no_grad_in_forward_mode() -> None:
     assert torch.func.jvp(watched, (x,), (one,))[1].equal(torch.tensor([2.0, 6.0]))
     assert torch.func.grad(lambda x: f(x).sum())(x).equal(torch.tensor([2.0, 6.0]))
     assert not _torch.NoGradInForwardMode.is_active()
+
+
+def test_leaves_of_transforms() -> None:
+    """What a transform is given is a leaf of it; what was computed at any level around is none."""
+    seen: list[bool] = []
+
+    def inner(x: Tensor) -> Tensor:
+        seen.append(_torch.is_leaf(x))
+        return (x**2).sum()
+
+    def outer(x: Tensor) -> Tensor:
+        return torch.func.grad(inner)(x).sum() + torch.func.grad(inner)(2 * x).sum()
+
+    torch.func.grad(outer)(torch.ones(2))
+    torch.vmap(torch.func.grad(inner))(torch.ones(2, 2))
+    leaf = torch.ones(2, requires_grad=True)
+    inner(leaf)
+    inner(2 * leaf)
+    assert seen == [True, False, True, True, False]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._spec.accumulation import accumulation_of
 from .._spec.division import Divide
-from .._spec.fits import check_not_own, check_params
+from .._spec.fits import check_params
 from .._spec.spec import PartitionSpec, bound
 from .._transforms.explained import about_arguments, arguments, check_values, explained
 from .._units.flow import reduction_over
@@ -21,6 +21,7 @@ from .options import CallOptions
 from .running import Call
 from .stale_statistics import check_statistics
 from .swap import Place
+from .unreduced import check_reduced
 
 __all__ = ["functional_call"]
 
@@ -111,11 +112,11 @@ def functional_call(
     which a call does not replace, or makes a parameter itself, which the next call would not know. Raises ValueError or
     TypeError, naming the path, for params that do not fit the spec or are on the meta device where the arguments are not,
     buffers that are there where params are not, a model that the spec was not made for or that was compiled, the model's own
-    parameters in the place of `shard`'s on several ranks where they are differentiated, unknown buffers, and axes to reduce
-    over that do not fit, before any communication. Raises RuntimeError, naming unit and parameter, where forward changes a
-    parameter in place, by whatever means (``.data``, nn.Embedding's ``max_norm``): of plain modules the change would last,
-    here it would be lost; ``params`` are what they were. So it does where another thread has the model in a call: one at a
-    time.
+    parameters in the place of `shard`'s on several ranks where they are differentiated (of copies of them it warns, once),
+    unknown buffers, and axes to reduce over that do not fit, before any communication. Raises RuntimeError, naming unit and
+    parameter, where forward changes a parameter in place, by whatever means (``.data``, nn.Embedding's ``max_norm``): of plain
+    modules the change would last, here it would be lost; ``params`` are what they were. So it does where another thread has
+    the model in a call: one at a time.
     """
     spec = bound(spec)
     check_params(params, spec)
@@ -132,7 +133,7 @@ def functional_call(
         return in_graph.run(model, params, *given, spec, buffers, method, reduction, check_order)
     place = Place.of(model, spec)
     check_values(model, params, spec, given)
-    check_not_own(params, model, spec)
+    check_reduced(params, model, spec, stacklevel=2)
     call = Call(place, params, spec, reduction, CallOptions(prefetch, in_flight, check_order), arrivals)
     try:
         out = call.run(*given, buffers, method)

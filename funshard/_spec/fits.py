@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
-from .. import _torch
 from .host import check_rests
 from .spec import PartitionSpec
 from .tree import Param, refuse_compiled
@@ -17,7 +15,6 @@ __all__ = [
     "check_buffers",
     "check_full",
     "check_mapping",
-    "check_not_own",
     "check_params",
     "check_shards",
     "check_trained",
@@ -196,22 +193,3 @@ def _of_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tensor]:
         if named[name] is not named[param.name]:
             raise ValueError(f"parameter '{name}' of unit '{unit.key}': expected it tied to '{param.name}', got two tensors")
     return {name: tensor.detach() for name, tensor in named.items()}
-
-
-def check_not_own(params: Mapping[str, Tensor], model: nn.Module, spec: PartitionSpec) -> None:
-    """ValueError where the model's own parameters are differentiated on several ranks: nothing would reduce their gradients.
-
-    What `unshard` gives is not the model's own: there the caller has said who reduces.
-    """
-    ranks = torch.Size(size for _, size in spec.bound_mesh.sizes).numel()
-    full = [] if ranks == 1 else [unit for unit in spec if unit.key not in params and unit.requires_grad]
-    named = dict(model.named_parameters(remove_duplicate=False)) if full else {}
-    for unit in full:
-        for param, tensor in zip(unit.params, whole_unit(params, unit) or (), strict=True):
-            own = named[param.name]
-            if _torch.is_tracked(tensor) and _torch.storage_id(_torch.base(tensor)) == _torch.storage_id(own):
-                raise ValueError(
-                    f"parameter '{param.name}' is the model's own, and with full parameters no gradient is reduced: on "
-                    f"{ranks} ranks each would train alone; expected fs.shard(model, spec), or fs.unshard(params, spec) with "
-                    "fs.reduce_grads on the gradients"
-                )

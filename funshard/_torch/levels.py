@@ -29,6 +29,7 @@ __all__ = [
     "has_tangent",
     "in_forward_ad",
     "is_batched",
+    "is_leaf",
     "is_over",
     "is_tracked",
     "is_wrapped",
@@ -182,6 +183,15 @@ def is_tracked(tensor: Tensor) -> bool:
     if torch.is_grad_enabled() and tensor.requires_grad:
         return True
     return in_forward_ad() and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Whether neither autograd nor any transform has computed the tensor. Pinned by ``test_leaves_of_transforms``."""
+    while is_wrapped(tensor):
+        if not tensor.is_leaf:
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor.is_leaf
 
 
 def any_tracked(tensors: Iterable[Tensor | None]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -116,7 +118,8 @@ class Mesh:
         """All processes as one axis "shard"; one rank where torch.distributed was not initialised.
 
         Raises RuntimeError where it was not and a launcher such as torchrun started this process as one of several
-        (``WORLD_SIZE``): each would train alone.
+        (``WORLD_SIZE``): each would train alone. Of srun and mpirun, which leave that variable out, it warns once: theirs
+        are also set where a job of several tasks runs one process.
         """
         if not (dist.is_available() and dist.is_initialized()):
             started = os.environ.get("WORLD_SIZE", "")
@@ -125,6 +128,8 @@ class Mesh:
                     f"this process was started as one of {started} (WORLD_SIZE) and has no process group, so each would train "
                     "alone: expected torch.distributed.init_process_group() before this, or .on({'shard': 1}) on the spec"
                 )
+            if not started:
+                _warn_of_tasks()
             return Mesh((("shard", Group(1, 0)),))
         group = dist.group.WORLD
         assert group is not None
@@ -215,6 +220,27 @@ def check_spans_world(mesh: Mesh, where: str) -> None:
             "because the others may hold other parts of the model, as in tensor parallelism, and are left out; if that is "
             "intended, bind the spec with spec.on(mesh, submesh=True)"
         )
+
+
+_TASKS = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""The variables by which launchers other than torchrun tell how many processes they started."""
+
+
+def _warn_of_tasks() -> None:
+    for name, launcher in _TASKS.items():
+        size = os.environ.get(name, "")
+        if size.isdecimal() and int(size) > 1:
+            _warn_once(name, launcher, int(size))
+
+
+@functools.cache
+def _warn_once(name: str, launcher: str, size: int) -> None:
+    warnings.warn(
+        f"this process has no process group, and {name}={size}: if {launcher} started it as one of {size}, each trains alone; "
+        "expected torch.distributed.init_process_group(rank=..., world_size=...) before this, or start it by torchrun; where "
+        "one process is meant, .on({'shard': 1}) on the spec says so",
+        stacklevel=3,
+    )
 
 
 def _axis(name: object, axis: object) -> Axis:
