@@ -103,6 +103,7 @@ MAY_BE_REFUSED: dict[str, set[str]] = {
     "uses a torch.func transform": {"InnerGradByInput", "InnerStep"},
     "torch.utils.checkpoint inside functional_call": {"Checkpointed", "CheckpointedReentrant"},
     "calls tensor.register_hook": {"TensorHook"},
+    "reads tensor.requires_grad": {"InnerAutograd", "TensorHook"},
     "reads other parameters in one of its runs": {"Cached"},
     "puts a tensor into its buffer": {"Counts"},
     "does not own it": {"Borrows"},

@@ -57,7 +57,7 @@ class Schedule:
         self.reduction = reduction
         dtypes = tuple(shard.dtype for shard in self.shards.values())
         self.routes = spec.once(routes, dtypes, reduction, options.check_order)
-        self.buffers = Buffers()
+        self.buffers = Buffers(margins=self.routes.compares)
         self.arrivals = arrivals
         self.reductions = Reductions(options.in_flight, self.buffers, arrivals)
         self._sequence = CollectiveSequence() if self._compares() else None

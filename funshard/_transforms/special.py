@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import Mesh, Simulated
 from .callables import CELL, METHOD, PARTIAL
-from .kind import OWN, Kind, Parts, State
+from .kind import ATOMS, OWN, Kind, Parts, State
 
 __all__ = [
     "BASES",
@@ -51,7 +51,15 @@ def _sequence_of(base: Any) -> tuple[Callable[[Any], Any], Callable[[Any, list[A
         base.clear(obj)
         (base.update if base is set else base.extend)(obj, values)
 
-    return lambda obj: (list(range(len(obj))), list(base.__iter__(obj))), fill
+    read = _elements if base is set else lambda obj: list(base.__iter__(obj))
+    return lambda obj: (list(range(len(obj))), read(obj)), fill
+
+
+def _elements(obj: set[Any] | frozenset[Any]) -> list[Any]:
+    """The elements of a set, in an order that an equal set has as well where they are plain values."""
+    elements = [*(set if isinstance(obj, set) else frozenset).__iter__(obj)]
+    plain = all(type(element) in ATOMS for element in elements)
+    return sorted(elements, key=lambda element: (type(element).__name__, repr(element))) if plain else elements
 
 
 BASES: dict[type, tuple[Any, Any]] = {
@@ -98,7 +106,7 @@ def _tuple(cls: Any, parts: Parts) -> Any:
 
 
 TUPLE = Kind(lambda obj: [(list(range(len(obj))), list(tuple.__iter__(obj)))], type, None, _tuple)
-_FROZENSET = Kind(lambda obj: [(list(range(len(obj))), list(obj))], type, None, lambda cls, parts: cls(parts[0][1]))
+_FROZENSET = Kind(lambda obj: [(list(range(len(obj))), _elements(obj))], type, None, lambda cls, parts: cls(parts[0][1]))
 
 
 def _view_of(base: Any, name: str) -> tuple[type, Kind]:

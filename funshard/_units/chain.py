@@ -35,8 +35,9 @@ class Buffers:
     Only one that nothing else holds is written over. Other devices than the CPU have allocators that do this.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, margins: bool = False) -> None:
         self._spare: list[Tensor] = []
+        self._margins = margins
 
     def give(self, buffer: Tensor) -> None:
         """A buffer that is no longer needed."""
@@ -46,14 +47,14 @@ class Buffers:
     def take(self, numel: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         """A buffer of so many elements of this dtype, on another tensor's device, with anything in it.
 
-        On the CPU it has margins, for the tags of a gather.
+        With ``margins`` it has room for tags on both sides, on the CPU.
         """
         while self._spare:
             buffer = self._spare.pop()
             if buffer.dtype == dtype and len(buffer) == numel and _torch.alone(buffer):
                 return buffer
             del buffer
-        if like.device.type != "cpu" or _torch.traced() or _torch.is_fake(like):
+        if not self._margins or like.device.type != "cpu" or _torch.traced() or _torch.is_fake(like):
             return like.new_empty(numel, dtype=dtype)
         margin = MARGIN // dtype.itemsize
         with _torch.below_autograd():  # it is no view of anything
