@@ -251,7 +251,7 @@ WITHOUT_COPY: dict[str, tuple[int, Callable[[], P]]] = {
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("where", WITHOUT_COPY)
 def test_unsharded_views(where: str, trained: bool) -> None:
-    """What one rank has whole, uncast, is computed with where it is: the parameters are views of the shard, trained too; unshard copies."""
+    """What one rank has whole, uncast, is computed with where it is: parameters are views of the shard; unshard copies."""
     size, p = WITHOUT_COPY[where]
     seen: list[tuple[str, int]] = []
     model = Seeing(seen)

@@ -57,7 +57,7 @@ def _sequence_of(base: Any) -> tuple[Callable[[Any], Any], Callable[[Any, list[A
 
 def _elements(obj: set[Any] | frozenset[Any]) -> list[Any]:
     """The elements of a set, in an order that an equal set has as well where they are plain values."""
-    elements = [*(set if isinstance(obj, set) else frozenset).__iter__(obj)]
+    elements = list(set.__iter__(obj) if isinstance(obj, set) else frozenset.__iter__(obj))
     plain = all(type(element) in ATOMS for element in elements)
     return sorted(elements, key=lambda element: (type(element).__name__, repr(element))) if plain else elements
 
