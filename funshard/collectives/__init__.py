@@ -14,7 +14,8 @@ from ._functions import (
     unvary,
     vary,
 )
-from ._mesh import Axis, Group, Mesh, Simulated, axis_rank, global_rank, members
+from ._members import axis_rank, global_rank, members
+from ._mesh import Axis, Group, Mesh, Simulated
 
 __all__ = [
     "Axis",

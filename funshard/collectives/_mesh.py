@@ -19,7 +19,7 @@ from .. import _torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Axes", "Axis", "Group", "Mesh", "Simulated", "axis_rank", "check_spans_world", "global_rank", "members"]
+__all__ = ["Axes", "Axis", "Group", "Mesh", "Simulated", "check_spans_world"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Simulated:
 
 
 Axis = Group | Simulated
+"""One axis of a mesh: over a process group, or simulated."""
 Axes = str | tuple[str, ...] | None
 """Axes of a mesh by name; None for all of them."""
 
@@ -264,54 +265,3 @@ def _device_type(backends: str) -> str | None:
     of = dict(pair.split(":", 1) for pair in backends.split(",") if ":" in pair)
     own = [kind for kind, backend in of.items() if kind != "cpu" and backend != of.get("cpu")]
     return next((kind for kind in own if torch.get_device_module(kind).is_available()), None)
-
-
-def members(axis: Axis) -> tuple[int, ...]:
-    """The ranks in the world of all ranks of the axis that this one communicates with along it, itself among them.
-
-    In the order of their ranks on the axis, so that ``members(axis)[axis.rank]`` is this process. As torch's
-    ``get_process_group_ranks``. Collectives take ranks on the axis, such as ``src``; this is for the rest of
-    torch.distributed.
-
-    >>> from funshard.collectives import Mesh, members
-    >>> members(Mesh.world()["shard"])
-    (0,)
-
-    Raises ValueError for an axis that is only a size, and for a simulated one: those ranks are all in this process, and
-    count from 0 on their axis alone.
-    """
-    if isinstance(axis, Simulated):
-        raise ValueError(
-            f"a simulated axis of {axis.size} ranks is in one process: expected an axis over a process group; "
-            f"collectives take its own ranks 0..{axis.size - 1}"
-        )
-    if axis.name:
-        return tuple(dist.get_process_group_ranks(_torch.group(axis.name)))
-    if axis.size == 1:
-        return (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
-    raise ValueError(
-        f"an axis of {axis.size} ranks without a process group has no members: expected a DeviceMesh axis; "
-        "bind the spec with .on(mesh) (a pickled spec must be bound anew)"
-    )
-
-
-def global_rank(axis: Axis, rank: int) -> int:
-    """The rank in the world of the axis's rank ``rank``. Inverse of `axis_rank`; torch's ``get_global_rank``.
-
-    Raises what `members` raises, and ValueError for a rank that the axis does not have.
-    """
-    ranks = members(axis)
-    if not 0 <= rank < len(ranks):
-        raise ValueError(f"global_rank: expected a rank of the axis, 0..{len(ranks) - 1}, got {rank}")
-    return ranks[rank]
-
-
-def axis_rank(axis: Axis, global_rank: int) -> int:
-    """The rank on the axis of the world's rank ``global_rank``. Inverse of `global_rank`; torch's ``get_group_rank``.
-
-    Raises what `members` raises, and ValueError for a rank that is not one of those.
-    """
-    ranks = members(axis)
-    if global_rank not in ranks:
-        raise ValueError(f"axis_rank: expected a rank of the world that is on the axis, one of {ranks}, got {global_rank}")
-    return ranks.index(global_rank)

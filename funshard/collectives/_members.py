@@ -1,0 +1,61 @@
+"""Ranks of an axis and ranks of the world, each from the other."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from .. import _torch
+from ._mesh import Axis, Simulated
+
+__all__ = ["axis_rank", "global_rank", "members"]
+
+
+def members(axis: Axis) -> tuple[int, ...]:
+    """The ranks in the world of all ranks of the axis that this one communicates with along it, itself among them.
+
+    In the order of their ranks on the axis, so that ``members(axis)[axis.rank]`` is this process. As torch's
+    ``get_process_group_ranks``. Collectives take ranks on the axis, such as ``src``; this is for the rest of
+    torch.distributed.
+
+    >>> from funshard.collectives import Mesh, members
+    >>> members(Mesh.world()["shard"])
+    (0,)
+
+    Raises ValueError for an axis that is only a size, and for a simulated one: those ranks are all in this process, and
+    count from 0 on their axis alone.
+    """
+    if isinstance(axis, Simulated):
+        raise ValueError(
+            f"a simulated axis of {axis.size} ranks is in one process: expected an axis over a process group; "
+            f"collectives take its own ranks 0..{axis.size - 1}"
+        )
+    if axis.name:
+        return tuple(dist.get_process_group_ranks(_torch.group(axis.name)))
+    if axis.size == 1:
+        return (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
+    raise ValueError(
+        f"an axis of {axis.size} ranks without a process group has no members: expected a DeviceMesh axis; "
+        "bind the spec with .on(mesh) (a pickled spec must be bound anew)"
+    )
+
+
+def global_rank(axis: Axis, rank: int) -> int:
+    """The rank in the world of the axis's rank ``rank``. Inverse of `axis_rank`; torch's ``get_global_rank``.
+
+    Raises what `members` raises, and ValueError for a rank that the axis does not have.
+    """
+    ranks = members(axis)
+    if not 0 <= rank < len(ranks):
+        raise ValueError(f"global_rank: expected a rank of the axis, 0..{len(ranks) - 1}, got {rank}")
+    return ranks[rank]
+
+
+def axis_rank(axis: Axis, global_rank: int) -> int:
+    """The rank on the axis of the world's rank ``global_rank``. Inverse of `global_rank`; torch's ``get_group_rank``.
+
+    Raises what `members` raises, and ValueError for a rank that is not one of those.
+    """
+    ranks = members(axis)
+    if global_rank not in ranks:
+        raise ValueError(f"axis_rank: expected a rank of the world that is on the axis, one of {ranks}, got {global_rank}")
+    return ranks.index(global_rank)
