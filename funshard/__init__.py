@@ -1,6 +1,33 @@
 """Fully sharded data parallel training for PyTorch as pure functions, in the style of JAX, on torch.func.
 
-The house. A folder imports only from floors below its own (tests/test_house.py); a name without an underscore is public.
+A policy maps the modules of a model to a `PartitionSpec`; parameters are a dict of flat slices; every function is pure:
+
+>>> import torch, funshard as fs
+>>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+>>> spec = fs.by_type(torch.nn.Linear)(model)
+>>> params = fs.shard(model, spec)
+>>> def loss(params, x):
+...     return fs.functional_call(model, params, (x,), spec=spec).square().mean()
+>>> init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-3)
+>>> grads, value = fs.grad_and_value(loss)(params, torch.ones(3, 4))
+>>> params, state = update(grads, init(params), params)
+>>> {unit: tuple(shard.shape) for unit, shard in params.items()}
+{'0': (40,), '1': (18,)}
+
+The public names by task. README.md is a first page, examples/guide/reference.md lists every name, ``help(fs.shard)`` explains
+one of them:
+
+    policies     by_type, by_size, by_path, always, whole, custom, mark, marked; any_of, override, ignoring, full_precision
+    specs        P, Precision, Remat, Codec; PartitionSpec, Unit, module_tree
+    sharding     shard, unshard, reshard, gather_full, scatter_full, partition, combine, skeleton, init, random_like
+    layout       flatten, unflatten, views
+    model calls  functional_call, trace_order, SyncBatchNorm
+    transforms   grad, grad_and_value, hvp, per_sample_grads, remat, offload, compile
+    steps        accumulate, update_in_backward, reduce_grads, reduce_mean, weight_share
+    submodules   optim, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing
+
+For those who change the package, its map: a folder imports only from floors below its own (tests/test_house.py), and a name
+without an underscore is public.
 
     7  _steps                           accumulate, update_in_backward: how gradients become a step
        _init                            init, init_buffers: a model on the meta device gets its values, a unit at a time

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 Reduce = Literal["mean", "sum"]
+"""How values are combined over ranks: to their mean or their sum."""
 
 
 class _Collective(_torch.Function):

@@ -1,4 +1,4 @@
-"""Gradient compression: what is sent in the place of each unit"s gradients, with its state passed along."""
+"""Gradient compression: what is sent in the place of each unit's gradients, with its state passed along."""
 
 from ._compressors import Compressor, PowerSGD, cast, exact, post_local, powersgd, quantize, switch, unreduced
 

@@ -16,7 +16,7 @@ from .._spec.unit import Unit
 
 __all__ = ["Cost", "Matrix", "Select", "assigned", "chosen", "every_rank", "groups", "hidden", "largest", "shares", "table"]
 
-Select = Callable[[str, Param], "bool | Sequence[int]"]
+Select = Callable[[str, Param], bool | Sequence[int]]
 """``select(name, param)``: whether it is a matrix, or the shape it is seen in: [n, m] or [batch, n, m], with a -1 or none."""
 Cost = Callable[[tuple[int, ...]], float]
 """``cost(shape)``: what its owner has to do for a matrix of this shape, [n, m] or [batch, n, m], in any unit."""

@@ -1,4 +1,4 @@
-"""For users" own tests: a model against itself unsharded, ranks by vmap, hypothesis strategies (with the extra ``test``)."""
+"""For users' own tests: a model against itself unsharded, ranks by vmap, hypothesis strategies (with the extra ``test``)."""
 
 from ._strategies import assert_exact, integers_like, meshes, modules, policies, spmd
 

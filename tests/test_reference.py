@@ -1,0 +1,130 @@
+"""The reference page is complete and up to date, and the docstrings render as HTML without a warning."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import funshard
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "guide" / "reference.py"
+RENDER = SCRIPT.with_name("render.py")
+PAGE = SCRIPT.with_suffix(".md")
+SUBMODULES = [name for name in funshard.__all__ if isinstance(getattr(funshard, name), types.ModuleType)]
+TOP = [f"fs.{name}" for name in funshard.__all__ if name not in SUBMODULES]
+BELOW = [
+    f"fs.{module}.{name}"
+    for module in SUBMODULES
+    for name in getattr(funshard, module).__all__
+    if module != "policies"  # all of them are at the top
+]
+
+
+def load(script: Path) -> Any:
+    """A script of the guide as a module."""
+    spec = importlib.util.spec_from_file_location(f"guide_{script.stem}", script)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def public(name: str) -> Any:
+    """What ``fs.optim.muon`` is, from its name."""
+    *path, last = name.removeprefix("fs.").split(".")
+    return getattr(importlib.import_module(".".join(["funshard", *path])), last)
+
+
+def entries() -> dict[str, str]:
+    """The page's entries: by name the signature, if there is one."""
+    return dict(re.findall(r"^- \*\*`(fs\.[\w.]+)`\*\*(?:`(.*)`)?$", PAGE.read_text(), re.MULTILINE))
+
+
+def test_the_page_is_up_to_date() -> None:
+    made = load(SCRIPT)
+    assert made.page() == PAGE.read_text(), f"examples/guide/reference.md is out of date: run `{made.COMMAND}`"
+
+
+def test_the_command_that_the_page_names_is_there() -> None:
+    command = load(SCRIPT).COMMAND
+    assert f"`{command}`" in PAGE.read_text()
+    assert (ROOT / command.removeprefix("python ")) == SCRIPT
+
+
+def test_every_public_name_is_on_the_page_once() -> None:
+    assert sorted(re.findall(r"^- \*\*`(fs\.[\w.]+)`", PAGE.read_text(), re.MULTILINE)) == sorted([*TOP, *BELOW])
+    assert set(public("fs.policies").__all__) <= {name.removeprefix("fs.") for name in TOP}
+    headings = re.findall(r"^## fs\.(\w+)$", PAGE.read_text(), re.MULTILINE)
+    assert sorted([*headings, "policies"]) == sorted(SUBMODULES)
+
+
+def test_signatures_are_those_that_python_sees() -> None:
+    """The arguments' names and kinds: the script reads them from the source, not from the objects."""
+    checked = 0
+    for name, shown in entries().items():
+        given = public(name)
+        if not (inspect.isfunction(given) or (inspect.isclass(given) and shown and "Protocol" not in str(given.__bases__))):
+            continue
+        namespace: dict[str, Any] = {}
+        code = re.sub(r"-> .*$", "", shown)
+        exec(f"from __future__ import annotations\ndef f{without_defaults(code)}: ...", namespace)
+        want = [(p.name, p.kind) for p in inspect.signature(given).parameters.values()]
+        assert [(p.name, p.kind) for p in inspect.signature(namespace["f"]).parameters.values()] == want, name
+        checked += 1
+    assert checked > 100
+
+
+def without_defaults(code: str) -> str:
+    """A signature in which every default is None."""
+    (tree,) = ast.parse(f"def f{code}: ...").body
+    assert isinstance(tree, ast.FunctionDef)
+    tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
+    tree.args.kw_defaults = [x and ast.Constant(None) for x in tree.args.kw_defaults]
+    return f"({ast.unparse(tree.args)})"
+
+
+def test_docstrings_render_as_html_without_a_warning(tmp_path: Path) -> None:
+    """README's command, with warnings as errors: a page for every public module, with every public name on it."""
+    pytest.importorskip("pdoc")
+    assert f"python {RENDER.relative_to(ROOT)}\n" in (ROOT / "README.md").read_text()
+    load(RENDER).render(tmp_path)
+    for name in [*TOP, *BELOW]:
+        *path, last = name.removeprefix("fs.").split(".")
+        page = tmp_path.joinpath("funshard", *path).with_suffix(".html")
+        assert f'id="{last}"' in page.read_text(), name
+
+
+def test_help_begins_with_what_a_user_needs() -> None:
+    """An example and the public names come before the map of private folders; all but rare public names are there."""
+    before, _, after = (funshard.__doc__ or "").partition("For those who change the package")
+    assert "_sharding" not in before
+    assert "_sharding" in after
+    found = dict(re.findall(r"^    (\w+(?: \w+)*)  +(\w+[,;].*)$", before, re.MULTILINE))
+    named = {name for names in found.values() for name in re.split(r"[,;] ", names)}
+    rare = {"BufferWarning", "ModuleTree", "Param", "Params", "Policy", "Stepped", "convert_sync_batchnorm", "init_buffers"}
+    assert named | rare | {"named", "policies"} == set(funshard.__all__)
+
+
+def test_the_version_is_the_last_one_of_the_changelog() -> None:
+    versions = re.findall(r"^## (\S+)(?: - (\d{4}-\d\d-\d\d))?$", (SCRIPT.parent / "changes.md").read_text(), re.MULTILINE)
+    assert versions[0] == ("Unreleased", "")
+    assert all(date for _, date in versions[1:])
+    assert f'version = "{versions[1][0]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_glossary_is_short() -> None:
+    """At most thirty words, each with its meaning and the names of FSDP2 and JAX beside it."""
+    rows = re.findall(r"^\| (.+) \|$", (SCRIPT.parent / "glossary.md").read_text(), re.MULTILINE)[1:]
+    words = [row.split(" | ") for row in rows]
+    assert 20 < len(words) <= 30
+    assert {len(word) for word in words} == {4}
