@@ -15,6 +15,8 @@ from graphlib import TopologicalSorter
 from operator import attrgetter
 from pathlib import Path
 
+import torch
+
 import funshard
 
 ROOT = Path(funshard.__file__).parent
@@ -90,10 +92,15 @@ def test_private_parts_of_torch_are_in_one_place() -> None:
     assert [(str(path), name) for path in others for name in private(path) if not name.startswith(ALLOWED)] == []
 
 
+ATTRIBUTES = {name for cls in (torch.Tensor, torch.UntypedStorage) for name in dir(cls) if re.match(r"_[^_]", name)}
+ATTRIBUTES -= {"_values", "_backward_hooks"}  # of dicts of our own, and of modules
+
+
 def private(path: Path) -> list[str]:
-    """The private names of torch that a file uses."""
-    text = path.read_text()
-    used = re.findall(r"\btorch(?:\.\w+)*\._\w+(?:\.\w+)*", re.sub(r'(?s)""".*?"""', "", text))
+    """The private names of torch that a file uses, attributes of tensors and storages among them."""
+    text = re.sub(r'(?s)""".*?"""', "", path.read_text())
+    used = re.findall(r"\btorch(?:\.\w+)*\._\w+(?:\.\w+)*", text)
+    used += [name for name in re.findall(r"(?<!self)\.(_\w+)\b", text) if name in ATTRIBUTES]
     used += [f"{a}.{b}" for a, b in re.findall(r"from (torch[\w.]*) import (?:.*\b)?(_\w+)", text)]
     return used + re.findall(r"from (torch[\w.]*\._[\w.]*) import", text)
 

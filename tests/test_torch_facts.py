@@ -99,6 +99,10 @@ def test_zero_tangents_arrive_without_memory() -> None:
     with torch.autograd.forward_ad.dual_level():
         Probe.apply(torch.autograd.forward_ad.make_dual(torch.ones(1), torch._efficientzerotensor(1)))
     assert seen[-1]
+    zero = torch._efficientzerotensor(2)
+    assert _torch.materialize_zeros(zero).data_ptr()
+    one = torch.ones(2)
+    assert _torch.materialize_zeros(one) is one
 
 
 def test_level_counts_transforms() -> None:
@@ -871,7 +875,7 @@ def test_storage_id() -> None:
     with _torch.fake_mode():
         fake = torch.ones(4)
     for tensor in (x, x[1:], fake, torch.empty(4, device="meta")):
-        assert _torch.storage_id(tensor) == tensor.untyped_storage()._cdata
+        assert _torch.storage_id(tensor) == _torch.storage_id_of(tensor.untyped_storage())
     y = torch.ones(4)
     before = sum(type(known) is torch.UntypedStorage for known in gc.get_objects())
     _torch.storage_id(y)

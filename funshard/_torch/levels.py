@@ -37,6 +37,7 @@ __all__ = [
     "level_of",
     "living",
     "lower",
+    "materialize_zeros",
     "savable",
     "seen_from",
     "unfollowed",
@@ -278,6 +279,14 @@ def without_graph(tensor: Tensor) -> Tensor:
     if _functorch.is_gradtrackingtensor(tensor):
         return _functorch._wrap_for_grad(lower(tensor), _functorch.maybe_get_level(tensor))
     return tensor.detach()
+
+
+def materialize_zeros(tangent: Tensor) -> Tensor:
+    """Return a tangent that has memory: zeros instead of a ZeroTensor, which has none.
+
+    Pinned by ``test_zero_tangents_arrive_without_memory``.
+    """
+    return torch.zeros_like(tangent) if tangent._is_zerotensor() else tangent  # pyright: ignore[reportPrivateUsage]
 
 
 def in_forward_ad() -> bool:

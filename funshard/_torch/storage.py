@@ -32,6 +32,7 @@ __all__ = [
     "shares_counter",
     "shares_memory",
     "storage_id",
+    "storage_id_of",
     "taken_over",
     "version",
 ]
@@ -78,6 +79,11 @@ storage_id: Callable[[Tensor], int] = torch._C._storage_address  # pyright: igno
 That of ``untyped_storage()``, which makes a Python object that lives as long as the storage does: more for the garbage
 collector to go through. Pinned by ``test_storage_id``.
 """
+
+
+def storage_id_of(storage: torch.UntypedStorage) -> int:
+    """Return the `storage_id` of the tensors of a storage. Pinned with it."""
+    return storage._cdata
 
 
 def alias(a: Tensor, b: Tensor) -> bool:

@@ -110,7 +110,7 @@ class Numbered(_torch.DispatchMode):
 
     def _note(self, x: Tensor, number: int) -> None:
         storage = x.untyped_storage()
-        self._storages[storage._cdata] = weakref.ref(storage), number
+        self._storages[_torch.storage_id_of(storage)] = weakref.ref(storage), number
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -53,7 +53,7 @@ class Rest:
     def offset_of(self, tensor: Tensor) -> int:
         """Return where in these elements a view of them begins, be they still in the source's storage or back in their own."""
         storage = self.storage()
-        in_source = storage is not None and storage._cdata == _torch.storage_id(tensor)
+        in_source = storage is not None and _torch.storage_id_of(storage) == _torch.storage_id(tensor)
         return int(tensor.storage_offset()) - (self._start if in_source else 0)
 
     def leave(self) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
@@ -70,9 +69,7 @@ class _Collective(_torch.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if tangent._is_zerotensor():  # the ops read its memory, which it does not have
-            tangent = torch.zeros_like(tangent)
-        return _Collective.apply(tangent, *ctx.rest)
+        return _Collective.apply(_torch.materialize_zeros(tangent), *ctx.rest)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, rank: Tensor | None, *rest: Any) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]

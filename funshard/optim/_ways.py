@@ -234,9 +234,7 @@ class _Trip(_torch.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if tangent._is_zerotensor():  # whose memory would be sent
-            tangent = torch.zeros_like(tangent)
-        return _Trip.apply(tangent, *ctx.ways)
+        return _Trip.apply(_torch.materialize_zeros(tangent), *ctx.ways)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, flat: Tensor, *ways: Way) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
