@@ -26,7 +26,13 @@ class Averaging(NamedTuple):
 
 
 def init(step: int = 0) -> Averaging:
-    """The state after so many steps. Raises ValueError for a negative number."""
+    """The state after so many steps. Raises ValueError for a negative number.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.averaging.init().step
+        tensor(0)
+    """
     if step < 0:
         raise ValueError(f"averaging.init: expected a step of 0 or more, got {step}")
     return Averaging(torch.tensor(step, dtype=torch.int64))
@@ -46,6 +52,14 @@ def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = N
 
     Raises ValueError, naming it, for an unknown axis, for a unit that is split over one of the axes (its ranks hold
     different elements), and for a key that is neither a unit nor a parameter.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole(fs.P())(torch.nn.Linear(4, 2, bias=False))
+        >>> def averaged(mesh, w):
+        ...     return fs.averaging.average({"": w}, spec.on(mesh))[""]
+        >>> fs.testing.spmd(averaged, 2)(torch.tensor([[1.0] * 8, [3.0] * 8]))[0]
+        tensor([2., 2., 2., 2., 2., 2., 2., 2.])
     """
     spec = bound(spec)
     return _mean(params, _over(params, spec, axes), spec.bound_mesh)
@@ -124,6 +138,14 @@ def hierarchical(
     Raises what `average` raises, for any of the levels and at every step. ValueError, naming the level, for a period
     under 1 or not above the one before it, and for axes without all those before; for no level and for negative
     ``warmup_steps``.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole(fs.P())(torch.nn.Linear(4, 2)).on({"node": 1, "gpu": 1})
+        >>> state, params = fs.averaging.init(3), fs.shard(torch.nn.Linear(4, 2), spec)
+        >>> params, state = fs.averaging.hierarchical(params, state, spec, levels=[(2, "gpu"), (8, None)])
+        >>> state.step
+        tensor(4)
     """
     if not levels or warmup_steps < 0:
         raise ValueError(
@@ -156,6 +178,12 @@ def reduce_over(state: Averaging, spec: PartitionSpec, *, start: int, local: Axe
 
     Raises ValueError for an unknown axis, for a negative ``start``, and, naming it, for a unit that is split over an axis
     that is not local: one rank's gradient of a slice is another rank's to have.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole(fs.P())(torch.nn.Linear(4, 2)).on({"node": 1, "gpu": 1})
+        >>> [fs.averaging.reduce_over(fs.averaging.init(step), spec, start=10, local="gpu") for step in (9, 10)]
+        [('node', 'gpu'), ('gpu',)]
     """
     if start < 0:
         raise ValueError(f"reduce_over: expected a start of 0 or more, got {start}")

@@ -47,7 +47,13 @@ def init(scale: float = 2.0**16, *, device: torch.device | str | None = None) ->
 
 
 def scale(state: LossScale, outputs: Tree) -> Tree:
-    """The loss, or every tensor of a pytree of them, times the scale, in its own dtype and on its device."""
+    """The loss, or every tensor of a pytree of them, times the scale, in its own dtype and on its device.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.loss_scale.scale(fs.loss_scale.init(8.0), torch.tensor(0.5))
+        tensor(4.)
+    """
     return pytree.tree_map_only(Tensor, lambda x: x * state.scale.to(x.device, x.dtype), outputs)
 
 
@@ -56,6 +62,12 @@ def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) 
 
     The second is a bool scalar that all ranks of the spec's mesh have alike: one all-reduce for each of its axes. Where it
     is False leave the update out (`select`).
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> fs.loss_scale.unscale(fs.loss_scale.init(8.0), {"": torch.ones(8)}, spec)
+        ({'': tensor([0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250])}, tensor(True))
     """
     spec = bound(spec)
     mesh = spec.bound_mesh
@@ -87,6 +99,11 @@ def update(
     As torch.amp.GradScaler's ``update``, without a synchronisation, on the device of ``finite``. A scale that would overflow
     does not grow. Raises ValueError for a growth factor of at most 1, a backoff factor that is not between 0 and 1, an
     interval under 1.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.loss_scale.update(fs.loss_scale.init(8.0), torch.tensor(False)).scale
+        tensor(4.)
     """
     if not (growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1):
         raise ValueError(
@@ -105,6 +122,11 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
     """``new`` where ``finite``, else ``old``: parameters and optimizer state as they were before a bad step.
 
     Raises ValueError for trees of different structure.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.loss_scale.select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
+        {'w': tensor([0., 0.])}
     """
 
     def choose(a: Any, b: Any) -> Any:

@@ -93,6 +93,18 @@ def without_defaults(code: str) -> str:
     return f"({ast.unparse(tree.args)})"
 
 
+PICTURED = ("all_gather", "all_reduce", "all_to_all", "broadcast", "gather_values", "reduce_scatter", "scatter", "sum_over")
+PICTURED += ("sum_shards", "unvary", "vary")
+WITHOUT_EXAMPLE = {"fs.checkpoint.clean_name", *(f"fs.collectives.{name}" for name in PICTURED)}
+"""Public functions whose docstrings have no example: most of the collectives have a picture of ranks instead."""
+
+
+def test_public_functions_have_an_example_that_runs() -> None:
+    """tests/test_readme.py runs them."""
+    functions = [name for name in [*TOP, *BELOW] if inspect.isfunction(public(name))]
+    assert {name for name in functions if ">>> " not in (public(name).__doc__ or "")} == WITHOUT_EXAMPLE
+
+
 def test_docstrings_render_as_html_without_a_warning(tmp_path: Path) -> None:
     """README's command, with warnings as errors: a page for every public module, with every public name on it."""
     pytest.importorskip("pdoc")

@@ -117,6 +117,14 @@ def functional_call(
     parameter, where forward changes a parameter in place, by whatever means (``.data``, nn.Embedding's ``max_norm``): of plain
     modules the change would last, here it would be lost; ``params`` are what they were. So it does where another thread has
     the model in a call: one at a time.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Linear(2, 1)
+        >>> spec = fs.whole()(model)
+        >>> params = fs.shard({"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])}, spec)
+        >>> fs.functional_call(model, params, (torch.ones(2),), spec=spec)
+        tensor([6.])
     """
     spec = bound(spec)
     check_params(params, spec)

@@ -36,6 +36,13 @@ def trace_order(
     once for each time that it is gathered. ``args``, ``kwargs`` and ``method`` are those of `functional_call`.
 
     Raises RuntimeError where forward depends on the values of tensors: then give the order by hand, or none.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> spec = fs.by_type(torch.nn.Linear)(model)
+        >>> fs.trace_order(model, spec, (torch.ones(2),))
+        ('0', '1')
     """
     spec = checked(spec).on({axis: 2 for unit in spec for axis in unit.p.axes})
     with _torch.fake_mode(), torch.no_grad():

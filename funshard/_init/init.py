@@ -143,6 +143,13 @@ def init_buffers(
 
     Raises what `init` does, naming the buffer: one that is computed in a constructor alone, such as a mask, has to be made
     there on another device, ``torch.ones(n, n, device="cpu")``.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.BatchNorm1d(2)
+        >>> fs.init_buffers(model, fs.whole()(model))["running_var"]
+        tensor([1., 1.])
     """
     spec = bound(spec)
     where = _device(spec, device)

@@ -36,6 +36,13 @@ def gather_full(
     optimizer state; and for a part of the units (`partition`).
 
     Raises ValueError as `unshard` does, and for ``rank0_only`` on a simulated mesh, where all ranks run as one.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> fs.gather_full({"": torch.arange(8.0)}, spec)
+        {'weight': tensor([[0., 1., 2., 3.],
+                [4., 5., 6., 7.]])}
     """
     spec = bound(spec)
     mesh = spec.bound_mesh
@@ -80,6 +87,12 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
 
     Raises ValueError on *every* rank if what ``src`` holds does not fit the spec; nothing has been sent by then but
     the message that says so.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> fs.scatter_full({"weight": torch.arange(8.0).view(2, 4)}, spec)
+        {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}
     """
     spec = bound(spec)
     mesh = spec.bound_mesh

@@ -34,6 +34,12 @@ def reduce_grads(
 
     Raises ValueError, naming the path, for gradients that do not fit the spec, unknown axes, and axes of which a unit is
     split over one that is missing, or, given by unit key, over one that is there; before any communication.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> fs.reduce_grads({"weight": torch.ones(2, 4)}, spec)
+        {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
     spec = bound(spec)
     mesh = spec.bound_mesh
@@ -65,6 +71,13 @@ def reduce_mean(grads: Mapping[str, Tensor], weight: float | Tensor, spec: Parti
     loss by `weight_share` instead and call functional_call with ``reduce="sum"``.
 
     Raises what `reduce_grads` raises.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> samples = 3
+        >>> fs.reduce_mean({"weight": torch.ones(2, 4)}, samples, spec)
+        {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
     share = weight_share(weight, spec)
     weighted = {name: torch.where(share > 0, g * share.to(g.device, g.dtype), 0).to(g.dtype) for name, g in grads.items()}
@@ -75,6 +88,12 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
     """``w / sum_r w_r``, a scalar in float32 at least: this rank's share of the weight of all. 0 where that is 0.
 
     A loss that is the mean over this rank's samples, times this, and ``reduce="sum"``, is the mean over all ranks' samples.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> fs.weight_share(3, spec)
+        tensor(1.)
     """
     mesh = bound(spec).bound_mesh
     # a number is filled in on the device: a copy from the host would have to wait for it

@@ -48,6 +48,12 @@ def shard(
 
     Raises ValueError, naming the parameter, as `flatten` does; and, where ranks compare, on every rank: if their specs
     differ, if a parameter does, with the ranks where, or if one of them has an error of its own.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 4, bias=False)).on({"shard": 2})
+        >>> [fs.shard({"weight": torch.arange(16.0).view(4, 4)}, spec, rank=rank)[""].tolist() for rank in range(2)]
+        [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0]]
     """
     spec = bound(spec)
     mesh = spec.bound_mesh
@@ -113,6 +119,13 @@ def unshard(
     an ignored parameter passes through.
 
     Raises ValueError, naming the unit, for shards that do not fit the spec, before any communication.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(2, 1))
+        >>> shards = fs.shard({"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])}, spec)
+        >>> fs.unshard(shards, spec)
+        {'weight': tensor([[1., 2.]]), 'bias': tensor([3.])}
     """
     spec = bound(spec)
     mesh, reduction = spec.bound_mesh, Reduction.of(reduce)
@@ -144,6 +157,14 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
     A gathered unit lives from the first new unit that needs it to the last, so between equal units the peak is one
     unit. Of a part of the units (`partition`) come the new units that it makes. Raises ValueError unless both specs cover
     the same parameters, and the part all of each new unit or nothing of it: naming one that is only in one of them.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> old, new = fs.whole()(model), fs.by_type(torch.nn.Linear)(model)
+        >>> shards = fs.shard(model, old)
+        >>> sorted(shards), sorted(fs.reshard(shards, old, new))
+        ([''], ['0', '1'])
     """
     spec, new_spec = bound(spec), bound(new_spec)
     new_mesh = new_spec.bound_mesh
@@ -184,6 +205,15 @@ def partition(
     ``requires_grad`` is trainable. Parameters that the spec ignores are frozen. Differentiate with respect to the first
     and combine inside the loss. Raises ValueError for a key that is neither a unit nor a parameter of the spec, and for a
     unit at rest in a codec that is to be trainable.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> _ = model[0].requires_grad_(False)
+        >>> spec = fs.by_type(torch.nn.Linear)(model)
+        >>> trainable, frozen = fs.partition(fs.shard(model, spec), spec)
+        >>> sorted(trainable), sorted(frozen)
+        (['1'], ['0'])
     """
     spec = checked(spec)
     check_mapping(params)
@@ -198,7 +228,13 @@ def partition(
 
 
 def combine(*parts: Mapping[str, Tensor]) -> Params:
-    """One dict of all parts. Inverse of `partition`. Raises ValueError for a key that is in two of them."""
+    """One dict of all parts. Inverse of `partition`. Raises ValueError for a key that is in two of them.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.combine({"0": torch.zeros(1)}, {"1": torch.ones(1)})
+        {'0': tensor([0.]), '1': tensor([1.])}
+    """
     out: Params = {}
     for part in parts:
         for key, tensor in part.items():

@@ -175,6 +175,12 @@ def module_tree(model: nn.Module | ModuleTree) -> ModuleTree:
 
     Raises TypeError for what is no ``nn.Module`` and for what torch.compile made of one, ValueError for a module that
     contains itself and for a lazy parameter that has no shape yet.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> tree = fs.module_tree(torch.nn.Sequential(torch.nn.Linear(2, 1)))
+        >>> [(param.name, param.shape) for param in tree.all_params]
+        [('0.weight', (1, 2)), ('0.bias', (1,))]
     """
     if isinstance(model, ModuleTree):
         return model

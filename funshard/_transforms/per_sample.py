@@ -71,6 +71,16 @@ def per_sample_grads(
     or whose tensors differ in their first dimension, a ``clip`` that is not positive, ``noise`` that is negative or not
     finite or without a finite ``clip``, ``reduce`` without ``clip``, and inside torch.compile for ``clip`` with
     ``randomness``: a graph draws other numbers in the second pass.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> spec = fs.whole()(model)
+        >>> params = fs.shard({"weight": torch.zeros(1, 2)}, spec)
+        >>> def loss(params, x):
+        ...     return fs.functional_call(model, params, (x,), spec=spec).sum()
+        >>> fs.per_sample_grads(loss, params, (torch.tensor([[1.0, 0.0], [0.0, 2.0]]),), spec=spec)["weight"].tolist()
+        [[[1.0, 0.0]], [[0.0, 2.0]]]
     """
     spec = bound(spec)
     mesh = spec.bound_mesh

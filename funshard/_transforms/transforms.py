@@ -16,7 +16,13 @@ __all__ = ["check_leaves", "differentiated_outside", "grad", "grad_and_value", "
 
 
 def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """A function that returns ``f``'s gradient: torch.func.grad's signature and result. See `grad_and_value`."""
+    """A function that returns ``f``'s gradient: torch.func.grad's signature and result. See `grad_and_value`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.grad(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0])})
+        {'w': tensor([2., 4.])}
+    """
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         grads, value = grad_and_value(f, argnums, has_aux)(*args, **kwargs)
@@ -37,6 +43,11 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
     loss has gradient zeros, never None.
 
     Raises TypeError for arguments or a loss of the wrong kind, ValueError for a loss that is not a scalar.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.grad_and_value(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0])})
+        ({'w': tensor([2., 4.])}, tensor(5.))
     """
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -44,6 +44,12 @@ def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
 
     Raises ValueError, naming the parameter, for one that is missing, unknown, of another shape, or of another dtype
     than the rest of its unit.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> fs.flatten({"weight": torch.arange(8.0).view(2, 4)}, spec)
+        {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}
     """
     spec = bound(spec)
     check_full(params, spec)
@@ -82,6 +88,13 @@ def unflatten(buffers: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
     """The full parameters, by name, as *views* of the units' buffers. Inverse of `flatten`.
 
     Raises ValueError, naming the unit, for one that is missing, unknown or of another length.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> fs.unflatten({"": torch.arange(8.0)}, spec)
+        {'weight': tensor([[0., 1., 2., 3.],
+                [4., 5., 6., 7.]])}
     """
     spec = bound(spec)
     check_buffers(buffers, spec, {unit.key: spec.padded_numel(unit) for unit in spec})
@@ -151,6 +164,13 @@ def views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None
     (row-major) whose shards these are; this process's by default. What per-parameter weight decay, masks and
     inspection need: writing into a piece writes into the shard; the padding is in none. Units at rest in a codec have none:
     ValueError where one is given.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2)).on({"shard": 2})
+        >>> shards = fs.shard({"weight": torch.ones(2, 4), "bias": torch.zeros(2)}, spec, rank=1)
+        >>> {name: len(piece) for name, piece in fs.views(shards, spec, rank=1).items()}
+        {'bias': 0, 'weight': 8}
     """
     spec = bound(spec)
     check_trained((unit for unit in spec if unit.key in shards), "views")

@@ -88,6 +88,16 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
     Only what `save` has finished counts, and no link to it, in the order in which it did, whatever names and clocks say. One
     whose files are missing or cut short is passed over with a warning. With a spec, whose ranks all call this, it is what the
     first of them finds; without one each looks for itself.
+
+    Example:
+        >>> import tempfile, torch, funshard as fs
+        >>> model = torch.nn.Linear(2, 2)
+        >>> spec = fs.whole()(model)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     for step in (1, 2):
+        ...         _ = fs.checkpoint.save(f"{directory}/step{step}", fs.shard(model, spec), spec)
+        ...     print(fs.checkpoint.latest(directory).name)
+        step2
     """
     if spec is not None:
         return ranks_of(bound(spec), "checkpoint.latest", TIMEOUT).on_first(lambda: latest(directory), "checkpoint.latest")
@@ -103,6 +113,16 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
 
     Gives back what it has removed. What another process is writing stays, and so do damaged checkpoints, links, and what
     `save` has not written. On several ranks call it on one. ValueError for ``keep < 1``.
+
+    Example:
+        >>> import tempfile, torch, funshard as fs
+        >>> model = torch.nn.Linear(2, 2)
+        >>> spec = fs.whole()(model)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     for step in (1, 2, 3):
+        ...         _ = fs.checkpoint.save(f"{directory}/step{step}", fs.shard(model, spec), spec)
+        ...     print([path.name for path in fs.checkpoint.clean(directory, keep=2)])
+        ['step1']
     """
     if keep < 1:
         raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")

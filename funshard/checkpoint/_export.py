@@ -85,6 +85,14 @@ def export(
     Raises, on every rank and with ``directory`` as it was, FileExistsError where there is something and no ``overwrite``,
     PermissionError where the directory cannot be made, ValueError or TypeError, naming the unit or tensor, for params that do
     not fit, for names that are there twice and for a dtype that the format does not have, and what the file system raises.
+
+    Example:
+        >>> import tempfile, torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = fs.checkpoint.export({"": torch.arange(8.0)}, spec, f"{directory}/model")
+        ...     print([file.name for file in path.iterdir()])
+        ['model.safetensors']
     """
     spec = bound(spec)
     ranks = ranks_of(spec, "checkpoint.export", timeout)

@@ -56,6 +56,15 @@ def load(
     Raises, on every rank, FileNotFoundError where there is no checkpoint; ValueError, naming the parameter, for one that is
     only in the checkpoint or the spec, and for another shape or dtype; CheckpointError, naming tensor and file, for what is
     damaged.
+
+    Example:
+        >>> import tempfile, torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+        >>> one, two = fs.whole()(model), fs.by_path({"1": fs.P("shard")})(model)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = fs.checkpoint.save(f"{directory}/step3", fs.shard(model, one), one).wait()
+        ...     print(sorted(fs.checkpoint.load(path, two)))
+        ['', '1']
     """
     spec = bound(spec)
     if only is not None and not isinstance(only, str):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -47,6 +47,13 @@ def optimizer_state_dict(
     them the numbers that ``load_state_dict`` takes. Inverse of `from_optimizer_state_dict`.
 
     Raises ValueError, on every rank and naming the unit, for a state that is not of this spec or that ranks have differently.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(8, 1, bias=False))
+        >>> state = {"": {"momentum_buffer": torch.ones(8)}}
+        >>> fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.SGD, lr=0.1, momentum=0.9)["state"]
+        {'weight': {'momentum_buffer': tensor([[1., 1., 1., 1., 1., 1., 1., 1.]])}}
     """
     spec = bound(spec)
     ranks = ranks_of(spec, "checkpoint.optimizer_state_dict", timeout)
@@ -92,6 +99,14 @@ def from_optimizer_state_dict(
     Raises ValueError, on every rank and naming the parameter, for one that is missing, unknown or there twice, for a state of
     another name, shape or dtype, and where parameters of one unit and options have a number, such as the step, that is not of
     the same value and dtype.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(8, 1, bias=False))
+        >>> state = {"": {"momentum_buffer": torch.ones(8)}}
+        >>> found = fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.SGD, lr=0.1, momentum=0.9)
+        >>> fs.checkpoint.from_optimizer_state_dict(found, spec, state)
+        {'': {'momentum_buffer': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}}
     """
     spec = bound(spec)
     ranks = ranks_of(spec, "checkpoint.from_optimizer_state_dict", timeout)

@@ -54,6 +54,14 @@ def read_safetensors(
     Raises, on every rank and before anything is returned, FileNotFoundError where there is no such file, ValueError, naming
     the parameter, for one that is only in the files or only in the spec, and for another shape or dtype; CheckpointError,
     naming the file, for what is damaged or cut short; ImportError without the package safetensors.
+
+    Example:
+        >>> import tempfile, torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = fs.checkpoint.export({"": torch.arange(8.0)}, spec, f"{directory}/model")
+        ...     print(fs.checkpoint.read_safetensors(path, spec))
+        {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}
     """
     spec = bound(spec)
     ranks = ranks_of(spec, "checkpoint.read_safetensors", timeout)

@@ -110,6 +110,15 @@ def save(
     what fails while it is written: on every rank, and nothing new is at ``path`` then. Two errors can come when it is there
     already, and say so or that a rank was lost: where the rename cannot be flushed, and where a rank is lost that waits for
     the end. `latest` knows.
+
+    Example:
+        >>> import tempfile, torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> state = {"params": {"": torch.arange(8.0)}, "step": 3}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = fs.checkpoint.save(f"{directory}/step3", state, spec).wait()
+        ...     print(path.name, fs.checkpoint.load(path, spec))
+        step3 {'params': {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}, 'step': 3}
     """
     spec = bound(spec)
     if "://" in os.fspath(path):

@@ -36,6 +36,10 @@ def per_rank(tree: Any) -> PerRank:
 
     Of the same structure and shapes on all ranks: what has others on each goes as a string, ``json.dumps(...)``. It comes
     back, without this, on as many of them; on another number `load` raises ValueError.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> state = {"step": 3, "random": fs.checkpoint.per_rank(torch.get_rng_state())}
     """
     return PerRank(tree)
 

@@ -43,6 +43,11 @@ def global_rank(axis: Axis, rank: int) -> int:
     """The rank in the world of the axis's rank ``rank``. Inverse of `axis_rank`; torch's ``get_global_rank``.
 
     Raises what `members` raises, and ValueError for a rank that the axis does not have.
+
+    Example:
+        >>> from funshard.collectives import Mesh, global_rank
+        >>> global_rank(Mesh.world()["shard"], 0)
+        0
     """
     ranks = members(axis)
     if not 0 <= rank < len(ranks):
@@ -54,6 +59,11 @@ def axis_rank(axis: Axis, global_rank: int) -> int:
     """The rank on the axis of the world's rank ``global_rank``. Inverse of `global_rank`; torch's ``get_group_rank``.
 
     Raises what `members` raises, and ValueError for a rank that is not one of those.
+
+    Example:
+        >>> from funshard.collectives import Mesh, axis_rank
+        >>> axis_rank(Mesh.world()["shard"], 0)
+        0
     """
     ranks = members(axis)
     if global_rank not in ranks:

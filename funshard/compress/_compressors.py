@@ -56,7 +56,15 @@ def exact(axes: Axes = None) -> Compressor[tuple[()]]:
 
 
 def unreduced() -> Compressor[tuple[()]]:
-    """No reduction: this rank's slice of its own gradient. As noop_hook."""
+    """No reduction: this rank's slice of its own gradient. As noop_hook.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> own = fs.compress.unreduced()
+        >>> own.reduce({"weight": torch.ones(2, 4)}, own.init(spec), spec)
+        ({'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}, ())
+    """
     return exact(())
 
 
@@ -65,6 +73,14 @@ def switch(at: int, before: Compressor[S], after: Compressor[T]) -> Compressor[t
 
     The state is ``(steps, before's, after's)``. The number of steps, an int64 scalar on the CPU, is read in Python: it
     must not come from outside of `testing.spmd` or torch.compile.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> later = fs.compress.switch(100, fs.compress.exact(), fs.compress.cast(torch.bfloat16))
+        >>> grads, state = later.reduce({"weight": torch.ones(2, 4)}, later.init(spec), spec)
+        >>> grads
+        {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
 
     def reduce(
@@ -84,6 +100,14 @@ def post_local(start: int, local: Axes) -> Compressor[tuple[Tensor, tuple[()], t
     """The mean over all ranks for ``start`` steps, then over the axes ``local`` only. As post_localSGD_hook.
 
     From then on what is replicated over the other axes drifts apart, and is to be averaged now and then.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole(fs.P())(torch.nn.Linear(4, 2, bias=False)).on({"node": 1, "gpu": 1})
+        >>> local = fs.compress.post_local(100, "gpu")
+        >>> grads, state = local.reduce({"weight": torch.ones(2, 4)}, local.init(spec), spec)
+        >>> grads
+        {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
     return switch(start, exact(), exact(local))
 
@@ -96,6 +120,14 @@ def cast(dtype: torch.dtype, inner: Compressor[S] | None = None) -> Compressor[S
     """What ``inner``, by default `exact`, makes of the gradients in this dtype, and back: half the bytes for a 16-bit one.
 
     As fp16_compress_hook, bf16_compress_hook and their wrappers. Raises TypeError for a dtype that is not floating point.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> half = fs.compress.cast(torch.bfloat16)
+        >>> grads, state = half.reduce({"weight": torch.full((2, 4), 1.001)}, half.init(spec), spec)
+        >>> grads
+        {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
     if not dtype.is_floating_point:
         raise TypeError(f"compress.cast: expected a floating point dtype, got {dtype}; for bytes there is quantize()")
@@ -125,6 +157,14 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
     value that is not finite is not finite.
 
     Raises ValueError for a chunk under 1.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> small = fs.compress.quantize()
+        >>> grads, state = small.reduce({"weight": torch.full((2, 4), 255.0)}, small.init(spec), spec)
+        >>> grads
+        {'': tensor([255., 255., 255., 255., 255., 255., 255., 255.])}
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"compress.quantize: expected chunks of at least one element, got {chunk}")

@@ -76,6 +76,15 @@ def powersgd(
 
     Raises ValueError for a rank under 1 and, naming the parameter or unit, for a state that is not of these options, spec
     and mesh, before any communication.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(64, 64, bias=False))
+        >>> low = fs.compress.powersgd(rank=1)
+        >>> state = low.init(spec)
+        >>> grads, state = low.reduce({"weight": torch.ones(64, 64)}, state, spec)
+        >>> {name: tuple(q.shape) for name, q in state.q.items()}
+        {'weight': (64, 1)}
     """
     if rank < 1:
         raise ValueError(f"compress.powersgd: expected a rank of at least 1, got {rank}")

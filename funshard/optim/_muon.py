@@ -58,6 +58,16 @@ def muon(
     Training, 2025; torch.optim.Muon, to which it is equal (``dtype=torch.bfloat16``).
 
     Raises ValueError for options that are out of range, and what `by_matrix` raises; TypeError for complex matrices.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> spec = fs.whole()(model)
+        >>> init, update = fs.optim.muon(spec, lr=0.5, dtype=torch.float32)
+        >>> params, grads = fs.shard({"weight": torch.zeros(2, 2)}, spec), fs.shard({"weight": torch.eye(2)}, spec)
+        >>> params, state = update(grads, init(params), params)
+        >>> fs.unshard(params, spec)["weight"].diagonal().sign()
+        tensor([-1., -1.])
     """
     _check(lr, weight_decay, momentum, steps, adjust_lr, coefficients, dtype)
     known = real_matrices("muon", spec)

@@ -31,6 +31,12 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
 
     Raises ValueError, naming it, for a key that is neither, for a tensor that is not as long as the unit's slice, for a p
     that is not positive, and for a mesh of only some ranks that `PartitionSpec.on` was not told of by ``submesh=True``.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(2, 1, bias=False))
+        >>> fs.optim.global_norm({"weight": torch.tensor([[3.0, 4.0]])}, spec)
+        tensor(5.)
     """
     if not p > 0:
         raise ValueError(f"global_norm: expected a positive p, or inf, got {p}")

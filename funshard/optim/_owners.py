@@ -60,6 +60,13 @@ def hidden(model: nn.Module, *heads: str) -> Select:
 
     As Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024. Raises ValueError for a head that is no
     module of the model.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
+        >>> chosen = fs.optim.matrices(fs.whole()(model), select=fs.optim.hidden(model, "2"))
+        >>> [matrix.name for matrix in chosen.chosen]
+        ['1.weight']
     """
     paths = {id(module): path for path, module in model.named_modules()}
     left_out = {path for path, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}

@@ -36,6 +36,15 @@ def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> d
 
     Raises ValueError, naming it, for a matrix that is only in one of both, for a unit that is missing, where a new unit is made
     of ones that have taken different numbers of steps, and for a vector of which nothing says whether it is a slice.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> old, new = (fs.optim.matrices(policy(model)) for policy in (fs.whole(), fs.by_type(torch.nn.Linear)))
+        >>> init, update = fs.optim.muon(old)
+        >>> state = init(fs.shard(model, old.spec))
+        >>> sorted(fs.optim.reshard(state, old, new))
+        ['0', '1']
     """
     for name in old.by_name.keys() ^ new.by_name.keys():
         where = "the old" if name in old.by_name else "the new"

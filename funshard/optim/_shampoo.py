@@ -51,6 +51,15 @@ def shampoo(
     has the same ``relative_eps`` (``matrix_epsilon``, ``relative_matrix_epsilon``).
 
     Raises ValueError for options that are out of range, TypeError for complex matrices.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(2, 2, bias=False))
+        >>> init, update = fs.optim.shampoo(spec, lr=0.5)
+        >>> params, grads = fs.shard({"weight": torch.zeros(2, 2)}, spec), fs.shard({"weight": torch.eye(2)}, spec)
+        >>> params, state = update(grads, init(params), params)
+        >>> fs.unshard(params, spec)["weight"].diagonal().sign()
+        tensor([-1., -1.])
     """
     positive("shampoo", lr=lr, weight_decay=weight_decay, momentum=momentum)
     positive("shampoo", relative_eps=relative_eps)

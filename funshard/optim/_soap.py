@@ -52,6 +52,16 @@ def soap(
     steps these are equal (``merge_dims`` and ``precondition_1d`` off).
 
     Raises ValueError for options that are out of range, TypeError for complex matrices.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.whole()(torch.nn.Linear(2, 2, bias=False))
+        >>> init, update = fs.optim.soap(spec, lr=0.5)
+        >>> params, grads = fs.shard({"weight": torch.zeros(2, 2)}, spec), fs.shard({"weight": torch.eye(2)}, spec)
+        >>> params, state = update(grads, init(params), params)  # the first step only sets up the eigenbasis
+        >>> params, state = update(grads, state, params)
+        >>> fs.unshard(params, spec)["weight"].diagonal().sign()
+        tensor([-1., -1.])
     """
     positive("soap", lr=lr, weight_decay=weight_decay, eps=eps)
     beta = betas[1] if shampoo_beta is None else shampoo_beta

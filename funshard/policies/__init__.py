@@ -1,7 +1,9 @@
 """Policies: pure functions from a module pytree to a partition spec."""
 
+from ._combined import any_of, override
 from ._exceptions import full_precision, ignoring
-from ._policies import Policy, always, any_of, by_path, by_size, by_type, custom, mark, marked, override, whole
+from ._policies import always, by_path, by_size, by_type, custom, mark, marked, whole
+from ._policy import Policy
 
 __all__ = [
     "Policy",

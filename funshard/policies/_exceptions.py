@@ -33,6 +33,12 @@ def ignoring(
     Modules are given as path patterns (see `by_path`), classes or the modules themselves; parameters as name patterns
     or themselves. functional_call reads ignored parameters from the model. Raises ValueError for what matches nothing
     or everything, TypeError for anything else.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> fs.ignoring(fs.whole(), modules=["0"])(model).ignored
+        ('0.bias', '0.weight')
     """
     some, others = _listed("modules", modules), _listed("params", params)
     for item in some:
@@ -83,6 +89,13 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
 
     For normalisation layers; without classes, batch norm (``_module_classes_to_ignore`` of MixedPrecision). Where there is
     a `Precision` around, their inputs are cast to float32 and their outputs back to the dtype that the inputs had.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> low = fs.P("shard", precision=fs.Precision(param=torch.bfloat16))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        >>> {unit.path: unit.p.precision.param for unit in fs.full_precision(fs.whole(low))(model)}
+        {'': torch.bfloat16, '1': torch.float32}
     """
     check_classes("full_precision", classes)
     build_spec = functools.partial(_build_full_precision, policy, classes or (BatchNorm,))

@@ -18,10 +18,9 @@ from .._spec.build import build
 from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree
 from .._spec.unit import P
-from ._exceptions import ignoring_all
 from ._policy import SHARD, NamedPolicy, Policy, check_classes, check_p, format_call, literal, matches
 
-__all__ = ["Policy", "always", "any_of", "by_path", "by_size", "by_type", "custom", "mark", "marked", "override", "whole"]
+__all__ = ["always", "by_path", "by_size", "by_type", "custom", "mark", "marked", "whole"]
 
 _MARK = "_funshard_mark"
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -34,7 +33,13 @@ def _build_selected(select: Callable[[P, ModuleTree], P | None], p: P, tree: Mod
 
 
 def whole(p: P = SHARD) -> Policy:
-    """The model as one unit."""
+    """The model as one unit.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> [unit.path for unit in fs.whole()(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))]
+        ['']
+    """
     check_p("whole", p)
     return NamedPolicy(format_call("whole", p=p), functools.partial(_build_selected, _select_none, p))
 
@@ -44,7 +49,13 @@ def _select_none(p: P, node: ModuleTree) -> P | None:
 
 
 def always(p: P = SHARD) -> Policy:
-    """Every submodule that owns parameters is a unit (always_wrap_policy)."""
+    """Every submodule that owns parameters is a unit (always_wrap_policy).
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> [unit.path for unit in fs.always()(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)))]
+        ['0', '1']
+    """
     check_p("always", p)
     return NamedPolicy(format_call("always", p=p), functools.partial(_build_selected, _select_owners, p))
 
@@ -58,6 +69,12 @@ def by_type(*classes: type[nn.Module], p: P = SHARD) -> Policy:
 
     Raises ValueError without classes, and for a model that has no module of any of them, TypeError for what is no module
     class.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+        >>> [unit.path for unit in fs.by_type(torch.nn.Linear)(model)]
+        ['', '0']
     """
     if not classes:
         raise ValueError("by_type: expected at least one module class, got none; whole() makes one unit")
@@ -89,6 +106,12 @@ def by_size(
     Bottom up: a module below the threshold, or of a ``force_leaf`` class, is not descended into and is no unit; one of
     an ``exclude`` class is descended into and is no unit. Elements of a parameter count once, for the modules that
     hold all its uses; a shared module is looked at once, below the lowest module that holds all its places.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(9, 9))
+        >>> [unit.path for unit in fs.by_size(50)(model)]
+        ['', '1']
     """
     leaves, excluded = tuple(force_leaf), tuple(exclude)
     check_classes("by_size", (*leaves, *excluded))
@@ -125,6 +148,13 @@ def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) ->
     """The modules for which ``fn(module)`` is True, or a dict of fields of `P` that override ``p`` (CustomPolicy).
 
     False and an empty dict select nothing. Raises ValueError for any other result, naming the path.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+        >>> policy = fs.custom(lambda module: {"reshard": False} if isinstance(module, torch.nn.Linear) else False)
+        >>> {unit.path: unit.p for unit in policy(model)}
+        {'': P('shard'), '0': P('shard', reshard=False)}
     """
     check_p("custom", p)
     select = functools.partial(_select_custom, fn)
@@ -158,6 +188,12 @@ def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
     most literal components rules; a component that is a module's very name is literal, whatever is in it. Raises ValueError
     for a pattern that matches no module, and for two equally good ones with different `P`, TypeError for what is no dict of
     patterns and `P`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> {unit.path: unit.p for unit in fs.by_path({"*": fs.P("shard"), "1": fs.P()})(model)}
+        {'0': P('shard'), '1': P()}
     """
     check_p("by_path", p)
     if not isinstance(patterns, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -195,6 +231,12 @@ def mark(module: _Module, **overrides: Any) -> _Module:
 
     ``overrides`` are fields of `P` that this unit has otherwise than the policy. Adds one attribute to the module and
     returns it; marking again adds to the overrides. Raises ValueError for what is no field of P.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> block = fs.mark(torch.nn.Linear(2, 2))
+        >>> [unit.path for unit in fs.marked()(torch.nn.Sequential(torch.nn.Linear(2, 2), block))]
+        ['', '1']
     """
     _overridden(SHARD, overrides, "mark")
     setattr(module, _MARK, {**getattr(module, _MARK, {}), **overrides})
@@ -202,7 +244,14 @@ def mark(module: _Module, **overrides: Any) -> _Module:
 
 
 def marked(p: P = SHARD) -> Policy:
-    """The modules that `mark` marked, with their overrides of ``p`` (``enable_wrap``, without its global state)."""
+    """The modules that `mark` marked, with their overrides of ``p`` (``enable_wrap``, without its global state).
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), fs.mark(torch.nn.Linear(2, 2), reshard=False))
+        >>> {unit.path: unit.p for unit in fs.marked()(model)}
+        {'': P('shard'), '1': P('shard', reshard=False)}
+    """
     check_p("marked", p)
     return NamedPolicy(format_call("marked", p=p), functools.partial(_build_selected, _select_marked, p))
 
@@ -210,35 +259,3 @@ def marked(p: P = SHARD) -> Policy:
 def _select_marked(p: P, node: ModuleTree) -> P | None:
     overrides = vars(node.module).get(_MARK)
     return None if overrides is None else _overridden(p, overrides, f"mark: module '{node.path}'")
-
-
-def any_of(*policies: Policy) -> Policy:
-    """The modules that any of the policies selects (``_or_policy``). Commutes.
-
-    Raises ValueError where two of them want different `P` for one module; `override` says who is right.
-    """
-    return NamedPolicy(format_call("any_of", *policies), functools.partial(_build_any_of, policies))
-
-
-def _build_any_of(policies: tuple[Policy, ...], tree: ModuleTree) -> PartitionSpec:
-    chosen: dict[str, P] = {}
-    specs = [policy(tree) for policy in policies]
-    if not specs:
-        raise ValueError("any_of: expected at least one policy, got none")
-    for path, p in (entry for spec in specs for entry in spec.selected):
-        if chosen.setdefault(path, p) != p:
-            raise ValueError(f"any_of: module '{path}' is selected as {chosen[path]} and as {p}; use override(base, extra)")
-    roots = {spec.root for spec in specs}
-    if "" not in chosen and len(roots) > 1:
-        raise ValueError(f"any_of: module '' (the leftovers) is {' and '.join(sorted(map(str, roots)))}; use override")
-    return build(ignoring_all(tree, specs), chosen, chosen.get("", specs[0].root))
-
-
-def override(base: Policy, extra: Policy) -> Policy:
-    """``base``, with what ``extra`` selects added or put in its place. Associative; the leftovers stay the base's."""
-    return NamedPolicy(format_call("override", base, extra), functools.partial(_build_override, base, extra))
-
-
-def _build_override(base: Policy, extra: Policy, tree: ModuleTree) -> PartitionSpec:
-    first, second = base(tree), extra(tree)
-    return build(ignoring_all(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)

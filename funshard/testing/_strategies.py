@@ -11,7 +11,7 @@ from torch import nn
 from .._spec.tree import module_tree
 from .._spec.unit import P
 from .._units.layout import Params
-from ..policies._policies import Policy, always, by_path, by_size, by_type, whole
+from ..policies import Policy, always, by_path, by_size, by_type, whole
 from ._exact import assert_exact
 from ._simulated import spmd
 
@@ -22,7 +22,14 @@ __all__ = ["assert_exact", "integers_like", "meshes", "modules", "policies", "sp
 
 
 def integers_like(model: nn.Module, seed: int = 0, high: int = 4) -> Params:
-    """Small whole numbers in the shapes and dtypes of a model's parameters, by name: sums of them are exact."""
+    """Small whole numbers in the shapes and dtypes of a model's parameters, by name: sums of them are exact.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> params = fs.testing.integers_like(torch.nn.Linear(2, 1))
+        >>> {name: tuple(p.shape) for name, p in params.items()}
+        {'weight': (1, 2), 'bias': (1,)}
+    """
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randint(-high, high + 1, p.shape, generator=generator).to(p.dtype) for name, p in model.named_parameters()
@@ -58,6 +65,13 @@ def modules(
     """Random module trees with odd, empty and 0-dim parameters, shared modules and tied parameters, some frozen if asked.
 
     Each maps a 0-dim tensor to a 0-dim tensor, by sums and products: exact on small whole numbers.
+
+    Example:
+        >>> from hypothesis import given
+        >>> import funshard as fs
+        >>> @given(fs.testing.modules())
+        ... def test_of_any_model(model):
+        ...     assert fs.whole()(model).mesh is None
     """
     from hypothesis import strategies as st
 
@@ -88,7 +102,16 @@ def modules(
 
 
 def policies(model: nn.Module) -> SearchStrategy[Policy]:
-    """Random policies for a model: of every kind, and of random paths with random `P`."""
+    """Random policies for a model: of every kind, and of random paths with random `P`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> from hypothesis import given
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> @given(fs.testing.policies(model))
+        ... def test_of_any_policy(policy):
+        ...     assert fs.unshard(fs.shard(model, policy(model)), policy(model)).keys() == dict(model.named_parameters()).keys()
+    """
     from hypothesis import strategies as st
 
     p = st.builds(P, st.sampled_from(["shard", None]), reshard=st.booleans(), align=st.sampled_from([None, 1, 4]))
@@ -111,7 +134,15 @@ def _consistent(model: nn.Module, paths: Mapping[str, P]) -> dict[str, P]:
 
 
 def meshes(max_size: int = 5) -> SearchStrategy[dict[str, int]]:
-    """Random mesh shapes: ("shard",), or ("replicate", "shard") for HSDP."""
+    """Random mesh shapes: ("shard",), or ("replicate", "shard") for HSDP.
+
+    Example:
+        >>> from hypothesis import given
+        >>> import funshard as fs
+        >>> @given(fs.testing.meshes())
+        ... def test_of_any_mesh(mesh):
+        ...     assert mesh["shard"] >= 1
+    """
     from hypothesis import strategies as st
 
     n = st.integers(1, max_size)
