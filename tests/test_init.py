@@ -640,12 +640,16 @@ class Held(TorchDispatchMode):
         super().__init__()
         self.alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.peak = 0
+        self.made: list[int] = []
+        """The bytes of each, in their order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor) and x.device.type == "cpu":
                 storage = x.untyped_storage()
+                if storage._cdata not in self.alive or self.alive[storage._cdata][0]() is None:
+                    self.made.append(storage.nbytes())
                 self.alive[storage._cdata] = weakref.ref(storage), storage.nbytes()
         self.alive = {key: held for key, held in self.alive.items() if held[0]() is not None}
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
@@ -679,3 +683,19 @@ def test_memory_with_values() -> None:
     peak, slices, unit = held(model, 8)
     assert slices == pytest.approx(sum(p.numel() * 4 for p in model.parameters()) / 8, rel=1e-3)
     assert peak <= slices + unit + max(p.numel() for p in model.parameters())
+
+
+def test_units_share_one_buffer() -> None:
+    """Of a buffer for each unit, malloc kept most: 220 MB beside 34 MB of slices, of 64 units of 4.2 MB on 8 ranks."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)], nn.LayerNorm(32, dtype=torch.bfloat16))
+
+    with torch.device("meta"):
+        model = make()
+    for p, expected in ((fs.P("shard"), 1), (fs.P(), 6)):  # whole units are what the caller gets
+        spec = fs.always(p)(model).on({"shard": 8})
+        with Held() as memory:
+            params = fs.init(model, spec, seed=0, rank=5)
+        assert sum(nbytes >= spec.padded_numel(spec.by_key["0"]) * 4 for nbytes in memory.made) == expected
+        same(params, fs.shard(seeded(make(), 0), spec, rank=5))

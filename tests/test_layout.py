@@ -81,6 +81,19 @@ def test_l3_padding_is_in_no_view(case: Case) -> None:
         same(fs.views(poisoned(shards, case.spec, rank), case.spec, rank=rank), fs.views(shards, case.spec, rank=rank))
 
 
+@pytest.mark.parametrize("numel", [30, 32])
+def test_float4_with_padding_and_without(numel: int) -> None:
+    """torch fills no float4: a unit whose length needs no padding was "not implemented" to flatten and to shard."""
+    values = torch.arange(numel, dtype=torch.uint8)
+    model = nn.ParameterDict({"w": nn.Parameter(values.view(torch.float4_e2m1fn_x2), requires_grad=False)})
+    spec = fs.whole()(model).on({"shard": 2})
+    (joined,) = (torch.cat([s[key] for s in (fs.shard(model, spec, rank=r) for r in (0, 1))]) for key in spec.by_key)
+    assert joined.view(torch.uint8)[:numel].equal(values)
+    assert len(joined) == 32
+    assert fs.flatten(dict(model), spec).popitem()[1].view(torch.uint8).equal(joined.view(torch.uint8))
+    assert fs.unflatten(dict.fromkeys(spec.by_key, joined), spec)["w"].view(torch.uint8).equal(values)
+
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 LOW = [None, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
 

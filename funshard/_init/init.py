@@ -105,10 +105,19 @@ def _units(
     most = _most(values, spec)
     out: Params = {}
     digests: list[Tensor] = []
+    numels = {unit.key: spec.padded_numel(unit) for unit in spec}
+    shared = set[str]() if spec.bound_mesh.simulated else {unit.key for unit in spec if unit.p.axes}
+    longest = max((numels[key] * spec.by_key[key].dtype.itemsize for key in shared), default=0)
+    with _torch.beneath():  # one buffer for all split units: of one for each, malloc keeps what lies between the slices
+        workspace = torch.empty(longest, dtype=torch.uint8, device=device)
 
     def made(unit: Unit) -> Tensor:
+        numel = numels[unit.key]
         with _torch.beneath():
-            buffer = torch.zeros(spec.padded_numel(unit), dtype=unit.dtype, device=device)
+            if unit.key in shared:
+                buffer = workspace[: numel * unit.dtype.itemsize].zero_().view(unit.dtype)
+            else:
+                buffer = torch.zeros(numel, dtype=unit.dtype, device=device)
         full = unflatten_unit(buffer, unit)
         values.fill({slots[param.name]: x for param, x in zip(unit.params, full, strict=True)}, most)
         if compared:

@@ -64,7 +64,8 @@ def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tenso
 
 def padded_buffer(pieces: Sequence[Tensor], unit: Unit, padded: int) -> Tensor:
     """The buffer of one unit from a piece for each parameter, with zeros between them."""
-    return torch.cat(spaced(pieces, unit, padded, pieces[0].new_zeros(widest(unit, padded))))
+    zeros = pieces[0].new_zeros(widest(unit, padded) or 1)  # torch makes no float4 tensor of 0 zeros
+    return torch.cat(spaced(pieces, unit, padded, zeros))
 
 
 def spaced(pieces: Iterable[Tensor], unit: Unit, padded: int, zeros: Tensor) -> list[Tensor]:
