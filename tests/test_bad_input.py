@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -335,6 +337,52 @@ def test_a_rate_that_is_no_number(rate: object) -> None:
         TypeError, match=r"lr: expected a number or a tensor of one, got .*; a schedule is a function of the step"
     ):
         update(params, init(params), params, lr=rate)  # pyright: ignore[reportArgumentType]
+
+
+NO_RATES = {
+    "a list": [0.1],
+    "a function": lambda step: 0.1,
+    "a scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(MODEL.parameters()), 1),
+}
+MATRIX: dict[str, Any] = {
+    "muon": fs.optim.muon,
+    "shampoo": fs.optim.shampoo,
+    "soap": fs.optim.soap,
+    "torch's Muon": partial(fs.optim.from_torch, torch.optim.Muon),
+}
+
+
+@pytest.mark.parametrize("rate", NO_RATES)
+@pytest.mark.parametrize("make", [*MATRIX, "AdamW"])
+def test_an_optimizer_that_is_made_with_a_rate_that_is_no_number(make: str, rate: str) -> None:
+    """Of all parameters, and as the option of one: not torch's or Python's words about ``<=``."""
+    of = MATRIX.get(make, partial(fs.optim.from_torch, torch.optim.AdamW))
+    said = rf"lr: expected a number or a tensor of one, got {type(NO_RATES[rate]).__name__}; a schedule is a function"
+    with pytest.raises(TypeError, match=said):
+        of(spec=ONE, lr=NO_RATES[rate])
+    with pytest.raises(TypeError, match=rf"options of (matrix|parameter) '0\.(weight|bias)'.*{said}"):
+        of(spec=ONE, options=lambda name, param: {"lr": NO_RATES[rate]})
+
+
+@pytest.mark.parametrize("make", MATRIX)
+def test_a_step_of_matrices_with_a_rate_or_trees_that_are_none(make: str) -> None:
+    """Refused before anything is sent or written: donated memory is as it was."""
+    init, update = MATRIX[make](spec=ONE, donate=True)
+    params = on_one()
+    before, state = {key: x.clone() for key, x in params.items()}, init(params)
+    for rate in NO_RATES.values():
+        for which in ("lr", "rest_lr"):
+            with pytest.raises(TypeError, match=rf"^{which}: expected a number or a tensor of one, got .*; a schedule is a"):
+                update(before, state, params, **{which: rate})
+    given = [*params.values()]
+    for what, call in {
+        "params": lambda: init(given),
+        "grads": lambda: update(given, state, params),
+        "state": lambda: update(before, given, params),
+    }.items():
+        with pytest.raises(TypeError, match=rf"^{what}: expected a dict of tensors by unit key .*, got list"):
+            call()
+    assert all(torch.equal(x, before[key]) for key, x in params.items())
 
 
 @pytest.mark.parametrize("what", ["init", "grads", "params"])

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree  # traced by torch.compile, as optree 
 from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._units.layout import Params
-from ._checks import named, refuse_shared_memory
+from ._checks import check_rate, named, refuse_shared_memory
 from ._cuts import Cut
 from ._derivatives import SharedOptions
 from ._group import Group
@@ -213,6 +213,9 @@ def _update(
     rest_lr: float | Tensor | None = None,
 ) -> tuple[Params, State]:
     check_step(plan.matrices, plan.rule.slots, plan.owned, params, grads=grads, state=state)
+    for what, rate in {"lr": lr, "rest_lr": rest_lr}.items():
+        if rate is not None:
+            check_rate(rate, what)
     if lr is not None and rest_lr is None and not plan.own_rest:
         raise ValueError("lr= is the matrices': expected rest_lr= with it, the learning rate of the rest= that was given")
     rates = {"lr": lr if rest_lr is None else rest_lr} if lr is not None or rest_lr is not None else {}

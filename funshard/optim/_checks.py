@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "Initial",
     "check_arguments",
     "check_fits",
+    "check_rate",
     "layout_of",
     "moves",
     "named",
@@ -92,10 +94,16 @@ def check_arguments(grads: object, params: object, lr: object) -> None:
     """TypeError unless these are dicts of tensors, and a learning rate or None."""
     check_mapping(params)
     check_mapping(grads, "grads")
-    if lr is not None and not isinstance(lr, float | int | Tensor):
+    if lr is not None:
+        check_rate(lr, "lr")
+
+
+def check_rate(lr: object, what: str) -> None:
+    """Raise TypeError, in the words of ``what``, unless this is a number or a tensor."""
+    if not isinstance(lr, numbers.Real | Tensor):
         raise TypeError(
-            f"lr: expected a number or a tensor of one, got {type(lr).__name__}; a schedule is a function of the step: give "
-            "update(..., lr=schedule(step)). torch's schedulers write into a torch optimizer, and here is none"
+            f"{what}: expected a number or a tensor of one, got {type(lr).__name__}; a schedule is a function of the step: "
+            "give update(..., lr=schedule(step)). torch's schedulers write into a torch optimizer, and here is none"
         )
 
 

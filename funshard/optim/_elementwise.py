@@ -20,6 +20,7 @@ from ._checks import (
     Initial,
     check_arguments,
     check_fits,
+    check_rate,
     layout_of,
     moves,
     named,
@@ -113,10 +114,14 @@ def elementwise(
         )
     if defaults.get("dampening") and defaults.get("differentiable"):
         raise ValueError("from_torch: with dampening torch cuts the first momentum off: expected differentiable=False")
+    if defaults.get("lr") is not None:
+        check_rate(defaults["lr"], "from_torch: lr")
     lr = optimizer_class([torch.empty(0)], **defaults).defaults.get("lr")
 
     def check(name: str, own: Mapping[str, Any]) -> None:
         try:
+            if own.get("lr") is not None:
+                check_rate(own["lr"], "lr")
             optimizer_class([torch.empty(0)], **{**defaults, **own})
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"options of parameter '{name}', {dict(own)}: {error}") from error

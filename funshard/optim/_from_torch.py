@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._spec.spec import PartitionSpec
 from ._by_matrix import MatrixOptimizer, by_rule
-from ._checks import Initial, moves, refuse_derivatives
+from ._checks import Initial, check_rate, moves, refuse_derivatives
 from ._elementwise import Optimizer, begin, elementwise
 from ._groups import Options
 from ._matrices import Matrices, matrices
@@ -85,6 +85,8 @@ def from_torch(
         given: dict[str, Any] = {"spec": spec, "options": options, "rank": rank, "initial": initial, "device": device}
         return elementwise(optimizer_class, donate=donate, **given, **defaults)
     name = optimizer_class.__name__
+    if defaults.get("lr") is not None:
+        check_rate(defaults["lr"], "from_torch: lr")
     if spec is None:
         raise ValueError(f"from_torch: {name} needs whole matrices, and of slices only the spec knows them: expected spec=")
     for what, value in (("rank", rank), ("initial", initial), ("device", device)):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._spec.fits import check_trained
+from .._spec.fits import check_mapping, check_trained
 from ._matrices import Matrices
 from ._step import MatrixState
 
@@ -26,6 +26,7 @@ def check_step(
     """
     spec = known.spec
     for what, tree in {"params": params, **trees}.items():
+        check_mapping(tree, what)
         for key in tree:
             if key not in spec.by_key:
                 raise ValueError(f"{what}: unit '{key}' is not in the spec: expected some of {[*spec.by_key][:8]}")

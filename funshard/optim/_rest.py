@@ -9,6 +9,7 @@ import torch
 
 from .._spec.tree import Param
 from ._by_matrix import MatrixOptimizer, Rest, by_rule
+from ._checks import check_rate
 from ._elementwise import elementwise
 from ._groups import Options
 from ._matrices import Matrices
@@ -21,8 +22,10 @@ ADAMW = ("lr", "weight_decay")
 
 
 def positive(who: str, **values: float) -> None:
-    """ValueError, naming it, for one that is below 0."""
+    """Raise ValueError, naming it, for an option that is below 0, and TypeError for a learning rate that is no number."""
     for name, value in values.items():
+        if name == "lr":
+            check_rate(value, f"{who}: lr")
         if not value >= 0:
             raise ValueError(f"{who}: {name}: expected at least 0, got {value}")
 
