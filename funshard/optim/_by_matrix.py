@@ -213,9 +213,8 @@ def _update(
     rest_lr: float | Tensor | None = None,
 ) -> tuple[Params, State]:
     check_step(plan.matrices, plan.rule.slots, plan.owned, params, grads=grads, state=state)
-    for what, rate in {"lr": lr, "rest_lr": rest_lr}.items():
-        if rate is not None:
-            check_rate(rate, what)
+    check_rate(lr, "lr")
+    check_rate(rest_lr, "rest_lr")
     if lr is not None and rest_lr is None and not plan.own_rest:
         raise ValueError("lr= is the matrices': expected rest_lr= with it, the learning rate of the rest= that was given")
     rates = {"lr": lr if rest_lr is None else rest_lr} if lr is not None or rest_lr is not None else {}

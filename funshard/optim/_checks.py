@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ __all__ = [
     "Initial",
     "check_arguments",
     "check_fits",
+    "check_options",
     "check_rate",
     "layout_of",
     "moves",
@@ -94,17 +96,31 @@ def check_arguments(grads: object, params: object, lr: object) -> None:
     """TypeError unless these are dicts of tensors, and a learning rate or None."""
     check_mapping(params)
     check_mapping(grads, "grads")
-    if lr is not None:
-        check_rate(lr, "lr")
+    check_rate(lr, "lr")
 
 
-def check_rate(lr: object, what: str) -> None:
-    """Raise TypeError, in the words of ``what``, unless this is a number or a tensor."""
-    if not isinstance(lr, numbers.Real | Tensor):
+def check_rate(lr: object, what: str, *, optional: bool = True) -> None:
+    """Raise TypeError, which begins with ``what``, unless this is a number, a tensor or, if ``optional``, None."""
+    if not isinstance(lr, numbers.Real | Tensor) and not (optional and lr is None):
         raise TypeError(
             f"{what}: expected a number or a tensor of one, got {type(lr).__name__}; a schedule is a function of the step: "
             "give update(..., lr=schedule(step)). torch's schedulers write into a torch optimizer, and here is none"
         )
+
+
+def check_options(defaults: Mapping[str, Any], *, donate: bool, device: object) -> None:
+    """Raise ValueError or TypeError for options of an elementwise optimizer that do not go together, or a bad ``lr``."""
+    check_rate(defaults.get("lr"), "from_torch: lr")
+    if not defaults.get("differentiable"):
+        return
+    if donate:
+        raise ValueError("from_torch: donated memory is written over: expected donate=False with differentiable=True")
+    if device is not None:
+        raise ValueError(
+            "from_torch: copies to a device and back are not recorded: expected device=None with differentiable=True"
+        )
+    if defaults.get("dampening"):
+        raise ValueError("from_torch: with dampening torch cuts the first momentum off: expected differentiable=False")
 
 
 def check_fits(

@@ -20,6 +20,7 @@ from ._checks import (
     Initial,
     check_arguments,
     check_fits,
+    check_options,
     check_rate,
     layout_of,
     moves,
@@ -106,22 +107,12 @@ def elementwise(
     """
     refuse_whole(optimizer_class, initial)
     optimizer_class = adam_with_eps_root(optimizer_class, defaults)
-    if donate and defaults.get("differentiable"):
-        raise ValueError("from_torch: donated memory is written over: expected donate=False with differentiable=True")
-    if device is not None and defaults.get("differentiable"):
-        raise ValueError(
-            "from_torch: copies to a device and back are not recorded: expected device=None with differentiable=True"
-        )
-    if defaults.get("dampening") and defaults.get("differentiable"):
-        raise ValueError("from_torch: with dampening torch cuts the first momentum off: expected differentiable=False")
-    if defaults.get("lr") is not None:
-        check_rate(defaults["lr"], "from_torch: lr")
+    check_options(defaults, donate=donate, device=device)
     lr = optimizer_class([torch.empty(0)], **defaults).defaults.get("lr")
 
     def check(name: str, own: Mapping[str, Any]) -> None:
         try:
-            if own.get("lr") is not None:
-                check_rate(own["lr"], "lr")
+            check_rate(own.get("lr"), "lr")
             optimizer_class([torch.empty(0)], **{**defaults, **own})
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"options of parameter '{name}', {dict(own)}: {error}") from error

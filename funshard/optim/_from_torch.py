@@ -85,8 +85,7 @@ def from_torch(
         given: dict[str, Any] = {"spec": spec, "options": options, "rank": rank, "initial": initial, "device": device}
         return elementwise(optimizer_class, donate=donate, **given, **defaults)
     name = optimizer_class.__name__
-    if defaults.get("lr") is not None:
-        check_rate(defaults["lr"], "from_torch: lr")
+    check_rate(defaults.get("lr"), "from_torch: lr")
     if spec is None:
         raise ValueError(f"from_torch: {name} needs whole matrices, and of slices only the spec knows them: expected spec=")
     for what, value in (("rank", rank), ("initial", initial), ("device", device)):

@@ -25,7 +25,7 @@ def positive(who: str, **values: float) -> None:
     """Raise ValueError, naming it, for an option that is below 0, and TypeError for a learning rate that is no number."""
     for name, value in values.items():
         if name == "lr":
-            check_rate(value, f"{who}: lr")
+            check_rate(value, f"{who}: lr", optional=False)
         if not value >= 0:
             raise ValueError(f"{who}: {name}: expected at least 0, got {value}")
 
