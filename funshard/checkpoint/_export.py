@@ -72,8 +72,9 @@ def export(
     ``model.config.save_pretrained(directory)`` has put the rest there. `read_safetensors` is its inverse.
 
     ``params`` are shards, full parameters by name, or both. A unit at a time is gathered to the mesh's first rank, which
-    writes it: its peak is that unit, twice over gloo, and nothing is allocated on the other ranks. A tied parameter is written once, under the
-    name that the model gave it first; a unit at rest in a codec decoded. ``dtype`` is another one for what is floating point.
+    writes it: its peak is that unit, twice over gloo, and nothing is allocated on the other ranks. A tied parameter is
+    written once, under the name that the model gave it first; a unit at rest in a codec decoded. ``dtype`` is another one for
+    what is floating point.
     ``buffers`` are the first rank's to add, by name, such as the running statistics that BatchNorm has in its model, and
     parameters that the spec ignores. ``rename`` gives the names in the files, ``metadata`` goes into their headers beside
     ``{"format": "pt"}``.
