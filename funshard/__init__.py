@@ -12,7 +12,7 @@ A policy maps the modules of a model to a `PartitionSpec`; parameters are a dict
 >>> grads, value = fs.grad_and_value(loss)(params, torch.ones(3, 4))
 >>> params, state = update(grads, init(params), params)
 >>> {unit: tuple(shard.shape) for unit, shard in params.items()}
-{'0': (40,), '1': (18,)}
+{'0': (40,), '1': (24,)}
 
 The public names by task. README.md is a first page, examples/guide/reference.md lists every name, ``help(fs.shard)`` explains
 one of them:

@@ -73,7 +73,7 @@ def test_signatures_are_those_that_python_sees() -> None:
     checked = 0
     for name, shown in entries().items():
         given = public(name)
-        if not (inspect.isfunction(given) or (inspect.isclass(given) and shown and "Protocol" not in str(given.__bases__))):
+        if not shown.startswith("(") or (inspect.isclass(given) and "Protocol" in str(given.__bases__)):
             continue
         namespace: dict[str, Any] = {}
         code = re.sub(r"-> .*$", "", shown)
@@ -93,16 +93,11 @@ def without_defaults(code: str) -> str:
     return f"({ast.unparse(tree.args)})"
 
 
-PICTURED = ("all_gather", "all_reduce", "all_to_all", "broadcast", "gather_values", "reduce_scatter", "scatter", "sum_over")
-PICTURED += ("sum_shards", "unvary", "vary")
-WITHOUT_EXAMPLE = {"fs.checkpoint.clean_name", *(f"fs.collectives.{name}" for name in PICTURED)}
-"""Public functions whose docstrings have no example: most of the collectives have a picture of ranks instead."""
-
-
 def test_public_functions_have_an_example_that_runs() -> None:
     """tests/test_readme.py runs them."""
     functions = [name for name in [*TOP, *BELOW] if inspect.isfunction(public(name))]
-    assert {name for name in functions if ">>> " not in (public(name).__doc__ or "")} == WITHOUT_EXAMPLE
+    assert len(functions) > 90
+    assert [name for name in functions if ">>> " not in (public(name).__doc__ or "")] == []
 
 
 def test_docstrings_render_as_html_without_a_warning(tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from ._commit import clean, latest
 from ._export import export
-from ._load import clean_name, load
+from ._load import load
 from ._optimizer import from_optimizer_state_dict, optimizer_state_dict
 from ._ranks import CheckpointError
-from ._rekey import rekey
+from ._rekey import clean_name, rekey
 from ._safetensors import read_safetensors
 from ._save import Saving, save
 from ._tree import per_rank

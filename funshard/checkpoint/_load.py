@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from ._metadata import read_metadata
 from ._nodes import Node, Units, build, leaves, parameters
 from ._plan import Reads
 from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
+from ._rekey import clean_name
 from ._tree import described
 from ._written import check_ranks, part_of, plain_values, read_tree
 
@@ -166,16 +166,6 @@ class _Stored:
                 f"{[*shape]}: was another state saved?"
             )
         return shape
-
-
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-
-
-def clean_name(key: str) -> str:
-    """A key of a state_dict without what FSDP1, checkpoint_wrapper, torch.compile and DDP put into it."""
-    for prefix in WRAPPERS:
-        key = key.replace(prefix, "")
-    return re.sub(r"(^|\.)module\.", r"\1", key, count=1)
 
 
 def _wanted(

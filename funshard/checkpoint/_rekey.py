@@ -1,11 +1,12 @@
-"""rekey: the names of parameters and their numbers in torch's optimizers."""
+"""Keys of state_dicts: names without what wrappers add, and names for the numbers of torch's optimizers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-__all__ = ["StateDict", "rekey"]
+__all__ = ["StateDict", "clean_name", "rekey"]
 
 StateDict: TypeAlias = dict[str, Any]
 """``{"state": {parameter: {name: tensor}}, "param_groups": [{"params": [parameter, ...], **options}]}``."""
@@ -52,3 +53,19 @@ def rekey(found: Mapping[str, Any], names: Sequence[str]) -> StateDict:
         "state": {new[key]: found["state"][key] for key in sorted(found["state"], key=by_number)},
         "param_groups": [{**group, "params": [new[key] for key in group["params"]]} for group in groups],
     }
+
+
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def clean_name(key: str) -> str:
+    """A key of a state_dict without what FSDP1, checkpoint_wrapper, torch.compile and DDP put into it.
+
+    Example:
+        >>> from funshard.checkpoint import clean_name
+        >>> clean_name("module._fsdp_wrapped_module.0.weight")
+        '0.weight'
+    """
+    for prefix in WRAPPERS:
+        key = key.replace(prefix, "")
+    return re.sub(r"(^|\.)module\.", r"\1", key, count=1)

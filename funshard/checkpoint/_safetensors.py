@@ -22,12 +22,12 @@ from .._spec.unit import Unit
 from .._units.layout import Params
 from ._export import DTYPES, INDEX, SINGLE
 from ._leaves import Part
-from ._load import clean_name
 from ._manifest import is_plain_name
 from ._nodes import parameters
 from ._plan import boxed
 from ._ranks import TIMEOUT, CheckpointError, ranks_of
 from ._regular import read_regular
+from ._rekey import clean_name
 
 __all__ = ["read_safetensors"]
 

@@ -6,22 +6,17 @@ values: those that came out of a gather count with their **mean** over ranks, th
 with their **sum**. In the type lines ``[n]`` is a rank's own value, ``S[n]`` one that is a shard, and the pictures show
 three ranks.
 
-What the ops do is in _ops.py. torch.func differentiates the functional ops of torch wrongly (grad raises, jvp is silently
-zero, vmap is silently wrong; pinned in tests/test_torch_facts.py), so they run only inside the forward of the one
-autograd Function below.
+_primitive.py has the autograd Function of all of them.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
-from .. import _torch
 from ._mesh import Axis, Group, Mesh, Simulated
-from ._ops import OPS, Where, no_group, start
-from ._sequence import check_sequence
+from ._primitive import apply
 
 __all__ = [
     "Reduce",
@@ -40,67 +35,6 @@ __all__ = [
 
 Reduce = Literal["mean", "sum"]
 """How values are combined over ranks: to their mean or their sum."""
-
-
-class _Collective(_torch.Function):
-    """One linear map over an axis: a process group's (``name``), or that of ranks stacked in dimension 0 (no name).
-
-    ``rank`` is a Simulated axis's rank, None on a group. It is the operand that is batched at the simulated axis's own
-    vmap and at no other: that is how the vmap rule tells the mesh from any other vmap, at whatever depth. With a ``label``
-    ranks compare what they are about to start (_sequence.py), in every derivative, too.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int, label: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not name:
-            return OPS[op].stack(x, root).clone()
-        if label and OPS[op].sends:
-            check_sequence([f"{op} of {label}"], name, x)
-        return start(op, x, Where(size, name, root))()
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.rest = inputs[1:]  # pyright: ignore[reportAttributeAccessIssue]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rank, op, *rest = ctx.rest
-        return _Collective.apply(grad, rank, OPS[op].transpose, *rest), *(None for _ in ctx.rest)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Collective.apply(_torch.materialize_zeros(tangent), *ctx.rest)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, rank: Tensor | None, *rest: Any) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dim, rank_dim = in_dims[:2]
-        if rank_dim is not None:  # the simulated axis itself: its ranks come to dimension 0
-            if info.batch_size != rest[1]:
-                raise ValueError(
-                    f"a simulated axis of {rest[1]} ranks: expected all of them in one vmap, got {info.batch_size}; "
-                    "a vmap with chunk_size cannot be an axis"
-                )
-            stacked = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            return _Collective.apply(stacked, None, *rest), 0
-        return _Collective.apply(x.movedim(dim, -1), rank, *rest), x.dim() - 1
-
-
-@_torch.in_graph
-def _primitive(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int, label: str) -> Tensor:
-    # torch 2.13: Dynamo, inlining the Function, can lose its backward, and it knows no vmap rule. Pinned by
-    # test_compiled_equals_eager and test_matrix.py.
-    return _Collective.apply(x, rank, op, size, name, root, label)
-
-
-def _apply(op: str, x: Tensor, axis: Axis, root: int = 0, label: str = "") -> Tensor:
-    if isinstance(axis, Simulated):
-        return _primitive(x, axis.rank, op, axis.size, "", root, label)
-    if axis.size == 1:
-        return x
-    if not axis.name:
-        raise no_group(axis.size)
-    # A view of x, never the differentiated leaf itself (torch 2.13: Dynamo can otherwise lose a custom backward).
-    return _primitive(x.view_as(x), None, op, axis.size, axis.name, root, label)
 
 
 def _divisible(what: str, x: Tensor, axis: Axis) -> None:
@@ -134,10 +68,16 @@ def all_gather(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "
         rank 2  c          abc                               ghi          c+f+i
 
     A ``label`` says what is gathered; ranks compare theirs first, here and in derivatives: RuntimeError where they differ.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.all_gather(x, mesh["shard"]), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
     """
     if x.dim() == 0:
         raise ValueError("all_gather: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
-    return _apply(f"gather_{_known(reduce)}", x, axis, label=label)
+    return apply(f"gather_{_known(reduce)}", x, axis, label=label)
 
 
 def gather_values(x: Tensor, axis: Axis) -> Tensor:
@@ -171,10 +111,16 @@ def gather_values(x: Tensor, axis: Axis) -> Tensor:
     (innermost) first. Integers, such as labels, are joined as well.
 
     Raises ValueError for a 0-dim tensor.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.gather_values(x, mesh["shard"]), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
     """
     if x.dim() == 0:
         raise ValueError("gather_values: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
-    return _apply("gather_sum", x, axis)
+    return apply("gather_sum", x, axis)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
@@ -187,9 +133,15 @@ def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str
         rank 2  ghi          c+f+i
 
     Raises ValueError where the axis does not divide dimension 0, TypeError for the mean of integers.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.reduce_scatter(x, mesh["shard"]), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[2.0], [3.0]]
     """
     _divisible("reduce_scatter", x, axis)
-    return _apply(f"scatter_{_checked(reduce, x)}", x, axis, label=label)
+    return apply(f"scatter_{_checked(reduce, x)}", x, axis, label=label)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
@@ -200,12 +152,24 @@ def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
         rank 0  a          a+b+c
         rank 1  b    ->    a+b+c    (/ 3 for the mean)
         rank 2  c          a+b+c
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.all_reduce(x, mesh["shard"]), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[2.0, 3.0], [2.0, 3.0]]
     """
-    return _apply(f"reduce_{_checked(reduce, x)}", x, axis)
+    return apply(f"reduce_{_checked(reduce, x)}", x, axis)
 
 
 def sum_over(x: Tensor, mesh: Mesh) -> Tensor:
-    """The sum over all ranks of a mesh, by an `all_reduce` for each of its axes."""
+    """The sum over all ranks of a mesh, by an `all_reduce` for each of its axes.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.testing.spmd(lambda mesh, x: fs.collectives.sum_over(x, mesh), 2)(torch.tensor([1.0, 3.0])).tolist()
+        [4.0, 4.0]
+    """
     for name in mesh.names:
         x = all_reduce(x, mesh[name], reduce="sum")
     return x
@@ -216,8 +180,14 @@ def sum_shards(x: Tensor, axis: Axis) -> Tensor:
 
     Type: ``S[n] -> [n]``. Transpose: the mean over ranks, which takes ``[n]`` back to ``S[n]``. The picture is
     `all_reduce`'s.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.sum_shards(x, mesh["shard"]), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[4.0, 6.0], [4.0, 6.0]]
     """
-    return _apply("shards_to_sum", x, axis)
+    return apply("shards_to_sum", x, axis)
 
 
 def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
@@ -228,17 +198,29 @@ def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> 
         rank 0  a          a                      backward   g          g+h+i
         rank 1  a    ->    a                                 h    ->    g+h+i   (/ 3)
         rank 2  a          a                                 i          g+h+i
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.vary(x, mesh["shard"]), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [1.0, 2.0]])).tolist()
+        [[1.0, 2.0], [1.0, 2.0]]
     """
     op = f"vary_{_checked(reduce, x)}" if x.is_floating_point() or x.is_complex() else "vary_sum"
-    return _apply(op, x, axis, label=label)
+    return apply(op, x, axis, label=label)
 
 
 def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
     """The mean (or sum) over ranks of gradients for one value that all have alike. The transpose of `vary`.
 
     Type: ``[n] -> one value on all ranks``. Transpose: `vary`. The picture is `all_reduce`'s.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.unvary(x, mesh["shard"]), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[2.0, 3.0], [2.0, 3.0]]
     """
-    return _apply(f"unvary_{_checked(reduce, x)}", x, axis, label=label)
+    return apply(f"unvary_{_checked(reduce, x)}", x, axis, label=label)
 
 
 def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:
@@ -251,10 +233,16 @@ def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:
         rank 2  c          a                                 i          0
 
     Raises ValueError for a ``src`` that is not a rank of the axis.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.broadcast(x, mesh["shard"], src=1), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[3.0, 4.0], [3.0, 4.0]]
     """
     if not 0 <= src < axis.size:
         raise ValueError(f"broadcast: expected src in 0..{axis.size - 1}, got {src}")
-    return _apply("broadcast", x, axis, src)
+    return apply("broadcast", x, axis, src)
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
@@ -267,9 +255,15 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
         rank 2  ghi          cfi
 
     Raises ValueError where the axis does not divide dimension 0.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.all_to_all(x, mesh["shard"]), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[1.0, 3.0], [2.0, 4.0]]
     """
     _divisible("all_to_all", x, axis)
-    return _apply("all_to_all", x, axis)
+    return apply("all_to_all", x, axis)
 
 
 def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
@@ -283,14 +277,20 @@ def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
 
     ``rank`` takes another rank's slice. Raises ValueError where the axis does not divide dimension 0 or the rank is
     not known.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.scatter(x, mesh["shard"]), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [1.0, 2.0]])).tolist()
+        [[1.0], [2.0]]
     """
     _divisible("scatter", x, axis)
     if isinstance(axis, Simulated) and rank is None:
-        return _apply("slice", x, axis)
+        return apply("slice", x, axis)
     here = rank if rank is not None or isinstance(axis, Simulated) else axis.rank
     if here is None or not 0 <= here < axis.size:
         raise ValueError(f"scatter: expected a rank in 0..{axis.size - 1}, got {here}; give rank= or bind a DeviceMesh")
     if isinstance(axis, Group) and axis.name and rank is None and axis.size > 1:
-        return _apply("slice", x, axis, here)
+        return apply("slice", x, axis, here)
     n = len(x) // axis.size
     return x.narrow(0, here * n, n).clone()
