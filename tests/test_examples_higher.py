@@ -138,7 +138,7 @@ def test_gradient_descent_sharpens() -> None:
     assert losses == sorted(losses, reverse=True)
     assert tops == sorted(tops)
     assert tops[0] < 2
-    assert 7 < tops[-1] < 10
+    assert 6 < tops[-1] < 10  # the text, Python's own sources, is another one in each version
 
 
 # --- MAML ---

@@ -49,7 +49,7 @@ def _kind(cls: type) -> Kind | None:
         return LOCAL
     if hasattr(cls, "__next__") and not cls.__dictoffset__:  # one that C keeps
         return ITERATOR
-    bases = [base for base in cls.__mro__ if not base.__flags__ & _HEAP]
+    bases = [base for base in cls.__mro__ if base in BASES or not base.__flags__ & _HEAP]
     root, _, rest = cls.__module__.partition(".")
     if root == "numpy" and cls.__name__ == "Generator":
         return NUMPY
@@ -106,7 +106,7 @@ def _kind(cls: type) -> Kind | None:
 
 
 _HEAP = 1 << 9
-"""The flag of classes that Python defines (and some that C does)."""
+"""The flag of classes that Python defines (and some that C does, such as deque from Python 3.12 on)."""
 _ALIEN = {"funshard", "logging", "threading", "concurrent", "multiprocessing", "asyncio", "weakref", "contextvars", "_thread"}
 
 
