@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,8 @@ class SequenceCheck:
     """
 
     def __init__(self, group: dist.ProcessGroup, names: Sequence[str], error: str) -> None:
-        self._group, self._names, self._error = group, names, error
+        self._group = weakref.ref(group)  # destroy_process_group is to end it, and its threads
+        self._names, self._error = names, error
         digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
         self._own = digest, -digest
         self._most = torch.tensor(self._own)  # the maxima over ranks are a rank's own only where all ranks have the same
@@ -78,17 +79,23 @@ class SequenceCheck:
             return
         work, self._work = self._work, None
         work.wait()
-        if tuple(self._most.tolist()) != self._own:
+        if self._differs():
             raise RuntimeError(f"{self._error}: {self._difference()}. {REMEDY}")
 
     def __del__(self, abandoned: deque[SequenceCheck] = _abandoned) -> None:
-        if self._work is not None:
+        if self._work is not None and (not self._work.is_completed() or self._differs()):
             abandoned.append(self)
 
+    def _differs(self) -> bool:
+        return tuple(self._most.tolist()) != self._own
+
     def _difference(self) -> str:
-        everyone: list[list[str]] = [[]] * self._group.size()
-        dist.all_gather_object(everyone, list(self._names), group=self._group)
-        ranks = dist.get_process_group_ranks(self._group)
+        group = self._group()
+        if group is None:
+            return "their process group is gone"
+        everyone: list[list[str]] = [[]] * group.size()
+        dist.all_gather_object(everyone, list(self._names), group=group)
+        ranks = dist.get_process_group_ranks(group)
         first = everyone[0]
         other = next(i for i, names in enumerate(everyone) if names != first)
         i = next(i for i in range(len(first) + 1) if first[i : i + 1] != everyone[other][i : i + 1])
@@ -121,7 +128,7 @@ def _maximum() -> dist.AllreduceOptions:
     return options
 
 
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
 """The names of the groups that compare, by their ranks, of each default process group: they are destroyed with that."""
 
 
