@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import funshard as fs
+from funshard._units.chain import Buffers
+from funshard.collectives._tag import has_margins
 
 torch.manual_seed(0)
 
@@ -190,3 +192,14 @@ def test_replicas_are_compared_where_they_reduce(gloo4: Pool) -> None:
     for alone, trained in said:
         assert alone == ""
         assert "different units in backward" in trained
+
+
+def test_buffers_with_margins_are_taken_again() -> None:
+    """They are no views: what a view holds is not alone, and every gather would have new memory."""
+    buffers, like = Buffers(margins=True), torch.empty(0)
+    first = buffers.take(100, torch.float32, like)
+    assert has_margins(first)
+    place = first.data_ptr()
+    buffers.give(first)
+    del first
+    assert buffers.take(100, torch.float32, like).data_ptr() == place

@@ -57,8 +57,8 @@ class Buffers:
         if not self._margins or like.device.type != "cpu" or _torch.traced() or _torch.is_fake(like):
             return like.new_empty(numel, dtype=dtype)
         margin = MARGIN // dtype.itemsize
-        with _torch.below_autograd():  # it is no view of anything
-            return like.new_empty(numel + 2 * margin, dtype=dtype).narrow(0, margin, numel)
+        buffer = like.new_empty(numel + 2 * margin, dtype=dtype)
+        return buffer.as_strided_((numel,), (1,), margin)  # a view would hold it, and it would never be taken again
 
     def clear(self) -> None:
         """Keep none, nor those of collectives that nobody wants any more."""
