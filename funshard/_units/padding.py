@@ -38,7 +38,7 @@ def map_elements(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *sli
     ranges = spec.once(_ranges)[unit.key]
     if ranges == ((0, spec.shard_numel(unit)),):
         return f(*slices)
-    return f(*(_joined(x, ranges) for x in slices))
+    return f(*(_concat_ranges(x, ranges) for x in slices))
 
 
 def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device, rank: int | None = None) -> Tensor:
@@ -59,7 +59,7 @@ def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> N
         )
 
 
-def _joined(piece: Tensor, ranges: Ranges) -> Tensor:
+def _concat_ranges(piece: Tensor, ranges: Ranges) -> Tensor:
     parts = [piece[low:high] for low, high in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -27,7 +27,7 @@ LAST = LARGEST - 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the file holds."""
+    """The fields of a checkpoint's manifest, checked."""
 
     sequence: int
     """Of those in a directory the last one has the highest."""

@@ -157,7 +157,7 @@ def _carry_over(source: Path, target: Path, carried: Callable[[str], bool]) -> N
 
 
 def _flush(path: Path) -> None:
-    """What was written to a file, or the entries of a directory."""
+    """Flush a file, or the entries of a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

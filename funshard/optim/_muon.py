@@ -133,7 +133,7 @@ def orthogonal(
 
 
 def _power_of_two(x: Tensor) -> Tensor:
-    """Of the size of each matrix's largest element, 1 at least: the squares of what is divided by it do not overflow.
+    """Return a power of two of the size of each matrix's largest element, at least 1, to divide by before squaring.
 
     Nothing is rounded by the division.
     """
