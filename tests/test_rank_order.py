@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,6 +193,27 @@ def test_replicas_are_compared_where_they_reduce(gloo4: Pool) -> None:
     for alone, trained in said:
         assert alone == ""
         assert "different units in backward" in trained
+
+
+def with_more_groups(rank: int, folder: str) -> None:
+    """A pair of ranks makes process groups that the others do not know, then all train as replicas, and pairs save."""
+    if rank < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    torch.manual_seed(0)
+    model = Routed(1).double()
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    spec = fs.by_type(nn.Linear)(model).on(mesh)
+    params = fs.shard(model, spec)
+    fs.grad(lambda p: fs.functional_call(model, p, (numbers(rank, 0, width=6), (0,)), spec=spec).sum())(params)
+    across = fs.by_type(nn.Linear, p=fs.P("replicate"))(model).on(mesh["replicate"], submesh=True)  # ranks 0 and 2, 1 and 3
+    fs.checkpoint.save(f"{folder}/{rank % 2}", fs.shard(model, across), across, timeout=30)
+
+
+def test_ranks_that_have_made_different_numbers_of_groups(gloo4: Pool, tmp_path: Path) -> None:
+    """torch names a group of some ranks by how many a process has: ranks would wait for groups of different names for ever."""
+    gloo4.stop()  # none of these groups is there yet
+    gloo4.run(with_more_groups, str(tmp_path))
+    gloo4.stop()  # whose ranks have different numbers of process groups
 
 
 def test_buffers_with_margins_are_taken_again() -> None:

@@ -1043,6 +1043,27 @@ def test_default_store() -> None:
         dist.destroy_process_group()
 
 
+def test_an_unregistered_gloo_backend() -> None:
+    """It computes what torch.distributed's groups do, is in none of torch's lists, and has the collectives of a backend."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        names = dict(dist.distributed_c10d._world.pg_names)
+        group = _torch.unregistered_gloo("a/", 0, 1, timedelta(seconds=5))
+        assert dist.distributed_c10d._world.pg_names == names
+        x, maximum = torch.tensor([1, -2]), dist.AllreduceOptions()
+        maximum.reduceOp = dist.ReduceOp.MAX
+        group.allreduce([x], maximum).wait()
+        gathered = [torch.empty_like(x)]
+        group.allgather([gathered], [x]).wait()
+        to_first = dist.GatherOptions()
+        to_first.rootRank = 0
+        group.gather([gathered], [x], to_first).wait()
+        group.broadcast([x], dist.BroadcastOptions()).wait()
+        assert [x.tolist(), gathered[0].tolist()] == [[1, -2]] * 2
+    finally:
+        dist.destroy_process_group()
+
+
 def test_no_grad_in_forward_mode() -> None:
     """jvp differentiates what is computed under no_grad; within the mode it does not, nor a view made there, nor by level 0."""
 

@@ -1,16 +1,17 @@
-"""What torch.distributed keeps about process groups: their store, and the group that a late import would keep alive."""
+"""What torch.distributed keeps about process groups: their store, a group without a name, and one that imports keep alive."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["default_store"]
+__all__ = ["default_store", "unregistered_gloo"]
 
 if dist.is_available() and not dist.is_initialized():
     # The functions of this module take `group.WORLD` as it is at import for a default argument. Imported later, as Dynamo
@@ -22,3 +23,18 @@ if dist.is_available() and not dist.is_initialized():
 def default_store() -> Store:
     """The key-value store over which the default process group was made. Pinned by ``test_default_store``."""
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def unregistered_gloo(prefix: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a gloo backend that torch.distributed's registry of groups does not list, and connect it.
+
+    Its stub lacks the collectives. Pinned by ``test_an_unregistered_gloo_backend``.
+
+    Args:
+        prefix: Of its keys in the default group's store: equal on its ranks, and of no other group.
+        rank: This process's, among those of the backend.
+        size: The number of its ranks.
+        timeout: Of the connection and of every collective.
+    """
+    store = dist.PrefixStore(prefix, default_store())  # pyright: ignore[reportPrivateImportUsage]
+    return dist.ProcessGroupGloo(store, rank, size, timeout)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from .. import _torch
 from .._sharding.agree import check_ranks_agree, spec_numbers, talks
 from .._spec.spec import PartitionSpec
+from ..collectives._host_group import HostGroup, host_groups
 from ..collectives._mesh import Group, Mesh, check_spans_world
 from ._exchange import exchange
 
@@ -63,30 +64,34 @@ class Ranks:
     after ``timeout``, and one that does not come at all after twice that.
     """
 
-    _groups: ClassVar[weakref.WeakValueDictionary[tuple[object, ...], dist.ProcessGroup]] = weakref.WeakValueDictionary()
-    """torch.distributed alone keeps them alive: its destroy_process_group ends them and their threads."""
+    _last: ClassVar[int] = 0
+    """The number of the last group that this process began to make: larger than those of all earlier groups of its members."""
+    _numbers: ClassVar[dict[object, int]] = {}
+    """The number of each key's group. A group is named by it: a failed attempt leaves its addresses under its name."""
 
     def __init__(self, spec: PartitionSpec, timeout: timedelta) -> None:
         mesh = spec.bound_mesh
         self.rank, self.size = 0, 1
-        self._group_ref: weakref.ref[dist.ProcessGroup] | None = None
+        self._group_ref: weakref.ref[HostGroup] | None = None
         if not talks(mesh):
             return
         self.size, self._timeout = math.prod(size for _, size in mesh.sizes), timeout
         self._axes = tuple(axis for _, axis in mesh.axes)
-        found = (self._groups.get((self._axes, timeout, background)) for background in (False, True))
+        keys = [self._key(background=background) for background in (False, True)]
+        known = [self._numbers[key] if key in host_groups() else -1 for key in keys]
         numbers = spec_numbers(spec)
         with self.lost():  # twice the time: a rank may be one timeout late that an earlier failure left waiting
-            told = _exchange_rows([dist.get_rank(), *map(_alive, found), *numbers], mesh, 2 * timeout)
-            if any(row[3:] != numbers for row in told):
+            told = _exchange_rows([dist.get_rank(), self._last, *known, *numbers], mesh, 2 * timeout)
+            if any(row[4:] != numbers for row in told):
                 check_ranks_agree(spec)
-        self._members, foreground, background = ([row[i] for row in told] for i in range(3))
-        self._made = {False: all(foreground), True: all(background)}
+        self._members, last, *groups = ([row[i] for row in told] for i in range(4))
+        self._next = 1 + max(last)
+        self._known = dict(zip((False, True), groups, strict=True))
         self.rank = self._members.index(dist.get_rank())
         self._take_group(background=False)
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
+    def group(self) -> HostGroup | None:
         """The process group. CheckpointError after it was destroyed."""
         if self._group_ref is None:
             return None
@@ -104,45 +109,43 @@ class Ranks:
             found._take_group(background=True)
         return found
 
+    def _key(self, *, background: bool) -> tuple[object, ...]:
+        return "checkpoint", self._axes, self._timeout, background
+
     def _take_group(self, *, background: bool) -> None:
-        key = self._axes, self._timeout, background
-        if not self._made[background]:
-            local = self.size < dist.get_world_size()  # torch names such a group by how many this rank has
+        key, numbers = self._key(background=background), self._known[background]
+        if min(numbers) < 0 or len({*numbers}) > 1:
+            number = self._numbers[key] = self._next
+            Ranks._last = max(self._last, number)
             with self.lost():
-                made: Any = dist.new_group(self._members, self._timeout, "gloo", use_local_synchronization=local)
-            self._groups[key] = made
-        self._group_ref = weakref.ref(self._groups[key])
+                host_groups()[key] = HostGroup(self._members, f"checkpoint/{background=}/{number}", self._timeout)
+            self._known[background] = [number]
+        self._group_ref = weakref.ref(host_groups()[key])
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
-        if self.group is None:
+        if (group := self.group) is None:
             return [value]
-        found: list[Any] = [None] * self.size
         with self.lost():
-            dist.all_gather_object(found, value, group=self.group)
-        return found
+            return group.all_gather_object(value)
 
     def to_first(self, value: T) -> list[T]:
         """Every rank's value on the first rank, [] on the others."""
-        if self.group is None:
+        if (group := self.group) is None:
             return [value]
-        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with self.lost():
-            dist.gather_object(value, found, group=self.group, group_dst=0)
-        return found or []
+            return group.gather_object(value)
 
     def from_first(self, value: T) -> T:
         """The first rank's, on every rank; that it is False or empty costs the least."""
-        if self.group is None:
+        if (group := self.group) is None:
             return value
         raw = torch.frombuffer(bytearray(pickle.dumps(value) if value else b"\0"), dtype=torch.uint8)
-        length = torch.tensor(len(raw) if value else 0)
         with self.lost():
-            dist.broadcast(length, group=self.group, group_src=0)
-            if not int(length):
+            length = int(group.broadcast(torch.tensor(len(raw) if value else 0)))
+            if not length:
                 return value if self.rank == 0 else type(value)()
-            raw = raw if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(raw, group=self.group, group_src=0)
+            raw = group.broadcast(raw if self.rank == 0 else torch.empty(length, dtype=torch.uint8))
         return pickle.loads(bytes(raw.tolist()))
 
     def together(self, do: Callable[[], T], where: str) -> T:
@@ -211,8 +214,10 @@ class Ranks:
     def forget(self) -> None:
         """Use another group the next time: one that has failed once answers nobody."""
         failed = self._group_ref and self._group_ref()
-        for key in [key for key, group in self._groups.items() if group is failed]:
-            del self._groups[key]
+        if failed is not None and dist.is_initialized():
+            groups = host_groups()
+            for key in [key for key, group in groups.items() if group is failed]:
+                del groups[key]
 
 
 def ranks_of(spec: PartitionSpec, where: str, timeout: float) -> Ranks:
@@ -258,11 +263,3 @@ class _Lost:
                 f"one of the {self._ranks.size} ranks was lost, or did not answer in time, while they agreed on a checkpoint: "
                 f"{str(error).splitlines()[0]}; every rank has to call this, also where one file is written"
             ) from error
-
-
-def _alive(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is one, and its default group, and so itself, was not destroyed."""
-    try:
-        return group is not None and dist.is_initialized() and dist.get_rank(group) >= 0
-    except (ValueError, RuntimeError):
-        return False

@@ -2,25 +2,28 @@
 
 A process group pairs the n-th collective of one rank with the n-th of every other. Ranks that gather other units of one
 size, or the same units in another order, get each other's slices, without an error from any backend. So ranks compare the
-names of what they have started, over a gloo group of their own: it sends two integers, between hosts, and cannot come
-between the collectives that it is about.
+names of what they have started, over a `HostGroup`: it sends two integers, and cannot come between the collectives that it is
+about.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
+from ._host_group import HostGroup, host_groups
 from ._tag import REMEDY
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others' names: as long as torch's own collectives on gloo."""
 
 __all__ = ["CollectiveSequence", "SequenceCheck", "check_sequence", "is_comparable"]
 
@@ -61,13 +64,13 @@ class SequenceCheck:
         error: Says what ranks did where they differ.
     """
 
-    def __init__(self, group: dist.ProcessGroup, names: Sequence[str], error: str) -> None:
+    def __init__(self, group: HostGroup, names: Sequence[str], error: str) -> None:
         self._group = weakref.ref(group)  # destroy_process_group is to end it, and its threads
         self._names, self._error = names, error
         digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
         self._own = digest, -digest
         self._most = torch.tensor(self._own)  # the maxima over ranks are a rank's own only where all ranks have the same
-        self._work: dist.Work | None = group.allreduce([self._most], _maximum())
+        self._work: dist.Work | None = group.all_reduce_max(self._most)
 
     def finish(self) -> None:
         """Wait for the other ranks' names.
@@ -93,14 +96,12 @@ class SequenceCheck:
         group = self._group()
         if group is None:
             return "their process group is gone"
-        everyone: list[list[str]] = [[]] * group.size()
-        dist.all_gather_object(everyone, list(self._names), group=group)
-        ranks = dist.get_process_group_ranks(group)
+        everyone: list[list[str]] = group.all_gather_object([*self._names])
         first = everyone[0]
         other = next(i for i, names in enumerate(everyone) if names != first)
         i = next(i for i in range(len(first) + 1) if first[i : i + 1] != everyone[other][i : i + 1])
         expected, got = (names[i] if i < len(names) else "nothing more" for names in (first, everyone[other]))
-        return f"collective {i + 1} is {expected} on rank {ranks[0]}, and {got} on rank {ranks[other]}"
+        return f"collective {i + 1} is {expected} on rank {group.ranks[0]}, and {got} on rank {group.ranks[other]}"
 
 
 def check_sequence(names: Sequence[str], group: str, sent: Tensor) -> None:
@@ -121,25 +122,13 @@ def is_comparable(group: str) -> bool:
     return dist.get_backend(_torch.group(group)) != "fake"
 
 
-@functools.cache
-def _maximum() -> dist.AllreduceOptions:
-    options: Any = dist.AllreduceOptions()  # its stub lacks that the attribute takes ReduceOp.MAX
-    options.reduceOp = dist.ReduceOp.MAX
-    return options
-
-
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
-"""The names of the groups that compare, by their ranks, of each default process group: they are destroyed with that."""
-
-
-def _comparing(name: str) -> dist.ProcessGroup:
-    """The group over which the ranks of a process group compare. Made by all of them when they first do."""
-    world = dist.group.WORLD
-    assert world is not None
-    ranks = tuple(dist.get_process_group_ranks(_torch.group(name)))
-    names = _groups.setdefault(world, {})
-    if ranks not in names:
-        local = len(ranks) < world.size()  # only these ranks come here
-        made: Any = dist.new_group([*ranks], backend="gloo", use_local_synchronization=local)
-        names[ranks] = made.group_name
-    return _torch.group(names[ranks])
+def _comparing(name: str) -> HostGroup:
+    """The hosts of a process group's ranks, which compare over it. They connect when they first do."""
+    groups = host_groups()
+    key = "sequence", name
+    if key not in groups:
+        ranks = dist.get_process_group_ranks(_torch.group(name))
+        of_ranks = "sequence", *ranks  # groups of the same ranks share one
+        groups[key] = groups.get(of_ranks) or HostGroup(ranks, "sequence", TIMEOUT)
+        groups[of_ranks] = groups[key]
+    return groups[key]

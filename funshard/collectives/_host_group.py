@@ -1,0 +1,93 @@
+"""Process groups between hosts that torch.distributed's registry does not list.
+
+``torch.distributed.new_group(use_local_synchronization=True)`` derives the name of a group from the number of groups that
+this process has. Ranks that have made different numbers of groups then wait for each other for ever, and each group so made
+changes the names of the user's next ones. A `HostGroup` is a plain gloo process group: its name depends on its ranks alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _torch
+
+__all__ = ["HostGroup", "host_groups"]
+
+
+class HostGroup:
+    """A gloo process group of some ranks, which connects when it is made.
+
+    Args:
+        ranks: Global ranks, in the order in which they are counted; this process is one of them.
+        name: Distinguishes the groups of the same ranks. Equal on all of them.
+        timeout: Of the connection and of every operation.
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
+        digest = hashlib.blake2b(repr([*ranks]).encode(), digest_size=16).hexdigest()
+        self.ranks = tuple(ranks)
+        self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
+        self._group = _torch.unregistered_gloo(f"funshard/{name}/{digest}/", self.rank, self.size, timeout)
+
+    def all_reduce_max(self, x: Tensor) -> dist.Work:
+        """Start to replace a tensor by the largest values of all ranks."""
+        options: Any = dist.AllreduceOptions()  # its stub does not say that the attribute takes ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp.MAX
+        return self._group.allreduce([x], options)
+
+    def all_gather_object(self, value: object) -> list[Any]:
+        """Return every rank's value, by rank."""
+        own, lengths = self._serialize(value)
+        received, rows = _receive_buffers(lengths)
+        self._group.allgather([rows], [own]).wait()
+        return [*map(pickle.loads, received)]
+
+    def gather_object(self, value: object) -> list[Any]:
+        """Return every rank's value on the first rank, an empty list on the others."""
+        own, lengths = self._serialize(value)
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        received, rows = _receive_buffers(lengths if self.rank == 0 else [])
+        self._group.gather([rows] if rows else [], [own], options).wait()
+        return [*map(pickle.loads, received)]
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Replace a tensor by the first rank's, and return it."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._group.broadcast([x], options).wait()
+        return x
+
+    def _serialize(self, value: object) -> tuple[Tensor, list[int]]:
+        """Return the value as bytes, padded to the longest of all ranks, and every rank's length."""
+        raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [torch.empty(1, dtype=torch.long) for _ in self.ranks]
+        self._group.allgather([lengths], [torch.tensor([len(raw)])]).wait()
+        sizes = [int(length) for length in lengths]
+        return torch.nn.functional.pad(raw, (0, max(sizes) - len(raw))), sizes
+
+
+def _receive_buffers(lengths: Sequence[int]) -> tuple[list[bytearray], list[Tensor]]:
+    """Return a buffer for each pickle, and tensors of equal length that share their memory; pickle ignores the padding."""
+    buffers = [bytearray(max(lengths)) for _ in lengths]
+    return buffers, [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers]
+
+
+_of_world: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, HostGroup]] = weakref.WeakKeyDictionary()
+"""The host groups of each default group, by key: destroy_process_group ends them, and their threads, together."""
+
+
+def host_groups() -> dict[object, HostGroup]:
+    """Return the host groups that live as long as the default process group, by their users' keys."""
+    world = dist.group.WORLD
+    assert world is not None
+    return _of_world.setdefault(world, {})
