@@ -150,19 +150,21 @@ def fsdp2(
     return plain(model)
 
 
-def funshard(model: nn.Module, spec: fs.PartitionSpec, grad: Callable[..., Any] = fs.grad_and_value) -> Step:
+def funshard(
+    model: nn.Module, spec: fs.PartitionSpec, grad: Callable[..., Any] = fs.grad_and_value, *, check_order: bool = True
+) -> Step:
     """The step of funshard with a spec that is bound to a mesh."""
     params = fs.shard(model, spec)
     model.to("meta")
 
     def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
-        return loss_of(fs.functional_call(model, params, (x,), spec=spec), y)
+        return loss_of(fs.functional_call(model, params, (x,), spec=spec, check_order=check_order), y)
 
     return lambda x, y: grad(loss)(params, x, y)
 
 
-def sharded(p: fs.P, grad: Callable = fs.grad_and_value) -> Callable[[nn.Module], Step]:
-    return lambda model: funshard(model, fs.by_type(Block, p=p)(model).bound, grad)
+def sharded(p: fs.P, grad: Callable = fs.grad_and_value, *, check_order: bool = True) -> Callable[[nn.Module], Step]:
+    return lambda model: funshard(model, fs.by_type(Block, p=p)(model).bound, grad, check_order=check_order)
 
 
 def fully_sharded(reshard: bool, precision: fs.Precision | None = None) -> Callable[[nn.Module], Step]:

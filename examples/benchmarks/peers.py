@@ -20,7 +20,8 @@ modes that run each block again in backward (--modes 'FSDP2 remat,fs remat,fs to
 torch, ``P(remat=True)`` for funshard; those with "save" keep what attention made ("save attention"), or that and all products
 ("save products"), and run the rest again, by torch's selective checkpointing and by ``P(remat=Remat(save=...))``; try them on a
 long batch (--seq 512 --batch 8). And those that gather and compute in bf16 and reduce in float32 (--modes 'plain,plain
-bf16,FSDP2,FSDP2 bf16,fs,fs bf16').
+bf16,FSDP2,FSDP2 bf16,fs,fs bf16'). Those "unchecked" leave out that ranks compare their collectives (--modes 'fs,fs
+unchecked,fs keep,fs keep unchecked'): the column "unchecked" is a mode's time over that of the same mode without it.
 """
 
 import argparse
@@ -130,7 +131,12 @@ LOW: dict[str, Callable[[nn.Module], Step]] = {
     "fs bf16": sharded(fs.P("shard", precision=BF16)),
     "fs P() bf16": sharded(fs.P(precision=BF16)),
 }
-ALL = MODES | COMPILED | REMAT | LOW
+UNCHECKED: dict[str, Callable[[nn.Module], Step]] = {
+    "fs unchecked": sharded(fs.P("shard"), check_order=False),
+    "fs keep unchecked": sharded(fs.P("shard", reshard=False), check_order=False),
+    "fs P() unchecked": sharded(fs.P(), check_order=False),
+}
+ALL = MODES | COMPILED | REMAT | LOW | UNCHECKED
 
 
 def peak_of(mode: str) -> Callable[..., int]:
@@ -170,12 +176,16 @@ def main() -> None:
     times, peaks = result["times"], result["peaks"]
     modes = args.modes.split(",")
     bases = [base for base in ("FSDP2", "DDP", "plain") if base in modes]
+    if any(mode in UNCHECKED for mode in modes):
+        bases.append("unchecked")
     rows, figures = [], {}
     for mode in modes:
-        cells = ["{1:.3f} ({0:.2f}-{2:.2f})".format(*ratio(times, mode, base)) for base in bases]
+        against = {base: f"{mode} {base}" if base == "unchecked" else base for base in bases}
+        ratios = {base: ratio(times, mode, other) for base, other in against.items() if other in times}
+        cells = ["{1:.3f} ({0:.3f}-{2:.3f})".format(*ratios[base]) if base in ratios else "" for base in bases]
         milliseconds = f"{statistics.median(times[mode]) * 1e3:.0f}"
         rows.append([mode, *cells, milliseconds, f"{peaks[mode] / 1e6:.1f}" if peaks else "-"])
-        over = {f"over {base}": round(ratio(times, mode, base)[1], 4) for base in bases}
+        over = {f"over {base}": round(middle, 4) for base, (_, middle, _) in ratios.items()}
         figures[mode] = {**over, "peak bytes": peaks.get(mode)}
     print(f"{result['parameters']:,} parameters, {args.ranks} ranks; step time over ... (spread)")
     report(["mode", *bases, "median ms", "peak MB"], rows, figures, args)

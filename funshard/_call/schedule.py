@@ -139,25 +139,30 @@ class Schedule:
         """Note that the gather of this unit was started, for ranks to compare."""
         if self._sequence is None:
             return
-        self._sequence.record(self.routes.steps[key].gather_groups, f"the gather of unit '{key}'")
+        steps = self.routes.steps[key]
+        tagged = steps.tagged and self.shards[key].device.type == "cpu"
+        self._sequence.record(steps.gather_groups, f"the gather of unit '{key}'", tagged=tagged)
         if not (self._in_forward or self._trained):  # no end of backward will be seen
-            self._finish_checks(self._start_checks("backward"))
+            self._finish_checks(self._start_checks())
 
     def check_forward(self) -> None:
-        """Have ranks compare what forward has gathered. Backward looks at the result; without one it is waited for here."""
+        """Have ranks compare what forward has gathered. Backward looks at the result; without one it is waited for here.
+
+        Tagged gathers were compared when they ended. The end of backward compares them once more, with what follows.
+        """
         self._in_forward = False
-        checks = self._start_checks("forward")
+        checks = self._start_checks(tagged=not self._trained)
         if self._trained:
             self._checks = checks
         else:
             self._finish_checks(checks)
 
-    def _start_checks(self, phase: str) -> list[SequenceCheck]:
+    def _start_checks(self, *, tagged: bool = True) -> list[SequenceCheck]:
         if self._sequence is None:
             return []
-        error = f"ranks ran different units in {phase}, and were given each other's values: what this call computed is wrong"
+        error = "ranks ran different units, and were given each other's values: what this call computed is wrong"
         with _torch.beneath(), _torch.below_autograd():
-            return self._sequence.start_checks(error)
+            return self._sequence.start_checks(error, tagged=tagged)
 
     def _finish_checks(self, checks: list[SequenceCheck]) -> None:
         with _torch.beneath(), _torch.below_autograd():
@@ -224,7 +229,7 @@ class Schedule:
         if self._checks:
             self._finish_checks(self._checks)
         if self._sequence is not None:
-            self._sequence.record(steps.reduce_groups, f"the reduction of unit '{unit.key}'")
+            self._sequence.record(steps.reduce_groups, f"the reduction of unit '{unit.key}'", tagged=False)
         with _torch.beneath():
             pieces = pieces_of(unit, grads, route, self.shards[unit.key], self._zeros(route, self.shards[unit.key]))
             self.reductions.begin(self.task())
@@ -247,7 +252,7 @@ class Schedule:
     def collect(self, shard: Tensor) -> dict[str, Tensor]:
         """The reduced gradients of this backward, by unit key. The shard is any of those that they are gradients of."""
         self.reductions.begin(self.task())
-        self._finish_checks(self._checks + self._start_checks("backward"))  # or some reduction might wait for ever
+        self._finish_checks(self._checks + self._start_checks())  # or some reduction might wait for ever
         with _torch.beneath():
             reduced = self.reductions.collect()
         self.buffers.clear()

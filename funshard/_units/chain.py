@@ -145,6 +145,8 @@ class Steps(NamedTuple):
     gather_groups: tuple[str, ...]
     """The names of the process groups that the first are on."""
     reduce_groups: tuple[str, ...]
+    tagged: bool
+    """Whether slices in the CPU's memory carry a tag when they are gathered."""
 
     @classmethod
     def of(cls, route: Route, mesh: Mesh, tag: UnitTag | None = None) -> Steps:
@@ -158,6 +160,10 @@ class Steps(NamedTuple):
             (*_scaled([*slices, *sums], route), *out),
             tuple(axis.name for axis in split),
             tuple(axis.reductions or axis.name for axis in (*split, *rest)),
+            tag is not None
+            and len(split) == 1
+            and route.codec is None
+            and _torch.backend(split[0].name, torch.device("cpu")) == "gloo",
         )
 
 

@@ -33,22 +33,33 @@ class CollectiveSequence:
 
     def __init__(self) -> None:
         self._started: dict[str, list[str]] = {}
+        self._untagged: set[str] = set()
         while _abandoned:
             _abandoned.popleft().finish()
 
-    def record(self, groups: Iterable[str], name: str) -> None:
-        """Note that a collective of this name is started on these process groups."""
+    def record(self, groups: Iterable[str], name: str, *, tagged: bool) -> None:
+        """Note that a collective of this name is started on these process groups.
+
+        Args:
+            groups: Names of process groups.
+            name: What is started.
+            tagged: Whether its slices carry a `UnitTag`, by which ranks that differ raise at once.
+        """
         for group in groups:
             self._started.setdefault(group, []).append(name)
+        if not tagged:
+            self._untagged.update(groups)
 
-    def start_checks(self, error: str) -> list[SequenceCheck]:
+    def start_checks(self, error: str, *, tagged: bool) -> list[SequenceCheck]:
         """Start to compare what was recorded, between the ranks of each process group, and forget it.
 
         Args:
             error: Says what ranks did where they differ.
+            tagged: Whether to compare also on groups where all that was recorded was tagged; else it is kept for the next time.
         """
-        started, self._started = self._started, {}
-        return [SequenceCheck(_comparing(group), names, error) for group, names in started.items()]
+        groups = [group for group in self._started if tagged or group in self._untagged]
+        self._untagged.clear()
+        return [SequenceCheck(_comparing(group), self._started.pop(group), error) for group in groups]
 
 
 _abandoned: deque[SequenceCheck] = deque()

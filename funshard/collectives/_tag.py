@@ -8,6 +8,7 @@ from each rank, of which the first and the last one take the tag along; what it 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import zlib
 from collections.abc import Callable
@@ -41,17 +42,17 @@ class UnitTag:
         """Other specs' units have other bytes."""
         return zlib.crc32("\n".join(self.keys).encode()).to_bytes(4, "little") + self.index.to_bytes(4, "little")
 
-    def write(self, place: Tensor) -> None:
-        """Write the tag into `tag_length` elements."""
-        place.view(torch.uint8).copy_(torch.frombuffer(bytearray(self._sent), dtype=torch.uint8))
+    def write(self, address: int) -> None:
+        """Write the tag to this address of the CPU's memory. Tensor operators for 8 bytes would cost a multiple."""
+        ctypes.memmove(address, self._sent, _BYTES)
 
-    def compare(self, place: Tensor, group: dist.ProcessGroup, sender: int) -> None:
-        """Compare with the tag that a rank of the group has sent.
+    def compare(self, address: int, group: dist.ProcessGroup, sender: int) -> None:
+        """Compare with the tag at this address, which a rank of the group has sent.
 
         Raises:
             RuntimeError: If it is of another unit.
         """
-        if (sent := bytes(place.view(torch.uint8).tolist())) == self._sent:
+        if (sent := ctypes.string_at(address, _BYTES)) == self._sent:
             return
         index = int.from_bytes(sent[4:], "little")
         known = sent[:4] == self._sent[:4] and index < len(self.keys)
@@ -73,15 +74,15 @@ class UnitTag:
         Returns:
             What compares the tags once the pieces are there.
         """
-        k, last = tag_length(own), len(pieces) - 1
+        last = len(pieces) - 1
         pieces[0], pieces[last] = widen(pieces[0], before=True), widen(pieces[last], before=False)
-        tags = {0: pieces[0][:k], last: pieces[last][-k:]}
-        if (mine := tags.pop(group.rank(), None)) is not None:
+        addresses = {0: own.data_ptr() - _BYTES, last: own.data_ptr() + own.nbytes}
+        if (mine := addresses.pop(group.rank(), None)) is not None:
             self.write(mine)
 
         def compare() -> None:
-            for sender, tag in tags.items():
-                self.compare(tag, group, sender)
+            for sender, address in addresses.items():
+                self.compare(address, group, sender)
 
         return compare
 
@@ -100,18 +101,19 @@ class UnitTag:
         by_edge = len(pieces) == 1  # of two ranks the first sends (slice, tag), and the second (tag, slice): nothing is copied
         if by_edge:
             sent = widen(pieces[0], before=rank == 1)
-            self.write(sent[:k] if rank == 1 else sent[-k:])
+            self.write(pieces[0].data_ptr() + (-_BYTES if rank == 1 else pieces[0].nbytes))
         else:
             tag = pieces[0].new_empty(k)
-            self.write(tag)
+            self.write(tag.data_ptr())
             sent = torch.cat([part for piece in pieces for part in (piece, tag)])
 
         def receive(received: Tensor) -> Tensor:
-            rows = received.unflatten(0, (len(pieces), -1))
-            tags, slices = (rows[:, :k], rows[:, k:]) if by_edge and rank == 0 else (rows[:, -k:], rows[:, :-k])
-            for sender, tag in zip((i for i in range(group.size()) if i != rank), tags, strict=True):
-                self.compare(tag, group, sender)
-            return slices
+            rows, tag_first = received.view(len(pieces), -1), by_edge and rank == 0
+            row_bytes = received.nbytes // len(pieces)
+            address = received.data_ptr() + (0 if tag_first else row_bytes - _BYTES)
+            for i, sender in enumerate(i for i in range(group.size()) if i != rank):
+                self.compare(address + i * row_bytes, group, sender)
+            return rows[:, k:] if tag_first else rows[:, :-k]
 
         return sent, receive
 
@@ -131,5 +133,5 @@ def has_margins(x: Tensor) -> bool:
 
 def widen(piece: Tensor, *, before: bool) -> Tensor:
     """A flat piece at the edge of a buffer with margins, with the place of a tag before it or behind it."""
-    flat, k = piece.reshape(-1), tag_length(piece)
-    return flat.as_strided((len(flat) + k,), (1,), flat.storage_offset() - (k if before else 0))
+    k = tag_length(piece)
+    return piece.as_strided((piece.numel() + k,), (1,), piece.storage_offset() - (k if before else 0))
