@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import funshard as fs
 from funshard import P, checkpoint
-from funshard.checkpoint._metadata import read_metadata
+from funshard.checkpoint._files.metadata import read_metadata
 
 State = dict[str, Any]
 
@@ -477,18 +477,18 @@ def _meanwhile(rank: int, path: str) -> None:
     """Loading, and refusing to save, while a thread of each rank is at another place of its write."""
     import time
 
-    from funshard.checkpoint import _writer
+    from funshard.checkpoint._files import writer as writer_file
 
     model, spec = made("whole", 1)
     params = fs.shard(model, spec)
     checkpoint.save(f"{path}/0", params, spec)
-    real = _writer.Writer.write_data
+    real = writer_file.Writer.write_data
 
     def slow(self: Any, plan: Any, planner: Any) -> Any:
         time.sleep(0.2 + 0.4 * rank)
         return real(self, plan, planner)
 
-    _writer.Writer.write_data = slow  # pyright: ignore[reportAttributeAccessIssue]
+    writer_file.Writer.write_data = slow  # pyright: ignore[reportAttributeAccessIssue]
     try:
         saving = checkpoint.save(f"{path}/1", params, spec, asynchronous=True)
         with pytest.raises(checkpoint.CheckpointError, match="still being written"):
@@ -498,7 +498,7 @@ def _meanwhile(rank: int, path: str) -> None:
             time.sleep(0.1)
         assert_same(checkpoint.load(saving.wait(), spec), params)
     finally:
-        _writer.Writer.write_data = real
+        writer_file.Writer.write_data = real
 
 
 def test_threads_do_not_mix_with_what_ranks_say(gloo2: Pool, tmp_path: Path) -> None:

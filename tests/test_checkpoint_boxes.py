@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import funshard as fs
-from funshard.checkpoint import _boxes
-from funshard.checkpoint._boxes import Box, boxes, check_tiles, cut, share
-from funshard.checkpoint._leaves import Part, Slice
-from funshard.checkpoint._nodes import leaves
-from funshard.checkpoint._plan import Reads, Writes
-from funshard.checkpoint._tree import described
+from funshard.checkpoint._files.planners import Reads, Writes
+from funshard.checkpoint._state import boxes as box_file
+from funshard.checkpoint._state.boxes import Box, boxes, check_tiles, cut, share
+from funshard.checkpoint._state.describe import described
+from funshard.checkpoint._state.leaves import Part, Slice
+from funshard.checkpoint._state.tree import leaves
 from funshard.collectives import Group
 from funshard.testing import integers_like, meshes, modules, policies
 
@@ -48,12 +48,12 @@ def test_boxes_are_the_range(shape: tuple[int, ...], data: st.DataObject) -> Non
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 5))
 def test_ranges_are_shared_once(lengths: list[int], ranks: int) -> None:
     """Of ranges that several ranks hold each element is written by one of them, and none writes much more than another."""
-    smallest, _boxes.SMALLEST = _boxes.SMALLEST, 8
+    smallest, box_file.SMALLEST = box_file.SMALLEST, 8
     try:
         dealt = [share() for _ in range(ranks)]
         taken = [[deal(5, 5 + n, 1, rank, ranks) for n in lengths] for rank, deal in enumerate(dealt)]
     finally:
-        _boxes.SMALLEST = smallest
+        box_file.SMALLEST = smallest
     for i, n in enumerate(lengths):
         every = sorted(itertools.chain(*(mine[i] for mine in taken)))
         assert [begin for begin, _ in every] == [5, *(end for _, end in every[:-1])]
@@ -86,7 +86,7 @@ def test_boxes_that_do_not_tile_are_told(shape: tuple[int, ...], data: st.DataOb
 
 
 def test_what_is_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_boxes, "LARGEST", 16)
+    monkeypatch.setattr(box_file, "LARGEST", 16)
     assert cut(3, 12, 4) == [(3, 7), (7, 11), (11, 12)]
     assert cut(3, 3, 4) == [(3, 3)]
 
@@ -153,7 +153,7 @@ def test_any_ranks_read_what_any_ranks_wrote(model: nn.Module, data: st.DataObje
     if not full:
         return
     chosen = [data.draw(policies(model)) for _ in range(2)]
-    largest, _boxes.LARGEST, smallest, _boxes.SMALLEST = _boxes.LARGEST, 24, _boxes.SMALLEST, 24
+    largest, box_file.LARGEST, smallest, box_file.SMALLEST = box_file.LARGEST, 24, box_file.SMALLEST, 24
     try:
         specs, others = (
             everyone(policy(model), dict(data.draw(meshes(max_size=depth(8, 64)))) or {"shard": 1}) for policy in chosen
@@ -166,7 +166,7 @@ def test_any_ranks_read_what_any_ranks_wrote(model: nn.Module, data: st.DataObje
             assert found.keys() == expected.keys()
             assert all(found[key].equal(expected[key]) for key in expected)
     finally:
-        _boxes.LARGEST, _boxes.SMALLEST = largest, smallest
+        box_file.LARGEST, box_file.SMALLEST = largest, smallest
 
 
 @pytest.mark.parametrize(("ranks", "others"), [(64, 3), (3, 64), (64, 64), (1, 64)])

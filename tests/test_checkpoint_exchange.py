@@ -24,7 +24,7 @@ from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P, checkpoint
-from funshard.checkpoint import _export, _safetensors
+from funshard.checkpoint import _export, _read_safetensors
 from funshard.checkpoint._export import DTYPES
 
 
@@ -557,7 +557,7 @@ def test_without_the_package_its_name_is_said(tmp_path: Path, monkeypatch: pytes
     path = checkpoint.export(fs.shard(model, spec), spec, tmp_path / "files")
     with pytest.raises(ImportError, match=re.escape('pip install "funshard[checkpoint]"')):
         checkpoint.read_safetensors(path, spec)
-    assert _safetensors.SINGLE in os.listdir(path)
+    assert _read_safetensors.SINGLE in os.listdir(path)
 
 
 def test_exchange_between_environments(tmp_path: Path) -> None:

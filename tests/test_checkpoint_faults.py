@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError, _metadata, _regular, _save, _staging, _writer
-from funshard.checkpoint._records import record
+from funshard.checkpoint import CheckpointError, _save
+from funshard.checkpoint._files import metadata, regular, staging, writer
+from funshard.checkpoint._files.records import record
 
 
 def made(width: int = 5) -> tuple[nn.Module, fs.PartitionSpec]:
@@ -78,7 +79,7 @@ def flipped(path: Path) -> None:
     """A byte of the elements of a tensor."""
     file = path / "__0_0.distcp"
     raw = bytearray(file.read_bytes())
-    storage: Any = _metadata.read_metadata(path).storage_data
+    storage: Any = metadata.read_metadata(path).storage_data
     info = max((info for info in storage.values() if info.relative_path == file.name), key=lambda info: info.length)
     found = record(lambda at, size: bytes(raw[info.offset + at :][:size]), info.length, check=True)
     raw[info.offset + found.offset + 2] ^= 64
@@ -107,7 +108,7 @@ def other_state(path: Path) -> None:
 def newer(path: Path) -> None:
     file = path / "funshard.json"
     text = json.loads(json.loads(file.read_text())["content"]) | {"version": 99}
-    file.write_text(json.dumps({"content": json.dumps(text), "crc32": _regular.checksum(json.dumps(text).encode())}))
+    file.write_text(json.dumps({"content": json.dumps(text), "crc32": regular.checksum(json.dumps(text).encode())}))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_a_damaged_one_stays_until_another_is_there(tmp_path: Path, monkeypatch:
         raise fails.pop()
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((os, "rename", renamed) if where == "renamed" else (_writer.Writer, "write_data", written)))
+        patch.setattr(*((os, "rename", renamed) if where == "renamed" else (writer.Writer, "write_data", written)))
         with pytest.warns(UserWarning, match=OVER), pytest.raises(OSError, match="Input/output error"):
             checkpoint.save(path, params, spec)
     assert {file.name: file.stat().st_size for file in path.iterdir()} == before
@@ -197,7 +198,7 @@ def test_a_whole_one_that_has_come_in_the_meantime_stays(tmp_path: Path) -> None
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
         checkpoint.export(params, spec, path)
     with pytest.warns(UserWarning, match=OVER):
-        aside = _staging.StagingDirectory(path, over_damaged=True)
+        aside = staging.StagingDirectory(path, over_damaged=True)
     with pytest.warns(UserWarning, match=OVER):
         checkpoint.save(path, params, spec)
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
@@ -405,18 +406,18 @@ def test_simulated_ranks_do_not_save(tmp_path: Path) -> None:
 
 def _fails(rank: int, path: str, where: int, error: str) -> None:
     """One rank's writer fails: no space, a file system that is read-only."""
-    real = _writer.Writer.write_data
+    real = writer.Writer.write_data
 
     def write_data(self: Any, plan: Any, planner: Any) -> Any:
         if rank == where:
             raise OSError(*{"full": (28, "No space left on device"), "read-only": (30, "Read-only file system")}[error])
         return real(self, plan, planner)
 
-    _writer.Writer.write_data = write_data  # pyright: ignore[reportAttributeAccessIssue]
+    writer.Writer.write_data = write_data  # pyright: ignore[reportAttributeAccessIssue]
     try:
         write(rank, path, 2)
     finally:
-        _writer.Writer.write_data = real
+        writer.Writer.write_data = real
 
 
 @pytest.mark.parametrize("where", [0, 1])
@@ -437,7 +438,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written by torch's own writer to a device that is full."""
     model, spec = made()
 
-    class Full(_writer.Writer):
+    class Full(writer.Writer):
         def write_data(self, plan: Any, planner: Any) -> Any:
             (Path(self.path) / "__0_0.distcp").symlink_to("/dev/full")
             return super().write_data(plan, planner)
@@ -496,14 +497,14 @@ def test_two_writers_of_one_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The first to end has it; the other one is told."""
     model, spec = made()
     path = tmp_path / "1"
-    real = _staging.StagingDirectory.commit
+    real = staging.StagingDirectory.commit
 
     def commit(self: Any, *args: Any) -> None:
-        monkeypatch.setattr(_staging.StagingDirectory, "commit", real)
+        monkeypatch.setattr(staging.StagingDirectory, "commit", real)
         checkpoint.save(path, {"params": fs.shard(model, spec), "step": 2}, spec)  # another job, a moment before
         real(self, *args)
 
-    monkeypatch.setattr(_staging.StagingDirectory, "commit", commit)
+    monkeypatch.setattr(staging.StagingDirectory, "commit", commit)
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
         checkpoint.save(path, {"params": fs.shard(model, spec), "step": 1}, spec)
     assert checkpoint.load(path, spec, only="step") == 2
@@ -565,8 +566,8 @@ def test_latest_and_clean(tmp_path: Path) -> None:
         os.utime(tmp_path / name, (1000 - i, 1000 - i))
         assert checkpoint.latest(tmp_path) == tmp_path / name
     (tmp_path / "other").mkdir()  # not ours
-    alive = _staging.StagingDirectory(tmp_path / "alive")
-    dead = _staging.StagingDirectory(tmp_path / "dead")
+    alive = staging.StagingDirectory(tmp_path / "alive")
+    dead = staging.StagingDirectory(tmp_path / "dead")
     os.close(dead._lock)
     begun, stuck = (path.directory.with_suffix(".new") for path in (alive, dead))  # not locked yet, and since long
     begun.mkdir()

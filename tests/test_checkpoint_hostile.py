@@ -22,8 +22,9 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError, _staging
-from funshard.checkpoint._regular import checksum
+from funshard.checkpoint import CheckpointError
+from funshard.checkpoint._files import staging
+from funshard.checkpoint._files.regular import checksum
 
 # --- A manifest with a good checksum that says what no manifest says. ---
 
@@ -154,14 +155,14 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_latest_of_two_jobs_is_the_one_that_ended_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever began first, and whatever names they have; also if both had the same sequence before they knew."""
     _, spec = made()
-    real = _staging.StagingDirectory.commit
+    real = staging.StagingDirectory.commit
 
     def commit(self: Any, *args: Any) -> None:
-        monkeypatch.setattr(_staging.StagingDirectory, "commit", real)
+        monkeypatch.setattr(staging.StagingDirectory, "commit", real)
         checkpoint.save(tmp_path / "z", {"job": 2}, spec)  # begins later and ends before
         real(self, *args)
 
-    monkeypatch.setattr(_staging.StagingDirectory, "commit", commit)
+    monkeypatch.setattr(staging.StagingDirectory, "commit", commit)
     checkpoint.save(tmp_path / "a", {"job": 1}, spec)
     assert checkpoint.latest(tmp_path) == tmp_path / "a"
     for name in ("a", "z"):

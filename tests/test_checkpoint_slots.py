@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import funshard as fs
 from funshard import P
-from funshard.checkpoint._leaves import Leaf, Scalar, Slice
-from funshard.checkpoint._nodes import leaves
-from funshard.checkpoint._tree import described
+from funshard.checkpoint._state.describe import described
+from funshard.checkpoint._state.leaves import Leaf, Scalar, Slice
+from funshard.checkpoint._state.tree import leaves
 from funshard.collectives import Group
 from funshard.testing import integers_like, modules
 

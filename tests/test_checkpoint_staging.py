@@ -16,7 +16,8 @@ from torch import nn
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError, _staging
+from funshard.checkpoint import CheckpointError
+from funshard.checkpoint._files import staging
 
 CALLS = [(os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "open"), (os, "close"), (os, "unlink"), (fcntl, "flock")]
 
@@ -85,7 +86,7 @@ def save_with_a_fault(rank: int, path: str) -> str:
     model = nn.Linear(4, 3)
     spec = fs.whole()(model)
     params = fs.shard(model, spec, src=0)
-    flush = _staging._flush
+    flush = staging._flush
 
     def fails(target: Path) -> None:
         if target == Path(path).parent:
@@ -93,7 +94,7 @@ def save_with_a_fault(rank: int, path: str) -> str:
         flush(target)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_staging, "_flush", fails)
+        patch.setattr(staging, "_flush", fails)
         with contextlib.suppress(OSError), pytest.raises(CheckpointError) as error:
             checkpoint.save(path, params, spec)
     return f"{type(error.value).__name__}: {error.value}"

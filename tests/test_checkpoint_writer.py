@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from funshard.checkpoint._records import record
-from funshard.checkpoint._writer import PIECE, around, write_record
+from funshard.checkpoint._files.records import record
+from funshard.checkpoint._files.writer import PIECE, around, write_record
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool),

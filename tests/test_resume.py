@@ -25,8 +25,8 @@ from test_examples import launched
 from torch import nn
 
 import funshard as fs
-from funshard.checkpoint._plan import Writes
-from funshard.checkpoint._writer import Writer
+from funshard.checkpoint._files.planners import Writes
+from funshard.checkpoint._files.writer import Writer
 
 
 def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_staging_fails_on_one_rank(gloo2: Pool, tmp_path: Path) -> None:
 ENDS = """
 import sys, time, torch, torch.distributed as dist, funshard as fs
 from torch import nn
-from funshard.checkpoint._writer import Writer
+from funshard.checkpoint._files.writer import Writer
 write = Writer.write_data
 def slowly(self, plan, planner):
     time.sleep(0.5)

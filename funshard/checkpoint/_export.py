@@ -20,10 +20,10 @@ from .._spec.fits import check_mapping, check_params, whole_unit
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.layout import unflatten_unit
-from ._commit import LOCK
-from ._leaves import check_holds
-from ._ranks import TIMEOUT, ranks_of
-from ._staging import StagingDirectory, find_replaced
+from ._files.directory import LOCK
+from ._files.staging import StagingDirectory, find_replaced
+from ._ranks.ranks import TIMEOUT, ranks_of
+from ._state.leaves import check_holds
 
 __all__ = ["DTYPES", "INDEX", "SINGLE", "export"]
 

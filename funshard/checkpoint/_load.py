@@ -14,17 +14,18 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from .._spec.spec import PartitionSpec, bound
-from ._boxes import Box, check_tiles
-from ._files import Reader
-from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, all_alike
-from ._manifest import read_manifest
-from ._metadata import read_metadata
-from ._nodes import Node, Units, build, leaves, parameters
-from ._plan import Reads
-from ._ranks import TIMEOUT, CheckpointError, Ranks, ranks_of
+from ._errors import CheckpointError
+from ._files.manifest import read_manifest
+from ._files.metadata import read_metadata
+from ._files.planners import Reads
+from ._files.reader import Reader
+from ._ranks.ranks import TIMEOUT, Ranks, ranks_of
 from ._rekey import clean_name
-from ._tree import described
-from ._written import check_ranks, part_of, plain_values, read_tree
+from ._state.boxes import Box, check_tiles
+from ._state.describe import described
+from ._state.json_tree import check_ranks, part_of, plain_values, read_tree
+from ._state.leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, all_alike
+from ._state.tree import Node, Units, build, leaves, parameters
 
 __all__ = ["load"]
 

@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._spec.spec import PartitionSpec, bound
-from ._plan import Writes
-from ._planned import Planned, planned
-from ._ranks import TIMEOUT, CheckpointError, Ranks, SavedError, ranks_of
-from ._staging import StagingDirectory
-from ._writer import Writer
+from ._errors import CheckpointError, SavedError
+from ._files.planners import Writes
+from ._files.staging import StagingDirectory
+from ._files.writer import Writer
+from ._ranks.ranks import TIMEOUT, Ranks, ranks_of
+from ._state.summary import Planned, planned
 
 __all__ = ["Saving", "save"]
 

@@ -14,14 +14,15 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
-from .. import _torch
-from .._sharding.agree import check_ranks_agree, spec_numbers, talks
-from .._spec.spec import PartitionSpec
-from ..collectives._host_group import HostGroup, host_groups
-from ..collectives._mesh import Group, Mesh, check_spans_world
-from ._exchange import exchange
+from ... import _torch
+from ..._sharding.agree import check_ranks_agree, spec_numbers, talks
+from ..._spec.spec import PartitionSpec
+from ...collectives._host_group import HostGroup, host_groups
+from ...collectives._mesh import Group, Mesh, check_spans_world
+from .._errors import CheckpointError, SavedError
+from .exchange import exchange
 
-__all__ = ["TIMEOUT", "CheckpointError", "Ranks", "SavedError", "ranks_of"]
+__all__ = ["TIMEOUT", "Ranks", "ranks_of"]
 
 TIMEOUT = 600.0
 """Seconds that ranks wait for one that is lost."""
@@ -29,14 +30,6 @@ TIMEOUT = 600.0
 T = TypeVar("T")
 M = TypeVar("M")
 SHOWN = 3
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written, or cannot be read: damaged, cut short, or not what was asked for."""
-
-
-class SavedError(CheckpointError):
-    """The checkpoint is at its path and whole, and something after that has failed."""
 
 
 TOLD = {

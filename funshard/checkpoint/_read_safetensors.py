@@ -20,14 +20,15 @@ from .._spec.spec import PartitionSpec, bound
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.layout import Params
+from ._errors import CheckpointError
 from ._export import DTYPES, INDEX, SINGLE
-from ._leaves import Part
-from ._manifest import is_plain_name
-from ._nodes import parameters
-from ._plan import boxed
-from ._ranks import TIMEOUT, CheckpointError, ranks_of
-from ._regular import read_regular
+from ._files.manifest import is_plain_name
+from ._files.planners import boxed
+from ._files.regular import read_regular
+from ._ranks.ranks import TIMEOUT, ranks_of
 from ._rekey import clean_name
+from ._state.leaves import Part
+from ._state.tree import parameters
 
 __all__ = ["read_safetensors"]
 

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import skip_data
 
-from .. import _torch
-from ._regular import checksum
+from ... import _torch
+from .regular import checksum
 
 __all__ = ["Around", "Writer", "around", "write_record"]
 

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ._boxes import Box, boxes, check_tiles, cut, share
-from ._leaves import Part
+from .._state.boxes import Box, boxes, check_tiles, cut, share
+from .._state.leaves import Part
 
 __all__ = ["Reads", "Writes"]
 

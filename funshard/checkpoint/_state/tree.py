@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .._spec.tree import Param
-from .._spec.unit import Unit
-from ..optim import MatrixState
-from ._containers import Made, maker
-from ._leaves import Leaf, Slice
+from ..._spec.tree import Param
+from ..._spec.unit import Unit
+from ...optim import MatrixState
+from .containers import Made, maker
+from .leaves import Leaf, Slice
 
 __all__ = [
     "Branch",

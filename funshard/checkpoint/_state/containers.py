@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import optree
 
-from .._spec.tree import NAMESPACE
-from ..averaging import Averaging
-from ..compress._powersgd import PowerSGD
-from ..loss_scale import LossScale
-from ..optim import MatrixState
-from ._leaves import from_json, to_json
+from ..._spec.tree import NAMESPACE
+from ...averaging import Averaging
+from ...compress._powersgd import PowerSGD
+from ...loss_scale import LossScale
+from ...optim import MatrixState
+from .leaves import from_json, to_json
 
 __all__ = ["FACTORIES", "Container", "Made", "contained", "is_container", "maker", "named", "opened", "to_file"]
 

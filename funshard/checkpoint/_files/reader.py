@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from .. import _torch
-from ._metadata import read_metadata
-from ._ranks import CheckpointError
-from ._records import Record, record
-from ._regular import DamagedError, checksum, open_regular
+from ... import _torch
+from .._errors import CheckpointError, DamagedError
+from .metadata import read_metadata
+from .records import Record, record
+from .regular import checksum, open_regular
 
 __all__ = ["Reader"]
 

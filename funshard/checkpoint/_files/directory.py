@@ -14,9 +14,10 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from .._spec.spec import PartitionSpec, bound
-from ._manifest import MANIFEST, NewerError, read_manifest
-from ._ranks import TIMEOUT, CheckpointError, ranks_of
+from ..._spec.spec import PartitionSpec, bound
+from .._errors import CheckpointError, NewerError
+from .._ranks.ranks import TIMEOUT, ranks_of
+from .manifest import MANIFEST, read_manifest
 
 __all__ = ["LOCK", "NEW", "clean", "committed", "find_damage", "is_directory", "latest", "staging_path"]
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ._commit import LOCK, NEW, committed, find_damage, is_directory, staging_path
-from ._manifest import LAST, MANIFEST, METADATA, Manifest, write_manifest
-from ._ranks import CheckpointError, SavedError
-from ._regular import checksum, read_regular
+from .._errors import CheckpointError, SavedError
+from .directory import LOCK, NEW, committed, find_damage, is_directory, staging_path
+from .manifest import LAST, MANIFEST, METADATA, Manifest, write_manifest
+from .regular import checksum, read_regular
 
 __all__ = ["StagingDirectory", "find_replaced"]
 

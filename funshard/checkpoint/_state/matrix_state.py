@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._spec.spec import PartitionSpec
-from .._spec.tree import Param
-from ..optim import Matrices, matrices
-from ._containers import contained
-from ._leaves import Owned, from_json
-from ._nodes import Branch, Node, Place, dict_of, matrix_state
+from ..._spec.spec import PartitionSpec
+from ..._spec.tree import Param
+from ...optim import Matrices, matrices
+from .containers import contained
+from .leaves import Owned, from_json
+from .tree import Branch, Node, Place, dict_of, matrix_state
 
 __all__ = ["MATRIX", "REST", "owners", "read_of_matrices", "written_of_matrices"]
 

@@ -9,7 +9,7 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-from .. import _torch
+from ... import _torch
 
 __all__ = ["exchange"]
 

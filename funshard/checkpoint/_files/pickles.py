@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ._regular import DamagedError
+from .._errors import DamagedError
 
 __all__ = ["PERSISTENT", "PickledName", "PickledObject", "read_pickle"]
 

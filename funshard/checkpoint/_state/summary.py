@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .._sharding.agree import fingerprint
-from .._spec.spec import PartitionSpec
-from ._leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, check_holds, names_of, to_json
-from ._nodes import Node, containers, leaves
-from ._plan import Writes
-from ._ranks import Ranks
-from ._tree import described
-from ._written import written_tree
+from ..._sharding.agree import fingerprint
+from ..._spec.spec import PartitionSpec
+from .._files.planners import Writes
+from .._ranks.ranks import Ranks
+from .describe import described
+from .json_tree import written_tree
+from .leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, check_holds, names_of, to_json
+from .tree import Node, containers, leaves
 
 __all__ = ["Planned", "planned"]
 

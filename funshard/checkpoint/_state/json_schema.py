@@ -6,10 +6,10 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ._containers import FACTORIES, MAPPINGS, SEQUENCES, TUPLES
-from ._leaves import DEEPEST, from_json
-from ._matrix import MATRIX, REST
-from ._regular import DamagedError
+from .._errors import DamagedError
+from .containers import FACTORIES, MAPPINGS, SEQUENCES, TUPLES
+from .leaves import DEEPEST, from_json
+from .matrix_state import MATRIX, REST
 
 __all__ = ["check_fields", "check_tree", "refuse"]
 

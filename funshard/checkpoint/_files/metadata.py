@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ._manifest import METADATA, is_plain_name
-from ._pickles import PickledName, PickledObject, read_pickle
-from ._ranks import CheckpointError
-from ._regular import DamagedError, read_regular
+from .._errors import CheckpointError, DamagedError
+from .manifest import METADATA, is_plain_name
+from .pickles import PickledName, PickledObject, read_pickle
+from .regular import read_regular
 
 __all__ = ["StorageInfo", "read_metadata"]
 

@@ -18,7 +18,7 @@ from .._units.layout import coordinates, ordered, pieces
 from ..optim._elementwise import State
 from ..optim._groups import Options, grouped
 from ..optim._streamed import like
-from ._ranks import TIMEOUT, ranks_of
+from ._ranks.ranks import TIMEOUT, ranks_of
 from ._rekey import StateDict, clean_name
 
 __all__ = ["from_optimizer_state_dict", "optimizer_state_dict"]

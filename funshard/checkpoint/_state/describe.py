@@ -11,15 +11,15 @@ import optree
 import torch
 from torch import Tensor
 
-from .. import _torch
-from .._spec.spec import PartitionSpec
-from .._spec.tree import NAMESPACE, Param
-from ..compress._powersgd import PowerSGD
-from ..optim import MatrixState
-from ..optim._numbers import fits, numbers_in
-from ._containers import FACTORIES, is_container, named, opened
-from ._leaves import DEEPEST, Owned, Scalar, Slice, Value, Whole, is_plain, to_json
-from ._nodes import Branch, Node, Place, Units, dict_of, matrix_state, stored_names
+from ... import _torch
+from ..._spec.spec import PartitionSpec
+from ..._spec.tree import NAMESPACE, Param
+from ...compress._powersgd import PowerSGD
+from ...optim import MatrixState
+from ...optim._numbers import fits, numbers_in
+from .containers import FACTORIES, is_container, named, opened
+from .leaves import DEEPEST, Owned, Scalar, Slice, Value, Whole, is_plain, to_json
+from .tree import Branch, Node, Place, Units, dict_of, matrix_state, stored_names
 
 __all__ = ["PerRank", "described", "per_rank"]
 

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from ._ranks import CheckpointError
-from ._regular import DamagedError, checksum, read_regular
-from ._schema import check_fields, check_tree, refuse
+from .._errors import CheckpointError, DamagedError, NewerError
+from .._state.json_schema import check_fields, check_tree, refuse
+from .regular import checksum, read_regular
 
-__all__ = ["LAST", "MANIFEST", "METADATA", "Manifest", "NewerError", "is_plain_name", "read_manifest", "write_manifest"]
+__all__ = ["LAST", "MANIFEST", "METADATA", "Manifest", "is_plain_name", "read_manifest", "write_manifest"]
 
 MANIFEST = "funshard.json"
 """What torch's description does not say: the state's structure, its plain values, which checkpoint this is, and checksums."""
@@ -37,10 +37,6 @@ class Manifest:
     """The checksum of torch's description."""
     state: Any
     """The tree of the state, as `written_tree` gives it."""
-
-
-class NewerError(CheckpointError):
-    """One that is not damaged, but of a version of this library to come."""
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

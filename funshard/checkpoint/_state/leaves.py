@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._spec.spec import PartitionSpec
-from .._spec.tree import Param
-from .._spec.unit import Unit
-from .._units.flow import stored
-from .._units.host import rested
-from .._units.layout import Piece, coordinates, index, pieces
-from ._regular import DamagedError
+from ..._spec.spec import PartitionSpec
+from ..._spec.tree import Param
+from ..._spec.unit import Unit
+from ..._units.flow import stored
+from ..._units.host import rested
+from ..._units.layout import Piece, coordinates, index, pieces
+from .._errors import DamagedError
 
 __all__ = [
     "DEEPEST",

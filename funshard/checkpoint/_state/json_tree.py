@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .._spec.spec import PartitionSpec
-from .._spec.tree import Param
-from ._containers import contained, maker, to_file
-from ._leaves import Owned, Scalar, Slice, Value, Whole, from_json, to_json
-from ._matrix import MATRIX, REST, owners, read_of_matrices, written_of_matrices
-from ._nodes import Branch, Node, Place, Units
+from ..._spec.spec import PartitionSpec
+from ..._spec.tree import Param
+from .containers import contained, maker, to_file
+from .leaves import Owned, Scalar, Slice, Value, Whole, from_json, to_json
+from .matrix_state import MATRIX, REST, owners, read_of_matrices, written_of_matrices
+from .tree import Branch, Node, Place, Units
 
 __all__ = ["check_ranks", "part_of", "plain_values", "read_tree", "written_tree"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ._pickles import PERSISTENT, PickledName, PickledObject, read_pickle
-from ._regular import DamagedError
+from .._errors import DamagedError
+from .pickles import PERSISTENT, PickledName, PickledObject, read_pickle
 
 __all__ = ["Record", "record"]
 

@@ -12,11 +12,9 @@ try:
 except ImportError:
     from zlib import crc32 as checksum
 
-__all__ = ["DamagedError", "checksum", "open_regular", "read_regular"]
+from .._errors import DamagedError
 
-
-class DamagedError(ValueError):
-    """Bytes that are not what was written."""
+__all__ = ["checksum", "open_regular", "read_regular"]
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -1,0 +1,21 @@
+"""The errors of checkpoints."""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointError", "DamagedError", "NewerError", "SavedError"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or cannot be read because it is damaged, cut short or of another format."""
+
+
+class SavedError(CheckpointError):
+    """An operation failed after the checkpoint was complete at its path."""
+
+
+class NewerError(CheckpointError):
+    """A checkpoint was written by a newer version of this library."""
+
+
+class DamagedError(ValueError):
+    """Bytes in a file are not what was written. Callers raise it as a `CheckpointError` that names the file."""

@@ -1,0 +1,1 @@
+"""The tree of a state: its leaves, how a spec cuts them into named ranges, and its form as JSON."""
