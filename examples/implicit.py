@@ -51,7 +51,7 @@ samples = text[starts + torch.arange(CONTEXT + 1)].int()
 
 # Each table is split over the ranks; the bias is so small that every rank has it whole.
 model = Tables().double()
-spec = fs.override(fs.by_type(nn.Embedding), fs.by_path({"": fs.P()}))(model).bound
+spec = fs.policies.override(fs.by_type(nn.Embedding), fs.by_path({"": fs.P()}))(model).bound
 axis = spec.bound_mesh["shard"]
 params = {key: torch.zeros_like(shard) for key, shard in fs.shard(model, spec).items()}
 strengths = {key: torch.tensor(STRENGTH, dtype=torch.float64).log() for key in params}  # their logarithms

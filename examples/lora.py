@@ -109,7 +109,7 @@ for block in model.blocks:
 
 blocks = fs.P("shard", at_rest=fs.codecs.nf4() if args.quantize else None)
 small = {f"blocks.*.{name}": fs.P() for name in ("*.a", "*.b", "norm1", "norm2")}  # whole on every rank, and as they are
-spec = fs.override(fs.by_type(Block, p=blocks), fs.by_path({"": fs.P("shard"), **small}))(model)
+spec = fs.policies.override(fs.by_type(Block, p=blocks), fs.by_path({"": fs.P("shard"), **small}))(model)
 if rank == 0:
     print(spec)
 params = {key: shard.to(device) for key, shard in fs.shard(model, spec).items()}

@@ -25,7 +25,7 @@ xs, ys = torch.randn(world, 16, 8).double(), torch.randint(4, (world, 16))
 
 mesh = fs.collectives.Mesh.world()
 axis = mesh["shard"]
-specs = [fs.whole()(layer).on(mesh) for layer in layers]  # a layer is one unit, whose key is ""
+specs = [fs.policies.whole()(layer).on(mesh) for layer in layers]  # a layer is one unit, whose key is ""
 shards = [fs.shard(layer, spec)[""] for layer, spec in zip(layers, specs, strict=True)]
 
 

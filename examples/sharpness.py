@@ -55,7 +55,7 @@ chunk = text[starts + torch.arange(SEQ + 1)].long()
 x, y = chunk[:, :-1], chunk[:, 1:]
 
 # A unit per block, split over the ranks; the final norm is so small that every rank has it whole.
-spec = fs.override(fs.by_type(nn.TransformerEncoderLayer), fs.by_path({"norm": fs.P()}))(model).bound
+spec = fs.policies.override(fs.by_type(nn.TransformerEncoderLayer), fs.by_path({"norm": fs.P()}))(model).bound
 params = fs.shard(model, spec)
 axis = spec.bound_mesh["shard"]
 

@@ -17,14 +17,14 @@ A policy maps the modules of a model to a `PartitionSpec`; parameters are a dict
 The public names by task. README.md is a first page, examples/guide/reference.md lists every name, ``help(fs.shard)`` explains
 one of them:
 
-    policies     by_type, by_size, by_path, always, whole, custom, mark, marked; any_of, override, ignoring, full_precision
+    policies     by_type, by_size, by_path
     specs        P, Precision, Remat, Codec; PartitionSpec, Unit, module_tree
     sharding     shard, unshard, reshard, gather_full, scatter_full, partition, combine, skeleton, init, random_like
     layout       flatten, unflatten, views
     model calls  functional_call, trace_order, SyncBatchNorm
     transforms   grad, grad_and_value, hvp, per_sample_grads, remat, offload, compile
     steps        accumulate, update_in_backward, reduce_grads, reduce_mean, weight_share
-    submodules   optim, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing
+    submodules   policies, optim, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing
 
 For those who change the package, its map: a folder imports only from floors below its own (tests/test_house.py), and a name
 without an underscore is public.
@@ -78,18 +78,9 @@ from ._transforms.transforms import grad, grad_and_value, hvp
 from ._units.layout import Params, flatten, unflatten, views
 from .policies import (
     Policy,
-    always,
-    any_of,
     by_path,
     by_size,
     by_type,
-    custom,
-    full_precision,
-    ignoring,
-    mark,
-    marked,
-    override,
-    whole,
 )
 
 if _typing.TYPE_CHECKING:
@@ -110,8 +101,6 @@ __all__ = [
     "SyncBatchNorm",
     "Unit",
     "accumulate",
-    "always",
-    "any_of",
     "averaging",
     "by_path",
     "by_size",
@@ -123,25 +112,19 @@ __all__ = [
     "compile",
     "compress",
     "convert_sync_batchnorm",
-    "custom",
     "flatten",
-    "full_precision",
     "functional_call",
     "gather_full",
     "grad",
     "grad_and_value",
     "hvp",
-    "ignoring",
     "init",
     "init_buffers",
     "loss_scale",
-    "mark",
-    "marked",
     "module_tree",
     "named",
     "offload",
     "optim",
-    "override",
     "partition",
     "per_sample_grads",
     "policies",
@@ -160,7 +143,6 @@ __all__ = [
     "update_in_backward",
     "views",
     "weight_share",
-    "whole",
 ]
 
 

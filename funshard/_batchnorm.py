@@ -32,7 +32,7 @@ class SyncBatchNorm(BatchNorm):
 
     >>> import torch, funshard as fs
     >>> norm = fs.SyncBatchNorm(1, eps=0, affine=False, track_running_stats=False)
-    >>> own = lambda mesh, x: fs.functional_call(norm, {}, x, spec=fs.whole()(norm).on(mesh))
+    >>> own = lambda mesh, x: fs.functional_call(norm, {}, x, spec=fs.policies.whole()(norm).on(mesh))
     >>> fs.testing.spmd(own, 2)(torch.tensor([[[1.0]], [[3.0]]])).flatten()
     tensor([-1.,  1.])
 

@@ -55,7 +55,7 @@ def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = N
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole(fs.P())(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole(fs.P())(torch.nn.Linear(4, 2, bias=False))
         >>> def averaged(mesh, w):
         ...     return fs.averaging.average({"": w}, spec.on(mesh))[""]
         >>> fs.testing.spmd(averaged, 2)(torch.tensor([[1.0] * 8, [3.0] * 8]))[0]
@@ -75,7 +75,7 @@ def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes:
 
     >>> import torch, funshard as fs
     >>> model = torch.nn.BatchNorm1d(2)
-    >>> list(fs.averaging.average_buffers(dict(model.named_buffers()), fs.whole()(model)))
+    >>> list(fs.averaging.average_buffers(dict(model.named_buffers()), fs.policies.whole()(model)))
     ['running_mean', 'running_var', 'num_batches_tracked']
 
     Raises ValueError for an unknown axis.
@@ -103,7 +103,7 @@ def periodic(
 
     >>> import torch, funshard as fs
     >>> params, state = {"": torch.ones(2)}, fs.averaging.init()
-    >>> params, state = fs.averaging.periodic(params, state, fs.whole()(torch.nn.Linear(2, 1, bias=False)), period=4)
+    >>> params, state = fs.averaging.periodic(params, state, fs.policies.whole()(torch.nn.Linear(2, 1, bias=False)), period=4)
     >>> state.step
     tensor(1)
 
@@ -141,7 +141,7 @@ def hierarchical(
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole(fs.P())(torch.nn.Linear(4, 2)).on({"node": 1, "gpu": 1})
+        >>> spec = fs.policies.whole(fs.P())(torch.nn.Linear(4, 2)).on({"node": 1, "gpu": 1})
         >>> state, params = fs.averaging.init(3), fs.shard(torch.nn.Linear(4, 2), spec)
         >>> params, state = fs.averaging.hierarchical(params, state, spec, levels=[(2, "gpu"), (8, None)])
         >>> state.step
@@ -181,7 +181,7 @@ def reduce_over(state: Averaging, spec: PartitionSpec, *, start: int, local: Axe
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole(fs.P())(torch.nn.Linear(4, 2)).on({"node": 1, "gpu": 1})
+        >>> spec = fs.policies.whole(fs.P())(torch.nn.Linear(4, 2)).on({"node": 1, "gpu": 1})
         >>> [fs.averaging.reduce_over(fs.averaging.init(step), spec, start=10, local="gpu") for step in (9, 10)]
         [('node', 'gpu'), ('gpu',)]
     """

@@ -36,7 +36,7 @@ def init(scale: float = 2.0**16, *, device: torch.device | str | None = None) ->
 
     >>> import torch, funshard as fs
     >>> state = fs.loss_scale.init(4.0)
-    >>> spec = fs.whole()(torch.nn.Linear(2, 1, bias=False))
+    >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
     >>> grads, finite = fs.loss_scale.unscale(state, {"": torch.tensor([8.0, torch.inf])}, spec)
     >>> fs.loss_scale.update(state, finite).scale
     tensor(2.)
@@ -65,7 +65,7 @@ def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) 
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> fs.loss_scale.unscale(fs.loss_scale.init(8.0), {"": torch.ones(8)}, spec)
         ({'': tensor([0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250])}, tensor(True))
     """

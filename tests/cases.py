@@ -31,7 +31,7 @@ class Case:
 
 
 def _on(policy: fs.Policy, p: P) -> fs.Policy:
-    return fs.override(policy, fs.by_path({"": p}))
+    return fs.policies.override(policy, fs.by_path({"": p}))
 
 
 def roots(sizes: Sizes) -> st.SearchStrategy[P]:

@@ -62,7 +62,7 @@ def save(folder: Path) -> None:
 
 def load(folder: Path) -> None:
     """Load them under another policy; AssertionError unless they have the values that `save` gave them."""
-    spec = fs.whole()(build_model())
+    spec = fs.policies.whole()(build_model())
     expected = build_state(spec)
     got = fs.checkpoint.load(folder / "funshard", spec)
     assert [got.pop(key) for key in ("step", "losses", "seen")] == [expected.pop(key) for key in ("step", "losses", "seen")]

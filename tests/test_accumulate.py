@@ -153,7 +153,7 @@ class Some(nn.Module):
 
 
 def policy(p: P, root: P | None = None) -> fs.Policy:
-    return fs.override(fs.by_type(MLP, Unused, p=p), fs.by_path({"": root or P()}))
+    return fs.policies.override(fs.by_type(MLP, Unused, p=p), fs.by_path({"": root or P()}))
 
 
 def on_ranks(rank: int, shape: tuple[int, ...], strategy: str, keep: str, way: str) -> None:
@@ -253,7 +253,7 @@ def test_at_the_second_order_on_two_ranks(gloo2: Pool, keep: str) -> None:
 
 def compiled(rank: int, keep: str) -> None:
     model = MLP(5)
-    spec = fs.whole()(model).bound
+    spec = fs.policies.whole()(model).bound
     params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
     weights = [torch.tensor(2.0 + rank), torch.tensor(1.0)]
 
@@ -279,7 +279,7 @@ def test_compiled(gloo2: Pool, keep: str) -> None:
 def compiled_loss(rank: int) -> None:
     model = nn.Linear(5, 1).double()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    spec = fs.whole()(model).on(mesh)
+    spec = fs.policies.whole()(model).on(mesh)
     params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
     torch._dynamo.reset()
@@ -326,7 +326,9 @@ def test_replicas_are_reduced_once(count: int) -> None:
     with world(8):
         model = Net(blocks=3)
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
-        spec = fs.override(fs.by_type(MLP), fs.by_path({"": P(), "blocks.2": P(("replicate", "shard"))}))(model).on(mesh)
+        spec = fs.policies.override(fs.by_type(MLP), fs.by_path({"": P(), "blocks.2": P(("replicate", "shard"))}))(model).on(
+            mesh
+        )
         sent = sent_by(model, spec, count).all
         counts = Counter(sent)
         once = [reduce(spec, "", 4), reduce(spec, "", 2), *(reduce(spec, key, 4) for key in ("blocks.0", "blocks.1"))]
@@ -445,7 +447,7 @@ def test_weights_are_of_the_ranks_that_are_reduced_over() -> None:
     model = nn.Linear(1, 1, bias=False).double()
 
     def run(mesh: Mesh, x: Tensor, weight: Tensor) -> Tensor:
-        spec = fs.whole()(model).on(mesh)
+        spec = fs.policies.whole()(model).on(mesh)
         loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
         grads, _ = fs.accumulate(loss, fs.shard(model, spec), [x], spec=spec, weights=[weight], reduce_over="shard")
         return fs.unshard(grads, spec)["weight"].sum()
@@ -460,7 +462,7 @@ def test_without_any_weight() -> None:
     model = nn.Linear(2, 1).double()
 
     def run(mesh: Mesh, weight: Tensor) -> Any:
-        spec = fs.whole()(model).on(mesh)
+        spec = fs.policies.whole()(model).on(mesh)
         params = fs.shard({name: t.detach() for name, t in model.named_parameters()}, spec)
         some, nan = weight.clamp(min=1), torch.where(weight > 0, 0, torch.nan)
         loss = lambda p, x: fs.functional_call(model, p, x, spec=spec).sum() / some + nan  # noqa: E731
@@ -471,14 +473,15 @@ def test_without_any_weight() -> None:
     assert not value.any()
     grads, value = fs.testing.spmd(run, 2)(torch.tensor([0.0, 2.0]))
     assert torch.equal(
-        fs.testing.spmd(lambda mesh, g: fs.unshard(g, fs.whole()(model).on(mesh)), 2)(grads)["bias"][0], value.new_tensor([0.5])
+        fs.testing.spmd(lambda mesh, g: fs.unshard(g, fs.policies.whole()(model).on(mesh)), 2)(grads)["bias"][0],
+        value.new_tensor([0.5]),
     )
     assert value[0] == 0 != value[1]
 
 
 def with_other_counts(rank: int) -> None:
     model = nn.Linear(5, 1).double()
-    spec = fs.whole()(model).bound
+    spec = fs.policies.whole()(model).bound
     params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(1 + 2 * rank)]
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
     weighted, _ = fs.accumulate(loss, params, batches, spec=spec, keep="full", weights=[1] * len(batches))
@@ -506,7 +509,7 @@ class Total(nn.Linear):
 def test_added_up_in_float32(dtype: torch.dtype, keep: str) -> None:
     """256 + 1 - 256 is 1, which bfloat16 loses; the result is in the shards' own dtype."""
     model = Total(1, 1, bias=False).to(dtype)
-    spec = fs.whole(P("shard", precision=Precision(param=BF16)))(model)
+    spec = fs.policies.whole(P("shard", precision=Precision(param=BF16)))(model)
     loss = lambda p, x: fs.functional_call(model, p, torch.full((1, 1), x), spec=spec)  # noqa: E731
     grads, _ = fs.accumulate(loss, fs.shard(model, spec), [256.0, 1.0, -256.0], spec=spec, keep=keep, reduce="sum")
     assert grads[""].dtype == dtype
@@ -516,7 +519,7 @@ def test_added_up_in_float32(dtype: torch.dtype, keep: str) -> None:
 def half(rank: int, keep: str) -> None:
     model = Total(1, 1, bias=False)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    spec = fs.whole(P("shard", precision=Precision(param=F16)))(model).on(mesh)
+    spec = fs.policies.whole(P("shard", precision=Precision(param=F16)))(model).on(mesh)
     loss = lambda p, x: fs.functional_call(model, p, torch.full((1, 1), x), spec=spec)  # noqa: E731
     grads, _ = fs.accumulate(loss, fs.shard(model, spec), [20480.0, 24576.0], spec=spec, keep=keep)
     assert float(fs.gather_full(grads, spec)["weight"]) == 22528.0  # whose sum over ranks float16 does not hold
@@ -752,7 +755,7 @@ def test_what_decides_the_reduction(keep: str) -> None:
 
 def test_ignored_parameters_are_closed_over() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    spec = fs.ignoring(fs.whole(), modules=["1"])(model)
+    spec = fs.policies.ignoring(fs.policies.whole(), modules=["1"])(model)
     params = {**fs.shard(model, spec), "1.weight": model[1].weight.detach()}
     with pytest.raises(ValueError, match=r"parameter '1\.weight' is ignored by the spec: expected shards"):
         fs.accumulate(lambda p, x: p[""].sum(), params, [torch.ones(2)], spec=spec)

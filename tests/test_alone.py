@@ -68,7 +68,7 @@ def test_a_script_that_forgets_its_process_group(tmp_path: Path) -> None:
         "import torch, funshard as fs\n"
         "model = torch.nn.Linear(2, 2)\n"
         "try:\n"
-        "    fs.shard(model, fs.whole()(model))\n"
+        "    fs.shard(model, fs.policies.whole()(model))\n"
         "except RuntimeError as error:\n"
         "    print('refused:', error)\n"
     )
@@ -84,7 +84,7 @@ def test_started_by_another_launcher_without_a_process_group_is_said_once(variab
         "warnings.simplefilter('always')\n"
         "model = torch.nn.Linear(2, 2)\n"
         "for _ in range(2):\n"
-        "    fs.shard(model, fs.whole()(model))\n"
+        "    fs.shard(model, fs.policies.whole()(model))\n"
     )
     others = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
     for more, count in (({variable: "2"}, 1), ({variable: "1"}, 0), ({variable: "2", "WORLD_SIZE": "1"}, 0)):
@@ -123,7 +123,7 @@ OWN = r"parameter '0\.weight' is the model's own, .* on 2 ranks each would train
 
 def own_parameters(rank: int, how: str) -> list[str]:
     said: list[str] = []
-    for spec in (fs.by_type(nn.Linear), fs.whole(P())):
+    for spec in (fs.by_type(nn.Linear), fs.policies.whole(P())):
         net = model()
         try:
             differentiated(how, net, dict(net.named_parameters()), spec(net).bound)
@@ -148,7 +148,7 @@ def test_own_parameters_on_simulated_ranks(how: str) -> None:
     net = model()
 
     def run(mesh: Mesh, _: Tensor) -> Any:
-        return differentiated(how, net, dict(net.named_parameters()), fs.whole()(net).on(mesh))
+        return differentiated(how, net, dict(net.named_parameters()), fs.policies.whole()(net).on(mesh))
 
     with pytest.raises(ValueError, match=r"is the model's own, .* on 2 ranks each would train alone"):
         fs.testing.spmd(run, 2)(torch.zeros(2))
@@ -241,7 +241,7 @@ def test_by_type_that_matches_nothing() -> None:
     assert fs.by_type(nn.Conv2d, nn.Linear)(net) == fs.by_type(nn.Linear)(net)
     assert dict(fs.by_type(nn.Sequential)(net).selected).keys() == {""}
     with pytest.raises(ValueError, match=r"by_type: no module is of Linear: .* some of \['Sequential', 'Tanh'\]"):
-        fs.ignoring(fs.by_type(nn.Linear), modules=[nn.Linear])(net)
+        fs.policies.ignoring(fs.by_type(nn.Linear), modules=[nn.Linear])(net)
 
 
 # --- A parameter with the name of a unit. ---
@@ -261,10 +261,10 @@ class Named(nn.Module):
 @pytest.mark.parametrize(
     ("make", "key"),
     [
-        (lambda: fs.whole()(Named(":frozen")), ":frozen"),
+        (lambda: fs.policies.whole()(Named(":frozen")), ":frozen"),
         (lambda: fs.by_path({"a": P()})(Named("z", Named(":frozen"))), None),
         (lambda: fs.by_path({"a": P()})(Named("a:frozen", Named("z"))), "a:frozen"),
-        (lambda: fs.ignoring(fs.whole(), params=[":frozen"])(Named(":frozen")), ":frozen"),
+        (lambda: fs.policies.ignoring(fs.policies.whole(), params=[":frozen"])(Named(":frozen")), ":frozen"),
     ],
 )
 def test_a_parameter_with_the_name_of_a_unit(make: Callable[[], fs.PartitionSpec], key: str | None) -> None:

@@ -17,11 +17,11 @@ def policies(made: Architecture, name: str) -> dict[str, Policy]:
     """By default a unit for each block, and one of the others, in turn."""
     every = {
         "by_type": fs.by_type(*made.blocks),
-        "always": fs.always(),
+        "always": fs.policies.always(),
         "by_size": fs.by_size(100),
-        "whole": fs.whole(),
+        "whole": fs.policies.whole(),
         "kept": fs.by_type(*made.blocks, p=fs.P("shard", reshard=False)),
-        "replicated": fs.always(fs.P()),
+        "replicated": fs.policies.always(fs.P()),
     }
     first, *others = every
     turn = others[list(ARCHITECTURES).index(name) % len(others)]

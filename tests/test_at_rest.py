@@ -56,7 +56,7 @@ def policy(p: P) -> fs.Policy:
 
 def shapes(p: P) -> fs.Policy:
     """Each layer whole, frozen and trained parameters in it, and the head."""
-    return fs.override(fs.by_type(Adapted, p=p), fs.by_path({"": p}))
+    return fs.policies.override(fs.by_type(Adapted, p=p), fs.by_path({"": p}))
 
 
 def quantized(model: nn.Module, codec: Codec) -> nn.Module:
@@ -224,7 +224,7 @@ def hybrid_hooked(rank: int, name: str) -> None:
     both = ("replicate", "shard")
     specs = {axis: shapes(P(axis, at_rest=codec))(model).on(mesh) for axis in ("shard", "replicate", both, both[::-1], None)}
     some = fs.by_path({"0": P("shard"), "1": P(both, at_rest=codec)})  # with the outermost choice for each path
-    specs["some"] = fs.override(shapes(P("shard", at_rest=codec)), some)(model).on(mesh)
+    specs["some"] = fs.policies.override(shapes(P("shard", at_rest=codec)), some)(model).on(mesh)
     assert [unit.key for unit in specs["some"] if unit.at_rest] == ["", "1:frozen"]
     plain = shapes(P("shard"))(model).on(mesh)
     values = {name: p.detach() for name, p in model.named_parameters()}
@@ -481,13 +481,13 @@ def test_refused() -> None:
     with pytest.raises(TypeError, match=r"P: at_rest: expected a Codec such as codecs.nf4\(\) or None, got 'nf4'"):
         P(at_rest="nf4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"unit '' is P\('shard', at_rest=nf4\(block=64\)\).*nothing is: expected requires"):
-        fs.whole(P("shard", at_rest=codecs.nf4()))(nn.Linear(2, 2))
+        fs.policies.whole(P("shard", at_rest=codecs.nf4()))(nn.Linear(2, 2))
 
 
 def test_a_codec_that_needs_values_is_refused() -> None:
     """What is encoded has to have shapes that the slice's tell."""
     reads = Codec(lambda x: (x * x.abs().max().item(),), lambda x: x)
     layer = nn.Linear(2, 2).requires_grad_(False)
-    spec = fs.whole(P("shard", at_rest=reads))(layer)
+    spec = fs.policies.whole(P("shard", at_rest=reads))(layer)
     with pytest.raises(TypeError, match=r"expected encode to run on shapes alone"):
         fs.functional_call(layer, fs.shard(layer, spec), torch.ones(2), spec=spec)

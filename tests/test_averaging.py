@@ -38,7 +38,7 @@ with warnings.catch_warnings():
 
 torch.manual_seed(1)  # the same on every rank
 MODEL = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5)).double()
-REPLICATED = fs.always(fs.P())
+REPLICATED = fs.policies.always(fs.P())
 HYBRID = {"replicate": 2, "shard": 2}
 MIXED = fs.by_path({"0": fs.P("shard"), "1": fs.P()})
 PAIRS = {"quad": 2, "pair": 2}
@@ -169,7 +169,7 @@ def test_dtypes() -> None:
 
 
 def test_ignored_parameters_stay() -> None:
-    spec = fs.ignoring(fs.whole(fs.P()), params=("0.bias",))(MODEL)
+    spec = fs.policies.ignoring(fs.policies.whole(fs.P()), params=("0.bias",))(MODEL)
     mine = {"": torch.stack([torch.zeros(45), torch.ones(45)]).double(), "0.bias": torch.tensor([[1.0], [2.0]])}
     got = fs.testing.spmd(lambda mesh, p: av.average(p, spec.on(mesh)), 2)(mine)
     assert_close(got, {"": torch.full((2, 45), 0.5).double(), "0.bias": mine["0.bias"]})
@@ -190,7 +190,7 @@ def test_few_collectives() -> None:
     """Small tensors travel together by dtype until they are 4 MiB, large ones alone, once for every axis."""
     with world(8):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("a", "b"))
-        spec = fs.always(fs.P())(Many()).on(mesh)
+        spec = fs.policies.always(fs.P())(Many()).on(mesh)
         params = fs.shard(Many(), spec)
         with Collectives() as sent:
             av.average(params, spec)
@@ -207,7 +207,7 @@ def test_few_collectives() -> None:
 def test_nothing_is_sent_where_nothing_can_differ() -> None:
     """For FSDP, one rank, and no axes; nor in the steps between, whatever the axes."""
     with world(4):
-        split, spec = fs.always()(MODEL).bound, REPLICATED(MODEL).bound
+        split, spec = fs.policies.always()(MODEL).bound, REPLICATED(MODEL).bound
         slices, params = fs.shard(MODEL, split), fs.shard(MODEL, spec)
         with Collectives() as sent:
             av.average(slices, split)
@@ -259,7 +259,7 @@ def test_due_when_torchs_periodic_is(period: int, warmup_steps: int) -> None:
         assert state.step == peer.step
         theirs = due(lambda: peer.average_parameters([parameter()]))
         with world(2):
-            spec = fs.whole(fs.P())(nn.Linear(2, 1, bias=False)).bound
+            spec = fs.policies.whole(fs.P())(nn.Linear(2, 1, bias=False)).bound
             with Collectives() as sent:
                 _, state = av.periodic({"": torch.ones(2)}, state, spec, period=period, warmup_steps=warmup_steps)
         assert [one.ranks for one in sent.all] == [2] * len(theirs)
@@ -290,7 +290,7 @@ def test_due_where_torchs_hierarchical_is(periods: set[int], warmup_steps: int, 
     sizes = [2, 4, 8][-len(periods) :]
     with world(8):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("all", "quad", "pair"))
-        spec = fs.whole(fs.P())(nn.Linear(2, 1, bias=False)).on(mesh)
+        spec = fs.policies.whole(fs.P())(nn.Linear(2, 1, bias=False)).on(mesh)
         levels = [(period, AXES[size]) for period, size in zip(sorted(periods), sizes, strict=True)]
         peer = HierarchicalModelAverager(OrderedDict(zip(sorted(periods), sizes, strict=True)), warmup_steps)
         peer.step, state = start, av.init(start)
@@ -304,7 +304,7 @@ def test_due_where_torchs_hierarchical_is(periods: set[int], warmup_steps: int, 
 
 def test_three_levels() -> None:
     """torch's test_3_level_hierarchical_model_averager, values included: after each step on 8 ranks."""
-    spec = fs.whole(fs.P())(nn.Linear(3, 1, bias=False))
+    spec = fs.policies.whole(fs.P())(nn.Linear(3, 1, bias=False))
     groups = {**dict.fromkeys((16, 24), 8), **dict.fromkeys((12, 20), 4), **dict.fromkeys((10, 14, 18, 22), 2)}
     values = torch.zeros(8, 3)
     for step in range(25):

@@ -45,7 +45,7 @@ BAD_PARAMS: dict[str, tuple[Params, type[Exception], str]] = {
     "not a tensor": ({**PARAMS, "1": [0.0]}, TypeError, r"unit '1': expected a tensor, got list"),
     "full": (FULL, ValueError, r"unit '0\.weight' is not in the spec: expected units \['0', '1'\]"),
     "another policy": (
-        fs.shard(MODEL, fs.whole()(MODEL).on({"shard": 2}), rank=0),
+        fs.shard(MODEL, fs.policies.whole()(MODEL).on({"shard": 2}), rank=0),
         ValueError,
         r"unit '' is not in the spec: expected units \['0', '1'\].*another spec",
     ),
@@ -99,7 +99,7 @@ def changed(change: Callable[[nn.Module], object]) -> nn.Module:
 def _tied() -> tuple[nn.Module, PartitionSpec]:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    spec = fs.whole()(model).on({"shard": 1})
+    spec = fs.policies.whole()(model).on({"shard": 1})
     model[1].weight = nn.Parameter(torch.zeros(3, 3))
     return model, spec
 
@@ -164,12 +164,16 @@ SHORTER = changed(lambda m: m.pop(1))
             r"unit '0': expected a 1-D buffer of 8 elements, got shape \[16\].*or another mesh than shard=2\?",
         ),
         (
-            lambda: fs.reshard({"0": on_one()["0"]}, ONE, fs.whole()(MODEL)),
+            lambda: fs.reshard({"0": on_one()["0"]}, ONE, fs.policies.whole()(MODEL)),
             ValueError,
             r"unit '1' is missing: expected all that the new spec's unit '' is made of, \['0', '1'\], or nothing of it",
         ),
         (lambda: fs.unshard({"0": on_one()["0"]}, ONE, units=["1"]), ValueError, r"unit '1' is missing: .* got units \['0'\]"),
-        (lambda: fs.whole(P("x"))(MODEL).on({"shard": 2}), ValueError, r"unit '': unknown mesh axis 'x'.*one of \('shard',\)"),
+        (
+            lambda: fs.policies.whole(P("x"))(MODEL).on({"shard": 2}),
+            ValueError,
+            r"unit '': unknown mesh axis 'x'.*one of \('shard',\)",
+        ),
         (lambda: fs.by_path({"blocks.7": P()})(MODEL), ValueError, r"'blocks\.7' matches no module: expected a path such as"),
         (lambda: fs.shard(GROWN, SPEC, rank=0), ValueError, r"parameter '2\.weight' is not in the spec: expected the model"),
         (lambda: fs.shard(SHORTER, SPEC, rank=0), ValueError, r"parameter '1\.weight' of unit '1' is not in the model"),
@@ -218,14 +222,16 @@ SHORTER = changed(lambda m: m.pop(1))
         ),
         (lambda: fs.unflatten(PARAMS, SPEC), ValueError, r"unit '0': expected a 1-D buffer of 16 elements, got shape \[8\]"),
         (
-            lambda: fs.reshard(PARAMS, SPEC, fs.whole()(GROWN).on({"shard": 2})),
+            lambda: fs.reshard(PARAMS, SPEC, fs.policies.whole()(GROWN).on({"shard": 2})),
             ValueError,
             r"parameter '2\.(weight|bias)' is in the new spec only: expected two specs of one model",
         ),
         (lambda: fs.partition({"2": X}, SPEC), ValueError, r"'2' is no unit and no parameter of the spec: expected some of"),
         (lambda: fs.combine({"a": X}, {"a": X}), ValueError, r"'a' is in two parts: expected disjoint ones"),
         (
-            lambda: fs.grad(lambda params: params[""].sum())(fs.shard(COUNTS, fs.whole()(COUNTS).on({"shard": 1}), rank=0)),
+            lambda: fs.grad(lambda params: params[""].sum())(
+                fs.shard(COUNTS, fs.policies.whole()(COUNTS).on({"shard": 1}), rank=0)
+            ),
             TypeError,
             r"\[''\]: expected a floating point tensor, got torch\.int64; set it apart with partition",
         ),
@@ -275,7 +281,7 @@ def test_hints_are_for_errors_that_they_explain() -> None:
                 raise RuntimeError("too many")
             return xs[0] * 2
 
-    spec = fs.whole()(Takes()).on({"shard": 1})
+    spec = fs.policies.whole()(Takes()).on({"shard": 1})
     assert torch.equal(fs.functional_call(Takes(), {}, [X], spec=spec), 2 * X)
     with pytest.raises(RuntimeError, match=r"^too many\nfunctional_call: args is a list, which is the model's only argument"):
         fs.functional_call(Takes(), {}, [X, X], spec=spec)
@@ -295,7 +301,7 @@ def test_hints_are_for_errors_that_they_explain() -> None:
 )
 def test_input_of_another_dtype(module: nn.Module, x: torch.Tensor) -> None:
     """torch's words are about operands; ours about the arguments of the call, and what units compute in."""
-    spec = fs.whole()(module).on({"shard": 1})
+    spec = fs.policies.whole()(module).on({"shard": 1})
     expected = (
         rf"functional_call: arguments are of {x.dtype}, units compute in torch\.float32; cast the arguments, or give the model"
     )
@@ -307,7 +313,7 @@ def test_input_of_another_dtype(module: nn.Module, x: torch.Tensor) -> None:
 def test_second_derivative_of_embedding_bag(forward: bool | None) -> None:
     """Which torch does not have: what to use instead is said."""
     bag = nn.EmbeddingBag(5, 3)
-    spec = fs.whole()(bag).on({"shard": 1})
+    spec = fs.policies.whole()(bag).on({"shard": 1})
     params, ids = fs.shard(bag, spec), torch.tensor([[0, 1], [2, 3]])
     with pytest.raises(NotImplementedError) as info:
         fs.hvp(lambda p: fs.functional_call(bag, p, (ids,), spec=spec).pow(3).sum(), params, params, forward=forward)

@@ -227,7 +227,7 @@ def compiled(rank: int) -> None:
     norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     model = fs.convert_sync_batchnorm(copy.deepcopy(norm), axes=("replicate", "shard"))  # which the world does not have
     grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    spec, xs = fs.whole()(model).on(grid), batch(4, 4)
+    spec, xs = fs.policies.whole()(model).on(grid), batch(4, 4)
     full, statistics = dict(norm.named_parameters()), {name: b.clone() for name, b in norm.named_buffers()}
 
     def step(params: Tree, buffers: Tree) -> tuple[Tree, Tree]:

@@ -117,7 +117,7 @@ def test_nothing_is_said_where_nothing_is_lost(kind: str, remat: bool) -> None:
 def test_some_buffers_given() -> None:
     """Those that were not are named."""
     model = with_batch_norm()
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     given = {name: b.clone() for name, b in model.named_buffers() if name.startswith("0")}
     with pytest.warns(
         fs.BufferWarning, match=r"buffers '1\.1\.running_mean', '1\.1\.running_var', '1\.1\.num_batches_tracked' in"
@@ -128,7 +128,7 @@ def test_some_buffers_given() -> None:
 def test_warning_can_be_filtered() -> None:
     """By its category, of which other warnings are not."""
     model = with_batch_norm()
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fs.BufferWarning)
         fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec)
@@ -138,7 +138,7 @@ def test_warning_can_be_filtered() -> None:
 def test_said_in_a_compiled_call() -> None:
     """When it is traced."""
     model, x = with_batch_norm()[: depth(1, 2)], torch.randn(4, 3)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     params = fs.shard(model, spec)
     step = torch.compile(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum(), backend="eager", fullgraph=True)
     with pytest.warns(fs.BufferWarning, match=r"'0\.1\.running_mean'"):
@@ -198,7 +198,7 @@ def from_outside(rank: int) -> None:
     """Buffers that the step closes over are updated by a compiled step as by an eager one."""
     torch.manual_seed(0)
     model = with_batch_norm()[: depth(1, 2)].double()
-    spec = fs.whole()(model).bound
+    spec = fs.policies.whole()(model).bound
     params, x = fs.shard(model, spec), torch.randn(4, 3, dtype=torch.float64)
     results, plain = [], depth("eager", "aot_eager")
     ways = [lambda f: f, lambda f: fs.compile(f, backend="aot_eager"), lambda f: torch.compile(f, backend=plain)]
@@ -227,7 +227,7 @@ def test_buffers_from_outside(gloo2: Pool) -> None:
 # --- the mean over ranks ---
 
 
-ANY = fs.whole()(nn.Linear(2, 2))
+ANY = fs.policies.whole()(nn.Linear(2, 2))
 
 
 def averaged(mesh: Mesh, x: Tensor, axes: str | None) -> Tree:

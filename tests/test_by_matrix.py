@@ -70,7 +70,7 @@ MESHES: dict[str, tuple[dict[str, int], Any]] = {
 }
 
 
-POLICIES = {"whole": fs.whole(), "always": fs.always(), "linear ddp": fs.by_type(nn.Linear, p=fs.P())}
+POLICIES = {"whole": fs.policies.whole(), "always": fs.policies.always(), "linear ddp": fs.by_type(nn.Linear, p=fs.P())}
 
 
 def spec_on(mesh: Any, axis: Any) -> fs.PartitionSpec:
@@ -109,7 +109,7 @@ def test_what_is_hidden() -> None:
         fs.optim.hidden(MODEL, "lm_head")
     tied = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4, bias=False))
     tied[2].weight = tied[0].weight
-    assert set(fs.optim.matrices(fs.whole()(tied), select=fs.optim.hidden(tied)).by_name) == {"1.weight"}
+    assert set(fs.optim.matrices(fs.policies.whole()(tied), select=fs.optim.hidden(tied)).by_name) == {"1.weight"}
 
 
 @pairs
@@ -208,7 +208,7 @@ def test_parameters_without_dimensions_or_elements_are_resharded() -> None:
     mixed.inner = nn.Linear(3, 4)
     mixed.scalar, mixed.none = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.empty(0, 3))
     mixed.vector = nn.Parameter(torch.ones(5))
-    first, second = (policy(mixed).on({"shard": 1}) for policy in (fs.always(), fs.whole()))
+    first, second = (policy(mixed).on({"shard": 1}) for policy in (fs.policies.always(), fs.policies.whole()))
     for here, there in ((first, second), (second, first)):
         before, after = (fs.optim.matrices(spec) for spec in (here, there))
         (init, update), (begin, updated) = (fs.optim.muon(where, dtype=torch.float32, donate=True) for where in (before, after))
@@ -231,7 +231,7 @@ def test_counts_that_may_be_slices_are_not_resharded() -> None:
         return {"weight_decay": 0.0} if name == "bias" else {}
 
     def resharded(align: int) -> Any:
-        first, second = (fs.whole(fs.P("shard", align=n))(model).on({"shard": 1}) for n in (align, 8))
+        first, second = (fs.policies.whole(fs.P("shard", align=n))(model).on({"shard": 1}) for n in (align, 8))
         before, after = fs.optim.matrices(first), fs.optim.matrices(second)
         init, _ = fs.optim.muon(before, rest=fs.optim.from_torch(torch.optim.AdamW, spec=first, options=options))
         return fs.optim.reshard(init(fs.shard(model, first)), before, after)
@@ -315,7 +315,7 @@ def test_every_parameter_as_a_whole(gloo2: Pool, mesh: str) -> None:
 def test_other_state_of_vectors() -> None:
     """What only some parameters have in their own shape stays with the owner: a column's too, as of torch's Adafactor."""
     column = nn.Linear(1, 5).double()
-    spec = fs.whole()(column).on({"shard": 1})
+    spec = fs.policies.whole()(column).on({"shard": 1})
     params, want = fs.shard(column, spec), torch.optim.Adafactor(column.parameters())
     init, update = fs.optim.from_torch(torch.optim.Adafactor, spec=spec)
     new, _ = update(params, init(params), params)

@@ -52,12 +52,14 @@ def right(rank: int, model: nn.Module, loss: Callable[..., Tensor] | None = None
     run = loss or (lambda call, x: squared(call(x)))
     made = Architecture(model.double(), {"x": xs()}, lambda call, batch: run(call, batch["x"]), ())
     kept = fs.P("shard", reshard=False)
-    assert_mean_gradients(made, rank, {"always": fs.always(), "whole": fs.whole(), "kept": fs.always(kept)})
+    assert_mean_gradients(
+        made, rank, {"always": fs.policies.always(), "whole": fs.policies.whole(), "kept": fs.policies.always(kept)}
+    )
 
 
 def setting(rank: int, model: nn.Module | None = None) -> tuple[nn.Module, fs.PartitionSpec, dict[str, Tensor], Tensor]:
     model = model or Pair()
-    spec = fs.always()(model).bound
+    spec = fs.policies.always()(model).bound
     return model, spec, fs.shard(model, spec), xs()[rank]
 
 
@@ -318,7 +320,7 @@ class Force(Pair):
 def transforms_inside_forward(rank: int) -> None:
     """Right where no buffer is freed for backward; else the clear error that says so (torch: no saved-tensor hooks)."""
     made = Architecture(Force(), {"x": xs()}, lambda call, batch: squared(call(batch["x"])), ())
-    assert_mean_gradients(made, rank, {"kept": fs.always(fs.P("shard", reshard=False))})
+    assert_mean_gradients(made, rank, {"kept": fs.policies.always(fs.P("shard", reshard=False))})
     model, spec, params, x = setting(rank, made.model)
     for by in (fs.grad, torch.func.grad):
         with unchanged(model), pytest.raises(RuntimeError, match=r"torch\.func transform.*expected P\(reshard=False\)"):

@@ -178,7 +178,7 @@ def test_shards_are_those_of_every_precision(shapes: list[tuple[int, int]]) -> N
     """What was split for one precision is used with another, and then is what it was."""
     model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
     full = fs.testing.integers_like(model)
-    low, precise = (fs.whole(P("shard", precision=precision))(model) for precision in (Precision(param=BF16), None))
+    low, precise = (fs.policies.whole(P("shard", precision=precision))(model) for precision in (Precision(param=BF16), None))
     x = torch.ones(2, 3, shapes[0][0])
 
     def rank(mesh: fs.collectives.Mesh, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,7 +248,7 @@ class Counting(nn.Module):
 def test_buffers_keep_their_dtypes(buffer: torch.dtype | None, way: str, remat: bool) -> None:
     """Inside they are cast, integers never; outside they are what they were, bit by bit where forward left them alone."""
     model = Counting()
-    spec = fs.whole(P("shard", align=1, remat=remat, precision=Precision(buffer=buffer)))(model)
+    spec = fs.policies.whole(P("shard", align=1, remat=remat, precision=Precision(buffer=buffer)))(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     before = {name: b.clone() for name, b in model.named_buffers()}
     x = torch.arange(3.0)
@@ -272,7 +272,7 @@ def test_running_statistics(way: str, mode: str) -> None:
     """Those of a module whose parameters and buffers are in bfloat16, by hand; in eval they are not touched."""
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).train(mode == "train")
     x = torch.randn(6, 4)
-    spec = fs.whole(P(precision=Precision(param=BF16, buffer=BF16)))(model)
+    spec = fs.policies.whole(P(precision=Precision(param=BF16, buffer=BF16)))(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     with unchanged(model):
         WAYS[way](lambda p: fs.functional_call(model, p, (x,), spec=spec, buffers=buffers).float().pow(2).sum())(
@@ -291,8 +291,8 @@ def test_buffers_of_a_unit_of_its_own() -> None:
     """Each module's are cast as the nearest unit around it says."""
     model = nn.Sequential(Counting(), nn.Sequential(Counting()), nn.ModuleDict({"c": Counting()}))
     model.forward = lambda x: model[0](x) + model[1](x) + model[2]["c"](x)
-    policy = fs.override(
-        fs.whole(P(precision=Precision(buffer=BF16))),
+    policy = fs.policies.override(
+        fs.policies.whole(P(precision=Precision(buffer=BF16))),
         fs.by_path({"1": P(precision=Precision(buffer=F16)), "2.c": P(precision=Precision(param=F64))}),
     )
     spec = policy(model)
@@ -320,7 +320,7 @@ class Setting(nn.Module):
 @pytest.mark.parametrize("precision", [None, Precision(), Precision(param=BF16)])
 def test_buffers_that_are_not_cast_are_what_forward_left(precision: Precision | None) -> None:
     model = Setting()
-    spec = fs.whole(P(precision=precision))(model)
+    spec = fs.policies.whole(P(precision=precision))(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     fs.functional_call(model, fs.shard(model, spec), (torch.full((1,), 1 / 3, dtype=F64),), spec=spec, buffers=buffers)
     assert buffers["whole"].tolist() == [0.5, 0.5]
@@ -329,7 +329,7 @@ def test_buffers_that_are_not_cast_are_what_forward_left(precision: Precision | 
 
 def test_a_buffer_that_grows_comes_back_in_its_dtype() -> None:
     model = Setting()
-    spec = fs.whole(P(precision=Precision(buffer=BF16)))(model)
+    spec = fs.policies.whole(P(precision=Precision(buffer=BF16)))(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     fs.functional_call(model, fs.shard(model, spec), (torch.ones(1),), spec=spec, buffers=buffers)
     assert (buffers["cache"].dtype, buffers["cache"].tolist()) == (F32, [0, 0, 1])

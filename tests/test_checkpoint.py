@@ -42,7 +42,7 @@ class Tied(nn.Module):
 
 
 POLICIES: dict[str, Callable[[nn.Module], fs.PartitionSpec]] = {
-    "whole": fs.whole(),
+    "whole": fs.policies.whole(),
     "by_type": fs.by_type(nn.Linear, nn.BatchNorm1d),
     "replicated": fs.by_type(nn.Linear, p=P()),
     "mixed": fs.by_path({"blocks.*": P(align=1), "conv": P("shard", offload="params")}),
@@ -164,7 +164,7 @@ def _save_one(rank: int, path: str) -> list[str]:
     checkpoint.save(path, fs.shard(model, spec), spec)
     three: Any = dist.new_group([0, 1, 3])
     if rank != 2:
-        some = fs.whole()(model).on(DeviceMesh.from_group(three, "cpu", mesh_dim_names=("shard",)), submesh=True)
+        some = fs.policies.whole()(model).on(DeviceMesh.from_group(three, "cpu", mesh_dim_names=("shard",)), submesh=True)
         found, expected = checkpoint.load(path, some), fs.shard(model, some)
         assert_same(found, expected)
     return sorted(file.name for file in Path(path).iterdir())
@@ -184,7 +184,7 @@ def test_replicas_write_each_byte_once(gloo4: Pool, tmp_path: Path) -> None:
 def test_plain_values_in_the_state_of_units(tmp_path: Path) -> None:
     """They are stored for each parameter, so that other units have them; of those in one unit they must be alike."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    fine, coarse = fs.by_type(nn.Linear)(model), fs.whole()(model)
+    fine, coarse = fs.by_type(nn.Linear)(model), fs.policies.whole()(model)
 
     def state(spec: fs.PartitionSpec, count: Callable[[int], Any]) -> State:
         return {key: {"m": x, "n": (count(i), "x")} for i, (key, x) in enumerate(fs.shard(model, spec).items())}
@@ -208,7 +208,7 @@ def test_plain_values_in_the_state_of_units(tmp_path: Path) -> None:
 def test_a_number_that_is_nan_comes_back(tmp_path: Path) -> None:
     """Of a run that has diverged: NaN is no difference between the parameters of a unit."""
     model = nn.Linear(2, 3)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     state = {"": {"m": fs.shard(model, spec)[""], "t": torch.tensor(math.nan), "n": math.nan}}
     checkpoint.save(tmp_path / "1", {"opt": state}, spec)
     for found in (checkpoint.load(tmp_path / "1", spec), checkpoint.load(tmp_path / "1", spec, like={"opt": state})):
@@ -227,7 +227,7 @@ def test_plain_values_without_a_name(tmp_path: Path, state: Any) -> None:
 def test_a_state_without_tensors_loads_under_another_policy(tmp_path: Path) -> None:
     """Plain SGD has nothing for a unit: its state has the keys of the new policy's units all the same."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    fine, coarse = fs.by_type(nn.Linear)(model), fs.whole()(model)
+    fine, coarse = fs.by_type(nn.Linear)(model), fs.policies.whole()(model)
     init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
     for one, other in ((fine, coarse), (coarse, fine)):
         path = tmp_path / f"{len(one)}"
@@ -242,7 +242,7 @@ def test_a_state_without_tensors_loads_under_another_policy(tmp_path: Path) -> N
 
 def test_any_plain_key_beside_units(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     more = {"step": 3, 5: "five", b"q": 7, None: (1, 2), torch.float32: True, 0.5: 0}
     checkpoint.save(tmp_path / "1", fs.shard(model, spec) | more, spec)  # pyright: ignore[reportOperatorIssue]
     found = checkpoint.load(tmp_path / "1", spec)
@@ -260,7 +260,7 @@ class Own(NamedTuple):
 
 def test_containers_of_the_callers_own_need_like(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     state = Own(fs.shard(model, spec), 5)
     checkpoint.save(tmp_path / "a", state, spec)
     with pytest.raises(ValueError, match=r"container of the caller's own: expected like="):
@@ -313,7 +313,7 @@ def test_containers_of_the_standard_library(gloo2: Pool, tmp_path: Path) -> None
 def _compressed(rank: int, path: str) -> None:
     torch.manual_seed(rank)
     model = nn.Linear(16, 16)
-    spec = fs.whole(P())(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    spec = fs.policies.whole(P())(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
     compressor = fs.compress.powersgd(rank=1)
     params = fs.unshard(fs.shard(model, spec, src=0), spec)
     state = compressor.init(spec)
@@ -330,7 +330,7 @@ def test_feedback_of_compression(gloo2: Pool, tmp_path: Path) -> None:
     """PowerSGD's: each rank's own comes back on as many ranks; on another number of them each has the mean."""
     path = str(tmp_path / "a")
     gloo2.run(_compressed, path)
-    spec = fs.whole(P())(nn.Linear(16, 16)).on({"shard": 1})
+    spec = fs.policies.whole(P())(nn.Linear(16, 16)).on({"shard": 1})
     found = checkpoint.load(path, spec)["compress"]
     metadata: Any = read_metadata(Path(path)).state_dict_metadata["compress.error.weight"]
     assert metadata.size == (2, 16, 16)
@@ -452,7 +452,7 @@ def test_slices_of_every_dtype(tmp_path: Path) -> None:
             for name, values in {"a": torch.ones(24, dtype=torch.uint8), "b": torch.zeros(40, dtype=torch.uint8)}.items()
         }
     )
-    spec, other = fs.whole()(model), fs.always(P("shard", align=3))(model)
+    spec, other = fs.policies.whole()(model), fs.policies.always(P("shard", align=3))(model)
     checkpoint.save(tmp_path / "1", {"params": fs.shard(model, spec)}, spec)
     for to in (spec, other):
         found, expected = checkpoint.load(tmp_path / "1", to, only="params"), fs.shard(model, to)
@@ -469,7 +469,7 @@ def test_a_parameter_that_has_another_first_name_now(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "1", {"params": fs.shard(model, spec)}, spec)
     more = nn.ModuleDict({"a": nn.Linear(3, 3), "0": model[0], "1": model[1]})
     more["a"].weight, more["a"].bias = model[0].weight, model[0].bias
-    found = checkpoint.load(tmp_path / "1", other := fs.whole()(more), only="params")
+    found = checkpoint.load(tmp_path / "1", other := fs.policies.whole()(more), only="params")
     assert_same(found, fs.shard(more, other))
 
 

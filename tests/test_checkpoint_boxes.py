@@ -176,7 +176,10 @@ def test_many_ranks(ranks: int, others: int) -> None:
     model[0].weight.data = model[0].weight.data.contiguous(memory_format=torch.channels_last)  # pyright: ignore
     full = integers_like(model)
     full["0.weight"] = full["0.weight"].to(memory_format=torch.channels_last)
-    specs, ats = everyone(fs.whole()(model), {"shard": ranks}), everyone(fs.by_type(nn.Linear)(model), {"shard": others})
+    specs, ats = (
+        everyone(fs.policies.whole()(model), {"shard": ranks}),
+        everyone(fs.by_type(nn.Linear)(model), {"shard": others}),
+    )
     metadata, stored = saved([dict(fs.shard(full, spec, rank=r)) for r, spec in enumerate(specs)], specs)
     check_saved(metadata, stored, full)
     for rank, spec in enumerate(ats):

@@ -40,10 +40,10 @@ def mixed() -> nn.Module:
 
 
 POLICIES: dict[str, Callable[[nn.Module], fs.PartitionSpec]] = {
-    "shard": fs.always(P("shard")),
-    "whole": fs.whole(),
-    "replicated": fs.always(P()),
-    "end to end": fs.whole(P("shard", align=1)),
+    "shard": fs.policies.always(P("shard")),
+    "whole": fs.policies.whole(),
+    "replicated": fs.policies.always(P()),
+    "end to end": fs.policies.whole(P("shard", align=1)),
 }
 
 
@@ -108,7 +108,7 @@ def on_a_mesh(rank: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = mixed()
     for i, p in enumerate([P("shard"), P(("replicate", "shard")), P("replicate")]):
-        spec = fs.always(p)(model).on(mesh)
+        spec = fs.policies.always(p)(model).on(mesh)
         params = fs.shard(model, spec)
         path = checkpoint.export(params, spec, Path(folder) / str(i))
         same_bits(written(path), {name: q.detach() for name, q in model.named_parameters()})
@@ -125,7 +125,7 @@ def test_every_dtype_is_called_what_the_library_calls_it(tmp_path: Path) -> None
     for name, dtype in DTYPES.items():
         values = torch.randint(0, 2, (3, 2)).to(dtype)
         model[name] = nn.Parameter(values, requires_grad=False)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     path = checkpoint.export(fs.shard(model, spec), spec, tmp_path / "files")
     with safetensors.safe_open(path / "model.safetensors", "pt") as file:
         for name, dtype in DTYPES.items():
@@ -144,7 +144,7 @@ def test_options_of_export(tmp_path: Path) -> None:
     """Another dtype for what is floating point, other names, full parameters, parameters that are ignored."""
     model = mixed()
     model.register_parameter("ids", nn.Parameter(torch.arange(3), requires_grad=False))
-    spec = fs.ignoring(fs.whole(), params=["odd"])(model)
+    spec = fs.policies.ignoring(fs.policies.whole(), params=["odd"])(model)
     assert "odd" in spec.ignored
     full = {name: p.detach() for name, p in model.named_parameters() if name != "odd"}
     path = checkpoint.export(
@@ -172,11 +172,11 @@ def test_options_of_export(tmp_path: Path) -> None:
 
 def test_units_at_rest_are_decoded_and_encoded(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
-    spec = fs.always(P("shard", at_rest=fs.codecs.int8()))(model)
+    spec = fs.policies.always(P("shard", at_rest=fs.codecs.int8()))(model)
     params = fs.shard(model, spec)
     path = checkpoint.export(params, spec, tmp_path / "files")
     same_bits(written(path), fs.gather_full(params, spec))
-    plain = checkpoint.export(fs.shard(model, fs.whole()(model)), fs.whole()(model), tmp_path / "plain")
+    plain = checkpoint.export(fs.shard(model, fs.policies.whole()(model)), fs.policies.whole()(model), tmp_path / "plain")
     same_bits(checkpoint.read_safetensors(plain, spec), params)
 
 
@@ -251,7 +251,7 @@ class Counted:
 def by_ranges(rank: int, folder: str) -> int:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 53))
-    spec = fs.always(P("shard", align=1))(model)
+    spec = fs.policies.always(P("shard", align=1))(model)
     asked: list[int] = []
     real = safetensors.safe_open
     safetensors.safe_open = lambda file, **options: Counted(real(file, **options), asked)
@@ -276,7 +276,7 @@ def test_each_rank_reads_the_ranges_of_its_slices(gloo2: Pool, tmp_path: Path) -
 def peaks(rank: int, folder: str) -> None:
     """Of a unit at a time: the first rank alone gathers, and holds no two of them."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    spec = fs.always(P("shard"))(model)
+    spec = fs.policies.always(P("shard"))(model)
     params = fs.shard(model, spec)
     alive, made = [], 0
     gather = _export.gather_to_first
@@ -311,7 +311,7 @@ def test_a_unit_at_a_time_is_gathered_to_the_first_rank(gloo2: Pool, tmp_path: P
 
 def full_disk(rank: int, folder: str) -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    spec = fs.always(P("shard"))(model)
+    spec = fs.policies.always(P("shard"))(model)
     params = fs.shard(model, spec)
     path = Path(folder) / "files"
     write, writes = _export._write, 0
@@ -344,7 +344,7 @@ def test_an_error_of_the_first_rank_is_one_of_all(gloo2: Pool, tmp_path: Path) -
 
 def bad_exports(rank: int, folder: str) -> None:
     model = mixed()
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     params = fs.shard(model, spec)
     path = Path(folder) / "files"
     without = {key: t for key, t in params.items() if key != next(iter(params))}
@@ -388,7 +388,7 @@ def test_bad_exports_are_refused_on_all_ranks(gloo2: Pool, tmp_path: Path) -> No
 
 def test_simulated_ranks_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    spec = fs.whole()(model).on({"shard": 2})
+    spec = fs.policies.whole()(model).on({"shard": 2})
     params = fs.shard(model, spec, rank=0)
     refused(ValueError, "export: expected process groups", lambda: checkpoint.export(params, spec, tmp_path / "a"))
     refused(ValueError, "read_safetensors: expected process groups", lambda: checkpoint.read_safetensors(tmp_path, spec))
@@ -421,7 +421,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[dict[str, Tensor]], Any]]
 
 def wrong_file(rank: int, kind: str, folder: str) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    for policy in (fs.always(P("shard")), fs.whole()):
+    for policy in (fs.policies.always(P("shard")), fs.policies.whole()):
         error, match, _ = WRONG[kind]
         refused(error, match, lambda policy=policy: checkpoint.read_safetensors(folder, policy(model)))
 
@@ -437,7 +437,7 @@ def test_files_that_do_not_fit_are_refused_on_every_rank(gloo2: Pool, kind: str,
 
 def one_is_damaged(rank: int, folder: str) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     other = Path(folder) / ("good" if rank else "bad")  # as where the ranks' machines have copies of their own
     refused(
         checkpoint.CheckpointError,
@@ -489,12 +489,14 @@ def test_damaged_files_are_refused(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file(model.state_dict(), file)
     DAMAGES[kind](file)
-    refused(checkpoint.CheckpointError, "model.safetensors: ", lambda: checkpoint.read_safetensors(file, fs.whole()(model)))
+    refused(
+        checkpoint.CheckpointError, "model.safetensors: ", lambda: checkpoint.read_safetensors(file, fs.policies.whole()(model))
+    )
 
 
 def test_indices_that_are_wrong_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     path = checkpoint.export(fs.shard(model, spec), spec, tmp_path / "files", shard_bytes=1)
     index = path / "model.safetensors.index.json"
     read = lambda: checkpoint.read_safetensors(path, spec)  # noqa: E731
@@ -521,7 +523,7 @@ def test_indices_that_are_wrong_are_refused(tmp_path: Path) -> None:
 def test_an_index_beside_the_one_file_is_stale(tmp_path: Path) -> None:
     """transformers reads the file: of an earlier save in pieces the index has stayed, and perhaps the pieces."""
     old, new = (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)) for _ in range(2))
-    spec = fs.whole()(old)
+    spec = fs.policies.whole()(old)
     path = checkpoint.export(fs.shard(old, spec), spec, tmp_path / "files", shard_bytes=1)
     save_file(new.state_dict(), path / "model.safetensors")
     same_bits(checkpoint.read_safetensors(path, spec), fs.shard(new, spec))
@@ -531,7 +533,7 @@ def test_an_index_beside_the_one_file_is_stale(tmp_path: Path) -> None:
 def test_a_tied_parameter_may_have_any_of_its_names(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     full = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
     for left_out in ("0.weight", "1.weight", None):
         save_file({name: t for name, t in full.items() if name != left_out}, tmp_path / "model.safetensors")
@@ -544,7 +546,7 @@ def test_a_tied_parameter_may_have_any_of_its_names(tmp_path: Path) -> None:
 def test_prefixes_of_wrappers_are_left_out(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     save_file({"module._orig_mod.0.weight": model[0].weight, "_orig_mod.0.bias": model[0].bias}, tmp_path / "model.safetensors")
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     same_bits(checkpoint.read_safetensors(tmp_path, spec), fs.shard(model, spec))
     assert checkpoint.clean_name("_fsdp_wrapped_module.a._checkpoint_wrapped_module.module.w") == "a.w"
 
@@ -553,7 +555,7 @@ def test_without_the_package_its_name_is_said(tmp_path: Path, monkeypatch: pytes
     """Reading needs it; writing does not."""
     monkeypatch.setitem(sys.modules, "safetensors", None)
     model = nn.Linear(2, 2)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     path = checkpoint.export(fs.shard(model, spec), spec, tmp_path / "files")
     with pytest.raises(ImportError, match=re.escape('pip install "funshard[checkpoint]"')):
         checkpoint.read_safetensors(path, spec)

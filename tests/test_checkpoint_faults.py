@@ -313,7 +313,7 @@ def save_changed(rank: int, path: str, change: str) -> None:
         case "numpy":
             state["x"] = np.float64(1.5)
         case "spec":
-            spec = fs.whole()(model).on(spec.bound_mesh) if rank else spec
+            spec = fs.policies.whole()(model).on(spec.bound_mesh) if rank else spec
             state = {"params": fs.shard(model, spec, rank=rank)}
         case "replicas":
             spec = fs.by_type(nn.Linear, p=fs.P())(model).on(spec.bound_mesh)

@@ -38,7 +38,7 @@ FULL = StateDictOptions(full_state_dict=True)
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 POLICIES = {
     "blocks": lambda: fs.by_type(MLP)(Net()),
-    "whole": lambda: fs.whole()(Net()),
+    "whole": lambda: fs.policies.whole()(Net()),
     "replicated": lambda: fs.by_type(MLP, p=P())(Net()),
 }
 STATES = ("exp_avg", "exp_avg_sq", "step")

@@ -35,7 +35,7 @@ from funshard.checkpoint import _save
 {GLOO}
 dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
-spec = fs.whole()(model)
+spec = fs.policies.whole()(model)
 params = fs.shard(model, spec, src=0)
 fs.checkpoint.save(sys.argv[1] + "/1", params, spec)
 saving = fs.checkpoint.save(sys.argv[1] + "/2", params, spec, asynchronous=True)
@@ -71,7 +71,7 @@ def stopped(rank: int, port: str, path: str, out: Any, where: str, which: int) -
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=100))
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     params = fs.shard(model, spec)
     if rank == which and where == "before":
         os.kill(os.getpid(), signal.SIGSTOP)

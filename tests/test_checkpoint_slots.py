@@ -60,7 +60,7 @@ def test_numbers_are_told_from_slices(model: nn.Module, size: int, align: int, d
         return
     cut = data.draw(st.sets(st.sampled_from(sorted(full))))
     p, each = P("shard", align=align), {type(module) for module in model.modules()}
-    specs = ranks_of(data.draw(st.sampled_from([fs.whole(p), fs.by_type(*each, p=p)]))(model), size)
+    specs = ranks_of(data.draw(st.sampled_from([fs.policies.whole(p), fs.by_type(*each, p=p)]))(model), size)
     states = [initial(full, spec, rank, cut) for rank, spec in enumerate(specs)]
     if all(specs[0].shard_numel(unit) <= len(unit.params) for unit in specs[0]):
         assert len({refused_or_right(state, spec) for state, spec in zip(states, specs, strict=True)}) == 1

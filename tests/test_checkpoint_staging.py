@@ -45,7 +45,7 @@ class Faults:
 def state_of() -> tuple[fs.Params, fs.PartitionSpec]:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     return fs.shard(model, spec), spec
 
 
@@ -84,7 +84,7 @@ def test_a_fault_at_every_step_leaves_all_or_nothing_and_says_which(tmp_path: Pa
 def save_with_a_fault(rank: int, path: str) -> str:
     """The error of a save whose first rank cannot flush the parent's entries."""
     model = nn.Linear(4, 3)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     params = fs.shard(model, spec, src=0)
     flush = staging._flush
 

@@ -218,7 +218,7 @@ def test_sent_in_a_gather() -> None:
     x = torch.randn(2, 4, 8, dtype=torch.float64)
 
     def run(mesh: Any, x: Tensor) -> Any:
-        spec = fs.always(fs.P("shard", precision=fs.Precision(codec=codec)))(model).on(mesh)
+        spec = fs.policies.always(fs.P("shard", precision=fs.Precision(codec=codec)))(model).on(mesh)
         return fs.grad_and_value(lambda p: fs.functional_call(model, p, x, spec=spec).sin().sum())(fs.shard(model, spec))
 
     weight, bias = (codec.decode(*codec.encode(p.detach().flatten())).view_as(p) for p in (model.weight, model.bias))

@@ -49,7 +49,7 @@ def specs() -> dict[str, fs.PartitionSpec]:
     return {
         "blocks": fs.by_type(Block)(MODEL).bound,
         "kept": fs.by_type(Block, p=fs.P("shard", reshard=False))(MODEL).bound,
-        "replicated": fs.whole(fs.P())(MODEL).bound,
+        "replicated": fs.policies.whole(fs.P())(MODEL).bound,
         "kept in a replicated one": fs.by_path({"": fs.P(), "0": fs.P("shard", reshard=False)})(MODEL).bound,
     }
 
@@ -117,10 +117,10 @@ class Cast(torch.nn.Module):
 def cast_when_compiled(rank: int, p: fs.P, last: fs.P | None = None) -> None:
     torch.manual_seed(0)
     model, x = Cast(), torch.randn(2, 5, 3)[rank]
-    spec = fs.whole(p)(model).bound
+    spec = fs.policies.whole(p)(model).bound
     if last:
-        units = fs.override(fs.whole(p), fs.by_path({"first": p, "last": last}))
-        spec = fs.full_precision(units, torch.nn.LayerNorm)(model).bound
+        units = fs.policies.override(fs.policies.whole(p), fs.by_path({"first": p, "last": last}))
+        spec = fs.policies.full_precision(units, torch.nn.LayerNorm)(model).bound
     params = fs.shard(model, spec)
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ MODEL = nn.Sequential(nn.Linear(6, 11), nn.Linear(11, 7), nn.Linear(7, 5, bias=F
 HSDP = {"replicate": 2, "shard": 3}
 SOME = {"0": fs.P("shard"), "1": fs.P(), "2": fs.P("shard", align=4)}
 LAYOUTS: dict[str, tuple[fs.Policy, Mapping[str, int]]] = {
-    "alone": (fs.always(), {"shard": 1}),
-    "split": (fs.always(), {"shard": 4}),
+    "alone": (fs.policies.always(), {"shard": 1}),
+    "split": (fs.policies.always(), {"shard": 4}),
     "replicated": (fs.by_path({"0": fs.P()}, fs.P()), {"shard": 3}),
     "some": (fs.by_path(SOME), {"shard": 2}),
     "hsdp": (fs.by_path(SOME), HSDP),
@@ -217,7 +217,12 @@ def test_how_units_are_split_changes_nothing(name: str) -> None:
     """What a compressor of parameters gives is the same function of the ranks' gradients on every layout."""
     grads = [gradients(6, seed) for seed in range(3)]
     full = []
-    for policy, sizes in ((fs.always(), {"shard": 6}), (fs.whole(fs.P()), {"shard": 6}), LAYOUTS["hsdp"], LAYOUTS["both"]):
+    for policy, sizes in (
+        (fs.policies.always(), {"shard": 6}),
+        (fs.policies.whole(fs.P()), {"shard": 6}),
+        LAYOUTS["hsdp"],
+        LAYOUTS["both"],
+    ):
 
         def rank(mesh: Any, *grads: fs.Params, policy: fs.Policy = policy) -> Any:
             spec = policy(MODEL).on(mesh)
@@ -236,7 +241,7 @@ def test_how_units_are_split_changes_nothing(name: str) -> None:
 @each_compressor
 def test_the_state_keeps_its_structure(name: str) -> None:
     """And is a pytree of tensors: it can be saved, compiled and looped over."""
-    spec = fs.always()(MODEL)
+    spec = fs.policies.always()(MODEL)
     state = COMPRESSORS[name].init(spec)
     before = pytree.tree_flatten(state)
     for seed in range(3):
@@ -370,7 +375,7 @@ def test_a_gradient_of_zeros_is_one_and_does_not_last(rank: int) -> None:
 
 def test_drawn_numbers_are_normal_and_a_function_of_seed_and_step() -> None:
     wide = nn.Linear(20000, 3, bias=False)
-    spec = fs.whole()(wide)
+    spec = fs.policies.whole()(wide)
     grads = {"weight": torch.randn(3, 20000, generator=torch.Generator().manual_seed(0))}
 
     def after(seed: int, count: int, warm_start: bool) -> Tensor:
@@ -411,7 +416,7 @@ def test_only_what_is_smaller_is_compressed() -> None:
     """(n + m) r rate < n m, as torch decides; and a state exists for that alone, none for frozen parameters."""
     model = nn.ModuleDict({"a": nn.Linear(6, 11), "b": nn.Linear(4, 4), "c": nn.Conv2d(4, 9, 3), "d": nn.Linear(50, 50)})
     model["d"].requires_grad_(False)
-    spec = fs.always()(model)
+    spec = fs.policies.always()(model)
     for rank, rate in ((1, 2.0), (1, 1.0), (2, 1.0), (2, 2.0), (3, 0.1)):
         state = powersgd(rank, min_compression_rate=rate).init(spec)
         shapes = {n: (len(p), p.numel() // len(p)) for n, p in model.named_parameters() if p.requires_grad}
@@ -426,7 +431,7 @@ def test_some_units() -> None:
     """What has no gradients is left out, and its state stays; frozen units' gradients, where there are some, are exact."""
     model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9))
     model[2].requires_grad_(False)
-    spec = fs.always()(model)
+    spec = fs.policies.always()(model)
     grads = {n: g[0] for n, g in gradients(1, model=model).items()}
     compressor = powersgd()
     state = compressor.init(spec)
@@ -442,7 +447,7 @@ def test_tied_and_ignored_parameters() -> None:
     """A tied parameter's gradient may have any of its names; an ignored one's is passed over."""
     model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False), "c": nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight
-    spec = fs.ignoring(fs.whole(), params=["c.bias"])(model)
+    spec = fs.policies.ignoring(fs.policies.whole(), params=["c.bias"])(model)
     g = torch.randn(4, 4)
     for name in ("a.weight", "b.weight"):
         for c in (exact(), quantize(), powersgd(4, min_compression_rate=0)):
@@ -454,7 +459,7 @@ def test_tied_and_ignored_parameters() -> None:
 def test_memory_order_and_mixed_dtypes() -> None:
     """Gradients lie where `shard` puts parameters, and keep their dtypes, also where those are not the parameters'."""
     model = nn.ModuleDict({"a": nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last), "b": nn.Linear(8, 8).bfloat16()})
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     grads = {n: g[0] for n, g in gradients(1, model=model).items()}
     for to in (None, torch.float32, torch.bfloat16):
         given = {n: g if to is None else g.to(to) for n, g in grads.items()}
@@ -482,7 +487,7 @@ def test_switch_and_post_local() -> None:
 def test_powersgd_reads_no_values() -> None:
     """One graph for all steps; the state may come from outside of spmd."""
     model = depth(MODEL[:1], MODEL)
-    spec = fs.always()(model).on({"shard": 1})
+    spec = fs.policies.always()(model).on({"shard": 1})
     compressor = powersgd(2, min_compression_rate=0.5, warm_start=False)
     step = torch.compile(lambda g, s: compressor.reduce(g, s, spec), backend="eager", fullgraph=True)
     plain = compiled = compressor.init(spec)
@@ -528,7 +533,7 @@ BAD: dict[str, tuple[fs.Params, type[Exception], str]] = {
 def test_bad_gradients(case: str, name: str) -> None:
     """Named, and on a mesh that cannot communicate: so before any communication."""
     grads, error, message = BAD[case]
-    spec = fs.always()(MODEL).on({"shard": 4})
+    spec = fs.policies.always()(MODEL).on({"shard": 4})
     with pytest.raises(error, match=message):
         COMPRESSORS[name].reduce(grads, COMPRESSORS[name].init(spec), spec)
 
@@ -546,7 +551,7 @@ def test_bad_gradients(case: str, name: str) -> None:
     ids=["rank", "batched", "no error"],
 )
 def test_a_state_of_other_options(other: Compressor[PowerSGD], message: str) -> None:
-    spec = fs.always()(MODEL).on({"shard": 4})
+    spec = fs.policies.always()(MODEL).on({"shard": 4})
     with pytest.raises(ValueError, match=message):
         powersgd().reduce(GOOD, other.init(spec), spec)
 
@@ -557,8 +562,12 @@ def test_a_state_of_other_options(other: Compressor[PowerSGD], message: str) -> 
         (lambda: powersgd(0), ValueError, "rank of at least 1, got 0"),
         (lambda: quantize(0), ValueError, "at least one element, got 0"),
         (lambda: cast(torch.int8), TypeError, "floating point dtype, got torch.int8"),
-        (lambda: powersgd(axes="slow").init(fs.always()(MODEL)), ValueError, r"unknown mesh axis 'slow': .*\('shard',\)"),
-        (lambda: exact(("shard", "x")).reduce(GOOD, (), fs.always()(MODEL)), ValueError, "unknown mesh axis 'x'"),
+        (
+            lambda: powersgd(axes="slow").init(fs.policies.always()(MODEL)),
+            ValueError,
+            r"unknown mesh axis 'slow': .*\('shard',\)",
+        ),
+        (lambda: exact(("shard", "x")).reduce(GOOD, (), fs.policies.always()(MODEL)), ValueError, "unknown mesh axis 'x'"),
     ],
     ids=["rank", "chunk", "dtype", "axis", "axes"],
 )

@@ -78,7 +78,7 @@ def beside_ddp(rank: int, kind: str, options: dict[str, Any], split: bool) -> No
         return theirs(hook_state, bucket)
 
     peer.register_comm_hook(state, hook)
-    spec = fs.always(fs.P("shard") if split else fs.P())(model)
+    spec = fs.policies.always(fs.P("shard") if split else fs.P())(model)
     passed = ours.init(spec.bound)
     for step in range(STEPS):
         full = {n: p.detach().clone() for n, p in peer.module.named_parameters()}
@@ -196,7 +196,7 @@ def defaults(rank: int, size: int) -> list[Tensor]:
     compressors = [exact(), cast(torch.float16), cast(torch.bfloat16), quantize(), powersgd(min_compression_rate=0)]
     out = []
     for p in (fs.P("shard", align=1), fs.P("shard", reshard=False, align=1), fs.P()):
-        spec = fs.whole(p)(model)
+        spec = fs.policies.whole(p)(model)
         full = fs.unshard(fs.shard(model, spec), spec)
         grads = torch.func.grad(lambda q: torch.func.functional_call(model, q, torch.full((1, 1), float(rank))).sum())(full)
         for compressor in compressors:
@@ -263,10 +263,10 @@ def test_powersgd_sends_p_and_q(rank: int, split: bool) -> None:
     p = fs.P("shard") if split else fs.P()
     want = [Sent("all_reduce", n, 4 * n, 8) for n in numels]
     scattered = [Sent("reduce_scatter", 64, 256, 8)] if split else []
-    assert sent(powersgd(rank), fs.always(p), {"shard": 8}) == scattered + want
+    assert sent(powersgd(rank), fs.policies.always(p), {"shard": 8}) == scattered + want
     both = [Sent("all_reduce", n, 4 * n, size) for n in numels for size in (2, 4)]
     hybrid = [Sent("reduce_scatter", 64, 256, 4), Sent("all_reduce", 16, 64, 2)] if split else []
-    assert sent(powersgd(rank), fs.always(p), EIGHT) == hybrid + both
+    assert sent(powersgd(rank), fs.policies.always(p), EIGHT) == hybrid + both
 
 
 def test_powersgd_of_slices() -> None:
@@ -276,13 +276,13 @@ def test_powersgd_of_slices() -> None:
     first, second, _ = (math.ceil(math.sqrt(n / 4)) for n in units.values())
     last = 16  # the slice of "2" is a 4 x 4 square: P and Q are not twice smaller
     reduced = [Sent("all_reduce", n, 4 * n, 2) for n in (first + second + last, first + second)]
-    assert sent(powersgd(axes="replicate"), fs.always(fs.P("shard", align=1)), EIGHT) == scattered + reduced
+    assert sent(powersgd(axes="replicate"), fs.policies.always(fs.P("shard", align=1)), EIGHT) == scattered + reduced
 
 
 def test_what_quantize_and_cast_send() -> None:
     """A quarter and half of the bytes: all of it to all, or each slice to its owner."""
     whole, slice_ = 64 * 48 + 48, (64 * 48 + 48) // 8
-    close = fs.always(fs.P("shard", align=1))
+    close = fs.policies.always(fs.P("shard", align=1))
     only = fs.by_path({"0": fs.P()}, fs.P())
     assert Sent("all_gather", whole, whole, 8) in sent(quantize(), only, {"shard": 8})
     assert Sent("all_gather", 2, 8, 8) in sent(quantize(), only, {"shard": 8})
@@ -301,6 +301,6 @@ def test_what_quantize_and_cast_send() -> None:
 
 
 def test_what_is_local_is_not_sent() -> None:
-    assert sent(unreduced(), fs.always(), EIGHT) == []
-    assert {x.ranks for x in sent(post_local(0, "shard"), fs.always(), EIGHT)} == {4}
-    assert {x.ranks for x in sent(post_local(1, "shard"), fs.always(), EIGHT)} == {2, 4}
+    assert sent(unreduced(), fs.policies.always(), EIGHT) == []
+    assert {x.ranks for x in sent(post_local(0, "shard"), fs.policies.always(), EIGHT)} == {4}
+    assert {x.ranks for x in sent(post_local(1, "shard"), fs.policies.always(), EIGHT)} == {2, 4}

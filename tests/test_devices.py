@@ -91,7 +91,7 @@ def test_shards_of_a_cpu_model_are_on_the_device_of_the_group(
     world.bound_device_id = torch.device("cuda", 1)
     with FakeTensorMode():
         model = nn.Linear(3, 4)
-        shards = fs.shard(model, fs.whole(fs.P("shard", align=1))(model))
+        shards = fs.shard(model, fs.policies.whole(fs.P("shard", align=1))(model))
     assert {key: (shard.device, shard.numel()) for key, shard in shards.items()} == {"": (torch.device("cuda", 1), 8)}
 
 

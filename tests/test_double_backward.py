@@ -50,7 +50,7 @@ def squared(out: Tensor) -> Tensor:
 
 
 def setting(model: nn.Module, policy: fs.Policy | None = None) -> tuple[fs.PartitionSpec, fs.Params]:
-    spec = (policy or fs.always())(model).bound
+    spec = (policy or fs.policies.always())(model).bound
     return spec, {k: p.requires_grad_() for k, p in fs.shard(model, spec).items()}
 
 
@@ -132,9 +132,9 @@ def two_losses(rank: int) -> None:
 def shard_changed_before_backward(rank: int) -> None:
     """An optimizer step between forward and backward: an error that names the unit, or the weights that forward used."""
     model = nn.Sequential(*(nn.Linear(3, 3, dtype=torch.float64) for _ in range(3)))
-    expected = mean(plain(model, squared), model, fs.always()(model).bound)
+    expected = mean(plain(model, squared), model, fs.policies.always()(model).bound)
     for changed in ("0", "1", "2"):
-        spec = fs.always()(model).bound
+        spec = fs.policies.always()(model).bound
         params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
         loss = squared(fs.functional_call(model, params, xs()[rank], spec=spec))
         with torch.no_grad():
@@ -185,7 +185,7 @@ def complex_units(rank: int) -> None:
     for dtype in (torch.complex64, torch.complex128):
         model = Middle(dtype)
         for p in (fs.P("shard"), fs.P("shard", reshard=False), fs.P()):
-            spec, params = setting(model, fs.always(p))
+            spec, params = setting(model, fs.policies.always(p))
             squared(fs.functional_call(model, params, xs(dtype)[rank], spec=spec)).backward()
             for k, g in mean(plain(model, squared), model, spec).items():
                 assert params[k].grad.dtype == dtype
@@ -207,7 +207,7 @@ def autocast(rank: int) -> None:
             return call(x)
 
     for p in (fs.P("shard"), fs.P("shard", reshard=False)):
-        spec, params = setting(model, fs.always(p))
+        spec, params = setting(model, fs.policies.always(p))
         out = cast(x[rank], lambda x, s=spec, p=params: fs.functional_call(model, p, x, spec=s))
         want = cast(x[rank], model)
         assert out.dtype == want.dtype

@@ -127,7 +127,7 @@ def failing(rank: int) -> str:
     model = Apart().double()
     kind = KeyError if rank else AssertionError
     with pytest.raises(kind) as info:
-        assert_exact(loss, model, fs.whole()(model), values(5, 3, seed=rank))
+        assert_exact(loss, model, fs.policies.whole()(model), values(5, 3, seed=rank))
     return str(info.value)
 
 
@@ -201,7 +201,7 @@ def test_tells_apart_what_is_wrong() -> None:
         check_odd(lambda self, y: WrongTwice.apply(y), order=2)
     shifted = Odd(lambda self, y: y + 3)
     with pytest.raises(AssertionError, match=r"another loss: by 3 on rank \d"):
-        assert_exact(lambda call, x: call(x).mean(), shifted, fs.whole()(shifted).on({"shard": 2}), values(2, 5, 3))
+        assert_exact(lambda call, x: call(x).mean(), shifted, fs.policies.whole()(shifted).on({"shard": 2}), values(2, 5, 3))
 
 
 def test_buffers_are_compared() -> None:
@@ -243,7 +243,7 @@ def test_an_impure_forward_is_told_from_a_wrong_one(generator: torch.Generator |
     model = Counting(generator)
     expected = r"run again with the same seed, the plain model gives another gradient of 'weight'.*impure"
     with pytest.raises(AssertionError, match=expected):
-        assert_exact(cube, model, fs.whole()(model).on({"shard": 2}), values(2, 5, 3))
+        assert_exact(cube, model, fs.policies.whole()(model).on({"shard": 2}), values(2, 5, 3))
 
 
 class Clamping(nn.Linear):
@@ -258,7 +258,7 @@ def test_what_a_plain_forward_writes_into_parameters_is_put_back() -> None:
     model = Clamping(3, 3).double()
     before = model.weight.detach().clone()
     with pytest.raises(AssertionError, match="gradient of 'weight'"):
-        assert_exact(cube, model, fs.whole()(model).on({"shard": 2}), values(2, 5, 3))
+        assert_exact(cube, model, fs.policies.whole()(model).on({"shard": 2}), values(2, 5, 3))
     assert torch.equal(model.weight, before)
 
 
@@ -271,7 +271,7 @@ class Writing(nn.Linear):
 def test_the_batch_is_left_alone() -> None:
     model, x = Writing(3, 3).double(), values(2, 5, 3)
     before = x.clone()
-    assert_exact(cube, model, fs.whole()(model).on({"shard": 2}), x, order=2)
+    assert_exact(cube, model, fs.policies.whole()(model).on({"shard": 2}), x, order=2)
     assert torch.equal(x, before)
 
 
@@ -318,7 +318,9 @@ def test_a_model_with_a_script_module(make: Callable[[nn.Module], nn.Module]) ->
     """Whose parameters, buffers and submodules are no dicts of Python's; a traced one has none in its __dict__."""
     model = nn.Sequential(nn.Linear(3, 4).double(), make(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double()))
     with unchanged(model):
-        assert_exact(lambda call, x: call(x).pow(2).mean(), model, fs.always()(model).on({"shard": 2}), values(2, 5, 3))
+        assert_exact(
+            lambda call, x: call(x).pow(2).mean(), model, fs.policies.always()(model).on({"shard": 2}), values(2, 5, 3)
+        )
 
 
 def test_another_method_and_a_tree_of_batches() -> None:
@@ -331,12 +333,12 @@ def test_another_method_and_a_tree_of_batches() -> None:
 
     model = Two(3, 2).double()
     batch = {"x": values(2, 5, 3), "y": values(2, 5, 2, seed=6), "factor": 0.5}
-    assert_exact(loss, model, fs.whole()(model).on({"shard": 2}), batch, method="halved")
+    assert_exact(loss, model, fs.policies.whole()(model).on({"shard": 2}), batch, method="halved")
 
 
 def test_mistakes() -> None:
     model = nn.Linear(3, 2)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     loss = lambda call, x: call(x).sum()  # noqa: E731
     with pytest.raises(ValueError, match="order: expected 1 or 2, got 3"):
         assert_exact(loss, model, spec, torch.ones(5, 3), order=3)
@@ -371,7 +373,7 @@ def test_sync_batch_norm_on_simulated_ranks_is_no_false_alarm(order: int, sizes:
 def test_a_wrong_run_beside_sync_batch_norm_is_found() -> None:
     model = nn.Sequential(nn.Linear(3, 3), fs.SyncBatchNorm(3), Odd(lambda self, y: 2 * y.detach() - y)).double()
     with pytest.raises(AssertionError, match=r"another gradient of '\d\..*the sharded run is wrong"):
-        assert_exact(cube, model, fs.whole()(model).on({"shard": 2}), values(2, 5, 3))
+        assert_exact(cube, model, fs.policies.whole()(model).on({"shard": 2}), values(2, 5, 3))
 
 
 def sync_on_ranks(rank: int) -> None:
@@ -431,7 +433,7 @@ def test_gradient_checkpointing_of_transformers_is_refused_in_our_words() -> Non
     with pytest.raises(
         RuntimeError, match=r"^assert_exact: module 'model.*gradient checkpointing of transformers does.*_disable"
     ):
-        assert_exact(lambda call, ids: call(ids, labels=ids).loss, model, fs.whole()(model).on({"shard": 2}), ids)
+        assert_exact(lambda call, ids: call(ids, labels=ids).loss, model, fs.policies.whole()(model).on({"shard": 2}), ids)
 
 
 class Routed(nn.Module):
@@ -449,7 +451,7 @@ class Routed(nn.Module):
 def differing(rank: int, what: str) -> str:
     torch.manual_seed(rank if what == "values" else 0)
     model = Routed().double()
-    spec = (fs.by_type(nn.Linear) if what != "spec" or rank == 0 else fs.whole())(model)
+    spec = (fs.by_type(nn.Linear) if what != "spec" or rank == 0 else fs.policies.whole())(model)
     x = values(5, 3)
     x[0, 0] = rank - 0.5
     with pytest.raises(AssertionError if what == "units" else ValueError) as info:

@@ -117,7 +117,7 @@ def test_the_same_tensors(cls: Any, options: dict[str, Any]) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("policy", [fs.whole(), fs.by_path({"0": fs.P("shard", align=4), "2": fs.P()})])
+@pytest.mark.parametrize("policy", [fs.policies.whole(), fs.by_path({"0": fs.P("shard", align=4), "2": fs.P()})])
 def test_shards(cls: Any, options: dict[str, Any], policy: fs.Policy) -> None:
     """Law L5: a step on shards is the shard of a step."""
     module = model()
@@ -161,7 +161,7 @@ def decayed(name: str, param: fs.Param) -> dict[str, float]:
 def test_neighbours_of_equal_options_are_one_vector() -> None:
     """The bias, the weight, and two norms as one: as few kernels as there can be, a group for each kind."""
     module = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.LayerNorm(5))
-    spec = fs.whole()(module).on({"shard": 1})
+    spec = fs.policies.whole()(module).on({"shard": 1})
     stepped: list[list[int]] = []
 
     class Seen(torch.optim.SGD):
@@ -178,7 +178,7 @@ def test_neighbours_of_equal_options_are_one_vector() -> None:
 def test_schedule_of_the_learning_rate() -> None:
     """``lr`` is what a torch.optim.lr_scheduler would set, also beside an lr of a parameter's own, as a tensor as well."""
     start = numbers(model(), 1)
-    spec = fs.whole()(model())
+    spec = fs.policies.whole()(model())
     own = lambda name: {"lr": 0.5} if name.endswith("bias") else {}  # noqa: E731
     params = {name: nn.Parameter(tensor.clone()) for name, tensor in start.items()}
     peer = torch.optim.AdamW([{"params": [p], **own(name)} for name, p in params.items()], lr=0.1)
@@ -279,7 +279,7 @@ class Allocations(TorchDispatchMode):
 def test_donated_update_allocates_what_torch_does(cls: Any, options: dict[str, Any], own: bool) -> None:
     """With options on the pieces as well: there the sum is the same, in more pieces."""
     module = nn.Linear(50, 50)
-    spec = fs.whole()(module).on({"shard": 1})
+    spec = fs.policies.whole()(module).on({"shard": 1})
     params = fs.shard(module, spec)
     holder = nn.Parameter(params[""].clone())
     peer = cls([holder], **options)
@@ -361,7 +361,7 @@ class Lion(torch.optim.Optimizer):
 def test_a_class_of_ones_own() -> None:
     module = model()
     start = numbers(module, 1)
-    spec = fs.always()(module).on(SIZES)
+    spec = fs.policies.always()(module).on(SIZES)
     own = lambda name: {"momentum": 0.5} if name.endswith("bias") else {}  # noqa: E731
     initial = lambda p: {"exp_avg": torch.zeros_like(p)}  # noqa: E731
     got = on_ranks(Lion, spec, start, 4, initial=initial, options=lambda name, _: own(name), lr=0.05)
@@ -440,7 +440,7 @@ def two_steps_of_torch(cls: Any, full: fs.Params, target: fs.Params) -> Tensor:
 def test_differentiable(cls: Any) -> None:
     """The gradient through two updates on two ranks' shards, with options, is that of the whole."""
     module = nn.Linear(3, 2).double()
-    start, spec = numbers(module, 1), fs.whole()(module).on({"shard": 2})
+    start, spec = numbers(module, 1), fs.policies.whole()(module).on({"shard": 2})
     target = numbers(module, 2)
     options = {"momentum": 0.9} if cls is torch.optim.SGD else {}
 
@@ -538,7 +538,7 @@ def test_eps_root(cls: Any, options: dict[str, Any]) -> None:
 def test_a_warning_names_the_root_of_zeros() -> None:
     """Of elements, not of padding; and not where eps_root is."""
     module = nn.Linear(3, 1).double()
-    spec = fs.whole()(module).on({"shard": 1})
+    spec = fs.policies.whole()(module).on({"shard": 1})
     params = fs.shard(module, spec)
 
     def slope(x: Tensor, **more: Any) -> fs.Params:
@@ -632,7 +632,7 @@ def test_integers_empty_units_and_nothing() -> None:
 def test_a_frozen_and_an_integer_parameter_beside_options() -> None:
     module = nn.Linear(3, 2)
     module.register_parameter("table", nn.Parameter(torch.arange(5), requires_grad=False))
-    spec = fs.whole()(module).on({"shard": 2})
+    spec = fs.policies.whole()(module).on({"shard": 2})
     init, update = from_torch(torch.optim.SGD, lr=1.0, spec=spec, rank=1, options=decayed, weight_decay=0.5)
     params = fs.shard(module, spec, rank=1)
     new, _ = update({key: torch.zeros_like(p) for key, p in params.items()}, init(params), params)
@@ -646,7 +646,7 @@ def test_a_frozen_and_an_integer_parameter_beside_options() -> None:
 def test_padding_is_left_alone() -> None:
     """Poisoned, it stays poison and spreads nowhere; with eps=0 clean padding stays clean."""
     module = nn.Linear(3, 2)
-    spec = fs.whole()(module).on(SIZES)
+    spec = fs.policies.whole()(module).on(SIZES)
     params, grads = fs.shard(module, spec, rank=2), fs.shard(numbers(module, 1), spec, rank=2)
     init, update = from_torch(torch.optim.AdamW, spec=spec, rank=2, eps=0.0)
     new, state = update(grads, init(params), params)
@@ -670,7 +670,7 @@ def test_state_is_a_pytree_that_a_bad_step_leaves_alone() -> None:
 def test_state_is_sharded_like_the_params() -> None:
     """So that gathered by name it is torch's own, vector by vector."""
     module = model()
-    start, spec = numbers(module, 1), fs.always()(module)
+    start, spec = numbers(module, 1), fs.policies.always()(module)
     init, update = from_torch(torch.optim.Adam, spec=spec, options=decayed)
     params = fs.shard(start, spec)
     _, state = update(fs.shard(gradients(start, 0), spec), init(params), params)
@@ -690,7 +690,7 @@ def test_state_is_sharded_like_the_params() -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's loops under vmap
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("policy", [fs.always(), fs.by_path({"0": fs.P(), "2": fs.P("shard")})])
+@pytest.mark.parametrize("policy", [fs.policies.always(), fs.by_path({"0": fs.P(), "2": fs.P("shard")})])
 def test_simulated_ranks(cls: Any, policy: fs.Policy) -> None:
     """Three steps of training on three ranks are three steps on the joined batch."""
     module = model()
@@ -721,7 +721,7 @@ def test_options_of_simulated_ranks_are_refused() -> None:
     module = model()
 
     def build(mesh: Any, x: Tensor) -> Tensor:
-        from_torch(torch.optim.SGD, spec=fs.whole()(module).on(mesh), options=decayed)
+        from_torch(torch.optim.SGD, spec=fs.policies.whole()(module).on(mesh), options=decayed)
         return x
 
     with pytest.raises(ValueError, match="simulated ranks are all there at once: expected rank="):
@@ -731,7 +731,7 @@ def test_options_of_simulated_ranks_are_refused() -> None:
 def with_options(rank: int) -> None:
     module = model()
     start = numbers(module, 1)
-    for policy in (fs.whole(), fs.by_path({"0": fs.P(), "2": fs.P("shard")})):
+    for policy in (fs.policies.whole(), fs.by_path({"0": fs.P(), "2": fs.P("shard")})):
         spec = policy(module)
         init, update = from_torch(torch.optim.AdamW, spec=spec, options=decayed, weight_decay=0.5, fused=True, donate=True)
         params = fs.shard(start, spec)
@@ -818,7 +818,7 @@ def test_mistakes_in_update(error: type[Exception], message: str, call: Any) -> 
 
 
 def test_mistakes_in_options() -> None:
-    spec = fs.whole()(model()).on(SIZES)
+    spec = fs.policies.whole()(model()).on(SIZES)
     of_bias = lambda own: lambda name, _: own if name == "0.bias" else {}  # noqa: E731
     for kwargs, error, message in [
         ({"lr": -1.0}, ValueError, "Invalid learning rate"),

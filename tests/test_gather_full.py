@@ -59,7 +59,7 @@ def net() -> Net:
     return Net()
 
 
-def bound(mesh: str, model: nn.Module, make: Callable[..., fs.Policy] = fs.always) -> PartitionSpec:
+def bound(mesh: str, model: nn.Module, make: Callable[..., fs.Policy] = fs.policies.always) -> PartitionSpec:
     _, shape, names, p = MESHES[mesh]
     return make(p)(model).on(init_device_mesh("cpu", shape, mesh_dim_names=names))
 
@@ -122,7 +122,7 @@ def test_unshard_params_writeback(rank0_only: bool, gloo2: Pool) -> None:
 
 def singleton(rank: int) -> tuple[float, float]:
     model = nn.Linear(1, 1, bias=False)
-    spec = fs.whole(P("shard", align=1))(model).bound
+    spec = fs.policies.whole(P("shard", align=1))(model).bound
     shards = {"": torch.full((1,), rank + 2.0)}  # rank 1 holds nothing but padding
     full = fs.gather_full(shards, spec)
     assert full["weight"].tolist() == [[2.0]]
@@ -291,7 +291,7 @@ def test_the_models_own_order() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.ModuleDict({"b": nn.Linear(3, 3), "a": nn.Linear(3, 3)})["b"], nn.Linear(3, 2))
     model[2].weight.requires_grad_(False)
     named = {name: p.detach() for name, p in model.named_parameters()}
-    for policy in (fs.always(), fs.by_path({"2": fs.P(), "0": fs.P("shard")}), fs.whole()):
+    for policy in (fs.policies.always(), fs.by_path({"2": fs.P(), "0": fs.P("shard")}), fs.policies.whole()):
         spec = pickle.loads(pickle.dumps(policy(model))).on({"shard": 1})
         shards = fs.shard(model, spec)
         trees = fs.gather_full(shards, spec), fs.unshard(shards, spec), fs.unflatten(fs.flatten(named, spec), spec)

@@ -145,7 +145,7 @@ def test_reduce_mean_is_the_mean_over_all_samples(counts: list[int]) -> None:
         return torch.where(mask, losses, 0).sum() / mask.sum()
 
     def run(mesh: fs.collectives.Mesh, x: Tensor, mask: Tensor) -> Any:
-        spec = fs.whole()(model).on(mesh)
+        spec = fs.policies.whole()(model).on(mesh)
         params = fs.shard(full, spec)
         grads = fs.reduce_mean(torch.func.grad(mean)(fs.unshard(params, spec), x, mask), mask.sum(), spec)
 
@@ -167,7 +167,7 @@ def weighted(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
     model = nn.Linear(3, 1).double()
-    spec = fs.whole()(model).on(mesh)
+    spec = fs.policies.whole()(model).on(mesh)
     params = fs.shard(model, spec)
     xs = torch.randn(7, 3, dtype=torch.float64)
     x = xs[:2] if rank == 0 else xs[2:]
@@ -198,7 +198,7 @@ class Total(nn.Linear):
 def test_history_in_float32() -> None:
     """What is accumulated as you say: 256 + 1 - 256 is 1 in float32, and 0 where it is added up in bfloat16."""
     model = Total(1, 1, bias=False)
-    spec = fs.whole(P("shard", align=1, precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32)))(model)
+    spec = fs.policies.whole(P("shard", align=1, precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32)))(model)
 
     def run(mesh: fs.collectives.Mesh, *steps: Tensor) -> Tensor:
         bound = spec.on(mesh)

@@ -112,7 +112,7 @@ def clipped_samples(model: nn.Module, spec: fs.PartitionSpec, shards: fs.Params,
 
 
 def on_device(model: nn.Module) -> tuple[fs.PartitionSpec, fs.Params]:
-    spec = fs.always(fs.P("shard", align=1))(model).bound
+    spec = fs.policies.always(fs.P("shard", align=1))(model).bound
     return spec, {unit.key: torch.empty(spec.shard_numel(unit), device="meta") for unit in spec}
 
 

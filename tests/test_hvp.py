@@ -78,11 +78,11 @@ HV = jvp(grad(reference), (FULL,), (V,))[1]
 HIGHER = grad(lambda p: squares(jvp(grad(reference), (p,), (V,))[1]))(FULL)
 POLICIES = {
     "blocks": fs.by_type(Block),
-    "always": fs.always(),
+    "always": fs.policies.always(),
     "kept": fs.by_type(Block, p=P("shard", reshard=False)),
-    "replicated": fs.always(P()),
+    "replicated": fs.policies.always(P()),
     "remat": fs.by_type(Block, p=P("shard", remat=True)),
-    "sent": fs.always(P("shard", precision=fs.Precision(codec=fs.Codec(lambda x: (x / 2, x / 2), torch.add)))),
+    "sent": fs.policies.always(P("shard", precision=fs.Precision(codec=fs.Codec(lambda x: (x / 2, x / 2), torch.add)))),
 }
 PRODUCTS: dict[str, tuple[Callable[..., fs.Params], fs.Params]] = {
     "as there are rules": (fs.hvp, HV),
@@ -339,7 +339,7 @@ def test_no_grad_in_forward(what: str, p: P, remat: bool) -> None:
     """As for a gradient of a gradient, also where the caller wants none himself; torch's own jvp differentiates it."""
     torch.manual_seed(0)
     model = Constants(CONSTANTS[what]).double()
-    spec = fs.always(p)(model)
+    spec = fs.policies.always(p)(model)
     params, x = fs.shard(model, spec), torch.randn(3, 4).double()
     v = {key: torch.linspace(-1, 1, shard.numel()).double() for key, shard in params.items()}
 

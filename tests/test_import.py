@@ -43,8 +43,8 @@ x = torch.randn(2, 5, 3, dtype=torch.float64)
 
 
 net = model[0]
-spec, one = fs.whole()(net), fs.whole()(model).on({"shard": 1})
-of_net, shards = fs.whole()(net).on({"shard": 1}), fs.testing.spmd(lambda mesh, _: fs.shard(net, spec.on(mesh)), 2)(x)
+spec, one = fs.policies.whole()(net), fs.policies.whole()(model).on({"shard": 1})
+of_net, shards = fs.policies.whole()(net).on({"shard": 1}), fs.testing.spmd(lambda mesh, _: fs.shard(net, spec.on(mesh)), 2)(x)
 inputs = fs.shard(model, one), fs.shard(net, of_net)
 
 

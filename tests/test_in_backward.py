@@ -187,7 +187,7 @@ def test_units_used_otherwise(gloo2: Pool, how: str) -> None:
 def test_under_a_transform() -> None:
     """The gradient of what a step gives with respect to what it was given, as learning to learn has it."""
     model = MLP(3)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     params, x = fs.shard(model, spec), torch.linspace(-1, 1, 6).double().view(2, 3)
     init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, differentiable=True)
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
@@ -272,7 +272,7 @@ def test_exact_clipping_runs_backward_twice() -> None:
 
 def test_errors() -> None:
     model = MLP(3)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     params, x = fs.shard(model, spec), torch.ones(2, 3).double()
     init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
     loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
@@ -309,7 +309,7 @@ def test_errors() -> None:
 def test_an_error_leaves_no_reference_cycle(where: str, clip: str | None) -> None:
     """What an exception leaves behind goes with it, without the cycle collector."""
     model = MLP(3)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     params, x = fs.shard(model, spec), torch.ones(2, 3).double()
     init, _ = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
     seen: list[weakref.ref[Any]] = []
@@ -407,7 +407,7 @@ class Biased(nn.Module):
 def test_two_optimizers() -> None:
     """test_apply_optimizer_in_backward: weights with one learning rate, biases with another, six iterations, shared weights."""
     model = Biased()
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
     options = lambda name, _: {"lr": 1.0 if name.endswith("weight") else 0.5}  # noqa: E731
     init, update = fs.optim.from_torch(torch.optim.SGD, spec=spec, options=options, lr=1.0)

@@ -166,7 +166,7 @@ from test_in_flight import Layer
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = torch.nn.Sequential(*(Layer() for _ in range(6)))
-spec = fs.always(fs.P("shard"))(model).bound
+spec = fs.policies.always(fs.P("shard"))(model).bound
 leaves = {{key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}}
 
 def leave(text: str) -> None:

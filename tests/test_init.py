@@ -124,12 +124,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer": lambda: Transformer(layers=2, tied=True),
 }
 POLICIES: dict[str, Callable[[nn.Module], fs.PartitionSpec]] = {
-    "whole": fs.whole(),
-    "always": fs.always(),
+    "whole": fs.policies.whole(),
+    "always": fs.policies.always(),
     "size": fs.by_size(40, p=P(align=1)),
-    "linear": fs.any_of(fs.by_type(nn.Linear, nn.Conv2d, p=P())),
-    "replicated": fs.whole(P(None)),
-    "ignoring": lambda m: fs.ignoring(fs.always(), params=[n for n, _ in m.named_parameters() if n.endswith("bias")])(m),
+    "linear": fs.policies.any_of(fs.by_type(nn.Linear, nn.Conv2d, p=P())),
+    "replicated": fs.policies.whole(P(None)),
+    "ignoring": lambda m: fs.policies.ignoring(
+        fs.policies.always(), params=[n for n, _ in m.named_parameters() if n.endswith("bias")]
+    )(m),
     "children": lambda m: fs.by_path({name: P("shard") for name, c in m.named_children() if [*c.parameters()]})(m),
 }
 
@@ -191,7 +193,7 @@ def test_values_follow_from_names_alone() -> None:
     """What else is in the model, and what other modules draw, changes nothing; a seed does, and so does a name."""
 
     def of(model: nn.Module, seed: int | None = 0) -> dict[str, Tensor]:
-        spec = fs.always()(model)
+        spec = fs.policies.always()(model)
         return fs.unshard(fs.init(model, spec, seed=seed), spec)
 
     with torch.device("meta"):
@@ -221,7 +223,7 @@ def test_an_init_fn_of_fsdp() -> None:
 def test_simulated_ranks_and_an_ambient_device() -> None:
     """Inside spmd every rank has its slices; a device that is the default for now is not that of the values."""
     model = bare("tied")
-    spec = fs.always()(model)
+    spec = fs.policies.always()(model)
     slices = fs.testing.spmd(lambda mesh, _: fs.init(model, spec.on(mesh), seed=2), 3)(torch.zeros(3))
     for rank in range(3):
         with torch.device("meta"):
@@ -272,7 +274,7 @@ def test_transformers(make: Callable[[], Any]) -> None:
     buffers = {name: b.clone() for name, b in full.named_buffers()}
     full = seeded(full, 0, init_fn)
     ids = torch.arange(5)[None]
-    for policy in (fs.always(), fs.by_size(300)):
+    for policy in (fs.policies.always(), fs.by_size(300)):
         spec = policy(model)
         with unchanged(model):
             params = fs.init(model, spec, init_fn=init_fn, seed=0)
@@ -296,7 +298,7 @@ def test_statistics_of_batch_norm() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model.register_buffer("scale", torch.arange(4.0))
-    spec = fs.always()(model)
+    spec = fs.policies.always()(model)
     params, buffers = fs.init(model, spec, seed=0), fs.init_buffers(model, spec, seed=0)
     assert list(buffers) == ["scale", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
     assert buffers["scale"] is not model.scale
@@ -326,7 +328,7 @@ def test_what_has_no_values_is_not_read() -> None:
     """torch gives memory that nobody wrote to for a product by a tensor on the meta device."""
     with torch.device("meta"):
         model = nn.Sequential(Reading(), nn.Linear(2, 2, bias=False))
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     params, x, before = fs.init(model, spec, seed=0), torch.randn(3, 2), model[0].mask
     with pytest.raises(
         ValueError, match=r"buffers are on the meta device, without values: '0\.mask'; expected all in buffers="
@@ -337,7 +339,7 @@ def test_what_has_no_values_is_not_read() -> None:
     plain = x @ fs.unshard(params, spec)["0.weight"].T + fs.unshard(params, spec)["0.bias"]
     out = fs.functional_call(model, params, x, spec=spec, buffers=buffers)
     torch.testing.assert_close(out, plain @ fs.unshard(params, spec)["1.weight"].T)
-    some = fs.ignoring(fs.whole(), ["1"])(model)
+    some = fs.policies.ignoring(fs.policies.whole(), ["1"])(model)
     params = fs.init(model, some, seed=0)
     with pytest.raises(
         ValueError, match=r"the spec ignores are on the meta device, without values: '1\.weight'; expected them in"
@@ -361,7 +363,7 @@ def test_a_buffer_that_its_constructor_alone_computes() -> None:
     """It is named, unless it has its values; where modules share one, all have the same."""
     with torch.device("meta"):
         lost, kept = Masked(), Masked(device="cpu")
-    spec = fs.whole()(lost)
+    spec = fs.policies.whole()(lost)
     fs.init(lost, spec)
     with pytest.raises(ValueError, match=r"init: buffer 'mask' of module '' \(Masked\) was left without values"):
         fs.init_buffers(lost, spec)
@@ -480,7 +482,7 @@ def test_refused(case: str) -> None:
     make, options, error, message = REFUSED[case]
     with torch.device("meta"):
         model = make()
-    spec = fs.always()(model)
+    spec = fs.policies.always()(model)
     before = torch.get_rng_state()
     with unchanged(model), pytest.raises(error, match=message):
         fs.init(model, spec, **options)
@@ -489,7 +491,7 @@ def test_refused(case: str) -> None:
 
 def test_what_has_values_is_shards() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     with pytest.raises(
         ValueError, match=r"parameter '0\.bias' is on cpu: expected it on the meta device; shard\(model, spec\)"
     ):
@@ -501,7 +503,7 @@ def test_what_has_values_is_shards() -> None:
 def test_one_unit_makes_a_reach_right() -> None:
     """What a root resets of its children is in one unit with them, and is then its parents' word."""
     model = fs.skeleton(ResetsAll(*linears()))
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     same(fs.init(model, spec, seed=1), fs.shard(seeded(ResetsAll(*linears()), 1), spec))
 
 
@@ -539,7 +541,7 @@ def test_meta_device_1d_init(gloo4: Pool) -> None:
 def test_invalid_meta_device_init() -> None:
     """Params on the meta device are no params to train with, by units or by names."""
     model = fs.skeleton(nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)))
-    spec = fs.always()(model)
+    spec = fs.policies.always()(model)
     for params in (dict(model.named_parameters()), {key: p.to("meta") for key, p in fs.init(model, spec).items()}):
         with pytest.raises(ValueError, match=rf"without values: {', '.join(map(repr, params))}; expected them to be mat"):
             fs.functional_call(model, params, torch.tensor([1]), spec=spec)
@@ -568,7 +570,7 @@ def test_rank0_broadcast_meta_device_init(gloo2: Pool) -> None:
 
 
 def stepped(rank: int) -> None:
-    for policy in (fs.whole(), fs.always(), fs.by_type(MLP)):
+    for policy in (fs.policies.whole(), fs.policies.always(), fs.by_type(MLP)):
         with torch.device("meta"):
             model = Net()
         spec = policy(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
@@ -595,7 +597,7 @@ def test_simple_model_with_meta_device(gloo2: Pool) -> None:
 
 def differing(rank: int) -> None:
     model = bare("transformer")
-    spec = fs.always()(model).bound
+    spec = fs.policies.always()(model).bound
     mine = MODELS["transformer"]() if rank else model
     same(fs.init(model, spec, seed=4), fs.init(model, spec, seed=4, rank=rank))
     before = torch.get_rng_state()
@@ -694,7 +696,7 @@ def test_units_share_one_buffer() -> None:
     with torch.device("meta"):
         model = make()
     for p, expected in ((fs.P("shard"), 1), (fs.P(), 6)):  # whole units are what the caller gets
-        spec = fs.always(p)(model).on({"shard": 8})
+        spec = fs.policies.always(p)(model).on({"shard": 8})
         with Held() as memory:
             params = fs.init(model, spec, seed=0, rank=5)
         assert sum(nbytes >= spec.padded_numel(spec.by_key["0"]) * 4 for nbytes in memory.made) == expected

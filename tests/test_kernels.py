@@ -145,6 +145,6 @@ def test_quantize_has_as_many_kernels_at_any_number_of_ranks(p: P) -> None:
     counts: list[Counter[str]] = []
     for size in (2, 8, 64):
         with world(size), Kernels() as counted:
-            fs.compress.quantize(16).reduce(grads, (), fs.always(p)(model).bound)
+            fs.compress.quantize(16).reduce(grads, (), fs.policies.always(p)(model).bound)
         counts.append(counted.ops)
     assert counts[0] == counts[1] == counts[2]

@@ -86,7 +86,7 @@ def test_float4_with_padding_and_without(numel: int) -> None:
     """torch fills no float4: a unit whose length needs no padding was "not implemented" to flatten and to shard."""
     values = torch.arange(numel, dtype=torch.uint8)
     model = nn.ParameterDict({"w": nn.Parameter(values.view(torch.float4_e2m1fn_x2), requires_grad=False)})
-    spec = fs.whole()(model).on({"shard": 2})
+    spec = fs.policies.whole()(model).on({"shard": 2})
     (joined,) = (torch.cat([s[key] for s in (fs.shard(model, spec, rank=r) for r in (0, 1))]) for key in spec.by_key)
     assert joined.view(torch.uint8)[:numel].equal(values)
     assert len(joined) == 32
@@ -132,7 +132,7 @@ def test_l9_parameters_and_slices_start_on_16_bytes(
 def test_l9_with_align_1_nothing_pads_inside(case: Case) -> None:
     """Parameters end to end, then zeros, fewer than there are slices."""
     policy = fs.by_path({path: P(p.axis, align=1) for path, p in case.spec.selected})
-    spec = fs.override(policy, fs.by_path({"": P(case.spec.root.axis, align=1)}))(case.model).on(case.sizes)
+    spec = fs.policies.override(policy, fs.by_path({"": P(case.spec.root.axis, align=1)}))(case.model).on(case.sizes)
     for unit in spec:
         joined = torch.cat([memory_order(case.full[param.name], param) for param in unit.params])
         buffer = fs.flatten(case.full, spec)[unit.key]
@@ -158,7 +158,7 @@ def test_l9_padding_has_no_gradient(case: Case) -> None:
 def test_unflatten_is_one_node(p: P) -> None:
     """No zeros of the size of the buffer for each parameter in backward, also where parameters are padded."""
     model = weights(3, 7, 5, 5)
-    spec = fs.whole(p)(model).on({"shard": 2})
+    spec = fs.policies.whole(p)(model).on({"shard": 2})
     buffer = fs.flatten({name: x.detach() for name, x in model.named_parameters()}, spec)[""].requires_grad_()
     nodes = {view.grad_fn.next_functions[0][0] for view in fs.unflatten({"": buffer}, spec).values() if view.grad_fn}
     assert [node.name() for node in nodes if node] == ["SplitWithSizesBackward0"]
@@ -191,7 +191,7 @@ WHOLE_DTYPES = [torch.int64, torch.int32, torch.uint8, torch.bool]
 def test_l4_odd_parameters(dtype: torch.dtype, size: int) -> None:
     """Scalars, empty, tiny and non-contiguous parameters of any dtype come back equal; dense strides are kept."""
     model = Odd(dtype, requires_grad=dtype in DTYPES)
-    spec = fs.whole()(model).on({"shard": size})
+    spec = fs.policies.whole()(model).on({"shard": size})
     full = {name: p.detach() for name, p in model.named_parameters()}
     shards = each_rank(model, spec)
     assert {shard.dtype for one in shards for shard in one.values()} == {dtype}
@@ -211,7 +211,7 @@ def test_l4_one_unit_has_one_dtype_and_one_requires_grad() -> None:
             f"w{i}", nn.Parameter(torch.full((i + 1,), i + 1).to(dtype), requires_grad=dtype.is_floating_point)
         )
     model.register_parameter("b", nn.Parameter(torch.ones(5), requires_grad=False))
-    spec = fs.whole()(model).on({"shard": 2})
+    spec = fs.policies.whole()(model).on({"shard": 2})
     buffers = fs.flatten(dict(model.named_parameters()), spec)
     assert {key: (buffer.dtype, len(buffer)) for key, buffer in buffers.items()} == {
         ":float32": (torch.float32, 16),
@@ -225,7 +225,7 @@ def test_l4_one_unit_has_one_dtype_and_one_requires_grad() -> None:
 @given(cases())
 def test_l7_replicated_and_one_rank(case: Case) -> None:
     """With P() every rank holds F(t); with one rank sharding is flattening."""
-    replicated = fs.whole(P())(case.model).on(case.sizes)
+    replicated = fs.policies.whole(P())(case.model).on(case.sizes)
     for shards in each_rank(case.full, replicated):
         same(shards, fs.flatten(case.full, replicated))
     alone = case.spec.on(dict.fromkeys(case.sizes, 1))
@@ -253,12 +253,12 @@ def test_b10_uneven_slices(numel: int, size: int, align: int) -> None:
     """torch.chunk's slices padded to the length of the first, and empty where chunk gives none (any align: ceil)."""
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(torch.arange(1.0, numel + 1)))
-    spec = fs.whole(P("shard", align=1))(model).on({"shard": size})
+    spec = fs.policies.whole(P("shard", align=1))(model).on({"shard": size})
     chunks = torch.arange(1.0, numel + 1).chunk(size) if numel else ()
     for rank in range(size):
         expected = chunks[rank] if rank < len(chunks) else torch.empty(0)
         assert torch.equal(fs.views(fs.shard(model, spec, rank=rank), spec, rank=rank)["w"], expected)
-    aligned = fs.whole(P("shard", align=align))(model).on({"shard": size})
+    aligned = fs.policies.whole(P("shard", align=align))(model).on({"shard": size})
     (unit,) = aligned
     assert aligned.shard_numel(unit) == align * -(-numel // (size * align))
 
@@ -285,7 +285,7 @@ def spans(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> dict[str, tupl
 def test_flat_param_shard_metadata_unaligned(size: int, rank: int, expected: dict[str, tuple[int, int]]) -> None:
     """Three 10x10 weights: which elements of which a slice holds, clamped at the end; padding is in none."""
     model = weights(10, 10, 10, 10)
-    assert spans(model, fs.whole(P("shard", align=1))(model).on({"shard": size}), rank) == expected
+    assert spans(model, fs.policies.whole(P("shard", align=1))(model).on({"shard": size}), rank) == expected
 
 
 @pytest.mark.parametrize(
@@ -310,11 +310,11 @@ def test_flat_param_shard_metadata_aligned(
 ) -> None:
     """The peer's aligned cases: it pads every parameter but the last to 16 bytes; here slices are, too."""
     model = weights(*widths, dtype=dtype)
-    spec = fs.whole(P("shard", align=16 // dtype.itemsize))(model).on({"shard": 2})
+    spec = fs.policies.whole(P("shard", align=16 // dtype.itemsize))(model).on({"shard": 2})
     assert [unit.span for unit in spec] == [span]
     assert [spec.padded_numel(unit) for unit in spec] == [88 if span == 85 else 64]
     assert [spans(model, spec, rank) for rank in range(2)] == expected
-    close = fs.whole(P("shard", align=1))(model).on({"shard": 2})
+    close = fs.policies.whole(P("shard", align=1))(model).on({"shard": 2})
     assert [close.padded_numel(unit) for unit in close] == [82 if span == 85 else 50]
 
 
@@ -322,7 +322,7 @@ def test_flat_param_shard_metadata_aligned(
 def test_flat_param_shard_metadata_with_memory_format(memory_format: torch.memory_format) -> None:
     """Convolution weights keep their memory format through the buffer, without a copy on the way out."""
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, (1, 2))).to(memory_format=memory_format)
-    spec = fs.whole()(model).on({"shard": 3})
+    spec = fs.policies.whole()(model).on({"shard": 3})
     buffers = fs.flatten({name: p.detach() for name, p in model.named_parameters()}, spec)
     for name, tensor in fs.unflatten(buffers, spec).items():
         original = model.get_parameter(name)
@@ -371,13 +371,13 @@ def test_a22_shared_parameters_belong_to_the_lowest_common_ancestor() -> None:
         assert param.name == "encoder.layers.0.linear1.weight"
     inside = weights(3, 3, 3)
     inside[1].weight = inside[0].weight
-    assert fs.whole()(inside).by_name["1.weight"][0].numel == 9
+    assert fs.policies.whole()(inside).by_name["1.weight"][0].numel == 9
 
 
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(nn.ReLU(), nn.Identity())])
 def test_flatten_nothing(model: nn.Module) -> None:
     """No parameters, no unit, the same output. (The peer raises for an empty list of parameters.)"""
-    spec = fs.always()(model).on({"shard": 2})
+    spec = fs.policies.always()(model).on({"shard": 2})
     assert len(spec) == 0
     assert fs.flatten({}, spec) == fs.unflatten({}, spec) == fs.shard(model, spec, rank=1) == {}
     x = torch.tensor([-1.0, 2.0])

@@ -53,7 +53,7 @@ def test_compressors_reduce_in_the_dtype_of_the_gradients() -> None:
     """A call reduces in the dtype that the unit's Precision names; a compressor does not."""
     model = nn.Linear(4, 3)
     with world(2):
-        spec = fs.whole(fs.P("shard", precision=fs.Precision(reduce=torch.float64)))(model).bound
+        spec = fs.policies.whole(fs.P("shard", precision=fs.Precision(reduce=torch.float64)))(model).bound
         params, padded = fs.shard(model, spec), spec.padded_numel(spec.by_key[""])
         loss = lambda p: fs.functional_call(model, p, torch.ones(4), spec=spec).sum()  # noqa: E731
         with Collectives() as by_call:
@@ -91,7 +91,7 @@ def test_which_updates_break_the_graph(name: str) -> None:
     """Where torch.compile cannot have one graph, fullgraph=True says so; the values are the same with breaks."""
     make, is_one_graph = UPDATES[name]
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
-    spec = fs.whole()(model).on({"shard": 1})
+    spec = fs.policies.whole()(model).on({"shard": 1})
     init, update = make(spec)
     params = fs.shard(model, spec)
     grads, state = {key: p.cos() for key, p in params.items()}, init(params)

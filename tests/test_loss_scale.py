@@ -40,7 +40,7 @@ def test_training_is_that_with_grad_scaler() -> None:
     """Scale, growth tracker, unscaled gradients and parameters after every step, bad steps left out."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
-    spec = fs.always()(model).bound
+    spec = fs.policies.always()(model).bound
     params = fs.shard(model, spec)
     state = ls.init(8.0)
     peer = torch.amp.GradScaler("cpu", init_scale=8.0, **OPTIONS)
@@ -86,7 +86,9 @@ def test_all_ranks_agree(sizes: dict[str, int]) -> None:
     for bad in (-1, 0, len(ranks) - 1):
         grads, finite = fs.testing.spmd(lambda mesh, rank, bad=bad: one_overflows(mesh, rank, bad), sizes)(ranks)
         assert finite.tolist() == len(ranks) * [bad < 0]
-        whole = fs.flatten({name: p.detach() for name, p in MODEL.named_parameters()}, fs.always()(MODEL).on({"shard": 1}))
+        whole = fs.flatten(
+            {name: p.detach() for name, p in MODEL.named_parameters()}, fs.policies.always()(MODEL).on({"shard": 1})
+        )
         assert_close(grads["1"][0], whole["1"] / 4)
 
 
@@ -148,7 +150,7 @@ def test_gradient_scaler(gloo4: Pool, mesh: str, bad: int) -> None:
 
 def parity_with_ddp(rank: int) -> None:
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1, bias=False)).double()
-    spec = fs.always()(model).bound
+    spec = fs.policies.always()(model).bound
     peer = DistributedDataParallel(copy.deepcopy(model))
     params, state = fs.shard(model, spec), ls.init(8.0)
     assert [piece.numel() for piece in fs.views(params, spec).values()] == [1 - rank] * 2  # the other rank owns nothing
@@ -202,7 +204,7 @@ def test_dtypes() -> None:
     state = ls.init(2.0**16)
     loss, logs = ls.scale(state, (torch.tensor(2.0**-10, dtype=torch.bfloat16), {"n": 3}))
     assert (loss, loss.dtype, logs) == (64, torch.bfloat16, {"n": 3})
-    spec = fs.whole()(nn.Linear(2, 1, bias=False))
+    spec = fs.policies.whole()(nn.Linear(2, 1, bias=False))
     grads, finite = ls.unscale(state, {"": torch.tensor([65504.0, 2.0**-8], dtype=torch.float16)}, spec)
     assert finite
     assert_close(grads[""], torch.tensor([65504 / 2**16, 2.0**-24], dtype=torch.float16), rtol=0, atol=0)

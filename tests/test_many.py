@@ -289,9 +289,9 @@ class Convex(nn.Module):
 
 CONVEX = Convex().double()
 POLICIES = {
-    "whole": fs.whole(),
+    "whole": fs.policies.whole(),
     "linear": fs.by_type(nn.Linear),
-    "replicated": fs.whole(fs.P()),
+    "replicated": fs.policies.whole(fs.P()),
     "mixed": fs.by_path({"direct": fs.P("shard", align=4), "squares": fs.P()}),
 }
 SAMPLES = 12
@@ -453,7 +453,7 @@ def test_hvp_of_what_has_no_curvature() -> None:
 
 
 def test_hvp_is_the_dense_hessian_times_the_vector() -> None:
-    spec = fs.whole()(CONVEX).bound
+    spec = fs.policies.whole()(CONVEX).bound
     shards = fs.shard(CONVEX, spec)
     v = {"": torch.randn_like(shards[""])}
     dense = torch.func.hessian(lambda p: squared(spec)({"": p}))(shards[""])

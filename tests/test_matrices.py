@@ -161,7 +161,7 @@ def test_what_rests_on_the_host_is_sent_by_itself() -> None:
 def test_ranks_work_on_a_group_at_the_same_time() -> None:
     """Of ranks that have as much to do, the small matrix of a group is for the one that has not its large one."""
     layers = nn.Sequential(*(nn.Linear(n, n, bias=False) for n in (8, 2, 8, 2)))
-    known = fs.optim.matrices(fs.whole()(layers).on({"shard": 2}))
+    known = fs.optim.matrices(fs.policies.whole()(layers).on({"shard": 2}))
     owners = [matrix.owner for matrix in assigned(known.chosen, [[0, 1], [2, 3]], known.spec)]
     assert owners == [(0,), (1,), (1,), (0,)]
 
@@ -184,7 +184,7 @@ TREES = {False: trees(MODEL), True: trees(HALVES)}
 
 def of(mesh: Any, axis: Any, halves: bool) -> fs.optim.Matrices:
     if halves:
-        return fs.optim.matrices(fs.whole(P(axis))(HALVES).on(mesh), cost=lambda shape: shape[-1])
+        return fs.optim.matrices(fs.policies.whole(P(axis))(HALVES).on(mesh), cost=lambda shape: shape[-1])
     return matrices_on(spec_on(mesh, axis), "muon")
 
 

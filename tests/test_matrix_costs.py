@@ -161,7 +161,7 @@ def worked(rank: int, sizes: dict[str, int], axis: Any) -> list[tuple[int, ...]]
         return plain(x, **options)
 
     model = nn.Sequential(*(nn.Linear(i + 2, 3) for i in range(5)), nn.Linear(2, 3))
-    spec = fs.always(P(axis))(model).on(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    spec = fs.policies.always(P(axis))(model).on(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
     params = fs.shard(model, spec)
     _muon.orthogonal = orthogonal
     try:

@@ -48,7 +48,7 @@ TOLERANCES = {"soap": 0.1, "shampoo of averages": 0.02}
 def stepped(name: str, grads: list[Tensor], dtype: torch.dtype) -> Tensor:
     """What each of the steps adds."""
     module = nn.Linear(grads[0].shape[1], grads[0].shape[0], bias=False, dtype=dtype)
-    spec = fs.whole()(module).on({"shard": 1})
+    spec = fs.policies.whole()(module).on({"shard": 1})
     init, update = OPTIMIZERS[name](spec, dtype)
     params = fs.shard({"weight": torch.zeros_like(module.weight)}, spec)
     state, out = init(params), []
@@ -83,7 +83,7 @@ def test_muon_of_gradients_whose_squares_overflow() -> None:
 
 def test_relative_eps_is_of_the_largest_eigenvalue() -> None:
     """As in the authors' code: (L + relative_eps max(L) I)^(-1/4)."""
-    spec = fs.whole()(nn.Linear(2, 2, bias=False).double()).on({"shard": 1})
+    spec = fs.policies.whole()(nn.Linear(2, 2, bias=False).double()).on({"shard": 1})
     init, update = fs.optim.shampoo(spec, lr=1.0, momentum=0.0, eps=1e-30, relative_eps=0.5)
     params = {"": torch.zeros(4).double()}
     new, _ = update({"": torch.tensor([4.0, 0.0, 0.0, 1.0]).double()}, init(params), params)

@@ -130,7 +130,7 @@ def adafactor_on_ranks(rank: int, axis: Any, case: str) -> fs.Params:
 def test_adafactor_of_a_scalar() -> None:
     model = nn.Module()
     model.scalar, model.other = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(3, 2, 2))
-    spec = fs.whole()(model).on(ALONE)
+    spec = fs.policies.whole()(model).on(ALONE)
     init, update = fs.optim.from_torch(torch.optim.Adafactor, spec=spec)
     params = fs.shard(model, spec)
     state, want = init(params), torch.optim.Adafactor(model.parameters())
@@ -159,7 +159,7 @@ def test_what_from_torch_refuses() -> None:
             fs.optim.from_torch(cls, spec=spec)
     with pytest.raises(TypeError, match="AdamW works element by element: expected a spec, got matrices"):
         fs.optim.from_torch(torch.optim.AdamW, spec=fs.optim.matrices(spec))
-    frozen = fs.whole()(nn.Linear(2, 2).requires_grad_(False)).on(ALONE)
+    frozen = fs.policies.whole()(nn.Linear(2, 2).requires_grad_(False)).on(ALONE)
     init, _ = fs.optim.from_torch(torch.optim.Adafactor, spec=frozen)
     with pytest.raises(ValueError, match=r"Adafactor: '' .* frozen"):
         init({"": torch.zeros(16)})
@@ -168,7 +168,7 @@ def test_what_from_torch_refuses() -> None:
 def adafactor_without_a_bias(rank: int) -> str:
     """What a rank says that has nothing of the bias, and one that has."""
     layer = nn.Linear(3, 4)
-    spec = fs.whole()(layer).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    spec = fs.policies.whole()(layer).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
     init, _ = fs.optim.from_torch(torch.optim.Adafactor, spec=fs.optim.matrices(spec))
     try:
         init(fs.shard(layer, spec))
@@ -292,7 +292,7 @@ def test_scaled_and_clipped() -> None:
 @pytest.mark.parametrize("make", [fs.optim.muon, fs.optim.shampoo, fs.optim.soap])
 def test_derivatives_through_two_steps(make: Any) -> None:
     """With respect to the first gradient, against finite differences."""
-    spec = fs.whole()(nn.Linear(4, 3, bias=False).double()).on({"shard": 1})
+    spec = fs.policies.whole()(nn.Linear(4, 3, bias=False).double()).on({"shard": 1})
     init, update = make(spec, **({"dtype": torch.float64} if make is fs.optim.muon else {}))
     params, first, second = ({"": x} for x in torch.randn(3, 12, generator=torch.Generator().manual_seed(0)).double())
 
@@ -362,7 +362,7 @@ def test_what_does_not_fit() -> None:
         (lambda: known.spread({**whole, name: whole[name].mT}), f"matrix '{name}': expected"),
     ]
     layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
-    two = fs.optim.matrices(fs.whole(P("shard", align=1))(layers).on({"shard": Group(2, 0)}))
+    two = fs.optim.matrices(fs.policies.whole(P("shard", align=1))(layers).on({"shard": Group(2, 0)}))
     bad += [
         (
             lambda: two.check_alike({"0.weight": torch.ones(1), "1.weight": torch.ones(1).half()}),
@@ -387,7 +387,7 @@ def test_what_does_not_fit() -> None:
                 update(params, {**state, key: wrong}, params)
     experts = nn.Module()
     experts.weight = nn.Parameter(torch.ones(2, 3, 2, 2))
-    of_four = fs.optim.matrices(fs.whole()(experts).on(ALONE), select=lambda n, p: True)
+    of_four = fs.optim.matrices(fs.policies.whole()(experts).on(ALONE), select=lambda n, p: True)
     with pytest.raises(TypeError, match=r"'weight': expected a real matrix, \[n, m\] or .*, got \[2, 3, 2, 2\]"):
         fs.optim.muon(of_four)
     for select in (lambda n, p: (7, -1), lambda n, p: (-2, -3), lambda n, p: None):

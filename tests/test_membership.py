@@ -119,7 +119,7 @@ def out_of_order(rank: int) -> None:
     for ranks in ([[3, 1], [0, 2]], [[0, 1], [3, 2]]):
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b"))
         with pytest.raises(ValueError, match=r"mesh axis '.': expected ranks that rise along it, got"):
-            fs.whole(fs.P(("a", "b")))(torch.nn.Linear(4, 1)).on(mesh)
+            fs.policies.whole(fs.P(("a", "b")))(torch.nn.Linear(4, 1)).on(mesh)
 
 
 def test_a_mesh_whose_ranks_do_not_rise(gloo4: Pool) -> None:
@@ -131,7 +131,7 @@ def test_a_spec_bound_to_groups_that_are_gone_is_refused() -> None:
     """It would slice by the rank that this process had, and gather by the one that it has."""
     model = torch.nn.Linear(4, 4)
     with world(2, rank=0):
-        spec = fs.whole()(model).bound
+        spec = fs.policies.whole()(model).bound
         shards = fs.shard(model, spec)
         fs.gather_full(shards, spec)
     message = r"axis 'shard': the spec was bound when this process was rank 0 of 2 in a process group, "

@@ -99,7 +99,7 @@ def others(rank: int) -> None:
 
     with elsewhere() as copies:
         first = fs.by_path(dict.fromkeys(("blocks.0", "blocks.1"), P("shard", offload=PARAMS)))
-        half = fs.override(fs.by_type(MLP), first)
+        half = fs.policies.override(fs.by_type(MLP), first)
         for policy in (fs.by_type(MLP, p=P("shard", offload=PARAMS)), half):
             spec = policy(model).bound
             equal(fs.shard(model, spec), params)

@@ -88,7 +88,7 @@ def step(blocks: int, p: P, way: str, prefetch: int = 1, some: int | None = None
     model = nn.Sequential(*[Block() for _ in range(blocks)])
     rest = P("shard", reshard=p.reshard)
     away = fs.by_path({str(i): p for i in range(blocks if some is None else some)})
-    spec = fs.override(fs.by_type(Block, p=rest), away)(model).bound
+    spec = fs.policies.override(fs.by_type(Block, p=rest), away)(model).bound
     shards = {
         key: torch.zeros(SLICE // 8, dtype=torch.float64, device="cpu" if spec.by_key[key].p.offload else "meta")
         for key in spec.by_key

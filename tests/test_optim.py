@@ -25,9 +25,9 @@ from funshard.optim import clip_by_global_norm, global_norm, vdot
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).double()
 NORMS = [0.5, 1.0, 2.0, 3.0, math.inf]
 POLICIES = {
-    "sharded": fs.always(),
+    "sharded": fs.policies.always(),
     "mixed": fs.by_path({"0": fs.P(), "1": fs.P("shard")}),
-    "replicated": fs.whole(fs.P()),
+    "replicated": fs.policies.whole(fs.P()),
 }
 HYBRID = fs.by_path({"0": fs.P(("replicate", "shard")), "1": fs.P("replicate"), "2": fs.P()})
 """Every set of axes."""
@@ -126,9 +126,9 @@ def test_differentiable(policy: str, p: float) -> None:
 def test_low_precision_is_added_up_in_float32() -> None:
     """A thousand ones in bfloat16, whose sum in bfloat16 would stop at 256."""
     model = nn.Linear(1000, 1, bias=False, dtype=torch.bfloat16)
-    norm = global_norm({"": torch.ones(1000, dtype=torch.bfloat16)}, fs.whole()(model), p=1)
+    norm = global_norm({"": torch.ones(1000, dtype=torch.bfloat16)}, fs.policies.whole()(model), p=1)
     assert (norm, norm.dtype) == (1000, torch.float32)
-    clipped, _ = clip_by_global_norm({"": torch.ones(1000, dtype=torch.bfloat16)}, 500.0, fs.whole()(model), p=1)
+    clipped, _ = clip_by_global_norm({"": torch.ones(1000, dtype=torch.bfloat16)}, 500.0, fs.policies.whole()(model), p=1)
     assert clipped[""].dtype == torch.bfloat16
 
 
@@ -137,7 +137,7 @@ def test_full_tensors_and_some_units() -> None:
     full = GRADIENTS
 
     def rank(mesh: Any, _: Tensor) -> tuple[Tensor, Tensor]:
-        spec = fs.always()(MODEL).on(mesh)
+        spec = fs.policies.always()(MODEL).on(mesh)
         shards = fs.shard(full, spec)
         mixed = {"0": shards["0"], **{name: g for name, g in full.items() if not name.startswith("0")}}
         return global_norm(mixed, spec), global_norm({"0": shards["0"]}, spec)
@@ -145,7 +145,7 @@ def test_full_tensors_and_some_units() -> None:
     everything, first = fs.testing.spmd(rank, 3)(torch.zeros(3))
     assert_close(everything, torch.cat([g.flatten() for g in full.values()]).norm().expand(3))
     assert_close(first, torch.cat([full["0.weight"].flatten(), full["0.bias"]]).norm().expand(3))
-    assert global_norm({}, fs.always()(MODEL)) == 0
+    assert global_norm({}, fs.policies.always()(MODEL)) == 0
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_full_tensors_and_some_units() -> None:
 )
 def test_errors(key: str, p: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        global_norm({key: torch.ones(12)}, fs.always()(MODEL), p=p)
+        global_norm({key: torch.ones(12)}, fs.policies.always()(MODEL), p=p)
 
 
 # --- torch's own claims for clipping ---
@@ -162,7 +162,7 @@ def test_errors(key: str, p: float, message: str) -> None:
 FULL = {"FULL_SHARD": fs.P("shard"), "SHARD_GRAD_OP": fs.P("shard", reshard=False), "NO_SHARD": fs.P()}
 PARITY = {
     **{name: fs.by_type(MLP, p=p) for name, p in FULL.items()},
-    "mixed": fs.override(fs.by_type(MLP), fs.by_path({"blocks.1": fs.P()})),
+    "mixed": fs.policies.override(fs.by_type(MLP), fs.by_path({"blocks.1": fs.P()})),
 }
 
 
@@ -231,9 +231,9 @@ def test_clip_grad_norm_beside_fully_shard(gloo4: Pool, p: float) -> None:
 
 
 COUNTS: dict[str, tuple[fs.Policy, list[int]]] = {
-    "HSDP": (fs.always(), [4]),
-    "FSDP over both": (fs.always(fs.P(("replicate", "shard"))), [4, 2]),
-    "DDP": (fs.always(fs.P()), []),
+    "HSDP": (fs.policies.always(), [4]),
+    "FSDP over both": (fs.policies.always(fs.P(("replicate", "shard"))), [4, 2]),
+    "DDP": (fs.policies.always(fs.P()), []),
     "each its own": (fs.by_path({"0": fs.P("shard"), "1": fs.P(), "2": fs.P("shard")}), [4]),
 }
 
@@ -255,7 +255,7 @@ def test_one_collective_of_a_scalar_for_each_axis(name: str, p: float) -> None:
 
 def low_precision(rank: int) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).half()
-    spec = fs.always()(model).bound
+    spec = fs.policies.always()(model).bound
     full = {name: 10 * g.half() for name, g in GRADIENTS.items()}
     for p in (1.0, 2.0, math.inf):
         want, norm = clipped_by_torch({name: g.float() for name, g in full.items()}, 2.5, p)
@@ -276,7 +276,7 @@ def test_low_precision_grads(gloo2: Pool) -> None:
 
 def without_gradients(rank: int) -> None:
     model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False)).float()
-    spec = fs.always()(model).bound
+    spec = fs.policies.always()(model).bound
     assert clip_by_global_norm({}, 1.0, spec)[0] == {}
     assert clip_by_global_norm({}, 1.0, spec)[1].dtype == torch.float32
     full = {"0.weight": torch.zeros(1, 3), "1.weight": torch.full((1, 1), 3.0)}
@@ -356,7 +356,7 @@ def test_vdot_is_differentiable(policy: str) -> None:
 
 
 def test_vdot_of_full_tensors_some_units_and_nothing() -> None:
-    spec = fs.always()(MODEL)
+    spec = fs.policies.always()(MODEL)
     a, b = fs.shard(GRADIENTS, spec), fs.shard(gradients(1), spec)
     mixed = [
         {"0": shards["0"], **{n: g for n, g in full.items() if n[0] != "0"}}
@@ -366,7 +366,7 @@ def test_vdot_of_full_tensors_some_units_and_nothing() -> None:
     assert_close(vdot({"0": a["0"]}, {"0": b["0"]}, spec), a["0"] @ b["0"])
     assert vdot({}, {}, spec) == 0
     low = {"weight": torch.ones(1, 1001, dtype=torch.bfloat16)}
-    wide = vdot(low, low, fs.whole()(nn.Linear(1001, 1, bias=False, dtype=torch.bfloat16)))
+    wide = vdot(low, low, fs.policies.whole()(nn.Linear(1001, 1, bias=False, dtype=torch.bfloat16)))
     assert (wide.item(), wide.dtype) == (1001, torch.float32)  # which bfloat16 rounds
 
 
@@ -381,7 +381,7 @@ def test_vdot_of_full_tensors_some_units_and_nothing() -> None:
 )
 def test_vdot_errors(a: dict[str, int], b: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        vdot(*({key: torch.ones(n) for key, n in tree.items()} for tree in (a, b)), fs.always()(MODEL))
+        vdot(*({key: torch.ones(n) for key, n in tree.items()} for tree in (a, b)), fs.policies.always()(MODEL))
 
 
 def poisoned(spec: fs.PartitionSpec, full: fs.Params, value: float) -> fs.Params:
@@ -418,7 +418,7 @@ def test_padding_does_not_count(policy: str, value: float) -> None:
 def padding_on_real_ranks(rank: int) -> None:
     for policy in POLICIES.values():
         assert_close(of_poisoned(None, policy, math.nan), without_padding())
-    spec = fs.always()(MODEL)
+    spec = fs.policies.always()(MODEL)
     shards = poisoned(spec, GRADIENTS, 3.0)
     compiled = torch.compile(lambda tree: global_norm(tree, spec), fullgraph=True, backend="eager")
     assert_close(compiled(shards), without_padding()["norm 2.0"])
@@ -430,11 +430,11 @@ def test_padding_does_not_count_on_real_ranks(gloo2: Pool) -> None:
 
 def test_norms_refuse_what_is_no_slice() -> None:
     """Of another mesh, say: which of its elements are padding is not known."""
-    spec = fs.always()(MODEL)
+    spec = fs.policies.always()(MODEL)
     with pytest.raises(ValueError, match=r"unit '0': expected this rank's slice of \d+ elements, got shape \[3\]"):
         global_norm({"0": torch.ones(3)}, spec)
     frozen = nn.Linear(4, 4).requires_grad_(False)
-    encoded = fs.whole(fs.P("shard", at_rest=fs.codecs.int8()))(frozen)
+    encoded = fs.policies.whole(fs.P("shard", at_rest=fs.codecs.int8()))(frozen)
     with pytest.raises(ValueError, match=r"unit '' is at rest in .* expected no norm of it"):
         global_norm(fs.shard(frozen, encoded), encoded)
 
@@ -450,7 +450,7 @@ def test_clipping_by_a_norm_that_is_not_finite(bad: float) -> None:
     """As torch's: NaN makes everything NaN; inf makes what is finite 0 and what is infinite NaN."""
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.tensor([1.0, bad, -2.0])
-    clipped, norm = fs.optim.clip_by_global_norm({"w": p.grad.clone()}, 1.0, fs.whole()(Weights()))
+    clipped, norm = fs.optim.clip_by_global_norm({"w": p.grad.clone()}, 1.0, fs.policies.whole()(Weights()))
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_([p], 1.0), equal_nan=True)
     torch.testing.assert_close(clipped["w"], p.grad, equal_nan=True)
     expected = torch.full((3,), math.nan) if math.isnan(bad) else torch.tensor([0.0, math.nan, 0.0])
@@ -460,7 +460,7 @@ def test_clipping_by_a_norm_that_is_not_finite(bad: float) -> None:
 @pytest.mark.parametrize("limit", [-1.0, float("nan"), torch.tensor(-1.0), torch.tensor(torch.nan)], ids=str)
 def test_clipping_to_no_length(limit: float | Tensor) -> None:
     """A negative limit would turn the gradient around; one that the host cannot read makes it NaN."""
-    spec = fs.whole()(nn.Linear(2, 1, bias=False)).bound
+    spec = fs.policies.whole()(nn.Linear(2, 1, bias=False)).bound
     with pytest.raises(ValueError, match="clip_by_global_norm: max_norm: expected a number from 0 on, got"):
         clip_by_global_norm({"": torch.ones(8)}, limit, spec)
     each = torch.func.vmap(lambda limit: clip_by_global_norm({"": torch.ones(8)}, limit, spec)[0][""])

@@ -399,7 +399,7 @@ def test_native_accumulation_dtypes(
     """
     model = Outputs(1, 2, bias=False)
     precision = Precision(param=BF16)
-    spec = fs.whole(P("shard", precision=precision, align=1))(model)
+    spec = fs.policies.whole(P("shard", precision=precision, align=1))(model)
 
     def run(mesh: Mesh, _: Tensor) -> Tensor:
         bound = spec.on(mesh)
@@ -422,7 +422,7 @@ def test_native_accumulation_dtypes(
 
 def pending_values(rank: int) -> None:
     model = Outputs(2, 4, bias=False)
-    spec = fs.whole()(model).bound
+    spec = fs.policies.whole()(model).bound
     params = fs.shard(model, spec)
     full = fs.unshard(params, spec)
     loss = lambda p, value: fs.functional_call(model, p, torch.full((1, 2), float(value)), spec=spec)  # noqa: E731
@@ -459,7 +459,7 @@ def test_native_storage_and_mutations(gloo2: Pool) -> None:
 
 def divide_factor(rank: int) -> None:
     model = Outputs(1, 2, bias=False)
-    spec = fs.whole()(model).bound
+    spec = fs.policies.whole()(model).bound
     params = fs.shard(model, spec)
     loss = lambda p: fs.functional_call(model, p, torch.full((1, 1), 2.0 + 2 * rank), spec=spec, reduce=3.0)  # noqa: E731
     synced = fs.grad(loss)(params)
@@ -488,7 +488,7 @@ class TwoLinear(nn.Module):
 def partial_ownership(rank: int, offsets: tuple[float, ...]) -> None:
     model = TwoLinear()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    spec = fs.whole(P("shard", precision=Precision(param=BF16)))(model).on(mesh)
+    spec = fs.policies.whole(P("shard", precision=Precision(param=BF16)))(model).on(mesh)
     params = fs.shard(model, spec)
 
     def gradient(p: fs.Params, value: float, which: str, **options: Any) -> fs.Params:

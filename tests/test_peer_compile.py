@@ -32,7 +32,7 @@ def jvp_past_a_unit(rank: int, reshard: bool) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     policy = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
-    spec = fs.always(P("shard", reshard=reshard, precision=policy))(model).bound
+    spec = fs.policies.always(P("shard", reshard=reshard, precision=policy))(model).bound
     params = fs.shard({name: torch.ones(p.shape) for name, p in model.named_parameters()}, spec)
     x = torch.ones(2, 4)
 

@@ -97,7 +97,7 @@ def test_split_over_two_axes() -> None:
     """P(("outer", "inner")): gathered inside out, reduced outside in, a collective for each axis."""
     with world(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
-        spec = fs.whole(P(("outer", "inner")))(MLP(5)).on(mesh)
+        spec = fs.policies.whole(P(("outer", "inner")))(MLP(5)).on(mesh)
         n = spec.shard_numel(spec.by_key[""])
         sent = step(MLP(5), spec)
         assert sent.forward == [Sent("all_gather", n, 8 * n, 4), Sent("all_gather", 4 * n, 32 * n, 2)]
@@ -126,7 +126,7 @@ def test_always_wrap_communication_count(way: str) -> None:
     """A unit for each layer; what backward does not read, the weight of a first layer, is not gathered again either."""
     with world(8):
         model = nn.Sequential(*(nn.Linear(5, 5).double() for _ in range(4)))
-        spec = fs.always()(model).bound
+        spec = fs.policies.always()(model).bound
         sent = step(model, spec, way)
         assert sent.forward == gathers(spec, "0", "1", "2", "3")
         assert Counter(sent.backward) == Counter(gathers(spec, "1", "2") + scatters(spec, "0", "1", "2", "3"))

@@ -161,7 +161,7 @@ def test_extensions_see_slices_of_the_shard_mesh(shape: tuple[int, ...]) -> None
     with world(8):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)).float()  # 20 and 18 elements: 18 is uneven over 4 and 8
-        spec = fs.always(P("shard", precision=Precision(codec=Codec(encode, decode)), align=1))(model).on(mesh)
+        spec = fs.policies.always(P("shard", precision=Precision(codec=Codec(encode, decode)), align=1))(model).on(mesh)
         params = fs.shard(model, spec)
         with Collectives() as sent, torch.no_grad():
             fs.functional_call(model, params, (torch.ones(2, 3),), spec=spec)
@@ -354,7 +354,7 @@ def default_hook(rank: int, n: int, way: str) -> None:
     x = torch.full((1, n), float(rank))
     mean = torch.full((1, n), 1.5)
     for p in (P("shard"), P("shard", reshard=False), P("shard", remat=True), P()):
-        spec = fs.whole(p)(model).bound
+        spec = fs.policies.whole(p)(model).bound
         params = fs.shard(model, spec)
         loss = lambda p: fs.functional_call(model, p, x, spec=spec).sum()  # noqa: E731
         grads, _ = WAYS[way](loss)(params)

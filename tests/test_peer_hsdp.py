@@ -207,7 +207,7 @@ def test_three_axes_send(way: str) -> None:
     """HSDP with two axes of replicas: slices are all-reduced over each of them, innermost first."""
     with world(24):
         mesh = init_device_mesh("cpu", (2, 3, 4), mesh_dim_names=tuple(CUBE))
-        spec = fs.whole()(MLP(5)).on(mesh)
+        spec = fs.policies.whole()(MLP(5)).on(mesh)
         sent = sent_by(MLP(5), spec, way)
     assert sent.forward == [gather(spec, "")]
     assert sent.backward == [scatter(spec, ""), reduce(spec, "", 3), reduce(spec, "", 2)]
@@ -333,14 +333,14 @@ def own_all_reduce(rank: int) -> None:
     }
     x = torch.arange(10.0).view(1, 10)
     call = lambda p, spec: fs.functional_call(model, p, x, spec=spec).sum()  # noqa: E731
-    within = fs.whole()(model).on(DeviceMesh.from_group(intra, "cpu", mesh_dim_names=("shard",)))
+    within = fs.policies.whole()(model).on(DeviceMesh.from_group(intra, "cpu", mesh_dim_names=("shard",)))
     params = fs.shard(model, within)
     grads = fs.grad(lambda p: call(p, within))(params)
     for g in grads.values():
         dist.all_reduce(g, group=inter, op=dist.ReduceOp.AVG)
     want = fs.shard(expected, within, rank=rank % 2)
     assert torch.equal(grads[""], want[""])
-    hybrid = fs.whole()(model).on(grid())
+    hybrid = fs.policies.whole()(model).on(grid())
     assert torch.equal(fs.shard(model, hybrid, check_values=False)[""], params[""])  # the replicas' weights are their own
     assert torch.equal(fs.grad(lambda p: call(p, hybrid))(params)[""], want[""])
     peer = fully_shard(copy.deepcopy(model), mesh=grid())

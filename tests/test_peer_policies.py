@@ -54,22 +54,24 @@ def test_auto_wrap_with_ignored_modules() -> None:
     """With one linear of the inner Sequential ignored, 30 < 40: no inner unit; always keeps the siblings and parents."""
     model = sequential(*NESTED)
     for item in ("2.0", model[2][0]):
-        assert fs.ignoring(fs.by_size(40), modules=[item])(model).selected == ()
-        assert set(dict(fs.ignoring(fs.always(), modules=[item])(model).selected)) == {"0", "1", "2.1"}
-        assert set(dict(fs.ignoring(fs.custom(lambda m: m is not model), modules=[item])(model).selected)) == {
+        assert fs.policies.ignoring(fs.by_size(40), modules=[item])(model).selected == ()
+        assert set(dict(fs.policies.ignoring(fs.policies.always(), modules=[item])(model).selected)) == {"0", "1", "2.1"}
+        assert set(
+            dict(fs.policies.ignoring(fs.policies.custom(lambda m: m is not model), modules=[item])(model).selected)
+        ) == {
             "0",
             "1",
             "2",
             "2.1",
         }
-    assert fs.ignoring(fs.by_size(40), params=["2.0.weight"])(model).selected == ()  # 35
-    assert dict(fs.ignoring(fs.by_size(40), params=[model[2][0].bias])(model).selected).keys() == {"2"}  # 55
+    assert fs.policies.ignoring(fs.by_size(40), params=["2.0.weight"])(model).selected == ()  # 35
+    assert dict(fs.policies.ignoring(fs.by_size(40), params=[model[2][0].bias])(model).selected).keys() == {"2"}  # 55
 
 
 def test_main_wrap_api() -> None:
     """Threshold 0: every module is a unit with all options of the policy, an override beats one of them."""
     p = fs.P("shard", reshard=False, precision=BF16, remat=True, offload="activations", align=8)
-    spec = fs.override(fs.by_size(0, p=p), fs.by_path({"2.1": fs.P("shard", align=2)}))(sequential(*NESTED))
+    spec = fs.policies.override(fs.by_size(0, p=p), fs.by_path({"2.1": fs.P("shard", align=2)}))(sequential(*NESTED))
     assert dict(spec.selected) == {**dict.fromkeys(("0", "1", "2", "2.0"), p), "2.1": fs.P("shard", align=2)}
     assert {unit.key: unit.p for unit in spec} == {**dict.fromkeys(("0", "1", "2.0"), p), "2.1": fs.P("shard", align=2)}
 
@@ -134,7 +136,7 @@ def test_a17_full_precision_changes_no_other_options() -> None:
     wrap._run_mixed_precision_override_policy(model, [_BatchNorm], set(), options, {})
     assert options == {"mixed_precision": None}, "torch mutates the root's options"
     p = fs.P("shard", reshard=False, precision=BF16)
-    spec = fs.full_precision(fs.whole(p))(model)
+    spec = fs.policies.full_precision(fs.policies.whole(p))(model)
     full = fs.P("shard", reshard=False, precision=FULL)
     assert {unit.key: unit.p for unit in spec} == {"": p, "bn1": full, "bn2": full, "bn3": full, "sync": full}
     assert spec.root == p
@@ -144,8 +146,8 @@ def test_a17_full_precision_changes_no_other_options() -> None:
 def test_a17_full_precision_inherits_from_the_unit_around(model: nn.Module) -> None:
     """On shared modules too: the P of the lowest unit above all places, but for its precision."""
     p, q = fs.P("shard", precision=BF16), fs.P("shard", precision=BF16, align=4)
-    before = fs.override(fs.whole(p), fs.by_size(4, p=q))
-    spec, tree = fs.full_precision(before, Leafy)(model), fs.module_tree(model)
+    before = fs.policies.override(fs.policies.whole(p), fs.by_size(4, p=q))
+    spec, tree = fs.policies.full_precision(before, Leafy)(model), fs.module_tree(model)
     for unit in spec:
         leafy = tree.canonical[unit.path] in {node.path for node in tree.nodes() if node.cls is Leafy}
         assert unit.p.precision == (FULL if leafy else BF16)
@@ -158,11 +160,11 @@ def test_wrap_batchnorm_individually() -> None:
     """Exactly the four batch norms, alone and or-ed with a never-policy; a container policy keeps them nested."""
     model = Norms()
     expected = {"bn1", "bn2", "bn3", "sync"}
-    for policy in (fs.by_type(_BatchNorm), fs.any_of(fs.by_type(_BatchNorm), fs.custom(lambda m: False))):
+    for policy in (fs.by_type(_BatchNorm), fs.policies.any_of(fs.by_type(_BatchNorm), fs.policies.custom(lambda m: False))):
         assert set(dict(policy(model).selected)) == expected
     outer = nn.Sequential(model)
     assert set(dict(fs.by_type(Norms)(outer).selected)) == {"0"}
-    assert set(dict(fs.any_of(fs.by_type(Norms), fs.by_type(_BatchNorm))(outer).selected)) == {
+    assert set(dict(fs.policies.any_of(fs.by_type(Norms), fs.by_type(_BatchNorm))(outer).selected)) == {
         "0",
         *(f"0.{n}" for n in expected),
     }
@@ -178,7 +180,7 @@ def test_custom_policy_with_full_precision() -> None:
     def choose(module: nn.Module) -> bool | dict[str, Any]:
         return {"axis": None, "reshard": False} if isinstance(module, Norms) else type(module) is nn.Linear
 
-    spec = fs.full_precision(fs.custom(choose, p), _BatchNorm, nn.LayerNorm)(model)
+    spec = fs.policies.full_precision(fs.policies.custom(choose, p), _BatchNorm, nn.LayerNorm)(model)
     got = {unit.key: unit.p for unit in spec}
     norm = fs.P(reshard=False, precision=FULL)
     assert got == {
@@ -197,35 +199,37 @@ def test_a19_marks_are_enable_wrap_and_wrap() -> None:
         inner = wrap.wrap(nn.Linear(2, 2), align=4)
         with pytest.raises(NotImplementedError, match="nested"), wrap.enable_wrap(wrapper_cls=Wrapper):
             pass
-    model = nn.Sequential(fs.mark(nn.Sequential(fs.mark(nn.Linear(2, 2), align=4), nn.Linear(2, 2))), nn.Linear(2, 2))
-    spec = fs.marked(fs.P("shard", align=2, reshard=False))(model)
+    model = nn.Sequential(
+        fs.policies.mark(nn.Sequential(fs.policies.mark(nn.Linear(2, 2), align=4), nn.Linear(2, 2))), nn.Linear(2, 2)
+    )
+    spec = fs.policies.marked(fs.P("shard", align=2, reshard=False))(model)
     assert dict(spec.selected) == {"0": fs.P("shard", align=2, reshard=False), "0.0": fs.P("shard", align=4, reshard=False)}
     assert inner.options == {"align": 4, "reshard": False}
     assert isinstance(model[0][0], nn.Linear), "marking returns its argument"
-    assert fs.marked()(copy.deepcopy(model)) == fs.marked()(model), "a copy is marked as well"
-    assert fs.marked()(sequential(*NESTED)) == fs.whole()(sequential(*NESTED))
-    assert dict(fs.marked()(nn.Sequential(fs.mark(fs.mark(nn.Linear(1, 1), align=3), remat=True))).selected) == {
-        "0": fs.P("shard", align=3, remat=True)
-    }
+    assert fs.policies.marked()(copy.deepcopy(model)) == fs.policies.marked()(model), "a copy is marked as well"
+    assert fs.policies.marked()(sequential(*NESTED)) == fs.policies.whole()(sequential(*NESTED))
+    assert dict(
+        fs.policies.marked()(nn.Sequential(fs.policies.mark(fs.policies.mark(nn.Linear(1, 1), align=3), remat=True))).selected
+    ) == {"0": fs.P("shard", align=3, remat=True)}
 
 
 def test_a13_a20_specs_are_data_and_nest() -> None:
     """What torch refuses as already wrapped is one more entry here; two wishes for one module name its path."""
     model = sequential(*NESTED)
     inner = fs.by_path({"2.1": fs.P("shard", align=4)})
-    assert units_of(fs.any_of(inner, fs.by_path({"2": fs.P("shard")}))(model)).keys() == {"", "2", "2.1"}
+    assert units_of(fs.policies.any_of(inner, fs.by_path({"2": fs.P("shard")}))(model)).keys() == {"", "2", "2.1"}
     with pytest.raises(
         ValueError, match=r"module '2\.1' is selected as P\('shard', align=4\) and as P\('shard'\); use override"
     ):
-        fs.any_of(inner, fs.by_path({"2.1": fs.P("shard")}))(model)
-    assert dict(fs.override(inner, fs.by_type(nn.Linear))(model).selected)["2.1"] == fs.P("shard")
+        fs.policies.any_of(inner, fs.by_path({"2.1": fs.P("shard")}))(model)
+    assert dict(fs.policies.override(inner, fs.by_type(nn.Linear))(model).selected)["2.1"] == fs.P("shard")
 
 
 @given(modules())
 @example(nn.Sequential())
 def test_a15_the_root_owns_the_leftovers(model: nn.Module) -> None:
     """What no path owns is in unit "", which exists only if something is left."""
-    spec = fs.always()(model)
+    spec = fs.policies.always()(model)
     taken = {param.name for unit in spec if unit.path for param in unit.params}
     left = {param.name for param in fs.module_tree(model).all_params} - taken
     assert {param.name for unit in spec if not unit.path for param in unit.params} == left
@@ -243,8 +247,8 @@ def test_a21_frozen_parameters_are_units_of_their_own() -> None:
         "0": (True, 10),
         "0:frozen": (False, 20),
     }
-    assert {unit.key: unit.requires_grad for unit in fs.always()(model)} == {"0.0": False, "0.1": True, "1": True}
-    lora = fs.ignoring(fs.by_path({"0": fs.P("shard")}), modules=["0.0"])(model)
+    assert {unit.key: unit.requires_grad for unit in fs.policies.always()(model)} == {"0.0": False, "0.1": True, "1": True}
+    lora = fs.policies.ignoring(fs.by_path({"0": fs.P("shard")}), modules=["0.0"])(model)
     assert [unit.key for unit in lora] == ["", "0"]
 
 
@@ -252,7 +256,7 @@ def test_a22_tied_weights_live_in_the_common_ancestor() -> None:
     """Two units share a weight: one owner above both, no second copy, both names find it."""
     model = nn.Sequential(nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)), nn.Linear(7, 2))
     model[0][1].weight = model[0][0].weight
-    spec = fs.always()(model)
+    spec = fs.policies.always()(model)
     assert units_of(spec) == {"": {"0.0.weight"}, "0.0": set(), "0.1": set(), "1": {"1.weight", "1.bias"}}
     assert units_of(fs.by_type(nn.Sequential)(model))["0"] == {"0.0.weight"}
     (unit, param) = spec.by_name["0.1.weight"]
@@ -275,7 +279,7 @@ def test_a23_one_policy_type_serves_checkpointing() -> None:
 
 def test_full_precision_of_no_precision() -> None:
     """Where nothing is cast, nothing is to be cast back."""
-    assert all(unit.p == fs.P("shard") for unit in fs.full_precision(fs.whole())(Norms()))
+    assert all(unit.p == fs.P("shard") for unit in fs.policies.full_precision(fs.policies.whole())(Norms()))
 
 
 def test_mixed_precision_resnet() -> None:
@@ -284,12 +288,12 @@ def test_mixed_precision_resnet() -> None:
         made = build("resnet_with_batch_norm", 1)
     norms = {path for path, m in made.model.named_modules() if isinstance(m, _BatchNorm)}
     p = fs.P("shard", precision=BF16)
-    for policy in (fs.whole(p), fs.always(p), fs.by_type(*made.blocks, p=p), fs.by_size(50, p=p)):
-        assert {unit.path for unit in fs.full_precision(policy)(made.model) if unit.p.precision == FULL} == norms
+    for policy in (fs.policies.whole(p), fs.policies.always(p), fs.by_type(*made.blocks, p=p), fs.by_size(50, p=p)):
+        assert {unit.path for unit in fs.policies.full_precision(policy)(made.model) if unit.p.precision == FULL} == norms
     assert len(norms) > 3
 
 
-@pytest.mark.parametrize("policy", [fs.by_size(0), fs.by_size(40), fs.always(), fs.whole()])
+@pytest.mark.parametrize("policy", [fs.by_size(0), fs.by_size(40), fs.policies.always(), fs.policies.whole()])
 def test_auto_wrap_smoke_test(policy: fs.Policy) -> None:
     """One rank: six SGD steps on the units of each policy are the plain model's."""
     model, x = sequential(*NESTED).double(), torch.randn(4, 5, dtype=torch.float64)

@@ -158,7 +158,7 @@ def test_the_table(strategy: str, way: str) -> None:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for original, fields, gathered, reduced, of_grads in ROWS:
             model = Stack(original)
-            spec = fs.always(dataclasses.replace(p, precision=Precision(**fields)))(model).on(mesh)
+            spec = fs.policies.always(dataclasses.replace(p, precision=Precision(**fields)))(model).on(mesh)
             params = fs.shard(model, spec)
             x = torch.ones(5, dtype=original)
             with Dtypes() as log:
@@ -176,7 +176,7 @@ def test_the_table(strategy: str, way: str) -> None:
 def table_rows(rank: int, p: P, rows: list[Any]) -> None:
     for original, fields, gathered, reduced, of_grads in rows:
         model = Stack(original)
-        spec = fs.always(dataclasses.replace(p, precision=Precision(**fields)))(model).bound
+        spec = fs.policies.always(dataclasses.replace(p, precision=Precision(**fields)))(model).bound
         params = fs.shard(model, spec)
         with Dtypes() as log:
             loss = lambda q: fs.functional_call(model, q, (torch.ones(5, dtype=original),), spec=spec).float()  # noqa: E731
@@ -201,7 +201,7 @@ def test_integer_parameters_travel_as_they_are(original: torch.dtype, fields: di
     model.n = nn.Parameter(torch.arange(8) + 2**40, requires_grad=False)
     model.forward = lambda x: (model.weight.flatten() * x).sum() + (model.n - 2**40).sum()
     with world(8):
-        spec = fs.whole(P("shard", precision=Precision(**fields)))(model).bound
+        spec = fs.policies.whole(P("shard", precision=Precision(**fields)))(model).bound
         trained, frozen = fs.partition(fs.shard(model, spec), spec)
         with Dtypes() as log:
             fs.grad(lambda p: fs.functional_call(model, fs.combine(p, frozen), (torch.ones(8),), spec=spec))(trained)
@@ -211,7 +211,7 @@ def test_integer_parameters_travel_as_they_are(original: torch.dtype, fields: di
 
 def test_one_rank_sends_nothing() -> None:
     model = Stack(F32)
-    spec = fs.always(P("shard", precision=Precision(reduce=F32)))(model).on({"shard": 1})
+    spec = fs.policies.always(P("shard", precision=Precision(reduce=F32)))(model).on({"shard": 1})
     params = fs.shard(model, spec, rank=0)
     with Dtypes() as log:
         fs.grad(lambda p: fs.functional_call(model, p, (torch.ones(5),), spec=spec))(params)
@@ -554,8 +554,8 @@ def structured(rank: int, kind: str, precision: Precision | None, remat: bool) -
     seen: list[torch.dtype] = []
     model = nn.Sequential(Structured(kind, seen), Structured(kind, seen))
     inner = precision and dataclasses.replace(precision, output=None)
-    spec = fs.override(
-        fs.whole(P("shard", precision=precision)), fs.by_type(Structured, p=P("shard", precision=inner, remat=remat))
+    spec = fs.policies.override(
+        fs.policies.whole(P("shard", precision=precision)), fs.by_type(Structured, p=P("shard", precision=inner, remat=remat))
     )(model)
     make, take = STRUCTURES[kind]
     n = torch.arange(3) + 2**40
@@ -635,9 +635,9 @@ ONE_SUBMODULE: dict[str, tuple[bool, dict[str, Precision], tuple[torch.dtype, ..
 
 def saved_model(casts: bool, precisions: Mapping[str, Precision]) -> tuple[SavedModel, fs.PartitionSpec]:
     model = SavedModel(casts)
-    root = fs.whole(P("shard", precision=precisions.get("")))
+    root = fs.policies.whole(P("shard", precision=precisions.get("")))
     inner = {path: P("shard", precision=precision) for path, precision in precisions.items() if path}
-    return model, fs.override(root, fs.by_path(inner))(model)
+    return model, fs.policies.override(root, fs.by_path(inner))(model)
 
 
 def one_submodule(rank: int, name: str) -> None:
@@ -705,7 +705,9 @@ class Two(nn.Module):
 def test_submodules_with_external_inputs(inner: Precision | None, seen: list[torch.dtype]) -> None:
     """``test_submodules_with_external_inputs``: cast iff the unit that takes it casts."""
     model = External()
-    spec = fs.override(fs.whole(P("shard", precision=HALF)), fs.by_path({"l2": P("shard", precision=inner)}))(model)
+    spec = fs.policies.override(fs.policies.whole(P("shard", precision=HALF)), fs.by_path({"l2": P("shard", precision=inner)}))(
+        model
+    )
     run = lambda p: fs.functional_call(model, p, (torch.ones(2, 10),), spec=spec).float().sum()  # noqa: E731
     if inner is None:  # a unit of its own without precision keeps its parameters
         with pytest.raises(RuntimeError, match="must have the same dtype"):
@@ -740,7 +742,7 @@ class Methods(SavedModel):
 @pytest.mark.parametrize("output", [None, F64])
 def test_other_methods_are_cast_around_too(output: torch.dtype | None) -> None:
     model = Methods()
-    spec = fs.whole(P("shard", precision=Precision(param=BF16, output=output)))(model)
+    spec = fs.policies.whole(P("shard", precision=Precision(param=BF16, output=output)))(model)
     args, kwargs = (torch.ones(2, 10),), {"y": torch.ones(2, dtype=F64)}
     out = fs.functional_call(model, fs.shard(model, spec), args, kwargs, spec=spec, method="features")
     assert model.seen == {"features": [BF16, BF16], "c1": [BF16]}
@@ -760,7 +762,7 @@ def norm_model(kind: str) -> nn.Sequential:
 
 def norms_in_low_precision(rank: int, kind: str, param: torch.dtype) -> None:
     model = norm_model(kind)
-    spec = fs.whole(P("shard", precision=Precision(param=param, reduce=F32, buffer=param)))(model)
+    spec = fs.policies.whole(P("shard", precision=Precision(param=param, reduce=F32, buffer=param)))(model)
     reference = copy.deepcopy(model)
     for module in reference.modules():
         for name, buffer in module._buffers.items():
@@ -802,7 +804,7 @@ def test_full_precision(kind: str, way: str) -> None:
     norm.forward = spied
     model[-1].register_forward_pre_hook(lambda _, args: seen.update(after=args[0].dtype))
     low = P("shard", precision=Precision(param=BF16, buffer=BF16))
-    spec = fs.full_precision(fs.whole(low), nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)(model)
+    spec = fs.policies.full_precision(fs.policies.whole(low), nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)(model)
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     x = batch(0, 0)
     loss = lambda p: fs.functional_call(model, p, (x,), spec=spec, buffers=buffers).float().sum()  # noqa: E731
@@ -918,7 +920,7 @@ def test_mixed_precision_e2e(gloo2: Pool, name: str, master: torch.dtype, scaled
 def test_embedding_inputs_are_never_cast(precision: Precision) -> None:
     """``test_mp_embedding_default``, ``..._params_and_reduce_diff``, ``..._reduce_only``."""
     model = nn.Sequential(nn.Embedding(5, 16), nn.Linear(16, 4))
-    spec = fs.always(P("shard", precision=precision))(model)
+    spec = fs.policies.always(P("shard", precision=precision))(model)
     ids = torch.tensor([[1, 4], [0, 1]])
     inputs: list[torch.dtype] = []
     model[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0].dtype))
@@ -952,8 +954,8 @@ def evaluation(rank: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     model[1].running_mean.fill_(0.25)  # trained statistics: initial ones are warned of
-    precise = fs.always(P("shard"))(model)
-    low = fs.always(P("shard", precision=Precision(param=BF16, buffer=BF16)))(model)
+    precise = fs.policies.always(P("shard"))(model)
+    low = fs.policies.always(P("shard", precision=Precision(param=BF16, buffer=BF16)))(model)
     params = fs.shard(model, low)
     assert all(torch.equal(p, params[k]) for k, p in fs.shard(model, precise).items())
     x = batch(rank, 0)
@@ -977,7 +979,7 @@ def test_full_precision_in_eval(gloo2: Pool) -> None:
 def test_root_cast_inputs_in_eval(cast_inputs: bool) -> None:
     """``test_eval_root_cast_inputs``."""
     model = SavedModel()
-    spec = fs.whole(P("shard", precision=Precision(param=F16, cast_inputs=cast_inputs)))(model)
+    spec = fs.policies.whole(P("shard", precision=Precision(param=F16, cast_inputs=cast_inputs)))(model)
     with torch.no_grad():
         given = torch.ones(2, 10) if cast_inputs else torch.ones(2, 10, dtype=F16)
         fs.functional_call(model.eval(), fs.shard(model, spec), (given,), spec=spec)
@@ -1007,7 +1009,7 @@ def test_input_gradients_keep_the_inputs_dtype(gloo2: Pool) -> None:
 def test_ignored_modules_are_not_cast() -> None:
     """``test_mixed_precision_with_ignored_module``: its parameters stay, and the input that came cast does not fit."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    policy = fs.ignoring(fs.whole(P("shard", precision=HALF)), modules=("1",))
+    policy = fs.policies.ignoring(fs.policies.whole(P("shard", precision=HALF)), modules=("1",))
     spec = policy(model)
     params = fs.shard(model, spec)
     with unchanged(model), pytest.raises(RuntimeError, match="must have the same dtype"):
@@ -1154,7 +1156,7 @@ def test_after_a_call_the_module_is_as_before(p: P, way: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     precision = Precision(param=BF16, reduce=F32, output=F32, buffer=BF16)
-    spec = fs.always(dataclasses.replace(p, precision=precision))(model)
+    spec = fs.policies.always(dataclasses.replace(p, precision=precision))(model)
     params = fs.shard(model, spec)
     before = {k: (p, p.clone()) for k, p in params.items()}
     for x, failing in ((torch.randn(3, 4), False), (torch.randn(3, 5), True)):
@@ -1188,7 +1190,7 @@ def simulated(sizes: dict[str, int], p: P, xs: Tensor, **options: Any) -> Tensor
     initial = {"w": model.w.detach()}
 
     def run(mesh: Any, x: Tensor) -> Tensor:
-        spec = fs.whole(dataclasses.replace(p, align=1))(model).on(mesh)
+        spec = fs.policies.whole(dataclasses.replace(p, align=1))(model).on(mesh)
         return fs.grad(lambda q: fs.functional_call(model, q, (x,), spec=spec, **options))(fs.shard(initial, spec))[""]
 
     return fs.testing.spmd(run, sizes)(xs)
@@ -1242,7 +1244,7 @@ def test_the_sum_over_a_number(n: int, reduce: torch.dtype | None, by: Any, shar
 
 def sum_over_a_number(rank: int, p: P, reduce: torch.dtype | None, by: Any) -> None:
     model = Dot(6)
-    spec = fs.whole(dataclasses.replace(p, precision=Precision(reduce=reduce)))(model).bound
+    spec = fs.policies.whole(dataclasses.replace(p, precision=Precision(reduce=reduce)))(model).bound
     xs = torch.randn(2, 6, generator=torch.Generator().manual_seed(7))
     rows = xs.to(reduce or F32)
     before, after = (1, 1) if by == "sum" else divide_factors(by) if reduce == F16 else (1, by)
@@ -1265,7 +1267,7 @@ def test_one_real_rank_divides_by_the_number(reduce: torch.dtype | None, way: st
     with world(1):
         model, x = Dot(3), torch.tensor([3.0, 4.5, 1 / 3])
         for p in (P("shard", align=1), P(align=1)):
-            spec = fs.whole(dataclasses.replace(p, precision=Precision(reduce=reduce)))(model).bound
+            spec = fs.policies.whole(dataclasses.replace(p, precision=Precision(reduce=reduce)))(model).bound
             loss = lambda q: fs.functional_call(model, q, (x,), spec=spec, reduce=3.0)  # noqa: E731
             grads, _ = WAYS[way](loss)(fs.shard(model, spec))
             torch.testing.assert_close(grads[""], x / 3, rtol=1e-2, atol=0)
@@ -1284,7 +1286,7 @@ class Empty(nn.Module):
 
 def empty_units(rank: int, p: P, reduce: Any) -> None:
     model = Empty()
-    spec = fs.always(p)(model).bound
+    spec = fs.policies.always(p)(model).bound
     xs = torch.arange(8.0).view(2, 4)
     for way in MAIN_WAYS:
         loss = lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec, reduce=reduce)  # noqa: E731
@@ -1461,7 +1463,7 @@ def test_codec_errors(name: str) -> None:
     codec, error, match = CODEC_ERRORS[name]
     model = Dot(8)
     with world(2):
-        spec = fs.whole(P("shard", align=1, precision=Precision(codec=codec)))(model).bound
+        spec = fs.policies.whole(P("shard", align=1, precision=Precision(codec=codec)))(model).bound
         params = fs.shard(model, spec)
         run = lambda q: fs.functional_call(model, q, (torch.ones(8),), spec=spec)  # noqa: E731
         with pytest.raises(error, match=match):
@@ -1470,7 +1472,7 @@ def test_codec_errors(name: str) -> None:
             fs.hvp(run, params, params)  # by data flow
 
     def simulate(mesh: Any, x: Tensor) -> Tensor:
-        on = fs.whole(P("shard", align=1, precision=Precision(codec=codec)))(model).on(mesh)
+        on = fs.policies.whole(P("shard", align=1, precision=Precision(codec=codec)))(model).on(mesh)
         return fs.functional_call(model, fs.shard({"w": model.w.detach()}, on), (x,), spec=on)
 
     with pytest.raises(error, match=match):
@@ -1488,7 +1490,7 @@ def test_codec_leaves_empty_units_and_integers_alone() -> None:
         return scaled_encode(x)
 
     with world(2):
-        spec = fs.always(P("shard", align=1, precision=Precision(codec=Codec(encode, scaled_decode))))(model).bound
+        spec = fs.policies.always(P("shard", align=1, precision=Precision(codec=Codec(encode, scaled_decode))))(model).bound
         params = fs.shard(model, spec)
         fs.functional_call(model, params, (torch.ones(4),), spec=spec)
         some, rest = fs.partition(params, spec)

@@ -46,7 +46,7 @@ def test_main_wrap_api(gloo2: Pool, strategy: str) -> None:
 
 def test_str_of_an_unbound_spec_with_an_unknown_axis() -> None:
     """Printing never raises: a spec for a mesh that is still to come shows its sizes as on one rank."""
-    table = str(fs.whole(P(("expert", "shard"), align=1))(nn.Linear(2, 3)))
+    table = str(fs.policies.whole(P(("expert", "shard"), align=1))(nn.Linear(2, 3)))
     assert "P(('expert', 'shard'), align=1)" in table
     assert table.splitlines()[-1].split() == ["total", "unbound:", "as", "on", "one", "rank", "2", "9", "0", "36"]
 
@@ -59,7 +59,7 @@ def test_str_of_an_unbound_spec_with_an_unknown_axis() -> None:
 def test_output_with_and_without_shared_params(tied: bool, dtype: torch.dtype) -> None:
     """Flattened or not, in full and in half precision: bit for bit the same output."""
     model, ids = Transformer(tied=tied).to(dtype), torch.arange(6).view(2, 3)
-    for policy in (fs.whole(), fs.by_type(Block), fs.always()):
+    for policy in (fs.policies.whole(), fs.by_type(Block), fs.policies.always()):
         spec = policy(model).on({"shard": 1})
         out = fs.functional_call(model, fs.shard(model, spec), ids, spec=spec)
         assert out.dtype == dtype
@@ -111,7 +111,7 @@ def structured(rank: int, way: str) -> None:
         assert (type(out), type(inner.x), out.rest["label"]) == (Record, PackedSequence, "label")
         return squared(lambda t: t, torch.cat([out.x, y, pad_packed_sequence(inner.x)[0].flatten(0, 1)]))
 
-    check_parity(rank, Structured(), fs.always()(Structured()), numbers, loss, way=way)
+    check_parity(rank, Structured(), fs.policies.always()(Structured()), numbers, loss, way=way)
 
 
 @pytest.mark.parametrize("way", ["fs", "backward"])
@@ -170,7 +170,7 @@ def test_unshard_params_respects_reshard(reshard: bool) -> None:
     """A gather of everything between forward and backward, or after it, leaves the very buffers alive that were."""
     with world(2):
         model = Net()
-        spec = fs.override(fs.by_type(MLP, p=P("shard", reshard=reshard)), fs.by_path({"": P("shard")}))(model).bound
+        spec = fs.policies.override(fs.by_type(MLP, p=P("shard", reshard=reshard)), fs.by_path({"": P("shard")}))(model).bound
         params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
         sizes = {unit.path: spec.padded_numel(unit) for unit in spec}
         with Alive() as alive:
@@ -239,7 +239,7 @@ def test_singleton_copy_division(sizes: dict[str, int], reduce: str) -> None:
     ranks = torch.Size(sizes.values()).numel()
 
     def run(mesh: Mesh, x: Tensor) -> Tensor:
-        spec = fs.whole()(model).on(mesh)
+        spec = fs.policies.whole()(model).on(mesh)
         call = lambda p: fs.functional_call(model, p, x[None], spec=spec, reduce=reduce)  # noqa: E731
         grads = fs.grad(lambda p: call(p).sum())(fs.shard(model, spec))
         return fs.unshard(grads, spec)["weight"]

@@ -40,7 +40,7 @@ def test_train_parity_with_shared_params(gloo2: Pool, strategy: str, way: str) -
 def tied_uneven(rank: int) -> None:
     vocabulary = 4 * dist.get_world_size() + 1
     model = Transformer(1, vocabulary, width=7, heads=1, tied=True)
-    spec = fs.always()(model).bound
+    spec = fs.policies.always()(model).bound
     assert any(spec.padded_numel(unit) > unit.numel for unit in spec)
     batch = lambda rank, step: tokens(rank, step, vocabulary)  # noqa: E731
     options = {"optimizer": torch.optim.AdamW, "weight_decay": 0}
@@ -80,7 +80,9 @@ def test_shared_params_separate_fsdp_groups(gloo2: Pool, strategy: str, way: str
     gloo2.run(tied_units, strategy, way)
 
 
-@pytest.mark.parametrize("policy", [fs.always(), fs.by_size(1), fs.ignoring(fs.whole(), modules=["0.in_proj"])])
+@pytest.mark.parametrize(
+    "policy", [fs.policies.always(), fs.by_size(1), fs.policies.ignoring(fs.policies.whole(), modules=["0.in_proj"])]
+)
 def test_layer_by_layer_shard_no_false_positive(policy: Policy) -> None:
     """Nothing holds a model that was dropped, so ids come again; they are not mistaken for shared modules."""
 
@@ -104,7 +106,7 @@ def test_layer_by_layer_shard_no_false_positive(policy: Policy) -> None:
 
 def ignored(rank: int, way: str, given: bool) -> None:
     model = Net()
-    spec = fs.ignoring(fs.by_type(MLP), modules=["blocks.1"], params=["head.bias"])(model).bound
+    spec = fs.policies.ignoring(fs.by_type(MLP), modules=["blocks.1"], params=["head.bias"])(model).bound
     total = sum(p.numel() for p in model.parameters())
     left = sum(p.numel() for p in model.blocks[1].parameters()) + model.head.bias.numel()
     assert sum(unit.numel for unit in spec) == total - left
@@ -132,7 +134,7 @@ def test_ignored_modules_and_mixture_of_experts(gloo2: Pool, way: str, given: bo
 
 def ignored_differently(rank: int) -> None:
     model = Net()
-    spec = fs.ignoring(fs.by_type(MLP), modules=[f"blocks.{rank}"])(model)
+    spec = fs.policies.ignoring(fs.by_type(MLP), modules=[f"blocks.{rank}"])(model)
     with pytest.raises(ValueError, match=r"the ranks of .* have different models.*'blocks\.[01]'"):
         fs.shard(model, spec)
 
@@ -189,7 +191,7 @@ class Branches(nn.Module):
 def other_branches(rank: int, strategy: str, way: str) -> None:
     model = Branches()
     batch = lambda rank, step: ((rank + step) % 2, numbers(rank, step))  # noqa: E731
-    check_parity(rank, model, fs.whole(STRATEGIES[strategy])(model), batch, way=way)
+    check_parity(rank, model, fs.policies.whole(STRATEGIES[strategy])(model), batch, way=way)
 
 
 @pytest.mark.parametrize("way", MAIN_WAYS)
@@ -211,7 +213,7 @@ class EveryBranch(Branches):
 def other_units(rank: int, strategy: str, way: str) -> None:
     model = EveryBranch()
     batch = lambda rank, step: ((rank + step) % 2, numbers(rank, step))  # noqa: E731
-    check_parity(rank, model, fs.always(STRATEGIES[strategy])(model), batch, way=way)
+    check_parity(rank, model, fs.policies.always(STRATEGIES[strategy])(model), batch, way=way)
 
 
 @each
@@ -226,7 +228,7 @@ def not_contiguous(rank: int) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)).double().to(memory_format=torch.channels_last)
     model[2].weight = nn.Parameter(torch.randn(4, 2).double().t())
     batch = lambda rank, step: numbers(rank, step, 27).unflatten(1, (3, 3, 3))  # noqa: E731
-    trained = check_parity(rank, model, fs.always()(model), batch)
+    trained = check_parity(rank, model, fs.policies.always()(model), batch)
     assert {k: p.stride() for k, p in trained.items()} == {k: p.stride() for k, p in model.named_parameters()}
 
 

@@ -123,9 +123,9 @@ def without_count(kind: str, state: Any) -> Any:
 BLOCKS = fs.by_type(MLP)
 WRAPPINGS = {
     "blocks": BLOCKS,
-    "whole": fs.whole(),
+    "whole": fs.policies.whole(),
     "replicated": fs.by_type(MLP, p=P()),
-    "end to end": fs.whole(P("shard", align=1)),
+    "end to end": fs.policies.whole(P("shard", align=1)),
 }
 
 
@@ -176,7 +176,7 @@ def test_optimizer_states_by_names(gloo2: Pool, grouped: bool, kind: str, wrappi
 
 def half_the_world(rank: int, full: Any) -> Any:
     plain = Net()
-    spec = fs.whole()(plain).bound
+    spec = fs.policies.whole()(plain).bound
     init, _ = made("AdamW", spec, grouped=False)
     state = checkpoint.from_optimizer_state_dict(full, spec, init(fs.shard(plain, spec)))
     return exported("AdamW", spec, state, rank0_only=True, offload_to_cpu=True)
@@ -317,7 +317,7 @@ def through_zeros(rank: int, width: int, mesh_name: str, folder: str) -> None:
         mesh_dim_names=("replicate", "shard")[-1 if mesh_name == "fsdp" else 0 :],
     )
     model = Sized(width)
-    for policy in (fs.always(P("shard", align=1)), fs.whole()):
+    for policy in (fs.policies.always(P("shard", align=1)), fs.policies.whole()):
         spec = policy(model).on(mesh)
         params = fs.shard(model, spec)
         path = f"{folder}/{policy(model).root}{len(spec)}"

@@ -140,7 +140,7 @@ def fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
     model = gpt()
     p = P("shard", reshard=reshard, precision=precision)
     blocks = dataclasses.replace(p, precision=precision and dataclasses.replace(precision, output=None))
-    spec = fs.override(fs.whole(p), fs.by_path({"blocks.*": blocks}))(model).on(mesh)
+    spec = fs.policies.override(fs.policies.whole(p), fs.by_path({"blocks.*": blocks}))(model).on(mesh)
     got, own = by_funshard(model, spec, rank)
     torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=20 * rounding or 1e-5)
     compare(got, expected, rounding)

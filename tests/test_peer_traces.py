@@ -46,11 +46,11 @@ def test_reset_iter_state_after_exception(way: str) -> None:
 
 POLICIES: dict[str, tuple[Callable[[], nn.Module], Policy]] = {
     "blocks": (Net, fs.by_type(MLP)),
-    "layers": (Net, fs.always()),
+    "layers": (Net, fs.policies.always()),
     "kept": (Net, fs.by_type(MLP, p=P("shard", reshard=False))),
-    "replicated": (Net, fs.always(P())),
+    "replicated": (Net, fs.policies.always(P())),
     "mixed": (Net, fs.by_path({"blocks.0": P(), "blocks.1": P("shard", reshard=False)})),
-    "frozen": (lambda: frozen(Net(), "blocks.1"), fs.always()),
+    "frozen": (lambda: frozen(Net(), "blocks.1"), fs.policies.always()),
     "nested": (lambda: nn.Sequential(Outer(), MLP(5)), fs.by_type(MLP)),
     "visits": (lambda: Order("abcab"), fs.by_type(MLP)),
 }

@@ -47,7 +47,7 @@ SHAPES = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)], [(1, 1),
 def single_group(rank: int, shapes: list[tuple[int, int]]) -> None:
     model = double_linear(shapes)
     batch = lambda rank, step: numbers(rank, step, shapes[0][0])  # noqa: E731
-    check_parity(rank, model, fs.whole()(model), batch, steps=depth(3, 10))
+    check_parity(rank, model, fs.policies.whole()(model), batch, steps=depth(3, 10))
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
@@ -119,9 +119,9 @@ def test_fsdp_cpu_training(gloo4: Pool, peer: str, strategy: str) -> None:
 
 def always_wrapped(rank: int) -> None:
     for model, policy in [
-        (chain(), fs.always()),
+        (chain(), fs.policies.always()),
         (nn.Sequential(MLP(5), nn.Sequential(MLP(5), MLP(5))), fs.by_type(MLP, nn.Sequential)),
-        (Net(), fs.override(fs.always(), fs.by_path({"blocks.1": P()}))),
+        (Net(), fs.policies.override(fs.policies.always(), fs.by_path({"blocks.1": P()}))),
     ]:
         options = {"optimizer": torch.optim.SGD, "momentum": 0.9}
         trained = check_parity(rank, model, policy(model), steps=depth(3, 4), **options)
@@ -167,7 +167,7 @@ def test_non_root_forward_backward(gloo2: Pool) -> None:
 
 def a_part_of_its_own(rank: int) -> None:
     model, x = Net(), numbers(rank, 0)
-    spec, part = fs.by_type(MLP)(model).bound, fs.whole()(model.blocks[1]).bound
+    spec, part = fs.by_type(MLP)(model).bound, fs.policies.whole()(model.blocks[1]).bound
     params = fs.shard(model, spec)
     loss = lambda p: squared(sharded_call(model.blocks[1], {"": p["blocks.1"]}, part), x)  # noqa: E731
     grads, value = fs.grad_and_value(loss)(params)
@@ -192,7 +192,7 @@ class Twice(nn.Module):
 
 
 def used_twice(rank: int, strategy: str, way: str) -> None:
-    for policy in (fs.by_type(MLP, p=STRATEGIES[strategy]), fs.always(STRATEGIES[strategy])):
+    for policy in (fs.by_type(MLP, p=STRATEGIES[strategy]), fs.policies.always(STRATEGIES[strategy])):
         check_parity(rank, Twice(), policy(Twice()), way=way)
 
 

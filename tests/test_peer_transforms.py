@@ -68,7 +68,7 @@ LINEARS = meta_linears()
 def tangents(mesh: Mesh, strategy: str, how: str) -> Any:
     """Of a function that runs both units and ignores its argument, of one that uses it, and of the weights."""
     model, full = LINEARS
-    spec = fs.always(STRATEGIES[strategy])(model).on(mesh)
+    spec = fs.policies.always(STRATEGIES[strategy])(model).on(mesh)
     params = fs.shard(full, spec)
     x, one = torch.ones(2, 4, dtype=BF16), torch.ones((), dtype=BF16)
 

@@ -50,7 +50,7 @@ def unused_output(rank: int, strategy: str, way: str) -> None:
     def batch(rank: int, step: int) -> tuple[Tensor, bool]:
         return numbers(rank, step), step < 3
 
-    for policy in (fs.by_type(DoubleLinear, p=STRATEGIES[strategy]), fs.always(STRATEGIES[strategy])):
+    for policy in (fs.by_type(DoubleLinear, p=STRATEGIES[strategy]), fs.policies.always(STRATEGIES[strategy])):
         check_parity(rank, TwoLayers(), policy(TwoLayers()), batch, loss, way=way)
 
 
@@ -64,7 +64,7 @@ def test_unused_forward_output(gloo2: Pool, strategy: str, way: str) -> None:
 
 def unused_module(rank: int, strategy: str, way: str) -> None:
     loss = lambda call, x: call(x, second=False).sum()  # noqa: E731
-    for policy in (fs.by_type(DoubleLinear, p=STRATEGIES[strategy]), fs.always(STRATEGIES[strategy])):
+    for policy in (fs.by_type(DoubleLinear, p=STRATEGIES[strategy]), fs.policies.always(STRATEGIES[strategy])):
         model = TwoLayers()
         trained = check_parity(rank, model, policy(model), loss=loss, way=way)
         assert torch.equal(trained["b.lin2.weight"], model.b.lin2.weight)
@@ -260,7 +260,7 @@ def test_collective_ops_over_128_ranks(dtype: torch.dtype) -> None:
     full = dict(model.named_parameters())
 
     def run(mesh: Mesh, rank: Tensor) -> tuple[fs.Params, fs.Params]:
-        spec = fs.whole()(model).on(mesh)
+        spec = fs.policies.whole()(model).on(mesh)
         shards = fs.shard({name: p.detach() for name, p in full.items()}, spec)
         grads = fs.grad(lambda p: sum((t * (rank % 8)).sum() for t in fs.unshard(p, spec).values()))(shards)
         return fs.unshard(shards, spec), fs.unshard(grads, spec)
@@ -281,7 +281,9 @@ class NoInput(nn.Module):
 
 
 def no_input(rank: int) -> None:
-    check_parity(rank, NoInput(), fs.whole()(NoInput()), lambda rank, step: rank + step, lambda call, x: (call() * x).sum())
+    check_parity(
+        rank, NoInput(), fs.policies.whole()(NoInput()), lambda rank, step: rank + step, lambda call, x: (call() * x).sum()
+    )
 
 
 def test_root_no_forward_inputs(gloo2: Pool) -> None:

@@ -41,8 +41,8 @@ def spec_of(model: nn.Module, at_rest: fs.Codec | None, p: fs.P) -> fs.Partition
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
     quantized = fs.P(p.axis, reshard=p.reshard, remat=p.remat, at_rest=at_rest)
-    layers = fs.override(fs.by_type(LlamaDecoderLayer, p=quantized), fs.by_type(LlamaRMSNorm, p=fs.P()))
-    return fs.override(layers, fs.by_path({"": fs.P("shard")}))(model).bound
+    layers = fs.policies.override(fs.by_type(LlamaDecoderLayer, p=quantized), fs.by_type(LlamaRMSNorm, p=fs.P()))
+    return fs.policies.override(layers, fs.by_path({"": fs.P("shard")}))(model).bound
 
 
 def plain(model: nn.Module, spec: fs.PartitionSpec) -> nn.Module:

@@ -50,7 +50,7 @@ POLICIES = {
     "blocks": fs.by_type(Block),
     "kept": fs.by_type(Block, p=fs.P("shard", reshard=False)),
     "remat": fs.by_type(Block, p=fs.P("shard", remat=True)),
-    "always": fs.always(),
+    "always": fs.policies.always(),
     "replicated": fs.by_type(Block, p=fs.P()),
     "mixed": fs.by_path({"1": fs.P(), "4": fs.P("shard")}),
 }
@@ -199,7 +199,7 @@ def test_noise_is_the_same_at_any_number_of_ranks() -> None:
 def test_dropout_is_the_same_in_both_passes() -> None:
     """A clip that every gradient meets: each has that norm, which it has not if the two passes drop other values."""
     model = network().train()
-    spec = fs.always()(model).bound
+    spec = fs.policies.always()(model).bound
     x, y = X[0], Y[0]
     loss = loss_on(spec, model)
     for randomness in ("same", "different"):
@@ -219,7 +219,7 @@ def test_dropout_is_the_same_in_both_passes() -> None:
 
 
 def test_chunks_change_nothing() -> None:
-    spec = fs.always()(MODEL).bound
+    spec = fs.policies.always()(MODEL).bound
     shards = fs.shard(MODEL, spec)
     for options in ({}, {"clip": CLIP}):
         whole = fs.per_sample_grads(loss_on(spec), shards, (X[0], Y[0]), spec=spec, **options)
@@ -234,7 +234,7 @@ def test_clipping_never_holds_all_gradients_of_all_samples() -> None:
 
     def peak(blocks: int, **options: Any) -> int:
         model = nn.Sequential(*(nn.Linear(width, width, dtype=torch.float64) for _ in range(blocks)))
-        spec = fs.always()(model).bound
+        spec = fs.policies.always()(model).bound
         shards = fs.shard(model, spec)
         x = torch.randn(samples, 1, width, dtype=torch.float64)
         with no_collector(), Peak() as mode:
@@ -301,7 +301,9 @@ def compiled(spec: fs.PartitionSpec, fullgraph: bool = True, rank: int = 0, back
 
 
 def compiled_on_real_ranks(rank: int) -> None:
-    for policy, options in depth([(HALF, {"reduce": 64.0})], [(fs.always(), {}), (fs.whole(fs.P()), {"reduce": 64.0})]):
+    for policy, options in depth(
+        [(HALF, {"reduce": 64.0})], [(fs.policies.always(), {}), (fs.policies.whole(fs.P()), {"reduce": 64.0})]
+    ):
         compiled(policy(SMALL).bound, rank=rank, **options)
 
 
@@ -317,7 +319,7 @@ DRAWN: list[dict[str, Any]] = depth([{**NOISE, **DIFFERENT}], [NOISE, SAME, DIFF
 @pytest.mark.parametrize("options", DRAWN, ids=str)
 def test_compiled_in_several_graphs(options: dict[str, Any]) -> None:
     """Where noise or numbers are drawn: as without, or refused where it has to be one graph."""
-    spec = depth(fs.whole(), fs.always())(SMALL).bound
+    spec = depth(fs.policies.whole(), fs.policies.always())(SMALL).bound
     backend = depth("eager", "aot_eager")  # where graphs end, and what is refused, is Dynamo's
     compiled(spec, fullgraph=False, backend=backend, **options)
     for option in options:
@@ -347,7 +349,7 @@ def test_compiled_in_several_graphs(options: dict[str, Any]) -> None:
 )
 def test_errors(changes: dict[str, Any], message: str) -> None:
     """Before any communication: the mesh has no process group."""
-    spec = fs.always()(MODEL).on({"shard": 2})
+    spec = fs.policies.always()(MODEL).on({"shard": 2})
     options = {"params": fs.shard(FULL, spec, rank=0), "batch": (X[0], Y[0])} | changes
     with pytest.raises(ValueError, match=message):
         fs.per_sample_grads(loss_on(spec), options.pop("params"), options.pop("batch"), spec=spec, **options)
@@ -360,7 +362,7 @@ def test_opacus_agrees() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
     x, y = torch.randn(6, 3), torch.randn(6, 2)
-    spec = fs.always()(model).bound
+    spec = fs.policies.always()(model).bound
 
     def f(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
         return ((fs.functional_call(model, params, x, spec=spec) - y) ** 2).sum()

@@ -30,8 +30,8 @@ def by_type(model: nn.Module, *classes: type[nn.Module], ignored: Collection[str
     if any(isinstance(m, classes) for m in left):
         return fs.by_type(*classes)
     with pytest.raises(ValueError, match=r"by_type: no module is of .*: expected classes of the model's modules"):
-        fs.ignoring(fs.by_type(*classes), modules=ignored)(model)
-    return fs.whole()
+        fs.policies.ignoring(fs.by_type(*classes), modules=ignored)(model)
+    return fs.policies.whole()
 
 
 @given(TREES)
@@ -42,9 +42,13 @@ def test_a1_a2_policies_are_functions_and_specs_are_policies(model: nn.Module) -
         tree = model if isinstance(model, fs.ModuleTree) else fs.module_tree(model)
         return fs.by_path({node.path: fs.P("shard") for node in tree.nodes() if wide(node.module)})(tree)
 
-    spec = fs.custom(wide)(model)
+    spec = fs.policies.custom(wide)(model)
     assert mine(model) == spec == fs.by_path(dict(spec.selected))(model)
-    assert fs.any_of(mine, fs.whole())(model) == fs.override(fs.whole(), mine)(fs.module_tree(model)) == spec
+    assert (
+        fs.policies.any_of(mine, fs.policies.whole())(model)
+        == fs.policies.override(fs.policies.whole(), mine)(fs.module_tree(model))
+        == spec
+    )
 
 
 @given(TREES)
@@ -65,16 +69,16 @@ def test_a4_custom_is_custom_policy(model: nn.Module) -> None:
     options = {"axis": "shard", "reshard": False}
     targets = wrap.CustomPolicy(choose)._run_policy(model, set(), options)
     expected = {path: fs.P(**targets[m]) for path, m in model.named_modules() if m in targets}
-    assert dict(fs.custom(choose, fs.P(**options))(model).selected) == expected
-    assert_same(model, fs.custom(choose), wrap.CustomPolicy(lambda m: bool(choose(m))))
+    assert dict(fs.policies.custom(choose, fs.P(**options))(model).selected) == expected
+    assert_same(model, fs.policies.custom(choose), wrap.CustomPolicy(lambda m: bool(choose(m))))
 
 
 @given(TREES)
 def test_a5_custom_is_lambda_auto_wrap_policy(model: nn.Module) -> None:
     """With a predicate, the modules for which it is true."""
     root = model  # torch's callables are never asked about the root
-    assert_same(model, fs.custom(wide), lambdas(wide))
-    assert_same(model, fs.custom(lambda m: m is not root), lambdas(lambda m: True))
+    assert_same(model, fs.policies.custom(wide), lambdas(wide))
+    assert_same(model, fs.policies.custom(lambda m: m is not root), lambdas(lambda m: True))
 
 
 @given(TREES)
@@ -87,7 +91,7 @@ def test_a6_by_type_is_transformer_auto_wrap_policy(model: nn.Module) -> None:
 @given(TREES)
 def test_a7_always_is_always_wrap_policy(model: nn.Module) -> None:
     """Less the modules without parameters of their own, which own nothing in torch either."""
-    ours, theirs = units_of(fs.always()(model)), torch_units(model, wrap.always_wrap_policy)
+    ours, theirs = units_of(fs.policies.always()(model)), torch_units(model, wrap.always_wrap_policy)
     assert owning(ours) == owning(theirs)
     assert ours.keys() - {""} == owning(theirs).keys() - {""}
 
@@ -108,16 +112,16 @@ def test_a16_ignoring_is_ignored_modules(model: nn.Module, data: st.DataObject) 
     ignored = data.draw(st.sets(st.sampled_from([path for path, _ in model.named_modules() if path] or ["none"]), max_size=2))
     ignored.discard("none")
     assert_same(model, by_type(model, Leafy, ignored=ignored), wrap.ModuleWrapPolicy([Leafy]), ignored)
-    assert_same(model, fs.custom(wide), wrap.CustomPolicy(wide), ignored)
+    assert_same(model, fs.policies.custom(wide), wrap.CustomPolicy(wide), ignored)
     assert_same(model, fs.by_size(6), size(6), ignored)
 
 
 @given(TREES)
 def test_a18_any_of_is_or_policy(model: nn.Module) -> None:
     """Selected by any; a never-policy adds nothing."""
-    never = fs.custom(lambda m: False)
+    never = fs.policies.custom(lambda m: False)
     both = partial(wrap._or_policy, policies=[lambdas(wide), wrap.ModuleWrapPolicy([Leafy])])
-    assert_same(model, fs.any_of(fs.custom(wide), never, by_type(model, Leafy)), both)
+    assert_same(model, fs.policies.any_of(fs.policies.custom(wide), never, by_type(model, Leafy)), both)
 
 
 @given(modules())
@@ -137,7 +141,7 @@ def test_s6_architectures_are_cut_as_torch_cuts_them(name: str) -> None:
     assert units_of(spec) == torch_units(made.model, wrap.ModuleWrapPolicy(made.blocks))
     assert len(spec.selected) == sum(isinstance(m, made.blocks) for m in made.model.modules()) > 0
     if not any(param.aliases for param in fs.module_tree(made.model).all_params):
-        assert owning(units_of(fs.always()(made.model))) == owning(torch_units(made.model, wrap.always_wrap_policy))
+        assert owning(units_of(fs.policies.always()(made.model))) == owning(torch_units(made.model, wrap.always_wrap_policy))
         for least in (0, 16, 64, 100, 300, 1000):
             assert_same(made.model, fs.by_size(least), size(least))
 
@@ -151,17 +155,19 @@ def first_block(model: nn.Module | fs.ModuleTree) -> fs.PartitionSpec:
 
 
 EVERY_POLICY = {
-    "whole": fs.whole(),
-    "always": fs.always(),
+    "whole": fs.policies.whole(),
+    "always": fs.policies.always(),
     "by_type": fs.by_type(nn.Linear, p=fs.P()),
     "by_size": fs.by_size(10, force_leaf=[nn.MultiheadAttention]),
-    "custom": fs.custom(has_bias),
+    "custom": fs.policies.custom(has_bias),
     "by_path": fs.by_path({"*": fs.P("shard", reshard=False)}),
-    "marked": fs.marked(),
-    "any_of": fs.any_of(fs.by_type(nn.Linear), fs.marked()),
-    "override": fs.override(fs.whole(), first_block),
-    "ignoring": fs.ignoring(fs.by_type(nn.Linear), modules=["0", nn.LayerNorm], params=["*.bias"]),
-    "full_precision": fs.full_precision(fs.whole(fs.P("shard", precision=fs.Precision(param=torch.float16))), nn.LayerNorm),
+    "marked": fs.policies.marked(),
+    "any_of": fs.policies.any_of(fs.by_type(nn.Linear), fs.policies.marked()),
+    "override": fs.policies.override(fs.policies.whole(), first_block),
+    "ignoring": fs.policies.ignoring(fs.by_type(nn.Linear), modules=["0", nn.LayerNorm], params=["*.bias"]),
+    "full_precision": fs.policies.full_precision(
+        fs.policies.whole(fs.P("shard", precision=fs.Precision(param=torch.float16))), nn.LayerNorm
+    ),
 }
 
 
@@ -169,7 +175,7 @@ EVERY_POLICY = {
 def test_policies_pickle(name: str) -> None:
     """For arguments of torch.multiprocessing.spawn: one that was pickled prints alike and gives the same spec."""
     policy = EVERY_POLICY[name]
-    model = nn.Sequential(nn.Linear(3, 3), fs.mark(nn.Linear(3, 2)), nn.LayerNorm(2))
+    model = nn.Sequential(nn.Linear(3, 3), fs.policies.mark(nn.Linear(3, 2)), nn.LayerNorm(2))
     loaded = pickle.loads(pickle.dumps(policy))
     assert loaded(model) == policy(model) == copy.deepcopy(policy)(model)
     assert repr(loaded) == repr(policy)
@@ -178,6 +184,6 @@ def test_policies_pickle(name: str) -> None:
 def test_a_policy_that_names_modules_pickles_with_them() -> None:
     """In one pickle with the model it ignores the same module there."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    policy = fs.ignoring(fs.always(), modules=[model[0]], params=[model[1].bias])
+    policy = fs.policies.ignoring(fs.policies.always(), modules=[model[0]], params=[model[1].bias])
     loaded_policy, loaded_model = pickle.loads(pickle.dumps((policy, model)))
     assert loaded_policy(loaded_model) == policy(model)

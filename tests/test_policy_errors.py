@@ -8,9 +8,10 @@ import pytest
 from torch import nn
 
 import funshard as fs
+from funshard.policies import always, any_of, custom, full_precision, ignoring, mark, marked, override, whole
 
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-W = fs.whole()
+W = whole()
 
 
 @pytest.mark.parametrize(
@@ -19,13 +20,13 @@ W = fs.whole()
         (lambda: fs.by_type(), ValueError, r"by_type: expected at least one module class, got none; whole\(\) makes one unit"),
         (lambda: fs.by_type(int), TypeError, r"by_type: expected subclasses of nn\.Module, got <class 'int'>"),
         (lambda: fs.by_type(nn.Linear, nn.ReLU()), TypeError, r"by_type: expected subclasses of nn\.Module, got ReLU\(\)"),
-        (lambda: fs.whole("shard"), TypeError, r"whole: expected a P such as P\('shard'\), got 'shard'; write P\('shard'\)"),
-        (lambda: fs.whole(None), TypeError, r"whole: expected a P such as P\('shard'\), got None$"),
-        (lambda: fs.always(("a", "b")), TypeError, r"always: .* got \('a', 'b'\); write P\(\('a', 'b'\)\)"),
+        (lambda: whole("shard"), TypeError, r"whole: expected a P such as P\('shard'\), got 'shard'; write P\('shard'\)"),
+        (lambda: whole(None), TypeError, r"whole: expected a P such as P\('shard'\), got None$"),
+        (lambda: always(("a", "b")), TypeError, r"always: .* got \('a', 'b'\); write P\(\('a', 'b'\)\)"),
         (lambda: fs.by_type(nn.Linear, p="shard"), TypeError, r"by_type: expected a P such as P\('shard'\), got 'shard'"),
         (lambda: fs.by_size(1, p="shard"), TypeError, r"by_size: expected a P such as P\('shard'\), got 'shard'"),
-        (lambda: fs.custom(lambda m: True, "shard"), TypeError, r"custom: expected a P such as P\('shard'\), got 'shard'"),
-        (lambda: fs.marked("shard"), TypeError, r"marked: expected a P such as P\('shard'\), got 'shard'"),
+        (lambda: custom(lambda m: True, "shard"), TypeError, r"custom: expected a P such as P\('shard'\), got 'shard'"),
+        (lambda: marked("shard"), TypeError, r"marked: expected a P such as P\('shard'\), got 'shard'"),
         (lambda: fs.by_path({}, "shard"), TypeError, r"by_path: expected a P such as P\('shard'\), got 'shard'"),
         (
             lambda: fs.by_path({"m": "shard"}),
@@ -34,30 +35,30 @@ W = fs.whole()
         ),
         (lambda: fs.by_path({0: fs.P()}), TypeError, r"by_path: expected path patterns such as 'blocks\.\*', got 0"),
         (lambda: fs.by_path(["0"]), TypeError, r"by_path: expected a dict of path patterns and P, got list"),
-        (lambda: fs.mark(nn.ReLU(), align="2"), TypeError, r"mark: P: align: expected a whole number of elements, got '2'"),
+        (lambda: mark(nn.ReLU(), align="2"), TypeError, r"mark: P: align: expected a whole number of elements, got '2'"),
         (lambda: fs.by_size(force_leaf=[int]), TypeError, r"by_size: expected subclasses of nn\.Module, got <class 'int'>"),
         (lambda: fs.by_size(exclude=["Linear"]), TypeError, r"by_size: expected subclasses of nn\.Module, got 'Linear'"),
-        (lambda: fs.full_precision(W, str), TypeError, r"full_precision: expected subclasses of nn\.Module, got <class 'str'>"),
+        (lambda: full_precision(W, str), TypeError, r"full_precision: expected subclasses of nn\.Module, got <class 'str'>"),
         (
-            lambda: fs.mark(nn.ReLU(), shard=1),
+            lambda: mark(nn.ReLU(), shard=1),
             ValueError,
             r"mark: P has no field 'shard': expected some of \['axis', 'reshard',",
         ),
-        (lambda: fs.ignoring(W, "0"), TypeError, r"ignoring: modules: expected an iterable, got str; put it in a list"),
-        (lambda: fs.ignoring(W, [], 3), TypeError, r"ignoring: params: expected an iterable, got int; put it in a list"),
-        (lambda: fs.ignoring(W, nn.ReLU()), TypeError, r"ignoring: modules: expected an iterable, got ReLU; put it in a list"),
+        (lambda: ignoring(W, "0"), TypeError, r"ignoring: modules: expected an iterable, got str; put it in a list"),
+        (lambda: ignoring(W, [], 3), TypeError, r"ignoring: params: expected an iterable, got int; put it in a list"),
+        (lambda: ignoring(W, nn.ReLU()), TypeError, r"ignoring: modules: expected an iterable, got ReLU; put it in a list"),
         (
-            lambda: fs.ignoring(W, [int]),
+            lambda: ignoring(W, [int]),
             TypeError,
             r"ignoring: modules: expected path patterns, module classes or modules, got type",
         ),
         (
-            lambda: fs.ignoring(W, [3]),
+            lambda: ignoring(W, [3]),
             TypeError,
             r"ignoring: modules: expected path patterns, module classes or modules, got int",
         ),
         (
-            lambda: fs.ignoring(W, [], [nn.ReLU()]),
+            lambda: ignoring(W, [], [nn.ReLU()]),
             TypeError,
             r"ignoring: params: expected name patterns or parameters, got ReLU",
         ),
@@ -73,14 +74,14 @@ def test_wrong_when_made(make: Callable[[], object], error: type[Exception], mes
 def test_a4_custom_gives_a_bool_or_a_dict(result: object) -> None:
     """Anything else is refused with the path and the result, as CustomPolicy refuses it."""
     with pytest.raises(ValueError, match=r"custom: module '1\.0': expected <function .*> to give a bool or a dict, got"):
-        fs.custom(lambda m: result if m is MODEL[1][0] else False)(MODEL)
+        custom(lambda m: result if m is MODEL[1][0] else False)(MODEL)
 
 
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
         (
-            fs.custom(lambda m: {"strategy": 1} if m is MODEL[1] else False),
+            custom(lambda m: {"strategy": 1} if m is MODEL[1] else False),
             r"custom: module '1': P has no field 'strategy': expected",
         ),
         (fs.by_path({"1.*.x": fs.P()}), r"by_path: pattern '1\.\*\.x' matches no module: expected a path such as \["),
@@ -89,22 +90,22 @@ def test_a4_custom_gives_a_bool_or_a_dict(result: object) -> None:
             fs.by_path({"*.0": fs.P(), "1.*": fs.P("x")}),
             r"module '1\.0' is matched by '\*\.0' \(P\(\)\) and by '1\.\*' \(P\('x'\)\): expected",
         ),
-        (fs.any_of(), r"any_of: expected at least one policy, got none"),
+        (any_of(), r"any_of: expected at least one policy, got none"),
         (
-            fs.any_of(fs.whole(), fs.whole(fs.P())),
+            any_of(whole(), whole(fs.P())),
             r"any_of: module '' \(the leftovers\) is P\('shard'\) and P\(\); use override",
         ),
         (
-            fs.any_of(fs.by_path({"0": fs.P()}), fs.always()),
+            any_of(fs.by_path({"0": fs.P()}), always()),
             r"any_of: module '0' is selected as P\(\) and as P\('shard'\); use override",
         ),
-        (fs.ignoring(W, ["2"]), r"ignoring: modules: '2' matches no module: expected some of \['', '0', '1', '1\.0'\]"),
-        (fs.ignoring(W, [nn.Conv2d]), r"ignoring: modules: <class '.*Conv2d'> matches no module"),
-        (fs.ignoring(W, [nn.Linear(2, 2)]), r"ignoring: modules: Linear\(.*\) matches no module"),
-        (fs.ignoring(W, params=["*.scale"]), r"ignoring: params: '\*\.scale' matches no parameter of the model"),
-        (fs.ignoring(W, [""]), r"ignoring: modules: the root '' is ignored: expected something left to shard"),
-        (fs.ignoring(W, [MODEL]), r"ignoring: modules: the root '' is ignored: expected something left to shard"),
-        (fs.ignoring(fs.by_path({"1.0": fs.P()}), ["1"]), r"by_path: pattern '1\.0' matches no module"),
+        (ignoring(W, ["2"]), r"ignoring: modules: '2' matches no module: expected some of \['', '0', '1', '1\.0'\]"),
+        (ignoring(W, [nn.Conv2d]), r"ignoring: modules: <class '.*Conv2d'> matches no module"),
+        (ignoring(W, [nn.Linear(2, 2)]), r"ignoring: modules: Linear\(.*\) matches no module"),
+        (ignoring(W, params=["*.scale"]), r"ignoring: params: '\*\.scale' matches no parameter of the model"),
+        (ignoring(W, [""]), r"ignoring: modules: the root '' is ignored: expected something left to shard"),
+        (ignoring(W, [MODEL]), r"ignoring: modules: the root '' is ignored: expected something left to shard"),
+        (ignoring(fs.by_path({"1.0": fs.P()}), ["1"]), r"by_path: pattern '1\.0' matches no module"),
     ],
 )
 def test_wrong_for_this_model(policy: fs.Policy, message: str) -> None:
@@ -116,7 +117,7 @@ def test_wrong_for_this_model(policy: fs.Policy, message: str) -> None:
 def test_fields_of_the_wrong_type_name_the_module() -> None:
     """What custom overrides is checked as P checks it, with the path in front."""
     with pytest.raises(TypeError, match=r"custom: module '1\.0': P: reshard: expected True or False, got 'no'"):
-        fs.custom(lambda m: {"reshard": "no"} if m is MODEL[1][0] else False)(MODEL)
+        custom(lambda m: {"reshard": "no"} if m is MODEL[1][0] else False)(MODEL)
 
 
 def test_names_that_look_like_patterns() -> None:
@@ -126,7 +127,7 @@ def test_names_that_look_like_patterns() -> None:
     chosen = dict(fs.by_path({"[z]": fs.P("a"), "z": fs.P("b"), "*": fs.P("c")})(model).selected)
     assert {path: p.axis for path, p in chosen.items()} == {"": "c", "[z]": "a", "z": "b", "*": "c", "a?": "c"}
     assert dict(fs.by_path({"[[]z]": fs.P("a")})(model).selected).keys() == {"[z]"}
-    assert set(fs.ignoring(fs.whole(), modules=["a?"])(model).ignored) == {"a?.weight", "a?.bias"}
+    assert set(ignoring(whole(), modules=["a?"])(model).ignored) == {"a?.weight", "a?.bias"}
 
 
 def odd(module: nn.Module) -> bool:
@@ -136,11 +137,11 @@ def odd(module: nn.Module) -> bool:
 def test_policies_print_as_what_made_them() -> None:
     """Classes by name, `P` where it is not the default, what is inside of combinators as well."""
     assert [repr(policy) for policy in (
-        fs.whole(), fs.whole(fs.P()), fs.always(p=fs.P("shard", remat=True)), fs.by_type(nn.Linear, nn.ReLU), fs.by_size(10),
-        fs.custom(odd), fs.by_path({"0": fs.P()}), fs.marked(),
-        fs.any_of(fs.by_type(nn.Linear), fs.marked()), fs.override(fs.whole(), fs.by_path({"1": fs.P("x")})),
-        fs.ignoring(fs.whole(), ["0"], ["1.bias"]), fs.ignoring(fs.whole(), [MODEL[0]], [MODEL[0].bias]),
-        fs.full_precision(fs.whole(), nn.LayerNorm),
+        whole(), whole(fs.P()), always(p=fs.P("shard", remat=True)), fs.by_type(nn.Linear, nn.ReLU), fs.by_size(10),
+        custom(odd), fs.by_path({"0": fs.P()}), marked(),
+        any_of(fs.by_type(nn.Linear), marked()), override(whole(), fs.by_path({"1": fs.P("x")})),
+        ignoring(whole(), ["0"], ["1.bias"]), ignoring(whole(), [MODEL[0]], [MODEL[0].bias]),
+        full_precision(whole(), nn.LayerNorm),
     )] == [
         "whole()", "whole(p=P())", "always(p=P('shard', remat=True))", "by_type(Linear, ReLU)", "by_size(10)",
         "custom(odd)", "by_path({'0': P()})", "marked()",
@@ -155,7 +156,7 @@ def test_marks_are_checked_again_where_they_are_read() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     vars(model[0])["_funshard_mark"] = {"stage": 3}
     with pytest.raises(ValueError, match=r"mark: module '0': P has no field 'stage': expected some of"):
-        fs.marked()(model)
+        marked()(model)
 
 
 def test_literal_patterns_beat_wildcards() -> None:

@@ -21,11 +21,11 @@ from funshard._sharding.philox import philox
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7, bias=False), nn.LayerNorm(7))
 FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
 POLICIES = {
-    "sharded": fs.always(),
-    "whole": fs.whole(),
-    "aligned": fs.whole(P("shard", align=64)),
+    "sharded": fs.policies.always(),
+    "whole": fs.policies.whole(),
+    "aligned": fs.policies.whole(P("shard", align=64)),
     "mixed": fs.by_path({"0": P(), "1": P("shard"), "2": P("shard")}),
-    "replicated": fs.whole(P()),
+    "replicated": fs.policies.whole(P()),
 }
 DISTRIBUTIONS = ["normal", "rademacher"]
 
@@ -92,7 +92,7 @@ def test_on_real_ranks(gloo2: Pool, gloo4: Pool) -> None:
 def test_normal_numbers_are_normal(dtype: torch.dtype) -> None:
     """Moments, tails, and nothing in common between neighbours, parameters and seeds."""
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(300, 301, dtype=dtype)) for name in "ab"})
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     x, y = (fs.random_like({"a": model["a"], "b": model["b"]}, spec, seed) for seed in (0, 1))
     for tree in (x, y):
         values = tree["a"].flatten()
@@ -112,7 +112,7 @@ def test_normal_numbers_are_normal(dtype: torch.dtype) -> None:
 
 def test_signs_are_equally_likely() -> None:
     model = nn.Linear(300, 301)
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     shard = fs.random_like(fs.shard(model, spec), spec, 5, distribution="rademacher")
     signs = fs.unshard(shard, spec)["weight"]
     assert set(signs.unique().tolist()) == {-1.0, 1.0}
@@ -136,7 +136,7 @@ def test_memory_order_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a parameter in another memory format; and where it is more than is worked on at once."""
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     full = {name: p.detach() for name, p in model.named_parameters()}
-    spec = fs.whole()(model).on({"shard": 3})
+    spec = fs.policies.whole()(model).on({"shard": 3})
     want = fs.random_like(full, spec, 1)
     monkeypatch.setattr("funshard._sharding.random_like.CHUNK", 5)
     for rank in range(3):
@@ -145,7 +145,7 @@ def test_memory_order_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_refused() -> None:
-    spec = fs.always()(MODEL)
+    spec = fs.policies.always()(MODEL)
     params = fs.shard(MODEL, spec)
     wrong: list[tuple[Any, type[Exception], str]] = [
         (lambda: fs.random_like(params, spec, 0.5), TypeError, "seed: expected a whole number"),
@@ -161,7 +161,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(error, match=message):
             call()
     frozen = nn.Linear(4, 4).requires_grad_(False)
-    encoded = fs.whole(P("shard", at_rest=fs.codecs.int8()))(frozen)
+    encoded = fs.policies.whole(P("shard", at_rest=fs.codecs.int8()))(frozen)
     with pytest.raises(ValueError, match=re.escape("expected no random vector of it")):
         fs.random_like(fs.shard(frozen, encoded), encoded, 0)
 

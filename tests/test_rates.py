@@ -23,8 +23,8 @@ FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
 X = torch.randn(4, 6, 3).double()
 LR = torch.tensor(0.05).double()
 POLICIES = {
-    "sharded": fs.always(),
-    "replicated": fs.whole(P()),
+    "sharded": fs.policies.always(),
+    "replicated": fs.policies.whole(P()),
     "mixed": fs.by_path({"0": P(), "2": P("shard"), "4": P("shard")}),
     "mixed on both axes": fs.by_path({"0": P(), "2": P(("replicate", "shard")), "4": P("replicate")}),
 }
@@ -86,7 +86,7 @@ def derivatives(spec: fs.PartitionSpec, name: str, x: Tensor) -> tuple[Tensor, .
 
 def wanted(name: str, ranks: int) -> tuple[Tensor, ...]:
     """On one rank, of all ranks' samples."""
-    spec = fs.whole()(MODEL).on({"shard": 1})
+    spec = fs.policies.whole()(MODEL).on({"shard": 1})
     return derivatives(spec, name, X[:ranks].flatten(0, 1))
 
 

@@ -792,11 +792,11 @@ def test_a_module_that_holds_a_partial(way: str) -> None:
 
     model = Holds(WIDTH, WIDTH).double()
     model.scale = functools.partial(scaled, scale=torch.tensor(2.0).double())
-    spec = fs.whole(fs.P("shard", remat=True))(model).bound
+    spec = fs.policies.whole(fs.P("shard", remat=True))(model).bound
     params = fs.shard(model, spec)
     along = fs.shard({name: p.detach().cos() for name, p in model.named_parameters()}, spec)
     got = WAYS[way](lambda p: fs.functional_call(model, p, X, spec=spec).square().sum(), params, along)
-    plain = fs.whole()(model).bound
+    plain = fs.policies.whole()(model).bound
     assert_close(got, WAYS[way](lambda p: fs.functional_call(model, p, X, spec=plain).square().sum(), params, along), **EXACT)
 
 
@@ -806,7 +806,7 @@ def test_gradients_of_modules_that_list_their_parameters_have_no_graph(way: str)
     model = nn.GRU(WIDTH, 4).double()
     full = {name: p.detach() for name, p in model.named_parameters()}
     want = torch.func.grad(lambda p: torch.func.functional_call(model, p, X)[0].square().sum())(full)
-    spec = fs.whole(fs.P("shard", remat=True))(model).bound
+    spec = fs.policies.whole(fs.P("shard", remat=True))(model).bound
     got = WAYS[way](lambda p: fs.functional_call(model, p, X, spec=spec)[0].square().sum(), fs.shard(full, spec), {})
     assert not any(g.requires_grad for g in got.values())
     assert_close(fs.unshard(got, spec), want, **EXACT)
@@ -816,7 +816,7 @@ def test_gradients_of_modules_that_list_their_parameters_have_no_graph(way: str)
 def test_hvp_of_a_functional_call_whose_input_is_differentiated(forward: bool) -> None:
     """It died with an INTERNAL ASSERT: saved weights were asked for tangents by the keys of a transform that had ended."""
     model = nn.Linear(WIDTH, WIDTH).double()
-    spec = fs.whole(fs.P("shard"))(model).bound
+    spec = fs.policies.whole(fs.P("shard"))(model).bound
     params = fs.shard(model, spec)
     along = fs.shard({name: p.detach().cos() for name, p in model.named_parameters()}, spec)
 
@@ -858,7 +858,7 @@ def test_a_constant_that_is_moved_to_where_it_is() -> None:
 def test_functional_call_inside_remat() -> None:
     """Parameters by the arguments, or by the closure."""
     model = nn.Linear(WIDTH, WIDTH).double()
-    spec = fs.always(fs.P("shard"))(model).bound
+    spec = fs.policies.always(fs.P("shard"))(model).bound
     params = fs.shard(model, spec)
     call = lambda p: torch.tanh(fs.functional_call(model, p, X, spec=spec))  # noqa: E731
     for way in (WAYS["torch.func.grad"], WAYS["backward"], WAYS["hvp"]):
@@ -941,7 +941,7 @@ def test_energies_and_forces(p: fs.P, way: Callable[..., Any]) -> None:
     """By torch.func.grad they are right under remat as well; by torch.autograd.grad it says what to write."""
     x = torch.linspace(-1, 1, 12).double().view(4, 3)
     model = Forces("torch.func")
-    spec = fs.whole(p)(model)
+    spec = fs.policies.whole(p)(model)
 
     def loss(params: fs.Params) -> Tensor:
         energy, forces = fs.functional_call(model, params, (x,), spec=spec)
@@ -967,7 +967,7 @@ def test_backward_hooks_in_a_stack_are_refused(register: str, remat: bool) -> No
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     getattr(model[2], register)(halved)
-    spec = fs.whole(fs.P("shard", remat=not remat))(model)
+    spec = fs.policies.whole(fs.P("shard", remat=not remat))(model)
     params, x = fs.shard(model, spec), torch.linspace(-1, 1, 12).double().view(3, 4)
 
     def call(params: fs.Params) -> Tensor:

@@ -239,7 +239,7 @@ def rematerialized(policy: fs.Policy, *, every: bool) -> fs.Policy:
             for i, (path, p) in enumerate(paths.items())
             if every or i % 2
         }
-        return fs.override(policy, fs.by_path(again, p=spec.root))(model) if again else spec
+        return fs.policies.override(policy, fs.by_path(again, p=spec.root))(model) if again else spec
 
     return chosen
 
@@ -371,7 +371,7 @@ def test_how_often_a_module_runs() -> None:
     again = fs.P(remat=True)
     assert counted_runs(fs.by_type(Tanh, p=again), fs.grad) == 4
     assert counted_runs(fs.by_type(Tanh, p=fs.P()), fs.grad) == 2
-    assert counted_runs(fs.whole(again), fs.grad) == 4
+    assert counted_runs(fs.policies.whole(again), fs.grad) == 4
     assert counted_runs(fs.by_path({"0": again}), fs.grad) == 3
     with torch.no_grad():
         assert counted_runs(fs.by_type(Tanh, p=again), lambda f: f) == 2
@@ -482,7 +482,7 @@ def test_ignored_and_tied_parameters_have_gradients() -> None:
     results = []
     for remat in (False, True):
         base = fs.by_path({"b": fs.P(remat=remat), "c": fs.P(remat=remat)}, p=fs.P())
-        spec = fs.ignoring(base, params=["c.bias"])(model).bound
+        spec = fs.policies.ignoring(base, params=["c.bias"])(model).bound
         params = fs.shard(model, spec)
         model["c"].bias.grad = None
         full = {k: p.requires_grad_() for k, p in params.items()}
@@ -530,7 +530,7 @@ def test_inside_simulated_ranks_and_around_them() -> None:
     def total(f: Function) -> Function:
         def one(full: fs.Params) -> Function:
             def rank(mesh: Any, x: Tensor) -> Tensor:
-                spec = fs.always()(model).on(mesh)
+                spec = fs.policies.always()(model).on(mesh)
                 return f(fs.shard(full, spec), x, spec)
 
             return rank
@@ -545,7 +545,7 @@ def test_inputs_of_the_laws() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     spec = rematerialized(fs.by_type(nn.Linear), every=False)(model)
     assert spec.recomputed == ("1",)
-    assert rematerialized(fs.whole(), every=True)(model).recomputed == ("",)
+    assert rematerialized(fs.policies.whole(), every=True)(model).recomputed == ("",)
     assert inputs({"shard": 2}).shape == (2,)
     assert values(model)["0.weight"].shape == (2, 2)
 

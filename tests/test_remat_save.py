@@ -334,7 +334,7 @@ def test_a_name_that_is_not_given_is_an_error() -> None:
         torch.func.grad(fs.remat(torch.sum, save={"cosine"}))(W)
     torch.func.grad(fs.remat(f, save={"sine", "cosine"}))(W)
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    spec = fs.whole(fs.P("shard", remat=fs.Remat({"attn_out"})))(model).bound
+    spec = fs.policies.whole(fs.P("shard", remat=fs.Remat({"attn_out"})))(model).bound
     with pytest.raises(ValueError, match=r"module '' with P\(remat=True\) is to save 'attn_out', and gave none"):
         fs.grad(lambda p: fs.functional_call(model, p, torch.ones(2), spec=spec).sum())(fs.shard(model, spec))
 

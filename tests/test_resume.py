@@ -33,7 +33,7 @@ def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) 
     """Its numbers for each group of parameters are one for all: they fit any division into units, and torch's readers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
-    policies = [fs.whole(), fs.by_type(nn.Linear), fs.by_type(nn.Linear, nn.LayerNorm)]
+    policies = [fs.policies.whole(), fs.by_type(nn.Linear), fs.by_type(nn.Linear, nn.LayerNorm)]
 
     def made(spec: fs.PartitionSpec) -> fs.optim.Optimizer:
         def decay(name: str, param: fs.Param) -> dict[str, float]:
@@ -59,7 +59,7 @@ def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) 
 
 def test_numbers_of_groups_that_differ_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 5))
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     params = fs.shard(model, spec)
     options = {"spec": spec, "options": lambda name, _: {"momentum_decay": 0.1} if "bias" in name else {}}
     init, update = fs.optim.from_torch(torch.optim.NAdam, **options)
@@ -323,7 +323,7 @@ def slowly(self, plan, planner):
 Writer.write_data = slowly
 dist.init_process_group("gloo")
 model = nn.Linear(8, 8)
-spec = fs.whole()(model)
+spec = fs.policies.whole()(model)
 fs.checkpoint.save(sys.argv[1], fs.shard(model, spec), spec, asynchronous=True, timeout=20)
 if sys.argv[2] == "destroyed":
     dist.destroy_process_group()

@@ -316,7 +316,7 @@ def test_kernels_that_might_write_do_not_count() -> None:
     model = nn.Sequential(nn.LSTM(3, 4, batch_first=True)).double()
     with torch.no_grad():
         model[0].bias_hh_l0[0] = torch.nan
-    spec = fs.whole()(model)
+    spec = fs.policies.whole()(model)
     params = fs.shard(model, spec)
     out = fs.functional_call(model, params, (torch.ones(2, 5, 3).double(),), spec=spec)[0]
     assert out.isnan().any()
@@ -357,7 +357,7 @@ def probed(rank: int) -> None:
     for way, p, ahead in some(itertools.product(["fs.grad", "autograd", "double backward"], ps, [0, 1])):
         by = WAYS[way]
         expected = by(lambda p: sum((torch.func.functional_call(model, dict(p), (x,)) ** 2).mean() for x in xs) / RANKS, full)
-        spec = fs.always(p)(model).bound
+        spec = fs.policies.always(p)(model).bound
         params = fs.shard(model, spec)
 
         def loss(q: Tree, spec: fs.PartitionSpec = spec, ahead: int = ahead) -> Tensor:
@@ -443,7 +443,7 @@ def test_a_call_in_a_call() -> None:
     torch.manual_seed(0)
     model, x = Outer().double(), inputs()[0]
     other = {name: p.detach() * 3 for name, p in model.inner.named_parameters()}
-    inside = fs.whole()(model.inner)
+    inside = fs.policies.whole()(model.inner)
     spec = fs.by_type(Detached)(model)
 
     def plain(p: Tree) -> Tensor:

@@ -466,7 +466,7 @@ def test_trace_order_names_what_forward_gathers(where: str) -> None:
     """In the order of use, also of another method; on any device, without a process group, and nothing is changed."""
     model = WithBuffers().to(where)
     x = torch.randn(4, 5, device=where)
-    spec = fs.always()(model)
+    spec = fs.policies.always()(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     attributes = {module: dict(vars(module)) for module in model.modules()}
     with unchanged(model) if where == "cpu" else contextlib.nullcontext(), Collectives() as sent:
@@ -498,9 +498,9 @@ def test_trace_order_runs_nothing_and_sends_nothing() -> None:
 def test_trace_order_leaves_out_what_is_not_gathered() -> None:
     """Replicated units and ignored parameters travel nowhere."""
     model = Blocks()
-    policy = fs.override(fs.by_type(MLP), fs.by_path({"blocks.1": P()}))
+    policy = fs.policies.override(fs.by_type(MLP), fs.by_path({"blocks.1": P()}))
     assert fs.trace_order(model, policy(model), numbers(0, 0)) == ("", "blocks.0", "blocks.2")
-    ignoring = fs.ignoring(fs.by_type(MLP), modules=["blocks.0"])
+    ignoring = fs.policies.ignoring(fs.by_type(MLP), modules=["blocks.0"])
     assert fs.trace_order(model, ignoring(model), numbers(0, 0)) == ("", "blocks.1", "blocks.2")
 
 
@@ -512,7 +512,7 @@ def test_trace_order_refuses_what_depends_on_values(how: str) -> None:
         unchanged(model),
         pytest.raises(RuntimeError, match=r"trace_order: expected.* on shapes.*spec\.ordered by hand"),
     ):
-        fs.trace_order(model, fs.always()(model), torch.randn(4, 5))
+        fs.trace_order(model, fs.policies.always()(model), torch.randn(4, 5))
 
 
 def test_ordered_specs_are_other_specs() -> None:
@@ -723,7 +723,7 @@ class Cast(nn.Module):
 
 def reduced(rank: int, model: nn.Module, bucket: int, way: str) -> list[tuple[int, torch.dtype]]:
     x = numbers(rank, 0)
-    spec = fs.always(p=P(align=1))(model).bound
+    spec = fs.policies.always(p=P(align=1))(model).bound
     with mock.patch.object(reductions, "BUCKET_BYTES", bucket), Reduced() as log:
         got = step(model, spec, way, x)
     close(got, plain(model, spec, x, rank), bucket)

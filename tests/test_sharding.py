@@ -149,7 +149,7 @@ def _moved(spec: PartitionSpec, axis: str | tuple[str, ...] | None) -> Partition
 def test_l6_reshard_drops_the_padding(case: Case) -> None:
     """NaN in the padding of the old shards is in none of the new ones."""
     bad = [poisoned(shards, case.spec, rank) for rank, shards in enumerate(each_rank(case.full, case.spec))]
-    new = fs.whole(P(tuple(case.sizes), align=2))(case.model).on(case.sizes)
+    new = fs.policies.whole(P(tuple(case.sizes), align=2))(case.model).on(case.sizes)
     run = fs.testing.spmd(lambda mesh, shards: fs.reshard(shards, case.spec.on(mesh), new.on(mesh)), case.sizes)
     same(run(stacked(bad)), stacked(each_rank(case.full, new)))
 
@@ -215,7 +215,7 @@ def test_l8_no_result_aliases_an_input(case: Case) -> None:
 def test_unshard_gives_no_view_of_the_shards(p: P, by: str) -> None:
     """Where nothing is gathered either: on one rank, and of replicated units on any."""
     model = nn.Linear(3, 2)
-    spec = fs.whole(p)(model).on({"shard": 1})
+    spec = fs.policies.whole(p)(model).on({"shard": 1})
     params = fs.shard(model, spec, rank=0)
     full = fs.unshard(params, spec)
     leaf = fs.shard(model, spec, rank=0)[""].requires_grad_()
@@ -293,7 +293,7 @@ def test_partition_by_requires_grad_trains_only_the_trainable() -> None:
 def test_partition_of_ignored_parameters() -> None:
     """They are frozen, whatever the predicate: no unit owns them, so nothing would reduce their gradient."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    spec = fs.ignoring(fs.by_type(nn.Linear), params=["0.bias"])(model).on({"shard": 1})
+    spec = fs.policies.ignoring(fs.by_type(nn.Linear), params=["0.bias"])(model).on({"shard": 1})
     params = fs.shard(model, spec) | {"0.bias": model[0].bias.detach()}
     for predicate in (None, lambda owner: True):
         trainable, frozen = fs.partition(params, spec, predicate)
@@ -305,4 +305,4 @@ def test_an_axis_of_one_rank_knows_its_rank() -> None:
     mesh = Mesh.of({"replicate": 2, "shard": 1})
     assert (mesh["replicate"].rank, mesh["shard"].rank) == (None, 0)
     model = nn.Linear(2, 3)
-    assert torch.equal(fs.shard(model, fs.whole()(model).on({"shard": 1}))[""][:3], model.bias)
+    assert torch.equal(fs.shard(model, fs.policies.whole()(model).on({"shard": 1}))[""][:3], model.bias)

@@ -51,9 +51,9 @@ def different(rank: int, odd: int, what: str, flat: bool) -> str:
             case "frozen":
                 model[2].requires_grad_(False)
             case "policy":
-                policy = fs.whole()
+                policy = fs.policies.whole()
             case "ignored":
-                policy = fs.ignoring(policy, params=["1.bias"])
+                policy = fs.policies.ignoring(policy, params=["1.bias"])
     spec = policy(model)
     return message(fs.shard, model, spec if flat else spec.on(square()))
 
@@ -174,12 +174,12 @@ def test_scatter_full_from_no_rank_of_the_mesh(gloo2: Pool) -> None:
 
 def from_nowhere(rank: int) -> str:
     model = layers()
-    return message(fs.scatter_full, values(model), fs.whole()(model).bound, src=2)
+    return message(fs.scatter_full, values(model), fs.policies.whole()(model).bound, src=2)
 
 
 def wrong_worlds(rank: int) -> dict[str, str]:
     model = layers()
-    spec = fs.whole(P("shard", align=1))(model)
+    spec = fs.policies.whole(P("shard", align=1))(model)
     shards = fs.shard(model, spec)
     x = torch.ones(1, 3)
     calls = {
@@ -215,7 +215,7 @@ def test_rank0_only_needs_process_groups() -> None:
     model = layers()
 
     def first(mesh: fs.collectives.Mesh, _: Tensor) -> Params:
-        spec = fs.whole()(model).on(mesh)
+        spec = fs.policies.whole()(model).on(mesh)
         return fs.gather_full(fs.shard(values(model), spec), spec, rank0_only=True)
 
     with pytest.raises(ValueError, match=r"rank0_only on a simulated mesh: expected process groups"):
@@ -226,7 +226,7 @@ def resharded(rank: int) -> None:
     model, mesh = layers(), square()
     full = values(model)
     axes = ["shard", "replicate", ("replicate", "shard"), ("shard", "replicate"), None]
-    policies = [lambda p: fs.whole(p), lambda p: fs.by_type(nn.Linear, p=p), lambda p: fs.by_path({"1": p}, P())]
+    policies = [lambda p: fs.policies.whole(p), lambda p: fs.by_type(nn.Linear, p=p), lambda p: fs.by_path({"1": p}, P())]
     specs = [policies[i % 3](P(axis, align=1 + i % 2))(model).on(mesh) for i, axis in enumerate(axes)]
     shards = {spec: fs.shard(full, spec) for spec in specs}
     for old, new in itertools.permutations(specs, 2):
@@ -242,7 +242,7 @@ def parts(rank: int) -> None:
     model, mesh = layers().double(), square()
     model[1].requires_grad_(False)
     spec = fs.by_type(nn.Linear, p=P(("shard", "replicate")))(model).on(mesh)
-    new = fs.override(fs.by_type(nn.Linear), fs.by_path({"1": P()}))(model).on(mesh)
+    new = fs.policies.override(fs.by_type(nn.Linear), fs.by_path({"1": P()}))(model).on(mesh)
     shards = fs.shard(model, spec)
     for part in fs.partition(shards, spec):
         names = {param.name for key in part for param in spec.by_key[key].params}
@@ -290,7 +290,7 @@ class Tied(nn.Module):
 def tied_training(rank: int) -> tuple[Params, Params]:
     torch.manual_seed(5)
     model = Tied()
-    spec = fs.always()(model).bound
+    spec = fs.policies.always()(model).bound
     shards = fs.shard(model, spec)
     leaves = {key: nn.Parameter(shard) for key, shard in shards.items()}
     sharded = torch.optim.AdamW(leaves.values(), lr=0.1)
@@ -324,7 +324,7 @@ def test_train_shared_params_uneven_shard(gloo4: Pool) -> None:
 
 def one_iteration(rank: int) -> None:
     model = nn.Linear(3, 3)
-    spec = fs.whole()(model).bound
+    spec = fs.policies.whole()(model).bound
     shards = fs.shard(model, spec)
     xs = torch.randn(2, 3, generator=torch.Generator().manual_seed(6))
     call = lambda p: fs.functional_call(model, p, (xs[rank],), spec=spec)  # noqa: E731
@@ -341,7 +341,7 @@ def test_one_iteration(gloo2: Pool) -> None:
 
 def ignored(rank: int) -> None:
     model = layers()
-    spec = fs.ignoring(fs.always(), modules=["1"], params=["2.bias"])(model).bound
+    spec = fs.policies.ignoring(fs.policies.always(), modules=["1"], params=["2.bias"])(model).bound
     shards = fs.shard(model, spec)
     assert sum(unit.numel for unit in spec) == sum(p.numel() for p in model.parameters()) - 42 - 1
     full = fs.gather_full(shards, spec)
@@ -367,7 +367,7 @@ def every_dtype(rank: int) -> None:
         model = nn.Module()
         values = torch.arange(6).to(dtype).view(2, 3)
         model.register_parameter("w", nn.Parameter(values, requires_grad=False))
-        spec = fs.whole()(model)
+        spec = fs.policies.whole()(model)
         shards = fs.shard(model, spec)
         whole = {"w": values}
         same(fs.unshard(shards, spec), whole)

@@ -253,7 +253,7 @@ def test_s5_wrong_p(make: object, error: type[Exception], message: str) -> None:
 def test_s5_wrong_meshes(mesh: object, error: type[Exception], message: str) -> None:
     """Sizes that are none, and what is no mesh."""
     with pytest.raises(error, match=message):
-        fs.whole()(nn.Linear(2, 2)).on(mesh)
+        fs.policies.whole()(nn.Linear(2, 2)).on(mesh)
 
 
 def tower() -> nn.Module:
@@ -288,7 +288,7 @@ def test_s5_many_paths_are_shortened() -> None:
 @given(MODELS, st.sampled_from(["data", ("shard", "data"), ("data", "shard")]))
 def test_s5_unknown_axis(model: nn.Module, axis: str | tuple[str, ...]) -> None:
     """Binding to a mesh names the first unit whose axis it lacks, and the axes that it has."""
-    spec = fs.always(fs.P(axis))(model)
+    spec = fs.policies.always(fs.P(axis))(model)
     assume(len(spec) > 0)
     message = rf"unit '{spec.units[0].key}': unknown mesh axis 'data' in .*; expected one of \('replicate', 'shard'\)"
     with pytest.raises(ValueError, match=message):
@@ -300,12 +300,12 @@ def test_s5_unknown_axis(model: nn.Module, axis: str | tuple[str, ...]) -> None:
 def test_s6_override_is_associative_and_right_biased(model: nn.Module, data: st.DataObject) -> None:
     """(a | b) | c == a | (b | c); what c selects is as c says; the leftovers are a's."""
     a, b, c = (data.draw(policies(model)) for _ in range(3))
-    spec = fs.override(fs.override(a, b), c)(model)
-    assert spec == fs.override(a, fs.override(b, c))(model)
+    spec = fs.policies.override(fs.policies.override(a, b), c)(model)
+    assert spec == fs.policies.override(a, fs.policies.override(b, c))(model)
     selected = [dict(policy(model).selected) for policy in (a, b, c)]
     assert dict(spec.selected) == {**selected[0], **selected[1], **selected[2]}
     assert spec.root == a(model).root
-    assert fs.override(a, a)(model) == a(model)
+    assert fs.policies.override(a, a)(model) == a(model)
 
 
 @given(MODELS, st.data())
@@ -315,23 +315,23 @@ def test_s6_any_of_commutes(model: nn.Module, data: st.DataObject) -> None:
 
     def made(*both: Policy) -> fs.PartitionSpec | type[Exception]:
         try:
-            return fs.any_of(*both)(model)
+            return fs.policies.any_of(*both)(model)
         except ValueError:
             return ValueError
 
     assert made(a, b) == made(b, a)
     assert made(a, a) == made(a)
-    uniform = fs.by_type(type(model)), fs.always(), fs.by_size(5)
-    assert len({fs.any_of(*order)(model) for order in (uniform, uniform[::-1])}) == 1
+    uniform = fs.by_type(type(model)), fs.policies.always(), fs.by_size(5)
+    assert len({fs.policies.any_of(*order)(model) for order in (uniform, uniform[::-1])}) == 1
 
 
 @given(MODELS, st.sampled_from([fs.P("shard"), fs.P(), fs.P(("a", "b"), align=4)]))
 def test_s6_identities(model: nn.Module, p: fs.P) -> None:
     """by_size(inf), a custom never and nothing marked are whole; by_type(Module) takes every module."""
-    for policy in (fs.by_size(inf, p=p), fs.custom(lambda m: False, p), fs.marked(p), fs.by_path({}, p)):
-        assert policy(model) == fs.whole(p)(model)
+    for policy in (fs.by_size(inf, p=p), fs.policies.custom(lambda m: False, p), fs.policies.marked(p), fs.by_path({}, p)):
+        assert policy(model) == fs.policies.whole(p)(model)
     assert len(fs.by_type(Sum, nn.ModuleList)(model).selected) == len(list(model.modules()))
-    assert fs.ignoring(fs.always(p))(model) == fs.always(p)(model)
+    assert fs.policies.ignoring(fs.policies.always(p))(model) == fs.policies.always(p)(model)
 
 
 @given(cases(), meshes())
@@ -358,7 +358,7 @@ def test_str_of_a_spec_is_a_table() -> None:
     model = nn.Sequential(nn.Linear(100, 20), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1).bfloat16()), nn.LayerNorm(3))
     model[2].requires_grad_(False)
     policy = fs.by_path({"0": fs.P("shard"), "1": fs.P(("replicate", "shard"), reshard=False, align=8)})
-    spec = fs.ignoring(policy, params=["2.bias"])(model).on({"replicate": 2, "shard": 4})
+    spec = fs.policies.ignoring(policy, params=["2.bias"])(model).on({"replicate": 2, "shard": 4})
     assert str(spec) == (
         "unit        P                                                  parameters  numel  padding  bytes per rank\n"
         "---------------------------------------------------------------------------------------------------------\n"
@@ -402,7 +402,7 @@ def test_which_rows_are_alike() -> None:
         "layers.{0..11}.experts.{0..1}",
         "layers.{0..11}.mlp",
     ]
-    other = fs.override(fs.by_path({"layers.*": fs.P("shard")}), fs.by_path({"layers.4": fs.P(), "layers.9": fs.P()}))
+    other = fs.policies.override(fs.by_path({"layers.*": fs.P("shard")}), fs.by_path({"layers.4": fs.P(), "layers.9": fs.P()}))
     assert first_column(other(model)) == ["layers.{0..3,5..8,10..11}", "layers.4", "layers.9"]
     some = fs.by_path({"layers.0.experts.*": fs.P(), "layers.1.experts.0": fs.P(), "layers.2.**": fs.P()})
     assert {"layers.0.experts.0", "layers.0.experts.1", "layers.1.experts.0"} < set(first_column(some(model)))
@@ -450,7 +450,7 @@ def test_reprs_are_short() -> None:
 
 def test_what_is_derived_belongs_to_one_spec() -> None:
     """What a spec keeps of itself is not carried to another mesh, another order, a pickle or an equal spec."""
-    spec = fs.whole()(nn.Linear(8, 8))
+    spec = fs.policies.whole()(nn.Linear(8, 8))
     one = spec.on({"shard": 2})
     unit = one.units[0]
     assert one.size(unit) == 2

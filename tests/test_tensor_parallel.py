@@ -118,7 +118,7 @@ def refuse(rank: int, folder: str) -> list[str]:
     fs.checkpoint.save(path, params, spec)
     loaded = fs.checkpoint.load(path, spec)
     assert all(loaded[key].equal(params[key]) for key in params)
-    alone = fs.whole()(model).on({"shard": 1})  # which talks to nobody
+    alone = fs.policies.whole()(model).on({"shard": 1})  # which talks to nobody
     fs.optim.global_norm(fs.shard(model, alone), alone)
     return said
 

@@ -50,7 +50,7 @@ def batches() -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of in-place kernels under vmap
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("policy", [fs.always(), fs.by_path({"0": fs.P("shard"), "2": fs.P()})])
+@pytest.mark.parametrize("policy", [fs.policies.always(), fs.by_path({"0": fs.P("shard"), "2": fs.P()})])
 def test_steps_and_the_gradient_through_them(name: str, policy: fs.Policy) -> None:
     """Two steps on shards, and the gradient of a validation loss through them (MAML), are those of the joined batch."""
     module, xs = model(), batches()
@@ -90,7 +90,7 @@ def test_steps_and_the_gradient_through_them(name: str, policy: fs.Policy) -> No
 def test_one_rank(name: str) -> None:
     """Without simulated ranks, with fs.grad, and in place."""
     module = model()
-    spec = fs.always()(module)
+    spec = fs.policies.always()(module)
     params, optimizer = fs.shard(module, spec), OPTIMIZERS[name]()
     state = optimizer.init(params)
     plain, plain_state = start(module), OPTIMIZERS[name]().init(start(module))

@@ -456,8 +456,8 @@ def full_parameters() -> fs.Params:
 
 def jacobians(mesh: Mesh, x: Tensor) -> dict[str, Any]:
     """One rank's derivatives, with respect to shards, gathered parameters and inputs."""
-    spec = fs.always()(SMALL).on(mesh)
-    one = fs.whole()(SMALL).on(mesh)  # a single buffer
+    spec = fs.policies.always()(SMALL).on(mesh)
+    one = fs.policies.whole()(SMALL).on(mesh)  # a single buffer
     params = fs.shard(full_parameters(), spec)
     shard = fs.shard(full_parameters(), one)[""]
     full = fs.unshard(params, spec)
@@ -504,7 +504,7 @@ def agree(got: Any, expected: Any, what: str) -> None:
 def check_jacobians(mine: dict[str, Any], rank: int, ranks: int) -> None:
     xs, full = [batch(r, 0) for r in range(ranks)], full_parameters()
     x = xs[rank]
-    one = fs.whole()(SMALL).on({"shard": ranks})
+    one = fs.policies.whole()(SMALL).on({"shard": ranks})
 
     def mean(p: fs.Params) -> Tensor:
         return sum(square(small(p, x)) for x in xs) / ranks
@@ -521,7 +521,7 @@ def check_jacobians(mine: dict[str, Any], rank: int, ranks: int) -> None:
     product = {
         a: sum(torch.tensordot(mean_hessian[a][b], v, v.dim()) for b, v in directions().items()) for a in full
     }  # fmt: skip
-    same("product", fs.shard(product, fs.always()(SMALL).on({"shard": ranks}), rank=rank))
+    same("product", fs.shard(product, fs.policies.always()(SMALL).on({"shard": ranks}), rank=rank))
     same("inputs reverse", jacrev(lambda x: small(full, x).flatten())(x))
     same("inputs forward", jacrev(lambda x: small(full, x).flatten())(x))
     same("inputs hessian", hessian(lambda x: square(small(full, x)))(x))
@@ -563,7 +563,7 @@ def test_jacobians_on_a_process_group(gloo2: Pool) -> None:
 def test_a_pullback_gives_plain_tensors(p: P) -> None:
     """What torch.func.vjp returned, and so jacrev, gives tensors without a graph when nothing that went in has one."""
     with world(2):
-        spec = fs.always(p)(SMALL).bound
+        spec = fs.policies.always(p)(SMALL).bound
         params = fs.shard(full_parameters(), spec)
         y, pullback = vjp(lambda params, x: fs.functional_call(SMALL, params, (x,), spec=spec), params, batch(0, 0))
         grads, x_grad = pullback(torch.ones_like(y))

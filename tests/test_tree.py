@@ -99,7 +99,7 @@ def test_without_takes_whole_subtrees(model: nn.Module, data: st.DataObject) -> 
     assert {p.name for p in rest.all_params} == {p.name for p in tree.all_params} - gone
     below = set(chosen.modules()) - {model}
     assert [node.module for node in rest.nodes()] == [m for m in model.modules() if m not in below]
-    assert fs.always()(rest).ignored == rest.ignored
+    assert fs.policies.always()(rest).ignored == rest.ignored
 
 
 def test_a16_ignoring_the_second_home_of_a_shared_module() -> None:
@@ -107,7 +107,7 @@ def test_a16_ignoring_the_second_home_of_a_shared_module() -> None:
     shared = nn.Linear(2, 2)
     model = nn.ModuleDict({"a": nn.Sequential(shared, nn.Linear(2, 2)), "b": nn.Sequential(shared)})
     for parent in "ab":
-        spec = fs.ignoring(fs.whole(), modules=[parent])(model)
+        spec = fs.policies.ignoring(fs.policies.whole(), modules=[parent])(model)
         assert set(spec.ignored) >= {"a.0.weight", "a.0.bias"}
         assert set(spec.by_name) == ({"a.1.weight", "a.1.bias"} if parent == "b" else set())
 
@@ -133,17 +133,17 @@ def test_numel_counts_shared_parameters_once() -> None:
     """test_numel_with_shared_params: a flat buffer is as long as the de-duplicated parameters."""
     model = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
     plain = sum(p.numel() for p in model.parameters())
-    assert fs.whole()(model).units[0].numel == plain
+    assert fs.policies.whole()(model).units[0].numel == plain
     model.decoder.layers[0].linear1.weight = model.encoder.layers[0].linear1.weight
-    (unit,) = fs.whole()(model)
+    (unit,) = fs.policies.whole()(model)
     assert unit.numel == plain - 64 == sum(p.numel() for p in model.parameters())
 
 
 def test_flattening_nothing_and_part() -> None:
     """test_flatten_nothing, test_empty_module, test_partial_flattening: no units is a spec too; parts add up to all."""
     for empty in (nn.ReLU(), nn.Sequential(nn.ReLU(), nn.Tanh()), Sum([], [], torch.float32)):
-        assert len(fs.by_type(nn.Module)(empty)) == len(fs.whole()(empty)) == 0
-        assert fs.flatten({}, fs.whole()(empty)) == {}
+        assert len(fs.by_type(nn.Module)(empty)) == len(fs.policies.whole()(empty)) == 0
+        assert fs.flatten({}, fs.policies.whole()(empty)) == {}
     model = nn.Transformer(8, 2, 2, 1, 8, batch_first=True)
     spec = fs.by_path({"encoder.layers.1": fs.P("shard"), "decoder.layers.0": fs.P("shard")})(model)
     assert [unit.key for unit in spec] == ["", "decoder.layers.0", "encoder.layers.1"]
@@ -171,7 +171,7 @@ def test_not_a_module() -> None:
     """A dict of tensors, or a class, has no structure to look at."""
     for other in ({"a": torch.zeros(1)}, nn.Linear):
         with pytest.raises(TypeError, match=r"module_tree: expected an nn\.Module, got (dict|type)"):
-            fs.whole()(other)
+            fs.policies.whole()(other)
 
 
 def test_a_module_that_contains_itself() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import funshard as fs
 from funshard import P
 
-POLICIES = {"whole": fs.whole(), "units": fs.by_type(nn.Linear), "remat": fs.whole(P("shard", remat=True))}
+POLICIES = {"whole": fs.policies.whole(), "units": fs.by_type(nn.Linear), "remat": fs.policies.whole(P("shard", remat=True))}
 WAYS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
     "forward": lambda loss: loss,
     "fs.grad": fs.grad,
@@ -147,7 +147,7 @@ def test_what_forward_holds_itself() -> None:
     assert model.helper.calls == 2
 
 
-@pytest.mark.parametrize("policy", [fs.whole(), fs.whole(P("shard", remat=True))], ids=["kept", "remat"])
+@pytest.mark.parametrize("policy", [fs.policies.whole(), fs.policies.whole(P("shard", remat=True))], ids=["kept", "remat"])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, functools.partial(nn.RNN, bidirectional=True)])
 def test_recurrent_layers(kind: Callable[..., nn.Module], policy: fs.Policy) -> None:
     """They hold a list of their parameters, and make it anew where these are others."""

@@ -21,7 +21,7 @@ from funshard._sharding.agree import fingerprints
 
 KINDS = {
     "P('shard')": lambda model: fs.by_type(nn.Linear)(model).bound,
-    "P()": lambda model: fs.whole(P())(model).bound,
+    "P()": lambda model: fs.policies.whole(P())(model).bound,
     "HSDP": lambda model: fs.by_type(nn.Linear)(model).on(square()),
 }
 
@@ -38,7 +38,10 @@ def unseeded(rank: int, kind: str, by_name: bool) -> str:
         with torch.no_grad():
             model[0].weight.add_(rank)
     said = message(fs.shard, values(model) if by_name else model, KINDS[kind](model))
-    same(fs.shard(layers(), fs.whole()(layers())), fs.shard(values(layers()), fs.whole()(layers()).bound, rank=rank))
+    same(
+        fs.shard(layers(), fs.policies.whole()(layers())),
+        fs.shard(values(layers()), fs.policies.whole()(layers()).bound, rank=rank),
+    )
     return said
 
 
@@ -62,7 +65,7 @@ def drifted(rank: int) -> None:
     torch.manual_seed(rank)
     model = nn.Linear(3, 5)
     for p in (P("shard"), P()):
-        spec = fs.whole(p)(model).bound
+        spec = fs.policies.whole(p)(model).bound
         for own in (model, values(model)):
             same(fs.shard(own, spec, check_values=False), fs.shard(own, spec, rank=rank))
 
@@ -76,7 +79,7 @@ def constant_of_a_transform(rank: int) -> Params:
     full = {"w": torch.full((3,), float(rank))}
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(torch.zeros(3)))
-    spec = fs.whole(P())(model).bound
+    spec = fs.policies.whole(P())(model).bound
     return torch.func.grad(lambda full: (fs.shard(full, spec)[""] ** 2).sum())(full)
 
 
@@ -143,7 +146,7 @@ def test_values_of_one_rank(p: P, gloo2: Pool, gloo4: Pool) -> None:
 
 def other_requests(rank: int) -> list[str]:
     model = layers()
-    spec = fs.whole()(model).bound
+    spec = fs.policies.whole()(model).bound
     requests = [{"src": rank}, {"src": 0} if rank else {}, {"check_values": bool(rank)}]
     said = [message(fs.shard, model, spec, **options) for options in requests]
     same(fs.shard(model, spec), fs.shard(model, spec, rank=rank))
@@ -160,7 +163,7 @@ def test_ranks_that_ask_for_different_things(gloo2: Pool) -> None:
 
 def alone_in_error(rank: int, what: str) -> tuple[str, str]:
     model = layers()
-    spec = fs.whole()(model).bound
+    spec = fs.policies.whole()(model).bound
     bad: object = model
     options: dict[str, object] = {}
     if rank == 1:
@@ -199,16 +202,16 @@ def test_src_where_there_is_none() -> None:
     """Of simulated ranks all are one process; rank= is no source."""
     model = layers()
     with pytest.raises(ValueError, match=r"src= on a simulated mesh: expected process groups"):
-        fs.testing.spmd(lambda mesh, _: fs.shard(values(model), fs.whole()(model).on(mesh), src=0), 2)(torch.zeros(2))
+        fs.testing.spmd(lambda mesh, _: fs.shard(values(model), fs.policies.whole()(model).on(mesh), src=0), 2)(torch.zeros(2))
     with pytest.raises(ValueError, match=r"expected rank= or src=, got both: 1 and 0"):
-        fs.shard(model, fs.whole()(model), rank=1, src=0)
-    same(fs.shard(model, fs.whole()(model), src=0), fs.shard(model, fs.whole()(model)))
+        fs.shard(model, fs.policies.whole()(model), rank=1, src=0)
+    same(fs.shard(model, fs.policies.whole()(model), src=0), fs.shard(model, fs.policies.whole()(model)))
 
 
 def test_simulated_ranks_hold_what_they_are_given() -> None:
     """There nothing is compared: each is handed its values as an argument."""
     model = nn.Linear(2, 1, bias=False)
-    spec = fs.whole(P(align=1))(model)
+    spec = fs.policies.whole(P(align=1))(model)
     out = fs.testing.spmd(lambda mesh, w: fs.shard({"weight": w}, spec.on(mesh))[""], 3)(torch.arange(6.0).view(3, 1, 2))
     assert torch.equal(out, torch.arange(6.0).view(3, 2))
 

@@ -451,7 +451,7 @@ class Dropping(nn.Module):
 
 def gradient_with_mask(mesh: Mesh, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """The gradient of ones (all is positive, so what is zero was dropped), and what was kept."""
-    spec = fs.always(fs.P("shard", align=1))(DROPPING).on(mesh)
+    spec = fs.policies.always(fs.P("shard", align=1))(DROPPING).on(mesh)
     params = fs.shard({name: torch.ones(p.shape) for name, p in DROPPING.named_parameters()}, spec)
 
     def loss(params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -497,7 +497,7 @@ def test_dropout_on_a_process_group(gloo2: Pool) -> None:
 
 def randomness_on_group(rank: int) -> list[Tensor]:
     torch.manual_seed(rank)
-    spec = fs.always()(DROPPING).bound
+    spec = fs.policies.always()(DROPPING).bound
     params = fs.shard({name: torch.ones(p.shape) for name, p in DROPPING.named_parameters()}, spec)
     run = lambda x: fs.functional_call(DROPPING, params, (x,), spec=spec)  # noqa: E731
     with pytest.raises(RuntimeError, match="randomness error mode"):
@@ -542,7 +542,7 @@ def plain(full: dict[str, Tensor], x: Tensor) -> Tensor:
 SPECS = {
     "fsdp": fs.by_type(Block),
     "zero2": fs.by_type(Block, p=fs.P("shard", reshard=False)),
-    "ddp": fs.whole(fs.P()),
+    "ddp": fs.policies.whole(fs.P()),
 }
 
 

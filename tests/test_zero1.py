@@ -27,7 +27,7 @@ def model() -> nn.Module:
 
 def specs(module: nn.Module) -> tuple[fs.PartitionSpec, fs.PartitionSpec]:
     """Replicated for the gradients, split for the state."""
-    return fs.always(fs.P())(module), fs.always(fs.P("shard", align=1))(module)
+    return fs.policies.always(fs.P())(module), fs.policies.always(fs.P("shard", align=1))(module)
 
 
 def batches(ranks: int) -> Tensor:

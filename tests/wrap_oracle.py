@@ -54,7 +54,7 @@ def units_of(spec: fs.PartitionSpec) -> dict[str, set[str]]:
 
 
 def assert_same(model: nn.Module, ours: Policy, theirs: Any, ignored: Iterable[str] = ()) -> None:
-    assert units_of(fs.ignoring(ours, modules=ignored)(model)) == torch_units(model, theirs, ignored)
+    assert units_of(fs.policies.ignoring(ours, modules=ignored)(model)) == torch_units(model, theirs, ignored)
 
 
 def owning(units: dict[str, set[str]]) -> dict[str, set[str]]:

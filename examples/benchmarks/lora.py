@@ -72,9 +72,9 @@ def spec_of(model: nn.Module, *, replicated: bool, at_rest: fs.Codec | None = No
 
     policy = fs.by_type(LlamaDecoderLayer, p=fs.P("shard", at_rest=at_rest))
     if at_rest:
-        policy = fs.override(policy, fs.by_type(LlamaRMSNorm, p=fs.P()))
+        policy = fs.policies.override(policy, fs.by_type(LlamaRMSNorm, p=fs.P()))
     small = {name: fs.P() for name, _ in model.named_modules() if name.endswith(".default") and replicated}
-    return fs.override(policy, fs.by_path({"": fs.P("shard"), **small}))(model).bound
+    return fs.policies.override(policy, fs.by_path({"": fs.P("shard"), **small}))(model).bound
 
 
 def loss_of(model: nn.Module, spec: fs.PartitionSpec, frozen: fs.Params) -> Callable[..., Tensor]:

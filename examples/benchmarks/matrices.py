@@ -104,7 +104,7 @@ def gathered(matrices: fs.optim.Matrices) -> tuple[Callable[..., Any], Update]:
 
 
 def unsharded(model: nn.Module) -> Step:
-    hidden = fs.optim.matrices(fs.whole()(model).on({"shard": 1}), select=fs.optim.hidden(model, "head")).by_name
+    hidden = fs.optim.matrices(fs.policies.whole()(model).on({"shard": 1}), select=fs.optim.hidden(model, "head")).by_name
     params = {name: p.detach() for name, p in model.named_parameters()}
     others = [name for name in params if name not in hidden]
     begin, rest = adamw()

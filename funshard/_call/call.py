@@ -81,7 +81,7 @@ def functional_call(
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Linear(2, 1)
-        >>> spec = fs.whole()(model)
+        >>> spec = fs.policies.whole()(model)
         >>> params = fs.shard({"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])}, spec)
         >>> fs.functional_call(model, params, (torch.ones(2),), spec=spec)
         tensor([6.])

@@ -36,7 +36,7 @@ def init(
     >>> import torch, funshard as fs
     >>> with torch.device("meta"):
     ...     model = torch.nn.Linear(2, 1)
-    >>> spec = fs.whole()(model)
+    >>> spec = fs.policies.whole()(model)
     >>> params = fs.init(model, spec, seed=0)
     >>> fs.functional_call(model, params, (torch.ones(3, 2),), spec=spec).shape
     torch.Size([3, 1])
@@ -147,7 +147,7 @@ def init_buffers(
     >>> import torch, funshard as fs
     >>> with torch.device("meta"):
     ...     norm = torch.nn.BatchNorm1d(2)
-    >>> fs.init_buffers(norm, fs.whole()(norm))["running_var"]
+    >>> fs.init_buffers(norm, fs.policies.whole()(norm))["running_var"]
     tensor([1., 1.])
 
     Raises what `init` does, naming the buffer: one that is computed in a constructor alone, such as a mask, has to be made
@@ -157,7 +157,7 @@ def init_buffers(
         >>> import torch, funshard as fs
         >>> with torch.device("meta"):
         ...     model = torch.nn.BatchNorm1d(2)
-        >>> fs.init_buffers(model, fs.whole()(model))["running_var"]
+        >>> fs.init_buffers(model, fs.policies.whole()(model))["running_var"]
         tensor([1., 1.])
     """
     spec = bound(spec)

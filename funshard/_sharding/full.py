@@ -39,7 +39,7 @@ def gather_full(
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> fs.gather_full({"": torch.arange(8.0)}, spec)
         {'weight': tensor([[0., 1., 2., 3.],
                 [4., 5., 6., 7.]])}
@@ -90,7 +90,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> fs.scatter_full({"weight": torch.arange(8.0).view(2, 4)}, spec)
         {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}
     """

@@ -37,7 +37,7 @@ def reduce_grads(
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> fs.reduce_grads({"weight": torch.ones(2, 4)}, spec)
         {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
@@ -74,7 +74,7 @@ def reduce_mean(grads: Mapping[str, Tensor], weight: float | Tensor, spec: Parti
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> samples = 3
         >>> fs.reduce_mean({"weight": torch.ones(2, 4)}, samples, spec)
         {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
@@ -91,7 +91,7 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> fs.weight_share(3, spec)
         tensor(1.)
     """

@@ -57,7 +57,7 @@ def random_like(
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Linear(2, 2, bias=False)
-        >>> spec = fs.whole()(model)
+        >>> spec = fs.policies.whole()(model)
         >>> signs = fs.random_like(fs.shard(model, spec), spec, 0, distribution="rademacher")
         >>> fs.unshard(signs, spec)["weight"].abs()
         tensor([[1., 1.],

@@ -51,7 +51,7 @@ def shard(
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 4, bias=False)).on({"shard": 2})
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 4, bias=False)).on({"shard": 2})
         >>> [fs.shard({"weight": torch.arange(16.0).view(4, 4)}, spec, rank=rank)[""].tolist() for rank in range(2)]
         [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0]]
     """
@@ -122,7 +122,7 @@ def unshard(
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(2, 1))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1))
         >>> shards = fs.shard({"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])}, spec)
         >>> fs.unshard(shards, spec)
         {'weight': tensor([[1., 2.]]), 'bias': tensor([3.])}
@@ -161,7 +161,7 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        >>> old, new = fs.whole()(model), fs.by_type(torch.nn.Linear)(model)
+        >>> old, new = fs.policies.whole()(model), fs.by_type(torch.nn.Linear)(model)
         >>> shards = fs.shard(model, old)
         >>> sorted(shards), sorted(fs.reshard(shards, old, new))
         ([''], ['0', '1'])

@@ -32,7 +32,7 @@ def skeleton(model: M) -> M:
 
     >>> import torch, funshard as fs
     >>> model = torch.nn.Linear(2, 1)
-    >>> spec = fs.whole()(model)
+    >>> spec = fs.policies.whole()(model)
     >>> params = fs.shard(model, spec)
     >>> bare = fs.skeleton(model)
     >>> bare.weight.device, bare.weight.shape

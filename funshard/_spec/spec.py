@@ -251,7 +251,7 @@ def checked(spec: object) -> PartitionSpec:
         return spec
     if callable(spec) and not isinstance(spec, torch.nn.Module | type):
         raise TypeError(f"spec: expected a PartitionSpec, got the policy {spec!r}; call it on the model: policy(model)")
-    raise TypeError(f"spec: expected a PartitionSpec such as fs.whole()(model), got {type(spec).__name__}")
+    raise TypeError(f"spec: expected a PartitionSpec such as fs.policies.whole()(model), got {type(spec).__name__}")
 
 
 def sample(paths: Mapping[str, object], most: int = 8) -> str:

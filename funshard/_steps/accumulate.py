@@ -60,7 +60,7 @@ def accumulate(
 
     >>> import torch, funshard as fs
     >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> spec = fs.whole()(model)
+    >>> spec = fs.policies.whole()(model)
     >>> loss = lambda params, x: fs.functional_call(model, params, x, spec=spec).sum()
     >>> fs.accumulate(loss, fs.shard(model, spec), torch.tensor([[[1.0, 2.0]], [[3.0, 6.0]]]).unbind(), spec=spec)[0][""][:2]
     tensor([2., 4.])

@@ -83,7 +83,7 @@ def update_in_backward(
 
     >>> import torch, funshard as fs
     >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> spec = fs.whole()(model)
+    >>> spec = fs.policies.whole()(model)
     >>> loss = lambda params, x: fs.functional_call(model, params, x, spec=spec).sum()
     >>> init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
     >>> params = {"": torch.zeros(8)}

@@ -75,7 +75,7 @@ def per_sample_grads(
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Linear(2, 1, bias=False)
-        >>> spec = fs.whole()(model)
+        >>> spec = fs.policies.whole()(model)
         >>> params = fs.shard({"weight": torch.zeros(1, 2)}, spec)
         >>> def loss(params, x):
         ...     return fs.functional_call(model, params, (x,), spec=spec).sum()

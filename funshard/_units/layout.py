@@ -47,7 +47,7 @@ def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> fs.flatten({"weight": torch.arange(8.0).view(2, 4)}, spec)
         {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}
     """
@@ -92,7 +92,7 @@ def unflatten(buffers: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> fs.unflatten({"": torch.arange(8.0)}, spec)
         {'weight': tensor([[0., 1., 2., 3.],
                 [4., 5., 6., 7.]])}
@@ -168,7 +168,7 @@ def views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2)).on({"shard": 2})
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2)).on({"shard": 2})
         >>> shards = fs.shard({"weight": torch.ones(2, 4), "bias": torch.zeros(2)}, spec, rank=1)
         >>> {name: len(piece) for name, piece in fs.views(shards, spec, rank=1).items()}
         {'bias': 0, 'weight': 8}

@@ -89,7 +89,7 @@ def export(
 
     Example:
         >>> import tempfile, torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     path = fs.checkpoint.export({"": torch.arange(8.0)}, spec, f"{directory}/model")
         ...     print([file.name for file in path.iterdir()])

@@ -61,7 +61,7 @@ def load(
     Example:
         >>> import tempfile, torch, funshard as fs
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
-        >>> one, two = fs.whole()(model), fs.by_path({"1": fs.P("shard")})(model)
+        >>> one, two = fs.policies.whole()(model), fs.by_path({"1": fs.P("shard")})(model)
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     path = fs.checkpoint.save(f"{directory}/step3", fs.shard(model, one), one).wait()
         ...     print(sorted(fs.checkpoint.load(path, two)))

@@ -49,7 +49,7 @@ def optimizer_state_dict(
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(8, 1, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(8, 1, bias=False))
         >>> state = {"": {"momentum_buffer": torch.ones(8)}}
         >>> fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.SGD, lr=0.1, momentum=0.9)["state"]
         {'weight': {'momentum_buffer': tensor([[1., 1., 1., 1., 1., 1., 1., 1.]])}}
@@ -101,7 +101,7 @@ def from_optimizer_state_dict(
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(8, 1, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(8, 1, bias=False))
         >>> state = {"": {"momentum_buffer": torch.ones(8)}}
         >>> found = fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.SGD, lr=0.1, momentum=0.9)
         >>> fs.checkpoint.from_optimizer_state_dict(found, spec, state)

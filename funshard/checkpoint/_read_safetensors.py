@@ -58,7 +58,7 @@ def read_safetensors(
 
     Example:
         >>> import tempfile, torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     path = fs.checkpoint.export({"": torch.arange(8.0)}, spec, f"{directory}/model")
         ...     print(fs.checkpoint.read_safetensors(path, spec))

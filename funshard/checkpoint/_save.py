@@ -114,7 +114,7 @@ def save(
 
     Example:
         >>> import tempfile, torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> state = {"params": {"": torch.arange(8.0)}, "step": 3}
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     path = fs.checkpoint.save(f"{directory}/step3", state, spec).wait()

@@ -40,7 +40,7 @@ def exact(axes: Axes = None) -> Compressor[tuple[()]]:
     Gradients of 16 bits are divided before they are added, so that sums do not overflow. As allreduce_hook.
 
     >>> import torch, funshard as fs
-    >>> spec = fs.whole()(torch.nn.Linear(8, 1, bias=False))
+    >>> spec = fs.policies.whole()(torch.nn.Linear(8, 1, bias=False))
     >>> fs.compress.exact().reduce({"weight": torch.arange(8.0)[None]}, (), spec)
     ({'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}, ())
     """
@@ -60,7 +60,7 @@ def unreduced() -> Compressor[tuple[()]]:
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> own = fs.compress.unreduced()
         >>> own.reduce({"weight": torch.ones(2, 4)}, own.init(spec), spec)
         ({'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}, ())
@@ -76,7 +76,7 @@ def switch(at: int, before: Compressor[S], after: Compressor[T]) -> Compressor[t
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> later = fs.compress.switch(100, fs.compress.exact(), fs.compress.cast(torch.bfloat16))
         >>> grads, state = later.reduce({"weight": torch.ones(2, 4)}, later.init(spec), spec)
         >>> grads
@@ -103,7 +103,7 @@ def post_local(start: int, local: Axes) -> Compressor[tuple[Tensor, tuple[()], t
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole(fs.P())(torch.nn.Linear(4, 2, bias=False)).on({"node": 1, "gpu": 1})
+        >>> spec = fs.policies.whole(fs.P())(torch.nn.Linear(4, 2, bias=False)).on({"node": 1, "gpu": 1})
         >>> local = fs.compress.post_local(100, "gpu")
         >>> grads, state = local.reduce({"weight": torch.ones(2, 4)}, local.init(spec), spec)
         >>> grads
@@ -123,7 +123,7 @@ def cast(dtype: torch.dtype, inner: Compressor[S] | None = None) -> Compressor[S
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> half = fs.compress.cast(torch.bfloat16)
         >>> grads, state = half.reduce({"weight": torch.full((2, 4), 1.001)}, half.init(spec), spec)
         >>> grads
@@ -160,7 +160,7 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(4, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> small = fs.compress.quantize()
         >>> grads, state = small.reduce({"weight": torch.full((2, 4), 255.0)}, small.init(spec), spec)
         >>> grads

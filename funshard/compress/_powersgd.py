@@ -79,7 +79,7 @@ def powersgd(
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(64, 64, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(64, 64, bias=False))
         >>> low = fs.compress.powersgd(rank=1)
         >>> state = low.init(spec)
         >>> grads, state = low.reduce({"weight": torch.ones(64, 64)}, state, spec)

@@ -104,7 +104,7 @@ def by_matrix(
     >>> def sign(grad, state, param):  # of the singular values
     ...     u, _, vh = torch.linalg.svd(grad, full_matrices=False)
     ...     return param - 0.5 * u @ vh, {}
-    >>> spec = fs.whole()(torch.nn.Linear(2, 2, bias=False)).on({"shard": 1})
+    >>> spec = fs.policies.whole()(torch.nn.Linear(2, 2, bias=False)).on({"shard": 1})
     >>> rest = fs.optim.from_torch(torch.optim.AdamW)
     >>> init, update = fs.optim.by_matrix(lambda param: {}, sign, spec, rest=rest)
     >>> params = {"": torch.zeros(8)}

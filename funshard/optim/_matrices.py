@@ -158,7 +158,7 @@ def matrices(spec: PartitionSpec, *, select: Select | None = None, cost: Cost | 
     moving its elements and for n^2 m multiplications. It is the same on every rank, and prints as a table.
 
     >>> import torch, funshard as fs
-    >>> spec = fs.whole()(torch.nn.Linear(2, 3)).on({"shard": 1})
+    >>> spec = fs.policies.whole()(torch.nn.Linear(2, 3)).on({"shard": 1})
     >>> print(fs.optim.matrices(spec))
       owner  matrices  numel  of the mean cost  which
     -------------------------------------------------

@@ -62,7 +62,7 @@ def muon(
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Linear(2, 2, bias=False)
-        >>> spec = fs.whole()(model)
+        >>> spec = fs.policies.whole()(model)
         >>> init, update = fs.optim.muon(spec, lr=0.5, dtype=torch.float32)
         >>> params, grads = fs.shard({"weight": torch.zeros(2, 2)}, spec), fs.shard({"weight": torch.eye(2)}, spec)
         >>> params, state = update(grads, init(params), params)

@@ -34,7 +34,7 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(2, 1, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
         >>> fs.optim.global_norm({"weight": torch.tensor([[3.0, 4.0]])}, spec)
         tensor(5.)
     """
@@ -57,7 +57,7 @@ def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) 
     where complex, ``a`` is conjugated.
 
     >>> import torch, funshard as fs
-    >>> spec = fs.whole()(torch.nn.Linear(2, 1, bias=False))
+    >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
     >>> fs.optim.vdot({"weight": torch.tensor([[1.0, 2.0]])}, {"weight": torch.tensor([[3.0, 4.0]])}, spec)
     tensor(11.)
 
@@ -89,7 +89,7 @@ def clip_by_global_norm(
 
     >>> import torch, funshard as fs
     >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> fs.optim.clip_by_global_norm({"weight": torch.tensor([[3.0, 4.0]])}, 2.5, fs.whole()(model))
+    >>> fs.optim.clip_by_global_norm({"weight": torch.tensor([[3.0, 4.0]])}, 2.5, fs.policies.whole()(model))
     ({'weight': tensor([[1.5000, 2.0000]])}, tensor(5.))
 
     Raises what `global_norm` raises, and ValueError for a ``max_norm`` that is negative or NaN. (A tensor of an accelerator or

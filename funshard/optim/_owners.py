@@ -64,7 +64,7 @@ def hidden(model: nn.Module, *heads: str) -> Select:
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
-        >>> chosen = fs.optim.matrices(fs.whole()(model), select=fs.optim.hidden(model, "2"))
+        >>> chosen = fs.optim.matrices(fs.policies.whole()(model), select=fs.optim.hidden(model, "2"))
         >>> [matrix.name for matrix in chosen.chosen]
         ['1.weight']
     """

@@ -40,7 +40,7 @@ def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> d
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        >>> old, new = (fs.optim.matrices(policy(model)) for policy in (fs.whole(), fs.by_type(torch.nn.Linear)))
+        >>> old, new = (fs.optim.matrices(policy(model)) for policy in (fs.policies.whole(), fs.by_type(torch.nn.Linear)))
         >>> init, update = fs.optim.muon(old)
         >>> state = init(fs.shard(model, old.spec))
         >>> sorted(fs.optim.reshard(state, old, new))

@@ -55,7 +55,7 @@ def soap(
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec = fs.whole()(torch.nn.Linear(2, 2, bias=False))
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 2, bias=False))
         >>> init, update = fs.optim.soap(spec, lr=0.5)
         >>> params, grads = fs.shard({"weight": torch.zeros(2, 2)}, spec), fs.shard({"weight": torch.eye(2)}, spec)
         >>> params, state = update(grads, init(params), params)  # the first step only sets up the eigenbasis

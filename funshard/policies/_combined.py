@@ -22,7 +22,7 @@ def any_of(*policies: Policy) -> Policy:
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2), torch.nn.PReLU())
-        >>> [unit.path for unit in fs.any_of(fs.by_type(torch.nn.Linear), fs.by_path({"1": fs.P("shard")}))(model)]
+        >>> [unit.path for unit in fs.policies.any_of(fs.by_type(torch.nn.Linear), fs.by_path({"1": fs.P("shard")}))(model)]
         ['', '0', '1']
     """
     return NamedPolicy(format_call("any_of", *policies), functools.partial(_build_any_of, policies))
@@ -48,7 +48,7 @@ def override(base: Policy, extra: Policy) -> Policy:
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        >>> policy = fs.override(fs.by_type(torch.nn.Linear), fs.by_path({"1": fs.P()}))
+        >>> policy = fs.policies.override(fs.by_type(torch.nn.Linear), fs.by_path({"1": fs.P()}))
         >>> {unit.path: unit.p for unit in policy(model)}
         {'0': P('shard'), '1': P()}
     """

@@ -37,7 +37,7 @@ def ignoring(
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        >>> fs.ignoring(fs.whole(), modules=["0"])(model).ignored
+        >>> fs.policies.ignoring(fs.policies.whole(), modules=["0"])(model).ignored
         ('0.bias', '0.weight')
     """
     some, others = _listed("modules", modules), _listed("params", params)
@@ -94,7 +94,7 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
         >>> import torch, funshard as fs
         >>> low = fs.P("shard", precision=fs.Precision(param=torch.bfloat16))
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-        >>> {unit.path: unit.p.precision.param for unit in fs.full_precision(fs.whole(low))(model)}
+        >>> {unit.path: unit.p.precision.param for unit in fs.policies.full_precision(fs.policies.whole(low))(model)}
         {'': torch.bfloat16, '1': torch.float32}
     """
     check_classes("full_precision", classes)

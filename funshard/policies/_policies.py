@@ -37,7 +37,7 @@ def whole(p: P = SHARD) -> Policy:
 
     Example:
         >>> import torch, funshard as fs
-        >>> [unit.path for unit in fs.whole()(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))]
+        >>> [unit.path for unit in fs.policies.whole()(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))]
         ['']
     """
     check_p("whole", p)
@@ -53,7 +53,7 @@ def always(p: P = SHARD) -> Policy:
 
     Example:
         >>> import torch, funshard as fs
-        >>> [unit.path for unit in fs.always()(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)))]
+        >>> [unit.path for unit in fs.policies.always()(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)))]
         ['0', '1']
     """
     check_p("always", p)
@@ -152,7 +152,7 @@ def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) ->
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
-        >>> policy = fs.custom(lambda module: {"reshard": False} if isinstance(module, torch.nn.Linear) else False)
+        >>> policy = fs.policies.custom(lambda module: {"reshard": False} if isinstance(module, torch.nn.Linear) else False)
         >>> {unit.path: unit.p for unit in policy(model)}
         {'': P('shard'), '0': P('shard', reshard=False)}
     """
@@ -234,8 +234,8 @@ def mark(module: _Module, **overrides: Any) -> _Module:
 
     Example:
         >>> import torch, funshard as fs
-        >>> block = fs.mark(torch.nn.Linear(2, 2))
-        >>> [unit.path for unit in fs.marked()(torch.nn.Sequential(torch.nn.Linear(2, 2), block))]
+        >>> block = fs.policies.mark(torch.nn.Linear(2, 2))
+        >>> [unit.path for unit in fs.policies.marked()(torch.nn.Sequential(torch.nn.Linear(2, 2), block))]
         ['', '1']
     """
     _overridden(SHARD, overrides, "mark")
@@ -248,8 +248,8 @@ def marked(p: P = SHARD) -> Policy:
 
     Example:
         >>> import torch, funshard as fs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), fs.mark(torch.nn.Linear(2, 2), reshard=False))
-        >>> {unit.path: unit.p for unit in fs.marked()(model)}
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), fs.policies.mark(torch.nn.Linear(2, 2), reshard=False))
+        >>> {unit.path: unit.p for unit in fs.policies.marked()(model)}
         {'': P('shard'), '1': P('shard', reshard=False)}
     """
     check_p("marked", p)

@@ -27,7 +27,7 @@ class Policy(Protocol):
     >>> def blocks(model: torch.nn.Module | fs.ModuleTree) -> fs.PartitionSpec:
     ...     return fs.by_path({"0": fs.P("shard", remat=True)})(model)
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    >>> [unit.key for unit in fs.override(fs.whole(), blocks)(model)]
+    >>> [unit.key for unit in fs.policies.override(fs.policies.whole(), blocks)(model)]
     ['', '0']
     """
 

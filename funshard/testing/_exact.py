@@ -51,7 +51,7 @@ def assert_exact(
 
     >>> import torch, funshard as fs
     >>> model = torch.nn.Linear(3, 2)
-    >>> spec = fs.whole()(model).on({"shard": 4})
+    >>> spec = fs.policies.whole()(model).on({"shard": 4})
     >>> fs.testing.assert_exact(lambda call, x: call(x).pow(2).mean(), model, spec, torch.randn(4, 5, 3), order=2)
 
     Raises AssertionError, on every rank, that names the first parameter that differs and by how much. It says so if the

@@ -71,7 +71,7 @@ def modules(
         >>> import funshard as fs
         >>> @given(fs.testing.modules())
         ... def test_of_any_model(model):
-        ...     assert fs.whole()(model).mesh is None
+        ...     assert fs.policies.whole()(model).mesh is None
     """
     from hypothesis import strategies as st
 

@@ -93,7 +93,7 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
     Example:
         >>> import tempfile, torch, funshard as fs
         >>> model = torch.nn.Linear(2, 2)
-        >>> spec = fs.whole()(model)
+        >>> spec = fs.policies.whole()(model)
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     for step in (1, 2):
         ...         _ = fs.checkpoint.save(f"{directory}/step{step}", fs.shard(model, spec), spec)
@@ -118,7 +118,7 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
     Example:
         >>> import tempfile, torch, funshard as fs
         >>> model = torch.nn.Linear(2, 2)
-        >>> spec = fs.whole()(model)
+        >>> spec = fs.policies.whole()(model)
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     for step in (1, 2, 3):
         ...         _ = fs.checkpoint.save(f"{directory}/step{step}", fs.shard(model, spec), spec)
