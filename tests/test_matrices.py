@@ -23,8 +23,8 @@ from funshard import P
 from funshard._spec.tree import Param
 from funshard._units.layout import Piece, pieces
 from funshard.collectives import Group
-from funshard.optim._owners import Matrix, assigned
-from funshard.optim._ways import Way, back, there
+from funshard.optim._matrices.exchange import Way, back, there
+from funshard.optim._matrices.owners import Matrix, assigned
 from funshard.testing import spmd
 
 At = tuple[int, ...]

@@ -19,7 +19,7 @@ from torch.distributed import init_device_mesh
 import funshard as fs
 from funshard import P
 from funshard.collectives import Group
-from funshard.optim import _muon
+from funshard.optim._by_matrix import muon as muon_module
 
 # --- what is sent ---
 
@@ -154,7 +154,7 @@ def test_ranks_work_at_the_same_time(axes: str, ranks: int) -> None:
 def worked(rank: int, sizes: dict[str, int], axis: Any) -> list[tuple[int, ...]]:
     """The shapes of what a rank has made orthogonal in two steps."""
     done: list[tuple[int, ...]] = []
-    plain = _muon.orthogonal
+    plain = muon_module.orthogonal
 
     def orthogonal(x: torch.Tensor, **options: Any) -> torch.Tensor:
         done.extend([tuple(x.shape[-2:])] * x.shape[:-2].numel())
@@ -163,14 +163,14 @@ def worked(rank: int, sizes: dict[str, int], axis: Any) -> list[tuple[int, ...]]
     model = nn.Sequential(*(nn.Linear(i + 2, 3) for i in range(5)), nn.Linear(2, 3))
     spec = fs.policies.always(P(axis))(model).on(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
     params = fs.shard(model, spec)
-    _muon.orthogonal = orthogonal
+    muon_module.orthogonal = orthogonal
     try:
         init, update = fs.optim.muon(spec)
         state = init(params)
         for _ in range(2):
             params, state = update(params, state, params)
     finally:
-        _muon.orthogonal = plain
+        muon_module.orthogonal = plain
     return done
 
 

@@ -28,7 +28,7 @@ from funshard._spec.division import Reduction
 from funshard._units.host import rested
 from funshard._units.route import Route
 from funshard.compress import _compressor
-from funshard.optim import _elementwise, _streamed
+from funshard.optim._elementwise import optimizer, streaming
 
 PARAMS = "params"
 FLOAT8 = fs.Codec(lambda x: (x.float(), x.abs().amax()), lambda x, scale: x.to(scale.dtype) + 0 * scale)
@@ -315,8 +315,8 @@ def test_an_update_unit_by_unit_on_a_device(monkeypatch: pytest.MonkeyPatch, nam
         return params, state
 
     expected = run(None)
-    monkeypatch.setattr(_streamed, "is_there", lambda tensor, device: False)
-    monkeypatch.setattr(_elementwise, "is_there", lambda tensor, device: False)
+    monkeypatch.setattr(streaming, "is_there", lambda tensor, device: False)
+    monkeypatch.setattr(optimizer, "is_there", lambda tensor, device: False)
     monkeypatch.setattr(_torch, "Copy", Counted)
     equal(run("cpu"), expected)
     slots = {"adamw": 2, "fused": 2, "momentum": 1, "no state": 0}[name]

@@ -15,9 +15,9 @@ from .._sharding.full import gather_full
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.layout import coordinates, ordered, pieces
-from ..optim._elementwise import State
-from ..optim._groups import Options, grouped
-from ..optim._streamed import like
+from ..optim._elementwise.optimizer import State
+from ..optim._elementwise.options import Options, grouped
+from ..optim._elementwise.streaming import like
 from ._ranks.ranks import TIMEOUT, ranks_of
 from ._rekey import StateDict, clean_name
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._spec.fits import check_mapping, check_trained
-from ._groups import Layout
+from ._elementwise.options import Layout
 
 __all__ = [
     "ELEMENTWISE",

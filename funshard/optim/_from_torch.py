@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from .._spec.spec import PartitionSpec
-from ._by_matrix import MatrixOptimizer, by_rule
+from ._by_matrix.fallback import options_of
+from ._by_matrix.muon import muon
+from ._by_matrix.optimizer import MatrixOptimizer, by_rule
+from ._by_matrix.rule import of_update
 from ._checks import Initial, check_rate, moves, refuse_derivatives
-from ._elementwise import Optimizer, begin, elementwise
-from ._groups import Options
-from ._matrices import Matrices, matrices
-from ._muon import muon
-from ._rest import options_of
-from ._rule import of_update
+from ._elementwise.optimizer import Optimizer, begin, elementwise
+from ._elementwise.options import Options
+from ._matrices.matrices import Matrices, matrices
 
 __all__ = ["from_torch"]
 

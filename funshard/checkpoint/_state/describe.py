@@ -16,7 +16,7 @@ from ..._spec.spec import PartitionSpec
 from ..._spec.tree import NAMESPACE, Param
 from ...compress._powersgd import PowerSGD
 from ...optim import MatrixState
-from ...optim._numbers import fits, numbers_in
+from ...optim._option_numbers import fits, numbers_in
 from .containers import FACTORIES, is_container, named, opened
 from .leaves import DEEPEST, Owned, Scalar, Slice, Value, Whole, is_plain, to_json
 from .tree import Branch, Node, Place, Units, dict_of, matrix_state, stored_names

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .. import _torch
+from ... import _torch
 
 __all__ = ["is_there", "like", "streamed"]
 

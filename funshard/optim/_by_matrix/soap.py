@@ -8,14 +8,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec
-from ._by_matrix import MatrixOptimizer, Rest
-from ._factors import along, chosen_where, eigh, outer, real_matrices, sides
-from ._groups import Options as OptionsOf
-from ._matrices import Matrices
-from ._norms import wide
-from ._rest import options_of, positive, with_rest
-from ._rule import Options, Rule, Sent, Slots, Whole
+from ..._spec.spec import PartitionSpec
+from .._elementwise.options import Options as OptionsOf
+from .._matrices.matrices import Matrices
+from .._norms import wide
+from .factors import along, chosen_where, eigh, outer, real_matrices, sides
+from .fallback import options_of, positive, with_rest
+from .optimizer import MatrixOptimizer, Rest
+from .rule import Options, Rule, Sent, Slots, Whole
 
 __all__ = ["soap"]
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec, bound
-from .._spec.tree import Param
-from .._spec.unit import Unit
-from .._units.layout import views
+from ..._spec.spec import PartitionSpec, bound
+from ..._spec.tree import Param
+from ..._spec.unit import Unit
+from ..._units.layout import views
 
 __all__ = ["Layout", "Options", "Run", "for_groups", "grouped", "join", "kept_ratio", "laid_out", "part", "pieces", "put"]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
-from .._units.layout import Params
-from ._group import Group
-from ._matrices import Matrices
-from ._owners import Matrix
-from ._rule import Options, Rule, Sent, Slots, Whole
-from ._shares import Share, part_of
+from ..._units.layout import Params
+from .._matrices.batch import Group
+from .._matrices.flat import Share, part_of
+from .._matrices.matrices import Matrices
+from .._matrices.owners import Matrix
+from .rule import Options, Rule, Sent, Slots, Whole
 
 __all__ = ["MatrixState", "Step"]
 

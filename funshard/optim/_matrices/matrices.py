@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec, bound
-from .._units.layout import Params, coordinates
-from ._cuts import Cut
-from ._group import Group
-from ._owners import Cost, Matrix, Select, assigned, chosen, groups, largest, table
+from ..._spec.spec import PartitionSpec, bound
+from ..._units.layout import Params, coordinates
+from .batch import Group
+from .owners import Cost, Matrix, Select, assigned, chosen, groups, largest, table
+from .slices import Cut
 
 __all__ = ["Matrices", "matrices"]
 

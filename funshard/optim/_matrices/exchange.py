@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from .. import _torch
-from .._spec.spec import PartitionSpec
-from .._units.layout import index
-from ..collectives._mesh import Group
-from ..collectives._ops import Finish, Where, exchange, no_group
-from ._owners import Matrix, every_rank
-from ._shares import Share, apart, joined, part_of
+from ... import _torch
+from ..._spec.spec import PartitionSpec
+from ..._units.layout import index
+from ...collectives._mesh import Group
+from ...collectives._ops import Finish, Where, exchange, no_group
+from .flat import Share, apart, joined, part_of
+from .owners import Matrix, every_rank
 
 __all__ = ["There", "Way", "back", "started", "there", "travelled"]
 

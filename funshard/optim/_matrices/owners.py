@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .._spec.spec import PartitionSpec
-from .._spec.tree import Param
-from .._spec.unit import Unit
+from ..._spec.spec import PartitionSpec
+from ..._spec.tree import Param
+from ..._spec.unit import Unit
 
 __all__ = ["Cost", "Matrix", "Select", "assigned", "chosen", "every_rank", "groups", "hidden", "largest", "shares", "table"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _torch
+from ... import _torch
 
 __all__ = ["adam_with_eps_root", "warn_of_zeros"]
 

@@ -8,16 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _torch
-from .._spec.host import used_on
-from .._spec.spec import PartitionSpec
-from .._units.flow import reduce_along
-from .._units.layout import Params, coordinates, ordered, shaped
-from ..collectives._functions import all_gather, vary
-from ..collectives._mesh import Simulated
-from ._owners import Matrix, shares
-from ._shares import Share, parts_of
-from ._ways import Way, back, started, there, travelled
+from ... import _torch
+from ..._spec.host import used_on
+from ..._spec.spec import PartitionSpec
+from ..._units.flow import reduce_along
+from ..._units.layout import Params, coordinates, ordered, shaped
+from ...collectives._functions import all_gather, vary
+from ...collectives._mesh import Simulated
+from .exchange import Way, back, started, there, travelled
+from .flat import Share, parts_of
+from .owners import Matrix, shares
 
 __all__ = ["Group"]
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._spec.division import Reduction
-from .._spec.unit import Unit
-from .._units.flow import gather_unit, scatter_unit
-from .._units.host import rested
-from .._units.layout import Params, flatten_unit, unflatten_unit
-from ..collectives._functions import broadcast
-from ._matrices import Matrices
-from ._numbers import numbers_in
-from ._step import MatrixState
+from ..._spec.division import Reduction
+from ..._spec.unit import Unit
+from ..._units.flow import gather_unit, scatter_unit
+from ..._units.host import rested
+from ..._units.layout import Params, flatten_unit, unflatten_unit
+from ...collectives._functions import broadcast
+from .._matrices.matrices import Matrices
+from .._option_numbers import numbers_in
+from .step import MatrixState
 
 __all__ = ["reshard"]
 

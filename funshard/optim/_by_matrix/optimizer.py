@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
-from .. import _torch
-from .._spec.spec import PartitionSpec
-from .._units.layout import Params
-from ._checks import check_rate, named, refuse_shared_memory
-from ._cuts import Cut
-from ._derivatives import SharedOptions
-from ._group import Group
-from ._groups import kept_ratio
-from ._matrices import Matrices, matrices
-from ._matrix_checks import Shapes, check_step
-from ._rule import MatrixInit, MatrixUpdate, Options, Rule, Whole, of_update
-from ._step import MatrixState, Step
-from ._streamed import like
+from ... import _torch
+from ..._spec.spec import PartitionSpec
+from ..._units.layout import Params
+from .._checks import check_rate, named, refuse_shared_memory
+from .._elementwise.derivatives import SharedOptions
+from .._elementwise.options import kept_ratio
+from .._elementwise.streaming import like
+from .._matrices.batch import Group
+from .._matrices.matrices import Matrices, matrices
+from .._matrices.slices import Cut
+from .checks import Shapes, check_step
+from .rule import MatrixInit, MatrixUpdate, Options, Rule, Whole, of_update
+from .step import MatrixState, Step
 
 __all__ = ["MatrixOptimizer", "MatrixState", "by_matrix", "by_rule"]
 

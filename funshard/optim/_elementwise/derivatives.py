@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _torch
-from .._spec.spec import PartitionSpec
-from .._units.padding import padding_mask
-from ..collectives._functions import vary
+from ... import _torch
+from ..._spec.spec import PartitionSpec
+from ..._units.padding import padding_mask
+from ...collectives._functions import vary
 
 __all__ = ["SharedOptions", "padding_masks", "refuse_without_spec", "split_axes", "without_zeros"]
 

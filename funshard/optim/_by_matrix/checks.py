@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .._spec.fits import check_mapping, check_trained
-from ._matrices import Matrices
-from ._step import MatrixState
+from ..._spec.fits import check_mapping, check_trained
+from .._matrices.matrices import Matrices
+from .step import MatrixState
 
 __all__ = ["Shapes", "check_step"]
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
-from .._units.flow import scatter_unit
-from .._units.layout import coordinates, pieces
-from ._shares import joined
+from ..._spec.spec import PartitionSpec
+from ..._spec.unit import Unit
+from ..._units.flow import scatter_unit
+from ..._units.layout import coordinates, pieces
+from .flat import joined
 
 __all__ = ["Cut"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .. import _torch
-from .._spec.spec import PartitionSpec
-from ._matrices import Matrices, matrices
+from ... import _torch
+from ..._spec.spec import PartitionSpec
+from .._matrices.matrices import Matrices, matrices
 
 __all__ = ["along", "chosen_where", "eigh", "outer", "real_matrices", "sides"]
 

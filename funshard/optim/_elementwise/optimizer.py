@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .. import _torch
-from .._spec.fits import check_mapping
-from .._spec.spec import PartitionSpec
-from .._units.layout import Params
-from ._adam import adam_with_eps_root, warn_of_zeros
-from ._checks import (
+from ... import _torch
+from ..._spec.fits import check_mapping
+from ..._spec.spec import PartitionSpec
+from ..._units.layout import Params
+from .._checks import (
     ELEMENTWISE,
     Initial,
     check_arguments,
@@ -30,9 +29,10 @@ from ._checks import (
     refuse_shared_memory,
     refuse_whole,
 )
-from ._derivatives import SharedOptions, padding_masks, refuse_without_spec, split_axes, without_zeros
-from ._groups import Layout, Options, for_groups, join, kept_ratio, laid_out, part, pieces, put
-from ._streamed import is_there, like, streamed
+from .derivatives import SharedOptions, padding_masks, refuse_without_spec, split_axes, without_zeros
+from .eps_root import adam_with_eps_root, warn_of_zeros
+from .options import Layout, Options, for_groups, join, kept_ratio, laid_out, part, pieces, put
+from .streaming import is_there, like, streamed
 
 __all__ = ["Optimizer", "State", "begin", "elementwise"]
 

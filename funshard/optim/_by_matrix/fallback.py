@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from .._spec.tree import Param
-from ._by_matrix import MatrixOptimizer, Rest, by_rule
-from ._checks import check_rate
-from ._elementwise import elementwise
-from ._groups import Options
-from ._matrices import Matrices
-from ._rule import Rule
+from ..._spec.tree import Param
+from .._checks import check_rate
+from .._elementwise.optimizer import elementwise
+from .._elementwise.options import Options
+from .._matrices.matrices import Matrices
+from .optimizer import MatrixOptimizer, Rest, by_rule
+from .rule import Rule
 
 __all__ = ["options_of", "positive", "with_rest"]
 

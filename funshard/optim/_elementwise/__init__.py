@@ -1,0 +1,1 @@
+"""Optimizers that work element by element: torch's kernels on slices."""
