@@ -70,11 +70,11 @@ from ._spec.tree import ModuleTree, Param, module_tree
 from ._spec.unit import P, Unit
 from ._steps.accumulate import accumulate
 from ._steps.in_backward import Stepped, update_in_backward
-from ._transforms.keep import named
+from ._transforms._recompute.remat import remat
+from ._transforms._recompute.saved_results import named
+from ._transforms.grad import grad, grad_and_value, hvp
 from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
-from ._transforms.remat import remat
-from ._transforms.transforms import grad, grad_and_value, hvp
 from ._units.layout import Params, flatten, unflatten, views
 from .policies import (
     Policy,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import funshard as fs
 from funshard._call import resting
-from funshard._transforms import rests
-from funshard._transforms.offload import Offload
+from funshard._transforms import host_buffers
+from funshard._transforms.offload import OffloadTarget
 
 
 class Copies:
@@ -25,7 +25,7 @@ class Copies:
 @contextlib.contextmanager
 def counted() -> Iterator[Copies]:
     """What goes and comes within this."""
-    copies, plain = Copies(), rests.Rest
+    copies, plain = Copies(), host_buffers.HostBuffer
 
     class Counted(plain):
         def __init__(self, source: Tensor, host: torch.device) -> None:
@@ -39,17 +39,17 @@ def counted() -> Iterator[Copies]:
         def __del__(self) -> None:
             copies.alive -= 1
 
-    rests.Rest = Counted
+    host_buffers.HostBuffer = Counted
     try:
         yield copies
     finally:
-        rests.Rest = plain
+        host_buffers.HostBuffer = plain
 
 
 @contextlib.contextmanager
 def everywhere(at_least: int = 0) -> Iterator[Copies]:
     """Within this ``P(offload="activations")`` moves tensors of the CPU, to other memory of the CPU."""
-    to, resting.TO = resting.TO, Offload(at_least, host=torch.device("cpu"))
+    to, resting.TO = resting.TO, OffloadTarget(at_least, host=torch.device("cpu"))
     try:
         with counted() as copies:
             yield copies

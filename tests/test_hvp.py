@@ -20,7 +20,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
-from funshard._transforms.explained import explained, lacks_forward_mode, note_of
+from funshard._transforms.error_hints import add_hints, find_hint, is_forward_rule_missing
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -222,7 +222,7 @@ def test_forward_is_as_it_is_asked_for() -> None:
     with pytest.raises(NotImplementedError, match="of the user's own") as error:
         fs.hvp(unfinished, x, x)
     assert runs[4:] == [9]
-    assert note_of(error.value) == ""
+    assert find_hint(error.value) == ""
 
 
 def compiled(rank: int) -> None:
@@ -291,12 +291,12 @@ def test_what_has_no_forward_mode_rule() -> None:
         jvp(Cube.apply, (X,), (X,))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(NotImplementedError) as operator:
         jvp(lambda q: F.scaled_dot_product_attention(q, q, q), (X[None],), (X[None],))
-    assert lacks_forward_mode(function.value)
-    assert lacks_forward_mode(operator.value)
-    assert "no forward-mode rule for autograd.Function: a gradient of a gradient" in text(explained(function.value))
+    assert is_forward_rule_missing(function.value)
+    assert is_forward_rule_missing(operator.value)
+    assert "no forward-mode rule for autograd.Function: a gradient of a gradient" in text(add_hints(function.value))
     for other in (NotImplementedError("not yet"), RuntimeError("forward AD with x that"), ValueError("no")):
-        assert not lacks_forward_mode(other)
-        assert text(explained(other)) in ("not yet", text(other))
+        assert not is_forward_rule_missing(other)
+        assert text(add_hints(other)) in ("not yet", text(other))
 
 
 class Constants(nn.Module):

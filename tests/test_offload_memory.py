@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import funshard as fs
 from funshard import P, _torch
 from funshard._torch import streams
-from funshard._transforms import rests
+from funshard._transforms import host_buffers
 
 ROWS, WIDTH = 1 << 14, 8
 BYTES = ROWS * WIDTH * 8
@@ -197,7 +197,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(streams, "is_accelerator", lambda device: True)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: computes)
     monkeypatch.setattr(streams, "_beside", lambda device, towards: Stream(log, "in"))
-    monkeypatch.setattr(rests._torch, "room_for", lambda like, device: torch.empty_like(like))
+    monkeypatch.setattr(host_buffers._torch, "room_for", lambda like, device: torch.empty_like(like))
     return log
 
 

@@ -13,7 +13,7 @@ from .._spec.accumulation import accumulation_of
 from .._spec.division import Divide
 from .._spec.fits import check_params
 from .._spec.spec import PartitionSpec, bound
-from .._transforms.explained import about_arguments, arguments, check_values, explained
+from .._transforms.error_hints import add_argument_hints, add_hints, as_call_arguments, check_materialized
 from .._units.flow import reduction_over
 from . import in_graph
 from .buffers import warn_of_lost
@@ -96,18 +96,18 @@ def functional_call(
         reduction = reduction_over(reduce, reduce_over, spec.bound_mesh, (unit for unit in spec if unit.key in params))
     _check_count("prefetch", prefetch, 0)
     _check_count("in_flight", in_flight, 1)
-    given = arguments(args, kwargs)
+    given = as_call_arguments(args, kwargs)
     if torch.compiler.is_compiling():
         return in_graph.run(model, params, *given, spec, buffers, method, reduction, check_order)
     place = Place.of(model, spec)
-    check_values(model, params, spec, given)
+    check_materialized(model, params, spec, given)
     check_reduced(params, model, spec, stacklevel=2)
     call = Call(place, params, spec, reduction, CallOptions(prefetch, in_flight, check_order), arrivals)
     try:
         out = call.run(*given, buffers, method)
     except (TypeError, AttributeError, RuntimeError) as error:
-        about_arguments(error, params, spec, args, given)
-        raise explained(error, model)  # noqa: B904 - the same one
+        add_argument_hints(error, params, spec, args, given)
+        raise add_hints(error, model)  # noqa: B904 - the same one
     warn_of_lost(model, call.lost, stacklevel=2)
     if call.normalized:
         check_statistics(model, call.normalized, buffers or (), stacklevel=2)

@@ -17,7 +17,7 @@ from .._spec.fits import whole_unit
 from .._spec.remat import ALL, Remat
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join
-from .._transforms.regions import are_noted, region
+from .._transforms._recompute.regions import is_collecting_regions, mark_region
 from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit
 from .buffers import put_back, running_statistics, warn_of_lost_while_tracing
@@ -87,7 +87,7 @@ def _check_casts_inside(spec: PartitionSpec) -> None:
 
 
 def _regions(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Iterator[tuple[nn.Module, str, Any]]:
-    for path in spec.recomputed if _torch.FORWARD_CAN_BE_REPLACED and are_noted() else ():
+    for path in spec.recomputed if _torch.FORWARD_CAN_BE_REPLACED and is_collecting_regions() else ():
         if path:
             yield modules[path], "forward", _region_around(modules[path].forward, path, spec)
 
@@ -101,7 +101,7 @@ def _region_around(forward: Callable[..., Any], path: str, spec: PartitionSpec) 
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with region(remat if isinstance(remat, Remat) else ALL, name):
+        with mark_region(remat if isinstance(remat, Remat) else ALL, name):
             return forward(*args, **kwargs)
 
     return run

@@ -24,7 +24,7 @@ from .._spec.division import Reduction
 from .._spec.fits import whole_unit
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms.saved import Source
+from .._transforms.saved_tensors import RestorableBuffer
 from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit
 from .casting import cast_params
@@ -53,7 +53,7 @@ class Mode(Protocol):
 
     params: Mapping[str, Tensor]
     """The shards as the call is to use them."""
-    live: dict[int, Source] | None
+    live: dict[int, RestorableBuffer] | None
     """The buffers whose saved views are replaced, by storage; None where autograd keeps what it saves."""
 
     def gather(self, unit: Unit) -> Gathered:
@@ -129,7 +129,7 @@ def given(params: Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Gather
 class Flow:
     """Gathers that are nodes of the graph, where a unit is used."""
 
-    live: dict[int, Source] | None = None
+    live: dict[int, RestorableBuffer] | None = None
 
     def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, check_order: bool) -> None:
         self.params, self.spec, self._reduction, self._check_order = params, spec, reduction, check_order
@@ -199,7 +199,7 @@ class Scheduled:
     ) -> None:
         self.schedule, self._level = schedule, _torch.level()
         self.params = schedule.enter(params) if torch.is_grad_enabled() else params
-        self.live: dict[int, Source] | None = None
+        self.live: dict[int, RestorableBuffer] | None = None
         if torch.is_grad_enabled() and schedule.routes.frees and replaces:
             self.live = {}
         self._flow = Flow(self.params, spec, reduction, schedule.check_order)

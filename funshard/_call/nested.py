@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._transforms.saved import SavedAs, Source, save_in_node
+from .._transforms.saved_tensors import RestorableBuffer, TensorRestorer, hook_running_node
 from .again import ALIVE, check_unmodified
 
 __all__ = ["Nested"]
@@ -28,7 +28,7 @@ class Nested:
     """The gathers of one call that its backwards make again."""
 
     def __init__(self) -> None:
-        self.live: dict[int, Source] = {}  # by storage: what pack recognises
+        self.live: dict[int, RestorableBuffer] = {}  # by storage: what pack recognises
         self._count = itertools.count()
         self._recent: deque[tuple[int, int, Tensor]] = deque(maxlen=ALIVE)  # by number: what is in it must not hold this
         self.keys = _torch.dispatch_keys()
@@ -72,7 +72,7 @@ class _Gather:
         with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
             return self._gather(_torch.seen_from(self._shard, level))
 
-    def saved_as(self, tensor: Tensor, *, by_backward: bool) -> SavedAs | None:
+    def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> TensorRestorer | None:
         """How to have this view of the buffer again, that the graph of a level saves."""
         level = _torch.level_of(tensor)
         if level < 0:
@@ -87,7 +87,7 @@ class _Gather:
         below = max(followed, default=-1)
         buffer = self._call.recent(self, below)
         if torch.is_grad_enabled():
-            save_in_node({_torch.storage_id(_torch.base(buffer)): self}, 0 if over else level)
+            hook_running_node({_torch.storage_id(_torch.base(buffer)): self}, 0 if over else level)
         with _torch.at_level(below), torch.set_grad_enabled(below >= 0):
             view = buffer.as_strided(shape, stride, offset)
         view = _torch.wrapped_for_dead(view) if over else _torch.wrapped(view, level)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 from .. import _torch
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec, checked
-from .._transforms.explained import arguments
+from .._transforms.error_hints import as_call_arguments
 from .modes import Scheduled
 from .options import CallOptions
 from .running import Call
@@ -50,7 +50,7 @@ def trace_order(
         def fake(x: Tensor) -> Tensor:
             return torch.empty(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
 
-        given = arguments(args, kwargs)
+        given = as_call_arguments(args, kwargs)
         tensors = (*model.buffers(), *model.parameters(), *(x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)))
         device = next((x.device for x in tensors if x.device.type not in ("cpu", "meta")), torch.device("cpu"))
         shards = {u.key: spec.stored(u) for u in spec}

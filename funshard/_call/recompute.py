@@ -13,9 +13,9 @@ from .. import _torch
 from .._spec.remat import Remat
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join
-from .._transforms.keep import known, unseen
-from .._transforms.kind import OWN
-from .._transforms.remat import rerun
+from .._transforms._recompute.adapters import CALL_ATTRIBUTES
+from .._transforms._recompute.remat import call_recomputed
+from .._transforms._recompute.saved_results import number_views, run_unrecorded
 from .._units.layout import Params, unflatten_unit
 from .buffers import copy_of
 from .schedule import Visit
@@ -68,7 +68,7 @@ def recomputed(
         "kwargs": kwargs,
         **{f"module '{path}'": module for path, module in place.modules.items()},
     }
-    out, written = rerun(run, f"module '{place.path}' with P(remat=True)", roots, place.owned, remat=remat)
+    out, written = call_recomputed(run, f"module '{place.path}' with P(remat=True)", roots, place.owned, remat=remat)
     for i, (buffer, is_new) in written.items():
         before_it = list(buffers)[i]
         # a vmap around has batched all results, and can only write those into what it has batched
@@ -143,7 +143,7 @@ class _Runs:
             self._place.modules[path]: {"forward": forward} for path, forward in forwards.items()
         }
         attributes: Attributes = {
-            module: {name: value for name, value in vars(module).items() if name not in OWN}
+            module: {name: value for name, value in vars(module).items() if name not in CALL_ATTRIBUTES}
             | ({} if parameters is None else {"_parameters": parameters, "_buffers": module._buffers})
             | own.get(module, {})
             for module, parameters in self._parameters.items()
@@ -192,14 +192,14 @@ class _Runs:
         for visit in self._visits if self._first or self._last else ():
             shard = params.pop(visit.unit.key)
             if self._last:
-                views = unseen(visit.parameters_again, shard)
+                views = run_unrecorded(visit.parameters_again, shard)
             else:
                 buffer = visit.buffer
                 if shard.requires_grad:  # the first run has a graph, which the parameters are to be asked for as well
                     buffer = _OfShard.apply(buffer, shard)
                 views = unflatten_unit(buffer, visit.unit)
             names = (param.name for param in visit.unit.params)
-            params |= zip(names, known(views, visit.unit.key, shard), strict=True)
+            params |= zip(names, number_views(views, visit.unit.key, shard), strict=True)
         return params
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ from .._spec.accumulation import Arrivals
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms.special import set_attributes
+from .._transforms._recompute.special_adapters import set_attributes
 from .buffers import install_buffers
 from .casting import buffer_dtypes, cast_around
 from .fittings import fittings

@@ -27,7 +27,7 @@ from .._spec.accumulation import Arrivals
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms.saved import freed_graph
+from .._transforms.saved_tensors import mark_graph_freed
 from .._units.chain import Buffers, routes
 from .._units.reductions import Reductions
 from .._units.route import Route
@@ -259,7 +259,7 @@ class Schedule:
         self._padding.clear()
         if not reduced or not self.is_last():
             return reduced
-        return dict(zip(reduced, freed_graph(shard, list(reduced.values())), strict=True))
+        return dict(zip(reduced, mark_graph_freed(shard, list(reduced.values())), strict=True))
 
 
 class _Entry(_torch.Function):

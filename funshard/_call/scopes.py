@@ -20,8 +20,8 @@ from torch import Tensor
 from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms.keep import known, unseen
-from .._transforms.rerun import running
+from .._transforms._recompute.function import recomputing_names
+from .._transforms._recompute.saved_results import number_views, run_unrecorded
 from .modes import Gathered, Mode, given
 from .resting import Resting
 from .watch import written_error
@@ -37,7 +37,7 @@ class Scopes:
         self._differentiable, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.hook = self._outer = _torch.pack_hook()  # the first is what replaces saved tensors while forward runs
         self._outer_reentrant = _torch.reentrant_checkpoints()
-        self._inside = running()
+        self._inside = recomputing_names()
         self.active = given(params, spec)
         self._scopes: list[list[Gathered]] = [[]]
         self._pending: list[Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
@@ -45,10 +45,10 @@ class Scopes:
 
     def gather(self, unit: Unit) -> Gathered:
         """The unit, gathered now or still alive."""
-        if running() != self._inside:
+        if recomputing_names() != self._inside:
             raise RuntimeError(
-                f"unit '{unit.key}' is read inside of {running()[-1]}, which does not own it: there it would have no gradient; "
-                "expected the parameter among the arguments, or P(remat=True) for a module around both"
+                f"unit '{unit.key}' is read inside of {recomputing_names()[-1]}, which does not own it: there it would have no "
+                "gradient; expected the parameter among the arguments, or P(remat=True) for a module around both"
             )
         if (hook := _torch.pack_hook()) is not self.hook or not torch.is_grad_enabled():
             self._refuse_checkpoints(unit, hook)
@@ -64,8 +64,8 @@ class Scopes:
         probe = torch.is_inference_mode_enabled() and not self._inference
         # a gather under no_grad or in inference mode must serve uses outside of it
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
-            gathered = unseen(self._mode.gather, unit)
-        gathered.watch.views = known(gathered.views, unit.key, self._mode.params.get(unit.key))
+            gathered = run_unrecorded(self._mode.gather, unit)
+        gathered.watch.views = number_views(gathered.views, unit.key, self._mode.params.get(unit.key))
         if self._rests and not gathered.frees:
             self._rests.hold(gathered.views)
         self.active[unit.key] = gathered

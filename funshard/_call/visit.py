@@ -1,7 +1,7 @@
 """One gather of one unit in a schedule, from the start of its all-gather until the gradient of its buffer is complete.
 
     on its way  ->  there  ->  left  ->  saved  ->  on its way again  ->  there  ->  reduced
-     (chain)       (full)    (leave)   (saved_as)       (chain)         (lease)    (reduced)
+     (chain)       (full)    (leave)   (make_restorer) (chain)         (lease)    (reduced)
 
 Between `left` and `on its way again` nothing of the buffer is held: autograd has a lease, which is empty, and how to fill it.
 """
@@ -20,7 +20,7 @@ from .. import _torch
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms.saved import save_in_node
+from .._transforms.saved_tensors import hook_running_node
 from .._units.chain import Buffers, Chain, Routes
 from .._units.flow import reduce_unit
 from .._units.gather import gathering
@@ -189,7 +189,7 @@ class Visit:
             lease.buffer = self._arrived()
         return lease.buffer
 
-    def saved_as(self, tensor: Tensor, *, by_backward: bool) -> SavedView:
+    def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> SavedView:
         """What to keep in the place of this view of the buffer."""
         return SavedView(self.lease(), tensor, by_backward)
 
@@ -204,7 +204,7 @@ class Visit:
         if buffer is None:
             buffer = self.again()
         if torch.is_grad_enabled() and self.route.frees:
-            save_in_node({_torch.storage_id(buffer): self}, 0 if over else _torch.level())
+            hook_running_node({_torch.storage_id(buffer): self}, 0 if over else _torch.level())
         view = buffer.as_strided(saved.shape, saved.stride, saved.offset)
         return _torch.wrapped_for_dead(view) if over else view
 

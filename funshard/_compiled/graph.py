@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from .._torch.compiler import FUNC_GRADIENT, OpOverload
-from .._transforms.regions import NAME, REGION
+from .._transforms._recompute.regions import NAME_KEY, REGION_PREFIX
 
 __all__ = [
     "RESHARD",
@@ -48,7 +48,7 @@ def annotate_phases(graph: Graph) -> str:
     for node in graph.nodes:
         phase += node.target in _GRADIENTS
         annotate(node, **{_PHASE: phase})
-    keys = (_PHASE, RESHARD, UNIT, NAME)
+    keys = (_PHASE, RESHARD, UNIT, NAME_KEY)
     return repr([(*(annotation(node, key) for key in keys), regions_of(node)) for node in graph.nodes])
 
 
@@ -69,7 +69,9 @@ def is_annotated(node: Node) -> bool:
 
 def regions_of(node: Node) -> tuple[int, ...]:
     """The numbers of the regions that it is in, the outermost first."""
-    return tuple(sorted(int(key.removeprefix(REGION)) for key in node.meta.get("custom", {}) if key.startswith(REGION)))
+    return tuple(
+        sorted(int(key.removeprefix(REGION_PREFIX)) for key in node.meta.get("custom", {}) if key.startswith(REGION_PREFIX))
+    )
 
 
 # --- what is what in an ATen graph ---

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from .._spec.remat import Chosen, Remat
 from .._torch.compiler import OpOverload, traced_as
-from .._transforms.regions import NAME
+from .._transforms._recompute.regions import NAME_KEY
 from .graph import annotate, annotation, is_annotated, is_view, mutates, phases_of, reach, regions_of, writes
 
 __all__ = ["choose", "recompute"]
@@ -37,7 +37,7 @@ def choose(graph: Graph, remats: Sequence[Remat]) -> None:
     """Note which of the regions keeps what, and take out the views that have the names."""
     chosen = [remat.chosen() for remat in remats]
     for node in list(graph.nodes):
-        regions, name = regions_of(node), annotation(node, NAME)
+        regions, name = regions_of(node), annotation(node, NAME_KEY)
         if name is not None and is_view(node):
             (named,) = node.all_input_nodes
             _keep(_maker(named), [r for r in regions if name in remats[r].names])

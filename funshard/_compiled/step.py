@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .._transforms.regions import collected, collecting
+from .._transforms._recompute.regions import collect_regions, current_regions
 from ..optim._checks import refuse_shared_memory
 
 __all__ = ["compile"]
@@ -82,7 +82,7 @@ def compile(
     @functools.wraps(step)
     def compiled(*args: Any, **kwargs: Any) -> Any:
         donated = _check_donated(args, given_away)
-        with collected() as regions:
+        with collect_regions() as regions:
             try:
                 out, problem = run(*args, **kwargs)
             except Exception as error:
@@ -149,7 +149,7 @@ class _Backend:
         from .graph import annotate_phases
         from .passes import Choose, GraphSchedule
 
-        regions = collecting()
+        regions = current_regions()
         if regions and regions.problem:
             raise ValueError(regions.problem)
         chosen = Choose(regions.remats if regions else ())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._spec.division import Divide
 from .._spec.spec import PartitionSpec, bound
-from .._transforms.transforms import differentiated_outside
+from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
 from .in_place import Runs
 from .plan import Parts, Plan
@@ -73,7 +73,7 @@ def accumulate(
     batches, known = batches_of(microbatches)
     if weights is not None and known is microbatches:
         check_as_many(weights, len(known))
-    plan = dataclasses.replace(plan, in_place=not differentiated_outside((params, weights, known)))
+    plan = dataclasses.replace(plan, in_place=not is_differentiated_outside((params, weights, known)))
     scales = None if weights is None else scales_of(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
     parts = (_in_place if plan.in_place else _recorded)(f, plan, batches, scales)
     if scales is not None:

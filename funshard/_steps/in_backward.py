@@ -15,7 +15,7 @@ from .._call.schedule import enters
 from .._spec.division import Divide
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
-from .._transforms.transforms import differentiated_outside
+from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
 from ..optim._norms import check_max_norm, clipped, global_norm, norm_of_units, sum_of_squares
 from .accumulate import accumulate, batches_of
@@ -104,7 +104,7 @@ def update_in_backward(
     batches, known = batches_of(microbatches)
     if weights is not None and known is microbatches:
         check_as_many(weights, len(known))
-    if differentiated_outside((params, state, weights, known)):
+    if is_differentiated_outside((params, state, weights, known)):
         how: dict[str, Any] = {"weights": weights, "has_aux": has_aux, "reduce": reduce, "reduce_over": reduce_over}
         grads, value = accumulate(f, params, batches, spec=plan.spec, **how)
         now = None if max_norm is None else global_norm(grads, plan.spec)

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._spec.accumulation import Accumulation, Arrivals
-from .._transforms.explained import explained
-from .._transforms.transforms import differentiated_outside
+from .._transforms.error_hints import add_hints
+from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
 from .plan import Parts, Plan
 from .weights import scaled_by, widest
@@ -47,7 +47,7 @@ class Runs:
 
     def forward(self, batch: Any, i: int, scales: Tensor | None, arrivals: Arrivals | None = None) -> Tensor:
         """The loss of a micro-batch, scaled. Gradients go to the sums, or to ``arrivals`` where a unit's is reduced."""
-        if i and differentiated_outside(batch):
+        if i and is_differentiated_outside(batch):
             raise ValueError(
                 f"accumulate: micro-batch {i} requires grad and the first one does not: expected all of them or none; "
                 "give a list"
@@ -77,7 +77,7 @@ class Runs:
                 with within:  # for what remat and torch.utils.checkpoint run again
                     loss.backward(inputs=leaves, retain_graph=retain_graph)
             except RuntimeError as error:
-                raise explained(error)  # noqa: B904 - the same one
+                raise add_hints(error)  # noqa: B904 - the same one
         if retain_graph:
             self._within = within
 

@@ -18,7 +18,7 @@ from .._spec.fits import check_shards
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms.transforms import check_leaves, loss_and_aux
+from .._transforms.grad import check_differentiable, split_loss
 from .._units.flow import gather_unit, reduce_unit, reduction_over
 from .._units.layout import Params, flatten_unit, unflatten_unit
 from .weights import wide, widest
@@ -69,7 +69,7 @@ class Plan:
         for name in params:
             if name not in spec.by_key:
                 raise ValueError(f"parameter '{name}' is ignored by the spec: expected shards of its units; close over it")
-        check_leaves(params)
+        check_differentiable(params)
         reduction = reduction_over(reduce, over, spec.bound_mesh, units)
         return cls(dict(params), spec, keep == "full", has_aux, reduction)
 
@@ -96,7 +96,7 @@ class Plan:
 
     def loss(self, f: Callable[..., Any], given: Params, batch: Any) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and what comes with it. ValueError where ``f`` hooks a shard, whose calls bypass it."""
-        loss = loss_and_aux(f(dict(given), batch), self.has_aux)
+        loss = split_loss(f(dict(given), batch), self.has_aux)
         if not torch.compiler.is_compiling() and (hooked := [key for key, x in given.items() if _torch.has_hooks(x)]):
             raise ValueError(
                 f"unit '{hooked[0]}': the loss has called register_hook on its shard, which does not see the "

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .. import _torch
-from .rests import Rested, line
-from .saved import Hooks, SavedAs, Source, unpack
+from .host_buffers import OffloadedTensor, current_queue
+from .saved_tensors import RestorableBuffer, SavedTensorHooks, TensorRestorer, unpack
 
-__all__ = ["Moving", "Offload", "can_move", "constants", "moving", "offload", "storages"]
+__all__ = ["OffloadHooks", "OffloadTarget", "can_offload", "constant_storages", "find_offload_hooks", "offload", "storage_ids"]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadTarget:
     """What rests where: of tensors of ``at_least`` so many bytes, in loads of ``load`` bytes or of one run."""
 
     at_least: int = 1 << 20
@@ -81,43 +81,43 @@ def offload(
             raise TypeError(f"offload: {name}: expected a whole number of bytes, got {value!r}")
         if value < 0:
             raise ValueError(f"offload: {name}: expected at least 0 bytes, got {value}")
-    to = Offload(at_least, load, None if host is None else torch.device(host))
+    to = OffloadTarget(at_least, load, None if host is None else torch.device(host))
 
     @functools.wraps(f)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        if torch.compiler.is_compiling() or not can_move():
+        if torch.compiler.is_compiling() or not can_offload():
             return f(*args, **kwargs)
-        around = moving(_torch.pack_hook())
+        around = find_offload_hooks(_torch.pack_hook())
         module = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
         own = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
-        held = (*(around.held if around else ()), storages(own), constants(args, kwargs))
-        hooks = Moving(around.live if around else {}, to, held, over=around.over if around else 0)
+        held = (*(around.held if around else ()), storage_ids(own), constant_storages(args, kwargs))
+        hooks = OffloadHooks(around.live if around else {}, to, held, over=around.over if around else 0)
         with hooks.here(hooks.pack):
             return f(*args, **kwargs)
 
     return run
 
 
-def can_move() -> bool:
+def can_offload() -> bool:
     """Whether what autograd saves from here on can be replaced by us, in this transform and inside of what is around."""
     if not _torch.savable() or not _torch.differentiates() or _torch.traced():
         return False
     outer = _torch.pack_hook()
-    return outer is None or isinstance(getattr(outer, "__self__", None), Hooks)
+    return outer is None or isinstance(getattr(outer, "__self__", None), SavedTensorHooks)
 
 
-def moving(pack: Callable[..., object] | None) -> Moving | None:
+def find_offload_hooks(pack: Callable[..., object] | None) -> OffloadHooks | None:
     """Whose pack function it is, if what is saved moves."""
     hooks = getattr(pack, "__self__", None)
-    return hooks if isinstance(hooks, Moving) else None
+    return hooks if isinstance(hooks, OffloadHooks) else None
 
 
-def constants(args: Any, kwargs: Any) -> set[int]:
+def constant_storages(args: Any, kwargs: Any) -> set[int]:
     """The storages of the arguments that nobody differentiates, which whoever calls holds."""
-    return storages(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.requires_grad)
+    return storage_ids(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.requires_grad)
 
 
-def storages(tensors: Iterable[Tensor]) -> set[int]:
+def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
     """What these tensors hold."""
     inner = (_torch.base(x) for x in tensors)
     return {_torch.storage_id(x) for x in inner if isinstance(x, nn.Parameter) or _plain(x)}
@@ -130,10 +130,12 @@ def _plain(x: Tensor) -> bool:
     return strided and not (x.is_conj() or x.is_neg() or x.is_quantized)
 
 
-class Moving(Hooks):
+class OffloadHooks(SavedTensorHooks):
     """Hooks by which what is saved, and is not replaced anyway, rests on the host."""
 
-    def __init__(self, live: dict[int, Source], to: Offload, held: Iterable[set[int]], *, over: int = 0) -> None:
+    def __init__(
+        self, live: dict[int, RestorableBuffer], to: OffloadTarget, held: Iterable[set[int]], *, over: int = 0
+    ) -> None:
         super().__init__(live, over=over)
         self.to, self.held, self._level = to, tuple(held), _torch.level()
         self._witness: Tensor | None = None
@@ -142,7 +144,7 @@ class Moving(Hooks):
                 empty = torch.empty(0)
             self._witness = _torch.wrapped(empty, self._level)
 
-    def pack(self, tensor: Tensor) -> SavedAs | _torch.Versioned:
+    def pack(self, tensor: Tensor) -> TensorRestorer | _torch.Versioned:
         """What to keep in the place of a tensor."""
         packed = super().pack(tensor)
         if not (type(packed) is tuple or isinstance(packed, Tensor)) or not self.moves(tensor):
@@ -152,10 +154,10 @@ class Moving(Hooks):
         whole = inner.untyped_storage().nbytes() // inner.itemsize
         if 2 * (stop - start) >= whole:
             start, stop = 0, whole
-        rest, load = line().add(inner, start, stop, self.to.host or torch.device("cpu"), self.to.load)
+        rest, load = current_queue().add(inner, start, stop, self.to.host or torch.device("cpu"), self.to.load)
         witness = self._witness if _torch.level_of(tensor) else None
         where = tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start
-        return Rested(rest, load, tensor.dtype, *where, rest.counter, rest.version, witness)
+        return OffloadedTensor(rest, load, tensor.dtype, *where, rest.counter, rest.version, witness)
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether a saved tensor is to rest on the host, see `offload`."""
@@ -174,12 +176,12 @@ class Moving(Hooks):
     @contextlib.contextmanager
     def here(self, pack: Callable[[Tensor], object]) -> Generator[None]:
         """The same; what is saved is one load of its own, or several."""
-        line().complete()
+        current_queue().complete()
         try:
             with _torch.saved_tensor_hooks(pack, unpack, who=_WHO):
                 yield
         finally:
-            line().complete()
+            current_queue().complete()
 
 
 _WHO = "offload: what is offloaded", "none inside of it; offload what is inside of the transform"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
+from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for as_call_arguments
 
 from .. import _torch
 from .._spec.division import Divide, Reduction
@@ -22,10 +22,10 @@ from .._units.host import on_host
 from .._units.layout import Params, padded_buffer, unflatten_unit
 from ..collectives._functions import broadcast, sum_over
 from ..collectives._mesh import Simulated
-from .explained import arguments
-from .refuse import REGISTER_HOOK, Refuse
-from .surroundings import Surroundings
-from .transforms import grad
+from ._recompute.ambient import AmbientState
+from ._recompute.refusals import REGISTER_HOOK, RefusedFunctions
+from .error_hints import as_call_arguments
+from .grad import grad
 
 __all__ = ["per_sample_grads"]
 
@@ -87,7 +87,7 @@ def per_sample_grads(
     units = [unit for unit in spec if unit.key in params]
     check_trained(units, "gradient")
     check_buffers(params, spec, {unit.key: spec.shard_numel(unit) for unit in units})
-    args, _ = arguments(batch, None)
+    args, _ = as_call_arguments(batch, None)
     samples = _check_batch(args)
     _check_privacy(clip, noise, reduce, randomness)
 
@@ -103,14 +103,14 @@ def per_sample_grads(
     compiled = torch.compiler.is_compiling()  # where both passes are in one graph, and nothing is drawn
     # drawn and sent before all else, so that the host need not wait for the gradients to know it
     seed = _seed(generator, spec, next(iter(params.values())).device) if noise and params and not compiled else None
-    as_before = contextlib.nullcontext() if compiled else Surroundings(pytree.tree_leaves(args)).as_they_were()
+    as_before = contextlib.nullcontext() if compiled else AmbientState(pytree.tree_leaves(args)).as_they_were()
 
     def probed(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
         return f(_full({key: _probed(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
 
     buffers = {unit.key: gather_unit(params[unit.key], unit, mesh) for unit in units}
     probes = {unit.key: _zero(params[unit.key]) for unit in units}
-    with contextlib.nullcontext() if compiled else Refuse({REGISTER_HOOK: _HOOK}):
+    with contextlib.nullcontext() if compiled else RefusedFunctions({REGISTER_HOOK: _HOOK}):
         squares: Mapping[str, Tensor] = of_samples(torch.func.grad(probed), probes)
     buffers.clear()
     norms = torch.stack(list(squares.values())).sum(0).sqrt()

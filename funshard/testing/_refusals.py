@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._spec.spec import PartitionSpec
-from .._transforms.explained import running_module
+from .._transforms.error_hints import find_running_module
 
 __all__ = ["check_same_units", "explain_vmap", "record_units"]
 
@@ -54,7 +54,7 @@ def explain_vmap(model: nn.Module) -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        path = running_module(error.__traceback__, model)
+        path = find_running_module(error.__traceback__, model)
         where = f"module '{path}'" if path is not None else "the loss"
         # transformers' checkpointing also makes the embedding's output a leaf, which fails before any block runs
         checkpoints = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())

@@ -20,7 +20,7 @@ from .._sharding.agree import gather_texts
 from .._sharding.sharding import combine, partition, shard
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join
-from .._transforms.transforms import grad_and_value, hvp
+from .._transforms.grad import grad_and_value, hvp
 from .._units.layout import Params, coordinates, views
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh

@@ -16,7 +16,15 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .._spec.spec import PartitionSpec, sample
 
-__all__ = ["about_arguments", "arguments", "check_values", "explained", "lacks_forward_mode", "note_of", "running_module"]
+__all__ = [
+    "add_argument_hints",
+    "add_hints",
+    "as_call_arguments",
+    "check_materialized",
+    "find_hint",
+    "find_running_module",
+    "is_forward_rule_missing",
+]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -34,17 +42,17 @@ _BAG_HINT = (
 )
 
 
-def lacks_forward_mode(error: BaseException) -> bool:
+def is_forward_rule_missing(error: BaseException) -> bool:
     """Whether torch says that it has no forward-mode rule. Pinned by ``test_what_has_no_forward_mode_rule``."""
     return isinstance(error, NotImplementedError) and _LACKS_FORWARD.search(str(error)) is not None
 
 
-def explained(error: E, model: nn.Module | None = None, *, known: str = "") -> E:
+def add_hints(error: E, model: nn.Module | None = None, *, known: str = "") -> E:
     """The same error; one about a missing derivative has a note, which names the module of ``model`` that was running.
 
     ``known`` is a note on what failed before, which knows the module where a traceback through backward does not.
     """
-    if note_of(error):
+    if find_hint(error):
         return error
     if _LACKS_SECOND_OF_BAG.search(str(error)):
         return _noted(error, f"{_START}{_BAG_HINT}")
@@ -61,11 +69,13 @@ def explained(error: E, model: nn.Module | None = None, *, known: str = "") -> E
     else:
         what = next(filter(None, found.groups()))
         hint = f"torch has no forward-mode rule for {what}: a gradient of a gradient may do, as fs.hvp(..., forward=False)"
-    path = running_module(error.__traceback__, model)
+    path = find_running_module(error.__traceback__, model)
     return _noted(error, _START + ("" if path is None else f"module '{path}': ") + hint)
 
 
-def about_arguments(error: Exception, params: Mapping[str, Tensor], spec: PartitionSpec, args: object, given: object) -> None:
+def add_argument_hints(
+    error: Exception, params: Mapping[str, Tensor], spec: PartitionSpec, args: object, given: object
+) -> None:
     """Add to torch's words about an argument, a dtype or a device what of the call may be the reason."""
     hints: list[str] = []
     if isinstance(args, list):
@@ -89,7 +99,7 @@ def about_arguments(error: Exception, params: Mapping[str, Tensor], spec: Partit
     _hinted(error, hints)
 
 
-def check_values(model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, given: object) -> None:
+def check_materialized(model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, given: object) -> None:
     """ValueError, naming them, for parameters on the meta device where others have values: some results would have none.
 
     Of params where all arguments have values, and of what the spec ignores where params have.
@@ -118,7 +128,7 @@ def _hinted(error: Exception, hints: list[str]) -> None:
         error.args = (f"{error.args[0]}\nfunctional_call: {'; '.join(hints)}", *error.args[1:])
 
 
-def note_of(error: BaseException) -> str:
+def find_hint(error: BaseException) -> str:
     """The note that `explained` has given an error; empty for none."""
     return next((note for note in (*getattr(error, "__notes__", ()), *str(error).split("\n")) if note.startswith(_START)), "")
 
@@ -132,7 +142,7 @@ def _noted(error: E, note: str) -> E:
     return error
 
 
-def running_module(traceback: TracebackType | None, model: nn.Module | None) -> str | None:
+def find_running_module(traceback: TracebackType | None, model: nn.Module | None) -> str | None:
     """Return the path of the innermost module of the model in a traceback, None if there is none."""
     paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
     path = None
@@ -142,6 +152,6 @@ def running_module(traceback: TracebackType | None, model: nn.Module | None) -> 
     return path
 
 
-def arguments(args: object, kwargs: Mapping[str, object] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call_arguments(args: object, kwargs: Mapping[str, object] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What to call the model with: ``args`` is a tuple, or the only argument."""
     return args if isinstance(args, tuple) else (args,), dict(kwargs or {})

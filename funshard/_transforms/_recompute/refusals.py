@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .._torch import DATA
+from ..._torch import DATA
 
-__all__ = ["DATA", "REGISTER_HOOK", "Refuse"]
+__all__ = ["DATA", "REGISTER_HOOK", "RefusedFunctions"]
 
 REGISTER_HOOK: Callable[..., Any] = torch.Tensor.register_hook
 """``tensor.register_hook``, which changes the gradient of one level."""
 
 
-ASKS: Mapping[str, Callable[..., Any]] = {
+QUERY_GETTERS: Mapping[str, Callable[..., Any]] = {
     name: getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")
 }
 """What a TorchFunctionMode sees where code asks autograd about a tensor: torch's own and this library's does all the time."""
 
 
-class Refuse(TorchFunctionMode):
+class RefusedFunctions(TorchFunctionMode):
     """Within this, each of these functions raises a RuntimeError with its message instead of running."""
 
     def __init__(self, messages: Mapping[Callable[..., Any], str]) -> None:
@@ -40,7 +40,7 @@ class Refuse(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_ASKED = frozenset(ASKS.values())
+_ASKED = frozenset(QUERY_GETTERS.values())
 
 
 def _is_own(frame: types.FrameType) -> bool:

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _torch
-from .._spec.remat import Remat
-from .asks import asked_of_autograd
-from .ends import End
-from .keep import Kept
-from .reach import TENSOR, Reached
-from .refuse import ASKS, DATA, REGISTER_HOOK, Refuse
-from .runs import Made, Start
-from .surroundings import Surroundings
+from ... import _torch
+from ..._spec.remat import Remat
+from .ambient import AmbientState
+from .autograd_queries import find_autograd_queries
+from .outcome import RunOutcome
+from .reachable import TENSOR, ReachableObjects
+from .refusals import DATA, QUERY_GETTERS, REGISTER_HOOK, RefusedFunctions
+from .saved_results import SavedResults
+from .snapshot import RunInputs, Snapshot
 
-__all__ = ["Rerun", "running"]
+__all__ = ["RecomputedFunction", "recomputing_names"]
 
 
 class _Running(threading.local):
@@ -37,12 +37,12 @@ class _Running(threading.local):
 _RUNNING = _Running()
 
 
-def running() -> tuple[str, ...]:
+def recomputing_names() -> tuple[str, ...]:
     """The names of what runs now to run again, the innermost last."""
     return _RUNNING.names
 
 
-class Rerun:
+class RecomputedFunction:
     """``call(*roots)`` as a function of all the tensors in its arguments, the same in every run."""
 
     def __init__(
@@ -53,8 +53,10 @@ class Rerun:
         self._labels_after = ["its result", "the context variables that it left", *self._labels]
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
         levels = _torch.level() + _torch.in_forward_ad()  # of which plain autograd is another one, where it follows
-        self._found: Reached | None = Reached([*roots.values(), _variables()], self._own)  # until the first run has ended
-        self._start, self._constants = Start(self._found, self._own), self._found.constants
+        self._found: ReachableObjects | None = ReachableObjects(
+            [*roots.values(), _variables()], self._own
+        )  # until the first run has ended
+        self._start, self._constants = Snapshot(self._found, self._own), self._found.constants
         levels += self._grad and any(_torch.base(x).requires_grad for x in self._found.tensors)
         self._stacked = (_torch.level() > 0 and levels > 1) or _RUNNING.stacked
         if self._stacked:
@@ -62,17 +64,17 @@ class Rerun:
         # (requires_grad, is_leaf) of each operand, where the function may ask; in a stack of transforms it is refused
         follows = self._grad and not self._stacked and not _torch.traced() and any(x.requires_grad for x in self._found.tensors)
         self._answers: list[tuple[bool, bool]] | None = None
-        self._asked = asked_of_autograd(self._found.objects) if follows else frozenset[str]()
+        self._asked = find_autograd_queries(self._found.objects) if follows else frozenset[str]()
         if self._asked:
             self._answers = [(x.requires_grad, x.is_leaf) for x in self._found.tensors]
         # in a stack most runs are of transforms, in which what another has computed is something else
-        self._kept = None if remat.save is None or self._stacked or _torch.traced() else Kept(remat, name)
+        self._kept = None if remat.save is None or self._stacked or _torch.traced() else SavedResults(remat, name)
         self._is_last = self._retained = False
         self._paths = [self._found.where((TENSOR, i), self._labels) for i in range(len(self._found.tensors))]
-        self._surroundings: Surroundings | None = None
+        self._surroundings: AmbientState | None = None
         self._changed: set[int] = set()
-        self._first: End | None = None
-        self._left: tuple[Reached, End] | None = None  # likewise
+        self._first: RunOutcome | None = None
+        self._left: tuple[ReachableObjects, RunOutcome] | None = None  # likewise
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -101,7 +103,7 @@ class Rerun:
         finally:
             self._is_last = False
 
-    def _watched(self, xs: Sequence[Tensor], surroundings: Surroundings) -> contextlib.AbstractContextManager[None]:
+    def _watched(self, xs: Sequence[Tensor], surroundings: AmbientState) -> contextlib.AbstractContextManager[None]:
         """The first run keeps what the last one is handed."""
         if self._kept is None or _torch.level() or not (self._first is None or self._is_last):
             return contextlib.nullcontext()
@@ -150,12 +152,12 @@ class Rerun:
             )
         return x.view_as(x) if x.requires_grad and x.is_leaf and not is_leaf else x
 
-    def _run(self, made: Made, xs: Sequence[Tensor]) -> tuple[End, Reached]:
-        before, stacked = running(), _RUNNING.stacked
+    def _run(self, made: RunInputs, xs: Sequence[Tensor]) -> tuple[RunOutcome, ReachableObjects]:
+        before, stacked = recomputing_names(), _RUNNING.stacked
         _RUNNING.names, _RUNNING.stacked = (*before, self.name), self._stacked
         try:
             if self._surroundings is None:
-                self._surroundings = Surroundings(xs)
+                self._surroundings = AmbientState(xs)
                 watched = self._watched(xs, self._surroundings)
                 with torch.set_grad_enabled(self._grad), _context(made.roots[-1]), self._in_stack(), watched:
                     out, left = self._call(*made.roots[:-1]), _variables()
@@ -167,8 +169,8 @@ class Rerun:
                     self._surroundings.check_end(self.name)
         finally:
             _RUNNING.names, _RUNNING.stacked = before, stacked
-        after = Reached([out, left, *made.roots], self._own, self._constants, made.objects)
-        end = End(after, made, xs)
+        after = ReachableObjects([out, left, *made.roots], self._own, self._constants, made.objects)
+        end = RunOutcome(after, made, xs)
         if self._first is None:
             self._check_results(end, after, xs)
         return end, after
@@ -190,18 +192,18 @@ class Rerun:
         if not self._stacked:
             return contextlib.nullcontext()
         end = f"which in a stack of transforms means one of them, and not the same one when {self.name} runs again"
-        return Refuse(
+        return RefusedFunctions(
             {
                 DATA: f"{self.name} reads tensor.data, {end}: expected tensor.detach(), which means all of them",
                 **{
                     getter: f"{self.name} reads tensor.{name}, {end}: expected it not to, or no remat"
-                    for name, getter in ASKS.items()
+                    for name, getter in QUERY_GETTERS.items()
                 },
                 REGISTER_HOOK: f"{self.name} calls tensor.register_hook, {end}: expected an autograd.Function, or no remat",
             }
         )
 
-    def _check_results(self, end: End, after: Reached, xs: Sequence[Tensor]) -> None:
+    def _check_results(self, end: RunOutcome, after: ReachableObjects, xs: Sequence[Tensor]) -> None:
         """RuntimeError for what has a derivative in the first run by something else than an operand."""
         for k, result in zip(end.numbers, end.results, strict=True):
             tracked = self._grad and _torch.base(result).requires_grad

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .. import _torch
+from ... import _torch
 
-__all__ = ["Numbered", "tensors_of"]
+__all__ = ["ValueNumbering", "result_tensors"]
 
 
-class Numbered(_torch.DispatchMode):
+class ValueNumbering(_torch.DispatchMode):
     """A run, in which every storage has a number: the same one in another run where it holds the same."""
 
     def __init__(self, numbers: dict[Hashable, int], xs: Iterable[Tensor]) -> None:
@@ -47,7 +47,7 @@ class Numbered(_torch.DispatchMode):
         number = self._called(func, args, kwargs, draws=draws)
         keeps = _torch.makes_results(func) and kwargs.get("generator") is None
         out = self.run(func, args, kwargs, number, draws) if keeps else func(*args, **kwargs)
-        for i, x in enumerate(tensors_of(out)):
+        for i, x in enumerate(result_tensors(out)):
             if _torch.is_plain(x) and self.known(x) is None:
                 self._note(x, self.number((number, i)))
         for i, x in enumerate(() if _torch.changes_its_view(func) else _torch.written(func, args, kwargs)):
@@ -113,7 +113,7 @@ class Numbered(_torch.DispatchMode):
         self._storages[_torch.storage_id_of(storage)] = weakref.ref(storage), number
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def result_tensors(value: Any) -> list[Tensor]:
     """The tensors among an operator's results."""
     return [value] if isinstance(value, Tensor) else [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import _torch
+from ... import _torch
 
-__all__ = ["Surroundings"]
+__all__ = ["AmbientState"]
 
 
 def _kernels() -> list[SDPBackend]:
@@ -29,7 +29,7 @@ def _kernels() -> list[SDPBackend]:
     return [kernel for kernel, is_on in allowed.items() if is_on]
 
 
-class Surroundings:
+class AmbientState:
     """What a run depends on beside its arguments: the generators of random numbers, autocast, and attention's kernels."""
 
     def __init__(self, leaves: Iterable[object]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from .kind import Kind, Parts
+from .adapters import Contents, ObjectAdapter
 
 __all__ = ["CELL", "FUNCTION", "METHOD", "PARTIAL"]
 
-METHOD = Kind(
+METHOD = ObjectAdapter(
     lambda obj: [(["__func__", "__self__"], [obj.__func__, obj.__self__])],
     lambda obj: None,
     None,
@@ -17,14 +17,14 @@ METHOD = Kind(
 )
 
 
-def _make_partial(cls: Any, parts: Parts) -> Any:
+def _make_partial(cls: Any, parts: Contents) -> Any:
     (_, (func, *args)), keywords, attributes = parts
     made = cls(func, *args, **dict(zip(*keywords, strict=True)))
     vars(made).update(zip(*attributes, strict=True))
     return made
 
 
-PARTIAL = Kind(
+PARTIAL = ObjectAdapter(
     lambda obj: [
         # arguments and keywords one by one: a partial copies their containers when it is made
         (["func", *(f"args[{i}]" for i in range(len(obj.args)))], [obj.func, *obj.args]),
@@ -37,7 +37,7 @@ PARTIAL = Kind(
 )
 
 
-def _read_function(f: Any) -> Parts:
+def _read_function(f: Any) -> Contents:
     """The dicts are the function's own: what is written into them is in the function."""
     return [
         (list(f.__code__.co_freevars), list(f.__closure__ or ())),
@@ -45,7 +45,7 @@ def _read_function(f: Any) -> Parts:
     ]
 
 
-def _make_function(like: Any, parts: Parts) -> Any:
+def _make_function(like: Any, parts: Contents) -> Any:
     cells, (defaults, keywords, attributes) = parts[0][1], parts[1][1]
     code, around, name = like
     made = types.FunctionType(code, around, name, defaults, tuple(cells))
@@ -53,19 +53,19 @@ def _make_function(like: Any, parts: Parts) -> Any:
     return made
 
 
-FUNCTION = Kind(_read_function, lambda f: (f.__code__, f.__globals__, f.__name__), None, _make_function)
+FUNCTION = ObjectAdapter(_read_function, lambda f: (f.__code__, f.__globals__, f.__name__), None, _make_function)
 
 
-def _read_cell(cell: Any) -> Parts:
+def _read_cell(cell: Any) -> Contents:
     try:
         return [(["cell_contents"], [cell.cell_contents])]
     except ValueError:  # not set yet
         return [([], [])]
 
 
-def _fill_cell(cell: Any, parts: Parts) -> None:
+def _fill_cell(cell: Any, parts: Contents) -> None:
     for value in parts[0][1]:
         cell.cell_contents = value
 
 
-CELL = Kind(_read_cell, lambda cell: None, lambda _: types.CellType(), _fill_cell)
+CELL = ObjectAdapter(_read_cell, lambda cell: None, lambda _: types.CellType(), _fill_cell)

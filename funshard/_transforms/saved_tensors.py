@@ -19,36 +19,36 @@ from torch.autograd.function import FunctionCtx
 
 from .. import _torch
 
-__all__ = ["Hooks", "SavedAs", "Source", "freed_graph", "save_in_node", "unpack"]
+__all__ = ["RestorableBuffer", "SavedTensorHooks", "TensorRestorer", "hook_running_node", "mark_graph_freed", "unpack"]
 
-SavedAs = Callable[[], Tensor]
+TensorRestorer = Callable[[], Tensor]
 """Gives the saved tensor."""
 
 
-class Source(_torch.OfDtype, Protocol):
+class RestorableBuffer(_torch.OfDtype, Protocol):
     """A gathered buffer, of which autograd saves views."""
 
-    def saved_as(self, tensor: Tensor, *, by_backward: bool) -> SavedAs | None:
+    def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> TensorRestorer | None:
         """How to have this view of it again; None for one that is to be kept."""
         ...
 
 
-class Hooks:
+class SavedTensorHooks:
     """What to keep, of what a forward saves or, ``by_backward``, a node of a backward.
 
     ``live`` are the gathered buffers that are there, by storage; ``over`` is a level at which nobody reads what is saved.
     """
 
-    def __init__(self, live: dict[int, Source], *, by_backward: bool = False, over: int = 0) -> None:
+    def __init__(self, live: dict[int, RestorableBuffer], *, by_backward: bool = False, over: int = 0) -> None:
         self.live, self.by_backward, self.over = live, by_backward, over
 
-    def pack(self, tensor: Tensor) -> SavedAs | _torch.Versioned:
+    def pack(self, tensor: Tensor) -> TensorRestorer | _torch.Versioned:
         """What to keep in the place of a tensor."""
         if self.over and _torch.level_of(tensor) == self.over:
             return _nothing
         inner = _torch.base(tensor)
         source = _torch.viewed(inner, self.live)
-        if source is not None and (note := source.saved_as(tensor, by_backward=self.by_backward)) is not None:
+        if source is not None and (note := source.make_restorer(tensor, by_backward=self.by_backward)) is not None:
             return note
         return _torch.kept(tensor, inner)
 
@@ -63,21 +63,21 @@ def unpack(packed: Any) -> Tensor:
         return packed()
     tensor = _torch.unchanged(packed)
     if _torch.is_wrapped(tensor) and _reads_last(level := _torch.level_of(tensor)):
-        save_in_node({}, level)
+        hook_running_node({}, level)
     return tensor
 
 
-def save_in_node(live: Mapping[int, Source], level: int) -> None:
+def hook_running_node(live: Mapping[int, RestorableBuffer], level: int) -> None:
     """Hooks for what the running node of a backward saves from here on, to be called while it reads what was kept.
 
     ``level`` is that of the transform that made the node.
     """
     over = level if _reads_last(level) else 0
     hooks = getattr(_torch.pack_hook(), "__self__", None)
-    if isinstance(hooks, Hooks) and hooks.by_backward and hooks.over == over:  # it has read before
+    if isinstance(hooks, SavedTensorHooks) and hooks.by_backward and hooks.over == over:  # it has read before
         hooks.live.update(live)
     else:
-        _torch.push_saved_tensor_hooks(Hooks(dict(live), by_backward=True, over=over).pack, unpack)
+        _torch.push_saved_tensor_hooks(SavedTensorHooks(dict(live), by_backward=True, over=over).pack, unpack)
 
 
 def _reads_last(level: int) -> bool:
@@ -89,7 +89,7 @@ def _nothing() -> Tensor:
     raise _freed()
 
 
-def freed_graph(of: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def mark_graph_freed(of: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Gradients that the last backward of a torch.func.grad gives without a graph, with one that says so. ``of`` has one."""
     return _FreedGraph.apply(of, *grads)
 

@@ -10,25 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._batchnorm import MESH
+from ..._batchnorm import MESH
 
-__all__ = ["ATOMS", "OWN", "Kind", "Parts", "State"]
+__all__ = ["CALL_ATTRIBUTES", "PLAIN_TYPES", "Contents", "ObjectAdapter", "OpaqueState"]
 
-Parts = list[tuple[list[Any], list[Any]]]
+Contents = list[tuple[list[Any], list[Any]]]
 """What is in an object: names and values, of its items, of its attributes and so on."""
 
-OWN = ("_parameters", "_buffers", "forward", MESH)
+CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH)
 """The attributes of a module that functional_call puts there."""
 
 
-class State:
+class OpaqueState:
     """The state of a generator of random numbers, or the place of an iterator."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, State):
+        if not isinstance(other, OpaqueState):
             return False
         if isinstance(self.value, Tensor):
             return torch.equal(self.value, other.value)
@@ -37,20 +37,20 @@ class State:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
-ATOMS = frozenset(
+PLAIN_TYPES = frozenset(
     {int, float, bool, str, bytes, complex, type(None), type(...), type, range, slice, torch.dtype, torch.device, torch.Size}
-    | {torch.memory_format, torch.layout, types.BuiltinFunctionType, types.ModuleType, State}
+    | {torch.memory_format, torch.layout, types.BuiltinFunctionType, types.ModuleType, OpaqueState}
 )
 
 
 @dataclass(frozen=True)
-class Kind:
+class ObjectAdapter:
     """How to look into objects of a class, and to make one."""
 
-    read: Callable[[Any], Parts]
+    read: Callable[[Any], Contents]
     like: Callable[[Any], Any]
     """What to make another one of."""
     blank: Callable[[Any], Any] | None
     """An empty one; None for what cannot change."""
-    fill: Callable[[Any, Parts], Any]
+    fill: Callable[[Any, Contents], Any]
     """Have this in it; or, of what cannot change, one that has it."""

@@ -8,20 +8,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .kinds import kind_of
-from .reach import LEAF, OBJECT, TENSOR, Reached, Token, alike, read
-from .special import set_attributes
+from .adapter_lookup import find_adapter
+from .reachable import CONSTANT, OBJECT, TENSOR, ReachableObjects, Token, read_contents, tokens_equal
+from .special_adapters import set_attributes
 
-__all__ = ["Made", "Start", "same_names", "write"]
+__all__ = ["RunInputs", "Snapshot", "names_equal", "write_contents"]
 
 
-class Start:
+class Snapshot:
     """What was reached before the first run, without the tensors, and without holding objects that may hold some later."""
 
-    def __init__(self, found: Reached, own: set[nn.Module]) -> None:
+    def __init__(self, found: ReachableObjects, own: set[nn.Module]) -> None:
         self._own = own
         self.roots, self.parts = found.roots, found.parts
-        self.kinds = [kind_of(obj) for obj in found.objects]
+        self.kinds = [find_adapter(obj) for obj in found.objects]
         self.likes = [kind.like(obj) for kind, obj in zip(self.kinds, found.objects, strict=True) if kind]
         self._refs = [_reference(obj) for obj in found.objects]
         self._classes = [type(obj) for obj in found.objects]
@@ -56,7 +56,9 @@ class Start:
                 f"cannot be made anew for it to run again ({error}): pass tensors, or what is in it"
             ) from error
 
-    def made(self, xs: Sequence[Tensor], changed: set[int], found: Reached | None, name: str, paths: Sequence[str]) -> Made:
+    def made(
+        self, xs: Sequence[Tensor], changed: set[int], found: ReachableObjects | None, name: str, paths: Sequence[str]
+    ) -> RunInputs:
         """All of it with these tensors: what is still as it was, and copies of the rest."""
         stands = [ref() for ref in self._refs] if found is None else list(found.objects)
         other = set(self._holding) | changed
@@ -68,7 +70,7 @@ class Start:
                 if user not in other:
                     other.add(user)
                     todo.append(user)
-        made = Made(name)
+        made = RunInputs(name)
         objects: list[Any] = [None if i in other else obj for i, obj in enumerate(stands)]
         making = _Making(self, xs, stands, objects, name)
         for i in sorted(other):
@@ -79,7 +81,7 @@ class Start:
             if kind.blank is not None:
                 if isinstance(objects[i], nn.Module):
                     made.saved.append((objects[i], dict(vars(objects[i]))))
-                write(objects[i], making.contents(i), self._own)
+                write_contents(objects[i], making.contents(i), self._own)
         made.roots, made.objects = [making.value(token) for token in self.roots], objects
         made.kept = [i for i in range(len(objects)) if i not in other]
         return made
@@ -91,19 +93,19 @@ class Start:
             if stands[i] is None or type(stands[i]) is not self._classes[i]:
                 out.add(i)
                 continue
-            now = read(stands[i], self._own)
+            now = read_contents(stands[i], self._own)
             if len(now) != len(parts):
                 out.add(i)
                 continue
             for (names, tokens), (names_now, values) in zip(parts, now, strict=True):
-                if not same_names(names, names_now):
+                if not names_equal(names, names_now):
                     out.add(i)
                     break
                 for (kind, x), value_now in zip(tokens, values, strict=True):
                     if kind == TENSOR:
                         out.add(i)
-                    elif kind == LEAF:
-                        if x is not value_now and not alike((LEAF, x), (LEAF, value_now)):
+                    elif kind == CONSTANT:
+                        if x is not value_now and not tokens_equal((CONSTANT, x), (CONSTANT, value_now)):
                             out.add(i)
                     elif stands[x] is None and self._refs[x] is _nothing:
                         stands[x] = value_now  # a list, say: what stands in its place
@@ -115,12 +117,12 @@ class Start:
 class _Making:
     """The objects of one run while they are made. No closures: those that know each other hold all until they are collected."""
 
-    def __init__(self, start: Start, xs: Sequence[Tensor], stands: list[Any], objects: list[Any], name: str) -> None:
+    def __init__(self, start: Snapshot, xs: Sequence[Tensor], stands: list[Any], objects: list[Any], name: str) -> None:
         self._start, self._xs, self._stands, self._objects, self._name = start, xs, stands, objects, name
 
     def value(self, token: Token) -> Any:
         kind, x = token
-        return x if kind == LEAF else self._xs[x] if kind == TENSOR else self.obj(x)
+        return x if kind == CONSTANT else self._xs[x] if kind == TENSOR else self.obj(x)
 
     def obj(self, i: int) -> Any:
         kind = self._start.kinds[i]
@@ -150,9 +152,9 @@ def _reference(obj: Any) -> Callable[[], Any]:
         return _nothing
 
 
-def write(obj: Any, contents: Any, own: set[nn.Module]) -> None:
+def write_contents(obj: Any, contents: Any, own: set[nn.Module]) -> None:
     """Have this in an object; modules but for ``own`` get all their attributes."""
-    kind = kind_of(obj)
+    kind = find_adapter(obj)
     assert kind is not None
     if isinstance(obj, nn.Module) and obj not in own:
         set_attributes(obj, dict(zip(*contents[0], strict=True)), ())
@@ -160,7 +162,7 @@ def write(obj: Any, contents: Any, own: set[nn.Module]) -> None:
         kind.fill(obj, contents)
 
 
-class Made:
+class RunInputs:
     """What one run is given."""
 
     def __init__(self, name: str) -> None:
@@ -177,25 +179,25 @@ class Made:
             vars(module).update(attributes)
         self.saved.clear()
 
-    def undo(self, found: Reached) -> None:
+    def undo(self, found: ReachableObjects) -> None:
         """What the run has changed in the caller's objects is as it was."""
         self.restore()
         for i in self.kept:
-            kind, parts = kind_of(found.objects[i]), found.parts[i]
+            kind, parts = find_adapter(found.objects[i]), found.parts[i]
             if kind is not None and kind.blank is not None:
-                write(
+                write_contents(
                     found.objects[i],
                     [(names, [_found(token, found) for token in tokens]) for names, tokens in parts],
                     found.own,
                 )
 
 
-def _found(token: Token, found: Reached) -> Any:
+def _found(token: Token, found: ReachableObjects) -> Any:
     kind, x = token
-    return x if kind == LEAF else found.tensors[x] if kind == TENSOR else found.objects[x]
+    return x if kind == CONSTANT else found.tensors[x] if kind == TENSOR else found.objects[x]
 
 
-def same_names(names: list[Any], others: list[Any]) -> bool:
+def names_equal(names: list[Any], others: list[Any]) -> bool:
     """Whether what was seen has the same names in the same order: tensors by identity, others by value."""
     if len(names) != len(others):
         return False

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .saved import SavedAs, save_in_node
+from .saved_tensors import TensorRestorer, hook_running_node
 
-__all__ = ["Line", "Load", "Rested", "line"]
+__all__ = ["OffloadBatch", "OffloadQueue", "OffloadedTensor", "current_queue"]
 
 
-class Rest:
+class HostBuffer:
     """The elements of a storage, or a span of them, that rest on the host; all saved views of them share this."""
 
     def __init__(self, source: Tensor, host: torch.device) -> None:
@@ -76,26 +76,26 @@ class Rest:
         return there
 
 
-class Load:
+class OffloadBatch:
     """What has been saved in one run of a unit. What autograd keeps holds it."""
 
-    def __init__(self, of: Line, before: Load | None) -> None:
+    def __init__(self, of: OffloadQueue, before: OffloadBatch | None) -> None:
         self.line, self.bytes = of, 0
         self._before = weakref.ref(before) if before else _gone
-        self._rests: list[weakref.ref[Rest]] = []
+        self._rests: list[weakref.ref[HostBuffer]] = []
 
-    def add(self, rest: Rest, nbytes: int) -> None:
+    def add(self, rest: HostBuffer, nbytes: int) -> None:
         """Another one, of so many bytes, that may be in other loads as well."""
         self._rests.append(weakref.ref(rest))
         self.bytes += nbytes
 
     @property
-    def before(self) -> Load | None:
+    def before(self) -> OffloadBatch | None:
         """The load that was saved before it, if anything of that is still wanted."""
         return self._before()
 
     @property
-    def rests(self) -> Iterator[Rest]:
+    def rests(self) -> Iterator[HostBuffer]:
         """What is still wanted of it."""
         return (rest for ref in self._rests if (rest := ref()) is not None)
 
@@ -105,7 +105,7 @@ class Load:
             for rest in self.rests:
                 rest.come()
 
-    def leave(self, *but: Load | None) -> None:
+    def leave(self, *but: OffloadBatch | None) -> None:
         """Let the device have the memory, but for what is also in others."""
         others = set(itertools.chain.from_iterable(load.rests for load in but if load))
         for rest in self.rests:
@@ -113,37 +113,37 @@ class Load:
                 rest.leave()
 
 
-class Line:
+class OffloadQueue:
     """The loads of one thread, one after the other. It knows them and holds none that is complete."""
 
     def __init__(self) -> None:
-        self._open: Load | None = None
-        self._latest: Callable[[], Load | None] = _gone
-        self._here: Callable[[], Load | None] = _gone  # where backward is
-        self._rests: weakref.WeakValueDictionary[tuple[int, int, int, int], Rest] = weakref.WeakValueDictionary()
+        self._open: OffloadBatch | None = None
+        self._latest: Callable[[], OffloadBatch | None] = _gone
+        self._here: Callable[[], OffloadBatch | None] = _gone  # where backward is
+        self._rests: weakref.WeakValueDictionary[tuple[int, int, int, int], HostBuffer] = weakref.WeakValueDictionary()
 
-    def add(self, source: Tensor, start: int, stop: int, host: torch.device, most: float) -> tuple[Rest, Load]:
+    def add(self, source: Tensor, start: int, stop: int, host: torch.device, most: float) -> tuple[HostBuffer, OffloadBatch]:
         """These elements of a tensor's storage, on their way to the host, and the load that they are in.
 
         A load that has reached ``most`` bytes is complete.
         """
         rest = self._find(source, start, stop, host)
         if self._open is None:
-            self._open = Load(self, self._latest())
+            self._open = OffloadBatch(self, self._latest())
         load = self._open
         load.add(rest, (stop - start) * source.itemsize)
         if load.bytes >= most:
             self.complete()
         return rest, load
 
-    def _find(self, source: Tensor, start: int, stop: int, host: torch.device) -> Rest:
+    def _find(self, source: Tensor, start: int, stop: int, host: torch.device) -> HostBuffer:
         """Return the copy of these elements of a tensor's storage, which is made if none holds what they are now."""
         for i in itertools.count():  # several: of tensors that count their changes apart, and of before a change
             key = _torch.storage_id(source), start, stop, i
             rest = self._rests.get(key)
             if rest is None or rest.storage() is None:
                 with _torch.beneath():
-                    rest = self._rests[key] = Rest(source.detach().as_strided((stop - start,), (1,), start), host)
+                    rest = self._rests[key] = HostBuffer(source.detach().as_strided((stop - start,), (1,), start), host)
                 return rest
             if rest.holds(source):
                 return rest
@@ -157,7 +157,7 @@ class Line:
         if load.before:
             load.before.leave(load)
 
-    def come_to(self, load: Load) -> None:
+    def come_to(self, load: OffloadBatch) -> None:
         """Backward reads this load: the one before it starts to come back, and where backward was is let go."""
         if (left := self._here()) is load:
             return
@@ -176,19 +176,19 @@ def _gone() -> None:
 _LINES = threading.local()
 
 
-def line() -> Line:
+def current_queue() -> OffloadQueue:
     """That of the thread that runs."""
     if not hasattr(_LINES, "line"):
-        _LINES.line = Line()
+        _LINES.line = OffloadQueue()
     return _LINES.line
 
 
 @dataclass(frozen=True)
-class Rested:
+class OffloadedTensor:
     """What autograd keeps in the place of a tensor: where it rests, and which view of that it is."""
 
-    rest: Rest
-    load: Load
+    rest: HostBuffer
+    load: OffloadBatch
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -210,10 +210,10 @@ class Rested:
             # a span that has not left the device is a view of its storage, with an offset of its own
             view = there.as_strided(self.shape, self.stride, int(there.storage_offset()) + self.offset)
         if torch.is_grad_enabled():
-            save_in_node({_torch.storage_id(view): self}, 0 if over else level)
+            hook_running_node({_torch.storage_id(view): self}, 0 if over else level)
         return _torch.wrapped_for_dead(view) if over else _torch.wrapped(view, level)
 
-    def saved_as(self, tensor: Tensor, *, by_backward: bool) -> SavedAs | None:
+    def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> TensorRestorer | None:
         """The same for a view of it that a backward saves which records itself, and which is then not kept either."""
         inner = _torch.base(tensor)
         if _torch.level_of(tensor) or inner.requires_grad != tensor.requires_grad or self.witness is not None:

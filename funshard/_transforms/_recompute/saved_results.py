@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .. import _torch
-from .._spec.remat import Chosen, Remat
-from .numbered import Numbered, tensors_of
-from .regions import marked, nothing_named
-from .surroundings import Surroundings
+from ... import _torch
+from ..._spec.remat import Chosen, Remat
+from .ambient import AmbientState
+from .regions import mark_name, missing_names_message
+from .value_numbering import ValueNumbering, result_tensors
 
-__all__ = ["Kept", "known", "named", "unseen"]
+__all__ = ["SavedResults", "named", "number_views", "run_unrecorded"]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ def named(x: Tensor, name: str) -> Tensor:
     Raises TypeError for another thing than a tensor and a name.
     """
     if torch.compiler.is_compiling():
-        return marked(x, name)
+        return mark_name(x, name)
     if not isinstance(x, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"named: expected a tensor and a name, got a {type(x).__name__} and {name!r}")
     for run in _runs():
@@ -55,12 +55,12 @@ def named(x: Tensor, name: str) -> Tensor:
     return x
 
 
-def _runs() -> tuple[Numbered, ...]:
+def _runs() -> tuple[ValueNumbering, ...]:
     """The runs that are watched here, the innermost last."""
     return getattr(_RUNS, "now", ())
 
 
-def unseen(make: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+def run_unrecorded(make: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
     """``make(*args, **kwargs)``, of which nothing is kept or handed out: parameters are gathered, by all ranks together."""
     before = [(run, run.paused) for run in _runs()]
     for run, _ in before:
@@ -72,7 +72,7 @@ def unseen(make: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
             run.paused = paused
 
 
-def known(tensors: Sequence[Tensor], key: str, source: Tensor | None) -> Sequence[Tensor]:
+def number_views(tensors: Sequence[Tensor], key: str, source: Tensor | None) -> Sequence[Tensor]:
     """The tensors, which are in each run what this is made of: views of the unit of that key, of its shard."""
     for run in _runs():
         if source is not None:
@@ -92,7 +92,7 @@ class _Result:
 
     def versions_now(self) -> tuple[int, ...]:
         """Its tensors'."""
-        return tuple(map(_torch.version, tensors_of(self.value)))
+        return tuple(map(_torch.version, result_tensors(self.value)))
 
     def again(self, name: str) -> Any:
         """It, as if it had been made anew, of versions of its own. RuntimeError if it was changed after the first run."""
@@ -108,7 +108,7 @@ def _changed(name: str, made: _torch.OpOverload, how: str = "") -> RuntimeError:
     )
 
 
-class Kept:
+class SavedResults:
     """What the first run of a function has kept for the last one."""
 
     def __init__(self, remat: Remat, name: str) -> None:
@@ -118,7 +118,7 @@ class Kept:
         """By the number of the operator that made it."""
 
     @contextlib.contextmanager
-    def first_run(self, xs: Sequence[Tensor], surroundings: Surroundings) -> Generator[None]:
+    def first_run(self, xs: Sequence[Tensor], surroundings: AmbientState) -> Generator[None]:
         """Within this the function runs for the first time. ValueError if it has none of the names that are to be saved."""
         names = self._remat.names
         run = _First(self, xs, surroundings, self._remat.chosen(), names)
@@ -128,10 +128,10 @@ class Kept:
         finally:
             run.ended()
         if names and not names & run.seen:
-            raise ValueError(nothing_named(self.name, names, run.seen))
+            raise ValueError(missing_names_message(self.name, names, run.seen))
 
     @contextlib.contextmanager
-    def last_run(self, xs: Sequence[Tensor], surroundings: Surroundings, *, retained: bool) -> Generator[None]:
+    def last_run(self, xs: Sequence[Tensor], surroundings: AmbientState, *, retained: bool) -> Generator[None]:
         """Within this it runs for its gradient; unless that is ``retained`` for another time, what is kept goes."""
         try:
             with _watched(_Last(self, xs, surroundings, retained=retained)):
@@ -142,7 +142,7 @@ class Kept:
 
 
 @contextlib.contextmanager
-def _watched(run: Numbered) -> Generator[None]:
+def _watched(run: ValueNumbering) -> Generator[None]:
     before = _runs()
     _RUNS.now = (*before, run)
     try:
@@ -152,11 +152,11 @@ def _watched(run: Numbered) -> Generator[None]:
         _RUNS.now = before
 
 
-class _First(Numbered):
+class _First(ValueNumbering):
     """The first run, which keeps what is chosen, and what is named."""
 
     def __init__(
-        self, kept: Kept, xs: Iterable[Tensor], surroundings: Surroundings, chosen: Chosen, names: frozenset[str]
+        self, kept: SavedResults, xs: Iterable[Tensor], surroundings: AmbientState, chosen: Chosen, names: frozenset[str]
     ) -> None:
         super().__init__(kept.numbers, xs)
         self._kept, self._surroundings = kept, surroundings
@@ -169,7 +169,7 @@ class _First(Numbered):
     def run(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool) -> Any:
         """What the operator makes; it is kept if it is chosen, and may be as long as its first tensor lives."""
         out = op(*args, **kwargs)
-        tensors = tensors_of(out)
+        tensors = result_tensors(out)
         if not tensors or any(not _torch.is_plain(x) or self.known(x) is not None for x in tensors):
             return out
         chosen = self._chosen(op, args, kwargs, out)
@@ -184,7 +184,7 @@ class _First(Numbered):
 
     def _keep(self, number: int, op: Any, value: Any, random: list[Tensor] | None) -> None:
         self._kept.results[number] = _Result(op, value, random)
-        self._ops |= {_torch.storage_id(x): op for x in tensors_of(value)}
+        self._ops |= {_torch.storage_id(x): op for x in result_tensors(value)}
 
     def wrote(self, x: Tensor, op: _torch.OpOverload) -> None:
         """RuntimeError if that is kept, for which another run would take it as it was."""
@@ -193,7 +193,7 @@ class _First(Numbered):
 
     def _may_keep(self, number: int, op: Any, out: Any, random: list[Tensor] | None) -> None:
         """Keep it if its first tensor, or a view of it, gets a name. That one is not held until then, only the others are."""
-        first, *others = tensors_of(out)
+        first, *others = result_tensors(out)
         items: list[Any] = [out] if isinstance(out, Tensor) else list(out)
         if sum(isinstance(x, Tensor) for x in items) <= len(others):
             return  # lists in lists
@@ -226,10 +226,10 @@ class _First(Numbered):
             result.versions = result.versions_now()
 
 
-class _Last(Numbered):
+class _Last(ValueNumbering):
     """The last run, which is handed what was kept."""
 
-    def __init__(self, kept: Kept, xs: Iterable[Tensor], surroundings: Surroundings, *, retained: bool) -> None:
+    def __init__(self, kept: SavedResults, xs: Iterable[Tensor], surroundings: AmbientState, *, retained: bool) -> None:
         super().__init__(kept.numbers, xs)
         self._kept, self._surroundings = kept, surroundings
         self._retained = retained

@@ -16,16 +16,16 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["ATTRIBUTES", "asked_of_autograd"]
+__all__ = ["QUERY_ATTRIBUTES", "find_autograd_queries"]
 
-ATTRIBUTES = frozenset({"requires_grad", "grad_fn", "is_leaf"})
+QUERY_ATTRIBUTES = frozenset({"requires_grad", "grad_fn", "is_leaf"})
 
 _FOREIGN = {*sys.stdlib_module_names, "torch", "funshard", "numpy"}
 _MOST = 4096
 _KNOWN: dict[tuple[frozenset[types.CodeType], frozenset[type]], frozenset[str]] = {}
 
 
-def asked_of_autograd(objects: Sequence[Any]) -> frozenset[str]:
+def find_autograd_queries(objects: Sequence[Any]) -> frozenset[str]:
     """Return which of `ATTRIBUTES` functions, or methods of objects, load of anything, by the code that they name.
 
     Args:
@@ -72,10 +72,10 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def _loaded(code: types.CodeType) -> set[str]:
     """Return which of the attributes it reads, and not only writes; what it has as a string it may read."""
-    strings = {value for value in code.co_consts if isinstance(value, str) and value in ATTRIBUTES}
-    if ATTRIBUTES.isdisjoint(code.co_names):
+    strings = {value for value in code.co_consts if isinstance(value, str) and value in QUERY_ATTRIBUTES}
+    if QUERY_ATTRIBUTES.isdisjoint(code.co_names):
         return strings
-    return strings | {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_ATTR"} & ATTRIBUTES
+    return strings | {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_ATTR"} & QUERY_ATTRIBUTES
 
 
 def _named(f: types.FunctionType, names: set[str]) -> Iterator[types.FunctionType]:

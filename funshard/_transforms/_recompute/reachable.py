@@ -9,19 +9,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import _torch
-from .kind import ATOMS, Parts
-from .kinds import kind_of
-from .special import read_own
+from ... import _torch
+from .adapter_lookup import find_adapter
+from .adapters import PLAIN_TYPES, Contents
+from .special_adapters import read_own
 
-__all__ = ["LEAF", "OBJECT", "TENSOR", "Reached", "Token", "alike", "read"]
+__all__ = ["CONSTANT", "OBJECT", "TENSOR", "ReachableObjects", "Token", "read_contents", "tokens_equal"]
 
-LEAF, TENSOR, OBJECT = range(3)
+CONSTANT, TENSOR, OBJECT = range(3)
 Token = tuple[int, Any]
 """A constant, or the number of a tensor or an object."""
 
 
-class Reached:
+class ReachableObjects:
     """All that can be reached from some values, in the order in which it is found. ``own`` are modules without `OWN`.
 
     ``constants`` are the ids of tensors that are none of them: without any, see `_registered`. ``more`` are objects that are
@@ -61,7 +61,7 @@ class Reached:
             self.parts.append(
                 [
                     (names, [self._token(v, i, n) for n, v in zip(names, values, strict=True)])
-                    for names, values in read(self.objects[i], self.own)
+                    for names, values in read_contents(self.objects[i], self.own)
                 ]
             )
 
@@ -85,18 +85,18 @@ class Reached:
 
     def _token(self, value: Any, parent: int, name: Any) -> Token:
         cls = type(value)
-        if cls in ATOMS or cls is _torch.StandIn:
-            return LEAF, value
+        if cls in PLAIN_TYPES or cls is _torch.StandIn:
+            return CONSTANT, value
         if isinstance(value, Tensor):
             if id(value) in self.constants:
-                return LEAF, value
+                return CONSTANT, value
             number = self._tensors.setdefault(id(value), len(self.tensors))
             if number == len(self.tensors):
                 self.tensors.append(value)
                 self._tensors_from.append((parent, name))
             return TENSOR, number
-        if kind_of(value) is None or (name == "_parameters" and isinstance(self.objects[parent], nn.Module)):
-            return LEAF, value
+        if find_adapter(value) is None or (name == "_parameters" and isinstance(self.objects[parent], nn.Module)):
+            return CONSTANT, value
         number = self._index.setdefault(id(value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
@@ -125,20 +125,20 @@ class Reached:
         return f"{before}.{name}"
 
 
-def read(obj: Any, own: Iterable[nn.Module]) -> Parts:
+def read_contents(obj: Any, own: Iterable[nn.Module]) -> Contents:
     """What is in an object; of a module among ``own`` all but `OWN`."""
-    kind = kind_of(obj)
+    kind = find_adapter(obj)
     assert kind is not None
     return read_own(obj) if isinstance(obj, nn.Module) and obj in own else kind.read(obj)
 
 
-def alike(a: Token, b: Token) -> bool:
+def tokens_equal(a: Token, b: Token) -> bool:
     """Whether two tokens are the same; of constants that are no plain values it is enough that they have one type."""
     if a[0] != b[0]:
         return False
     x, y = a[1], b[1]
-    if a[0] != LEAF or x is y:
-        return x == y if a[0] != LEAF else True
+    if a[0] != CONSTANT or x is y:
+        return x == y if a[0] != CONSTANT else True
     if type(x) is not type(y):
         return False
-    return type(x) not in ATOMS or bool(x == y) or bool(x != x and y != y)
+    return type(x) not in PLAIN_TYPES or bool(x == y) or bool(x != x and y != y)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
-from .. import _torch
-from .._spec.remat import Remat, Save
-from .regions import region
-from .rerun import Rerun
-from .saved import freed_graph
+from ... import _torch
+from ..._spec.remat import Remat, Save
+from ..saved_tensors import mark_graph_freed
+from .function import RecomputedFunction
+from .regions import mark_region
 
-__all__ = ["remat", "rerun"]
+__all__ = ["call_recomputed", "remat"]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -70,23 +70,25 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
     @functools.wraps(f)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if torch.compiler.is_compiling():
-            with region(keeps, name):
+            with mark_region(keeps, name):
                 return f(*args, **kwargs)
         if not _torch.differentiates():
             return f(*args, **kwargs)
         roots = {"the function": f, "args": args, "kwargs": kwargs}
-        return rerun(lambda f, args, kwargs: f(*args, **kwargs), name, roots, remat=keeps)
+        return call_recomputed(lambda f, args, kwargs: f(*args, **kwargs), name, roots, remat=keeps)
 
     return run
 
 
-def rerun(call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module] = (), *, remat: Remat) -> Any:
+def call_recomputed(
+    call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module] = (), *, remat: Remat
+) -> Any:
     """``call(*roots.values())``, of which only the tensors are kept that can be reached from the roots.
 
     And what ``remat`` says. ``name`` is what errors call it, and the roots have the names of their keys there. ``own`` are
     roots that are modules, of which ``call`` brings the parameters, buffers and forward.
     """
-    runs = Rerun(call, name, roots, own, remat)
+    runs = RecomputedFunction(call, name, roots, own, remat)
     given = map(_torch.living, runs.tensors)  # a list of activations, say, that transforms before have left
     operands = [x.clone() if _torch.base(x).is_inference() else x for x in given]  # which autograd would not save
     return runs.result(_Remat.apply(runs, *operands))
@@ -122,7 +124,7 @@ class _Remat(_torch.Function):
             plain = [_torch.seen_from(x, 0) for x in operands]
             recorded = last or torch.is_grad_enabled()
             if not (recorded and any(_torch.is_tracked(x) for x in plain)):  # nobody comes back to this derivative
-                running = isinstance(ctx.fn, Rerun) and not _torch.in_forward_ad()
+                running = isinstance(ctx.fn, RecomputedFunction) and not _torch.in_forward_ad()
                 with _torch.beneath(), ctx.fn.last_run() if running else contextlib.nullcontext():
                     found = vjp.plain(plain)
                 return None, *_spread(_with_end(operands, found) if last else found, wanted)
@@ -153,7 +155,7 @@ def _with_end(operands: Sequence[Tensor], grads: Sequence[Tensor | None]) -> lis
     """Gradients that nobody can differentiate any more in the transform that these operands are of."""
     of = next((x for x in operands if x.requires_grad), None)
     some = [g for g in grads if g is not None]
-    values = iter(some if of is None else freed_graph(of, some))
+    values = iter(some if of is None else mark_graph_freed(of, some))
     return [None if g is None else next(values) for g in grads]
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from .. import _torch
-from .explained import explained, lacks_forward_mode, note_of
+from .error_hints import add_hints, find_hint, is_forward_rule_missing
 
-__all__ = ["check_leaves", "differentiated_outside", "grad", "grad_and_value", "hvp", "loss_and_aux"]
+__all__ = ["check_differentiable", "grad", "grad_and_value", "hvp", "is_differentiated_outside", "split_loss"]
 
 
 def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -53,19 +53,19 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         chosen = _arguments(args, argnums)
         leaves, treedef = pytree.tree_flatten(chosen)
-        check_leaves(chosen)
-        if differentiated_outside((args, kwargs)):
+        check_differentiable(chosen)
+        if is_differentiated_outside((args, kwargs)):
             return torch.func.grad_and_value(f, argnums, has_aux)(*args, **kwargs)
         with torch.enable_grad():
             inputs = [leaf.detach().requires_grad_() for leaf in leaves]
             fresh = _replaced(args, argnums, pytree.tree_unflatten(inputs, treedef))
             out = f(*fresh, **kwargs)
-            loss, aux = loss_and_aux(out, has_aux)
+            loss, aux = split_loss(out, has_aux)
             if loss.requires_grad and inputs:
                 try:
                     grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
                 except RuntimeError as error:
-                    raise explained(error)  # noqa: B904 - the same one
+                    raise add_hints(error)  # noqa: B904 - the same one
             else:
                 grads = [torch.zeros_like(x) for x in leaves]
         result = pytree.tree_unflatten([g.detach() for g in grads], treedef)
@@ -95,24 +95,24 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None
     raises. Of torch's attention kernels only the math one has a second derivative (``torch.nn.attention.sdpa_kernel``):
     torch's error about another one has a note with the module's path.
     """
-    check_leaves(params)
+    check_differentiable(params)
     leaves, treedef = pytree.tree_flatten(params)
     direction = pytree.tree_unflatten(_like(params, v), treedef)
     if not leaves:
         return direction
-    first = torch.func.grad(lambda p: loss_and_aux(f(p), has_aux=False)[0])
+    first = torch.func.grad(lambda p: split_loss(f(p), has_aux=False)[0])
     missing = ""
     if forward is not False:
         try:
             return _forward_over_reverse(first, params, direction)
         except NotImplementedError as error:
-            if forward or torch.compiler.is_compiling() or not lacks_forward_mode(error):
-                raise explained(error)  # noqa: B904 - the same one
-            missing = note_of(error)
+            if forward or torch.compiler.is_compiling() or not is_forward_rule_missing(error):
+                raise add_hints(error)  # noqa: B904 - the same one
+            missing = find_hint(error)
     try:
         return torch.func.grad(lambda p: _inner(first(p), direction))(params)
     except RuntimeError as error:
-        raise explained(error, known=missing)  # noqa: B904 - the same one
+        raise add_hints(error, known=missing)  # noqa: B904 - the same one
 
 
 def _forward_over_reverse(first: Callable[[Any], Any], params: Any, direction: Any) -> Any:
@@ -150,7 +150,7 @@ def _kind(leaf: object) -> str:
     return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
-def differentiated_outside(arguments: object) -> bool:
+def is_differentiated_outside(arguments: object) -> bool:
     """Whether anything around can differentiate, batch or record what is computed from these arguments."""
     if torch.compiler.is_compiling() or _torch.level() or _torch.in_forward_ad():
         return True
@@ -172,7 +172,7 @@ def _replaced(args: tuple[Any, ...], argnums: int | tuple[int, ...], chosen: Any
     return tuple(out)
 
 
-def check_leaves(chosen: object) -> None:
+def check_differentiable(chosen: object) -> None:
     """TypeError, naming its path, for what nothing can be differentiated with respect to."""
     if all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in pytree.tree_leaves(chosen)):
         return
@@ -187,7 +187,7 @@ def check_leaves(chosen: object) -> None:
             )
 
 
-def loss_and_aux(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
+def split_loss(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
     """``(loss, aux)`` of what a loss function gave, None without aux; TypeError or ValueError for what is no loss."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):  # pyright: ignore[reportUnknownArgumentType]
         raise TypeError(f"grad: expected f to return (loss, aux) with has_aux=True, got {type(out).__name__}")

@@ -12,16 +12,26 @@ from collections.abc import Collection, Generator
 
 from torch import Tensor
 
-from .. import _torch
-from .._spec.remat import Remat, Save
+from ... import _torch
+from ..._spec.remat import Remat, Save
 
-__all__ = ["NAME", "REGION", "Regions", "are_noted", "collected", "collecting", "marked", "nothing_named", "region"]
+__all__ = [
+    "NAME_KEY",
+    "REGION_PREFIX",
+    "RecomputeRegions",
+    "collect_regions",
+    "current_regions",
+    "is_collecting_regions",
+    "mark_name",
+    "mark_region",
+    "missing_names_message",
+]
 
-REGION, NAME = "funshard_region_", "funshard_name"
+REGION_PREFIX, NAME_KEY = "funshard_region_", "funshard_name"
 """Annotations: the first, with a number, of all that a region traces; the second of a view of what has a name, which it is."""
 
 
-class Regions:
+class RecomputeRegions:
     """The regions of what is traced in one call, by number: an inner one has a larger number than the ones around it."""
 
     def __init__(self) -> None:
@@ -42,7 +52,7 @@ class Regions:
             pass
         names = self.remats[number].names
         if names and not names & last[1]:
-            self.problem = nothing_named(name, names, last[1])
+            self.problem = missing_names_message(name, names, last[1])
 
     def is_kept(self, name: str) -> bool:
         """Whether an open one keeps what is given this name."""
@@ -51,7 +61,7 @@ class Regions:
         return any(name in self.remats[number].names for number, _ in self._open)
 
 
-def nothing_named(name: str, names: Collection[str], seen: Collection[str]) -> str:
+def missing_names_message(name: str, names: Collection[str], seen: Collection[str]) -> str:
     """What is wrong where a run gives other names than those that are to be saved."""
     some = f"some of {_listed(seen)}" if seen else "funshard.named(x, name) in it"
     return f"{name} is to save {_listed(names)}, and gave none of these names while it ran: expected {some}"
@@ -65,59 +75,59 @@ _COLLECTED = threading.local()
 
 
 @contextlib.contextmanager
-def collected() -> Generator[Regions]:
+def collect_regions() -> Generator[RecomputeRegions]:
     """Within this, what is traced notes its regions here."""
-    before = collecting()
-    _COLLECTED.now = regions = Regions()
+    before = current_regions()
+    _COLLECTED.now = regions = RecomputeRegions()
     try:
         yield regions
     finally:
         _COLLECTED.now = before
 
 
-def collecting() -> Regions | None:
+def current_regions() -> RecomputeRegions | None:
     """Where regions are noted now."""
     return getattr(_COLLECTED, "now", None)
 
 
 @_torch.assumed_constant
-def are_noted() -> bool:
+def is_collecting_regions() -> bool:
     """Whether anybody collects regions."""
-    return collecting() is not None
+    return current_regions() is not None
 
 
 @contextlib.contextmanager
-def region(remat: Remat, name: str) -> Generator[None]:
+def mark_region(remat: Remat, name: str) -> Generator[None]:
     """What torch.compile traces within this is a region, which errors call so; nothing where nobody collects them."""
     number = _entered(remat.save)  # of the Remat Dynamo has only what it is made of, where it was made in what is traced
     if number < 0:
         yield
         return
-    with _torch.annotated(**{f"{REGION}{number}": True}):
+    with _torch.annotated(**{f"{REGION_PREFIX}{number}": True}):
         yield
     _left(number, name)
 
 
-def marked(x: Tensor, name: str) -> Tensor:
+def mark_name(x: Tensor, name: str) -> Tensor:
     """``x`` by a name, where an open region is to keep it."""
     if not _is_kept(name):
         return x
-    with _torch.annotated(**{NAME: name}):
+    with _torch.annotated(**{NAME_KEY: name}):
         return x.view_as(x)
 
 
 @_torch.assumed_constant
 def _entered(save: Save | None) -> int:
-    return -1 if (regions := collecting()) is None else regions.enter(Remat(save))
+    return -1 if (regions := current_regions()) is None else regions.enter(Remat(save))
 
 
 @_torch.assumed_constant
 def _left(number: int, name: str) -> None:
-    regions = collecting()
+    regions = current_regions()
     assert regions is not None
     regions.leave(number, name)
 
 
 @_torch.assumed_constant
 def _is_kept(name: str) -> bool:
-    return (regions := collecting()) is not None and regions.is_kept(name)
+    return (regions := current_regions()) is not None and regions.is_kept(name)

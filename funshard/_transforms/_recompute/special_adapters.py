@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .._spec.spec import PartitionSpec
-from ..collectives._mesh import Mesh, Simulated
-from .callables import CELL, METHOD, PARTIAL
-from .kind import ATOMS, OWN, Kind, Parts, State
+from ..._spec.spec import PartitionSpec
+from ...collectives._mesh import Mesh, Simulated
+from .adapters import CALL_ATTRIBUTES, PLAIN_TYPES, Contents, ObjectAdapter, OpaqueState
+from .callable_adapters import CELL, METHOD, PARTIAL
 
 __all__ = [
     "BASES",
@@ -58,7 +58,7 @@ def _sequence_of(base: Any) -> tuple[Callable[[Any], Any], Callable[[Any, list[A
 def _elements(obj: set[Any] | frozenset[Any]) -> list[Any]:
     """The elements of a set, in an order that an equal set has as well where they are plain values."""
     elements = list(set.__iter__(obj) if isinstance(obj, set) else frozenset.__iter__(obj))
-    plain = all(type(element) in ATOMS for element in elements)
+    plain = all(type(element) in PLAIN_TYPES for element in elements)
     return sorted(elements, key=lambda element: (type(element).__name__, repr(element))) if plain else elements
 
 
@@ -70,21 +70,21 @@ BASES: dict[type, tuple[Any, Any]] = {
 }
 
 
-_INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)) - set(OWN)
+_INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)) - set(CALL_ATTRIBUTES)
 """Hooks and submodules: few modules have anything there."""
 
 
-def _read_module(module: nn.Module, but: tuple[str, ...] = ()) -> Parts:
+def _read_module(module: nn.Module, but: tuple[str, ...] = ()) -> Contents:
     some = {k: value for k, value in vars(module).items() if k not in but and (k not in _INTERNAL or value)}
     return [(list(some), list(some.values()))]
 
 
-def read_own(module: nn.Module) -> Parts:
+def read_own(module: nn.Module) -> Contents:
     """What is in a module but for `OWN` and submodules."""
-    return _read_module(module, (*OWN, "_modules"))
+    return _read_module(module, (*CALL_ATTRIBUTES, "_modules"))
 
 
-def set_attributes(module: nn.Module, new: Mapping[str, Any], but: tuple[str, ...] = OWN) -> None:
+def set_attributes(module: nn.Module, new: Mapping[str, Any], but: tuple[str, ...] = CALL_ATTRIBUTES) -> None:
     """Give a module these attributes, but for some; those that it has stay in their order."""
     attributes = vars(module)
     for name in [name for name in attributes if name not in new and name not in but and name not in _INTERNAL]:
@@ -92,7 +92,7 @@ def set_attributes(module: nn.Module, new: Mapping[str, Any], but: tuple[str, ..
     attributes.update((name, value) for name, value in new.items() if name not in but)
 
 
-MODULE = Kind(
+MODULE = ObjectAdapter(
     _read_module,
     lambda module: module,
     lambda module: module,
@@ -100,25 +100,27 @@ MODULE = Kind(
 )
 
 
-def _tuple(cls: Any, parts: Parts) -> Any:
+def _tuple(cls: Any, parts: Contents) -> Any:
     values = parts[0][1]
     return cls._make(values) if hasattr(cls, "_make") else cls(values)
 
 
-TUPLE = Kind(lambda obj: [(list(range(len(obj))), list(tuple.__iter__(obj)))], type, None, _tuple)
-_FROZENSET = Kind(lambda obj: [(list(range(len(obj))), _elements(obj))], type, None, lambda cls, parts: cls(parts[0][1]))
+TUPLE = ObjectAdapter(lambda obj: [(list(range(len(obj))), list(tuple.__iter__(obj)))], type, None, _tuple)
+_FROZENSET = ObjectAdapter(
+    lambda obj: [(list(range(len(obj))), _elements(obj))], type, None, lambda cls, parts: cls(parts[0][1])
+)
 
 
-def _view_of(base: Any, name: str) -> tuple[type, Kind]:
+def _view_of(base: Any, name: str) -> tuple[type, ObjectAdapter]:
     """A view of a dict, which knows the dict but does not say so."""
     make = getattr(base, name)
-    return type(make(base())), Kind(
+    return type(make(base())), ObjectAdapter(
         lambda view: [(["mapping"], gc.get_referents(view)[:1])], lambda view: None, None, lambda _, parts: make(parts[0][1][0])
     )
 
 
 _VIEWS = dict(_view_of(base, name) for base in (dict, OrderedDict) for name in ("keys", "values", "items"))
-_PROXY = Kind(
+_PROXY = ObjectAdapter(
     lambda proxy: [(["mapping"], gc.get_referents(proxy)[:1])],
     lambda proxy: None,
     None,
@@ -126,22 +128,24 @@ _PROXY = Kind(
 )
 
 
-def _fill_weak(obj: Any, parts: Parts) -> None:
+def _fill_weak(obj: Any, parts: Contents) -> None:
     obj.clear()
     obj.update(zip(*parts[0], strict=True))
 
 
-_WEAK_KEYS = Kind(
+_WEAK_KEYS = ObjectAdapter(
     lambda obj: [(list(obj.keys()), list(obj.values()))], lambda obj: None, lambda _: WeakKeyDictionary[Any, Any](), _fill_weak
 )
 
 
-def _fill_local(obj: Any, parts: Parts) -> None:
+def _fill_local(obj: Any, parts: Contents) -> None:
     vars(obj).clear()
     vars(obj).update(zip(*parts[0], strict=True))
 
 
-LOCAL = Kind(lambda obj: [(list(vars(obj)), list(vars(obj).values()))], type, lambda cls: cls.__new__(cls), _fill_local)
+LOCAL = ObjectAdapter(
+    lambda obj: [(list(vars(obj)), list(vars(obj).values()))], type, lambda cls: cls.__new__(cls), _fill_local
+)
 """threading.local, of which a run sees what is of its thread."""
 
 
@@ -160,16 +164,18 @@ def _no_other(_: Any) -> Any:
     raise TypeError("it cannot be wound back")
 
 
-ITERATOR = Kind(lambda obj: [(["position"], [State(_position(obj))])], lambda _: None, _no_other, lambda obj, parts: None)
+ITERATOR = ObjectAdapter(
+    lambda obj: [(["position"], [OpaqueState(_position(obj))])], lambda _: None, _no_other, lambda obj, parts: None
+)
 
 
 def _random(
     like: Callable[[Any], Any], blank: Callable[[Any], Any], state: Callable[[Any], Any], put: Callable[[Any, Any], object]
-) -> Kind:
-    def fill(generator: Any, parts: Parts) -> None:
+) -> ObjectAdapter:
+    def fill(generator: Any, parts: Contents) -> None:
         put(generator, parts[0][1][0].value)
 
-    return Kind(lambda generator: [(["state"], [State(state(generator))])], like, blank, fill)
+    return ObjectAdapter(lambda generator: [(["state"], [OpaqueState(state(generator))])], like, blank, fill)
 
 
 NUMPY = _random(
@@ -178,7 +184,7 @@ NUMPY = _random(
     lambda g: pickle.dumps(g.bit_generator.state),
     lambda g, state: setattr(g.bit_generator, "state", pickle.loads(state)),
 )
-SPECIAL: dict[type, Kind | None] = {
+SPECIAL: dict[type, ObjectAdapter | None] = {
     frozenset: _FROZENSET,
     types.MethodType: METHOD,
     types.CellType: CELL,
@@ -199,7 +205,7 @@ def ranks_in(obj: PartitionSpec | Mesh | Simulated) -> list[Tensor]:
     return [axis.rank for _, axis in mesh.axes if isinstance(axis, Simulated)] if mesh else []
 
 
-def _on_ranks(obj: Any, parts: Parts) -> Any:
+def _on_ranks(obj: Any, parts: Contents) -> Any:
     """The same with other tensors as the ranks that vmap simulates."""
 
     def other(axis: Any, ranks: Iterator[Tensor]) -> Any:
@@ -213,4 +219,4 @@ def _on_ranks(obj: Any, parts: Parts) -> Any:
     return obj.on(mesh) if isinstance(obj, PartitionSpec) else mesh
 
 
-RANKS = Kind(lambda obj: [(list(range(len(ranks_in(obj)))), ranks_in(obj))], lambda obj: obj, None, _on_ranks)
+RANKS = ObjectAdapter(lambda obj: [(list(range(len(ranks_in(obj)))), ranks_in(obj))], lambda obj: obj, None, _on_ranks)

@@ -18,16 +18,16 @@ from typing import Any
 
 from torch import nn
 
-from .._spec.spec import PartitionSpec
-from ..collectives._mesh import Mesh, Simulated
-from .callables import FUNCTION
-from .kind import Kind, Parts
-from .special import BASES, ITERATOR, LOCAL, MODULE, NUMPY, RANKS, SPECIAL, TUPLE, ranks_in
+from ..._spec.spec import PartitionSpec
+from ...collectives._mesh import Mesh, Simulated
+from .adapters import Contents, ObjectAdapter
+from .callable_adapters import FUNCTION
+from .special_adapters import BASES, ITERATOR, LOCAL, MODULE, NUMPY, RANKS, SPECIAL, TUPLE, ranks_in
 
-__all__ = ["kind_of"]
+__all__ = ["find_adapter"]
 
 
-def kind_of(obj: Any) -> Kind | None:
+def find_adapter(obj: Any) -> ObjectAdapter | None:
     """How to look into an object; None for a constant."""
     if isinstance(obj, types.FunctionType):
         mine = str(obj.__globals__.get("__name__", "")).partition(".")[0] in ("funshard", "torch")
@@ -38,7 +38,7 @@ def kind_of(obj: Any) -> Kind | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind(cls: type) -> Kind | None:
+def _kind(cls: type) -> ObjectAdapter | None:
     if issubclass(cls, nn.Module):
         return MODULE
     if issubclass(cls, tuple):
@@ -68,7 +68,7 @@ def _kind(cls: type) -> Kind | None:
     if not (items or slots or cls.__dictoffset__) or (opaque and not cls.__dictoffset__):
         return None
 
-    def all_parts(obj: Any) -> Parts:
+    def all_parts(obj: Any) -> Contents:
         parts = [] if items is None else [items(obj)]
         if slots:
             parts.append(_slots(obj, slots))
@@ -77,7 +77,7 @@ def _kind(cls: type) -> Kind | None:
             parts.append((list(attributes), list(attributes.values())))
         return parts
 
-    def fill_all(obj: Any, parts: Parts) -> None:
+    def fill_all(obj: Any, parts: Contents) -> None:
         parts = list(parts)
         if fill is not None:
             fill(obj, *parts.pop(0))
@@ -102,7 +102,7 @@ def _kind(cls: type) -> Kind | None:
             deque.__init__(made, (), like)
         return made
 
-    return Kind(all_parts, (lambda obj: obj.maxlen) if base is deque else lambda obj: None, blank, fill_all)
+    return ObjectAdapter(all_parts, (lambda obj: obj.maxlen) if base is deque else lambda obj: None, blank, fill_all)
 
 
 _HEAP = 1 << 9
