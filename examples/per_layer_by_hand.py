@@ -31,7 +31,7 @@ shards = [fs.shard(layer, spec)[""] for layer, spec in zip(layers, specs, strict
 
 def gather(i):
     """Layer i's parameters by name: views of one gathered buffer."""
-    return fs.unflatten({"": fs.collectives.all_gather(shards[i], axis)}, specs[i])
+    return fs.unflatten({"": fs.collectives.gather_slices(shards[i], axis)}, specs[i])
 
 
 def reduce(i, grads):

@@ -20,7 +20,7 @@ one of them:
     policies     by_type, by_size, by_path
     specs        P, Precision, Remat, Codec; PartitionSpec, Unit, module_tree
     sharding     shard, unshard, reshard, gather_full, scatter_full, partition, combine, skeleton, init, random_like
-    layout       flatten, unflatten, views
+    layout       flatten, unflatten, param_views
     model calls  functional_call, trace_order, SyncBatchNorm
     transforms   grad, grad_and_value, hvp, per_sample_grads, remat, offload, compile
     steps        accumulate, update_in_backward, reduce_grads, reduce_mean, weight_share
@@ -36,7 +36,7 @@ without an underscore is public.
        _call                            functional_call: entry, the four modes, the running call, schedule
        _compiled                        fs.compile: the step and the passes over its graph
     5  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads, random_like
-       _transforms                      grad, hvp, remat, named, offload, per_sample_grads
+       _transforms                      grad, hvp, remat, checkpoint_name, offload, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
     4  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
        policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
@@ -69,7 +69,7 @@ from ._spec.spec import PartitionSpec
 from ._spec.tree import ModuleTree, Param, module_tree
 from ._spec.unit import P, Unit
 from ._steps.accumulate import accumulate
-from ._steps.in_backward import Stepped, update_in_backward
+from ._steps.in_backward import StepResult, update_in_backward
 from ._transforms._recompute.remat import remat
 from ._transforms._recompute.saved_results import named
 from ._transforms.grad import grad, grad_and_value, hvp
@@ -97,7 +97,7 @@ __all__ = [
     "Policy",
     "Precision",
     "Remat",
-    "Stepped",
+    "StepResult",
     "SyncBatchNorm",
     "Unit",
     "accumulate",
@@ -106,6 +106,7 @@ __all__ = [
     "by_size",
     "by_type",
     "checkpoint",
+    "checkpoint_name",
     "codecs",
     "collectives",
     "combine",
@@ -122,9 +123,9 @@ __all__ = [
     "init_buffers",
     "loss_scale",
     "module_tree",
-    "named",
     "offload",
     "optim",
+    "param_views",
     "partition",
     "per_sample_grads",
     "policies",
@@ -141,7 +142,6 @@ __all__ = [
     "unflatten",
     "unshard",
     "update_in_backward",
-    "views",
     "weight_share",
 ]
 

@@ -116,8 +116,8 @@ def each_rank(full: Params | nn.Module, spec: PartitionSpec) -> list[Params]:
 def poisoned(shards: Params, spec: PartitionSpec, rank: int) -> Params:
     """The shards with NaN in all of their padding."""
     out = {key: torch.full_like(shard, torch.nan) for key, shard in shards.items()}
-    pieces = fs.views(shards, spec, rank=rank)
-    for name, piece in fs.views(out, spec, rank=rank).items():
+    pieces = fs.param_views(shards, spec, rank=rank)
+    for name, piece in fs.param_views(out, spec, rank=rank).items():
         piece.copy_(pieces[name])
     return out
 

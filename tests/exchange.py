@@ -52,7 +52,7 @@ def save(folder: Path) -> None:
     spec = fs.by_type(nn.Linear)(build_model())
     state = build_state(spec)
     fs.checkpoint.save(folder / "funshard", state, spec)
-    fs.checkpoint.export(state["params"], spec, folder / "exported")
+    fs.checkpoint.export(folder / "exported", state["params"], spec)
     model, optimizer = train_with_torch()
     own = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
     with warnings.catch_warnings():

@@ -437,9 +437,9 @@ def test_refused() -> None:
     says = r"unit '(0:frozen|)' is at rest in nf4\(block=8\), and so frozen: expected no {} of it; set it apart with"
     with pytest.raises(ValueError, match=says.format("gradient")):
         fs.partition(params, spec, lambda unit: True)
-    with pytest.raises(ValueError, match=says.format("views")):
-        fs.views(params, spec)
-    assert set(fs.views(trained, spec)) == {"0.a.weight", "0.b.weight", "1.a.weight", "1.b.weight"}
+    with pytest.raises(ValueError, match=says.format("param_views")):
+        fs.param_views(params, spec)
+    assert set(fs.param_views(trained, spec)) == {"0.a.weight", "0.b.weight", "1.a.weight", "1.b.weight"}
     with pytest.raises(ValueError, match=says.format("gradient")):
         fs.reduce_grads(fs.unshard(params, spec), spec)
     with pytest.raises(ValueError, match=says.format("gradient")):

@@ -28,7 +28,7 @@ READERS: dict[str, Callable[[Params], object]] = {
     "unshard": lambda params: fs.unshard(params, SPEC),
     "gather_full": lambda params: fs.gather_full(params, SPEC),
     "reshard": lambda params: fs.reshard(params, SPEC, SPEC),
-    "views": lambda params: fs.views(params, SPEC, rank=0),
+    "param_views": lambda params: fs.param_views(params, SPEC, rank=0),
     "functional_call": lambda params: fs.functional_call(MODEL, params, (X,), spec=SPEC),
 }
 TAKE_A_PART = ("unshard", "gather_full", "reshard")
@@ -213,7 +213,7 @@ SHORTER = changed(lambda m: m.pop(1))
             r"shard: the spec is on sizes alone, \{'shard': 2\}: expected a rank in 0\.\.1, got None; give rank=, or bind the",
         ),
         (lambda: fs.shard(MODEL, SPEC, rank=2), ValueError, r"rank 2 is not on the mesh of sizes \[2\]: expected 0\.\.1"),
-        (lambda: fs.views(PARAMS, SPEC), ValueError, r"sizes \[2\] does not know its rank: expected rank=0\.\.1"),
+        (lambda: fs.param_views(PARAMS, SPEC), ValueError, r"sizes \[2\] does not know its rank: expected rank=0\.\.1"),
         (lambda: fs.unshard(PARAMS, SPEC), ValueError, r"axis of 2 ranks without a process group.*\.on\(mesh\)"),
         (
             lambda: fs.unshard(PARAMS, SPEC, units=["2"]),

@@ -73,7 +73,7 @@ def out_and_in(rank: int, policy: str, shard_bytes: int, folder: str) -> None:
     params = fs.shard(model, spec)
     buffers = dict(model.named_buffers())
     path = checkpoint.export(
-        params, spec, Path(folder) / "files", shard_bytes=shard_bytes, buffers=buffers, metadata={"by": "us"}
+        Path(folder) / "files", params, spec, shard_bytes=shard_bytes, buffers=buffers, metadata={"by": "us"}
     )
     full = {name: p.detach() for name, p in model.named_parameters()}
     same_bits(written(path), full | buffers)
@@ -110,7 +110,7 @@ def on_a_mesh(rank: int, folder: str) -> None:
     for i, p in enumerate([P("shard"), P(("replicate", "shard")), P("replicate")]):
         spec = fs.policies.always(p)(model).on(mesh)
         params = fs.shard(model, spec)
-        path = checkpoint.export(params, spec, Path(folder) / str(i))
+        path = checkpoint.export(Path(folder) / str(i), params, spec)
         same_bits(written(path), {name: q.detach() for name, q in model.named_parameters()})
         same_bits(checkpoint.read_safetensors(path, spec), params)
 
@@ -126,7 +126,7 @@ def test_every_dtype_is_called_what_the_library_calls_it(tmp_path: Path) -> None
         values = torch.randint(0, 2, (3, 2)).to(dtype)
         model[name] = nn.Parameter(values, requires_grad=False)
     spec = fs.policies.whole()(model)
-    path = checkpoint.export(fs.shard(model, spec), spec, tmp_path / "files")
+    path = checkpoint.export(tmp_path / "files", fs.shard(model, spec), spec)
     with safetensors.safe_open(path / "model.safetensors", "pt") as file:
         for name, dtype in DTYPES.items():
             assert file.get_slice(name).get_dtype() == name
@@ -148,7 +148,7 @@ def test_options_of_export(tmp_path: Path) -> None:
     assert "odd" in spec.ignored
     full = {name: p.detach() for name, p in model.named_parameters() if name != "odd"}
     path = checkpoint.export(
-        full, spec, tmp_path / "a", dtype=torch.bfloat16, rename="model.{}".format, buffers={"odd": model.odd.detach()}
+        tmp_path / "a", full, spec, dtype=torch.bfloat16, rename="model.{}".format, buffers={"odd": model.odd.detach()}
     )
     expected = {f"model.{name}": t.bfloat16() if t.is_floating_point() else t for name, t in model.state_dict().items()}
     got = written(path)
@@ -174,9 +174,9 @@ def test_units_at_rest_are_decoded_and_encoded(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     spec = fs.policies.always(P("shard", at_rest=fs.codecs.int8()))(model)
     params = fs.shard(model, spec)
-    path = checkpoint.export(params, spec, tmp_path / "files")
+    path = checkpoint.export(tmp_path / "files", params, spec)
     same_bits(written(path), fs.gather_full(params, spec))
-    plain = checkpoint.export(fs.shard(model, fs.policies.whole()(model)), fs.policies.whole()(model), tmp_path / "plain")
+    plain = checkpoint.export(tmp_path / "plain", fs.shard(model, fs.policies.whole()(model)), fs.policies.whole()(model))
     same_bits(checkpoint.read_safetensors(plain, spec), params)
 
 
@@ -186,7 +186,7 @@ def test_units_at_rest_are_decoded_and_encoded(tmp_path: Path) -> None:
 def for_transformers(rank: int, name: str, folder: str) -> None:
     made = build(name, 1)
     spec = fs.by_type(*made.blocks)(made.model)
-    path = checkpoint.export(fs.shard(made.model, spec), spec, folder, shard_bytes=4000)
+    path = checkpoint.export(folder, fs.shard(made.model, spec), spec, shard_bytes=4000)
     if rank == 0:
         made.model.config.save_pretrained(path)
 
@@ -260,7 +260,7 @@ def by_ranges(rank: int, folder: str) -> int:
     finally:
         safetensors.safe_open = real
     same_bits(params, fs.shard(load_file(Path(folder) / "model.safetensors"), spec))
-    assert sum(asked) == sum(piece.nbytes for piece in fs.views(params, spec).values())
+    assert sum(asked) == sum(piece.nbytes for piece in fs.param_views(params, spec).values())
     return sum(asked)
 
 
@@ -296,7 +296,7 @@ def peaks(rank: int, folder: str) -> None:
 
     _export.gather_to_first = watched
     try:
-        checkpoint.export(params, spec, folder)
+        checkpoint.export(folder, params, spec)
     finally:
         _export.gather_to_first = gather
     assert made == len(spec)
@@ -325,14 +325,14 @@ def full_disk(rank: int, folder: str) -> None:
 
     _export._write = failing
     try:
-        refused(OSError, "No space left", lambda: checkpoint.export(params, spec, path))
+        refused(OSError, "No space left", lambda: checkpoint.export(path, params, spec))
     finally:
         _export._write = write
     torch.distributed.barrier()
     assert os.listdir(folder) == []
     torch.distributed.barrier()
-    checkpoint.export(params, spec, path)
-    refused(FileExistsError, "expected a path where nothing is", lambda: checkpoint.export(params, spec, path))
+    checkpoint.export(path, params, spec)
+    refused(FileExistsError, "expected a path where nothing is", lambda: checkpoint.export(path, params, spec))
     assert os.listdir(folder) == ["files"]
     assert os.listdir(path) == ["model.safetensors"]
 
@@ -349,36 +349,36 @@ def bad_exports(rank: int, folder: str) -> None:
     path = Path(folder) / "files"
     without = {key: t for key, t in params.items() if key != next(iter(params))}
     export = checkpoint.export
-    refused(ValueError, "is missing", lambda: export(without, spec, path))
-    refused(ValueError, "rank 1: unit '.*' is missing", lambda: export(params if rank == 0 else without, spec, path))
+    refused(ValueError, "is missing", lambda: export(path, without, spec))
+    refused(ValueError, "rank 1: unit '.*' is missing", lambda: export(path, params if rank == 0 else without, spec))
     refused(
         ValueError,
         "expected as|different models",
-        lambda: export(params if rank == 0 else {k: t.double() for k, t in params.items()}, spec, path),
+        lambda: export(path, params if rank == 0 else {k: t.double() for k, t in params.items()}, spec),
     )
-    refused(ValueError, "would both be 'x' in the files", lambda: export(params, spec, path, rename=lambda name: "x"))
+    refused(ValueError, "would both be 'x' in the files", lambda: export(path, params, spec, rename=lambda name: "x"))
     refused(
         ValueError,
         "'0.weight' is a parameter of the spec",
-        lambda: export(params, spec, path, buffers={"0.weight": torch.ones(1)}),
+        lambda: export(path, params, spec, buffers={"0.weight": torch.ones(1)}),
     )
-    refused(ValueError, "expected a floating point dtype", lambda: export(params, spec, path, dtype=torch.int8))
+    refused(ValueError, "expected a floating point dtype", lambda: export(path, params, spec, dtype=torch.int8))
     refused(
         ValueError,
         "a dtype that safetensors has, got torch.complex128",
-        lambda: export(params, spec, path, buffers={"z": torch.ones(1, dtype=torch.complex128)}),
+        lambda: export(path, params, spec, buffers={"z": torch.ones(1, dtype=torch.complex128)}),
     )
     bad = {"on the meta": torch.ones(1, device="meta"), "got Tensor .*sparse": torch.eye(2).to_sparse(), "got int": 3}
     for text, buffer in bad.items():
         refused(
             ValueError if "meta" in text else TypeError,
             f"'x': expected a .*{text}",
-            lambda x=buffer: export(params, spec, path, buffers={"x": x}),  # pyright: ignore[reportArgumentType]
+            lambda x=buffer: export(path, params, spec, buffers={"x": x}),  # pyright: ignore[reportArgumentType]
         )
     born = {key: t.to("meta") for key, t in params.items()}
-    refused(ValueError, r"parameter '\S+': expected a tensor with values, got one on", lambda: export(born, spec, path))
-    refused(ValueError, "shard_bytes: expected at least 1", lambda: export(params, spec, path, shard_bytes=0))
-    refused(TypeError, "metadata 'step': expected a string, got int", lambda: export(params, spec, path, metadata={"step": 1}))
+    refused(ValueError, r"parameter '\S+': expected a tensor with values, got one on", lambda: export(path, born, spec))
+    refused(ValueError, "shard_bytes: expected at least 1", lambda: export(path, params, spec, shard_bytes=0))
+    refused(TypeError, "metadata 'step': expected a string, got int", lambda: export(path, params, spec, metadata={"step": 1}))
     assert os.listdir(folder) == []
 
 
@@ -390,7 +390,7 @@ def test_simulated_ranks_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     spec = fs.policies.whole()(model).on({"shard": 2})
     params = fs.shard(model, spec, rank=0)
-    refused(ValueError, "export: expected process groups", lambda: checkpoint.export(params, spec, tmp_path / "a"))
+    refused(ValueError, "export: expected process groups", lambda: checkpoint.export(tmp_path / "a", params, spec))
     refused(ValueError, "read_safetensors: expected process groups", lambda: checkpoint.read_safetensors(tmp_path, spec))
 
 
@@ -497,7 +497,7 @@ def test_damaged_files_are_refused(kind: str, tmp_path: Path) -> None:
 def test_indices_that_are_wrong_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     spec = fs.policies.whole()(model)
-    path = checkpoint.export(fs.shard(model, spec), spec, tmp_path / "files", shard_bytes=1)
+    path = checkpoint.export(tmp_path / "files", fs.shard(model, spec), spec, shard_bytes=1)
     index = path / "model.safetensors.index.json"
     read = lambda: checkpoint.read_safetensors(path, spec)  # noqa: E731
     content = json.loads(index.read_text())
@@ -524,7 +524,7 @@ def test_an_index_beside_the_one_file_is_stale(tmp_path: Path) -> None:
     """transformers reads the file: of an earlier save in pieces the index has stayed, and perhaps the pieces."""
     old, new = (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)) for _ in range(2))
     spec = fs.policies.whole()(old)
-    path = checkpoint.export(fs.shard(old, spec), spec, tmp_path / "files", shard_bytes=1)
+    path = checkpoint.export(tmp_path / "files", fs.shard(old, spec), spec, shard_bytes=1)
     save_file(new.state_dict(), path / "model.safetensors")
     same_bits(checkpoint.read_safetensors(path, spec), fs.shard(new, spec))
     same_bits(checkpoint.read_safetensors(path / "model.safetensors.index.json", spec), fs.shard(old, spec))
@@ -556,7 +556,7 @@ def test_without_the_package_its_name_is_said(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "safetensors", None)
     model = nn.Linear(2, 2)
     spec = fs.policies.whole()(model)
-    path = checkpoint.export(fs.shard(model, spec), spec, tmp_path / "files")
+    path = checkpoint.export(tmp_path / "files", fs.shard(model, spec), spec)
     with pytest.raises(ImportError, match=re.escape('pip install "funshard[checkpoint]"')):
         checkpoint.read_safetensors(path, spec)
     assert _read_safetensors.SINGLE in os.listdir(path)

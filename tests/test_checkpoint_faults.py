@@ -196,7 +196,7 @@ def test_a_whole_one_that_has_come_in_the_meantime_stays(tmp_path: Path) -> None
     path = tmp_path / "1"
     params, spec = damaged(path)
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
-        checkpoint.export(params, spec, path)
+        checkpoint.export(path, params, spec)
     with pytest.warns(UserWarning, match=OVER):
         aside = staging.StagingDirectory(path, over_damaged=True)
     with pytest.warns(UserWarning, match=OVER):

@@ -48,7 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(path / "ours")
     theirs(path / "theirs")
     model, spec = made()
-    checkpoint.export(fs.shard(model, spec), spec, path / "tensors", shard_bytes=1)
+    checkpoint.export(path / "tensors", fs.shard(model, spec), spec, shard_bytes=1)
     (path / "tensor").mkdir()
     save_file(model.state_dict(), path / "tensor" / "model.safetensors")
     return path

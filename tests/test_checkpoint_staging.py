@@ -122,29 +122,29 @@ def test_wait_gives_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_export_replaces_weights_and_keeps_what_is_not_its_own(tmp_path: Path) -> None:
     params, spec = state_of()
     target = tmp_path / "out"
-    checkpoint.export(params, spec, target, shard_bytes=1)
+    checkpoint.export(target, params, spec, shard_bytes=1)
     (target / "config.json").write_text("{}")
     (target / "logs").mkdir()
     (target / "logs" / "1").write_text("a")
     old = {path.name for path in target.iterdir()}
     assert {"model-00001-of-00002.safetensors", "model.safetensors.index.json"} <= old
     with pytest.raises(FileExistsError, match=r"expected a path where nothing is.*; overwrite=True replaces the weights in"):
-        checkpoint.export(params, spec, target)
+        checkpoint.export(target, params, spec)
     assert {path.name for path in target.iterdir()} == old
     doubled = {key: shard * 2 for key, shard in params.items()}
-    assert checkpoint.export(doubled, spec, target, overwrite=True) == target
+    assert checkpoint.export(target, doubled, spec, overwrite=True) == target
     assert {path.name for path in target.iterdir()} == {"model.safetensors", "config.json", "logs"}
     assert (target / "logs" / "1").read_text() == "a"
     assert checkpoint.read_safetensors(target, spec)[""].equal(doubled[""])
     assert list(tmp_path.iterdir()) == [target]
     (tmp_path / "link").symlink_to(target)
     with pytest.raises(FileExistsError, match="a directory, and no link"):
-        checkpoint.export(params, spec, tmp_path / "link", overwrite=True)
+        checkpoint.export(tmp_path / "link", params, spec, overwrite=True)
 
 
 def test_export_that_fails_leaves_what_it_would_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params, spec = state_of()
-    checkpoint.export(params, spec, tmp_path / "out")
+    checkpoint.export(tmp_path / "out", params, spec)
     rename = os.rename
 
     def fails(old: Any, new: Any) -> None:
@@ -154,19 +154,19 @@ def test_export_that_fails_leaves_what_it_would_replace(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "rename", fails)
     with pytest.raises(OSError, match="Input/output error"):
-        checkpoint.export({key: shard * 2 for key, shard in params.items()}, spec, tmp_path / "out", overwrite=True)
+        checkpoint.export(tmp_path / "out", {key: shard * 2 for key, shard in params.items()}, spec, overwrite=True)
     assert checkpoint.read_safetensors(tmp_path / "out", spec)[""].equal(params[""])
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
 def test_a_dry_run_of_export_says_before_the_training_what_would_fail_after_it(tmp_path: Path) -> None:
     params, spec = state_of()
-    assert checkpoint.export(params, spec, tmp_path / "a" / "b", dry_run=True) == tmp_path / "a" / "b"
+    assert checkpoint.export(tmp_path / "a" / "b", params, spec, dry_run=True) == tmp_path / "a" / "b"
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
-        checkpoint.export(params, spec, tmp_path / "file", dry_run=True)
+        checkpoint.export(tmp_path / "file", params, spec, dry_run=True)
     with pytest.raises(PermissionError, match=r"expected a place to write to, and '.*file' is none"):
-        checkpoint.export(params, spec, tmp_path / "file" / "out", dry_run=True)
+        checkpoint.export(tmp_path / "file" / "out", params, spec, dry_run=True)
     with pytest.raises(ValueError, match="would both be 'w' in the files"):
-        checkpoint.export(params, spec, tmp_path / "out", rename=lambda _: "w", dry_run=True)
+        checkpoint.export(tmp_path / "out", params, spec, rename=lambda _: "w", dry_run=True)

@@ -19,8 +19,8 @@ Op = Callable[[Tensor, Axis], Tensor]
 # name: (op, what counts at its input, what counts at its output). The two kinds of values of DESIGN.md: gathered ones
 # count with their mean over ranks, shards with their sum; "one" is a value that all ranks have alike and counts once.
 OPS: dict[str, tuple[Op, str, str]] = {
-    "all_gather": (c.all_gather, "sum", "mean"),
-    "all_gather sum": (lambda x, a: c.all_gather(x, a, reduce="sum"), "sum", "sum"),
+    "gather_slices": (c.gather_slices, "sum", "mean"),
+    "gather_slices sum": (lambda x, a: c.gather_slices(x, a, reduce="sum"), "sum", "sum"),
     "gather_values": (c.gather_values, "mean", "mean"),
     "reduce_scatter": (c.reduce_scatter, "mean", "sum"),
     "reduce_scatter sum": (lambda x, a: c.reduce_scatter(x, a, reduce="sum"), "sum", "sum"),
@@ -57,7 +57,7 @@ def reference(op: str, x: Tensor) -> Tensor:
     total = x.sum(0)
     rows = list(total.chunk(n))
     match op:
-        case "all_gather" | "all_gather sum" | "gather_values":
+        case "gather_slices" | "gather_slices sum" | "gather_values":
             return torch.stack([x.flatten(0, 1)] * n)
         case "reduce_scatter":
             return torch.stack(rows) / n
@@ -162,8 +162,8 @@ def test_grad_outside_of_the_ranks(op: str, seed: int) -> None:
 def test_two_axes() -> None:
     """Axes of a mesh are independent: a gather over one is a gather in each of its groups."""
     x = torch.arange(6.0).view(6, 1)
-    outer = spmd(lambda mesh, x: c.all_gather(x, mesh["a"]), {"a": 2, "b": 3})(x)
-    inner = spmd(lambda mesh, x: c.all_gather(x, mesh["b"]), {"a": 2, "b": 3})(x)
+    outer = spmd(lambda mesh, x: c.gather_slices(x, mesh["a"]), {"a": 2, "b": 3})(x)
+    inner = spmd(lambda mesh, x: c.gather_slices(x, mesh["b"]), {"a": 2, "b": 3})(x)
     assert outer.tolist() == [[0, 3], [1, 4], [2, 5], [0, 3], [1, 4], [2, 5]]
     assert inner.tolist() == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
 
@@ -176,9 +176,9 @@ def test_two_axes() -> None:
         (lambda a: c.scatter(torch.ones(4), a), ValueError, r"scatter: .*got \(4,\)"),
         (lambda a: c.scatter(torch.ones(3), a), ValueError, r"expected a rank in 0\.\.2, got None; give rank="),
         (lambda a: c.scatter(torch.ones(3), a, rank=3), ValueError, r"expected a rank in 0\.\.2, got 3"),
-        (lambda a: c.all_gather(torch.ones(()), a), ValueError, r"all_gather: expected at least one dimension"),
+        (lambda a: c.gather_slices(torch.ones(()), a), ValueError, r"gather_slices: expected at least one dimension"),
         (lambda a: c.gather_values(torch.ones(()), a), ValueError, r"gather_values: expected at least one dimension"),
-        (lambda a: c.all_gather(torch.ones(1), a, reduce="max"), ValueError, r"expected 'mean' or 'sum', got 'max'"),
+        (lambda a: c.gather_slices(torch.ones(1), a, reduce="max"), ValueError, r"expected 'mean' or 'sum', got 'max'"),
         (lambda a: c.all_reduce(torch.ones(1, dtype=torch.int64), a), TypeError, r"mean .* floating point .* got torch.int64"),
         (lambda a: c.broadcast(torch.ones(1), a, src=3), ValueError, r"expected src in 0\.\.2, got 3"),
         (lambda a: c.all_reduce(torch.ones(1), a), ValueError, r"3 ranks without a process group.*\.on\(mesh\)"),

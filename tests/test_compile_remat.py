@@ -67,7 +67,7 @@ W, X = torch.linspace(-1, 1, 16).reshape(4, 4), torch.linspace(0, 1, 12).reshape
 
 def curve(w: Tensor, x: Tensor) -> Tensor:
     """Backward reads x @ w of sin, its result of exp, and again that of the next sin."""
-    return fs.named((x @ w).sin(), "first").exp().sin()
+    return fs.checkpoint_name((x @ w).sin(), "first").exp().sin()
 
 
 def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:

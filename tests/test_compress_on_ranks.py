@@ -201,7 +201,7 @@ def defaults(rank: int, size: int) -> list[Tensor]:
         grads = torch.func.grad(lambda q: torch.func.functional_call(model, q, torch.full((1, 1), float(rank))).sum())(full)
         for compressor in compressors:
             shards, _ = compressor.reduce(grads, compressor.init(spec), spec)
-            pieces = fs.views(shards, spec)["weight"]
+            pieces = fs.param_views(shards, spec)["weight"]
             assert_close(pieces, torch.full_like(pieces, (size - 1) / 2))
             out.append(pieces)
     return out

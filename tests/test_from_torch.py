@@ -638,7 +638,7 @@ def test_a_frozen_and_an_integer_parameter_beside_options() -> None:
     new, _ = update({key: torch.zeros_like(p) for key, p in params.items()}, init(params), params)
     (integers,) = (unit.key for unit in spec if unit.dtype == torch.int64)
     assert new[integers] is params[integers]
-    pieces, old = (fs.views(tree, spec, rank=1) for tree in (new, params))
+    pieces, old = (fs.param_views(tree, spec, rank=1) for tree in (new, params))
     assert_close(pieces["weight"], old["weight"] / 2)
     assert_close(pieces["bias"], old["bias"])
 

@@ -126,8 +126,8 @@ def singleton(rank: int) -> tuple[float, float]:
     shards = {"": torch.full((1,), rank + 2.0)}  # rank 1 holds nothing but padding
     full = fs.gather_full(shards, spec)
     assert full["weight"].tolist() == [[2.0]]
-    for name, piece in fs.views(shards, spec).items():  # write-back in place, into what is the parameter's
-        piece.copy_(fs.views(fs.shard({name: torch.zeros(1, 1)}, spec), spec)[name])
+    for name, piece in fs.param_views(shards, spec).items():  # write-back in place, into what is the parameter's
+        piece.copy_(fs.param_views(fs.shard({name: torch.zeros(1, 1)}, spec), spec)[name])
     return shards[""].item(), fs.scatter_full({"weight": torch.ones(1, 1)} if rank == 0 else None, spec)[""].item()
 
 

@@ -16,7 +16,7 @@ from torch.func import grad
 from torch.testing import assert_close
 
 import funshard as fs
-from funshard.collectives import Axis, Mesh, all_gather, gather_values
+from funshard.collectives import Axis, Mesh, gather_slices, gather_values
 
 Gather = Callable[[Tensor, Axis], Tensor]
 Batch = tuple[Tensor, Tensor]
@@ -178,7 +178,7 @@ def test_contrastive_loss_on_two_axes(gloo4: Pool, way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gather", "reduce", "factor"), [(gather_values, "sum", 3.0), (all_gather, "mean", 1 / 3), (gather_values, "mean", 1.0)]
+    ("gather", "reduce", "factor"), [(gather_values, "sum", 3.0), (gather_slices, "mean", 1 / 3), (gather_values, "mean", 1.0)]
 )
 def test_other_conventions(gather: Gather, reduce: str, factor: float) -> None:
     """What the docstring says of sums of gradients, and of taking the gather that is made for shards."""

@@ -147,7 +147,7 @@ def test_reduce_mean_is_the_mean_over_all_samples(counts: list[int]) -> None:
     def run(mesh: fs.collectives.Mesh, x: Tensor, mask: Tensor) -> Any:
         spec = fs.policies.whole()(model).on(mesh)
         params = fs.shard(full, spec)
-        grads = fs.reduce_mean(torch.func.grad(mean)(fs.unshard(params, spec), x, mask), mask.sum(), spec)
+        grads = fs.reduce_mean(torch.func.grad(mean)(fs.unshard(params, spec), x, mask), spec, mask.sum())
 
         return fs.weight_share(mask.sum(), spec), fs.unshard(grads, spec)
 
@@ -177,7 +177,7 @@ def weighted(rank: int) -> None:
         return value * fs.weight_share(len(x), spec)
 
     got = fs.grad(loss)(params)
-    later = fs.reduce_mean(fs.grad(lambda p: loss(p) / fs.weight_share(len(x), spec))(fs.unshard(params, spec)), len(x), spec)
+    later = fs.reduce_mean(fs.grad(lambda p: loss(p) / fs.weight_share(len(x), spec))(fs.unshard(params, spec)), spec, len(x))
     full = {name: t.detach() for name, t in model.named_parameters()}
     expected = fs.shard(torch.func.grad(lambda p: torch.func.functional_call(model, p, (xs,)).square().mean())(full), spec)
     for key, g in expected.items():

@@ -89,7 +89,7 @@ def step_with_loss_scale(model: nn.Module, spec: fs.PartitionSpec, shards: fs.Pa
         with waits:
             grads = fs.grad(lambda p: fs.loss_scale.scale(scale, loss(p)))(shards)
             grads, finite = fs.loss_scale.unscale(scale, grads, spec)
-            grads, _ = fs.optim.clip_by_global_norm(grads, 1.0, spec)
+            grads, _ = fs.optim.clip_by_global_norm(grads, spec, 1.0)
             shards = fs.loss_scale.select(finite, {key: p - 0.1 * grads[key] for key, p in shards.items()}, shards)
             scale = fs.loss_scale.update(scale, finite)
         first, waits.seen = waits.seen, Counter()
@@ -99,8 +99,8 @@ def step_with_loss_scale(model: nn.Module, spec: fs.PartitionSpec, shards: fs.Pa
 def mean_of_uneven(model: nn.Module, spec: fs.PartitionSpec, shards: fs.Params, x: Tensor) -> None:
     full = fs.unshard(shards, spec)
     with Waits() as waits:
-        fs.reduce_mean(full, 3, spec)
-        fs.reduce_mean(full, 2.5, spec)
+        fs.reduce_mean(full, spec, 3)
+        fs.reduce_mean(full, spec, 2.5)
     assert not waits.seen
 
 

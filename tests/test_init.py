@@ -525,12 +525,12 @@ def meta_init(rank: int) -> None:
             assert all(p.is_meta for p in model.parameters())
             assert all(params[unit.key].dtype == dtype for unit in spec)
             if dtype == torch.float32:  # of bfloat16's 256 numbers, 0 is drawn
-                assert all(piece.all() for piece in fs.views(params, spec).values())  # also of no elements
+                assert all(piece.all() for piece in fs.param_views(params, spec).values())  # also of no elements
             torch.manual_seed(rank)
             x = torch.randn(3, dim, dtype=dtype)
             grads = fs.grad(lambda p, m=model, s=spec, x=x: fs.functional_call(m, p, (x,), spec=s).sum())(params)
             assert all(piece.isfinite().all() for piece in one_step(params, grads).values())
-            assert all(piece.any() or not piece.numel() for piece in fs.views(grads, spec).values())
+            assert all(piece.any() or not piece.numel() for piece in fs.param_views(grads, spec).values())
 
 
 def test_meta_device_1d_init(gloo4: Pool) -> None:

@@ -49,7 +49,7 @@ def test_l2_slices_join_to_the_buffer(case: Case) -> None:
 def test_l2_every_element_has_one_owner(case: Case) -> None:
     """The views of the owners of the slices, joined, are each parameter once, in its memory order."""
     shards = each_rank(case.full, case.spec)
-    pieces = [fs.views(shards[rank], case.spec, rank=rank) for rank in case.ranks]
+    pieces = [fs.param_views(shards[rank], case.spec, rank=rank) for rank in case.ranks]
     for unit in case.spec:
         for param in unit.params:
             joined = torch.cat([pieces[rank][param.name] for rank in owners(unit, case.sizes)[:, 0].tolist()])
@@ -78,7 +78,10 @@ def test_l3_padding_is_in_no_view(case: Case) -> None:
     same(fs.flatten(fs.unflatten(bad, case.spec), case.spec), buffers)
     for rank in case.ranks:
         shards = fs.shard(case.full, case.spec, rank=rank)
-        same(fs.views(poisoned(shards, case.spec, rank), case.spec, rank=rank), fs.views(shards, case.spec, rank=rank))
+        same(
+            fs.param_views(poisoned(shards, case.spec, rank), case.spec, rank=rank),
+            fs.param_views(shards, case.spec, rank=rank),
+        )
 
 
 @pytest.mark.parametrize("numel", [30, 32])
@@ -243,7 +246,7 @@ def test_l8_flatten_copies_and_unflatten_and_views_alias(case: Case) -> None:
     same(case.full, before)
     same(buffers, fs.flatten({name: torch.full_like(t, 7) for name, t in before.items()}, case.spec))
     shards = fs.shard(case.full, case.spec, rank=0)
-    for piece in fs.views(shards, case.spec, rank=0).values():
+    for piece in fs.param_views(shards, case.spec, rank=0).values():
         piece.fill_(7)
     same(shards, fs.shard({name: torch.full_like(t, 7) for name, t in before.items()}, case.spec, rank=0))
 
@@ -257,7 +260,7 @@ def test_b10_uneven_slices(numel: int, size: int, align: int) -> None:
     chunks = torch.arange(1.0, numel + 1).chunk(size) if numel else ()
     for rank in range(size):
         expected = chunks[rank] if rank < len(chunks) else torch.empty(0)
-        assert torch.equal(fs.views(fs.shard(model, spec, rank=rank), spec, rank=rank)["w"], expected)
+        assert torch.equal(fs.param_views(fs.shard(model, spec, rank=rank), spec, rank=rank)["w"], expected)
     aligned = fs.policies.whole(P("shard", align=align))(model).on({"shard": size})
     (unit,) = aligned
     assert aligned.shard_numel(unit) == align * -(-numel // (size * align))
@@ -266,7 +269,7 @@ def test_b10_uneven_slices(numel: int, size: int, align: int) -> None:
 def spans(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> dict[str, tuple[int, int]]:
     """Inclusive [first, last] element of each parameter in a rank's slice, as torch's shard metadata reports it."""
     numbers = {name: torch.arange(p.numel()).view(p.shape).to(p.dtype) for name, p in model.named_parameters()}
-    pieces = fs.views(fs.shard(numbers, spec, rank=rank), spec, rank=rank)
+    pieces = fs.param_views(fs.shard(numbers, spec, rank=rank), spec, rank=rank)
     return {name: (int(piece[0]), int(piece[-1])) for name, piece in pieces.items() if len(piece)}
 
 

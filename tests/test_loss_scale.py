@@ -153,7 +153,7 @@ def parity_with_ddp(rank: int) -> None:
     spec = fs.policies.always()(model).bound
     peer = DistributedDataParallel(copy.deepcopy(model))
     params, state = fs.shard(model, spec), ls.init(8.0)
-    assert [piece.numel() for piece in fs.views(params, spec).values()] == [1 - rank] * 2  # the other rank owns nothing
+    assert [piece.numel() for piece in fs.param_views(params, spec).values()] == [1 - rank] * 2  # the other rank owns nothing
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, **OPTIONS)
     optimizer = torch.optim.SGD(peer.parameters(), lr=0.1)
     for step, bad in enumerate(BAD):

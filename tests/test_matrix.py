@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, width + 2), nn.Linear(width + 2, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(fs.named(torch.tanh(self.up(x)), "inner"))
+        return x + self.down(fs.checkpoint_name(torch.tanh(self.up(x)), "inner"))
 
 
 class AsWritten(nn.Module):

@@ -282,7 +282,7 @@ def test_scaled_and_clipped() -> None:
     params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
     init, update = fs.optim.muon(matrices_on(spec, "muon"))
     before = params, init(params)
-    after = update(fs.optim.clip_by_global_norm(grads, 0.1, spec)[0], before[1], params)
+    after = update(fs.optim.clip_by_global_norm(grads, spec, 0.1)[0], before[1], params)
     for good, want in ((True, after), (False, before)):
         got = fs.loss_scale.select(torch.tensor(good), after, before)
         assert pytree.tree_structure(got) == pytree.tree_structure(want)

@@ -176,7 +176,7 @@ def by_a_loss(rank: int, ranks: int, strategy: str, donate: bool) -> tuple[fs.Pa
         return fs.functional_call(model, params, (x,), spec=spec).double().logsumexp(-1).mean()
 
     for _ in range(3):
-        grads, _ = fs.optim.clip_by_global_norm(fs.grad(loss)(params), 0.5, spec)
+        grads, _ = fs.optim.clip_by_global_norm(fs.grad(loss)(params), spec, 0.5)
         seen.append(fs.gather_full(grads, spec))
         params, state = update(grads, state, params)
     return fs.gather_full(params, spec), seen

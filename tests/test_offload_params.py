@@ -118,8 +118,8 @@ def others(rank: int) -> None:
             both(spec, lambda spec: fs.scatter_full(full if rank == 0 else None, spec))
             both(spec, lambda spec: fs.reshard(params, spec, plain))
             both(spec, lambda spec: fs.reshard(params, plain, spec))
-            both(spec, lambda spec: fs.views(params, spec))
-            both(spec, lambda spec: fs.optim.clip_by_global_norm(params, 0.1, spec))
+            both(spec, lambda spec: fs.param_views(params, spec))
+            both(spec, lambda spec: fs.optim.clip_by_global_norm(params, spec, 0.1))
             both(spec, lambda spec: fs.loss_scale.unscale(fs.loss_scale.init(4.0), params, spec))
         if torch.__version__ >= "2.13":  # see limits.md
             torch._dynamo.reset()
@@ -346,7 +346,7 @@ def test_a_shard_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for run in (
         lambda: fs.functional_call(model, params, (numbers(0, 0),), spec=spec),
         lambda: fs.unshard(params, spec),
-        lambda: fs.views(params, spec, rank=0),
+        lambda: fs.param_views(params, spec, rank=0),
         lambda: fs.gather_full(params, spec),
     ):
         with pytest.raises(ValueError, match=message):

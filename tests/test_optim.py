@@ -53,7 +53,7 @@ def clipped_by_torch(full: fs.Params, max_norm: float, p: float) -> tuple[fs.Par
 def check(mesh: Any, policy: fs.Policy, max_norm: float, p: float, want: fs.Params) -> tuple[fs.Params, Tensor, fs.Params]:
     """What we get on this rank, and this rank's shards of what torch gives."""
     spec = policy(MODEL).on(mesh)
-    return *clip_by_global_norm(fs.shard(GRADIENTS, spec), max_norm, spec, p=p), fs.shard(want, spec)
+    return *clip_by_global_norm(fs.shard(GRADIENTS, spec), spec, max_norm, p=p), fs.shard(want, spec)
 
 
 def agrees_on_simulated_ranks(policy: fs.Policy, sizes: dict[str, int], max_norm: float, p: float) -> None:
@@ -128,7 +128,7 @@ def test_low_precision_is_added_up_in_float32() -> None:
     model = nn.Linear(1000, 1, bias=False, dtype=torch.bfloat16)
     norm = global_norm({"": torch.ones(1000, dtype=torch.bfloat16)}, fs.policies.whole()(model), p=1)
     assert (norm, norm.dtype) == (1000, torch.float32)
-    clipped, _ = clip_by_global_norm({"": torch.ones(1000, dtype=torch.bfloat16)}, 500.0, fs.policies.whole()(model), p=1)
+    clipped, _ = clip_by_global_norm({"": torch.ones(1000, dtype=torch.bfloat16)}, fs.policies.whole()(model), 500.0, p=1)
     assert clipped[""].dtype == torch.bfloat16
 
 
@@ -184,7 +184,7 @@ def parity_with_ddp(rank: int, strategy: str, max_norm: float, p: float) -> None
             for q in peer.parameters():
                 q.grad *= 100
         norm = torch.nn.utils.clip_grad_norm_(peer.parameters(), max_norm, p)
-        clipped, got = clip_by_global_norm(grads, max_norm, spec, p=p)
+        clipped, got = clip_by_global_norm(grads, spec, max_norm, p=p)
         assert_close(got, norm)
         assert (norm > max_norm) == (step == 0)
         full = {name.removeprefix("module."): q for name, q in peer.named_parameters()}
@@ -214,13 +214,13 @@ def beside_fully_shard(rank: int, p: float) -> None:
     spec = fs.by_type(MLP)(model).on(mesh)
     grads = fs.grad(lambda params: squared(sharded_call(model, params, spec), numbers(rank, 0)))(fs.shard(model, spec))
     norm = torch.nn.utils.clip_grad_norm_(peer.parameters(), max_norm, p)
-    clipped, got = clip_by_global_norm(grads, max_norm, spec, p=p)
+    clipped, got = clip_by_global_norm(grads, spec, max_norm, p=p)
     assert_close(got, norm.full_tensor())
     before, after = (fs.gather_full(tree, spec) for tree in (grads, clipped))
     same(after, {name: q.grad.full_tensor() for name, q in peer.named_parameters()}, "clipped")
     size = lambda g: torch.linalg.vector_norm(g.flatten(), p)  # noqa: E731
     assert any(size(g) > max_norm for g in before.values())
-    assert all(size(g) <= max_norm for g in [*after.values(), *fs.views(clipped, spec).values()] if g.numel())
+    assert all(size(g) <= max_norm for g in [*after.values(), *fs.param_views(clipped, spec).values()] if g.numel())
     assert all((g[before[name] != 0] != before[name][before[name] != 0]).all() for name, g in after.items())
 
 
@@ -248,7 +248,7 @@ def test_one_collective_of_a_scalar_for_each_axis(name: str, p: float) -> None:
         spec = policy(MODEL).on(mesh)
         shards = fs.shard(GRADIENTS, spec)
         with Collectives() as sent:
-            clip_by_global_norm(shards, 1.0, spec, p=p)
+            clip_by_global_norm(shards, spec, 1.0, p=p)
     assert sorted(s.ranks for s in sent.all) == sorted(ranks)
     assert {(s.op, s.numel) for s in sent.all} <= {("all_gather" if p == math.inf else "all_reduce", 1)}
 
@@ -259,13 +259,13 @@ def low_precision(rank: int) -> None:
     full = {name: 10 * g.half() for name, g in GRADIENTS.items()}
     for p in (1.0, 2.0, math.inf):
         want, norm = clipped_by_torch({name: g.float() for name, g in full.items()}, 2.5, p)
-        clipped, got = clip_by_global_norm(fs.shard(full, spec), 2.5, spec, p=p)
+        clipped, got = clip_by_global_norm(fs.shard(full, spec), spec, 2.5, p=p)
         assert got.dtype == torch.float32  # FSDP1's is float16
         assert_close(got, norm)
         for name, g in fs.gather_full(clipped, spec).items():
             assert g.dtype == torch.float16
             assert_close(g, want[name].half())
-        for piece in fs.views(clipped, spec).values():
+        for piece in fs.param_views(clipped, spec).values():
             assert not len(piece) or torch.linalg.vector_norm(piece.float(), p) <= 2.5
 
 
@@ -277,12 +277,12 @@ def test_low_precision_grads(gloo2: Pool) -> None:
 def without_gradients(rank: int) -> None:
     model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False)).float()
     spec = fs.policies.always()(model).bound
-    assert clip_by_global_norm({}, 1.0, spec)[0] == {}
-    assert clip_by_global_norm({}, 1.0, spec)[1].dtype == torch.float32
+    assert clip_by_global_norm({}, spec, 1.0)[0] == {}
+    assert clip_by_global_norm({}, spec, 1.0)[1].dtype == torch.float32
     full = {"0.weight": torch.zeros(1, 3), "1.weight": torch.full((1, 1), 3.0)}
     shards = fs.shard(full, spec)
-    assert (fs.views(shards, spec)["1.weight"].numel() == 1) == (rank == 0)  # the other rank has padding alone
-    clipped, norm = clip_by_global_norm(shards, 1.0, spec)
+    assert (fs.param_views(shards, spec)["1.weight"].numel() == 1) == (rank == 0)  # the other rank has padding alone
+    clipped, norm = clip_by_global_norm(shards, spec, 1.0)
     assert norm == 3
     assert_close(fs.gather_full(clipped, spec)["1.weight"], torch.ones(1, 1))
 
@@ -450,7 +450,7 @@ def test_clipping_by_a_norm_that_is_not_finite(bad: float) -> None:
     """As torch's: NaN makes everything NaN; inf makes what is finite 0 and what is infinite NaN."""
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.tensor([1.0, bad, -2.0])
-    clipped, norm = fs.optim.clip_by_global_norm({"w": p.grad.clone()}, 1.0, fs.policies.whole()(Weights()))
+    clipped, norm = fs.optim.clip_by_global_norm({"w": p.grad.clone()}, fs.policies.whole()(Weights()), 1.0)
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_([p], 1.0), equal_nan=True)
     torch.testing.assert_close(clipped["w"], p.grad, equal_nan=True)
     expected = torch.full((3,), math.nan) if math.isnan(bad) else torch.tensor([0.0, math.nan, 0.0])
@@ -462,8 +462,8 @@ def test_clipping_to_no_length(limit: float | Tensor) -> None:
     """A negative limit would turn the gradient around; one that the host cannot read makes it NaN."""
     spec = fs.policies.whole()(nn.Linear(2, 1, bias=False)).bound
     with pytest.raises(ValueError, match="clip_by_global_norm: max_norm: expected a number from 0 on, got"):
-        clip_by_global_norm({"": torch.ones(8)}, limit, spec)
-    each = torch.func.vmap(lambda limit: clip_by_global_norm({"": torch.ones(8)}, limit, spec)[0][""])
+        clip_by_global_norm({"": torch.ones(8)}, spec, limit)
+    each = torch.func.vmap(lambda limit: clip_by_global_norm({"": torch.ones(8)}, spec, limit)[0][""])
     got = each(torch.tensor([1.0, float(limit), 0.0]))
     assert got[1].isnan().all()
     assert got[2].eq(0).all()

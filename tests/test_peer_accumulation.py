@@ -503,7 +503,7 @@ def partial_ownership(rank: int, offsets: tuple[float, ...]) -> None:
     assert {g.dtype for g in pending.values()} == {BF16}
     assert not pending["second.weight"].any()
     replica = sum(offsets[2 * (rank // 2) : 2 * (rank // 2) + 2]) / 2
-    on_slices = fs.views(partial, spec)
+    on_slices = fs.param_views(partial, spec)
     for name, value in (("first.weight", 2), ("second.weight", 3)):  # a replica's own mean
         assert torch.equal(on_slices[name], torch.full_like(on_slices[name], value + replica))
     done = fs.reduce_grads(partial, spec, axes=["replicate"])

@@ -361,7 +361,7 @@ def default_hook(rank: int, n: int, way: str) -> None:
         own, _ = WAYS[way](loss)(fs.unshard(params, spec))
         assert torch.equal(own["weight"], x)
         for got in (grads, fs.reduce_grads(own, spec)):
-            for piece in fs.views(got, spec).values():
+            for piece in fs.param_views(got, spec).values():
                 assert torch.equal(piece, torch.full_like(piece, 1.5))
             assert torch.equal(fs.gather_full(got, spec)["weight"], mean)
 

@@ -296,7 +296,7 @@ def rank_values(rank: int) -> None:
             params = fs.scatter_full(full if rank == src else None, spec, src=src)
             got = fs.gather_full(params, spec)
             assert all(torch.equal(t, torch.full_like(full[name], src)) for name, t in got.items())
-            assert all(torch.equal(v, torch.full_like(v, src)) for v in fs.views(params, spec).values())
+            assert all(torch.equal(v, torch.full_like(v, src)) for v in fs.param_views(params, spec).values())
 
 
 def test_hsdp_sync_module_state(gloo4: Pool) -> None:

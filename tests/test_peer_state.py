@@ -352,13 +352,13 @@ def strict(rank: int, folder: str) -> None:
         checkpoint.load(f"{folder}/one", fs.by_size(50)(smaller))
     with pytest.raises(ValueError, match="is not in state 'model' of the checkpoint"):
         checkpoint.load(f"{folder}/one", fs.by_size(50)(larger))
-    path = checkpoint.export(params, spec, f"{folder}/files")
+    path = checkpoint.export(f"{folder}/files", params, spec)
     with pytest.raises(ValueError, match="is no parameter of the spec"):
         checkpoint.read_safetensors(path, fs.by_size(50)(smaller))
     with pytest.raises(ValueError, match=r"of unit '.*' is not in"):
         checkpoint.read_safetensors(path, fs.by_size(50)(larger))
     half = {key: tensor.bfloat16() for key, tensor in params.items()}  # another precision than the model's is said
-    low = checkpoint.export(half, spec, f"{folder}/low")
+    low = checkpoint.export(f"{folder}/low", half, spec)
     with pytest.raises(ValueError, match=r"expected torch.float64, got torch.bfloat16"):
         checkpoint.read_safetensors(low, spec)
 

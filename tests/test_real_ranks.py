@@ -37,8 +37,8 @@ def data(size: int) -> Tensor:
 
 
 COLLECTIVES = {
-    "all_gather": lambda x, a: c.all_gather(x, a),
-    "all_gather_sum": lambda x, a: c.all_gather(x, a, reduce="sum"),
+    "gather_slices": lambda x, a: c.gather_slices(x, a),
+    "gather_slices_sum": lambda x, a: c.gather_slices(x, a, reduce="sum"),
     "gather_values": lambda x, a: c.gather_values(x, a),
     "reduce_scatter": lambda x, a: c.reduce_scatter(x, a),
     "reduce_scatter_sum": lambda x, a: c.reduce_scatter(x, a, reduce="sum"),

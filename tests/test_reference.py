@@ -117,8 +117,8 @@ def test_help_begins_with_what_a_user_needs() -> None:
     assert "_sharding" in after
     found = dict(re.findall(r"^    (\w+(?: \w+)*)  +(\w+[,;].*)$", before, re.MULTILINE))
     named = {name for names in found.values() for name in re.split(r"[,;] ", names)}
-    rare = {"BufferWarning", "ModuleTree", "Param", "Params", "Policy", "Stepped", "convert_sync_batchnorm", "init_buffers"}
-    assert named | rare | {"named"} == set(funshard.__all__)
+    rare = {"BufferWarning", "ModuleTree", "Param", "Params", "Policy", "StepResult", "convert_sync_batchnorm", "init_buffers"}
+    assert named | rare | {"checkpoint_name"} == set(funshard.__all__)
 
 
 def test_the_version_is_the_last_one_of_the_changelog() -> None:

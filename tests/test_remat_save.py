@@ -70,8 +70,8 @@ SAVES: dict[str, Save] = {
 
 
 def layer(w: Tensor, x: Tensor) -> Tensor:
-    h = fs.named(x @ w, "product")
-    return fs.named((torch.tanh(h) @ w).sin() * torch.tensor(2.0), "dropped")
+    h = fs.checkpoint_name(x @ w, "product")
+    return fs.checkpoint_name((torch.tanh(h) @ w).sin() * torch.tensor(2.0), "dropped")
 
 
 def equal(a: Any, b: Any) -> None:
@@ -111,11 +111,11 @@ def counted(way: str, f: Any, w: Tensor = W) -> tuple[Any, Counter[str]]:
 def block(w: Tensor) -> Tensor:
     """Products, dropout and attention with dropout, and what is drawn after them."""
     x = torch.stack([X, 2 * X])
-    q = fs.named(x @ w, "q")
-    h = fs.named(F.scaled_dot_product_attention(q, q.sin(), x @ w.cos(), dropout_p=0.5), "attn_out")
-    h = fs.named(F.dropout(h, 0.5), "dropped")
+    q = fs.checkpoint_name(x @ w, "q")
+    h = fs.checkpoint_name(F.scaled_dot_product_attention(q, q.sin(), x @ w.cos(), dropout_p=0.5), "attn_out")
+    h = fs.checkpoint_name(F.dropout(h, 0.5), "dropped")
     h = F.layer_norm(h + torch.rand_like(h), (4,))
-    return (fs.named(h, "norm") @ w).square().sum()
+    return (fs.checkpoint_name(h, "norm") @ w).square().sum()
 
 
 RUN_ONCE: dict[str, tuple[Save, dict[str, int]]] = {
@@ -156,7 +156,7 @@ def test_attention_that_makes_more_where_autograd_follows() -> None:
     def f(x: Tensor) -> Tensor:
         out, log_sum_exp, *_ = attention(x, x, x, None, x.requires_grad)
         seen.append(log_sum_exp.shape)
-        return fs.named(out, "attn_out").sum()
+        return fs.checkpoint_name(out, "attn_out").sum()
 
     for save in ({"attn_out"}, {attention}):
         seen: list[torch.Size] = []
@@ -171,7 +171,11 @@ def test_random_numbers_of_what_is_not_run() -> None:
 
     def draws(w: Tensor) -> Tensor:
         first, second, third = (torch.rand_like(w, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.float64))
-        return (fs.named(first, "1") * w.sin() + fs.named(second, "2") * w.cos() + fs.named(third, "3") * w).prod()
+        return (
+            fs.checkpoint_name(first, "1") * w.sin()
+            + fs.checkpoint_name(second, "2") * w.cos()
+            + fs.checkpoint_name(third, "3") * w
+        ).prod()
 
     want, _ = counted("backward", draws)
     for save in ({"1"}, {"2"}, {"3"}, {"1", "3"}, {"1", "2", "3"}, {aten.rand_like.default}):
@@ -193,7 +197,7 @@ def test_a_graph_that_is_kept_is_handed_the_same_again() -> None:
 
 def test_what_nobody_can_be_handed_is_computed() -> None:
     """In the second derivative, in a stack, in torch.vmap and with vmap around; and then for the gradient it is handed out."""
-    f = lambda w: (fs.named(w @ w, "product").sin() @ w).sum()  # noqa: E731
+    f = lambda w: (fs.checkpoint_name(w @ w, "product").sin() @ w).sum()  # noqa: E731
     for way in (
         lambda f: torch.vmap(torch.func.grad(f))(torch.stack([W, V])),
         lambda f: torch.func.grad(lambda w: torch.vmap(f)(torch.stack([w, 2 * w])).sum())(W),
@@ -253,10 +257,10 @@ def run_program(program: list[tuple[str, int]], w: Tensor, x: Tensor) -> Tensor:
         elif step == "again":
             h = fs.remat(lambda h, w: (h @ w).sin(), save={aten.mm.default} if i % 2 else None)(h, w)
         elif step == "inner grad":
-            h = torch.func.grad(lambda h: fs.named(torch.tanh(h @ w), "inner").sum())(h) + h
+            h = torch.func.grad(lambda h: fs.checkpoint_name(torch.tanh(h @ w), "inner").sum())(h) + h
         elif step == "vmap":
-            h = torch.vmap(lambda h: fs.named(h.sin() @ w, "inner"))(h)
-        known.append(fs.named(h, f"name {i % 3}"))
+            h = torch.vmap(lambda h: fs.checkpoint_name(h.sin() @ w, "inner"))(h)
+        known.append(fs.checkpoint_name(h, f"name {i % 3}"))
     return sum((h.square().mean() for h in known), w.sum() * 0)
 
 
@@ -302,7 +306,7 @@ def test_a_name_is_that_of_what_made_it() -> None:
         equal(got, full)
         return counted("torch.func.grad", fs.remat(lambda w: f(w).sin().sum()))[1][op] - ran[op]
 
-    named = lambda x: fs.named(x, "h")  # noqa: E731
+    named = lambda x: fs.checkpoint_name(x, "h")  # noqa: E731
     assert mm_of(lambda w: named((w @ w).T)) == 1
     assert mm_of(lambda w: named((w @ w)[1:].view(-1)[2:])) == 1
     for op, saved in (("add", 1), ("mm", 0)):  # an inner gradient ends with the sum of two products
@@ -317,20 +321,21 @@ def test_a_name_is_that_of_what_made_it() -> None:
 
 
 def test_a_name_is_nothing_elsewhere() -> None:
-    assert fs.named(X, "x") is X
+    assert fs.checkpoint_name(X, "x") is X
     equal(
-        torch.func.grad(lambda x: (fs.named(x.sin(), "sin") ** 2).sum())(X), torch.func.grad(lambda x: (x.sin() ** 2).sum())(X)
+        torch.func.grad(lambda x: (fs.checkpoint_name(x.sin(), "sin") ** 2).sum())(X),
+        torch.func.grad(lambda x: (x.sin() ** 2).sum())(X),
     )
-    compiled = torch.compile(lambda x: fs.named(x.sin(), "sin") * 2, backend="eager", fullgraph=True)
+    compiled = torch.compile(lambda x: fs.checkpoint_name(x.sin(), "sin") * 2, backend="eager", fullgraph=True)
     assert_close(compiled(X), X.sin() * 2)
 
 
 def test_a_name_that_is_not_given_is_an_error() -> None:
     """It lists those that are; where some of them are given, others need not be."""
-    f = lambda w: fs.named(w.sin(), "sine").sum()  # noqa: E731
+    f = lambda w: fs.checkpoint_name(w.sin(), "sine").sum()  # noqa: E731
     with pytest.raises(ValueError, match=r"remat of .*lambda.* is to save 'cosine', .*: expected some of 'sine'"):
         torch.func.grad(fs.remat(f, save={"cosine"}))(W)
-    with pytest.raises(ValueError, match=r"is to save 'cosine', .*expected funshard.named\(x, name\) in it"):
+    with pytest.raises(ValueError, match=r"is to save 'cosine', .*expected funshard.checkpoint_name\(x, name\) in it"):
         torch.func.grad(fs.remat(torch.sum, save={"cosine"}))(W)
     torch.func.grad(fs.remat(f, save={"sine", "cosine"}))(W)
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
@@ -378,7 +383,7 @@ def test_what_is_saved_must_stay_as_it_was() -> None:
 
     def changes(write: Callable[[Tensor], Any]) -> Any:
         def f(w: Tensor) -> Tensor:
-            h = fs.named(w @ w, "h")
+            h = fs.checkpoint_name(w @ w, "h")
             write(h)
             return h.sin().sum()
 
@@ -419,8 +424,8 @@ def test_what_only_looks_otherwise_was_not_changed(how: str, save: str) -> None:
     """An operator that makes a tensor a view of itself in place writes nothing: torch's own matmul uses them."""
 
     def f(w: Tensor) -> Tensor:
-        h = VIEWED[how](fs.named(torch.sin(w) @ w, "product"))
-        return fs.named(h, "viewed").sin().sum()
+        h = VIEWED[how](fs.checkpoint_name(torch.sin(w) @ w, "product"))
+        return fs.checkpoint_name(h, "viewed").sin().sum()
 
     kept = fs.remat(f, save={"products": products, "names": {"product", "viewed"}}[save])
     for way in WAYS.values():
@@ -477,7 +482,7 @@ HELD = Held()
 
 
 def watched(w: Tensor) -> Tensor:
-    h = HELD(fs.named(w @ w, "h"))
+    h = HELD(fs.checkpoint_name(w @ w, "h"))
     return (HELD(torch.tanh(h)) @ w).sum()
 
 
@@ -521,8 +526,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for t in self.qkv(self.norm(x)).chunk(3, -1))
         attn = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2)
-        x = x + self.drop(self.out(fs.named(attn, "attn_out")))
-        return x + fs.named(self.drop(self.down(F.gelu(self.up(x)))), "mlp_out")
+        x = x + self.drop(self.out(fs.checkpoint_name(attn, "attn_out")))
+        return x + fs.checkpoint_name(self.drop(self.down(F.gelu(self.up(x)))), "mlp_out")
 
 
 def gpt(blocks: int = 4) -> nn.Module:
@@ -616,7 +621,7 @@ class Talks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.one(x))
-        return fs.named(self.two(h - collectives.all_reduce(h.detach(), MESH["shard"])), "h")
+        return fs.checkpoint_name(self.two(h - collectives.all_reduce(h.detach(), MESH["shard"])), "h")
 
 
 MESH: dict[str, Any] = {}

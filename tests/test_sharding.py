@@ -106,7 +106,7 @@ def test_l3_and_l5_elementwise_steps_commute_with_sharding(case: Case, step: str
         same({key: f(params[key], slopes[key]) for key in params}, expected[rank])
         bad, worse = (poisoned(shards, case.spec, rank) for shards in (params, slopes))
         stepped = {key: f(bad[key], worse[key]) for key in bad}
-        same(fs.views(stepped, case.spec, rank=rank), fs.views(expected[rank], case.spec, rank=rank))
+        same(fs.param_views(stepped, case.spec, rank=rank), fs.param_views(expected[rank], case.spec, rank=rank))
 
 
 @given(nonempty, st.integers(0, 9))

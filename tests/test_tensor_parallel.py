@@ -80,7 +80,7 @@ def clip(rank: int, p: float) -> None:
     xs = torch.randn(2, 4, 5, dtype=torch.float64)
     sum((plain(x) ** 2).mean() for x in xs).div(2).backward()
     grads = fs.grad(lambda q: (fs.functional_call(model, q, (xs[at[0]],), spec=spec) ** 2).mean())(fs.shard(model, spec))
-    norm = torch.linalg.vector_norm(c.all_gather(fs.optim.global_norm(grads, spec, p=p)[None], tp), p)
+    norm = torch.linalg.vector_norm(c.gather_slices(fs.optim.global_norm(grads, spec, p=p)[None], tp), p)
     most = norm.item() / 3
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), most, p), rtol=1e-9, atol=0)
     scaled = {key: g * (most / (norm + 1e-6)).clamp(max=1) for key, g in grads.items()}
@@ -104,12 +104,12 @@ def refuse(rank: int, folder: str) -> list[str]:
     said = []
     for call in (
         lambda: fs.optim.global_norm(params, own),
-        lambda: fs.optim.clip_by_global_norm(params, 1.0, own),
+        lambda: fs.optim.clip_by_global_norm(params, own, 1.0),
         lambda: fs.optim.vdot(params, params, own),
         lambda: fs.checkpoint.save(folder + "/1", params, own),
         lambda: fs.checkpoint.load(folder + "/1", own),
         lambda: fs.checkpoint.latest(folder, own),
-        lambda: fs.checkpoint.export(params, own, folder + "/2"),
+        lambda: fs.checkpoint.export(folder + "/2", params, own),
     ):
         with pytest.raises(ValueError, match=r"the spec's mesh \{'shard': 2\} has 2 of 4 ranks: expected all of") as error:
             call()

@@ -47,7 +47,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, out)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(fs.named(torch.tanh(self.up(x)), "inner"))
+        return self.down(fs.checkpoint_name(torch.tanh(self.up(x)), "inner"))
 
 
 def network(width: int, out: int, seed: int) -> nn.Module:

@@ -69,8 +69,8 @@ class Collective(NamedTuple):
 
 
 COLLECTIVES = {
-    "all_gather": Collective(c.all_gather, joined, lambda xs: mean(slices(total(xs)))),
-    "all_gather sum": Collective(lambda x, a: c.all_gather(x, a, reduce="sum"), joined, lambda xs: slices(total(xs))),
+    "gather_slices": Collective(c.gather_slices, joined, lambda xs: mean(slices(total(xs)))),
+    "gather_slices sum": Collective(lambda x, a: c.gather_slices(x, a, reduce="sum"), joined, lambda xs: slices(total(xs))),
     "gather_values": Collective(c.gather_values, joined, lambda xs: slices(total(xs))),
     "reduce_scatter": Collective(c.reduce_scatter, lambda xs: mean(slices(total(xs))), joined),
     "reduce_scatter sum": Collective(lambda x, a: c.reduce_scatter(x, a, reduce="sum"), lambda xs: slices(total(xs)), joined),
@@ -322,7 +322,7 @@ def test_chunks_around_the_ranks(op: str, chunk_size: int) -> None:
 def test_one_collective_for_each_chunk(chunk_size: int | None, sends: int) -> None:
     """Over a process group a batch is sent at once, in chunks as many times as there are chunks."""
     with world(2), Collectives() as sent:
-        vmap(lambda x: c.all_gather(x, Mesh.world()["shard"]), chunk_size=chunk_size)(torch.ones(5, 3))
+        vmap(lambda x: c.gather_slices(x, Mesh.world()["shard"]), chunk_size=chunk_size)(torch.ones(5, 3))
     assert [s.op for s in sent.all] == ["all_gather"] * sends
     assert sum(s.numel for s in sent.all) == 15
 
@@ -333,7 +333,7 @@ def chunked(rank: int, op: str, chunk_size: int) -> Tensor:
     return vmap(f, 1, chunk_size=chunk_size)(stacked(case, (rank,)))
 
 
-@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "scatter", "all_to_all"])
+@pytest.mark.parametrize("op", ["gather_slices", "reduce_scatter", "scatter", "all_to_all"])
 def test_chunks_on_a_process_group(gloo2: Pool, op: str) -> None:
     """The same on real ranks."""
     case = Case(op, "value", "a", (4, 3), (Level(2, 0, 0, "a"), Level(5, 1, 0)))
@@ -351,7 +351,7 @@ def of_dtypes(rank: int, case: Case) -> list[Tensor]:
     return [nest(LEVELS[1:], axes, f, stacked(case, (rank,)).to(dtype)) for dtype in DTYPES]
 
 
-@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter sum", "all_reduce sum", "broadcast", "all_to_all", "scatter"])
+@pytest.mark.parametrize("op", ["gather_slices", "reduce_scatter sum", "all_reduce sum", "broadcast", "all_to_all", "scatter"])
 def test_dtypes(gloo2: Pool, op: str) -> None:
     """Two vmaps over values of any dtype, that is kept, on simulated and on real ranks."""
     case = Case(op, "value", "a", (4, 3), LEVELS)

@@ -79,11 +79,11 @@ def gathered(matrices: fs.optim.Matrices) -> tuple[Callable[..., Any], Update]:
     spec = matrices.spec
     begin, rest = adamw()
     counted = {p.name: torch.arange(p.numel, dtype=p.dtype).view(p.shape) for unit in spec for p in unit.params}
-    where = {name: x.tolist() for name, x in fs.views(fs.shard(counted, spec), spec).items()}
+    where = {name: x.tolist() for name, x in fs.param_views(fs.shard(counted, spec), spec).items()}
     own = {name: slice(int(x[0]), int(x[-1]) + 1) if x else slice(0) for name, x in where.items()}  # elements of each
 
     def others(tree: Mapping[str, Tensor]) -> fs.Params:
-        return {name: part for name, part in fs.views(tree, spec).items() if name not in matrices.by_name}
+        return {name: part for name, part in fs.param_views(tree, spec).items() if name not in matrices.by_name}
 
     def init(params: fs.Params) -> Any:
         return {key: torch.zeros_like(p) for key, p in params.items()}, begin(others(params))
@@ -91,7 +91,7 @@ def gathered(matrices: fs.optim.Matrices) -> tuple[Callable[..., Any], Update]:
     def update(grads: fs.Params, state: Any, params: fs.Params) -> tuple[fs.Params, Any]:
         momentum, of_rest = state
         of_rest = rest(others(grads), of_rest, others(params))[1]
-        parts = fs.views(params, spec)  # writing into them writes into the slices
+        parts = fs.param_views(params, spec)  # writing into them writes into the slices
         for key in (key for key in params if matrices.names(key)):
             momentum[key].lerp_(grads[key], 1 - MOMENTUM)
             whole = fs.unshard({key: grads[key].lerp(momentum[key], MOMENTUM)}, spec)

@@ -23,10 +23,10 @@ GROUPS = {
     "Policies: which modules are units": "by_type by_size by_path Policy",
     "Specs: how each unit lies on the mesh": "P Precision Remat Codec PartitionSpec Unit module_tree ModuleTree Param Params",
     "Sharding and full parameters": "shard unshard reshard gather_full scatter_full partition combine skeleton init "
-    "init_buffers random_like flatten unflatten views",
+    "init_buffers random_like flatten unflatten param_views",
     "Calling the model": "functional_call trace_order BufferWarning SyncBatchNorm convert_sync_batchnorm",
-    "Gradients and other transforms": "grad grad_and_value hvp per_sample_grads remat named offload compile",
-    "Accumulation and reductions": "accumulate update_in_backward Stepped reduce_grads reduce_mean weight_share",
+    "Gradients and other transforms": "grad grad_and_value hvp per_sample_grads remat checkpoint_name offload compile",
+    "Accumulation and reductions": "accumulate update_in_backward StepResult reduce_grads reduce_mean weight_share",
 }
 """The names at the top of the package, in the order in which a user looks for them."""
 

@@ -16,7 +16,7 @@ from .. import _torch
 from .._spec.fits import full_of_unit
 from .._spec.spec import PartitionSpec
 from .._units.layout import ordered
-from ..collectives._functions import all_gather
+from ..collectives._functions import gather_slices
 from ..collectives._mesh import Group, Mesh
 
 __all__ = [
@@ -177,7 +177,7 @@ def _rows(row: Tensor, mesh: Mesh) -> Tensor:
     """The rows of all ranks of the mesh, in its row-major order, over the axes that can communicate."""
     rows = row.unsqueeze(0)
     for axis in reversed(_talking(mesh)):
-        rows = all_gather(rows, axis)
+        rows = gather_slices(rows, axis)
     return rows
 
 

@@ -61,7 +61,7 @@ def reduce_grads(
     return {unit.key: out[unit.key] for unit in spec if unit.key in out}
 
 
-def reduce_mean(grads: Mapping[str, Tensor], weight: float | Tensor, spec: PartitionSpec) -> Params:
+def reduce_mean(grads: Mapping[str, Tensor], spec: PartitionSpec, weight: float | Tensor) -> Params:
     """``sum_r w_r g_r / sum_r w_r`` in slices: the mean over all samples, where ranks have different numbers of them.
 
     ``grads`` are this rank's full gradients by parameter name, of the mean over its own samples or tokens, and ``weight``
@@ -76,7 +76,7 @@ def reduce_mean(grads: Mapping[str, Tensor], weight: float | Tensor, spec: Parti
         >>> import torch, funshard as fs
         >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> samples = 3
-        >>> fs.reduce_mean({"weight": torch.ones(2, 4)}, samples, spec)
+        >>> fs.reduce_mean({"weight": torch.ones(2, 4)}, spec, samples)
         {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
     share = weight_share(weight, spec)

@@ -14,7 +14,7 @@ from .._torch import OpOverload
 __all__ = ["ALL", "Chosen", "Remat", "Save"]
 
 Save = Callable[..., Any] | Collection[str | OpOverload]
-"""A function that chooses operators, or the operators, or names that `funshard.named` gives."""
+"""A function that chooses operators, or the operators, or names that `funshard.checkpoint_name` gives."""
 
 Chosen = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Any], bool]
 """``chosen(op, args, kwargs, results)``: whether the results of this operator are to be kept."""
@@ -26,7 +26,7 @@ class Remat:
 
     What is saved of a run costs its memory, and the operators that made it do not run again for the gradient. ``save`` is
 
-    - names that the model gives to what it computes by `funshard.named` (jax.checkpoint_policies.save_only_these_names);
+    - names that the model gives with `funshard.checkpoint_name` (jax.checkpoint_policies.save_only_these_names);
     - operators, such as ``torch.ops.aten.mm.default``, or a function from an operator to whether it is to be saved;
     - a policy or a ``context_fn`` as for torch.utils.checkpoint: ``policy(ctx, op, *args, **kwargs) -> CheckpointPolicy``,
       and ``functools.partial(create_selective_checkpoint_contexts, policy)``, which is called anew for each first run.

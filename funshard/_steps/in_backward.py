@@ -23,13 +23,13 @@ from .in_place import Runs, added, entered_as
 from .plan import Parts, Plan
 from .weights import check_as_many, scales_of
 
-__all__ = ["Stepped", "update_in_backward"]
+__all__ = ["StepResult", "update_in_backward"]
 
 Update = Callable[[Params, dict[str, Any], Params], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
 """``update(grads, state, params) -> (new params, new state)``, of some units or all, each by itself."""
 
 
-class Stepped(NamedTuple):
+class StepResult(NamedTuple):
     """What a step gives."""
 
     params: Params
@@ -57,7 +57,7 @@ def update_in_backward(
     max_norm: float | Tensor | None = None,
     clip: Literal["exact", "previous"] = "exact",
     norm: Tensor | None = None,
-) -> Stepped:
+) -> StepResult:
     """The params and state after ``update`` with the gradients of `accumulate`, of which few are ever alive.
 
     While the backward of the last micro-batch runs, each unit's gradient is updated with once it is complete, and let go:
@@ -125,7 +125,7 @@ def _in_place(
     max_norm: float | Tensor | None,
     clip: str,
     norm: Tensor | None,
-) -> Stepped:
+) -> StepResult:
     """The step where nobody differentiates it."""
     rest = iter(batches)
     batch, following = next(rest), next(rest, _NONE)
@@ -161,9 +161,9 @@ def _in_place(
     return _stepped(plan, new, (value, runs.parts.auxes) if plan.has_aux else value, norm)
 
 
-def _stepped(plan: Plan, new: Mapping[str, tuple[Tensor, Any]], value: Any, norm: Tensor | None) -> Stepped:
+def _stepped(plan: Plan, new: Mapping[str, tuple[Tensor, Any]], value: Any, norm: Tensor | None) -> StepResult:
     """In the order of the params."""
-    return Stepped({key: new[key][0] for key in plan.params}, {key: new[key][1] for key in plan.params}, value, norm)
+    return StepResult({key: new[key][0] for key in plan.params}, {key: new[key][1] for key in plan.params}, value, norm)
 
 
 _NONE = object()

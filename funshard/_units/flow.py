@@ -20,7 +20,7 @@ from .._spec.division import Divide, Reduction
 from .._spec.host import HOST
 from .._spec.precision import Precision
 from .._spec.unit import Unit
-from ..collectives._functions import all_gather, reduce_scatter, scatter, unvary, vary
+from ..collectives._functions import gather_slices, reduce_scatter, scatter, unvary, vary
 from ..collectives._mesh import Axis, Group, Mesh, Simulated
 from .host import moved
 from .layout import coordinates
@@ -92,7 +92,7 @@ def gather_unit(
     for axis in reversed(rest):
         piece = vary(piece, axis, reduce=route.op, label=label)
     for axis in reversed(split):
-        piece = all_gather(piece, axis, reduce=route.op, label=label)
+        piece = gather_slices(piece, axis, reduce=route.op, label=label)
     return piece
 
 
@@ -179,7 +179,7 @@ def _axes(
 
 def _gathered(piece: Tensor, split: Sequence[Axis], label: str) -> Tensor:
     for axis in reversed(split):
-        piece = all_gather(piece, axis, label=label)
+        piece = gather_slices(piece, axis, label=label)
     return piece
 
 

@@ -1,4 +1,4 @@
-"""flatten, unflatten, views: where each parameter lies in its unit's buffer. Arithmetic, no communication."""
+"""flatten, unflatten, param_views: where each parameter lies in its unit's buffer. Arithmetic, no communication."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = [
     "index",
     "ordered",
     "padded_buffer",
+    "param_views",
     "pieces",
     "shaped",
     "spaced",
     "unflatten",
     "unflatten_unit",
-    "views",
     "widest",
 ]
 
@@ -158,7 +158,7 @@ def coordinates(mesh: Mesh, rank: int | None) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
-def views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None = None) -> Params:
+def param_views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None = None) -> Params:
     """The 1-D piece of every parameter that lies in this rank's slice, possibly empty, as a *view* of the shard.
 
     By parameter name; elements are in the parameter's memory order (``Param.order``). ``rank`` is the rank on the mesh
@@ -170,11 +170,11 @@ def views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None
         >>> import torch, funshard as fs
         >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2)).on({"shard": 2})
         >>> shards = fs.shard({"weight": torch.ones(2, 4), "bias": torch.zeros(2)}, spec, rank=1)
-        >>> {name: len(piece) for name, piece in fs.views(shards, spec, rank=1).items()}
+        >>> {name: len(piece) for name, piece in fs.param_views(shards, spec, rank=1).items()}
         {'bias': 0, 'weight': 8}
     """
     spec = bound(spec)
-    check_trained((unit for unit in spec if unit.key in shards), "views")
+    check_trained((unit for unit in spec if unit.key in shards), "param_views")
     check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec if not unit.at_rest})
     check_rests(shards, spec)
     at = coordinates(spec.bound_mesh, rank)

@@ -52,9 +52,9 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def export(
+    directory: str | os.PathLike[str],
     params: Mapping[str, Tensor],
     spec: PartitionSpec,
-    directory: str | os.PathLike[str],
     *,
     shard_bytes: int = 5_000_000_000,
     dtype: torch.dtype | None = None,
@@ -91,7 +91,7 @@ def export(
         >>> import tempfile, torch, funshard as fs
         >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     path = fs.checkpoint.export({"": torch.arange(8.0)}, spec, f"{directory}/model")
+        ...     path = fs.checkpoint.export(f"{directory}/model", {"": torch.arange(8.0)}, spec)
         ...     print([file.name for file in path.iterdir()])
         ['model.safetensors']
     """

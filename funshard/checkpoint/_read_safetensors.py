@@ -60,7 +60,7 @@ def read_safetensors(
         >>> import tempfile, torch, funshard as fs
         >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     path = fs.checkpoint.export({"": torch.arange(8.0)}, spec, f"{directory}/model")
+        ...     path = fs.checkpoint.export(f"{directory}/model", {"": torch.arange(8.0)}, spec)
         ...     print(fs.checkpoint.read_safetensors(path, spec))
         {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}
     """

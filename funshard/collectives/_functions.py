@@ -20,10 +20,10 @@ from ._primitive import apply
 
 __all__ = [
     "Reduce",
-    "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "gather_slices",
     "gather_values",
     "reduce_scatter",
     "scatter",
@@ -54,7 +54,7 @@ def _checked(reduce: str, x: Tensor) -> str:
     return reduce
 
 
-def all_gather(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
+def gather_slices(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
     """The ranks' shards joined along dimension 0, in rank order. Inverse of `scatter`.
 
     For slices of one whole, such as a parameter's: gradients of the joined tensor are averaged. For values that each rank
@@ -71,12 +71,12 @@ def all_gather(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "
 
     Example:
         >>> import torch, funshard as fs
-        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.all_gather(x, mesh["shard"]), 2)
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.gather_slices(x, mesh["shard"]), 2)
         >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
     """
     if x.dim() == 0:
-        raise ValueError("all_gather: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
+        raise ValueError("gather_slices: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
     return apply(f"gather_{_known(reduce)}", x, axis, label=label)
 
 
@@ -104,7 +104,7 @@ def gather_values(x: Tensor, axis: Axis) -> Tensor:
             logits = u @ gather_values(v, axis).T  # [n, N*n]
             return cross_entropy(logits, arange(len(u)) + axis.rank * len(u))
 
-    With ``reduce="sum"`` both give N times that. With `all_gather` in its place, made for shards, all gradients of ``whole``
+    With ``reduce="sum"`` both give N times that. With `gather_slices` in its place, made for shards, all gradients of ``whole``
     are N times too small, and of ``own_rows`` what comes by ``v``.
 
     Every rank gives the same shape: pad rows that a rank lacks, and mask them. On several mesh axes, one by one, the last
@@ -126,7 +126,7 @@ def gather_values(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
     """Rank r's slice of the mean (or sum) over ranks.
 
-    Type: ``[N*n, ...] -> S[n, ...]``. Transpose: `all_gather`, without another factor::
+    Type: ``[N*n, ...] -> S[n, ...]``. Transpose: `gather_slices`, without another factor::
 
         rank 0  abc          a+d+g
         rank 1  def    ->    b+e+h    (each / 3 for the mean)
@@ -267,9 +267,9 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
-    """This rank's slice of a tensor that all ranks have alike, copied; no communication. Inverse of `all_gather`.
+    """This rank's slice of a tensor that all ranks have alike, copied; no communication. Inverse of `gather_slices`.
 
-    Type: ``one value on all ranks [N*n, ...] -> S[n, ...]``. Transpose: `all_gather`::
+    Type: ``one value on all ranks [N*n, ...] -> S[n, ...]``. Transpose: `gather_slices`::
 
         rank 0  abc          a
         rank 1  abc    ->    b

@@ -23,7 +23,7 @@ from torch import Tensor
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.layout import Params
-from ..collectives._functions import all_gather, all_to_all
+from ..collectives._functions import all_to_all, gather_slices
 from ..collectives._mesh import Axes
 from ._compressor import Compressor, at_rest, buffer_of, exactly, given_grads, other_axes, over_axes, reduced, size_of
 from ._powersgd import PowerSGD, powersgd
@@ -207,5 +207,5 @@ def _from_all(pieces: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, 
         pieces = all_to_all(pieces, axis).unflatten(0, (axis.size, -1)).movedim(0, 1).flatten(1, 2)
     pieces = pieces.squeeze(0)
     for axis in (mesh[name] for name in over if name not in unit.p.axes):
-        pieces = all_gather(pieces, axis)
+        pieces = gather_slices(pieces, axis)
     return pieces

@@ -14,7 +14,7 @@ from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.layout import Params
 from .._units.padding import check_slice, map_elements
-from ..collectives._functions import all_gather, sum_shards
+from ..collectives._functions import gather_slices, sum_shards
 from ..collectives._mesh import check_spans_world
 
 __all__ = ["clip_by_global_norm", "clipped", "global_norm", "norm_of_units", "sum_of_squares", "vdot", "wide"]
@@ -79,7 +79,7 @@ def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) 
 
 
 def clip_by_global_norm(
-    tree: Mapping[str, Tensor], max_norm: float | Tensor, spec: PartitionSpec, *, p: float = 2.0
+    tree: Mapping[str, Tensor], spec: PartitionSpec, max_norm: float | Tensor, *, p: float = 2.0
 ) -> tuple[Params, Tensor]:
     """``(the tree scaled to a norm of at most max_norm, its norm before)``, in the tensors' own dtypes.
 
@@ -89,7 +89,7 @@ def clip_by_global_norm(
 
     >>> import torch, funshard as fs
     >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> fs.optim.clip_by_global_norm({"weight": torch.tensor([[3.0, 4.0]])}, 2.5, fs.policies.whole()(model))
+    >>> fs.optim.clip_by_global_norm({"weight": torch.tensor([[3.0, 4.0]])}, fs.policies.whole()(model), 2.5)
     ({'weight': tensor([[1.5000, 2.0000]])}, tensor(5.))
 
     Raises what `global_norm` raises, and ValueError for a ``max_norm`` that is negative or NaN. (A tensor of an accelerator or
@@ -150,7 +150,7 @@ def _over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.
     for axes, of_units in parts.items():
         total = _combined(torch.stack(of_units), p)
         for axis in (spec.bound_mesh[name] for name in axes):
-            total = all_gather(total[None], axis).amax() if p == math.inf else sum_shards(total, axis)
+            total = gather_slices(total[None], axis).amax() if p == math.inf else sum_shards(total, axis)
         totals.append(total)
     return _combined(torch.stack(totals), p) if totals else torch.zeros(())
 

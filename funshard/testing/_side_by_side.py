@@ -21,7 +21,7 @@ from .._sharding.sharding import combine, partition, shard
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join
 from .._transforms.grad import grad_and_value, hvp
-from .._units.layout import Params, coordinates, views
+from .._units.layout import Params, coordinates
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh
 from ._refusals import check_same_units, explain_vmap, record_units
@@ -154,7 +154,7 @@ class Case:
     def _named(self, kind: str, shards: Params, rank: int) -> dict[Key, Tensor]:
         """The pieces of what is trained in a rank's shards, of which those that are frozen need not be there."""
         others = partition(shard(self.model, self.spec, rank=rank), self.spec)[1]
-        pieces = views(others | shards, self.spec, rank=rank)
+        pieces = param_views(others | shards, self.spec, rank=rank)
         return {(kind, name): pieces[name] for name in self.trained}
 
     def _one_by_one(self, seed: int, vector: Params | None, visited: list[str]) -> list[_Plain]:

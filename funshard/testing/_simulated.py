@@ -23,7 +23,7 @@ def spmd(fn: Callable[..., Any], size: int | Mapping[str, int]) -> Callable[...,
     ``randomness`` that you give it, and with ``chunk_size`` it cannot be an axis (ValueError).
 
     >>> import funshard as fs
-    >>> fs.testing.spmd(lambda mesh, x: fs.collectives.all_gather(x, mesh["shard"]), 2)(torch.tensor([[1], [2]]))
+    >>> fs.testing.spmd(lambda mesh, x: fs.collectives.gather_slices(x, mesh["shard"]), 2)(torch.tensor([[1], [2]]))
     tensor([[1, 2],
             [1, 2]])
     """

@@ -63,7 +63,7 @@ class RecomputeRegions:
 
 def missing_names_message(name: str, names: Collection[str], seen: Collection[str]) -> str:
     """What is wrong where a run gives other names than those that are to be saved."""
-    some = f"some of {_listed(seen)}" if seen else "funshard.named(x, name) in it"
+    some = f"some of {_listed(seen)}" if seen else "funshard.checkpoint_name(x, name) in it"
     return f"{name} is to save {_listed(names)}, and gave none of these names while it ran: expected {some}"
 
 

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 _RUNS = threading.local()
 
 
-def named(x: Tensor, name: str) -> Tensor:
+def checkpoint_name(x: Tensor, name: str) -> Tensor:
     """``x``, by a name that ``remat(f, save={name})`` and ``P(remat=Remat(save={name}))`` can keep it by.
 
     jax.ad_checkpoint.checkpoint_name. What is kept is the result of the operator that made ``x``, whose kernel then does
@@ -40,7 +40,7 @@ def named(x: Tensor, name: str) -> Tensor:
     nobody; it is computed again as ever. Outside of a remat this does nothing.
 
     >>> import torch, funshard as fs
-    >>> f = fs.remat(lambda x: fs.named(x.exp(), "exp").sin(), save={"exp"})
+    >>> f = fs.remat(lambda x: fs.checkpoint_name(x.exp(), "exp").sin(), save={"exp"})
     >>> torch.func.grad(f)(torch.tensor(0.0)) == torch.tensor(1.0).cos()
     tensor(True)
 
@@ -49,7 +49,7 @@ def named(x: Tensor, name: str) -> Tensor:
     if torch.compiler.is_compiling():
         return mark_name(x, name)
     if not isinstance(x, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"named: expected a tensor and a name, got a {type(x).__name__} and {name!r}")
+        raise TypeError(f"checkpoint_name: expected a tensor and a name, got a {type(x).__name__} and {name!r}")
     for run in _runs():
         run.named(x, name)
     return x

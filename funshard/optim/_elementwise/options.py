@@ -11,7 +11,7 @@ from torch import Tensor
 from ..._spec.spec import PartitionSpec, bound
 from ..._spec.tree import Param
 from ..._spec.unit import Unit
-from ..._units.layout import views
+from ..._units.layout import param_views
 
 __all__ = ["Layout", "Options", "Run", "for_groups", "grouped", "join", "kept_ratio", "laid_out", "part", "pieces", "put"]
 
@@ -68,7 +68,7 @@ def laid_out(
 ) -> tuple[list[Mapping[str, Any]], dict[str, Layout]]:
     """``(the different options that there are, the layout of this rank's shards)``; ``check`` as for `grouped`.
 
-    Of shards by unit key, and of what lies in them of single parameters (`views`) by parameter name.
+    Of shards by unit key, and of what lies in them of single parameters (`param_views`) by parameter name.
     """
     spec = bound(spec)
     groups, group_of = grouped(spec, options, check)
@@ -83,7 +83,7 @@ def laid_out(
     if unknown:  # where a parameter's part is the whole slice
         parts = {param.name: Layout(numels[unit.key]) for unit in spec if not unit.at_rest for param in unit.params}
         return groups or [{}], {key: Layout(numel) for key, numel in numels.items()} | parts | frozen
-    where = views({key: torch.empty(numel, device="meta") for key, numel in numels.items()}, spec, rank=rank)
+    where = param_views({key: torch.empty(numel, device="meta") for key, numel in numels.items()}, spec, rank=rank)
     layouts = {key: _layout(spec.by_key[key], numel, where, group_of) for key, numel in numels.items()}
     parts = {name: Layout(len(x), (Run(0, len(x), group_of[name]),), (group_of[name],)) for name, x in where.items()}
     return groups or [{}], layouts | parts | frozen

@@ -13,7 +13,7 @@ from ..._spec.host import used_on
 from ..._spec.spec import PartitionSpec
 from ..._units.flow import reduce_along
 from ..._units.layout import Params, coordinates, ordered, shaped
-from ...collectives._functions import all_gather, vary
+from ...collectives._functions import gather_slices, vary
 from ...collectives._mesh import Simulated
 from .exchange import Way, back, started, there, travelled
 from .flat import Share, parts_of
@@ -124,7 +124,7 @@ class Group(NamedTuple):
             if name not in axes:
                 piece = vary(piece, mesh[name], reduce="sum")
         for name in reversed(axes):
-            piece = all_gather(piece, mesh[name], reduce="sum")
+            piece = gather_slices(piece, mesh[name], reduce="sum")
         whole = _seen(piece[matrix.begin : matrix.begin + matrix.param.numel], matrix)
         return torch.where(self._is_owner(matrix, piece.device), whole, 0)
 
