@@ -584,7 +584,7 @@ def test_frozen_by_closure(gloo2: Pool, keep: str) -> None:
 def computed_from(rank: int, keep: str, what: str) -> None:
     """Shards that the loss has changed, a gradient inside the loss, a teacher: nothing of this is reduced twice or never."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, teacher = Net(blocks=2), Net(blocks=1)
+    model, teacher = Net(blocks=2), Net(blocks=2 if what == "same architecture" else 1)
     spec, other = (policy(P("shard"))(m).on(mesh) for m in (model, teacher))
     params, taught = fs.shard(model, spec), fs.shard(teacher, other)
     batches = [numbers(rank, i) for i in range(2)]
@@ -606,7 +606,9 @@ def computed_from(rank: int, keep: str, what: str) -> None:
         if what == "checkpoint":
             run = lambda x: fs.functional_call(model, p, (x,), spec=spec, **by)  # noqa: E731
             return (torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False) ** 2).mean()
-        return ((call(p) - fs.functional_call(teacher, taught, (x,), spec=other, reduce="sum")) ** 2).mean()
+        target = lambda t: fs.functional_call(teacher, t, (x,), spec=other, reduce=3.0)  # noqa: E731
+        slopes = torch.func.grad(lambda t: target(t).sum())(taught)
+        return ((call(p) - target(taught)) ** 2).mean() + sum((p[key] * slope).sum() for key, slope in slopes.items())
 
     for by in depth({"shards": ["sum"], "full": ["mean"]}[keep], ["mean", "sum"]):
         expected, _ = each_alone(lambda p, x, by=by: loss(p, x, reduce=by), params, batches)
@@ -614,7 +616,7 @@ def computed_from(rank: int, keep: str, what: str) -> None:
         close(got, {key: g * (1 if by == "mean" else 2) for key, g in expected.items()})
 
 
-WHAT = ["changed", "twice", "step inside", "gradient of the input", "remat", "checkpoint", "teacher"]
+WHAT = ["changed", "twice", "step inside", "gradient of the input", "remat", "checkpoint", "teacher", "same architecture"]
 
 
 @pytest.mark.parametrize("what", WHAT)
@@ -634,13 +636,15 @@ def test_nothing_of_the_callers_is_changed() -> None:
         return fs.functional_call(model, p, (x,), spec=spec, **options).sum()
 
     def failing(p: fs.Params, x: Tensor) -> Tensor:
+        handed.update(p)
         p.clear()
         raise KeyError("mine")
 
+    handed: fs.Params = {}
     first, _ = fs.accumulate(loss, params, [x, x], spec=spec)
     with pytest.raises(KeyError, match="mine"):
         fs.accumulate(failing, params, [x, x], spec=spec)
-    fs.grad(lambda p: loss(p, x, reduce="sum"))(params)  # which inside of accumulate would be refused
+    loss(handed, x, reduce="sum")  # which inside of accumulate would be refused
     second, _ = fs.accumulate(loss, params, [x, x], spec=spec)
     close(second, first)
     first["0"].zero_()
@@ -652,24 +656,24 @@ def test_of_the_thread_that_runs_it() -> None:
     """A call in another thread is not inside of it; but in a thread of autograd's own, which Python has not started, it is."""
     model = chain(1)
     spec = policy(P("shard"))(model)
-    params, x = fs.shard(model, spec), numbers(0, 0)
+    x = numbers(0, 0)
     said: queue.Queue[str] = queue.Queue()
 
-    def call() -> None:
+    def call(p: fs.Params) -> None:
         try:
-            fs.functional_call(model, params, (x,), spec=spec, reduce="sum")
+            fs.functional_call(model, p, (x,), spec=spec, reduce="sum")
             said.put("none")
         except ValueError as error:
             said.put(str(error))
 
     def loss(p: fs.Params, x: Tensor) -> Tensor:
-        for start in (lambda: threading.Thread(target=call).start(), lambda: _thread.start_new_thread(call, ())):
+        for start in (threading.Thread(target=call, args=(p,)).start, lambda: _thread.start_new_thread(call, (p,))):
             start()
             heard.append(said.get(timeout=60))
         return fs.functional_call(model, p, (x,), spec=spec).sum()
 
     heard: list[str] = []
-    fs.accumulate(loss, params, [x], spec=spec)
+    fs.accumulate(loss, fs.shard(model, spec), [x], spec=spec)
     assert heard[0] == "none"
     assert "give them to accumulate" in heard[1]
 

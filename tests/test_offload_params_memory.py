@@ -199,13 +199,13 @@ def test_an_update_has_three_units_on_the_device(world: None, units: int, donate
 def test_a_gradient_that_was_handed_on_is_let_go(collectives: int) -> None:
     """Also where it has left early, with more than one collective before (HSDP): nothing holds it to the next unit's."""
     handed: list[weakref.ref[Any]] = []
-    arrivals = SimpleNamespace(
-        started=lambda key: None, arrived=lambda key, grad: handed.append(weakref.ref(grad.untyped_storage()))
+    receiver = SimpleNamespace(
+        expect=lambda key: None, receive=lambda key, grad: handed.append(weakref.ref(grad.untyped_storage()))
     )
     host, dtype = torch.device("cpu"), torch.float64
     route: Any = SimpleNamespace(device=host, padded=4, dtype=dtype, dtypes=SimpleNamespace(reduce=dtype))
     steps: Any = SimpleNamespace(reduce=[lambda x, own: Finish((), lambda: x.clone())] * (collectives + 1))
-    reductions = Reductions(1, Buffers(), cast("Any", arrivals))
+    reductions = Reductions(1, Buffers(), cast("Any", receiver))
     reductions.begin(0)
     with no_collector():
         for i in range(6):

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._spec.accumulation import accumulation_of
 from .._spec.division import Divide
 from .._spec.fits import check_params
 from .._spec.spec import PartitionSpec, bound
 from .._transforms.error_hints import add_argument_hints, add_hints, as_call_arguments, check_materialized
+from .._units.accumulation import find_accumulation
 from .._units.flow import reduction_over
 from . import in_graph
 from .buffers import warn_of_lost
@@ -88,10 +88,10 @@ def functional_call(
     """
     spec = bound(spec)
     check_params(params, spec)
-    accumulation = accumulation_of(params, spec, reduce, reduce_over)
-    arrivals = None
+    accumulation = find_accumulation(params, spec, reduce, reduce_over)
+    receiver = None
     if accumulation:
-        params, reduction, arrivals = accumulation.entering(params)
+        params, reduction, receiver = accumulation.replace(params)
     else:
         reduction = reduction_over(reduce, reduce_over, spec.bound_mesh, (unit for unit in spec if unit.key in params))
     _check_count("prefetch", prefetch, 0)
@@ -102,7 +102,7 @@ def functional_call(
     place = Place.of(model, spec)
     check_materialized(model, params, spec, given)
     check_reduced(params, model, spec, stacklevel=2)
-    call = Call(place, params, spec, reduction, CallOptions(prefetch, in_flight, check_order), arrivals)
+    call = Call(place, params, spec, reduction, CallOptions(prefetch, in_flight, check_order), receiver)
     try:
         out = call.run(*given, buffers, method)
     except (TypeError, AttributeError, RuntimeError) as error:

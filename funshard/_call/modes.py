@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.accumulation import Arrivals
 from .._spec.division import Reduction
 from .._spec.fits import whole_unit
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import RestorableBuffer
+from .._units.accumulation import GradReceiver
 from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit
 from .casting import cast_params
@@ -78,18 +78,18 @@ def choose(
     spec: PartitionSpec,
     reduction: Reduction,
     options: CallOptions,
-    arrivals: Arrivals | None,
+    receiver: GradReceiver | None,
     *,
     again: bool,
     replaces: bool,
 ) -> Scheduled | Stacked | Flow:
-    """The mode of a call that is not compiled. ``arrivals`` take gradients as they are reduced.
+    """The mode of a call that is not compiled. ``receiver`` takes gradients as they are reduced.
 
     Not ``again``: what runs is itself run again for its derivatives, which need keep nothing. Unless it ``replaces`` what
     autograd saves, that stays: a checkpoint around the call does so itself.
     """
     if _schedulable(params, spec):
-        schedule = Schedule(params, _sharded(params, spec), reduction, options, arrivals)
+        schedule = Schedule(params, _sharded(params, spec), reduction, options, receiver)
         return Scheduled(schedule, params, spec, reduction, replaces)
     if again and replaces and torch.is_grad_enabled() and _nestable(spec):
         return Stacked(params, spec, reduction, options.check_order)

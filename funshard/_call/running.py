@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._spec.accumulation import Arrivals
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms._recompute.special_adapters import set_attributes
+from .._units.accumulation import GradReceiver
 from .buffers import install_buffers
 from .casting import buffer_dtypes, cast_around
 from .fittings import fittings
@@ -45,7 +45,7 @@ class Call:
         spec: PartitionSpec,
         reduction: Reduction,
         options: CallOptions,
-        arrivals: Arrivals | None = None,
+        receiver: GradReceiver | None = None,
         *,
         again: bool = True,
         thread: int | None = None,
@@ -58,7 +58,7 @@ class Call:
         outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
         self.rests = resting(params, spec, outer, again=again)
         replaces = outer is None or self.rests is not None
-        self.mode = choose(params, spec, reduction, options, arrivals, again=again, replaces=replaces)
+        self.mode = choose(params, spec, reduction, options, receiver, again=again, replaces=replaces)
         self.scopes = Scopes(self.mode, params, spec, self.rests)
         self.inference = torch.is_inference_mode_enabled()
         self.used: set[str] | None = None if again else set()  # the parameters that a module to be run again has read

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from .. import _torch
-from .._spec.accumulation import Arrivals
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import mark_graph_freed
+from .._units.accumulation import GradReceiver
 from .._units.chain import Buffers, routes
 from .._units.reductions import Reductions
 from .._units.route import Route
@@ -49,7 +49,7 @@ class Schedule:
         spec: PartitionSpec,
         reduction: Reduction,
         options: CallOptions,
-        arrivals: Arrivals | None,
+        receiver: GradReceiver | None,
     ) -> None:
         self.shards = {key: _torch.base(shards[key]).detach() for key in spec.by_key}
         self._witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
@@ -58,8 +58,8 @@ class Schedule:
         dtypes = tuple(shard.dtype for shard in self.shards.values())
         self.routes = spec.once(routes, dtypes, reduction, options.check_order)
         self.buffers = Buffers(margins=self.routes.compares)
-        self.arrivals = arrivals
-        self.reductions = Reductions(options.in_flight, self.buffers, arrivals)
+        self.receiver = receiver
+        self.reductions = Reductions(options.in_flight, self.buffers, receiver)
         self._sequence = CollectiveSequence() if self._compares() else None
         self._checks: list[SequenceCheck] = []  # of forward, started and not looked at
         self._in_forward = True
@@ -284,9 +284,9 @@ class _Entry(_torch.Function):
         return None, None, *out
 
 
-def enters(node: object, i: int, arrivals: Arrivals) -> str | None:
-    """The unit whose shard this result of a graph's node is: where a call begins that hands gradients to these arrivals."""
+def enters(node: object, i: int, receiver: GradReceiver) -> str | None:
+    """The unit whose shard this result of a graph's node is: where a call begins that hands gradients to this receiver."""
     schedule = getattr(node, "schedule", None)
-    if isinstance(node, BackwardCFunction) and isinstance(schedule, Schedule) and schedule.arrivals is arrivals:
+    if isinstance(node, BackwardCFunction) and isinstance(schedule, Schedule) and schedule.receiver is receiver:
         return cast("Any", node).keys[i]
     return None

@@ -219,11 +219,11 @@ class _Last:
                 self._late.add(key)
             self._look(key)
 
-    def started(self, key: str) -> None:
+    def expect(self, key: str) -> None:
         """Part of a unit's gradient is on its way."""
         self._under_way[key] += 1
 
-    def arrived(self, key: str, grad: Tensor) -> None:
+    def receive(self, key: str, grad: Tensor) -> None:
         """It is there."""
         self._runs.check(key)
         self._under_way[key] -= 1

@@ -11,9 +11,9 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .._spec.accumulation import Accumulation, Arrivals
 from .._transforms.error_hints import add_hints
 from .._transforms.grad import is_differentiated_outside
+from .._units.accumulation import Accumulation, GradReceiver
 from .._units.layout import Params
 from .plan import Parts, Plan
 from .weights import scaled_by, widest
@@ -45,14 +45,14 @@ class Runs:
     def parts(self, parts: Parts) -> None:
         self._sums.parts = parts
 
-    def forward(self, batch: Any, i: int, scales: Tensor | None, arrivals: Arrivals | None = None) -> Tensor:
-        """The loss of a micro-batch, scaled. Gradients go to the sums, or to ``arrivals`` where a unit's is reduced."""
+    def forward(self, batch: Any, i: int, scales: Tensor | None, receiver: GradReceiver | None = None) -> Tensor:
+        """The loss of a micro-batch, scaled. Gradients go to the sums, or to ``receiver`` where a unit's is reduced."""
         if i and is_differentiated_outside(batch):
             raise ValueError(
                 f"accumulate: micro-batch {i} requires grad and the first one does not: expected all of them or none; "
                 "give a list"
             )
-        within = self.plan.within(self.given, self.entered, arrivals or self._sums)
+        within = self.plan.within(self.given, self.entered, receiver or self._sums)
         with within, torch.enable_grad():
             self._sums.in_loss = True
             loss, aux = self.plan.loss(self._f, self.given, batch)
@@ -69,7 +69,7 @@ class Runs:
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """The gradients of the loss that `forward` gave last, added to the sums."""
-        within, self._within = self._within, None  # it knows the arrivals, and these this
+        within, self._within = self._within, None  # it knows the receiver, which knows this object
         assert within is not None
         leaves = [*self.given.values()]
         if loss.requires_grad and leaves:
@@ -97,10 +97,10 @@ class _Sums:
                 "expected a gradient as a value; take it by fs.grad"
             )
 
-    def started(self, key: str) -> None:
+    def expect(self, key: str) -> None:
         """It is told when it is there."""
 
-    def arrived(self, key: str, grad: Tensor) -> None:
+    def receive(self, key: str, grad: Tensor) -> None:
         """Part of a unit's gradient."""
         self.check(key)
         added(self.parts.through, key, grad)

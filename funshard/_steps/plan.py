@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.accumulation import Accumulation, Arrivals
 from .._spec.division import Divide, Reduction
 from .._spec.fits import check_shards
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.grad import check_differentiable, split_loss
+from .._units.accumulation import Accumulation, GradReceiver
 from .._units.flow import gather_unit, reduce_unit, reduction_over
 from .._units.layout import Params, flatten_unit, unflatten_unit
 from .weights import wide, widest
@@ -88,11 +88,11 @@ class Plan:
         """Whether units are reduced over the axes that they are not split over at the end alone."""
         return self.in_place and not self.full and not self.single
 
-    def within(self, given: Params, entered: Params, arrivals: Arrivals | None = None) -> Accumulation:
+    def within(self, given: Params, entered: Params, receiver: GradReceiver | None = None) -> Accumulation:
         """The context of a run of the loss."""
         partial = Reduction(self.reduction.by, frozenset()) if self.later else self.reduction
         thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
-        return Accumulation(self.spec, given, entered, partial, self.reduction, thread, arrivals)
+        return Accumulation(self.spec, given, entered, partial, self.reduction, thread, receiver)
 
     def loss(self, f: Callable[..., Any], given: Params, batch: Any) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and what comes with it. ValueError where ``f`` hooks a shard, whose calls bypass it."""

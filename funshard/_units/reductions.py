@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.accumulation import Arrivals
+from .accumulation import GradReceiver
 from .chain import Buffers, Chain, Step, Steps
 from .joining import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, Buckets
 from .route import Route
@@ -22,12 +22,12 @@ _Kind = tuple[torch.dtype, torch.dtype, torch.device | None]
 class Reductions:
     """What one call's backward reduces: split units one by one, replicated ones in buckets.
 
-    ``in_flight`` is how many split units' whole gradients may be under way. Where there are ``arrivals``, these get what is
+    ``in_flight`` is how many split units' whole gradients may be under way. Where there is a ``receiver``, it gets what is
     reduced, and no more units', or buckets, wait for each other than may be under way; without, all is kept to the end.
     """
 
-    def __init__(self, in_flight: int, buffers: Buffers, arrivals: Arrivals | None = None) -> None:
-        self._in_flight, self._buffers, self._arrivals = in_flight, buffers, arrivals
+    def __init__(self, in_flight: int, buffers: Buffers, receiver: GradReceiver | None = None) -> None:
+        self._in_flight, self._buffers, self._receiver = in_flight, buffers, receiver
         self._task = -1
         self._forget()
 
@@ -81,28 +81,28 @@ class Reductions:
 
     def _start(self, key: str, chain: Chain) -> None:
         self._slices.append((key, chain))
-        if self._arrivals:
-            self._arrivals.started(key)
+        if self._receiver:
+            self._receiver.expect(key)
 
     def _hand_on(self, most: int) -> None:
         """Hand on what is there, and have no more than so many units, and buckets, on their way; if there is somebody to."""
-        if not self._arrivals:
+        if not self._receiver:
             return
         while self._slices and (len(self._slices) > most or not self._slices[0][1].under_way):
             key, chain = self._slices.pop(0)
-            self._arrived([(key, self._result(chain))], self._arrivals)
+            self._arrived([(key, self._result(chain))], self._receiver)
         while len(self._full) > most:
             bucket, chain = self._full.pop(0)
-            self._arrived(bucket.parts(self._result(chain)), self._arrivals)
+            self._arrived(bucket.parts(self._result(chain)), self._receiver)
 
     def _result(self, chain: Chain) -> Tensor:
         """Wait for what is handed on, and hold it no longer."""
         self._leaving = [other for other in self._leaving if other is not chain]
         return chain.result()
 
-    def _arrived(self, parts: Iterable[tuple[str, Tensor]], arrivals: Arrivals) -> None:
+    def _arrived(self, parts: Iterable[tuple[str, Tensor]], receiver: GradReceiver) -> None:
         for key, grad in self._there([*parts]):
-            arrivals.arrived(key, grad)
+            receiver.receive(key, grad)
 
     def _there(self, parts: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Reduced gradients; those that went to the host are there, for which it waits once, in the shards' dtypes."""
@@ -116,8 +116,8 @@ class Reductions:
         self._leave(key, route)
         kind = route.dtypes.reduce, route.dtype, route.device
         self._steps[kind] = steps.reduce
-        if self._arrivals:
-            self._arrivals.started(key)
+        if self._receiver:
+            self._receiver.expect(key)
         most = (BUCKET_BYTES_CUDA if pieces[0].is_cuda else BUCKET_BYTES) / route.dtypes.reduce.itemsize
         if full := self._filling.add(kind, key, pieces, route.padded, most):
             self._hand_on(self._in_flight)

@@ -1,0 +1,107 @@
+"""What an accumulation over micro-batches (_steps) decides for the functional_calls in its loss."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .._spec.division import Divide, Reduction
+from .._spec.spec import PartitionSpec
+
+__all__ = ["Accumulation", "GradReceiver", "find_accumulation"]
+
+_ACTIVE: list[Accumulation] = []
+"""Those whose loss or backward runs, of all threads.
+
+The shards of `accumulate` find theirs by identity. What a loss computes from them (``{k: 2 * p}``, a step inside, a recomputed
+function) has no link to them that also holds under torch.func and Dynamo, but must be reduced as `accumulate` says. It is
+no context variable: Dynamo reads none, and autograd's own threads have none.
+"""
+
+
+class GradReceiver(Protocol):
+    """Takes reduced gradients while backward runs, instead of at its end."""
+
+    def expect(self, key: str) -> None:
+        """Note that a gradient of this unit is being reduced."""
+        ...
+
+    def receive(self, key: str, grad: Tensor) -> None:
+        """Take that gradient."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulation:
+    """A context in which functional_calls with this spec reduce gradients as accumulate says."""
+
+    spec: PartitionSpec
+    shards: Mapping[str, Tensor]
+    """The shards, as the loss gets them."""
+    replacements: Mapping[str, Tensor]
+    """What a functional_call that takes all of these shards uses instead. Their gradients go there."""
+    partial_reduction: Reduction
+    """How gradients of the replacements are reduced during backward. accumulate does the rest at its end."""
+    reduction: Reduction
+    """How gradients of everything that the loss computes from its shards are reduced."""
+    thread: int
+    receiver: GradReceiver | None = None
+    """Takes the gradients of the replacements."""
+
+    def __enter__(self) -> None:
+        _ACTIVE.append(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        del _ACTIVE[next(i for i, active in enumerate(_ACTIVE) if active is self)]
+
+    def replace(self, params: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Reduction, GradReceiver | None]:
+        """Return what a functional_call with these parameters uses instead, how it reduces, and where gradients go."""
+        if any(params.get(key) is not shard for key, shard in self.shards.items()):
+            return params, self.reduction, None
+        others = {key: x for key, x in params.items() if key not in self.shards}
+        return {**others, **self.replacements}, self.partial_reduction, self.receiver
+
+
+def find_accumulation(
+    params: Mapping[str, Tensor], spec: PartitionSpec, reduce: Divide, reduce_over: object
+) -> Accumulation | None:
+    """Return the innermost accumulation that decides how a functional_call reduces gradients.
+
+    A call that says it itself, on other tensors than the shards of an accumulation, is in none: a teacher, for example.
+
+    Raises:
+        ValueError: If a call on these shards says itself how to reduce, or has another spec.
+    """
+    if not _ACTIVE:
+        return None
+    says, active = reduce != "mean" or reduce_over is not None, _of_this_thread()
+    for one in reversed(active):
+        shared = next((key for key, shard in one.shards.items() if params.get(key) is shard), None)
+        is_same = one.spec is spec or (one.spec.units == spec.units and one.spec.sizes == spec.sizes)
+        if shared is not None and not is_same:
+            raise ValueError(
+                f"unit '{shared}': functional_call takes the shards of accumulate with another spec than accumulate was given: "
+                "expected the same one"
+            )
+        if shared is not None and says:
+            raise ValueError(
+                f"unit '{shared}': functional_call of accumulate's shards: expected no reduce= and no reduce_over=, got "
+                f"{reduce!r} and {reduce_over!r}; give them to accumulate, which decides how gradients are reduced"
+            )
+        if is_same and not says:
+            return one
+    return None
+
+
+def _of_this_thread() -> list[Accumulation]:
+    """Return those of this thread; in one of autograd's own, which runs a checkpoint again, those of all."""
+    if torch.compiler.is_compiling():
+        return _ACTIVE
+    own = [active for active in _ACTIVE if active.thread == threading.get_ident()]
+    return _ACTIVE if not own and isinstance(threading.current_thread(), threading._DummyThread) else own
