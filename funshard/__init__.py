@@ -71,11 +71,11 @@ from ._spec.unit import P, Unit
 from ._steps.accumulate import accumulate
 from ._steps.in_backward import StepResult, update_in_backward
 from ._transforms._recompute.remat import remat
-from ._transforms._recompute.saved_results import named
+from ._transforms._recompute.saved_results import checkpoint_name
 from ._transforms.grad import grad, grad_and_value, hvp
 from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
-from ._units.layout import Params, flatten, unflatten, views
+from ._units.layout import Params, flatten, param_views, unflatten
 from .policies import (
     Policy,
     by_path,

@@ -21,7 +21,7 @@ from .._sharding.sharding import combine, partition, shard
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join
 from .._transforms.grad import grad_and_value, hvp
-from .._units.layout import Params, coordinates
+from .._units.layout import Params, coordinates, param_views
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh
 from ._refusals import check_same_units, explain_vmap, record_units

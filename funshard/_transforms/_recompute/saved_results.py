@@ -24,7 +24,7 @@ from .ambient import AmbientState
 from .regions import mark_name, missing_names_message
 from .value_numbering import ValueNumbering, result_tensors
 
-__all__ = ["SavedResults", "named", "number_views", "run_unrecorded"]
+__all__ = ["SavedResults", "checkpoint_name", "number_views", "run_unrecorded"]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
