@@ -83,7 +83,7 @@ def meta_world(monkeypatch: pytest.MonkeyPatch, size: int = 2) -> Iterator[None]
     """Rank 0 of so many in name only, whose device is "meta"."""
     with world(size):
         monkeypatch.setattr(fs.collectives.Mesh, "device", torch.device("meta"))
-        monkeypatch.setattr(_torch, "backend", lambda name, device: "nccl")
+        monkeypatch.setattr(_torch, "backend_name", lambda name, device: "nccl")
         yield
 
 

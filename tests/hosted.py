@@ -29,11 +29,11 @@ def no_host(device: torch.device) -> bool:
 @contextlib.contextmanager
 def elsewhere() -> Iterator[Copies]:
     """Within this meshes compute on the CPU, which for new specs is not the host: units rest in other memory of it."""
-    copies, plain = Copies(), _torch.Copy
+    copies, plain = Copies(), _torch.AsyncCopy
 
     class Counted(plain):
         def __init__(self, source: Tensor, target: Tensor) -> None:
-            assert not _torch.alias(source, target)
+            assert not _torch.shares_storage(source, target)
             copies.beside, copies.bytes = copies.beside + 1, copies.bytes + source.nbytes
             super().__init__(source, target)
 
@@ -46,6 +46,6 @@ def elsewhere() -> Iterator[Copies]:
         mock.patch.object(flow, "moved", counted),
         mock.patch.object(host, "is_host", no_host),
         mock.patch.object(fs.collectives.Mesh, "device", torch.device("cpu")),
-        mock.patch.object(_torch, "Copy", Counted),
+        mock.patch.object(_torch, "AsyncCopy", Counted),
     ):
         yield copies

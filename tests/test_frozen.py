@@ -32,7 +32,7 @@ STRATEGIES = {
 class Layer(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(super().forward(x))
-        made.append(StorageWeakRef(_torch.base(y).untyped_storage()))
+        made.append(StorageWeakRef(_torch.unwrap(y).untyped_storage()))
         return y
 
 

@@ -199,7 +199,7 @@ class Masked(nn.Module):
         elif self.writes == "quietly":
             self.get_buffer("mask0").data.add_(1)
         if not self.writes:
-            self.addresses.extend(address(_torch.base(b)) for b in self.buffers())
+            self.addresses.extend(address(_torch.unwrap(b)) for b in self.buffers())
         return x @ self.weight * sum(b[0] for b in self.buffers())
 
 

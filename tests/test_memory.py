@@ -259,7 +259,7 @@ def test_activations_go_with_the_step(way: str) -> None:
         inside: list[weakref.ref[Any]] = []
 
         def note(_: nn.Module, args: tuple[Tensor]) -> None:
-            inside.append(weakref.ref(_torch.base(args[0]).untyped_storage()))
+            inside.append(weakref.ref(_torch.unwrap(args[0]).untyped_storage()))
 
         for block in model.blocks:
             block.out_proj.register_forward_pre_hook(note)

@@ -205,10 +205,10 @@ def test_weights_of_every_level() -> None:
 
     def inner(y: Tensor, z: Tensor) -> Tensor:  # at level 2
         with _torch.at_level(1):
-            below = _torch.seen_from(y, 1) * 3
+            below = _torch.unwrap_to_level(y, 1) * 3
         assert _torch.level_of(below) == 1
-        again = _torch.wrapped(below, 2)
-        assert (_torch.level_of(again), _torch.level()) == (2, 2)
+        again = _torch.wrap_at_level(below, 2)
+        assert (_torch.level_of(again), _torch.current_level()) == (2, 2)
         return again * z
 
     def outer(y: Tensor) -> Tensor:  # at level 1
@@ -218,6 +218,6 @@ def test_weights_of_every_level() -> None:
     assert jvp(outer, (torch.ones(()),), (torch.full((), 2.0),))[1] == 6
 
     def ended(y: Tensor) -> Tensor:
-        return _torch.wrapped_for_dead(y * 3) * 2
+        return _torch.wrap_for_ended_level(y * 3) * 2
 
     assert grad(ended)(torch.ones(())) == 6

@@ -36,7 +36,7 @@ def equal(got: Any, expected: Any) -> None:
 
 def nothing_left() -> None:
     """No hooks, and none refused."""
-    assert _torch.pack_hook() is None
+    assert _torch.current_pack_hook() is None
     assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
 
 

@@ -197,20 +197,20 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(streams, "is_accelerator", lambda device: True)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: computes)
     monkeypatch.setattr(streams, "_beside", lambda device, towards: Stream(log, "in"))
-    monkeypatch.setattr(host_buffers._torch, "room_for", lambda like, device: torch.empty_like(like))
+    monkeypatch.setattr(host_buffers._torch, "allocate_like", lambda like, device: torch.empty_like(like))
     return log
 
 
 def test_a_copy_runs_beside_and_is_waited_for_once(log: list[str]) -> None:
     a, b = torch.ones(3), torch.zeros(3)
-    copy = _torch.Copy(a, b)
+    copy = _torch.AsyncCopy(a, b)
     assert log == ["in waits for compute", "copy 1 in"]
     copy.wait()
     copy.wait()
     assert log[2:] == ["compute waits for copy 1"]
     del copy
     assert len(log) == 3
-    _torch.Copy(a, b)  # nobody wants it: its memory may be used again after it
+    _torch.AsyncCopy(a, b)  # nobody wants it: its memory may be used again after it
     assert log[3:] == ["in waits for compute", "copy 2 in", "compute waits for copy 2"]
     assert torch.equal(a, b)
 

@@ -293,9 +293,9 @@ def test_an_update_unit_by_unit_on_a_device(monkeypatch: pytest.MonkeyPatch, nam
     grads = [{key: (x + k).sin() for key, x in start.items()} for k in range(3)]
     copied: list[int] = []
 
-    class Counted(_torch.Copy):
+    class Counted(_torch.AsyncCopy):
         def __init__(self, source: Tensor, target: Tensor) -> None:
-            assert not _torch.alias(source, target)
+            assert not _torch.shares_storage(source, target)
             copied.append(source.nbytes)
             super().__init__(source, target)
 
@@ -310,14 +310,14 @@ def test_an_update_unit_by_unit_on_a_device(monkeypatch: pytest.MonkeyPatch, nam
                 assert {key: x.data_ptr() for key, x in new.items()} == places
             else:
                 equal((params, state), held)
-                assert not any(_torch.alias(new[key], params[key]) for key in new)
+                assert not any(_torch.shares_storage(new[key], params[key]) for key in new)
             params, state = new, after
         return params, state
 
     expected = run(None)
     monkeypatch.setattr(streaming, "is_there", lambda tensor, device: False)
     monkeypatch.setattr(optimizer, "is_there", lambda tensor, device: False)
-    monkeypatch.setattr(_torch, "Copy", Counted)
+    monkeypatch.setattr(_torch, "AsyncCopy", Counted)
     equal(run("cpu"), expected)
     slots = {"adamw": 2, "fused": 2, "momentum": 1, "no state": 0}[name]
     scalars = {"fused": 2}.get(name, 0)

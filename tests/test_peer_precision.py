@@ -1119,7 +1119,7 @@ class Watched(MLP):
         self.storages = storages
 
     def forward(self, x: Tensor) -> Tensor:
-        self.storages.append(weakref.ref(_torch.base(self.up.weight).untyped_storage()))
+        self.storages.append(weakref.ref(_torch.unwrap(self.up.weight).untyped_storage()))
         return super().forward(x)
 
 

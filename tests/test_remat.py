@@ -208,7 +208,7 @@ def test_arguments_and_results_go_without_the_collector() -> None:
         def loss(w: Tensor) -> Tensor:
             h = w * 2
             out = f({"h": h})["out"]
-            refs.extend(weakref.ref(_torch.base(x).untyped_storage()) for x in (h, out))
+            refs.extend(weakref.ref(_torch.unwrap(x).untyped_storage()) for x in (h, out))
             return out.sum()
 
         if way == "dropped":

@@ -471,7 +471,7 @@ class Held:
     def __call__(self, x: Tensor) -> Tensor:
         from funshard import _torch
 
-        self.refs += (weakref.ref(_torch.base(x).untyped_storage()),)
+        self.refs += (weakref.ref(_torch.unwrap(x).untyped_storage()),)
         return x
 
     def alive(self) -> int:

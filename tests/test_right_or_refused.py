@@ -323,7 +323,7 @@ def test_kernels_that_might_write_do_not_count() -> None:
     unit = next(iter(spec))
     buffer = torch.zeros(unit.numel).double()
     watch = Watch(unit, (buffer,))
-    before = _torch.copy_on_write(buffer)
+    before = _torch.lazy_clone(buffer)
     buffer.data_ptr()
     assert not _torch.shares_memory(buffer, before)
     assert watch.written() is None
@@ -494,7 +494,7 @@ def test_what_ended_transforms_have_left_in_the_model(p: P, left_by: str) -> Non
         grad(squares(lambda params: torch.func.functional_call(model, params, (x,)).square().mean()))(plain)
     else:
         grad(squares(loss))(params)
-    seen = [_torch.base(child.seen).clone() for child in model]  # pyright: ignore[reportAttributeAccessIssue]
+    seen = [_torch.unwrap(child.seen).clone() for child in model]  # pyright: ignore[reportAttributeAccessIssue]
     found = [f(params) for f in (fs.grad(loss), grad(loss), grad(squares(loss)))]
 
     model = nn.Sequential(Remembers(), Remembers())

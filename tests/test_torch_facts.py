@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from funshard import _torch
-from funshard._torch.layers import BatchNorm, Normalized, own_reset
+from funshard._torch.layers import BatchNorm, NormWithStatistics, find_reset
 
 
 @pytest.fixture
@@ -48,15 +48,15 @@ def raw_gather(name: str) -> Callable[[Tensor], Tensor]:
 
 def test_bound_device(fake_group: str) -> None:
     """A process group knows the device of ``init_process_group(device_id=...)``, and None where there was none."""
-    group = _torch.group(fake_group)
+    group = _torch.resolve_group(fake_group)
     assert _torch.bound_device(group) is None
     group.bound_device_id = torch.device("cuda", 1)
     assert _torch.bound_device(group) == torch.device("cuda", 1)
 
 
 def test_stored_at() -> None:
-    """`_torch.stored_at` gives what torch's reader looks at, of the class that is in its files."""
-    found = _torch.stored_at("__0_0.distcp", 3, 5)
+    """`_torch.make_storage_info` gives what torch's reader looks at, of the class that is in its files."""
+    found = _torch.make_storage_info("__0_0.distcp", 3, 5)
     assert (found.relative_path, found.offset, found.length, found.transform_descriptors) == ("__0_0.distcp", 3, 5, None)
     assert b"torch.distributed.checkpoint.filesystem\n_StorageInfo" in pickle.dumps(found, 2)
 
@@ -106,26 +106,26 @@ def test_zero_tangents_arrive_without_memory() -> None:
 
 
 def test_level_counts_transforms() -> None:
-    """`_torch.level` is 0 outside of torch.func and counts the transforms that run."""
-    seen = [_torch.level()]
+    """`_torch.current_level` is 0 outside of torch.func and counts the transforms that run."""
+    seen = [_torch.current_level()]
 
     def f(x: Tensor) -> Tensor:
-        seen.append(_torch.level())
+        seen.append(_torch.current_level())
         return x.sum()
 
     grad(f)(torch.ones(2))
     torch.vmap(grad(f))(torch.ones(2, 2))
     assert seen == [0, 1, 2]
-    assert _torch.level() == 0
+    assert _torch.current_level() == 0
 
 
 def test_savable_only_in_one_transform() -> None:
-    """`_torch.savable`: plain autograd, or a single reverse-mode transform."""
-    seen: dict[str, bool] = {"plain": _torch.savable()}
+    """`_torch.can_replace_saved_tensors`: plain autograd, or a single reverse-mode transform."""
+    seen: dict[str, bool] = {"plain": _torch.can_replace_saved_tensors()}
 
     def f(name: str) -> Callable[[Tensor], Tensor]:
         def g(x: Tensor) -> Tensor:
-            seen[name] = _torch.savable()
+            seen[name] = _torch.can_replace_saved_tensors()
             return x.sum()
 
         return g
@@ -141,20 +141,20 @@ def test_savable_only_in_one_transform() -> None:
 
 
 def test_base_and_lower_unwrap() -> None:
-    """`_torch.base` finds the plain tensor inside every wrapper, `_torch.lower` removes one of grad's."""
+    """`_torch.unwrap` finds the plain tensor inside every wrapper, `_torch.unwrap_level` removes one of grad's."""
     x = torch.ones(2)
 
     def f(y: Tensor) -> Tensor:
         assert _functorch.is_functorch_wrapped_tensor(y)
-        assert _torch.base(y) is not y
-        assert not _functorch.is_functorch_wrapped_tensor(_torch.base(y))
-        assert _torch.storage_id(_torch.base(y)) == _torch.storage_id(x)
-        assert not _functorch.is_gradtrackingtensor(_torch.lower(y))
+        assert _torch.unwrap(y) is not y
+        assert not _functorch.is_functorch_wrapped_tensor(_torch.unwrap(y))
+        assert _torch.storage_id(_torch.unwrap(y)) == _torch.storage_id(x)
+        assert not _functorch.is_gradtrackingtensor(_torch.unwrap_level(y))
         return y.sum()
 
     grad(f)(x)
-    assert _torch.base(x) is x
-    assert _torch.lower(x) is x
+    assert _torch.unwrap(x) is x
+    assert _torch.unwrap_level(x) is x
 
 
 def test_hooks_work_in_one_transform() -> None:
@@ -162,7 +162,7 @@ def test_hooks_work_in_one_transform() -> None:
     x, seen = torch.tensor([2.0, 3.0]), []
 
     def pack(tensor: Tensor) -> object:
-        seen.append(_torch.base(tensor).clone())
+        seen.append(_torch.unwrap(tensor).clone())
         return tensor
 
     def cube(y: Tensor) -> Tensor:
@@ -206,11 +206,11 @@ def test_hooks_switch_the_version_check_off() -> None:
 
 
 def test_checkpoint_is_seen_by_its_hooks() -> None:
-    """`_torch.pack_hook` is None outside of hooks, and tells torch.utils.checkpoint's from others."""
+    """`_torch.current_pack_hook` is None outside of hooks, and tells torch.utils.checkpoint's from others."""
     seen: list[str | None] = []
 
     def f(x: Tensor) -> Tensor:
-        hook = _torch.pack_hook()
+        hook = _torch.current_pack_hook()
         seen.append(hook and hook.__module__)
         return x.sin()
 
@@ -223,11 +223,11 @@ def test_checkpoint_is_seen_by_its_hooks() -> None:
 
 
 def test_reentrant_checkpoint_is_seen_by_its_frame() -> None:
-    """`_torch.reentrant_checkpoints` counts those whose forward runs, and not their recomputation."""
+    """`_torch.count_reentrant_checkpoints` counts those whose forward runs, and not their recomputation."""
     seen: list[int] = []
 
     def f(x: Tensor) -> Tensor:
-        seen.append(_torch.reentrant_checkpoints())
+        seen.append(_torch.count_reentrant_checkpoints())
         return x.sin()
 
     x = torch.ones(2, requires_grad=True)
@@ -250,13 +250,13 @@ def test_transforms_refuse_hooks_outside() -> None:
 
 
 def test_without_graph_cuts_one_level() -> None:
-    """`_torch.without_graph` keeps the derivative of the level below, which ``detach`` inside a transform loses."""
+    """`_torch.detach_level` keeps the derivative of the level below, which ``detach`` inside a transform loses."""
     x = torch.tensor(3.0, requires_grad=True)
-    kept = grad(lambda y: y * _torch.without_graph(y * y))(x)
+    kept = grad(lambda y: y * _torch.detach_level(y * y))(x)
     lost = grad(lambda y: y * (y * y).detach())(x)
     assert torch.autograd.grad(kept, x)[0] == 6
     assert not lost.requires_grad
-    assert not _torch.without_graph(x * x).requires_grad
+    assert not _torch.detach_level(x * x).requires_grad
 
 
 # --- What the schedule relies on ---
@@ -267,14 +267,14 @@ def test_groups_by_name() -> None:
     with world(3, rank=2):
         group = dist.group.WORLD
         assert group is not None
-        assert _torch.group(group.group_name).rank() == 2
-        assert _torch.backend(group.group_name, torch.device("cpu")) == "fake"
+        assert _torch.resolve_group(group.group_name).rank() == 2
+        assert _torch.backend_name(group.group_name, torch.device("cpu")) == "fake"
 
 
 def test_below_autograd() -> None:
     """Operators record nothing there, and still count what is modified in place and know what is a view of what."""
     x = torch.randn(4, requires_grad=True)
-    with _torch.beneath(), _torch.below_autograd():
+    with _torch.below_transforms(), _torch.below_autograd():
         assert (x * 2).grad_fn is None
         y = torch.zeros(4)
         before = _torch.version(y)
@@ -288,20 +288,20 @@ def test_layers_with_statistics() -> None:
     norms = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)]
     assert all(isinstance(norm, BatchNorm) for norm in norms)
     assert not isinstance(nn.InstanceNorm1d(2), BatchNorm)
-    assert all(isinstance(norm, Normalized) for norm in [*norms, nn.InstanceNorm1d(2)])
-    assert not isinstance(nn.LayerNorm(2), Normalized)
+    assert all(isinstance(norm, NormWithStatistics) for norm in [*norms, nn.InstanceNorm1d(2)])
+    assert not isinstance(nn.LayerNorm(2), NormWithStatistics)
 
 
 def test_layers_that_reset_themselves() -> None:
     """By reset_parameters, but for two of torch's, which have it under another name."""
     for layer in [nn.Linear(2, 2), nn.Conv2d(1, 1, 1), nn.Embedding(2, 2), nn.LayerNorm(2), nn.BatchNorm1d(2), nn.LSTM(2, 2)]:
-        assert own_reset(layer) == layer.reset_parameters
+        assert find_reset(layer) == layer.reset_parameters
     attention = nn.MultiheadAttention(2, 1)
     assert not hasattr(attention, "reset_parameters")
-    assert own_reset(attention) == attention._reset_parameters
+    assert find_reset(attention) == attention._reset_parameters
     whole = nn.Transformer(4, 2, 1, 1, 4, batch_first=True)
-    assert own_reset(whole) == whole._reset_parameters
-    assert own_reset(nn.Sequential()) is None
+    assert find_reset(whole) == whole._reset_parameters
+    assert find_reset(nn.Sequential()) is None
 
 
 def test_beneath() -> None:
@@ -309,11 +309,11 @@ def test_beneath() -> None:
     plain = torch.ones(3)
 
     def f(x: Tensor) -> Tensor:
-        with _torch.beneath():
+        with _torch.below_transforms():
             inside.append(plain * 2)
-            assert _torch.level() == 0
+            assert _torch.current_level() == 0
             assert not torch.is_grad_enabled()
-        assert _torch.level() == 1
+        assert _torch.current_level() == 1
         outside.append(plain * 2)
         return (x * inside[0]).sum()
 
@@ -329,10 +329,10 @@ def test_graph_task() -> None:
     seen: list[int] = []
     x = torch.ones(3, requires_grad=True)
     y = (2 * x).sum()
-    y.register_hook(lambda _: seen.append(_torch.graph_task()))
+    y.register_hook(lambda _: seen.append(_torch.current_graph_task()))
     y.backward(retain_graph=True)
     y.backward()
-    assert _torch.graph_task() == -1
+    assert _torch.current_graph_task() == -1
     assert len({-1, *seen}) == 3
 
 
@@ -355,7 +355,7 @@ def test_hooks_for_the_rest_of_a_node(by: Callable[..., Any] | None) -> None:
     torch.testing.assert_close(got.detach(), grad(lambda x: (x.sin() @ x).sum())(torch.ones(2, 2)))
     assert saved
     count = len(saved)
-    assert _torch.pack_hook() is None
+    assert _torch.current_pack_hook() is None
     (torch.ones(2, requires_grad=True) ** 2).sum().backward()
     assert len(saved) == count
 
@@ -374,9 +374,9 @@ class Inner(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        assert _torch.pack_hook() is not None
+        assert _torch.current_pack_hook() is not None
         _torch.pop_saved_tensor_hooks()
-        assert _torch.pack_hook() is None
+        assert _torch.current_pack_hook() is None
         return torch.func.vjp(torch.sin, x)[1](g)[0]
 
 
@@ -409,7 +409,7 @@ def test_hooks_of_a_node_can_be_taken_away() -> None:
         y = Inner.apply(x * 2)
     (got,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     torch.testing.assert_close(got, 2 * (2 * x).cos())
-    assert _torch.pack_hook() is None
+    assert _torch.current_pack_hook() is None
 
 
 class Told(torch.autograd.Function):
@@ -427,7 +427,7 @@ class Told(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        Told.told.append((_torch.is_last_backward(_torch.level()), _torch.in_python_node()))
+        Told.told.append((_torch.is_last_backward(_torch.current_level()), _torch.in_python_node()))
         return g
 
 
@@ -470,16 +470,16 @@ def test_last_backward() -> None:
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.complex64])
 def test_joined(given: torch.dtype) -> None:
-    """`_torch.joined` is torch.cat of the flat tensors, into a buffer of any dtype; where it is recorded, by torch.cat."""
+    """`_torch.concat_flat` is torch.cat of the flat tensors, into a buffer of any dtype; where it is recorded, by torch.cat."""
     pieces = [torch.randn(shape, dtype=given) for shape in [(2, 3), (), (0,), (4,), (1, 2, 3)]]
     wanted = torch.complex128 if given.is_complex else torch.float32
     out = torch.empty(17, dtype=wanted)
-    assert _torch.joined(pieces, out) is out
+    assert _torch.concat_flat(pieces, out) is out
     assert torch.equal(out, torch.cat([piece.reshape(-1) for piece in pieces]).to(wanted))
-    assert len(_torch.joined([torch.empty(0)], torch.empty(0))) == 0
-    mixed = _torch.joined([torch.ones(2, 2, dtype=given), torch.ones(1, dtype=wanted)], torch.zeros(5, dtype=wanted))
+    assert len(_torch.concat_flat([torch.empty(0)], torch.empty(0))) == 0
+    mixed = _torch.concat_flat([torch.ones(2, 2, dtype=given), torch.ones(1, dtype=wanted)], torch.zeros(5, dtype=wanted))
     assert torch.equal(mixed, torch.ones(5, dtype=wanted))
-    graph = make_fx(lambda *pieces: _torch.joined(pieces, pieces[0].new_empty(17, dtype=wanted)))(*pieces).graph
+    graph = make_fx(lambda *pieces: _torch.concat_flat(pieces, pieces[0].new_empty(17, dtype=wanted)))(*pieces).graph
     assert not any("_chunk_cat" in str(node.target) for node in graph.nodes)
 
 
@@ -491,7 +491,7 @@ def test_backward_early() -> None:
         def f(x: Tensor, early: bool = early, came: list[str] = came) -> Tensor:
             pieces = x.view_as(x).split([2, 2])
             if early:
-                _torch.backward_early(pieces)
+                _torch.prioritize_backward(pieces)
             pieces[0].register_hook(lambda _: came.append("piece"))
             y = 2 * x.exp()
             y.register_hook(lambda _: came.append("later"))
@@ -511,7 +511,7 @@ def test_backward_early() -> None:
 def test_alone() -> None:
     """A tensor is alone until a view, another tensor, an array or a Python storage holds its storage as well."""
     x = torch.empty(6)
-    assert _torch.alone(x)
+    assert _torch.is_sole_holder(x)
     w = torch.ones(6, requires_grad=True)
     for hold in (
         lambda: x[2:],
@@ -521,9 +521,9 @@ def test_alone() -> None:
         lambda: (w * x[:6]).sum(),  # a saved tensor
     ):
         held = hold()
-        assert not _torch.alone(x)
+        assert not _torch.is_sole_holder(x)
         del held
-        assert _torch.alone(x)
+        assert _torch.is_sole_holder(x)
 
 
 SAVES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -567,7 +567,7 @@ def test_saved_outputs_hold_no_graph(name: str) -> None:
     saved: list[weakref.ref[Any]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        what = _torch.unchanged(_torch.kept(tensor, _torch.base(tensor)))
+        what = _torch.unpack_versioned(_torch.pack_versioned(tensor, _torch.unwrap(tensor)))
         if tensor.untyped_storage()._cdata != x.untyped_storage()._cdata and not isinstance(tensor, nn.Parameter):
             saved.append(weakref.ref(what.untyped_storage()))
         return what
@@ -618,10 +618,10 @@ def test_functions_of_one_level() -> None:
     class Doubled(_torch.LevelFunction):
         @staticmethod
         def forward(x: Tensor) -> Tensor:
-            made.append(_torch.level())
-            with _torch.beneath():
-                out = 2 * _torch.base(x)
-            return _torch.wrapped(out, _torch.level())
+            made.append(_torch.current_level())
+            with _torch.below_transforms():
+                out = 2 * _torch.unwrap(x)
+            return _torch.wrap_at_level(out, _torch.current_level())
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -644,13 +644,13 @@ def test_reinterpreted() -> None:
     """Bits in another dtype, batched in any dimension, twice over, and inside a gradient."""
     x = torch.randn(2, 3, 4)
     for dim in range(2):
-        for f in (lambda x: _torch.reinterpreted(x.contiguous(), torch.uint8), lambda x: _torch.reinterpreted(x, torch.int32)):
+        for f in (lambda x: _torch.view_as_dtype(x.contiguous(), torch.uint8), lambda x: _torch.view_as_dtype(x, torch.int32)):
             got = torch.vmap(f, dim)(x)
             assert torch.equal(got, torch.stack([f(one) for one in x.unbind(dim)]))
             assert torch.equal(torch.vmap(torch.vmap(f))(x), f(x))
-    back = torch.vmap(lambda raw: _torch.reinterpreted(raw, torch.float32))(x.view(torch.uint8))
+    back = torch.vmap(lambda raw: _torch.view_as_dtype(raw, torch.float32))(x.view(torch.uint8))
     assert torch.equal(back, x)
-    weighed = lambda w, raw: (w * _torch.reinterpreted(raw, torch.float32)).sum()  # noqa: E731
+    weighed = lambda w, raw: (w * _torch.view_as_dtype(raw, torch.float32)).sum()  # noqa: E731
     g = torch.vmap(grad(weighed), (None, 0))(torch.ones(4), x[0].view(torch.uint8))
     assert torch.equal(g, x[0])
 
@@ -661,7 +661,7 @@ def test_taken_over() -> None:
     for old in (torch.ones(2), nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), whole[:2]):
         needs, at = old.requires_grad, old.data_ptr()
         y = (old * old).sum()
-        new = _torch.taken_over(old)
+        new = _torch.take_storage(old)
         assert (new.requires_grad, new.data_ptr(), new.tolist()) == (needs, at, [1.0, 1.0])
         with pytest.raises(RuntimeError, match="was donated"):
             old.sum()
@@ -676,23 +676,23 @@ def test_nodes_of_a_graph() -> None:
     x = torch.ones(2, requires_grad=True)
     y = x.exp()
     z = (y * y + x).sum()
-    nodes = dict(_torch.nodes(z))
+    nodes = dict(_torch.iter_nodes(z))
     names = sorted(type(node).__name__ for node in nodes)
     assert names == ["AccumulateGrad", "AddBackward0", "ExpBackward0", "MulBackward0", "SumBackward0"]
     users = [
         (type(node).__name__, i) for node, edges in nodes.items() for other, i in edges if getattr(other, "variable", None) is x
     ]
     assert sorted(users) == [("AddBackward0", 0), ("ExpBackward0", 0)]
-    assert _torch.made_of(z, [x])
-    assert _torch.made_of(z, [x.view(2), torch.ones(2)])
-    assert not _torch.made_of(z + torch.ones(2, requires_grad=True).sum(), [x])
+    assert _torch.depends_only_on(z, [x])
+    assert _torch.depends_only_on(z, [x.view(2), torch.ones(2)])
+    assert not _torch.depends_only_on(z + torch.ones(2, requires_grad=True).sum(), [x])
     seen: list[Any] = []
     handles = [node.register_hook(lambda grads, _, node=node: seen.append((type(node).__name__, grads))) for node in nodes]
     handles.pop([*nodes].index(z.grad_fn)).remove()
     z.backward(inputs=[x])
     assert {name for name, _ in seen} == {*names} - {"SumBackward0"}
     assert torch.equal(dict(seen)["ExpBackward0"][0], 2 * y.detach() * y.detach())
-    assert list(_torch.nodes(x.detach())) == []
+    assert list(_torch.iter_nodes(x.detach())) == []
 
 
 def test_followed_at_which_levels() -> None:
@@ -706,10 +706,10 @@ def test_followed_at_which_levels() -> None:
             with torch.no_grad():
                 cut = {"view": x.view(1, 2), "made": x * 1}
             some = {"itself": x, "detach": x.detach(), "data": x.data, **cut}
-            seen[name] = {kind: _torch.followed(t, keys[0]) for kind, t in some.items()}
+            seen[name] = {kind: _torch.tracking_levels(t, keys[0]) for kind, t in some.items()}
 
             def pack(t: Tensor) -> Tensor:  # from within autograd, where other keys are on
-                seen[name]["saved"] = _torch.followed(t, keys[0])
+                seen[name]["saved"] = _torch.tracking_levels(t, keys[0])
                 return t
 
             with _torch.saved_tensor_hooks(pack, lambda t: t):
@@ -739,7 +739,7 @@ def test_followed_after_a_transform_has_ended() -> None:
             return x.sum()
 
         vjp(f, plain)
-        assert _torch.followed(_torch.wrapped_for_dead(plain), keys[0]) == frozenset({0})
+        assert _torch.tracking_levels(_torch.wrap_for_ended_level(plain), keys[0]) == frozenset({0})
 
 
 def test_constants_come_back_wrapped() -> None:
@@ -749,8 +749,8 @@ def test_constants_come_back_wrapped() -> None:
     def f(x: Tensor) -> Tensor:
         moved, kept = constant.to(x.device), x.to(x.device)
         made = constant * 1
-        seen[:] = [moved is constant, _torch.unfollowed(moved) is constant, kept is x, _torch.unfollowed(x) is x]
-        seen.append(_torch.unfollowed(made) is constant)
+        seen[:] = [moved is constant, _torch.unwrap_untracked(moved) is constant, kept is x, _torch.unwrap_untracked(x) is x]
+        seen.append(_torch.unwrap_untracked(made) is constant)
         return (x * moved).sum()
 
     grad(f)(torch.ones(2))
@@ -771,7 +771,7 @@ def test_a_dispatch_mode() -> None:
             out = func(*args, **(kwargs or {}))
             assert isinstance(func, _torch.OpOverload)
             if func is torch.ops.aten.sin.default:
-                self.kept.append(_torch.same_memory(out))
+                self.kept.append(_torch.detach_in_dispatch(out))
             return out
 
     x = torch.ones(2, requires_grad=True)
@@ -780,7 +780,7 @@ def test_a_dispatch_mode() -> None:
             out = run(x)
         (kept,) = mode.kept
         assert (kept.requires_grad, _torch.version(kept)) == (False, 0)
-        assert _torch.shares_memory(kept, _torch.base(out))
+        assert _torch.shares_memory(kept, _torch.unwrap(out))
         with torch.no_grad():
             out.mul_(2)
         assert _torch.version(kept) == 1
@@ -800,22 +800,22 @@ def test_operators_that_make_results() -> None:
     }
     others |= {aten.native_batch_norm.default, sent.all_reduce.default, sent.wait_tensor.default, aten.empty_like.default}
     others |= {aten._native_batch_norm_legit.default, aten._foreach_add_.Scalar, torch.ops.c10d.barrier.default}
-    assert {op for op in make | others if _torch.makes_results(op)} == make
+    assert {op for op in make | others if _torch.is_pure_op(op)} == make
     x, y, z = torch.ones(3, 2, 2)
-    assert list(_torch.written(aten.mm.out, (x, y), {"out": z})) == [z]
-    assert list(_torch.written(aten._foreach_add_.Scalar, ([x, y], 1), {})) == [x, y]
-    assert list(_torch.written(aten.mm.default, (x, y), {})) == []
-    assert all(map(_torch.changes_its_view, (aten.t_.default, aten.squeeze_.dims, aten.unsqueeze_.default)))
+    assert list(_torch.mutated_args(aten.mm.out, (x, y), {"out": z})) == [z]
+    assert list(_torch.mutated_args(aten._foreach_add_.Scalar, ([x, y], 1), {})) == [x, y]
+    assert list(_torch.mutated_args(aten.mm.default, (x, y), {})) == []
+    assert all(map(_torch.is_inplace_view, (aten.t_.default, aten.squeeze_.dims, aten.unsqueeze_.default)))
     changed = aten.set_.source_Tensor, aten.resize_.default, aten.relu_.default, aten.t.default
-    assert not any(map(_torch.changes_its_view, changed))
+    assert not any(map(_torch.is_inplace_view, changed))
     attention = aten._scaled_dot_product_efficient_attention.default
-    assert _torch.as_followed(attention, (x, y, z, None, False), {}) == ((x, y, z, None, True), {})
-    assert _torch.as_followed(aten.mm.default, (x, y), {}) == ((x, y), {})
+    assert _torch.args_under_autograd(attention, (x, y, z, None, False), {}) == ((x, y, z, None, True), {})
+    assert _torch.args_under_autograd(aten.mm.default, (x, y), {}) == ((x, y), {})
     assert [_torch.is_plain(t) for t in (x, nn.Parameter(x), x.to_sparse())] == [True, True, False]
 
 
 def test_a_kept_graph() -> None:
-    """`_torch.graph_is_kept` tells whether the backward that runs was asked to retain its graph."""
+    """`_torch.is_graph_retained` tells whether the backward that runs was asked to retain its graph."""
     seen: list[bool] = []
 
     class Asks(_torch.Function):
@@ -829,7 +829,7 @@ def test_a_kept_graph() -> None:
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            seen.append(_torch.graph_is_kept())
+            seen.append(_torch.is_graph_retained())
             return g * 2
 
     out = Asks.apply(torch.ones(2, requires_grad=True)).sum()
@@ -850,21 +850,21 @@ def test_copies_on_write() -> None:
     ]
     for write in writes:
         x = torch.tensor([1.0, 2.0])
-        copy = _torch.copy_on_write(x)
+        copy = _torch.lazy_clone(x)
         assert _torch.shares_memory(x, copy)
         write(x)
-        later = _torch.copy_on_write(x)
+        later = _torch.lazy_clone(x)
         assert not _torch.shares_memory(x, copy)
         assert _torch.shares_memory(x, later)
         assert torch.equal(copy, torch.tensor([1.0, 2.0]))
     x = torch.randn(4, 4)
-    copy = _torch.copy_on_write(x)
+    copy = _torch.lazy_clone(x)
     torch.nn.functional.linear(x, x).sum() + x.t().contiguous().norm()
     torch.nn.functional.layer_norm(x, (4,), x[0], x[1])
     assert _torch.shares_memory(x, copy)
     assert torch.equal(copy, x)
     foreign = torch.from_numpy(np.ones(3))  # not torch's memory
-    copy = _torch.copy_on_write(foreign)
+    copy = _torch.lazy_clone(foreign)
     foreign.data.zero_()
     assert torch.equal(copy, torch.ones(3).double())
 
@@ -890,7 +890,7 @@ def test_shares_counter() -> None:
         (x, x, True),
         (x, x.view(2, 2)[0], True),
         (x.detach(), x.requires_grad_().detach(), True),
-        (x.detach(), _torch.counter(x), True),
+        (x.detach(), _torch.make_version_probe(x), True),
         (x.detach(), x.data, False),
         (x.detach(), torch.ones(4).mul_(2), False),
         (a, b, False),
@@ -905,12 +905,12 @@ def test_counter() -> None:
     """A tensor whose memory has been exchanged counts on with the one it is of, and with its views."""
     x = torch.ones(3)
     before = weakref.ref(x.untyped_storage())
-    counter = _torch.counter(x)
+    counter = _torch.make_version_probe(x)
     x.view(3, 1).add_(1)
     assert _torch.version(counter) == _torch.version(x) == 1
     del x
     assert before() is None
-    torch.func.grad(lambda x: (_torch.version(_torch.counter(x.add(1).mul_(2))) == 1) * x.sum())(torch.ones(3))
+    torch.func.grad(lambda x: (_torch.version(_torch.make_version_probe(x.add(1).mul_(2))) == 1) * x.sum())(torch.ones(3))
 
 
 def test_views_of_leaves() -> None:
@@ -918,19 +918,19 @@ def test_views_of_leaves() -> None:
     leaf, other = torch.ones(2, 3, requires_grad=True), nn.Parameter(torch.ones(3), requires_grad=False)
     made = leaf * 2
     for view in (lambda x: x.view_as(x), lambda x: x.t()[1:], lambda x: x.view(-1).split(2)[0]):
-        assert _torch.is_of_leaf(view(leaf))
-        assert not _torch.is_of_leaf(view(made))
+        assert _torch.is_leaf_view(view(leaf))
+        assert not _torch.is_leaf_view(view(made))
 
         def inside(x: Tensor, view: Any = view) -> Tensor:
-            assert _torch.is_of_leaf(view(x))
-            assert not _torch.is_of_leaf(view(x * 2))
+            assert _torch.is_leaf_view(view(x))
+            assert not _torch.is_leaf_view(view(x * 2))
             return x.sum()
 
         torch.func.grad(inside)(leaf.detach())
-    assert _torch.is_of_leaf(leaf)
-    assert _torch.is_of_leaf(other[1:])
-    assert not _torch.is_of_leaf(leaf.detach() * 2)
-    assert not _torch.is_of_leaf(leaf.clone())
+    assert _torch.is_leaf_view(leaf)
+    assert _torch.is_leaf_view(other[1:])
+    assert not _torch.is_leaf_view(leaf.detach() * 2)
+    assert not _torch.is_leaf_view(leaf.clone())
 
 
 def test_what_has_ended_twice() -> None:
@@ -945,20 +945,20 @@ def test_what_has_ended_twice() -> None:
     grad(lambda x: grad(f)(x).sum())(x)
     with pytest.raises(RuntimeError, match="escaped"):
         grad(lambda x: (x * kept[0]).sum())(x)
-    torch.testing.assert_close(grad(lambda x: (x * _torch.living(kept[0])).sum())(x), x.tanh())
-    assert _torch.living(x) is x
+    torch.testing.assert_close(grad(lambda x: (x * _torch.unwrap_dead(kept[0])).sum())(x), x.tanh())
+    assert _torch.unwrap_dead(x) is x
 
 
 def test_operators_that_were_taken_apart() -> None:
     """A node of the compiler's graph knows the operator it was traced as: a copy of that, which is not equal to it."""
     from torch._dynamo.backends.common import aot_autograd
 
-    from funshard._torch.compiler import traced_as
+    from funshard._torch.compiler import original_op
 
     seen: dict[str, Any] = {}
 
     def look(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        seen.update((str(node.target), traced_as(node)) for node in graph.graph.nodes if node.op == "call_function")
+        seen.update((str(node.target), original_op(node)) for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
     table = torch._decomp.get_decompositions([torch.ops.aten.silu])
@@ -1048,7 +1048,7 @@ def test_an_unregistered_gloo_backend() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         names = dict(dist.distributed_c10d._world.pg_names)
-        group = _torch.unregistered_gloo("a/", 0, 1, timedelta(seconds=5))
+        group = _torch.make_unregistered_gloo("a/", 0, 1, timedelta(seconds=5))
         assert dist.distributed_c10d._world.pg_names == names
         x, maximum = torch.tensor([1, -2]), dist.AllreduceOptions()
         maximum.reduceOp = dist.ReduceOp.MAX

@@ -110,7 +110,7 @@ def of_distributed(rank: int) -> None:
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": 0}, {"rank": 1}]
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    assert [_torch.backend(mesh.get_group(i).group_name, torch.device("cpu")) for i in range(2)] == ["worst", "worst"]
+    assert [_torch.backend_name(mesh.get_group(i).group_name, torch.device("cpu")) for i in range(2)] == ["worst", "worst"]
 
 
 def test_of_distributed(worst2: Pool) -> None:
@@ -247,7 +247,7 @@ def gradient_buffers_are_used_again_too_early() -> Iterator[None]:
         split(self, *args)
         self._buffers.give(self._whole[-1][1])
 
-    with mock.patch.object(Reductions, "split", mutant), mock.patch.object(_torch, "alone", return_value=True):
+    with mock.patch.object(Reductions, "split", mutant), mock.patch.object(_torch, "is_sole_holder", return_value=True):
         yield
 
 
@@ -260,7 +260,7 @@ def gathered_buffers_are_used_again_too_early() -> Iterator[None]:
         self.give(buffer)
         return buffer
 
-    with mock.patch.object(Buffers, "take", mutant), mock.patch.object(_torch, "alone", return_value=True):
+    with mock.patch.object(Buffers, "take", mutant), mock.patch.object(_torch, "is_sole_holder", return_value=True):
         yield
 
 
@@ -270,7 +270,7 @@ def shards_change_under_way() -> Iterator[None]:
 
     def mutant(self: Visit) -> None:
         gather(self)
-        with _torch.beneath():
+        with _torch.below_transforms():
             self.shard.mul_(2).div_(4)
 
     with mock.patch.object(Visit, "_gather", mutant):

@@ -13,7 +13,7 @@ from torch.fx.node import has_side_effect
 from .. import _torch
 from .._spec.spec import sample
 from .._spec.tree import join
-from .._torch.layers import Normalized
+from .._torch.layers import NormWithStatistics
 from .casting import cast_back, cast_floats
 from .swap import own_of
 
@@ -44,7 +44,7 @@ def warn_of_lost(model: nn.Module, names: Sequence[str], stacklevel: int) -> Non
         _warn(names, stacklevel + 1)
 
 
-@_torch.assumed_constant
+@_torch.assume_constant
 def warn_of_lost_while_tracing(names: tuple[str, ...]) -> None:
     """The same inside torch.compile, which comes here when it traces, so once for each graph."""
     if names:
@@ -66,11 +66,11 @@ def _warn(names: Sequence[str], stacklevel: int) -> None:
 def running_statistics(model: nn.Module) -> Iterator[str]:
     """The names of the buffers that the model's normalisation layers change when they run in training mode."""
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, Normalized) and module.training and module.track_running_stats:
+        if isinstance(module, NormWithStatistics) and module.training and module.track_running_stats:
             yield from (join(path, name) for name in module._buffers)
 
 
-@_torch.in_graph
+@_torch.allow_in_graph
 @has_side_effect
 def put_back(given: Tensor, now: Tensor) -> None:
     """Write a buffer's new values into the given one, inside torch.compile.
@@ -86,11 +86,11 @@ def copy_of(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
     Nor of one with an element at several places, as vmap expands them: its copy on write could not be written to.
     """
-    buffer = _torch.living(buffer)  # forward has left it there inside of transforms
-    seen = torch.compiler.is_compiling() or _torch.traced() or _torch.is_batched(buffer)
-    if seen or dtype != buffer.dtype or not _torch.is_strided(buffer) or _torch.overlaps(buffer):
+    buffer = _torch.unwrap_dead(buffer)  # forward has left it there inside of transforms
+    seen = torch.compiler.is_compiling() or _torch.is_traced() or _torch.is_batched(buffer)
+    if seen or dtype != buffer.dtype or not _torch.is_strided(buffer) or _torch.has_internal_overlap(buffer):
         return buffer.to(dtype, copy=True)
-    return _torch.copy_on_write(buffer)
+    return _torch.lazy_clone(buffer)
 
 
 def set_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
@@ -129,7 +129,7 @@ def install_buffers(
         own = own_of(module, "_buffers")
         if not own:  # as most
             continue
-        if isinstance(module, Normalized):
+        if isinstance(module, NormWithStatistics):
             normalized[path] = module
         mine = fresh.setdefault(module, dict(own))
         cast = dtypes(path) if dtypes else None

@@ -46,7 +46,7 @@ def run(
             views = cast_params(given, unit)
         else:
             # for fs.compile, which gathers again in backward, and has ranks compare the order of its collectives
-            with _torch.annotated(funshard_reshard=unit.p.reshard, funshard_unit=unit.key if check_order else None):
+            with _torch.annotate_graph(funshard_reshard=unit.p.reshard, funshard_unit=unit.key if check_order else None):
                 views = unflatten_unit(gather_unit(params[unit.key], unit, spec.bound_mesh, reduction, unit.p.precision), unit)
         full |= {name: view for param, view in zip(unit.params, views, strict=True) for name in param.names}
     full |= {name: params[name] for name in spec.ignored if name in params}
@@ -62,7 +62,7 @@ def run(
         cast = cast_floats(x, dtypes(name.rpartition(".")[0]))
         now[name] = copies[x] if cast is x and x in copies else cast
     tensors |= now
-    with _torch.reparametrized(model, tensors), _fitted(model, spec):
+    with _torch.reparametrize(model, tensors), _fitted(model, spec):
         run = cast_around(getattr(model, method) if method else model, spec.places[""].precision)
         out = _region_around(run, "", spec)(*args, **kwargs)
     if buffers is None:

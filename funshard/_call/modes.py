@@ -98,16 +98,23 @@ def choose(
 
 def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
     """Whether gathers and reductions may run ahead and behind: nothing batches them or differentiates them twice."""
-    if _torch.in_forward_ad() or not _torch.savable():
+    if _torch.in_forward_ad() or not _torch.can_replace_saved_tensors():
         return False
     if spec.bound_mesh.simulated:
         return False
-    return not _torch.level() or not any(_torch.base(params[unit.key]).requires_grad for unit in spec if unit.key in params)
+    return not _torch.current_level() or not any(
+        _torch.unwrap(params[unit.key]).requires_grad for unit in spec if unit.key in params
+    )
 
 
 def _nestable(spec: PartitionSpec) -> bool:
     """Whether what the transforms that run save can be gathered again by each of them."""
-    return _torch.level() > 0 and not spec.bound_mesh.simulated and _torch.derivatives_alone() and not _torch.traced()
+    return (
+        _torch.current_level() > 0
+        and not spec.bound_mesh.simulated
+        and _torch.has_only_derivatives()
+        and not _torch.is_traced()
+    )
 
 
 def _sharded(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:
@@ -152,7 +159,7 @@ class Flow:
 
     def _gathered(self, unit: Unit, buffer: Tensor) -> Gathered:
         watch = Watch(unit, (buffer,))
-        return Gathered(unit, unflatten_unit(buffer, unit), watch, frees=unit.p.reshard, level=_torch.level())
+        return Gathered(unit, unflatten_unit(buffer, unit), watch, frees=unit.p.reshard, level=_torch.current_level())
 
     def leave(self, gathered: Gathered, *, keep: bool) -> None:
         """Whoever still holds the buffer decides."""
@@ -171,7 +178,7 @@ class Stacked(Flow):
 
     def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, check_order: bool) -> None:
         super().__init__(params, spec, reduction, check_order)
-        self._level = _torch.level()
+        self._level = _torch.current_level()
         self._nested = Nested()
         self.live = self._nested.live
 
@@ -181,7 +188,7 @@ class Stacked(Flow):
         buffer = self._buffer(unit, way)
         gathered = self._gathered(unit, buffer)
         shard = self.params[unit.key]
-        if unit.p.reshard and not _torch.alias(buffer, shard) and _torch.level() == self._level:
+        if unit.p.reshard and not _torch.shares_storage(buffer, shard) and _torch.current_level() == self._level:
             gathered.storage = self._nested.gathered(unit.key, shard, buffer, way)
         return gathered
 
@@ -197,7 +204,7 @@ class Scheduled:
         reduction: Reduction,
         replaces: bool,
     ) -> None:
-        self.schedule, self._level = schedule, _torch.level()
+        self.schedule, self._level = schedule, _torch.current_level()
         self.params = schedule.enter(params) if torch.is_grad_enabled() else params
         self.live: dict[int, RestorableBuffer] | None = None
         if torch.is_grad_enabled() and schedule.routes.frees and replaces:
@@ -219,7 +226,7 @@ class Scheduled:
 
     def is_here(self) -> bool:
         """Whether what runs is in the transforms of the call, and in no other."""
-        return _torch.level() == self._level
+        return _torch.current_level() == self._level
 
     def leave(self, gathered: Gathered, *, keep: bool) -> None:
         """Its buffer is let go, or is backward's where that may ask for it."""

@@ -32,13 +32,14 @@ class Nested:
         self._count = itertools.count()
         self._recent: deque[tuple[int, int, Tensor]] = deque(maxlen=ALIVE)  # by number: what is in it must not hold this
         self.keys = _torch.dispatch_keys()
-        with _torch.beneath():
+        with _torch.below_transforms():
             empty = torch.empty(0)
-        self._levels = [_torch.wrapped(empty, level) for level in range(1, _torch.level() + 1)]  # to know when each is over
+        levels = range(1, _torch.current_level() + 1)
+        self._levels = [_torch.wrap_at_level(empty, level) for level in levels]  # to know when each is over
 
     def gathered(self, key: str, shard: Tensor, buffer: Tensor, gather: Callable[[Tensor], Tensor]) -> int:
         """The buffer of the unit of this key is there. Gives its storage, by which to say that it is left."""
-        storage = _torch.storage_id(_torch.base(buffer))
+        storage = _torch.storage_id(_torch.unwrap(buffer))
         self.live[storage] = _Gather(self, key, next(self._count), shard, buffer.dtype, gather)
         return storage
 
@@ -53,7 +54,7 @@ class Nested:
 
     def is_over(self, level: int) -> bool:
         """Whether the transform of this level has ended, as when the pullback of a vjp runs."""
-        return level > 0 and _torch.is_over(self._levels[level - 1])
+        return level > 0 and _torch.is_dead(self._levels[level - 1])
 
 
 class _Gather:
@@ -70,7 +71,7 @@ class _Gather:
         """The buffer as a level sees it; RuntimeError if the shard has been modified in place since."""
         check_unmodified(self._key, self._shard, self._version)
         with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
-            return self._gather(_torch.seen_from(self._shard, level))
+            return self._gather(_torch.unwrap_to_level(self._shard, level))
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> TensorRestorer | None:
         """How to have this view of the buffer again, that the graph of a level saves."""
@@ -78,7 +79,7 @@ class _Gather:
         if level < 0:
             return None
         view = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return functools.partial(self._view, level, _torch.followed(tensor, self._call.keys), *view)
+        return functools.partial(self._view, level, _torch.tracking_levels(tensor, self._call.keys), *view)
 
     def _view(
         self, level: int, followed: frozenset[int], shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt
@@ -87,11 +88,11 @@ class _Gather:
         below = max(followed, default=-1)
         buffer = self._call.recent(self, below)
         if torch.is_grad_enabled():
-            hook_running_node({_torch.storage_id(_torch.base(buffer)): self}, 0 if over else level)
+            hook_running_node({_torch.storage_id(_torch.unwrap(buffer)): self}, 0 if over else level)
         with _torch.at_level(below), torch.set_grad_enabled(below >= 0):
             view = buffer.as_strided(shape, stride, offset)
-        view = _torch.wrapped_for_dead(view) if over else _torch.wrapped(view, level)
-        now = _torch.followed(view, self._call.keys)
+        view = _torch.wrap_for_ended_level(view) if over else _torch.wrap_at_level(view, level)
+        now = _torch.tracking_levels(view, self._call.keys)
         if now != followed:
             raise RuntimeError(
                 f"unit '{self._key}': a weight that forward saved is followed by derivatives of levels {sorted(followed)}, "

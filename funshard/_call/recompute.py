@@ -78,9 +78,9 @@ def recomputed(
         for name in run.buffers[i]:
             path, _, attr = name.rpartition(".")
             # a graph would be handed on with the buffers, from one step to the next
-            kept = buffer if _torch.level() else buffer.detach()
+            kept = buffer if _torch.current_level() else buffer.detach()
             with torch.no_grad():
-                place.modules[path]._buffers[attr] = kept.clone() if _torch.overlaps(kept) else kept
+                place.modules[path]._buffers[attr] = kept.clone() if _torch.has_internal_overlap(kept) else kept
     for (path, attr), tensor in now.items():
         if given.get((path, attr)) is not tensor:
             place.modules[path]._parameters[attr] = tensor
@@ -117,7 +117,7 @@ class _Runs:
         self._inside, self._place, self.buffers = inside, place, buffers
         self._parameters = {module: before[module].get("_parameters") for module in place.owned}  # a traced one has none
         self._first, self._last = True, False
-        self._level = _torch.level()
+        self._level = _torch.current_level()
         self._visits = visits
         self._leases = [visit.lease_for_rerun() for visit in visits]  # a backward that nobody comes back to runs it with these
         self._read: list[str] = []
@@ -230,6 +230,6 @@ class _OfShard(_torch.Function):
 
 def _may_be_written(buffer: Tensor, copy: Tensor) -> bool:
     """Whether a kernel may have written to the copy of a buffer without telling its version."""
-    if _torch.level():
+    if _torch.current_level():
         return _torch.is_batched(copy)
     return not (_torch.is_strided(buffer) and _torch.is_strided(copy) and _torch.shares_memory(buffer, copy))

@@ -55,7 +55,7 @@ class Call:
         self.reduction = reduction
         self.thread = this_thread(thread)
         self.options = options
-        outer = _torch.pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
+        outer = _torch.current_pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
         self.rests = resting(params, spec, outer, again=again)
         replaces = outer is None or self.rests is not None
         self.mode = choose(params, spec, reduction, options, receiver, again=again, replaces=replaces)
@@ -171,7 +171,7 @@ class Call:
             # in one run of a module around it this one may run again, in another not: what it reads counts alike
             if self.used is not None:
                 self.used |= {unit.params[i].name for owned in insides()[0].owned.values() for unit, i in owned.values()}
-            if self.inference or not _torch.differentiates():
+            if self.inference or not _torch.needs_graph():
                 return scoped(*args, **kwargs)
             place, spec = insides()
             params = params_of(place, spec, self.mode.params)

@@ -51,7 +51,7 @@ class Schedule:
         options: CallOptions,
         receiver: GradReceiver | None,
     ) -> None:
-        self.shards = {key: _torch.base(shards[key]).detach() for key in spec.by_key}
+        self.shards = {key: _torch.unwrap(shards[key]).detach() for key in spec.by_key}
         self._witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
         self.spec, self._prefetch, self.check_order = spec, options.prefetch, options.check_order
         self.reduction = reduction
@@ -133,7 +133,7 @@ class Schedule:
     # --- do all ranks start the same collectives? ---
 
     def _compares(self) -> bool:
-        return self.routes.compares and not _torch.traced() and not any(map(_torch.is_fake, self.shards.values()))
+        return self.routes.compares and not _torch.is_traced() and not any(map(_torch.is_fake, self.shards.values()))
 
     def record_gather(self, key: str) -> None:
         """Note that the gather of this unit was started, for ranks to compare."""
@@ -161,11 +161,11 @@ class Schedule:
         if self._sequence is None:
             return []
         error = "ranks ran different units, and were given each other's values: what this call computed is wrong"
-        with _torch.beneath(), _torch.below_autograd():
+        with _torch.below_transforms(), _torch.below_autograd():
             return self._sequence.start_checks(error, tagged=tagged)
 
     def _finish_checks(self, checks: list[SequenceCheck]) -> None:
-        with _torch.beneath(), _torch.below_autograd():
+        with _torch.below_transforms(), _torch.below_autograd():
             while checks:
                 checks.pop().finish()
 
@@ -173,7 +173,7 @@ class Schedule:
 
     def task(self) -> int:
         """The number of this run of backward; what it runs inside itself is part of it."""
-        return _torch.graph_task() if self._around is None else self._around
+        return _torch.current_graph_task() if self._around is None else self._around
 
     @contextlib.contextmanager
     def part_of_backward(self) -> Generator[None]:
@@ -209,7 +209,7 @@ class Schedule:
 
     def is_over(self) -> bool:
         """Whether the transform in which the call was made has ended, as when the pullback of a vjp runs."""
-        return self._witness is not None and _torch.is_over(self._witness)
+        return self._witness is not None and _torch.is_dead(self._witness)
 
     def keep_latest(self, visit: Visit) -> None:
         """Let the oldest of the units go that were gathered again where no gradient tells when they have been used."""
@@ -221,7 +221,7 @@ class Schedule:
 
     def is_last(self) -> bool:
         """Whether this backward is the one that a torch.func.grad around the call ends with."""
-        return _torch.is_last_backward(_torch.level()) and not self.is_over()
+        return _torch.is_last_backward(_torch.current_level()) and not self.is_over()
 
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Start to reduce a unit's gradient, given by parameter, which nobody differentiates."""
@@ -230,7 +230,7 @@ class Schedule:
             self._finish_checks(self._checks)
         if self._sequence is not None:
             self._sequence.record(steps.reduce_groups, f"the reduction of unit '{unit.key}'", tagged=False)
-        with _torch.beneath():
+        with _torch.below_transforms():
             pieces = pieces_of(unit, grads, route, self.shards[unit.key], self._zeros(route, self.shards[unit.key]))
             self.reductions.begin(self.task())
             if route.split:
@@ -238,7 +238,7 @@ class Schedule:
             elif steps.reduce:
                 self.reductions.replicated(unit.key, pieces, route, steps)
             else:
-                buffer = _torch.joined(pieces, pieces[0].new_empty(route.padded, dtype=route.dtypes.reduce))
+                buffer = _torch.concat_flat(pieces, pieces[0].new_empty(route.padded, dtype=route.dtypes.reduce))
                 self.reductions.done(unit.key, buffer.to(route.dtype))
 
     def _zeros(self, route: Route, like: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ class Schedule:
         """The reduced gradients of this backward, by unit key. The shard is any of those that they are gradients of."""
         self.reductions.begin(self.task())
         self._finish_checks(self._checks + self._start_checks())  # or some reduction might wait for ever
-        with _torch.beneath():
+        with _torch.below_transforms():
             reduced = self.reductions.collect()
         self.buffers.clear()
         self._padding.clear()

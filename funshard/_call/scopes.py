@@ -35,8 +35,8 @@ class Scopes:
     def __init__(self, mode: Mode, params: Mapping[str, Tensor], spec: PartitionSpec, rests: Resting | None) -> None:
         self._mode, self._rests = mode, rests
         self._differentiable, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.hook = self._outer = _torch.pack_hook()  # the first is what replaces saved tensors while forward runs
-        self._outer_reentrant = _torch.reentrant_checkpoints()
+        self.hook = self._outer = _torch.current_pack_hook()  # the first is what replaces saved tensors while forward runs
+        self._outer_reentrant = _torch.count_reentrant_checkpoints()
         self._inside = recomputing_names()
         self.active = given(params, spec)
         self._scopes: list[list[Gathered]] = [[]]
@@ -50,10 +50,10 @@ class Scopes:
                 f"unit '{unit.key}' is read inside of {recomputing_names()[-1]}, which does not own it: there it would have no "
                 "gradient; expected the parameter among the arguments, or P(remat=True) for a module around both"
             )
-        if (hook := _torch.pack_hook()) is not self.hook or not torch.is_grad_enabled():
+        if (hook := _torch.current_pack_hook()) is not self.hook or not torch.is_grad_enabled():
             self._refuse_checkpoints(unit, hook)
         gathered = self.active.get(unit.key)
-        if gathered is not None and (not gathered.level or gathered.level <= _torch.level()):
+        if gathered is not None and (not gathered.level or gathered.level <= _torch.current_level()):
             if gathered in self._pending:
                 self._pending.remove(gathered)
                 self._scopes[-1].append(gathered)
@@ -75,7 +75,7 @@ class Scopes:
     def _refuse_checkpoints(self, unit: Unit, hook: Callable[..., object] | None) -> None:
         inside = hook is not self._outer and hook is not None and hook.__module__ == "torch.utils.checkpoint"
         quiet = self._differentiable and not torch.is_grad_enabled()  # as in a reentrant checkpoint, or by the user's wish
-        if inside or (quiet and _torch.reentrant_checkpoints() > self._outer_reentrant):
+        if inside or (quiet and _torch.count_reentrant_checkpoints() > self._outer_reentrant):
             raise RuntimeError(
                 f"unit '{unit.key}': torch.utils.checkpoint inside functional_call would recompute with the module's own "
                 "parameters, not with these: expected none; checkpoint the functional_call as a whole"

@@ -55,7 +55,7 @@ def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: C
     before = _UPDATED_ELSEWHERE.get(model, {})
     stale = [name for name, layer in read.items() if name in before and before[name] == _state(name, layer)]
     why = "training calls were given others in buffers=, updated those, and left these as they were"
-    if not stale and model not in _COMPARED and not _torch.traced():
+    if not stale and model not in _COMPARED and not _torch.is_traced():
         _COMPARED.add(model)
         stale = [name for name, layer in read.items() if _is_initial(layer)]
         why = "they are those of a new model (mean 0, variance 1), which no training has updated"

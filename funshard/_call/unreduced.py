@@ -33,7 +33,7 @@ def check_reduced(params: Mapping[str, Tensor], model: nn.Module, spec: Partitio
     for unit in full:
         tensors = whole_unit(params, unit) or []
         for param, tensor in zip(unit.params, tensors, strict=True):
-            if _torch.is_tracked(tensor) and _torch.storage_id(_torch.base(tensor)) == _torch.storage_id(named[param.name]):
+            if _torch.is_tracked(tensor) and _torch.storage_id(_torch.unwrap(tensor)) == _torch.storage_id(named[param.name]):
                 raise ValueError(
                     f"parameter '{param.name}' is the model's own, and with full parameters no gradient is reduced: on "
                     f"{ranks} ranks each would train alone; expected fs.shard(model, spec), or fs.unshard(params, spec) with "
@@ -54,7 +54,7 @@ def check_reduced(params: Mapping[str, Tensor], model: nn.Module, spec: Partitio
 def _are_copies(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors that are differentiated with respect to lie in memory of their own, each."""
     return (
-        len({_torch.storage_id(_torch.base(tensor)) for tensor in tensors}) > 1
+        len({_torch.storage_id(_torch.unwrap(tensor)) for tensor in tensors}) > 1
         and any(map(_torch.is_tracked, tensors))
         and all(map(_torch.is_leaf, tensors))
     )

@@ -88,7 +88,7 @@ class Unreplaced:
         return out
 
     def _stand_in(self, tensor: Tensor, where: str) -> Tensor:
-        inner = _torch.base(tensor)
+        inner = _torch.unwrap(tensor)
         name = self._names.get(_torch.storage_id(inner)) if self._names and inner.layout is torch.strided else None
         if name is None or isinstance(tensor, _torch.StandIn):
             return tensor

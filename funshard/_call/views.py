@@ -43,12 +43,12 @@ def views_of(whole: Whole, shard: Tensor) -> Sequence[Tensor]:
 class _Parameters(_torch.LevelFunction):
     @staticmethod
     def forward(shard: Tensor, whole: Whole) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        buffer, level = whole.buffer, _torch.level()
+        buffer, level = whole.buffer, _torch.current_level()
         if not level:
             return tuple(unflatten_unit(shard if buffer is whole.shard else buffer, whole.unit))
-        with _torch.beneath():
+        with _torch.below_transforms():
             views = unflatten_unit(buffer, whole.unit)
-        return tuple(_torch.wrapped(view, level) for view in views)
+        return tuple(_torch.wrap_at_level(view, level) for view in views)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:

@@ -94,7 +94,7 @@ class Visit:
 
     def _gather(self) -> None:
         if self.route.made:
-            with _torch.beneath():
+            with _torch.below_transforms():
                 self.chain = gathering(self.shard, self.unit.key, self.schedule.routes, self.schedule.buffers)
                 self.schedule.record_gather(self.unit.key)
 
@@ -103,7 +103,7 @@ class Visit:
             return self.shard
         chain, self.chain = self.chain, None
         assert chain is not None
-        with _torch.beneath():
+        with _torch.below_transforms():
             return chain.result()
 
     def arrive(self) -> None:
@@ -204,14 +204,14 @@ class Visit:
         if buffer is None:
             buffer = self.again()
         if torch.is_grad_enabled() and self.route.frees:
-            hook_running_node({_torch.storage_id(buffer): self}, 0 if over else _torch.level())
+            hook_running_node({_torch.storage_id(buffer): self}, 0 if over else _torch.current_level())
         view = buffer.as_strided(saved.shape, saved.stride, saved.offset)
-        return _torch.wrapped_for_dead(view) if over else view
+        return _torch.wrap_for_ended_level(view) if over else view
 
     def reduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The gradient of the shard from those of the parameters, None where the schedule has it; the buffer is let go."""
         self.release()
-        own = [_torch.lower(g) if g is not None else None for g in grads] if self.schedule.is_last() else grads
+        own = [_torch.unwrap_level(g) if g is not None else None for g in grads] if self.schedule.is_last() else grads
         if not _torch.any_tracked(own):
             self.schedule.reduce(self.unit, own)
             return None

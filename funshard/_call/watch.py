@@ -30,16 +30,16 @@ class Watch:
     def __init__(self, unit: Unit, tensors: Iterable[Tensor]) -> None:
         self._unit = unit
         self.views: Sequence[Tensor] = ()
-        bases = () if _torch.traced() else map(_torch.base, tensors)
-        with _torch.beneath():
-            self._watched = [(x, _torch.copy_on_write(x), _torch.version(x)) for x in bases if _can_be_copied(x)]
+        bases = () if _torch.is_traced() else map(_torch.unwrap, tensors)
+        with _torch.below_transforms():
+            self._watched = [(x, _torch.lazy_clone(x), _torch.version(x)) for x in bases if _can_be_copied(x)]
 
     def written(self) -> str | None:
         """What has been written to since, and has its values of before again; None if nothing has."""
         moved = any(_torch.version(now) != version for now, _, version in self._watched)
         if not moved and all(_torch.shares_memory(now, before) for now, before, _ in self._watched):
             return self._taken()
-        with _torch.beneath():
+        with _torch.below_transforms():
             changed = [not _equal(now, before) for now, before, _ in self._watched]
             what = self._name(changed) if moved or any(changed) else None
             for (now, before, _), differs in zip(self._watched, changed, strict=True):

@@ -22,7 +22,7 @@ def own_operators(graph: Graph, when_needed: set[Node], assemblies: Iterable[lis
     for node in graph.nodes:
         if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default and node in when_needed:
             shard = node.all_input_nodes[0].meta["val"]
-            if _torch.backend(node.args[2], shard.device) == "gloo" and shard.dtype.is_floating_point:
+            if _torch.backend_name(node.args[2], shard.device) == "gloo" and shard.dtype.is_floating_point:
                 node.target = torch.ops.funshard.all_gather.default
         elif node.target is torch.ops.aten.cat.default and any(node in assembly for assembly in joined):
             node.target = torch.ops.funshard.cat.default

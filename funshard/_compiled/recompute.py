@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from .._spec.remat import Chosen, Remat
-from .._torch.compiler import OpOverload, traced_as
+from .._torch.compiler import OpOverload, original_op
 from .._transforms._recompute.regions import NAME_KEY
 from .graph import annotate, annotation, is_annotated, is_view, mutates, phases_of, reach, regions_of, writes
 
@@ -60,7 +60,7 @@ def _maker(node: Node) -> Node:
 
 def _is_chosen(node: Node, chosen: Chosen) -> bool:
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    return chosen(traced_as(node), tuple(args), dict(kwargs), node.meta.get("val"))
+    return chosen(original_op(node), tuple(args), dict(kwargs), node.meta.get("val"))
 
 
 # --- what is computed again ---

@@ -66,7 +66,7 @@ def init(
     """
     spec = bound(spec)
     mesh = spec.bound_mesh
-    together = rank is None and talks(mesh) and _torch.plain()
+    together = rank is None and talks(mesh) and _torch.is_eager()
     with telling(spec, together):
         check_rank("init", spec, rank)
         where = _device(spec, device)
@@ -108,12 +108,12 @@ def _units(
     numels = {unit.key: spec.padded_numel(unit) for unit in spec}
     shared = set[str]() if spec.bound_mesh.simulated else {unit.key for unit in spec if unit.p.axes}
     longest = max((numels[key] * spec.by_key[key].dtype.itemsize for key in shared), default=0)
-    with _torch.beneath():  # one buffer for all split units: of one for each, malloc keeps what lies between the slices
+    with _torch.below_transforms():  # one buffer for all split units: between slices of many buffers, malloc keeps memory
         workspace = torch.empty(longest, dtype=torch.uint8, device=device)
 
     def made(unit: Unit) -> Tensor:
         numel = numels[unit.key]
-        with _torch.beneath():
+        with _torch.below_transforms():
             if unit.key in shared:
                 buffer = workspace[: numel * unit.dtype.itemsize].zero_().view(unit.dtype)
             else:

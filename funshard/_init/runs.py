@@ -115,7 +115,7 @@ class _Watch(_torch.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.touched |= self._found(pytree.tree_leaves((args, kwargs)))
-        self.written |= self._found(_torch.written(func, args, kwargs))
+        self.written |= self._found(_torch.mutated_args(func, args, kwargs))
         return func(*args, **kwargs)
 
     def _found(self, values: Iterable[object]) -> set[Slot]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._spec.tree import join, refuse_compiled
-from .._torch.layers import own_reset
+from .._torch.layers import find_reset
 
 __all__ = ["InitFn", "Initialiser", "Slot", "initialisers", "sample", "slots_of"]
 
@@ -95,7 +95,7 @@ def initialisers(model: nn.Module, init_fn: InitFn | None) -> list[Initialiser]:
     paths = {module: path for path, module in model.named_modules()}
 
     def of(module: nn.Module) -> Callable[[], object] | None:
-        return own_reset(module) if init_fn is None else functools.partial(init_fn, module)
+        return find_reset(module) if init_fn is None else functools.partial(init_fn, module)
 
     found = ((module, of(module)) for module in _children_first(model, set()))
     return [Initialiser(paths[module], module, run) for module, run in found if run is not None]

@@ -32,7 +32,7 @@ def opened(model: nn.Module, init_fn: InitFn | None, seed: int, device: torch.de
         stack.enter_context(restored(dict(model.named_modules(remove_duplicate=False)), this_thread()))
         if torch.get_default_device().type == "meta":  # as within `with torch.device("meta")`, where the model was made
             stack.enter_context(device)
-        with _torch.beneath():
+        with _torch.below_transforms():
             values = Values(runs, slots.values(), Twins(model, slots, seed, device), device)
         yield values
 
@@ -89,7 +89,7 @@ class Values:
         would be more, and for a slot that was left without values. Raises `WiderReachError`.
         """
         left = dict(wanted)
-        with _torch.beneath():
+        with _torch.below_transforms():
             while left:
                 runs, slots = self._together(next(iter(left)))
                 self._check_beside([slot for slot in slots if slot not in wanted], runs, most)

@@ -210,4 +210,4 @@ def process_group(mesh: Mesh, name: str) -> tuple[Group, dist.ProcessGroup | Non
     assert isinstance(axis, Group)
     if axis.size > 1 and not axis.name:
         raise ValueError(f"axis '{name}' of {axis.size} ranks has no process group: bind the spec with .on(mesh)")
-    return axis, _torch.group(axis.name) if axis.size > 1 else None
+    return axis, _torch.resolve_group(axis.name) if axis.size > 1 else None

@@ -57,7 +57,7 @@ def shard(
     """
     spec = bound(spec)
     mesh = spec.bound_mesh
-    together = rank is None and talks(mesh) and _torch.plain()
+    together = rank is None and talks(mesh) and _torch.is_eager()
     full, values = None, None
     with telling(spec, together):
         if _source(src, rank, spec):
@@ -139,7 +139,7 @@ def unshard(
     full: Params = {}
     for unit in (spec.by_key[key] for key in chosen):
         buffer = gather_unit(shards[unit.key], unit, mesh, reduction, check_order=True)
-        if _torch.alias(buffer, shards[unit.key]):  # nothing was gathered, and the shard may be donated or written to
+        if _torch.shares_storage(buffer, shards[unit.key]):  # nothing was gathered, and the shard may be donated or written to
             buffer = _copy(buffer)
         tensors = unflatten_unit(buffer, unit)
         full.update(zip((p.name for p in unit.params), tensors, strict=True))
@@ -148,7 +148,7 @@ def unshard(
 
 def _copy(buffer: Tensor) -> Tensor:
     """A copy that takes no memory until one of the two is written to, where nothing batches or records it."""
-    return _torch.copy_on_write(buffer) if _torch.plain() else buffer.clone()
+    return _torch.lazy_clone(buffer) if _torch.is_eager() else buffer.clone()
 
 
 def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: PartitionSpec) -> Params:

@@ -72,7 +72,7 @@ class Codec:
         if torch.compiler.is_compiling():  # as PartitionSpec.once
             return self._form(numel, dtype)
         if (numel, dtype) not in self._forms:
-            with _torch.beneath():
+            with _torch.below_transforms():
                 self._forms[numel, dtype] = self._form(numel, dtype)
         return self._forms[numel, dtype]
 
@@ -108,7 +108,7 @@ def packed(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
     parts: list[Tensor] = []
     form: list[tuple[torch.dtype, torch.Size]] = []
     for x in tensors:
-        raw = _torch.reinterpreted(x.contiguous().view(-1), torch.uint8)
+        raw = _torch.view_as_dtype(x.contiguous().view(-1), torch.uint8)
         parts += [raw, raw.new_zeros(-len(raw) % _ALIGN)]
         form.append((x.dtype, x.shape))
     return torch.cat(parts), tuple(form)
@@ -120,7 +120,7 @@ def unpacked(raw: Tensor, form: Form) -> list[Tensor]:
     start = 0
     for dtype, shape in form:
         size = shape.numel() * dtype.itemsize
-        part = _torch.reinterpreted(raw[..., start : start + size], dtype)
+        part = _torch.view_as_dtype(raw[..., start : start + size], dtype)
         tensors.append(part.view(*raw.shape[:-1], *shape))
         start += size + -size % _ALIGN
     return tensors

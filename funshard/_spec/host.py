@@ -33,7 +33,7 @@ def used_on(unit: Unit, mesh: Mesh) -> torch.device | None:
     return None if device is None or is_host(device) else device
 
 
-@_torch.assumed_constant
+@_torch.assume_constant
 def _computes_on(mesh: Mesh) -> torch.device | None:
     return mesh.device
 

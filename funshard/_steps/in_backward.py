@@ -201,7 +201,7 @@ class _Last:
         """Watch every use of a unit in the graph of the loss."""
         leaves = {id(x): key for key, x in self._runs.given.items()}
         self._uses.clear()
-        for node, following in _torch.nodes(loss):
+        for node, following in _torch.iter_nodes(loss):
             uses = [enters(other, i, self) for other, i in following]
             for other, _ in following:
                 if (key := leaves.get(id(getattr(other, "variable", None)))) is not None and entered_as(node) is None:

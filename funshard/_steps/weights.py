@@ -27,7 +27,7 @@ def scales_of(weights: Sequence[float | Tensor], params: Mapping[str, Tensor], m
         if isinstance(weight, Tensor):
             if weight.dim():
                 raise ValueError(f"accumulate: weight {i}: expected a scalar, got shape {list(weight.shape)}")
-            if not (_torch.plain() and weight.device.type == "cpu"):
+            if not (_torch.is_eager() and weight.device.type == "cpu"):
                 continue
         elif not isinstance(weight, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"accumulate: weight {i}: expected a number or a scalar tensor, got {type(weight).__name__}")

@@ -17,31 +17,31 @@ from torch._C._functorch import (
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from .levels import base, level, without_graph
+from .levels import current_level, detach_level, unwrap
 from .storage import storage_id
 
 __all__ = [
     "DATA",
     "Function",
+    "HasDtype",
     "LevelFunction",
-    "OfDtype",
     "Versioned",
-    "backward_early",
-    "graph_task",
+    "count_reentrant_checkpoints",
+    "current_graph_task",
+    "current_pack_hook",
+    "depends_only_on",
+    "find_viewed_buffer",
     "has_hooks",
     "in_python_node",
     "is_last_backward",
-    "is_of_leaf",
-    "kept",
-    "made_of",
-    "nodes",
-    "pack_hook",
+    "is_leaf_view",
+    "iter_nodes",
+    "pack_versioned",
     "pop_saved_tensor_hooks",
+    "prioritize_backward",
     "push_saved_tensor_hooks",
-    "reentrant_checkpoints",
     "saved_tensor_hooks",
-    "unchanged",
-    "viewed",
+    "unpack_versioned",
 ]
 
 
@@ -74,7 +74,7 @@ class LevelFunction(_SingleLevelFunction):
             set_single_level_autograd_function_allowed(before)
 
 
-class OfDtype(Protocol):
+class HasDtype(Protocol):
     """What stands for the views of a buffer of this dtype."""
 
     @property
@@ -83,10 +83,10 @@ class OfDtype(Protocol):
         ...
 
 
-Buffer = TypeVar("Buffer", bound=OfDtype)
+Buffer = TypeVar("Buffer", bound=HasDtype)
 
 
-def viewed(inner: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
+def find_viewed_buffer(inner: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
     """Which of these buffers, by storage, a plain tensor sees by shape, strides and offset alone; None for any other."""
     if type(inner) is not Tensor or inner.layout is not torch.strided:
         return None
@@ -101,7 +101,7 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def is_of_leaf(tensor: Tensor) -> bool:
+def is_leaf_view(tensor: Tensor) -> bool:
     """Whether the tensor is what somebody differentiates by, or a view of it; nothing was computed to make it.
 
     Pinned by ``test_views_of_leaves``.
@@ -112,8 +112,8 @@ def is_of_leaf(tensor: Tensor) -> bool:
             break
         node = node.next_functions[0][0]
         if (leaf := getattr(node, "variable", None)) is not None:
-            return storage_id(base(leaf)) == storage_id(base(tensor))
-    below = base(tensor)._base
+            return storage_id(unwrap(leaf)) == storage_id(unwrap(tensor))
+    below = unwrap(tensor)._base
     return (tensor.requires_grad and tensor.grad_fn is None) or isinstance(below, torch.nn.Parameter)
 
 
@@ -124,10 +124,10 @@ Versioned = Tensor | tuple[Tensor, int]
 """A tensor, and its version if that is not 0: one object less for the garbage collector to go through, for each tensor."""
 
 
-def unchanged(kept: Versioned, shape: torch.Size | None = None) -> Tensor:
-    """A tensor that hooks kept, or of this shape its `counter`. The version check is autograd's own, which hooks switch off."""
+def unpack_versioned(kept: Versioned, shape: torch.Size | None = None) -> Tensor:
+    """Return what `pack_versioned` kept, or a probe (for a tensor of this shape), after autograd's check of its version."""
     tensor, expected = kept if type(kept) is tuple else (cast("Tensor", kept), 0)
-    if (now := base(tensor)._version) != expected:
+    if (now := unwrap(tensor)._version) != expected:
         raise RuntimeError(
             f"a tensor of shape {list(shape or tensor.shape)} needed for gradient computation was modified in place: "
             f"it is at version {now}, expected version {expected}"
@@ -135,7 +135,7 @@ def unchanged(kept: Versioned, shape: torch.Size | None = None) -> Tensor:
     return tensor
 
 
-def backward_early(tensors: Iterable[Tensor]) -> None:
+def prioritize_backward(tensors: Iterable[Tensor]) -> None:
     """Have backward come to all that these were made from as soon as it can.
 
     By itself it goes back in the order in which forward ran, so to what was made before all else it comes last, and
@@ -151,7 +151,7 @@ def backward_early(tensors: Iterable[Tensor]) -> None:
 _EARLY = 2**62
 
 
-def graph_task() -> int:
+def current_graph_task() -> int:
     """The number of the running backward pass, -1 outside of one. Pinned by ``test_graph_task``."""
     return torch._C._current_graph_task_id()
 
@@ -162,7 +162,7 @@ def is_last_backward(level_: int) -> bool:
     It records itself (create_graph) and frees the graph as it goes (no retain_graph), so nobody comes back to it at that
     level. Pinned by ``test_last_backward``.
     """
-    running = level_ > 0 and level_ == level() and torch.is_grad_enabled()
+    running = level_ > 0 and level_ == current_level() and torch.is_grad_enabled()
     return running and not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
 
 
@@ -171,16 +171,18 @@ def in_python_node() -> bool:
     return isinstance(torch._C._current_autograd_node(), BackwardCFunction)
 
 
-def kept(tensor: Tensor, inner: Tensor) -> Versioned:
-    """What saved-tensor hooks may keep in a tensor's place, for `unchanged`: itself, or without its graph if that keeps itself.
+def pack_versioned(tensor: Tensor, inner: Tensor) -> Versioned:
+    """Return what saved-tensor hooks keep instead of a tensor, for `unpack_versioned`.
 
-    ``inner`` is its `base`. A node that saves its own output would hold itself. Of the C++ nodes only the newest can be
-    saving its output; one that Python defines may have made others since. Autograd adds the graph again when it unpacks.
+    ``inner`` is the tensor from `unwrap`. A node that saves its own output would hold itself, so that output loses its graph;
+    autograd adds it again when it unpacks. Of the C++ nodes only the newest can be saving its output; one that Python
+    defines may have made others since.
+
     Pinned by ``test_saved_outputs_hold_no_graph``.
     """
     version = inner._version
     if inner is not tensor:
-        tensor = without_graph(tensor)
+        tensor = detach_level(tensor)
     elif (node := tensor.grad_fn) is not None and (
         node._sequence_nr() == _get_sequence_nr() - 1 or isinstance(node, BackwardCFunction)
     ):
@@ -199,7 +201,7 @@ def saved_tensor_hooks(
     """torch.autograd.graph.saved_tensors_hooks, which torch.func.grad switches off, also inside it.
 
     torch.func forbids the hooks because it has not said what a hook sees (pytorch issue 146036). What it sees is the
-    tensor of the level that saves it, which is all that functional_call needs: it takes the storage from `base`, and
+    tensor of the level that saves it, which is all that functional_call needs: it takes the storage from `unwrap`, and
     gathers again from the shard one level below. Pinned by ``test_hooks_work_in_one_transform``. A transform that
     begins inside is refused by torch, with its error and ours; pinned by ``test_transforms_refuse_hooks_outside``.
     """
@@ -239,7 +241,7 @@ def pop_saved_tensor_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()  # pyright: ignore
 
 
-def pack_hook() -> Callable[[Tensor], object] | None:
+def current_pack_hook() -> Callable[[Tensor], object] | None:
     """The pack function of the innermost saved-tensor hooks, None where there are none.
 
     functional_call must not come between torch.utils.checkpoint and its tensors, and must see one that begins inside
@@ -249,7 +251,7 @@ def pack_hook() -> Callable[[Tensor], object] | None:
     return None if hooks is None else hooks[0]
 
 
-def reentrant_checkpoints() -> int:
+def count_reentrant_checkpoints() -> int:
     """How many reentrant torch.utils.checkpoints run their forward here, which leaves no trace but its frame.
 
     functional_call must see one that begins inside it. Pinned by ``test_reentrant_checkpoint_is_seen_by_its_frame``.
@@ -269,10 +271,10 @@ Pinned by ``test_right_or_refused.py``'s modules that read it.
 """
 
 
-def made_of(tensor: Tensor, leaves: Iterable[Tensor]) -> bool:
-    """Return whether all that the tensor's graph begins with are these, or what they are views of. Pinned with `nodes`."""
+def depends_only_on(tensor: Tensor, leaves: Iterable[Tensor]) -> bool:
+    """Return whether all that the tensor's graph begins with are these, or what they are views of. Pinned with `iter_nodes`."""
     known = {id(_leaf(x)) for x in leaves if x.requires_grad}
-    begins = (getattr(node, "variable", None) for node, _ in nodes(tensor))
+    begins = (getattr(node, "variable", None) for node, _ in iter_nodes(tensor))
     if tensor.grad_fn is None:
         return id(tensor) in known
     return all(leaf is None or id(leaf) in known for leaf in begins)
@@ -282,7 +284,7 @@ def _leaf(x: Tensor) -> Tensor:
     return x if x.grad_fn is None else x.grad_fn.next_functions[0][0].variable  # pyright: ignore
 
 
-def nodes(of: Tensor) -> Iterator[tuple[Any, list[tuple[Any, int]]]]:
+def iter_nodes(of: Tensor) -> Iterator[tuple[Any, list[tuple[Any, int]]]]:
     """Each node of a tensor's graph once, with the nodes whose results it was made from, and which result of these.
 
     Pinned by ``test_nodes_of_a_graph``.

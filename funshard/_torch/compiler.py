@@ -18,7 +18,7 @@ __all__ = [
     "get_hash_for_files",
     "list_mode_options",
     "list_options",
-    "traced_as",
+    "original_op",
 ]
 
 FUNC_GRADIENT = _autograd_grad
@@ -32,7 +32,7 @@ def compile_fx(*args: Any, **options: Any) -> Any:
     return inductor.compile_fx(*args, **options)
 
 
-def traced_as(node: Node) -> Any:
+def original_op(node: Node) -> Any:
     """The operator that the program ran where this node, or the compiler's parts in its place, now stand.
 
     Its metadata has a copy of the operator, which is not equal to it. Pinned by ``test_operators_that_were_taken_apart``.

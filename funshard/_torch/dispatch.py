@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "DispatchMode",
     "OpOverload",
-    "as_followed",
-    "changes_its_view",
-    "graph_is_kept",
+    "args_under_autograd",
+    "detach_in_dispatch",
+    "is_graph_retained",
+    "is_inplace_view",
     "is_plain",
-    "makes_results",
-    "same_memory",
-    "written",
+    "is_pure_op",
+    "mutated_args",
 ]
 
 
@@ -34,25 +34,25 @@ class DispatchMode(TorchDispatchMode):
         return True
 
 
-ELSEWHERE = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 """Namespaces of operators that all ranks run together or not at all."""
 
-BESIDES = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "empty", "new_empty", "empty_like", "_lazy_clone"}
+IMPURE_OPS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "empty", "new_empty", "empty_like", "_lazy_clone"}
 """They write running statistics, of which their schemas do not tell, or make what is to be written to."""
 
 
 @functools.cache
-def makes_results(op: OpOverload) -> bool:
+def is_pure_op(op: OpOverload) -> bool:
     """Whether all that an operator does is to make new tensors on this rank, which could be had without running it.
 
     Pinned by ``test_operators_that_make_results``.
     """
     returns, name = op._schema.returns, op._schema.name.partition("::")[2]
     fresh = bool(returns) and all(result.alias_info is None for result in returns) and not op._schema.is_mutable
-    return fresh and op.namespace not in ELSEWHERE and name not in BESIDES and not name.startswith("empty_")
+    return fresh and op.namespace not in COLLECTIVE_NAMESPACES and name not in IMPURE_OPS and not name.startswith("empty_")
 
 
-def written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def mutated_args(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The arguments that an operator changes in place. Pinned with the last."""
     for i, name in _writes(op):
         value = args[i] if i is not None and i < len(args) else kwargs.get(name)
@@ -71,14 +71,16 @@ def _writes(op: OpOverload) -> tuple[tuple[int | None, str], ...]:
 
 
 @functools.cache
-def changes_its_view(op: OpOverload) -> bool:
+def is_inplace_view(op: OpOverload) -> bool:
     """Whether an operator that changes its argument leaves the memory as it is: ``t_``, ``squeeze_``. Pinned with the last."""
     others = torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_
     return torch.Tag.inplace_view in op.tags and op.overloadpacket not in others
 
 
-def as_followed(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An operator's arguments as they are where autograd follows it: attention then makes what its backward reads, too.
+def args_under_autograd(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an operator's arguments as autograd would pass them: attention then also computes what its backward reads.
 
     Pinned by ``test_operators_that_make_results``.
     """
@@ -102,7 +104,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and tensor.layout is torch.strided
 
 
-def same_memory(tensor: Tensor) -> Tensor:
+def detach_in_dispatch(tensor: Tensor) -> Tensor:
     """Within a dispatch mode: the tensor without its graph, which counts the same versions.
 
     As torch.utils.checkpoint keeps what a policy saves. Pinned by ``test_a_dispatch_mode``.
@@ -111,6 +113,6 @@ def same_memory(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def graph_is_kept() -> bool:
+def is_graph_retained() -> bool:
     """Whether the running backward leaves its graph for another one (retain_graph). Pinned by ``test_a_kept_graph``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["stored_at"]
+__all__ = ["make_storage_info"]
 
 
-def stored_at(file: str, offset: int, length: int) -> Any:
+def make_storage_info(file: str, offset: int, length: int) -> Any:
     """Where an item is, as `torch.distributed.checkpoint.FileSystemReader` wants to be told: by a class of its own.
 
     It is a part of the format, pickled by its name. Pinned by ``test_stored_at``.

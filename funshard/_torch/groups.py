@@ -11,7 +11,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["default_store", "unregistered_gloo"]
+__all__ = ["default_store", "make_unregistered_gloo"]
 
 if dist.is_available() and not dist.is_initialized():
     # The functions of this module take `group.WORLD` as it is at import for a default argument. Imported later, as Dynamo
@@ -25,7 +25,7 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
-def unregistered_gloo(prefix: str, rank: int, size: int, timeout: timedelta) -> Any:
+def make_unregistered_gloo(prefix: str, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a gloo backend that torch.distributed's registry of groups does not list, and connect it.
 
     Its stub lacks the collectives. Pinned by ``test_an_unregistered_gloo_backend``.

@@ -5,16 +5,16 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
 
-__all__ = ["BatchNorm", "Normalized", "own_reset"]
+__all__ = ["BatchNorm", "NormWithStatistics", "find_reset"]
 
 BatchNorm = _BatchNorm
-"""Every BatchNorm of torch. Pinned, as `Normalized`, by ``test_layers_with_statistics``."""
+"""Every BatchNorm of torch. Pinned, as `NormWithStatistics`, by ``test_layers_with_statistics``."""
 
-Normalized = _NormBase
+NormWithStatistics = _NormBase
 """Every layer of torch that keeps running statistics."""
 
 
-def own_reset(module: nn.Module) -> Callable[[], object] | None:
+def find_reset(module: nn.Module) -> Callable[[], object] | None:
     """What initialises a module by its own account. Pinned by ``test_layers_that_reset_themselves``."""
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset) and isinstance(module, nn.MultiheadAttention | nn.Transformer):

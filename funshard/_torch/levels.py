@@ -19,35 +19,35 @@ from torch._functorch.pyfunctorch import (
 __all__ = [
     "any_tracked",
     "at_level",
-    "base",
     "below_autograd",
-    "beneath",
-    "derivatives_alone",
-    "differentiates",
+    "below_transforms",
+    "can_replace_saved_tensors",
+    "current_level",
+    "detach_level",
     "dispatch_keys",
-    "followed",
+    "has_only_derivatives",
     "has_tangent",
     "in_forward_ad",
     "is_batched",
+    "is_dead",
     "is_leaf",
-    "is_over",
     "is_tracked",
     "is_wrapped",
-    "level",
     "level_of",
-    "living",
-    "lower",
     "materialize_zeros",
-    "savable",
-    "seen_from",
-    "unfollowed",
-    "without_graph",
-    "wrapped",
-    "wrapped_for_dead",
+    "needs_graph",
+    "tracking_levels",
+    "unwrap",
+    "unwrap_dead",
+    "unwrap_level",
+    "unwrap_to_level",
+    "unwrap_untracked",
+    "wrap_at_level",
+    "wrap_for_ended_level",
 ]
 
 
-def level() -> int:
+def current_level() -> int:
     """How many torch.func transforms are running: 0 outside of all.
 
     functional_call must not hand a tensor of a transform that has ended to one that runs on, and `grad` must know
@@ -56,26 +56,26 @@ def level() -> int:
     return _functorch.maybe_current_level() or 0
 
 
-def differentiates() -> bool:
+def needs_graph() -> bool:
     """Whether something may come back to what is computed now for its derivative; plain forward-mode AD never does.
 
     In inference mode nothing that it might want is kept.
     """
     if torch.is_inference_mode_enabled():
         return False
-    return level() > 0 or (torch.is_grad_enabled() and not in_forward_ad())
+    return current_level() > 0 or (torch.is_grad_enabled() and not in_forward_ad())
 
 
-def savable() -> bool:
+def can_replace_saved_tensors() -> bool:
     """Whether saved tensors can be replaced: outside of torch.func, or in a single torch.func.grad, vjp or the like.
 
     Deeper stacks keep what they save. Pinned by ``test_hooks_work_in_one_transform``.
     """
-    depth = level()
+    depth = current_level()
     return depth == 0 or (depth == 1 and _functorch.peek_interpreter_stack().key() == _functorch.TransformType.Grad)
 
 
-def base(tensor: Tensor) -> Tensor:
+def unwrap(tensor: Tensor) -> Tensor:
     """The plain tensor inside the wrappers of all transforms: the one that has a storage."""
     while is_wrapped(tensor):
         tensor = _functorch.get_unwrapped(tensor)
@@ -92,9 +92,9 @@ def level_of(tensor: Tensor) -> int:
     return _functorch.maybe_get_level(tensor) if is_wrapped(tensor) else 0
 
 
-def seen_from(tensor: Tensor, level: int) -> Tensor:
+def unwrap_to_level(tensor: Tensor, level: int) -> Tensor:
     """The tensor as this level sees it: without the wrappers of those above, or of those that have ended."""
-    while level_of(tensor) > max(level, 0) or is_over(tensor):
+    while level_of(tensor) > max(level, 0) or is_dead(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
@@ -105,11 +105,11 @@ DispatchKeys = tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]
 
 
 def dispatch_keys() -> DispatchKeys:
-    """Those of user code that runs now, for `followed`."""
+    """Those of user code that runs now, for `tracking_levels`."""
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-def followed(tensor: Tensor, keys: DispatchKeys) -> frozenset[int]:
+def tracking_levels(tensor: Tensor, keys: DispatchKeys) -> frozenset[int]:
     """The levels below its own at which a derivative follows the tensor: 0 is plain autograd's.
 
     ``detach`` ends all of them, ``.data`` that of its own level alone, ``no_grad`` those of reverse mode: what it gives a
@@ -151,25 +151,28 @@ _TRANSFORMS = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayer
 
 @contextlib.contextmanager
 def at_level(target: int) -> Generator[None]:
-    """Beneath the transforms above this level. With `seen_from` and `wrapped` pinned by ``test_weights_of_every_level``."""
+    """Leave the transforms above this level for a while.
+
+    Pinned, with `unwrap_to_level` and `wrap_at_level`, by ``test_weights_of_every_level``.
+    """
     with contextlib.ExitStack() as stack:
-        while level() > max(target, 0):
+        while current_level() > max(target, 0):
             stack.enter_context(temporarily_pop_interpreter_stack())
         yield
 
 
-def wrapped(tensor: Tensor, level: int) -> Tensor:
+def wrap_at_level(tensor: Tensor, level: int) -> Tensor:
     """A constant of this level, 0 for none: as a graph's saved tensor it keeps what the levels below know of it."""
     return _functorch._wrap_for_grad(tensor, level) if level else tensor
 
 
-def wrapped_for_dead(tensor: Tensor) -> Tensor:
+def wrap_for_ended_level(tensor: Tensor) -> Tensor:
     """The same for a level that has ended: the wrapper is another one's that ends here, and gives way to what is inside."""
     with grad_increment_nesting() as level:
         return _functorch._wrap_for_grad(tensor, level)
 
 
-def derivatives_alone() -> bool:
+def has_only_derivatives() -> bool:
     """Whether every torch.func transform that runs is a grad, vjp or jvp."""
     kinds = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
     return all(interpreter.key() in kinds for interpreter in retrieve_all_functorch_interpreters())
@@ -201,12 +204,12 @@ def any_tracked(tensors: Iterable[Tensor | None]) -> bool:
     return any(x is not None and (is_wrapped(x) or (follows and is_tracked(x))) for x in tensors)
 
 
-def is_over(tensor: Tensor) -> bool:
+def is_dead(tensor: Tensor) -> bool:
     """Whether the transform that the tensor belongs to has ended. Pinned by ``test_a_pullback_gives_plain_tensors``."""
     return _functorch.is_dead_tensor_wrapper(tensor)
 
 
-def unfollowed(tensor: Tensor) -> Tensor:
+def unwrap_untracked(tensor: Tensor) -> Tensor:
     """Return the tensor inside the wrappers of transforms that do not differentiate it.
 
     What returns its argument (``to``, ``contiguous``) returns a constant in a new wrapper there. Pinned by
@@ -217,18 +220,18 @@ def unfollowed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def living(tensor: Tensor) -> Tensor:
+def unwrap_dead(tensor: Tensor) -> Tensor:
     """The tensor inside of the wrappers of transforms that have ended: operators see through one of them, not through two.
 
     Pinned by ``test_what_has_ended_twice``.
     """
-    while is_over(tensor):
+    while is_dead(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
-class beneath:  # noqa: N801  a context, as torch.no_grad
-    """Without gradients and beneath all transforms, where `base` tensors live.
+class below_transforms:  # noqa: N801  a context, as torch.no_grad
+    """Without gradients and beneath all transforms, where `unwrap` tensors live.
 
     What is computed from them inside a transform is wrapped by it and dies with it. Pinned by ``test_beneath``. A class,
     as it is entered some ten times for each unit: a generator takes three times as long.
@@ -239,7 +242,7 @@ class beneath:  # noqa: N801  a context, as torch.no_grad
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
-        self._stack = temporarily_clear_interpreter_stack() if level() else None
+        self._stack = temporarily_clear_interpreter_stack() if current_level() else None
         if self._stack is not None:
             self._stack.__enter__()
 
@@ -252,7 +255,7 @@ class beneath:  # noqa: N801  a context, as torch.no_grad
 def below_autograd() -> contextlib.AbstractContextManager[None]:
     """Where operators go straight to what computes them: the functional collectives' autograd is written in Python.
 
-    Only `beneath`, where nobody differentiates. Pinned by ``test_below_autograd``.
+    Only `below_transforms`, where nobody differentiates. Pinned by ``test_below_autograd``.
     """
     return torch._C._AutoDispatchBelowAutograd()
 
@@ -266,18 +269,18 @@ def is_batched(tensor: Tensor) -> bool:
     return False
 
 
-def lower(tensor: Tensor) -> Tensor:
+def unwrap_level(tensor: Tensor) -> Tensor:
     """The tensor as the transform below sees it: without the outermost wrapper of a running torch.func.grad."""
     return _functorch.get_unwrapped(tensor) if _functorch.is_gradtrackingtensor(tensor) else tensor
 
 
-def without_graph(tensor: Tensor) -> Tensor:
+def detach_level(tensor: Tensor) -> Tensor:
     """The same values with the graph of the running torch.func.grad cut off, or that of plain autograd outside of it.
 
     ``detach`` inside a transform cuts those of all levels. Pinned by ``test_without_graph_cuts_one_level``.
     """
     if _functorch.is_gradtrackingtensor(tensor):
-        return _functorch._wrap_for_grad(lower(tensor), _functorch.maybe_get_level(tensor))
+        return _functorch._wrap_for_grad(unwrap_level(tensor), _functorch.maybe_get_level(tensor))
     return tensor.detach()
 
 

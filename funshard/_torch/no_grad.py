@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 from torch.overrides import TorchFunctionMode
 
-from .levels import level
+from .levels import current_level
 
 __all__ = ["NoGradInForwardMode"]
 
@@ -45,7 +45,7 @@ class NoGradInForwardMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled() or not level():
+        if torch.is_grad_enabled() or not current_level():
             return func(*args, **kwargs)
         with _set_fwd_grad_enabled(False):
             out = func(*args, **kwargs)

@@ -12,29 +12,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from .levels import base, beneath, is_batched, is_wrapped
-from .tracing import traced
+from .levels import below_transforms, is_batched, is_wrapped, unwrap
+from .tracing import is_traced
 
 __all__ = [
-    "alias",
-    "alone",
-    "backend",
+    "backend_name",
     "bound_device",
-    "copy_on_write",
-    "counter",
-    "group",
+    "concat_flat",
+    "has_internal_overlap",
     "host_bytes",
+    "is_sole_holder",
     "is_strided",
-    "joined",
-    "overlaps",
+    "lazy_clone",
+    "make_version_probe",
     "overwrite",
-    "reinterpreted",
+    "resolve_group",
     "shares_counter",
     "shares_memory",
+    "shares_storage",
     "storage_id",
     "storage_id_of",
-    "taken_over",
+    "take_storage",
     "version",
+    "view_as_dtype",
 ]
 
 
@@ -56,18 +56,18 @@ def overwrite(target: Tensor, source: Tensor, *, told: bool = True) -> None:
     if is_batched(target) or is_batched(source):
         target.copy_(source)
         return
-    with beneath():
-        (base(target) if told else base(target).data).copy_(base(source))
+    with below_transforms():
+        (unwrap(target) if told else unwrap(target).data).copy_(unwrap(source))
 
 
-def joined(pieces: Sequence[Tensor], out: Tensor) -> Tensor:
+def concat_flat(pieces: Sequence[Tensor], out: Tensor) -> Tensor:
     """Contiguous tensors end to end in a buffer of any dtype, by one kernel if they have one dtype.
 
     torch.cat wants them flat, and on CUDA casts them by a kernel each. Only what is recorded is torch.cat, which compilers
     know. Pinned by ``test_joined``.
     """
     some = [piece if piece.dim() else piece.reshape(1) for piece in pieces if piece.numel()]
-    if traced() or len({piece.dtype for piece in some}) != 1:
+    if is_traced() or len({piece.dtype for piece in some}) != 1:
         return torch.cat([piece.reshape(-1) for piece in some], out=out) if some else out
     torch.ops.aten._chunk_cat.out(some, 0, 1, out=out.view(1, -1))
     return out
@@ -86,12 +86,12 @@ def storage_id_of(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def alias(a: Tensor, b: Tensor) -> bool:
+def shares_storage(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are of one storage, whatever transforms they are wrapped for."""
-    return storage_id(base(a)) == storage_id(base(b))
+    return storage_id(unwrap(a)) == storage_id(unwrap(b))
 
 
-def alone(tensor: Tensor) -> bool:
+def is_sole_holder(tensor: Tensor) -> bool:
     """Whether this tensor is all that holds its storage: no view, no other tensor, no Python object.
 
     A buffer may be written over only then. Pinned by ``test_alone``.
@@ -107,7 +107,7 @@ def _holders(tensor: Tensor) -> tuple[int, int]:
 _ONE_HOLDER = _holders(torch.empty(1))
 
 
-def copy_on_write(tensor: Tensor) -> Tensor:
+def lazy_clone(tensor: Tensor) -> Tensor:
     """A copy that shares the tensor's memory until one of the two is written to, by whatever means: ``.data`` as well.
 
     It costs less than a microsecond. Memory that torch did not allocate is copied at once. Pinned, with
@@ -119,7 +119,7 @@ def copy_on_write(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-def reinterpreted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor.view(dtype)``, for which torch 2.11 has no batching rule. Pinned by ``test_reinterpreted``."""
     if torch.compiler.is_compiling() or not is_batched(tensor):
         return tensor.view(dtype)
@@ -140,7 +140,7 @@ class _Reinterpreted(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert in_dims[0] is not None
-        return reinterpreted(x.movedim(in_dims[0], 0).contiguous(), dtype), 0
+        return view_as_dtype(x.movedim(in_dims[0], 0).contiguous(), dtype), 0
 
 
 class _Donated(Tensor):
@@ -154,7 +154,7 @@ class _Donated(Tensor):
         return "<a tensor that was donated>"
 
 
-def taken_over(tensor: Tensor) -> Tensor:
+def take_storage(tensor: Tensor) -> Tensor:
     """A tensor with the memory of this one, which from then on is a RuntimeError to use. Pinned by ``test_taken_over``."""
     new = tensor.detach().requires_grad_(tensor.requires_grad)
     with torch.no_grad():
@@ -164,35 +164,35 @@ def taken_over(tensor: Tensor) -> Tensor:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether it is no subclass and no wrapper, and has a storage with strides: what `copy_on_write` is for."""
+    """Whether it is no subclass and no wrapper, and has a storage with strides: what `lazy_clone` is for."""
     return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
-def overlaps(tensor: Tensor) -> bool:
+def has_internal_overlap(tensor: Tensor) -> bool:
     """Whether an element is at several places, as vmap expands what it has not batched: nothing can be written there.
 
     Pinned by ``test_fuzz.py``'s buffers that are read before and after they change.
     """
-    inner = base(tensor)
+    inner = unwrap(tensor)
     return inner.layout is torch.strided and any(n > 1 and s == 0 for n, s in zip(inner.shape, inner.stride(), strict=True))
 
 
 def shares_memory(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether neither the tensor nor its `copy_on_write` has been written to; kernels that might write count as well.
+    """Whether neither the tensor nor its `lazy_clone` has been written to; kernels that might write count as well.
 
     Asking for the address by ``data_ptr`` would be one of them.
     """
     return torch._C._data_address(tensor) == torch._C._data_address(copy)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def group(name: str) -> dist.ProcessGroup:
+def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group of that name, as the functional collectives find it. Pinned by ``test_groups_by_name``."""
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
-def backend(name: str, device: torch.device) -> str:
-    """What moves a device's tensors in the process group of that name: "gloo", "nccl", ... Pinned with `group`."""
-    return group(name)._get_backend(device).name()
+def backend_name(name: str, device: torch.device) -> str:
+    """What moves a device's tensors in the process group of that name: "gloo", "nccl", ... Pinned with `resolve_group`."""
+    return resolve_group(name)._get_backend(device).name()
 
 
 def bound_device(group: dist.ProcessGroup) -> torch.device | None:
@@ -202,7 +202,7 @@ def bound_device(group: dist.ProcessGroup) -> torch.device | None:
 
 def version(tensor: Tensor) -> int:
     """How often the tensor was modified in place; 0 for inference tensors, which do not count and are not saved."""
-    inner = base(tensor) if is_wrapped(tensor) else tensor
+    inner = unwrap(tensor) if is_wrapped(tensor) else tensor
     try:
         return inner._version
     except RuntimeError:
@@ -211,13 +211,13 @@ def version(tensor: Tensor) -> int:
         raise
 
 
-def counter(tensor: Tensor) -> Tensor:
+def make_version_probe(tensor: Tensor) -> Tensor:
     """A tensor without memory whose `version` is this one's: to see a change in place of what is no longer there.
 
     Pinned by ``test_counter``.
     """
-    with beneath():
-        alike = base(tensor).detach()
+    with below_transforms():
+        alike = unwrap(tensor).detach()
         alike.data = alike.new_empty(0)
     return alike
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .levels import is_wrapped
-from .tracing import is_fake, traced
+from .tracing import is_fake, is_traced
 
-__all__ = ["Copy", "arrived", "is_accelerator", "is_pinned", "room_for"]
+__all__ = ["AsyncCopy", "allocate_like", "is_accelerator", "is_pinned", "synchronize_copies"]
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -19,7 +19,7 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def room_for(
+def allocate_like(
     like: Tensor, device: torch.device, *, dtype: torch.dtype | None = None, beside: torch.device | None = None
 ) -> Tensor:
     """Empty memory of this tensor's shape, and dtype if no other is given, on the device.
@@ -30,7 +30,7 @@ def room_for(
     return torch.empty(like.shape, dtype=dtype or like.dtype, device=device, pin_memory=pinned)
 
 
-class Copy:
+class AsyncCopy:
     """A copy under way from the host to a device or back, which nothing waits for but `wait`.
 
     It begins when what the device has been told to compute until now is done, and runs in a stream of its own. Both tensors
@@ -74,7 +74,7 @@ class Copy:
             self._computes.wait_event(self._done)
 
 
-def arrived(device: torch.device | None = None) -> None:
+def synchronize_copies(device: torch.device | None = None) -> None:
     """The host waits until what it was sent from the device is there; without a device for all copies, both ways."""
     if device is None:
         for stream in _STREAMS:
@@ -96,4 +96,4 @@ def is_pinned(tensor: Tensor) -> bool:
     """Whether it rests on the host in memory that a device copies by itself; not in a transform and while it is recorded."""
     if tensor.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return not (is_wrapped(tensor) or is_fake(tensor) or traced()) and tensor.is_pinned()
+    return not (is_wrapped(tensor) or is_fake(tensor) or is_traced()) and tensor.is_pinned()

@@ -15,19 +15,19 @@ from torch.fx.traceback import annotate
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
 from torch.torch_version import TorchVersion
 
-from .levels import level
+from .levels import current_level
 
 __all__ = [
     "FORWARD_CAN_BE_REPLACED",
-    "annotated",
-    "assumed_constant",
+    "allow_in_graph",
+    "annotate_graph",
+    "assume_constant",
+    "disable_in_graph",
     "fake_mode",
-    "in_graph",
+    "is_eager",
     "is_fake",
-    "not_in_graph",
-    "plain",
-    "reparametrized",
-    "traced",
+    "is_traced",
+    "reparametrize",
 ]
 
 
@@ -44,7 +44,7 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def traced() -> bool:
+def is_traced() -> bool:
     """Whether operators are being recorded, as by make_fx: then everything has to be data flow.
 
     Pinned by ``test_fully_shard_compile_graph``.
@@ -52,17 +52,17 @@ def traced() -> bool:
     return get_proxy_mode() is not None
 
 
-def plain() -> bool:
+def is_eager() -> bool:
     """Whether what runs is neither in a torch.func transform, nor compiled, nor recorded, nor on shapes alone.
 
     Pinned by ``test_values_are_compared_where_they_can_be``.
     """
-    if level() or torch.compiler.is_compiling() or traced():
+    if current_level() or torch.compiler.is_compiling() or is_traced():
         return False
     return not is_fake(torch.empty(0, device="cpu"))
 
 
-def annotated(**notes: object) -> contextlib.AbstractContextManager[None]:
+def annotate_graph(**notes: object) -> contextlib.AbstractContextManager[None]:
     """A context in which torch.compile writes these notes on the nodes of what it traces, under ``meta["custom"]``.
 
     Pinned by ``test_every_phase_gathers_what_was_let_go``.
@@ -73,20 +73,20 @@ def annotated(**notes: object) -> contextlib.AbstractContextManager[None]:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def assumed_constant(fn: F) -> F:
+def assume_constant(fn: F) -> F:
     """torch.compiler.assume_constant_result: torch.compile runs the function while it traces, once for each graph.
 
-    As `in_graph` and `not_in_graph` without importing Dynamo, which takes longer than torch itself. Pinned by
+    As `allow_in_graph` and `disable_in_graph` without importing Dynamo, which takes longer than torch itself. Pinned by
     ``test_said_in_a_compiled_call``.
     """
     fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return fn
 
 
-def in_graph(fn: F) -> F:
+def allow_in_graph(fn: F) -> F:
     """torch.compiler.allow_in_graph, which Dynamo is told when it comes by. Pinned by tests/test_import.py."""
 
-    @assumed_constant
+    @assume_constant
     def known() -> None:
         torch.compiler.allow_in_graph(fn)
 
@@ -99,13 +99,13 @@ def in_graph(fn: F) -> F:
     return cast("F", call)
 
 
-def not_in_graph(reason: str) -> Callable[[F], F]:
+def disable_in_graph(reason: str) -> Callable[[F], F]:
     """torch.compiler.disable, asked for when Dynamo comes by. Pinned by tests/test_import.py."""
 
     def decorated(fn: F) -> F:
         disabled: dict[None, F] = {}
 
-        @assumed_constant
+        @assume_constant
         def known() -> None:
             disabled.setdefault(None, cast("F", torch.compiler.disable(fn, reason=reason)))
 
@@ -129,7 +129,7 @@ Pinned by ``test_casts_inside_of_a_compiled_call``.
 """
 
 
-def reparametrized(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+def reparametrize(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
     """What torch.func.functional_call runs a module in; by itself it serves methods other than forward as well.
 
     Afterwards the dict holds what the module then had in their places.

@@ -32,12 +32,12 @@ class HostBuffer:
 
     def __init__(self, source: Tensor, host: torch.device) -> None:
         self.storage, self.dtype = weakref.ref(source.untyped_storage()), source.dtype
-        self.counter, self.version = _torch.counter(source), _torch.version(source)
+        self.counter, self.version = _torch.make_version_probe(source), _torch.version(source)
         self._start, self._device = int(source.storage_offset()), source.device
         self._there: Tensor | None = source
         self._is_back = False
-        self._host = _torch.room_for(source, host)
-        self._copy = _torch.Copy(source, self._host)
+        self._host = _torch.allocate_like(source, host)
+        self._copy = _torch.AsyncCopy(source, self._host)
 
     def holds(self, source: Tensor) -> bool:
         """Return whether what it copied is what this tensor of the same storage and span has now.
@@ -64,8 +64,8 @@ class HostBuffer:
     def come(self) -> Tensor:
         """Have it back on the device, or on its way."""
         if self._there is None:
-            self._there = _torch.room_for(self._host, self._device)
-            self._copy, self._is_back = _torch.Copy(self._host, self._there), True
+            self._there = _torch.allocate_like(self._host, self._device)
+            self._copy, self._is_back = _torch.AsyncCopy(self._host, self._there), True
         return self._there
 
     def arrived(self) -> Tensor:
@@ -101,7 +101,7 @@ class OffloadBatch:
 
     def come(self) -> None:
         """Start to bring back what is not there."""
-        with _torch.beneath():
+        with _torch.below_transforms():
             for rest in self.rests:
                 rest.come()
 
@@ -142,7 +142,7 @@ class OffloadQueue:
             key = _torch.storage_id(source), start, stop, i
             rest = self._rests.get(key)
             if rest is None or rest.storage() is None:
-                with _torch.beneath():
+                with _torch.below_transforms():
                     rest = self._rests[key] = HostBuffer(source.detach().as_strided((stop - start,), (1,), start), host)
                 return rest
             if rest.holds(source):
@@ -200,24 +200,24 @@ class OffloadedTensor:
     """A tensor of the transform whose graph this is in, None where it is plain autograd's."""
 
     def __call__(self) -> Tensor:
-        _torch.unchanged((self.counter, self.version), self.shape)
+        _torch.unpack_versioned((self.counter, self.version), self.shape)
         self.load.line.come_to(self.load)
         level = _torch.level_of(self.witness) if self.witness is not None else 0
-        over = self.witness is not None and _torch.is_over(self.witness)
-        with _torch.beneath():
+        over = self.witness is not None and _torch.is_dead(self.witness)
+        with _torch.below_transforms():
             there = self.rest.arrived()
             there = there if there.dtype == self.dtype else there.view(self.dtype)
             # a span that has not left the device is a view of its storage, with an offset of its own
             view = there.as_strided(self.shape, self.stride, int(there.storage_offset()) + self.offset)
         if torch.is_grad_enabled():
             hook_running_node({_torch.storage_id(view): self}, 0 if over else level)
-        return _torch.wrapped_for_dead(view) if over else _torch.wrapped(view, level)
+        return _torch.wrap_for_ended_level(view) if over else _torch.wrap_at_level(view, level)
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> TensorRestorer | None:
         """The same for a view of it that a backward saves which records itself, and which is then not kept either."""
-        inner = _torch.base(tensor)
+        inner = _torch.unwrap(tensor)
         if _torch.level_of(tensor) or inner.requires_grad != tensor.requires_grad or self.witness is not None:
             return None
-        counter = _torch.counter(inner)
+        counter = _torch.make_version_probe(inner)
         where = tensor.shape, tensor.stride(), self.rest.offset_of(tensor)
         return replace(self, shape=where[0], stride=where[1], offset=where[2], counter=counter, version=_torch.version(counter))

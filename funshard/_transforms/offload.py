@@ -87,7 +87,7 @@ def offload(
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if torch.compiler.is_compiling() or not can_offload():
             return f(*args, **kwargs)
-        around = find_offload_hooks(_torch.pack_hook())
+        around = find_offload_hooks(_torch.current_pack_hook())
         module = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
         own = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
         held = (*(around.held if around else ()), storage_ids(own), constant_storages(args, kwargs))
@@ -100,9 +100,9 @@ def offload(
 
 def can_offload() -> bool:
     """Whether what autograd saves from here on can be replaced by us, in this transform and inside of what is around."""
-    if not _torch.savable() or not _torch.differentiates() or _torch.traced():
+    if not _torch.can_replace_saved_tensors() or not _torch.needs_graph() or _torch.is_traced():
         return False
-    outer = _torch.pack_hook()
+    outer = _torch.current_pack_hook()
     return outer is None or isinstance(getattr(outer, "__self__", None), SavedTensorHooks)
 
 
@@ -119,13 +119,13 @@ def constant_storages(args: Any, kwargs: Any) -> set[int]:
 
 def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
     """What these tensors hold."""
-    inner = (_torch.base(x) for x in tensors)
+    inner = (_torch.unwrap(x) for x in tensors)
     return {_torch.storage_id(x) for x in inner if isinstance(x, nn.Parameter) or _plain(x)}
 
 
 def _plain(x: Tensor) -> bool:
     """Whether a flat copy of its storage has all that it is."""
-    x = _torch.base(x)
+    x = _torch.unwrap(x)
     strided = (type(x) is Tensor or _torch.is_fake(x)) and x.layout is torch.strided
     return strided and not (x.is_conj() or x.is_neg() or x.is_quantized)
 
@@ -137,19 +137,19 @@ class OffloadHooks(SavedTensorHooks):
         self, live: dict[int, RestorableBuffer], to: OffloadTarget, held: Iterable[set[int]], *, over: int = 0
     ) -> None:
         super().__init__(live, over=over)
-        self.to, self.held, self._level = to, tuple(held), _torch.level()
+        self.to, self.held, self._level = to, tuple(held), _torch.current_level()
         self._witness: Tensor | None = None
         if self._level:
-            with _torch.beneath():
+            with _torch.below_transforms():
                 empty = torch.empty(0)
-            self._witness = _torch.wrapped(empty, self._level)
+            self._witness = _torch.wrap_at_level(empty, self._level)
 
     def pack(self, tensor: Tensor) -> TensorRestorer | _torch.Versioned:
         """What to keep in the place of a tensor."""
         packed = super().pack(tensor)
         if not (type(packed) is tuple or isinstance(packed, Tensor)) or not self.moves(tensor):
             return packed
-        inner = _torch.base(tensor)
+        inner = _torch.unwrap(tensor)
         start, stop = _span(inner)
         whole = inner.untyped_storage().nbytes() // inner.itemsize
         if 2 * (stop - start) >= whole:
@@ -163,15 +163,15 @@ class OffloadHooks(SavedTensorHooks):
         """Whether a saved tensor is to rest on the host, see `offload`."""
         if not _plain(tensor) or _torch.in_forward_ad():
             return False
-        inner = _torch.base(tensor)
+        inner = _torch.unwrap(tensor)
         if not self.to.moves(inner.device) or any(_torch.storage_id(inner) in held for held in self.held):
             return False
         start, stop = _span(inner)
         if (stop - start) * inner.itemsize < max(self.to.at_least, 1):
             return False
-        if self._level and (inner.requires_grad or _torch.level() > self._level):  # a derivative below follows it
+        if self._level and (inner.requires_grad or _torch.current_level() > self._level):  # a derivative below follows it
             return False
-        return _torch.level_of(tensor) in (0, self._level) and not _torch.is_batched(tensor) and not _torch.is_of_leaf(tensor)
+        return _torch.level_of(tensor) in (0, self._level) and not _torch.is_batched(tensor) and not _torch.is_leaf_view(tensor)
 
     @contextlib.contextmanager
     def here(self, pack: Callable[[Tensor], object]) -> Generator[None]:

@@ -136,7 +136,7 @@ _HOOK = (
 )
 
 
-@_torch.in_graph
+@_torch.allow_in_graph
 def _probed(buffer: Tensor, probe: Tensor) -> Tensor:
     # One node for Dynamo, which would lose the backward, and with it the clipping. As collectives._primitive.
     return _Probe.apply(buffer, probe)
@@ -178,12 +178,12 @@ def _full(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Params:
     for unit in units:
         views = unflatten_unit(buffers[unit.key], unit)
         if not torch.compiler.is_compiling():  # the compiler decides the order
-            _torch.backward_early(views)
+            _torch.prioritize_backward(views)
         full |= zip((param.name for param in unit.params), views, strict=True)
     return full
 
 
-@_torch.not_in_graph("noise is drawn by a generator, which no graph can seed")
+@_torch.disable_in_graph("noise is drawn by a generator, which no graph can seed")
 def _noisy(
     grads: Mapping[str, Tensor],
     scale: float,
@@ -198,7 +198,7 @@ def _noisy(
     source = torch.Generator(device).manual_seed(int((seed or _seed(generator, spec, device))()))
     out: Params = {}
     for unit in units:
-        with _torch.beneath():
+        with _torch.below_transforms():
             drawn = torch.empty(unit.numel, dtype=grads[unit.key].dtype, device=device)
             (torch.view_as_real(drawn) if drawn.is_complex() else drawn).normal_(generator=source)
             whole = padded_buffer(drawn.split([param.numel for param in unit.params]), unit, spec.padded_numel(unit))
@@ -209,7 +209,7 @@ def _noisy(
 def _seed(generator: torch.Generator | None, spec: PartitionSpec, device: torch.device) -> Callable[[], Tensor]:
     """The seed that rank 0 draws and sends."""
     mesh = spec.bound_mesh
-    with _torch.beneath():
+    with _torch.below_transforms():
         seed = torch.randint(2**62, (), generator=generator, device=generator.device if generator else None)
         axes = [mesh[name] for name in mesh.names if not isinstance(mesh[name], Simulated)]  # whose ranks are one process
         for axis in axes:

@@ -25,7 +25,7 @@ TensorRestorer = Callable[[], Tensor]
 """Gives the saved tensor."""
 
 
-class RestorableBuffer(_torch.OfDtype, Protocol):
+class RestorableBuffer(_torch.HasDtype, Protocol):
     """A gathered buffer, of which autograd saves views."""
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> TensorRestorer | None:
@@ -46,11 +46,11 @@ class SavedTensorHooks:
         """What to keep in the place of a tensor."""
         if self.over and _torch.level_of(tensor) == self.over:
             return _nothing
-        inner = _torch.base(tensor)
-        source = _torch.viewed(inner, self.live)
+        inner = _torch.unwrap(tensor)
+        source = _torch.find_viewed_buffer(inner, self.live)
         if source is not None and (note := source.make_restorer(tensor, by_backward=self.by_backward)) is not None:
             return note
-        return _torch.kept(tensor, inner)
+        return _torch.pack_versioned(tensor, inner)
 
     def here(self, pack: Callable[[Tensor], object]) -> contextlib.AbstractContextManager[None]:
         """Within this, what autograd saves goes through ``pack``, which is its own: by that others know it."""
@@ -61,7 +61,7 @@ def unpack(packed: Any) -> Tensor:
     """The tensor again."""
     if not (type(packed) is tuple or isinstance(packed, Tensor)):
         return packed()
-    tensor = _torch.unchanged(packed)
+    tensor = _torch.unpack_versioned(packed)
     if _torch.is_wrapped(tensor) and _reads_last(level := _torch.level_of(tensor)):
         hook_running_node({}, level)
     return tensor
@@ -73,7 +73,7 @@ def hook_running_node(live: Mapping[int, RestorableBuffer], level: int) -> None:
     ``level`` is that of the transform that made the node.
     """
     over = level if _reads_last(level) else 0
-    hooks = getattr(_torch.pack_hook(), "__self__", None)
+    hooks = getattr(_torch.current_pack_hook(), "__self__", None)
     if isinstance(hooks, SavedTensorHooks) and hooks.by_backward and hooks.over == over:  # it has read before
         hooks.live.update(live)
     else:

@@ -51,10 +51,10 @@ class Buffers:
         """
         while self._spare:
             buffer = self._spare.pop()
-            if buffer.dtype == dtype and len(buffer) == numel and _torch.alone(buffer):
+            if buffer.dtype == dtype and len(buffer) == numel and _torch.is_sole_holder(buffer):
                 return buffer
             del buffer
-        if not self._margins or like.device.type != "cpu" or _torch.traced() or _torch.is_fake(like):
+        if not self._margins or like.device.type != "cpu" or _torch.is_traced() or _torch.is_fake(like):
             return like.new_empty(numel, dtype=dtype)
         margin = MARGIN // dtype.itemsize
         buffer = like.new_empty(numel + 2 * margin, dtype=dtype)
@@ -82,7 +82,7 @@ def settle() -> None:
     """Wait for the collectives that nobody wants any more: one that is never waited for keeps its buffers for ever."""
     if not _unwanted:
         return
-    with _torch.beneath():
+    with _torch.below_transforms():
         while _unwanted:
             out = _unwanted.popleft()
             if (out := out if isinstance(out, Tensor) else out()) is not None:
@@ -97,7 +97,7 @@ class Chain:
     ``own`` is where the result of the last one goes, for the ops that `start` can give one.
     """
 
-    after: _torch.Copy | None = None
+    after: _torch.AsyncCopy | None = None
     """The copy that the first one comes after, if what it is made of was copied."""
     made: Callable[[Tensor], Tensor] | None = None
     """What its result is made of what the last one gives, where that is not the same."""
@@ -163,7 +163,7 @@ class Steps(NamedTuple):
             tag is not None
             and len(split) == 1
             and route.codec is None
-            and _torch.backend(split[0].name, torch.device("cpu")) == "gloo",
+            and _torch.backend_name(split[0].name, torch.device("cpu")) == "gloo",
         )
 
 
@@ -218,7 +218,7 @@ def _gather(axis: Group, tag: UnitTag | None) -> Step:
 def _reduce(op: str, axis: Group, tag: UnitTag | None = None) -> Step:
     where = Where(axis.size, axis.reductions or axis.name, tag=tag)
     in_place = op.startswith("unvary")
-    return lambda x, own: start(op, x, where, (None if _torch.traced() else x) if in_place else own)
+    return lambda x, own: start(op, x, where, (None if _torch.is_traced() else x) if in_place else own)
 
 
 def _scaled(steps: list[Step], route: Route) -> tuple[Step, ...]:

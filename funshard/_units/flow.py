@@ -191,7 +191,7 @@ def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: torch.dtype
     return codec.decoded(rows, len(piece), dtype)
 
 
-@_torch.in_graph
+@_torch.allow_in_graph
 def _travel(
     x: Tensor,
     value: Tensor | None,

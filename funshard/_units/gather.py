@@ -37,7 +37,7 @@ def _sent(piece: Tensor, key: str, routes: Routes, buffers: Buffers) -> Chain:
         chain.made = functools.partial(route.decoded, form=form)
         return chain
     own = None
-    if route.split and not _torch.traced():
+    if route.split and not _torch.is_traced():
         own = buffers.take(route.padded, route.dtypes.param, piece)
     casts = own is not None and len(route.split) == 1  # as it writes its own slice
     return Chain(piece if casts else piece.to(route.dtypes.param), steps, own)

@@ -28,21 +28,21 @@ def moved(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
     return x.to(device, non_blocking=device.type != HOST.type).to(dtype)
 
 
-def arriving(shard: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, _torch.Copy]:
+def arriving(shard: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, _torch.AsyncCopy]:
     """``(a shard on the device, its copy under way)``: in this dtype where that is the smaller one, or else in its own."""
     if dtype.itemsize < shard.itemsize:
-        shard = _torch.room_for(shard, HOST, dtype=dtype, beside=device).copy_(shard)
-    there = _torch.room_for(shard, device)
-    return there, _torch.Copy(shard, there)
+        shard = _torch.allocate_like(shard, HOST, dtype=dtype, beside=device).copy_(shard)
+    there = _torch.allocate_like(shard, device)
+    return there, _torch.AsyncCopy(shard, there)
 
 
 def leaving(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Finish]:
-    """The last step of a chain, in this dtype to pinned memory of the host, where `_torch.arrived` waits for it."""
+    """The last step of a chain, in this dtype to pinned memory of the host, where `_torch.synchronize_copies` waits for it."""
 
     def step(x: Tensor, own: Tensor | None) -> Finish:
         x = x.to(dtype)
-        there = _torch.room_for(x, HOST)
-        copy = _torch.Copy(x, there)
+        there = _torch.allocate_like(x, HOST)
+        copy = _torch.AsyncCopy(x, there)
 
         def end(x: Tensor = x) -> Tensor:  # which is held until then
             copy.wait()
@@ -68,9 +68,9 @@ def rested(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
         return piece
     if (used := used_on(unit, mesh)) is None:
         return piece.to(device)
-    if not _torch.plain() or _torch.is_tracked(piece):
+    if not _torch.is_eager() or _torch.is_tracked(piece):
         return piece.to(HOST)
-    return _torch.room_for(piece, HOST, beside=used).copy_(piece)
+    return _torch.allocate_like(piece, HOST, beside=used).copy_(piece)
 
 
 def on_host(tensor: Tensor) -> Callable[[], Tensor]:

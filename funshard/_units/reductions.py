@@ -56,7 +56,7 @@ class Reductions:
             del buffer
         self._hand_on(self._in_flight)
         buffer = self._buffers.take(route.padded, route.dtypes.reduce, pieces[0])
-        chain = Chain(_torch.joined(pieces, buffer), steps.reduce)
+        chain = Chain(_torch.concat_flat(pieces, buffer), steps.reduce)
         self._whole.append((chain, buffer))
         self._start(key, chain)
         if route.device is not None:
@@ -108,7 +108,7 @@ class Reductions:
         """Reduced gradients; those that went to the host are there, for which it waits once, in the shards' dtypes."""
         routes = {key: self._on_host[key] for key, _ in parts if key in self._on_host}
         for device in {route.device for route in routes.values()}:
-            _torch.arrived(device)
+            _torch.synchronize_copies(device)
         return [(key, grad.to(routes[key].dtype) if key in routes else grad) for key, grad in parts]
 
     def replicated(self, key: str, pieces: Sequence[Tensor], route: Route, steps: Steps) -> None:
@@ -124,7 +124,7 @@ class Reductions:
             self._reduce(full, kind)
 
     def _reduce(self, bucket: Bucket, kind: _Kind) -> None:
-        buffer = _torch.joined(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind[0]))
+        buffer = _torch.concat_flat(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind[0]))
         bucket.pieces.clear()
         chain = Chain(buffer, self._steps[kind])
         self._full.append((bucket, chain))

@@ -36,7 +36,7 @@ class HostGroup:
         digest = hashlib.blake2b(repr([*ranks]).encode(), digest_size=16).hexdigest()
         self.ranks = tuple(ranks)
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
-        self._group = _torch.unregistered_gloo(f"funshard/{name}/{digest}/", self.rank, self.size, timeout)
+        self._group = _torch.make_unregistered_gloo(f"funshard/{name}/{digest}/", self.rank, self.size, timeout)
 
     def all_reduce_max(self, x: Tensor) -> dist.Work:
         """Start to replace a tensor by the largest values of all ranks."""

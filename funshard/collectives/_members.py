@@ -30,7 +30,7 @@ def members(axis: Axis) -> tuple[int, ...]:
             f"collectives take its own ranks 0..{axis.size - 1}"
         )
     if axis.name:
-        return tuple(dist.get_process_group_ranks(_torch.group(axis.name)))
+        return tuple(dist.get_process_group_ranks(_torch.resolve_group(axis.name)))
     if axis.size == 1:
         return (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
     raise ValueError(

@@ -146,7 +146,7 @@ class Mesh:
         """
         if self.device_type in (None, "cpu"):
             return None if self.device_type is None else torch.device("cpu")
-        groups = [_torch.group(axis.name) for _, axis in self.axes if isinstance(axis, Group) and axis.name]
+        groups = [_torch.resolve_group(axis.name) for _, axis in self.axes if isinstance(axis, Group) and axis.name]
         if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None:
             groups.append(dist.group.WORLD)
         for device in map(_torch.bound_device, groups):
@@ -166,7 +166,7 @@ class Mesh:
             if axis.size == 1 or isinstance(axis, Simulated) or not axis.name:
                 continue
             try:
-                group = _torch.group(axis.name)
+                group = _torch.resolve_group(axis.name)
             except (RuntimeError, ValueError):
                 now = "which is destroyed"
             else:

@@ -99,18 +99,18 @@ def _gather(x: Tensor, where: Where, own: Tensor | None) -> Finish:
     x = x.contiguous()
     if own is None:
         out = torch.ops._c10d_functional.all_gather_into_tensor.default(x, where.size, where.name)
-    elif _torch.backend(where.name, x.device) == "gloo":
+    elif _torch.backend_name(where.name, x.device) == "gloo":
         return _broadcasts(x, where, own)
     else:
         if x.dtype != own.dtype:  # cast on the way to where its slice will be
-            x = own.chunk(where.size)[_torch.group(where.name).rank()].copy_(x)
+            x = own.chunk(where.size)[_torch.resolve_group(where.name).rank()].copy_(x)
         out = torch.ops._c10d_functional.all_gather_into_tensor_out.default(x, where.size, where.name, out=own)
     return Finish((out,), _itself)
 
 
 def _broadcasts(x: Tensor, where: Where, own: Tensor) -> Finish:
     """Gather as a broadcast in place from each rank: gloo's own gathers into another buffer first and copies that."""
-    pieces, group = [*own.chunk(where.size)], _torch.group(where.name)
+    pieces, group = [*own.chunk(where.size)], _torch.resolve_group(where.name)
     pieces[group.rank()].copy_(x)
     compare = where.tag.attach(own, pieces, group) if where.tag and has_margins(own) else None
     under_way = [torch.ops._c10d_functional.broadcast_.default(piece, i, where.name) for i, piece in enumerate(pieces)]
@@ -129,7 +129,7 @@ def _gather_stack(x: Tensor, root: int) -> Tensor:
 
 def _scatter(mean: bool) -> Callable[[Tensor, Where, Tensor | None], Finish]:
     def group(x: Tensor, where: Where, own: Tensor | None) -> Finish:
-        if _torch.backend(where.name, x.device) == "gloo":
+        if _torch.backend_name(where.name, x.device) == "gloo":
             return _scatter_by_exchange(x, where, mean)
         op = "avg" if mean else "sum"
         out = torch.ops._c10d_functional.reduce_scatter_tensor.default(x.contiguous(), op, where.size, where.name)
@@ -140,7 +140,7 @@ def _scatter(mean: bool) -> Callable[[Tensor, Where, Tensor | None], Finish]:
 
 def _scatter_by_exchange(x: Tensor, where: Where, mean: bool) -> Finish:
     """Reduce-scatter as an exchange of slices and a local sum: gloo's own is an all-reduce inside, twice the bytes."""
-    group, x = _torch.group(where.name), x.contiguous()
+    group, x = _torch.resolve_group(where.name), x.contiguous()
     n, rank = len(x) // where.size, group.rank()
     before, mine, after = x.split([rank * n, n, (where.size - rank - 1) * n])
     k, remove_tags = 0, None
@@ -213,7 +213,7 @@ def _broadcast_stack(x: Tensor, root: int) -> Tensor:
 
 def _sum_to(x: Tensor, where: Where, own: Tensor | None) -> Finish:
     total = _reduce("sum")(x, where, own)
-    here = _torch.group(where.name).rank() == where.root
+    here = _torch.resolve_group(where.name).rank() == where.root
     return total if here else total.then(torch.zeros_like)
 
 

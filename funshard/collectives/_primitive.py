@@ -62,7 +62,7 @@ class _Collective(_torch.Function):
         return _Collective.apply(x.movedim(dim, -1), rank, *rest), x.dim() - 1
 
 
-@_torch.in_graph
+@_torch.allow_in_graph
 def _primitive(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int, label: str) -> Tensor:
     # torch 2.13: Dynamo, inlining the Function, can lose its backward, and it knows no vmap rule. Pinned by
     # test_compiled_equals_eager and test_matrix.py.

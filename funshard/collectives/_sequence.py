@@ -123,14 +123,14 @@ def check_sequence(names: Sequence[str], group: str, sent: Tensor) -> None:
     Raises:
         RuntimeError: On every rank of the group, if they differ.
     """
-    if _torch.traced() or _torch.is_fake(sent) or not is_comparable(group):
+    if _torch.is_traced() or _torch.is_fake(sent) or not is_comparable(group):
         return
     SequenceCheck(_comparing(group), names, "ranks are about to exchange values of different units").finish()
 
 
 def is_comparable(group: str) -> bool:
     """Whether a process group has other processes: that of the backend "fake" has a size alone."""
-    return dist.get_backend(_torch.group(group)) != "fake"
+    return dist.get_backend(_torch.resolve_group(group)) != "fake"
 
 
 def _comparing(name: str) -> HostGroup:
@@ -138,7 +138,7 @@ def _comparing(name: str) -> HostGroup:
     groups = host_groups()
     key = "sequence", name
     if key not in groups:
-        ranks = dist.get_process_group_ranks(_torch.group(name))
+        ranks = dist.get_process_group_ranks(_torch.resolve_group(name))
         of_ranks = "sequence", *ranks  # groups of the same ranks share one
         groups[key] = groups.get(of_ranks) or HostGroup(ranks, "sequence", TIMEOUT)
         groups[of_ranks] = groups[key]

@@ -206,7 +206,7 @@ def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]], by: str = "donat
     """ValueError where two of the tensors overlap in memory that is to be written."""
     spans = sorted(
         (_torch.storage_id(base), base.storage_offset() * base.itemsize, _span(base) * base.itemsize, what)
-        for what, base in ((what, _torch.base(tensor)) for what, tensor in tensors)
+        for what, base in ((what, _torch.unwrap(tensor)) for what, tensor in tensors)
         if base.numel()
     )
     for (storage, start, length, what), (other, begin, _, second) in itertools.pairwise(spans):

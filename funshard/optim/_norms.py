@@ -102,7 +102,7 @@ def clip_by_global_norm(
 
 def check_max_norm(function: str, max_norm: float | Tensor) -> None:
     """ValueError unless the limit is 0 or more, as far as the host can tell without waiting for a device."""
-    if isinstance(max_norm, Tensor) and not (_torch.plain() and max_norm.device.type == "cpu"):
+    if isinstance(max_norm, Tensor) and not (_torch.is_eager() and max_norm.device.type == "cpu"):
         return
     if not max_norm >= 0:
         raise ValueError(f"{function}: max_norm: expected a number from 0 on, got {float(max_norm)}")

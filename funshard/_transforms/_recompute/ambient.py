@@ -101,5 +101,5 @@ def _put_others(states: tuple[Any, Any]) -> None:
 def _equal(a: Tensor, b: Tensor) -> bool:
     if _torch.is_fake(a):
         return True
-    with _torch.beneath():
+    with _torch.below_transforms():
         return torch.equal(a, b)

@@ -52,23 +52,25 @@ class RecomputedFunction:
         self._labels = [*roots, "context"]
         self._labels_after = ["its result", "the context variables that it left", *self._labels]
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
-        levels = _torch.level() + _torch.in_forward_ad()  # of which plain autograd is another one, where it follows
+        levels = _torch.current_level() + _torch.in_forward_ad()  # of which plain autograd is another one, where it follows
         self._found: ReachableObjects | None = ReachableObjects(
             [*roots.values(), _variables()], self._own
         )  # until the first run has ended
         self._start, self._constants = Snapshot(self._found, self._own), self._found.constants
-        levels += self._grad and any(_torch.base(x).requires_grad for x in self._found.tensors)
-        self._stacked = (_torch.level() > 0 and levels > 1) or _RUNNING.stacked
+        levels += self._grad and any(_torch.unwrap(x).requires_grad for x in self._found.tensors)
+        self._stacked = (_torch.current_level() > 0 and levels > 1) or _RUNNING.stacked
         if self._stacked:
             self._refuse_backward_hooks(self._found.objects)
         # (requires_grad, is_leaf) of each operand, where the function may ask; in a stack of transforms it is refused
-        follows = self._grad and not self._stacked and not _torch.traced() and any(x.requires_grad for x in self._found.tensors)
+        follows = (
+            self._grad and not self._stacked and not _torch.is_traced() and any(x.requires_grad for x in self._found.tensors)
+        )
         self._answers: list[tuple[bool, bool]] | None = None
         self._asked = find_autograd_queries(self._found.objects) if follows else frozenset[str]()
         if self._asked:
             self._answers = [(x.requires_grad, x.is_leaf) for x in self._found.tensors]
         # in a stack most runs are of transforms, in which what another has computed is something else
-        self._kept = None if remat.save is None or self._stacked or _torch.traced() else SavedResults(remat, name)
+        self._kept = None if remat.save is None or self._stacked or _torch.is_traced() else SavedResults(remat, name)
         self._is_last = self._retained = False
         self._paths = [self._found.where((TENSOR, i), self._labels) for i in range(len(self._found.tensors))]
         self._surroundings: AmbientState | None = None
@@ -96,7 +98,7 @@ class RecomputedFunction:
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
         """For the run that plain autograd makes for its gradient, which nobody comes back to for a derivative."""
-        self._is_last, self._retained = True, _torch.graph_is_kept()
+        self._is_last, self._retained = True, _torch.is_graph_retained()
         try:
             with getattr(self._call, "last_run", contextlib.nullcontext)():
                 yield
@@ -105,14 +107,14 @@ class RecomputedFunction:
 
     def _watched(self, xs: Sequence[Tensor], surroundings: AmbientState) -> contextlib.AbstractContextManager[None]:
         """The first run keeps what the last one is handed."""
-        if self._kept is None or _torch.level() or not (self._first is None or self._is_last):
+        if self._kept is None or _torch.current_level() or not (self._first is None or self._is_last):
             return contextlib.nullcontext()
         if self._first is None:
             return self._kept.first_run(xs, surroundings)
         return self._kept.last_run(xs, surroundings, retained=self._retained)
 
     def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        if self._answers is not None and not _torch.level():
+        if self._answers is not None and not _torch.current_level():
             with torch.enable_grad():
                 said = zip(xs, self._answers, self._paths, strict=True)
                 xs = tuple(self._answering(x, *answers, path) for x, answers, path in said)
@@ -206,12 +208,12 @@ class RecomputedFunction:
     def _check_results(self, end: RunOutcome, after: ReachableObjects, xs: Sequence[Tensor]) -> None:
         """RuntimeError for what has a derivative in the first run by something else than an operand."""
         for k, result in zip(end.numbers, end.results, strict=True):
-            tracked = self._grad and _torch.base(result).requires_grad
-            if tracked and any(_torch.base(x).requires_grad for x in xs):
-                tracked = self._answers is not None and not _torch.made_of(result, xs)
-            if tracked or _torch.level_of(result) > _torch.level():
+            tracked = self._grad and _torch.unwrap(result).requires_grad
+            if tracked and any(_torch.unwrap(x).requires_grad for x in xs):
+                tracked = self._answers is not None and not _torch.depends_only_on(result, xs)
+            if tracked or _torch.level_of(result) > _torch.current_level():
                 where = after.where((TENSOR, k), self._labels_after)
-                if self._answers is None and _differentiates_itself(_torch.base(result), xs):
+                if self._answers is None and _differentiates_itself(_torch.unwrap(result), xs):
                     raise RuntimeError(
                         f"{self.name} calls requires_grad_() on one of its arguments, or a tensor in its memory, and {where} "
                         "depends on that: in a run without a graph its derivatives are not to be told from others; expected "
@@ -248,8 +250,8 @@ def _backward_hooks_of(module: nn.Module) -> list[Any]:
 
 def _differentiates_itself(result: Tensor, xs: Sequence[Tensor]) -> bool:
     """Whether the graph of a result ends in a tensor that shares memory with an operand, none of which has a graph."""
-    memory = {_torch.storage_id(_torch.base(x)) for x in xs if _torch.is_strided(_torch.base(x))}
-    leaves = (getattr(node, "variable", None) for node, _ in _torch.nodes(result))
+    memory = {_torch.storage_id(_torch.unwrap(x)) for x in xs if _torch.is_strided(_torch.unwrap(x))}
+    leaves = (getattr(node, "variable", None) for node, _ in _torch.iter_nodes(result))
     return any(leaf is not None and _torch.is_strided(leaf) and _torch.storage_id(leaf) in memory for leaf in leaves)
 
 

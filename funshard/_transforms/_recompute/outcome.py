@@ -25,7 +25,7 @@ class RunOutcome:
         self.results: list[Tensor] = []
         self.tensors: list[tuple[bool, int]] = []
         for k, tensor in enumerate(after.tensors):
-            i = operands.get(id(tensor), operands.get(id(_torch.unfollowed(tensor))))
+            i = operands.get(id(tensor), operands.get(id(_torch.unwrap_untracked(tensor))))
             self.tensors.append((False, len(self.results)) if i is None else (True, i))
             if i is None:
                 self.numbers.append(k)

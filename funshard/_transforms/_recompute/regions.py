@@ -90,7 +90,7 @@ def current_regions() -> RecomputeRegions | None:
     return getattr(_COLLECTED, "now", None)
 
 
-@_torch.assumed_constant
+@_torch.assume_constant
 def is_collecting_regions() -> bool:
     """Whether anybody collects regions."""
     return current_regions() is not None
@@ -103,7 +103,7 @@ def mark_region(remat: Remat, name: str) -> Generator[None]:
     if number < 0:
         yield
         return
-    with _torch.annotated(**{f"{REGION_PREFIX}{number}": True}):
+    with _torch.annotate_graph(**{f"{REGION_PREFIX}{number}": True}):
         yield
     _left(number, name)
 
@@ -112,22 +112,22 @@ def mark_name(x: Tensor, name: str) -> Tensor:
     """``x`` by a name, where an open region is to keep it."""
     if not _is_kept(name):
         return x
-    with _torch.annotated(**{NAME_KEY: name}):
+    with _torch.annotate_graph(**{NAME_KEY: name}):
         return x.view_as(x)
 
 
-@_torch.assumed_constant
+@_torch.assume_constant
 def _entered(save: Save | None) -> int:
     return -1 if (regions := current_regions()) is None else regions.enter(Remat(save))
 
 
-@_torch.assumed_constant
+@_torch.assume_constant
 def _left(number: int, name: str) -> None:
     regions = current_regions()
     assert regions is not None
     regions.leave(number, name)
 
 
-@_torch.assumed_constant
+@_torch.assume_constant
 def _is_kept(name: str) -> bool:
     return (regions := current_regions()) is not None and regions.is_kept(name)

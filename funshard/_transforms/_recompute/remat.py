@@ -72,7 +72,7 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
         if torch.compiler.is_compiling():
             with mark_region(keeps, name):
                 return f(*args, **kwargs)
-        if not _torch.differentiates():
+        if not _torch.needs_graph():
             return f(*args, **kwargs)
         roots = {"the function": f, "args": args, "kwargs": kwargs}
         return call_recomputed(lambda f, args, kwargs: f(*args, **kwargs), name, roots, remat=keeps)
@@ -89,8 +89,8 @@ def call_recomputed(
     roots that are modules, of which ``call`` brings the parameters, buffers and forward.
     """
     runs = RecomputedFunction(call, name, roots, own, remat)
-    given = map(_torch.living, runs.tensors)  # a list of activations, say, that transforms before have left
-    operands = [x.clone() if _torch.base(x).is_inference() else x for x in given]  # which autograd would not save
+    given = map(_torch.unwrap_dead, runs.tensors)  # a list of activations, say, that transforms before have left
+    operands = [x.clone() if _torch.unwrap(x).is_inference() else x for x in given]  # which autograd would not save
     return runs.result(_Remat.apply(runs, *operands))
 
 
@@ -119,13 +119,13 @@ class _Remat(_torch.Function):
             return (None,) * (1 + len(wanted))
         vjp = _Vjp(ctx.fn, wanted, given)
         operands = *_saved(ctx), *(g for g in grads if g is not None)
-        last = _torch.level() == 1 and _torch.is_last_backward(1)
-        if last or not _torch.level():
-            plain = [_torch.seen_from(x, 0) for x in operands]
+        last = _torch.current_level() == 1 and _torch.is_last_backward(1)
+        if last or not _torch.current_level():
+            plain = [_torch.unwrap_to_level(x, 0) for x in operands]
             recorded = last or torch.is_grad_enabled()
             if not (recorded and any(_torch.is_tracked(x) for x in plain)):  # nobody comes back to this derivative
                 running = isinstance(ctx.fn, RecomputedFunction) and not _torch.in_forward_ad()
-                with _torch.beneath(), ctx.fn.last_run() if running else contextlib.nullcontext():
+                with _torch.below_transforms(), ctx.fn.last_run() if running else contextlib.nullcontext():
                     found = vjp.plain(plain)
                 return None, *_spread(_with_end(operands, found) if last else found, wanted)
         return None, *_spread(_Remat.apply(vjp, *operands), wanted)
@@ -144,9 +144,9 @@ class _Remat(_torch.Function):
 
 def _saved(ctx: Any) -> tuple[Tensor, ...]:
     """What was saved. Reading it may push hooks for what the node saves itself, which torch.func refuses."""
-    before = _torch.pack_hook()
+    before = _torch.current_pack_hook()
     tensors = ctx.saved_tensors
-    while _torch.pack_hook() is not before:
+    while _torch.current_pack_hook() is not before:
         _torch.pop_saved_tensor_hooks()
     return tensors
 
@@ -189,7 +189,7 @@ class _Vjp:
     given: tuple[bool, ...]
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        if not _torch.level() and not _torch.in_forward_ad():
+        if not _torch.current_level() and not _torch.in_forward_ad():
             xs = (x for x, wanted in zip(operands, self.wanted, strict=False) if wanted)
             return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(xs, self.plain(operands), strict=True))
         part, free, cotangents = self._split(operands)

@@ -177,7 +177,7 @@ class _First(ValueNumbering):
             return out
         random = self._surroundings.random() if draws else None
         if chosen:
-            self._keep(number, op, tree_map_only(Tensor, _torch.same_memory, out), random)
+            self._keep(number, op, tree_map_only(Tensor, _torch.detach_in_dispatch, out), random)
         else:
             self._may_keep(number, op, out, random)
         return out
@@ -199,12 +199,12 @@ class _First(ValueNumbering):
             return  # lists in lists
         at = next(i for i, x in enumerate(items) if x is first)
         like = first.dtype, (first.shape, first.stride(), first.storage_offset())
-        items = [None if i == at else _torch.same_memory(x) if isinstance(x, Tensor) else x for i, x in enumerate(items)]
+        items = [None if i == at else _torch.detach_in_dispatch(x) if isinstance(x, Tensor) else x for i, x in enumerate(items)]
         kind = None if out is first else type(out)
 
         def keep(x: Tensor) -> None:
             if x.dtype == like[0]:
-                with _torch.beneath():
+                with _torch.below_transforms():
                     items[at] = x.detach().as_strided(*like[1])
                 self._keep(number, op, kind(items) if kind else items[at], random)
 
@@ -215,7 +215,7 @@ class _First(ValueNumbering):
     def named(self, x: Tensor, name: str) -> None:
         """Keep what made it, if it is to be kept and as it was made."""
         self.seen.add(name)
-        x = _torch.base(x)
+        x = _torch.unwrap(x)
         if name in self._names and _torch.is_plain(x) and (number := self.known(x)) in self._makers:
             self._makers.pop(number)[0](x)
 

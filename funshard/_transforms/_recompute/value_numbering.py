@@ -42,15 +42,15 @@ class ValueNumbering(_torch.DispatchMode):
             if func is torch.ops.aten.lift_fresh.default and (value := _constant(out)) is not None:
                 self._note(out, self.number(value))
             return out
-        args, kwargs = _torch.as_followed(func, args, kwargs)  # in the first run nothing is
+        args, kwargs = _torch.args_under_autograd(func, args, kwargs)  # in the first run nothing is
         draws = torch.Tag.nondeterministic_seeded in func.tags
         number = self._called(func, args, kwargs, draws=draws)
-        keeps = _torch.makes_results(func) and kwargs.get("generator") is None
+        keeps = _torch.is_pure_op(func) and kwargs.get("generator") is None
         out = self.run(func, args, kwargs, number, draws) if keeps else func(*args, **kwargs)
         for i, x in enumerate(result_tensors(out)):
             if _torch.is_plain(x) and self.known(x) is None:
                 self._note(x, self.number((number, i)))
-        for i, x in enumerate(() if _torch.changes_its_view(func) else _torch.written(func, args, kwargs)):
+        for i, x in enumerate(() if _torch.is_inplace_view(func) else _torch.mutated_args(func, args, kwargs)):
             if _torch.is_plain(x):
                 self.wrote(x, func)
                 self._note(x, self.number((number, "wrote", i)))
@@ -68,8 +68,8 @@ class ValueNumbering(_torch.DispatchMode):
 
     def made_of(self, tensors: Sequence[Tensor], key: str, source: Tensor) -> None:
         """These tensors, which no operator here has made, are all that is in ``source``."""
-        number = self._storage(_torch.base(source))
-        for x in {_torch.storage_id(x): x for x in map(_torch.base, tensors)}.values():
+        number = self._storage(_torch.unwrap(source))
+        for x in {_torch.storage_id(x): x for x in map(_torch.unwrap, tensors)}.values():
             if self.known(x) is None:
                 self._note(x, self.number(("unit", key, number)))
 

@@ -52,7 +52,7 @@ class Writer(FileSystemWriter):
         with (Path(self.path) / name).open("wb", buffering=BUFFER) as file:
             for item, tensor in zip(plan.items, _on_host(tensors), strict=True):
                 length = write_record(file, tensor, known)
-                results.append(WriteResult(item.index, length, _torch.stored_at(name, at, length)))
+                results.append(WriteResult(item.index, length, _torch.make_storage_info(name, at, length)))
                 at += length
             file.flush()
             os.fsync(file.fileno())
@@ -84,12 +84,12 @@ def _on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         host, copy = tensor, None
         if _torch.is_accelerator(tensor.device):
-            host = _torch.room_for(tensor, torch.device("cpu"))
-            copy = _torch.Copy(tensor, host)
+            host = _torch.allocate_like(tensor, torch.device("cpu"))
+            copy = _torch.AsyncCopy(tensor, host)
         if before is not None:
             yield before
         if copy is not None:
-            _torch.arrived(tensor.device)
+            _torch.synchronize_copies(tensor.device)
         before = host
     if before is not None:
         yield before

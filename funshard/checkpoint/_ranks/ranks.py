@@ -220,7 +220,7 @@ def ranks_of(spec: PartitionSpec, where: str, timeout: float) -> Ranks:
     the process group that is not said to be one.
     """
     known = all(isinstance(axis, Group) and axis.rank is not None for _, axis in spec.bound_mesh.axes)
-    if not known or not _torch.plain():
+    if not known or not _torch.is_eager():
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
     check_spans_world(spec.bound_mesh, where)
     return Ranks(spec, timedelta(seconds=timeout))

@@ -219,7 +219,7 @@ def _update(
         raise ValueError("lr= is the matrices': expected rest_lr= with it, the learning rate of the rest= that was given")
     rates = {"lr": lr if rest_lr is None else rest_lr} if lr is not None or rest_lr is not None else {}
     given = [x for x in pytree.tree_leaves((grads, state, params, lr, rest_lr)) if isinstance(x, Tensor)]
-    if not _torch.plain() or _torch.any_tracked(given):
+    if not _torch.is_eager() or _torch.any_tracked(given):
         options = plan.shared(plan.with_lr(lr))
         return _stepped(plan, grads, state, params, options, rates, tracked=True, donate=False)
     if plan.donate:
@@ -241,11 +241,11 @@ def _stepped(
 ) -> tuple[Params, State]:
     if donate:
         if any(map(_torch.is_pinned, params.values())):
-            _torch.arrived()  # what a gather may still read
+            _torch.synchronize_copies()  # what a gather may still read
         # from here on, so that nobody goes on with what is half written where something raises
-        params = {key: _torch.taken_over(x) if plan.matrices.names(key) else x for key, x in params.items()}
-        state = {key: unit._replace(slices=pytree.tree_map(_torch.taken_over, unit.slices)) for key, unit in state.items()}
-    keeps = _torch.plain() and not donate
+        params = {key: _torch.take_storage(x) if plan.matrices.names(key) else x for key, x in params.items()}
+        state = {key: unit._replace(slices=pytree.tree_map(_torch.take_storage, unit.slices)) for key, unit in state.items()}
+    keeps = _torch.is_eager() and not donate
     versions = {key: _torch.version(params[key]) for key in params if keeps and plan.matrices.names(key)}
     step = Step(plan.rule, plan.matrices, options, grads, state, params, tracked=tracked, donate=donate)
     rest: dict[str, Any] = {}

@@ -73,7 +73,7 @@ def warn_of_zeros(
     for key, grad in grads.items():
         if key not in state or "exp_avg_sq" not in state[key] or not _torch.is_tracked(grad) or _torch.is_batched(grad):
             continue
-        zeros = _torch.base(state[key]["exp_avg_sq"].detach()) == 0
+        zeros = _torch.unwrap(state[key]["exp_avg_sq"].detach()) == 0
         if key in masks:
             zeros = zeros & ~masks[key]
         if bool(zeros.any()):

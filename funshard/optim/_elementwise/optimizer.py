@@ -183,8 +183,8 @@ def _update(
     if plan.donate:
         refuse_shared_memory(named(grads, state, params))
         if any(map(_torch.is_pinned, params.values())):
-            _torch.arrived()  # what a gather may still read
-    if plan.device is not None and _torch.plain():
+            _torch.synchronize_copies()  # what a gather may still read
+    if plan.device is not None and _torch.is_eager():
         away = [key for key in layouts if not is_there(params[key], plan.device)]
         stay = frozenset[str]() if plan.defaults.get("fused") or plan.defaults.get("capturable") else plan.scalars
         step = partial(_update, plan._replace(device=None, donate=True), lr=lr)
@@ -248,9 +248,9 @@ def _update(
         new_state[key] = {n: torch.where(mask, state[key][n], t) if t.dim() else t for n, t in new_state[key].items()}
     if plan.donate:  # torch 2.13: fused kernels do not count, and autograd would take stale values for fresh ones
         torch.autograd.graph.increment_version([new_params[key] for key in layouts])
-        if _torch.plain():
-            new_params |= {key: _torch.taken_over(new_params[key]) for key in layouts}
-            new_state = {key: {n: _torch.taken_over(t) for n, t in values.items()} for key, values in new_state.items()}
+        if _torch.is_eager():
+            new_params |= {key: _torch.take_storage(new_params[key]) for key in layouts}
+            new_state = {key: {n: _torch.take_storage(t) for n, t in values.items()} for key, values in new_state.items()}
     return new_params, new_state
 
 

@@ -32,7 +32,7 @@ class _Moving:
 
     def __init__(self, tensors: Values, targets: Values) -> None:
         self.tensors, self.targets = tensors, targets
-        self._copies = [_torch.Copy(tensor, targets[name]) for name, tensor in tensors.items()]
+        self._copies = [_torch.AsyncCopy(tensor, targets[name]) for name, tensor in tensors.items()]
 
     def wait(self) -> Values:
         """The tensors that were copied to, for what the device is told from here on."""
@@ -61,7 +61,7 @@ def streamed(
     def coming(key: str) -> _Moving:
         values = {"": params[key], **{f".{name}": x for name, x in state[key].items() if name not in stay}, "grad": grads[key]}
         values = {name: x.detach() for name, x in values.items()}
-        return _Moving(values, {name: _torch.room_for(x, device) for name, x in values.items()})
+        return _Moving(values, {name: _torch.allocate_like(x, device) for name, x in values.items()})
 
     ahead = coming(keys[0]) if keys else None
     leaving: _Moving | None = None
@@ -77,11 +77,11 @@ def streamed(
         results = {"": stepped[key], **{f".{name}": x for name, x in states[key].items() if name not in stay}}
         rests = {name: params[key].detach() if not name else state[key][name[1:]] for name in results}
         if not donate:
-            rests = {name: _torch.room_for(x, x.device, beside=device) for name, x in rests.items()}
+            rests = {name: _torch.allocate_like(x, x.device, beside=device) for name, x in rests.items()}
         leaving = _Moving(results, rests)
         new_params[key] = params[key] if donate else rests[""]
         new_state[key] = {name: rests.get(f".{name}", states[key][name]) for name in state[key]}
     if leaving is not None:
         leaving.wait()
-        _torch.arrived(device)
+        _torch.synchronize_copies(device)
     return new_params, new_state

@@ -67,7 +67,7 @@ class Group(NamedTuple):
         return self._parts(travelled(self._flat(whole), self.back, self.there))
 
     def collecting(self, parts: Mapping[str, Tensor]) -> Callable[[], Params]:
-        """`collect`, begun where nothing follows it (`_torch.plain`), to be called for its result."""
+        """`collect`, begun where nothing follows it (`_torch.is_eager`), to be called for its result."""
         if self.there is None or not _runs_ahead(parts):
             whole = self.collect(parts)
             return lambda: whole
@@ -98,7 +98,7 @@ class Group(NamedTuple):
 
         Ranks would otherwise send other sizes under vmap, or some of them nothing in backward. It adds a sum of no elements.
         """
-        if self.there is None or not given or (_torch.plain() and not _torch.any_tracked(given)):
+        if self.there is None or not given or (_torch.is_eager() and not _torch.any_tracked(given)):
             return lambda x: x
         zeros = [x.reshape(-1)[:0].sum().abs().float().to(given[0].device) for x in given]
         return lambda x: x + torch.stack(zeros).sum().to(x.dtype)
@@ -145,7 +145,7 @@ class Group(NamedTuple):
 
 def _runs_ahead(tensors: Mapping[str, Tensor]) -> bool:
     """Whether nobody differentiates, batches or records what is sent, so that it can be under way."""
-    return _torch.plain() and not _torch.any_tracked(tensors.values())
+    return _torch.is_eager() and not _torch.any_tracked(tensors.values())
 
 
 def _seen(flat: Tensor, matrix: Matrix) -> Tensor:

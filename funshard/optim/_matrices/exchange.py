@@ -241,7 +241,7 @@ class _Trip(_torch.Function):
         return _Trip.apply(flat.movedim(in_dims[0], -1), *ways), flat.dim() - 1
 
 
-@_torch.in_graph
+@_torch.allow_in_graph
 def _trip(flat: Tensor, way: Way, inverse: Way) -> Tensor:
     return _Trip.apply(flat, Way.of(way), Way.of(inverse))  # Dynamo hands tuples on
 
