@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._spec.spec import PartitionSpec, bound
 from ._spec.unit import Unit
-from ._units.joining import BUCKET_BYTES, Bucket, Buckets
+from ._units.joining import BUCKET_BYTES, Bucket, OpenBuckets
 from ._units.layout import Params
 from .collectives._functions import all_reduce
 from .collectives._mesh import Axes, Axis, Mesh
@@ -254,13 +254,13 @@ def _over(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict
 def _mean(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]], mesh: Mesh) -> Params:
     out = dict(params)
     for names, bucket in _together(params, over):
-        mean = first = bucket.joined()
+        mean = first = bucket.concat()
         on_host = first.device.type == "cpu" and mesh.device_type not in (None, "cpu")  # as P(offload="params") has shards
         mean = mean.to(mesh.device) if on_host else mean
         for name in names:
             mean = _mean_over(mean, mesh[name])
         mean = mean.to(first.device) if on_host else mean
-        for key, part in bucket.parts(mean):
+        for key, part in bucket.split(mean):
             out[key] = part.view(params[key].shape) if part is mean else part.view(params[key].shape).clone()
     return out
 
@@ -272,7 +272,7 @@ def _mean_over(x: Tensor, axis: Axis) -> Tensor:
 
 def _together(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], Bucket]]:
     """What to reduce in one go, and over which axes: large tensors alone, small ones of the same axes, dtype and device."""
-    small: Buckets[tuple[tuple[str, ...], torch.dtype, torch.device]] = Buckets()
+    small: OpenBuckets[tuple[tuple[str, ...], torch.dtype, torch.device]] = OpenBuckets()
     for key in sorted(over):  # in whatever order a rank has them
         x, names = params[key], over[key]
         most = BUCKET_BYTES / x.itemsize
@@ -280,5 +280,5 @@ def _together(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]])
             yield names, Bucket([(key, x)])
         elif full := small.add((names, x.dtype, x.device), key, [x.reshape(-1)], x.numel(), most):
             yield names, full
-    for (names, *_), bucket in small.rest():
+    for (names, *_), bucket in small.unfilled():
         yield names, bucket

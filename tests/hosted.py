@@ -41,9 +41,9 @@ def elsewhere() -> Iterator[Copies]:
         copies.nodes += device is not None
         return moved(x, device, dtype)
 
-    moved = flow.moved
+    moved = flow.move
     with (
-        mock.patch.object(flow, "moved", counted),
+        mock.patch.object(flow, "move", counted),
         mock.patch.object(host, "is_host", no_host),
         mock.patch.object(fs.collectives.Mesh, "device", torch.device("cpu")),
         mock.patch.object(_torch, "AsyncCopy", Counted),

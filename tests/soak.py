@@ -107,7 +107,7 @@ def rank_main(seconds: float, seed: int, least: int) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import _get_work_registry_size
 
-    from funshard._units.chain import settle
+    from funshard._units.chain import wait_unclaimed
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -122,7 +122,7 @@ def rank_main(seconds: float, seed: int, least: int) -> None:
         steps += 1
     faulthandler.cancel_dump_traceback_later()
     gc.collect()
-    settle()
+    wait_unclaimed()
     assert not _get_work_registry_size(), f"{_get_work_registry_size()} collectives that nobody has waited for"
     dist.barrier()
     print("steps", steps)

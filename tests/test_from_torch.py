@@ -97,7 +97,7 @@ def on_ranks(cls: Any, spec: fs.PartitionSpec, start: fs.Params, steps: int, **o
         trees.append(params)
     joined: fs.Params = {}
     for unit in spec:
-        slices = {layout.index(unit, spec.bound_mesh, layout.coordinates(spec.bound_mesh, r)): r for r in range(ranks)}
+        slices = {layout.slice_index(unit, spec.bound_mesh, layout.rank_coords(spec.bound_mesh, r)): r for r in range(ranks)}
         joined[unit.key] = torch.cat([trees[slices[i]][unit.key] for i in range(spec.size(unit))])
         assert not joined[unit.key][~owned(unit, len(joined[unit.key]))].any()  # the padding
     return fs.unflatten(joined, spec)

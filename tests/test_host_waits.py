@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import _torch
-from funshard._units.host import on_host
+from funshard._units.host import start_copy_to_host
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "unique")
 
@@ -132,7 +132,7 @@ def test_full_parameters_leave_the_device_by_one_copy_each_unit(world: None, mon
         events.append(f"start {tensor.numel()}")
         return lambda: events.append("wait") or torch.empty_like(tensor, device="cpu")
 
-    monkeypatch.setattr(sys.modules[fs.gather_full.__module__], "on_host", on_host)
+    monkeypatch.setattr(sys.modules[fs.gather_full.__module__], "start_copy_to_host", on_host)
     spec, shards = on_device(net())
     full = fs.gather_full(shards, spec, offload_to_cpu=True)
     assert events == ["start 20", "start 20", "wait", "start 20", "wait", "wait"]
@@ -154,11 +154,11 @@ def test_only_the_reader_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     with FakeTensorMode(), torch.no_grad(), Waits("cuda") as waits:
-        there = on_host(torch.empty(3, device="cuda"))
+        there = start_copy_to_host(torch.empty(3, device="cuda"))
         assert (events, waits.seen) == (["record"], {})
         assert (there().device.type, events) == ("cpu", ["record", "wait"])
     x = torch.ones(3)
-    assert on_host(x)() is x
+    assert start_copy_to_host(x)() is x
 
 
 # --- Buffers. ---

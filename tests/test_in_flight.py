@@ -27,7 +27,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
-from funshard._units.chain import Chain
+from funshard._units.chain import CollectiveChain
 from funshard.collectives._ops import Where, start
 
 OPS = torch.ops._c10d_functional
@@ -75,14 +75,14 @@ def dropped(rank: int) -> tuple[float, int, int]:
     """The seconds it takes to drop a chain while the other rank is late, and how many collectives nobody has waited for then
     and after the next chain."""
     gather = lambda x, own: start("gather_mean", x, Where(2, world()), own)  # noqa: E731
-    Chain(torch.ones(2), (gather,)).result()
+    CollectiveChain(torch.ones(2), (gather,)).result()
     dist.barrier()
     time.sleep(rank)
-    chain = Chain(torch.ones(3), (gather, gather))
+    chain = CollectiveChain(torch.ones(3), (gather, gather))
     began = time.monotonic()
     del chain
     took, left = time.monotonic() - began, _get_work_registry_size()
-    assert_close(Chain(torch.full((2,), float(rank)), (gather,)).result(), torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    assert_close(CollectiveChain(torch.full((2,), float(rank)), (gather,)).result(), torch.tensor([0.0, 0.0, 1.0, 1.0]))
     return took, left, _get_work_registry_size()
 
 

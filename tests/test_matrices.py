@@ -21,7 +21,7 @@ from torch.testing import assert_close
 import funshard as fs
 from funshard import P
 from funshard._spec.tree import Param
-from funshard._units.layout import Piece, pieces
+from funshard._units.layout import Piece, slice_pieces
 from funshard.collectives import Group
 from funshard.optim._matrices.exchange import Way, back, there
 from funshard.optim._matrices.owners import Matrix, assigned
@@ -101,7 +101,7 @@ def walk(
 
 
 def piece_of(matrix: Matrix, spec: fs.PartitionSpec, at: At) -> Piece:
-    return next(piece for piece in pieces(matrix.unit, spec, at) if piece.param.name == matrix.name)
+    return next(piece for piece in slice_pieces(matrix.unit, spec, at) if piece.param.name == matrix.name)
 
 
 @settings(max_examples=depth(25, 2000))

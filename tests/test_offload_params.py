@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import funshard as fs
 from funshard import P, _torch
 from funshard._spec.division import Reduction
-from funshard._units.host import rested
+from funshard._units.host import place_slice
 from funshard._units.route import Route
 from funshard.compress import _compressor
 from funshard.optim._elementwise import optimizer, streaming
@@ -354,7 +354,7 @@ def test_a_shard_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fs.collectives.Mesh, "device", None)
     whole = {name: p.detach().as_subclass(There) for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match=r"expected a mesh that says on which device it is used, got sizes \{'shard': 1\}"):
-        rested(next(iter(whole.values())), spec.units[1], spec.bound_mesh)
+        place_slice(next(iter(whole.values())), spec.units[1], spec.bound_mesh)
 
 
 def test_where_the_host_computes_nothing_is_copied() -> None:
@@ -363,9 +363,9 @@ def test_where_the_host_computes_nothing_is_copied() -> None:
     for mesh in ({"shard": 1}, fs.collectives.Mesh((("shard", fs.collectives.Group(1, 0)),), "cpu")):
         plain, spec = (fs.by_type(MLP, p=P("shard", offload=to))(model).on(mesh) for to in (None, PARAMS))
         for a, b in zip(plain, spec, strict=True):
-            routes = [Route.of(unit, spec.bound_mesh, Reduction(), None, torch.float64) for unit in (a, b)]
+            routes = [Route.for_unit(unit, spec.bound_mesh, Reduction(), None, torch.float64) for unit in (a, b)]
             assert routes[0] == routes[1]
-            assert not routes[1].made
+            assert not routes[1].has_own_buffer
 
 
 # --- the peer's rows of CPU offload (FSDP2's CPUOffloadPolicy) ---

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import funshard as fs
 from funshard import P, _torch
 from funshard._torch import streams
-from funshard._units.chain import Buffers
-from funshard._units.reductions import Reductions
+from funshard._units.chain import BufferPool
+from funshard._units.reductions import ReductionQueue
 from funshard.collectives._ops import Finish
 
 WIDTH, RANKS = 64, 2
@@ -203,16 +203,16 @@ def test_a_gradient_that_was_handed_on_is_let_go(collectives: int) -> None:
         expect=lambda key: None, receive=lambda key, grad: handed.append(weakref.ref(grad.untyped_storage()))
     )
     host, dtype = torch.device("cpu"), torch.float64
-    route: Any = SimpleNamespace(device=host, padded=4, dtype=dtype, dtypes=SimpleNamespace(reduce=dtype))
+    route: Any = SimpleNamespace(device=host, padded_numel=4, shard_dtype=dtype, dtypes=SimpleNamespace(reduce=dtype))
     steps: Any = SimpleNamespace(reduce=[lambda x, own: Finish((), lambda: x.clone())] * (collectives + 1))
-    reductions = Reductions(1, Buffers(), cast("Any", receiver))
-    reductions.begin(0)
+    reductions = ReductionQueue(1, BufferPool(), cast("Any", receiver))
+    reductions.begin_backward(0)
     with no_collector():
         for i in range(6):
-            reductions.split(str(i), [torch.ones(4, dtype=dtype)], route, steps)
+            reductions.reduce_split(str(i), [torch.ones(4, dtype=dtype)], route, steps)
             assert len(handed) >= i - 1
             assert not any(one() is not None for one in handed)
-        assert all(torch.equal(g, torch.ones(4, dtype=dtype)) for g in reductions.collect().values())
+        assert all(torch.equal(g, torch.ones(4, dtype=dtype)) for g in reductions.wait_all().values())
 
 
 # --- what waits for what ---

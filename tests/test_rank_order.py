@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import funshard as fs
-from funshard._units.chain import Buffers
+from funshard._units.chain import BufferPool
 from funshard.collectives._tag import has_margins
 
 torch.manual_seed(0)
@@ -218,7 +218,7 @@ def test_ranks_that_have_made_different_numbers_of_groups(gloo4: Pool, tmp_path:
 
 def test_buffers_with_margins_are_taken_again() -> None:
     """They are no views: what a view holds is not alone, and every gather would have new memory."""
-    buffers, like = Buffers(margins=True), torch.empty(0)
+    buffers, like = BufferPool(margins=True), torch.empty(0)
     first = buffers.take(100, torch.float32, like)
     assert has_margins(first)
     place = first.data_ptr()

@@ -36,8 +36,8 @@ from worst import Misuse, watched
 import funshard as fs
 from funshard import P, _torch
 from funshard._call.schedule import Visit
-from funshard._units.chain import Buffers, Chain
-from funshard._units.reductions import Reductions
+from funshard._units.chain import BufferPool, CollectiveChain
+from funshard._units.reductions import ReductionQueue
 from funshard.collectives import _ops as ops
 
 OPS = torch.ops._c10d_functional
@@ -235,32 +235,35 @@ def read_too_early() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dropped_chains_are_forgotten() -> Iterator[None]:
-    with mock.patch.object(Chain, "__del__", return_value=None):
+    with mock.patch.object(CollectiveChain, "__del__", return_value=None):
         yield
 
 
 @contextlib.contextmanager
 def gradient_buffers_are_used_again_too_early() -> Iterator[None]:
-    split = Reductions.split
+    split = ReductionQueue.reduce_split
 
-    def mutant(self: Reductions, *args: Any) -> None:
+    def mutant(self: ReductionQueue, *args: Any) -> None:
         split(self, *args)
-        self._buffers.give(self._whole[-1][1])
+        self._buffers.give(self._unscattered[-1][1])
 
-    with mock.patch.object(Reductions, "split", mutant), mock.patch.object(_torch, "is_sole_holder", return_value=True):
+    with (
+        mock.patch.object(ReductionQueue, "reduce_split", mutant),
+        mock.patch.object(_torch, "is_sole_holder", return_value=True),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def gathered_buffers_are_used_again_too_early() -> Iterator[None]:
-    take = Buffers.take
+    take = BufferPool.take
 
-    def mutant(self: Buffers, *args: Any) -> Tensor:
+    def mutant(self: BufferPool, *args: Any) -> Tensor:
         buffer = take(self, *args)
         self.give(buffer)
         return buffer
 
-    with mock.patch.object(Buffers, "take", mutant), mock.patch.object(_torch, "is_sole_holder", return_value=True):
+    with mock.patch.object(BufferPool, "take", mutant), mock.patch.object(_torch, "is_sole_holder", return_value=True):
         yield
 
 

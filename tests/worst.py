@@ -33,7 +33,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import _disable_current_modes
 
-from funshard._units.chain import settle
+from funshard._units.chain import wait_unclaimed
 
 TIMEOUT = timedelta(seconds=30)
 HEADER = 512
@@ -72,7 +72,7 @@ def watched() -> Generator[_Log]:
     outer, _log = _log, _Log()
     try:
         yield _log
-        settle()  # as the next call would, what one that ended in an error has left
+        wait_unclaimed()  # as the next call would, what one that ended in an error has left
         if _log.faults:
             raise Misuse("\n".join(_log.faults))
     finally:
@@ -346,7 +346,7 @@ class Worst(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-STARTERS = ("_gather", "split", "_reduce", "gather_unit", "reduce_unit")
+STARTERS = ("_gather", "reduce_split", "_reduce_bucket", "gather_unit", "reduce_unit")
 """The functions of funshard that start a unit's collectives. No other frame is asked for its locals, which would hold them."""
 
 

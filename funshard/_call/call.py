@@ -14,7 +14,7 @@ from .._spec.fits import check_params
 from .._spec.spec import PartitionSpec, bound
 from .._transforms.error_hints import add_argument_hints, add_hints, as_call_arguments, check_materialized
 from .._units.accumulation import find_accumulation
-from .._units.flow import reduction_over
+from .._units.flow import resolve_reduction
 from . import in_graph
 from .buffers import warn_of_lost
 from .options import CallOptions
@@ -93,7 +93,7 @@ def functional_call(
     if accumulation:
         params, reduction, receiver = accumulation.replace(params)
     else:
-        reduction = reduction_over(reduce, reduce_over, spec.bound_mesh, (unit for unit in spec if unit.key in params))
+        reduction = resolve_reduction(reduce, reduce_over, spec.bound_mesh, (unit for unit in spec if unit.key in params))
     _check_count("prefetch", prefetch, 0)
     _check_count("in_flight", in_flight, 1)
     given = as_call_arguments(args, kwargs)

@@ -207,7 +207,7 @@ class Scheduled:
         self.schedule, self._level = schedule, _torch.current_level()
         self.params = schedule.enter(params) if torch.is_grad_enabled() else params
         self.live: dict[int, RestorableBuffer] | None = None
-        if torch.is_grad_enabled() and schedule.routes.frees and replaces:
+        if torch.is_grad_enabled() and schedule.routes.has_resharded_units and replaces:
             self.live = {}
         self._flow = Flow(self.params, spec, reduction, schedule.check_order)
 
@@ -218,8 +218,8 @@ class Scheduled:
         visit = self.schedule.visit(unit)
         watch = Watch(unit, (visit.buffer,))
         views = visit.parameters(self.params[unit.key])
-        gathered = Gathered(unit, views, watch, frees=visit.route.frees, level=self._level, visit=visit)
-        if visit.route.frees and self.live is not None:
+        gathered = Gathered(unit, views, watch, frees=visit.route.reshard_after_forward, level=self._level, visit=visit)
+        if visit.route.reshard_after_forward and self.live is not None:
             gathered.storage = _torch.storage_id(visit.buffer)
             self.live[gathered.storage] = visit
         return gathered

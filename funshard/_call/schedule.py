@@ -28,8 +28,8 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import mark_graph_freed
 from .._units.accumulation import GradReceiver
-from .._units.chain import Buffers, routes
-from .._units.reductions import Reductions
+from .._units.chain import BufferPool, make_route_table
+from .._units.reductions import ReductionQueue
 from .._units.route import Route
 from ..collectives._sequence import CollectiveSequence, SequenceCheck
 from .again import ALIVE
@@ -56,10 +56,10 @@ class Schedule:
         self.spec, self._prefetch, self.check_order = spec, options.prefetch, options.check_order
         self.reduction = reduction
         dtypes = tuple(shard.dtype for shard in self.shards.values())
-        self.routes = spec.once(routes, dtypes, reduction, options.check_order)
-        self.buffers = Buffers(margins=self.routes.compares)
+        self.routes = spec.once(make_route_table, dtypes, reduction, options.check_order)
+        self.buffers = BufferPool(margins=self.routes.needs_order_check)
         self.receiver = receiver
-        self.reductions = Reductions(options.in_flight, self.buffers, receiver)
+        self.reductions = ReductionQueue(options.in_flight, self.buffers, receiver)
         self._sequence = CollectiveSequence() if self._compares() else None
         self._checks: list[SequenceCheck] = []  # of forward, started and not looked at
         self._in_forward = True
@@ -102,7 +102,7 @@ class Schedule:
     def _following(self, key: str) -> list[str]:
         """The units to gather ahead, now that forward has come to this one."""
         self._position = self._come_to(key)
-        places, wanted = self.routes.gathered, self._prefetch - len(self._ahead)
+        places, wanted = self.routes.gather_positions, self._prefetch - len(self._ahead)
         nexts: list[str] = []
         for i in range(bisect_right(places, self._position), len(places)):
             if len(nexts) >= wanted:
@@ -133,14 +133,14 @@ class Schedule:
     # --- do all ranks start the same collectives? ---
 
     def _compares(self) -> bool:
-        return self.routes.compares and not _torch.is_traced() and not any(map(_torch.is_fake, self.shards.values()))
+        return self.routes.needs_order_check and not _torch.is_traced() and not any(map(_torch.is_fake, self.shards.values()))
 
     def record_gather(self, key: str) -> None:
         """Note that the gather of this unit was started, for ranks to compare."""
         if self._sequence is None:
             return
         steps = self.routes.steps[key]
-        tagged = steps.tagged and self.shards[key].device.type == "cpu"
+        tagged = steps.has_tags and self.shards[key].device.type == "cpu"
         self._sequence.record(steps.gather_groups, f"the gather of unit '{key}'", tagged=tagged)
         if not (self._in_forward or self._trained):  # no end of backward will be seen
             self._finish_checks(self._start_checks())
@@ -225,36 +225,36 @@ class Schedule:
 
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Start to reduce a unit's gradient, given by parameter, which nobody differentiates."""
-        route, steps = self.routes.of[unit.key], self.routes.steps[unit.key]
+        route, steps = self.routes.by_key[unit.key], self.routes.steps[unit.key]
         if self._checks:
             self._finish_checks(self._checks)
         if self._sequence is not None:
             self._sequence.record(steps.reduce_groups, f"the reduction of unit '{unit.key}'", tagged=False)
         with _torch.below_transforms():
             pieces = pieces_of(unit, grads, route, self.shards[unit.key], self._zeros(route, self.shards[unit.key]))
-            self.reductions.begin(self.task())
-            if route.split:
-                self.reductions.split(unit.key, pieces, route, steps)
+            self.reductions.begin_backward(self.task())
+            if route.split_axes:
+                self.reductions.reduce_split(unit.key, pieces, route, steps)
             elif steps.reduce:
-                self.reductions.replicated(unit.key, pieces, route, steps)
+                self.reductions.reduce_replicated(unit.key, pieces, route, steps)
             else:
-                buffer = _torch.concat_flat(pieces, pieces[0].new_empty(route.padded, dtype=route.dtypes.reduce))
-                self.reductions.done(unit.key, buffer.to(route.dtype))
+                buffer = _torch.concat_flat(pieces, pieces[0].new_empty(route.padded_numel, dtype=route.dtypes.reduce))
+                self.reductions.add_unreduced(unit.key, buffer.to(route.shard_dtype))
 
     def _zeros(self, route: Route, like: Tensor) -> Tensor:
         """What padding is made of: for all units together, as nobody writes to it."""
         of = route.device or like.device, route.dtypes.param
-        if route.widest and of not in self._padding:
-            longest = max(route.widest for route in self.routes.of.values())
+        if route.longest_padding and of not in self._padding:
+            longest = max(route.longest_padding for route in self.routes.by_key.values())
             self._padding[of] = like.new_zeros(longest, dtype=route.dtypes.param, device=route.device)
         return self._padding.get(of, like)
 
     def collect(self, shard: Tensor) -> dict[str, Tensor]:
         """The reduced gradients of this backward, by unit key. The shard is any of those that they are gradients of."""
-        self.reductions.begin(self.task())
+        self.reductions.begin_backward(self.task())
         self._finish_checks(self._checks + self._start_checks())  # or some reduction might wait for ever
         with _torch.below_transforms():
-            reduced = self.reductions.collect()
+            reduced = self.reductions.wait_all()
         self.buffers.clear()
         self._padding.clear()
         if not reduced or not self.is_last():

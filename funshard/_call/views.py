@@ -11,7 +11,7 @@ from torch.autograd.function import FunctionCtx
 
 from .. import _torch
 from .._spec.unit import Unit
-from .._units.layout import ordered, spaced, unflatten_unit
+from .._units.layout import insert_padding, to_memory_order, unflatten_unit
 from .._units.route import Route
 
 __all__ = ["pieces_of", "views_of"]
@@ -65,7 +65,7 @@ def pieces_of(unit: Unit, grads: Sequence[Tensor | None], route: Route, like: Te
     pieces = [
         like.new_zeros(param.numel, dtype=route.dtypes.param, device=route.device)
         if grad is None
-        else ordered(grad, param).contiguous()
+        else to_memory_order(grad, param).contiguous()
         for grad, param in zip(grads, unit.params, strict=True)
     ]
-    return spaced(pieces, unit, route.padded, zeros)
+    return insert_padding(pieces, unit, route.padded_numel, zeros)

@@ -21,9 +21,9 @@ from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import hook_running_node
-from .._units.chain import Buffers, Chain, Routes
+from .._units.chain import BufferPool, CollectiveChain, RouteTable
 from .._units.flow import reduce_unit
-from .._units.gather import gathering
+from .._units.gather import start_gather
 from .again import Lease, SavedView, check_unmodified
 from .views import pieces_of, views_of
 
@@ -35,8 +35,8 @@ class Around(Protocol):
 
     shards: dict[str, Tensor]
     spec: PartitionSpec
-    routes: Routes
-    buffers: Buffers
+    routes: RouteTable
+    buffers: BufferPool
     reduction: Reduction
     check_order: bool
 
@@ -83,23 +83,23 @@ class Visit:
     def __init__(self, schedule: Around, unit: Unit) -> None:
         self.schedule, self.unit = schedule, unit
         self.shard = schedule.shards[unit.key]
-        self.route = schedule.routes.of[unit.key]
+        self.route = schedule.routes.by_key[unit.key]
         self.index = -1  # its place among those that forward left
         self.full: Tensor | None = None  # in forward
         self._lease: weakref.ref[Lease] | None = None  # in backward
-        self.chain: Chain | None = None  # on its way
+        self.chain: CollectiveChain | None = None  # on its way
         self.trained = False
         self._version = _torch.version(self.shard)
         self._gather()
 
     def _gather(self) -> None:
-        if self.route.made:
+        if self.route.has_own_buffer:
             with _torch.below_transforms():
-                self.chain = gathering(self.shard, self.unit.key, self.schedule.routes, self.schedule.buffers)
+                self.chain = start_gather(self.shard, self.unit.key, self.schedule.routes, self.schedule.buffers)
                 self.schedule.record_gather(self.unit.key)
 
     def _arrived(self) -> Tensor:
-        if not self.route.made:
+        if not self.route.has_own_buffer:
             return self.shard
         chain, self.chain = self.chain, None
         assert chain is not None
@@ -141,7 +141,7 @@ class Visit:
         assert self.full is not None
         if keep and (lease := self._leased()):
             lease.buffer = self.full
-        elif self.route.frees:
+        elif self.route.reshard_after_forward:
             self.schedule.buffers.give(self.full)
         self.full = None
         self.schedule.leave(self)
@@ -157,7 +157,7 @@ class Visit:
     def lease_for_rerun(self) -> Lease:
         """What a module holds that is to run again in backward, with this buffer."""
         lease = self.lease()
-        if not self.route.frees:
+        if not self.route.reshard_after_forward:
             lease.buffer = self.full
         return lease
 
@@ -168,7 +168,7 @@ class Visit:
         """Every use of the buffer has been made, or it is to be gathered once more."""
         lease = self._leased()
         if lease and lease.buffer is not None:
-            if self.route.made:
+            if self.route.has_own_buffer:
                 self.schedule.buffers.give(lease.buffer)
             lease.buffer = None
 
@@ -203,7 +203,7 @@ class Visit:
         buffer = saved.lease.buffer
         if buffer is None:
             buffer = self.again()
-        if torch.is_grad_enabled() and self.route.frees:
+        if torch.is_grad_enabled() and self.route.reshard_after_forward:
             hook_running_node({_torch.storage_id(buffer): self}, 0 if over else _torch.current_level())
         view = buffer.as_strided(saved.shape, saved.stride, saved.offset)
         return _torch.wrap_for_ended_level(view) if over else view
@@ -216,7 +216,7 @@ class Visit:
             self.schedule.reduce(self.unit, own)
             return None
         route = self.route
-        zeros = self.shard.new_zeros(route.widest, dtype=route.dtypes.param, device=route.device)
+        zeros = self.shard.new_zeros(route.longest_padding, dtype=route.dtypes.param, device=route.device)
         pieces = pieces_of(self.unit, grads, route, self.shard, zeros)
         buffer = torch.cat([piece.reshape(-1) for piece in pieces])  # it may be differentiated again
         mesh, reduction = self.schedule.spec.bound_mesh, self.schedule.reduction

@@ -12,9 +12,9 @@ from .._spec.fits import full_parameters
 from .._spec.spec import PartitionSpec, bound
 from .._spec.tree import join
 from .._spec.unit import Unit
-from .._units.flow import scatter_unit, stored
-from .._units.host import rested
-from .._units.layout import Params, ordered, unflatten_unit
+from .._units.flow import encode_at_rest, scatter_unit
+from .._units.host import place_slice
+from .._units.layout import Params, to_memory_order, unflatten_unit
 from .slots import InitFn, Slot
 from .values import Values, WiderReachError, opened
 
@@ -121,11 +121,11 @@ def _units(
         full = unflatten_unit(buffer, unit)
         values.fill({slots[param.name]: x for param, x in zip(unit.params, full, strict=True)}, most)
         if compared:
-            digests.extend(fingerprint(ordered(x, param)).cpu() for x, param in zip(full, unit.params, strict=True))
+            digests.extend(fingerprint(to_memory_order(x, param)).cpu() for x, param in zip(full, unit.params, strict=True))
         return scatter_unit(buffer, unit, spec.bound_mesh, rank)
 
     for unit in spec:
-        out[unit.key] = rested(stored(made(unit), unit), unit, spec.bound_mesh)
+        out[unit.key] = place_slice(encode_at_rest(made(unit), unit), unit, spec.bound_mesh)
     values.settle(most)
     return out, digests
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import _torch
 from .._spec.fits import full_of_unit
 from .._spec.spec import PartitionSpec
-from .._units.layout import ordered
+from .._units.layout import to_memory_order
 from ..collectives._functions import gather_slices
 from ..collectives._mesh import Group, Mesh
 
@@ -130,7 +130,7 @@ def fingerprints(params: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
     """
     with torch.no_grad():
         found = [
-            fingerprint(ordered(tensor.detach(), param))
+            fingerprint(to_memory_order(tensor.detach(), param))
             for unit in spec
             for tensor, param in zip(full_of_unit(params, unit), unit.params, strict=True)
         ]

@@ -13,9 +13,9 @@ from .._spec.fits import check_full, check_shards
 from .._spec.host import used_on
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
-from .._units.flow import gather_unit, stored
-from .._units.host import on_host, rested
-from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit
+from .._units.flow import encode_at_rest, gather_unit
+from .._units.host import place_slice, start_copy_to_host
+from .._units.layout import Params, flatten_unit, rank_coords, unflatten_unit
 from .._units.route import Route
 from ..collectives._mesh import Mesh
 from .agree import broadcast_text, process_group
@@ -68,7 +68,7 @@ def _copies(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_
     if buffer is None:
         return dict
     if offload_to_cpu and buffer.device.type != "cpu":
-        copy = on_host(buffer)
+        copy = start_copy_to_host(buffer)
         return lambda: _by_name(copy(), unit)
     copies = _by_name(buffer, unit)
     return lambda: copies
@@ -98,7 +98,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
     mesh = spec.bound_mesh
     if mesh.simulated:
         raise ValueError("scatter_full on a simulated mesh: expected process groups; use shard(full, spec) there")
-    source, here = coordinates(mesh, src), coordinates(mesh, None)
+    source, here = rank_coords(mesh, src), rank_coords(mesh, None)
     error = _source_error(full, spec) if source == here else ""
     device = mesh.device or torch.device("cpu")
     error = broadcast_text(error, mesh, source, device)
@@ -110,7 +110,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
         if source == here:
             assert full is not None
             buffer = flatten_unit(full, unit, spec.padded_numel(unit)).detach().to(device)
-        out[unit.key] = rested(stored(_scatter_from(buffer, unit, spec, mesh, source, device), unit), unit, mesh)
+        out[unit.key] = place_slice(encode_at_rest(_scatter_from(buffer, unit, spec, mesh, source, device), unit), unit, mesh)
     return out
 
 
@@ -124,7 +124,7 @@ def _bytes(buffer: Tensor) -> Tensor:
 
 def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
     """The unit's buffer on the mesh's first rank; None, and no buffer, on the others."""
-    at = dict(zip(mesh.names, coordinates(mesh, None), strict=True))
+    at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
     piece = piece.to(used_on(unit, mesh) or piece.device)
     if any(at[name] for name in mesh.names if name not in unit.p.axes):
         return None  # another replica
@@ -138,8 +138,8 @@ def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
         if rows is None:
             return None
         piece = rows.flatten().view(piece.dtype)
-    route = Route.of(unit, mesh, Reduction(), None, piece.dtype)
-    return route.decoded(piece, route.form) if route.form else piece
+    route = Route.for_unit(unit, mesh, Reduction(), None, piece.dtype)
+    return route.decode(piece, route.form) if route.form else piece
 
 
 def _scatter_from(
@@ -147,7 +147,7 @@ def _scatter_from(
 ) -> Tensor:
     """The inverse: slices of the source's buffer along the sharded axes, then copies along the replicated ones."""
     numel = spec.padded_numel(unit)
-    here, want = (dict(zip(mesh.names, c, strict=True)) for c in (coordinates(mesh, None), source))
+    here, want = (dict(zip(mesh.names, c, strict=True)) for c in (rank_coords(mesh, None), source))
     rest = list(mesh.names)
     for name in (*unit.p.axes, *(n for n in mesh.names if n not in unit.p.axes)):
         axis, group = process_group(mesh, name)

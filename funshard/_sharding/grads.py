@@ -12,7 +12,7 @@ from .._spec.division import Divide
 from .._spec.fits import check_buffers, check_mapping, check_trained, whole_unit
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
-from .._units.flow import reduce_unit, reduction_over
+from .._units.flow import reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit
 from ..collectives._functions import sum_over
 
@@ -44,7 +44,7 @@ def reduce_grads(
     spec = bound(spec)
     mesh = spec.bound_mesh
     full, slices = _given(grads, spec)
-    reduction = reduction_over(reduce, mesh.names if axes is None else axes, mesh, full)
+    reduction = resolve_reduction(reduce, mesh.names if axes is None else axes, mesh, full)
     for unit in slices:
         if split := [axis for axis in unit.p.axes if reduction.includes(axis)]:
             raise ValueError(

@@ -13,7 +13,7 @@ from .._spec.fits import check_mapping
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.flow import scatter_unit
-from .._units.layout import Params, coordinates, padded_buffer, pieces, shaped
+from .._units.layout import Params, concat_padded, from_memory_order, rank_coords, slice_pieces
 from .._units.padding import check_slice
 from .philox import MASK, philox
 
@@ -101,14 +101,14 @@ class _Range(NamedTuple):
 def _like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor, draw: Draw, rank: int | None) -> Tensor:
     owner = spec.owner(key)
     if not isinstance(owner, Unit):
-        return shaped(_drawn([_Range(owner.name, 0, owner.numel)], seed, draw, tensor)[0], owner)
+        return from_memory_order(_drawn([_Range(owner.name, 0, owner.numel)], seed, draw, tensor)[0], owner)
     mesh = spec.bound_mesh
     if rank is None and mesh.simulated:
         whole = [_Range(param.name, 0, param.numel) for param in owner.params]
-        buffer = padded_buffer(_drawn(whole, seed, draw, tensor), owner, spec.padded_numel(owner))
+        buffer = concat_padded(_drawn(whole, seed, draw, tensor), owner, spec.padded_numel(owner))
         return scatter_unit(buffer, owner, mesh)
-    at = coordinates(mesh, rank) if owner.p.axes else (0,) * len(mesh.axes)
-    found = [*pieces(owner, spec, at)]
+    at = rank_coords(mesh, rank) if owner.p.axes else (0,) * len(mesh.axes)
+    found = [*slice_pieces(owner, spec, at)]
     drawn = _drawn([_Range(p.param.name, p.begin, p.begin + p.high - p.low) for p in found], seed, draw, tensor)
     parts: list[Tensor] = []
     end = 0

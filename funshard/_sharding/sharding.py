@@ -13,9 +13,9 @@ from .._spec.fits import check_mapping, check_shards, check_trained, full_parame
 from .._spec.spec import PartitionSpec, bound, checked
 from .._spec.tree import Param
 from .._spec.unit import Unit
-from .._units.flow import gather_unit, scatter_unit, stored
-from .._units.host import rested
-from .._units.layout import Params, coordinates, flatten_unit, unflatten_unit
+from .._units.flow import encode_at_rest, gather_unit, scatter_unit
+from .._units.host import place_slice
+from .._units.layout import Params, flatten_unit, rank_coords, unflatten_unit
 from .agree import check_ranks_agree, fingerprints, talks, telling
 from .full import scatter_full
 from .skeleton import is_skeleton
@@ -77,7 +77,7 @@ def shard(
     out: Params = {}
     for unit in spec:
         buffer = flatten_unit(full, unit, spec.padded_numel(unit))
-        out[unit.key] = rested(stored(scatter_unit(buffer, unit, mesh, rank), unit), unit, mesh)
+        out[unit.key] = place_slice(encode_at_rest(scatter_unit(buffer, unit, mesh, rank), unit), unit, mesh)
     return out
 
 
@@ -89,7 +89,7 @@ def _source(src: int | None, rank: int | None, spec: PartitionSpec) -> bool:
             raise ValueError(f"shard: expected rank= or src=, got both: {rank} and {src}")
         if mesh.simulated:
             raise ValueError("shard: src= on a simulated mesh: expected process groups; simulated ranks close over the same")
-        return coordinates(mesh, src) == coordinates(mesh, None)
+        return rank_coords(mesh, src) == rank_coords(mesh, None)
     check_rank("shard", spec, rank)
     return True
 
@@ -189,7 +189,7 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
             gathered.add(key)
             full |= unshard(shards, spec, units=[key])
         buffer = flatten_unit(full, unit, new_spec.padded_numel(unit))
-        out[unit.key] = rested(stored(scatter_unit(buffer, unit, new_mesh), unit), unit, new_mesh)
+        out[unit.key] = place_slice(encode_at_rest(scatter_unit(buffer, unit, new_mesh), unit), unit, new_mesh)
         for old in (key for key in names[unit.key] if last[key] == unit.key):
             for param in spec.by_key[old].params:
                 del full[param.name]

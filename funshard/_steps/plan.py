@@ -19,7 +19,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.grad import check_differentiable, split_loss
 from .._units.accumulation import Accumulation, GradReceiver
-from .._units.flow import gather_unit, reduce_unit, reduction_over
+from .._units.flow import gather_unit, reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit, unflatten_unit
 from .weights import wide, widest
 
@@ -70,7 +70,7 @@ class Plan:
             if name not in spec.by_key:
                 raise ValueError(f"parameter '{name}' is ignored by the spec: expected shards of its units; close over it")
         check_differentiable(params)
-        reduction = reduction_over(reduce, over, spec.bound_mesh, units)
+        reduction = resolve_reduction(reduce, over, spec.bound_mesh, units)
         return cls(dict(params), spec, keep == "full", has_aux, reduction)
 
     def entered(self, shards: Params) -> Params:

@@ -18,8 +18,8 @@ from .._spec.fits import check_buffers, check_trained
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._units.flow import gather_unit, scatter_unit
-from .._units.host import on_host
-from .._units.layout import Params, padded_buffer, unflatten_unit
+from .._units.host import start_copy_to_host
+from .._units.layout import Params, concat_padded, unflatten_unit
 from ..collectives._functions import broadcast, sum_over
 from ..collectives._mesh import Simulated
 from ._recompute.ambient import AmbientState
@@ -201,7 +201,7 @@ def _noisy(
         with _torch.below_transforms():
             drawn = torch.empty(unit.numel, dtype=grads[unit.key].dtype, device=device)
             (torch.view_as_real(drawn) if drawn.is_complex() else drawn).normal_(generator=source)
-            whole = padded_buffer(drawn.split([param.numel for param in unit.params]), unit, spec.padded_numel(unit))
+            whole = concat_padded(drawn.split([param.numel for param in unit.params]), unit, spec.padded_numel(unit))
         out[unit.key] = grads[unit.key] + scale * scatter_unit(whole, unit, mesh)
     return out
 
@@ -214,7 +214,7 @@ def _seed(generator: torch.Generator | None, spec: PartitionSpec, device: torch.
         axes = [mesh[name] for name in mesh.names if not isinstance(mesh[name], Simulated)]  # whose ranks are one process
         for axis in axes:
             seed = broadcast(seed.to(device, non_blocking=True), axis)
-        return on_host(seed)
+        return start_copy_to_host(seed)
 
 
 def _check_batch(args: tuple[object, ...]) -> int:

@@ -20,16 +20,16 @@ from ..collectives._mesh import Axis, Group, Mesh
 from ..collectives._ops import Finish, Where, start
 from ..collectives._sequence import is_comparable
 from ..collectives._tag import MARGIN, UnitTag
-from .host import leaving
+from .host import host_copy_step
 from .route import Route
 
-__all__ = ["Buffers", "Chain", "Routes", "Step", "Steps", "routes"]
+__all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "StartStep", "make_route_table"]
 
-Step = Callable[[Tensor, Tensor | None], Finish]
-"""Starts one collective of a `Chain` on a tensor; the second one is where the result goes, if it is to go anywhere."""
+StartStep = Callable[[Tensor, Tensor | None], Finish]
+"""Starts one collective of a `CollectiveChain` on a tensor, and writes its result into the second one, if there is one."""
 
 
-class Buffers:
+class BufferPool:
     """Buffers that were let go, for the next to be filled: the fewer are allocated, the fewer pages fault.
 
     Only one that nothing else holds is written over. Other devices than the CPU have allocators that do this.
@@ -64,32 +64,32 @@ class Buffers:
         """Keep none, nor those of collectives that nobody wants any more."""
         self._spare.clear()
         if sys.exc_info()[0] is None:
-            settle()
+            wait_unclaimed()
         else:  # an error is on its way: what waits now might hang, or fail for the same cause
-            for _ in range(len(_unwanted)):
-                out = _unwanted.popleft()
-                _unwanted.append(weakref.ref(out) if isinstance(out, Tensor) else out)
+            for _ in range(len(_UNCLAIMED)):
+                out = _UNCLAIMED.popleft()
+                _UNCLAIMED.append(weakref.ref(out) if isinstance(out, Tensor) else out)
 
 
-_unwanted: deque[Tensor | weakref.ref[Tensor]] = deque()
+_UNCLAIMED: deque[Tensor | weakref.ref[Tensor]] = deque()
 """What collectives write to whose chains were let go, or references to it: the process group holds it as long as it needs it.
 
 Pinned by ``test_gloo_holds_what_it_writes``.
 """
 
 
-def settle() -> None:
+def wait_unclaimed() -> None:
     """Wait for the collectives that nobody wants any more: one that is never waited for keeps its buffers for ever."""
-    if not _unwanted:
+    if not _UNCLAIMED:
         return
     with _torch.below_transforms():
-        while _unwanted:
-            out = _unwanted.popleft()
+        while _UNCLAIMED:
+            out = _UNCLAIMED.popleft()
             if (out := out if isinstance(out, Tensor) else out()) is not None:
                 Finish((out,), lambda out: out)()
 
 
-class Chain:
+class CollectiveChain:
     """Collectives one after the other, the next started when the one before is waited for. The first starts at once.
 
     Made and waited for beneath all transforms.
@@ -97,15 +97,15 @@ class Chain:
     ``own`` is where the result of the last one goes, for the ops that `start` can give one.
     """
 
-    after: _torch.AsyncCopy | None = None
+    copy: _torch.AsyncCopy | None = None
     """The copy that the first one comes after, if what it is made of was copied."""
-    made: Callable[[Tensor], Tensor] | None = None
+    decode: Callable[[Tensor], Tensor] | None = None
     """What its result is made of what the last one gives, where that is not the same."""
     _finish: Finish | None = None
 
-    def __init__(self, x: Tensor, steps: Iterable[Step], own: Tensor | None = None) -> None:
-        settle()
-        self._x, self._steps, self._own = x, deque(steps), own
+    def __init__(self, x: Tensor, steps: Iterable[StartStep], own: Tensor | None = None) -> None:
+        wait_unclaimed()
+        self._x, self._steps, self._out = x, deque(steps), own
         self.advance()
 
     def advance(self) -> None:
@@ -116,10 +116,10 @@ class Chain:
                 self._x = finish()
             if self._steps:
                 step = self._steps.popleft()
-                self._finish = step(self._x, None if self._steps else self._own)
+                self._finish = step(self._x, None if self._steps else self._out)
 
     @property
-    def under_way(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether there is one to wait for."""
         return self._finish is not None
 
@@ -127,37 +127,37 @@ class Chain:
         """Wait for all of them."""
         while self._finish is not None:
             self.advance()
-        if self.after is not None:
-            self.after.wait()
-        return self._x if self.made is None else self.made(self._x)
+        if self.copy is not None:
+            self.copy.wait()
+        return self._x if self.decode is None else self.decode(self._x)
 
-    def __del__(self, unwanted: deque[Tensor | weakref.ref[Tensor]] = _unwanted) -> None:
+    def __del__(self, unwanted: deque[Tensor | weakref.ref[Tensor]] = _UNCLAIMED) -> None:
         # Nobody wants it. Not to be waited for in here: after an error other ranks may never come.
         if self._finish is not None:
             unwanted.extend(self._finish.outs)
 
 
-class Steps(NamedTuple):
+class RouteSteps(NamedTuple):
     """A unit's route as the steps of its chains."""
 
-    gather: tuple[Step, ...]
-    reduce: tuple[Step, ...]
+    gather: tuple[StartStep, ...]
+    reduce: tuple[StartStep, ...]
     gather_groups: tuple[str, ...]
     """The names of the process groups that the first are on."""
     reduce_groups: tuple[str, ...]
-    tagged: bool
+    has_tags: bool
     """Whether slices in the CPU's memory carry a tag when they are gathered."""
 
     @classmethod
-    def of(cls, route: Route, mesh: Mesh, tag: UnitTag | None = None) -> Steps:
+    def for_route(cls, route: Route, mesh: Mesh, tag: UnitTag | None = None) -> RouteSteps:
         """Over the mesh's process groups. With a ``tag`` ranks compare what they send."""
-        split, rest = ([_group(mesh[name]) for name in names] for names in (route.split, route.rest))
-        slices = [_reduce(f"scatter_{route.op}", axis, tag) for axis in split]
-        sums = [_reduce(f"unvary_{route.op}", axis) for axis in rest]
-        out = () if route.device is None else (leaving(route.left),)
+        split, rest = ([_group(mesh[name]) for name in names] for names in (route.split_axes, route.replica_axes))
+        slices = [_reduce_step(f"scatter_{route.reduce_op}", axis, tag) for axis in split]
+        sums = [_reduce_step(f"unvary_{route.reduce_op}", axis) for axis in rest]
+        out = () if route.device is None else (host_copy_step(route.result_dtype),)
         return cls(
-            tuple(_gather(axis, tag) for axis in reversed(split)),
-            (*_scaled([*slices, *sums], route), *out),
+            tuple(_gather_step(axis, tag) for axis in reversed(split)),
+            (*_add_division([*slices, *sums], route), *out),
             tuple(axis.name for axis in split),
             tuple(axis.reductions or axis.name for axis in (*split, *rest)),
             tag is not None
@@ -168,25 +168,30 @@ class Steps(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Routes:
+class RouteTable:
     """Every unit's route by its key, and the steps of its chains."""
 
-    of: dict[str, Route]
-    steps: dict[str, Steps]
-    gathered: tuple[int, ...]
+    by_key: dict[str, Route]
+    steps: dict[str, RouteSteps]
+    gather_positions: tuple[int, ...]
     """The places in ``spec.order`` of the units that are gathered, or copied, but not those inside of recomputed modules."""
-    connected: bool
+    has_groups: bool
     """Whether every axis has a process group."""
-    compares: bool
+    needs_order_check: bool
     """Whether ranks compare what they start: there are others, and it is wanted."""
-    frees: bool
+    has_resharded_units: bool
     """Whether any buffer goes between forward and backward."""
 
 
-def routes(spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Reduction, check_order: bool) -> Routes:
+def make_route_table(
+    spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Reduction, check_order: bool
+) -> RouteTable:
     """The routes of a spec's units, whose shards have these dtypes, on its process groups. To be made `PartitionSpec.once`."""
     mesh, recomputed = spec.bound_mesh, spec.recomputed
-    of = {unit.key: Route.of(unit, mesh, reduction, unit.p.precision, dtype) for unit, dtype in zip(spec, dtypes, strict=True)}
+    of = {
+        unit.key: Route.for_unit(unit, mesh, reduction, unit.p.precision, dtype)
+        for unit, dtype in zip(spec, dtypes, strict=True)
+    }
 
     def inside(key: str) -> bool:
         return any(is_within(at := spec.by_key[key].path, path) and at != path for path in recomputed)
@@ -195,13 +200,13 @@ def routes(spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Redu
     connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)
     compares = check_order and connected and all(is_comparable(axis.name) for axis in groups if axis.size > 1)
     keys = tuple(of)
-    return Routes(
+    return RouteTable(
         of,
-        {key: Steps.of(of[key], mesh, UnitTag(keys, i) if compares else None) for i, key in enumerate(keys)},
-        tuple(i for i, key in enumerate(spec.order) if (of[key].split or of[key].device) and not inside(key)),
+        {key: RouteSteps.for_route(of[key], mesh, UnitTag(keys, i) if compares else None) for i, key in enumerate(keys)},
+        tuple(i for i, key in enumerate(spec.order) if (of[key].split_axes or of[key].device) and not inside(key)),
         connected,
         compares,
-        any(route.frees for route in of.values()),
+        any(route.reshard_after_forward for route in of.values()),
     )
 
 
@@ -210,24 +215,24 @@ def _group(axis: Axis) -> Group:
     return axis
 
 
-def _gather(axis: Group, tag: UnitTag | None) -> Step:
+def _gather_step(axis: Group, tag: UnitTag | None) -> StartStep:
     where = Where(axis.size, axis.name, tag=tag)
     return lambda x, own: start("gather_mean", x, where, own)
 
 
-def _reduce(op: str, axis: Group, tag: UnitTag | None = None) -> Step:
+def _reduce_step(op: str, axis: Group, tag: UnitTag | None = None) -> StartStep:
     where = Where(axis.size, axis.reductions or axis.name, tag=tag)
     in_place = op.startswith("unvary")
     return lambda x, own: start(op, x, where, (None if _torch.is_traced() else x) if in_place else own)
 
 
-def _scaled(steps: list[Step], route: Route) -> tuple[Step, ...]:
+def _add_division(steps: list[StartStep], route: Route) -> tuple[StartStep, ...]:
     """The steps with divisions before the first and after the last, in place, and a cast at the end.
 
     NCCL's PREMUL_SUM would divide as it sends, but functional collectives name an op by a string, which has no place for its
     factor: "Unrecognized reduce_op: premul_sum" in torch 2.11 to 2.13.
     """
-    before, after, dtype = route.before, route.after, route.left
+    before, after, dtype = route.divide_before, route.divide_after, route.result_dtype
     if steps and before == after == 1 and route.dtypes.reduce == dtype:
         return tuple(steps)
     if not steps:

@@ -22,16 +22,16 @@ from .._spec.precision import Precision
 from .._spec.unit import Unit
 from ..collectives._functions import gather_slices, reduce_scatter, scatter, unvary, vary
 from ..collectives._mesh import Axis, Group, Mesh, Simulated
-from .host import moved
-from .layout import coordinates
+from .host import move
+from .layout import rank_coords
 from .route import Route
 
-__all__ = ["gather_unit", "reduce_along", "reduce_unit", "reduction_over", "scatter_unit", "stored"]
+__all__ = ["encode_at_rest", "gather_unit", "reduce_along", "reduce_unit", "resolve_reduction", "scatter_unit"]
 
-MEAN = Reduction()
+REDUCE_MEAN = Reduction()
 
 
-def reduction_over(by: Divide, axes: Iterable[str] | None, mesh: Mesh, units: Iterable[Unit]) -> Reduction:
+def resolve_reduction(by: Divide, axes: Iterable[str] | None, mesh: Mesh, units: Iterable[Unit]) -> Reduction:
     """How these units' gradients are reduced, over these mesh axes or all.
 
     Raises ValueError for an unknown axis, and, naming the unit, without an axis that it is split over.
@@ -51,7 +51,7 @@ def reduction_over(by: Divide, axes: Iterable[str] | None, mesh: Mesh, units: It
 def scatter_unit(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
     """This rank's (or ``rank``'s) slice of a unit's full buffer that all ranks have alike. Inverse of `gather_unit`."""
     if rank is not None:
-        at = coordinates(mesh, rank)
+        at = rank_coords(mesh, rank)
         for name in unit.p.axes:
             buffer = scatter(buffer, mesh[name], rank=at[mesh.names.index(name)])
         return buffer
@@ -64,7 +64,7 @@ def gather_unit(
     piece: Tensor,
     unit: Unit,
     mesh: Mesh,
-    reduction: Reduction = MEAN,
+    reduction: Reduction = REDUCE_MEAN,
     precision: Precision | None = None,
     *,
     check_order: bool = False,
@@ -76,27 +76,27 @@ def gather_unit(
     ``precision`` the buffer is in the dtype to compute in, and gradients are reduced in theirs. To ``check_order``, ranks
     compare which unit they are about to gather, and in derivatives to reduce: RuntimeError where they differ.
     """
-    route = Route.of(unit, mesh, reduction, precision, piece.dtype)
+    route = Route.for_unit(unit, mesh, reduction, precision, piece.dtype)
     label = f"unit '{unit.key}'" if check_order else ""
     if not unit.numel:  # nothing to send
         return piece.new_empty(0, dtype=route.dtypes.param, device=route.device)
-    split, rest = ([mesh[name] for name in names] for names in (route.split, route.rest))
+    split, rest = ([mesh[name] for name in names] for names in (route.split_axes, route.replica_axes))
     if route.form:
-        piece = moved(piece, route.device, piece.dtype)
-        return route.decoded(_gathered(piece, split, label) if split else piece.clone(), route.form)
+        piece = move(piece, route.device, piece.dtype)
+        return route.decode(_gathered(piece, split, label) if split else piece.clone(), route.form)
     if route.codec:
-        value = _sent(route.codec, moved(piece.detach(), route.device, piece.dtype), split, route.dtypes.param, label)
+        value = _sent(route.codec, move(piece.detach(), route.device, piece.dtype), split, route.dtypes.param, label)
         return _travel(piece, value, *_constants(route, mesh, label), True)
-    if not route.plain:
+    if not route.is_plain:
         return _travel(piece, None, *_constants(route, mesh, label), True)
     for axis in reversed(rest):
-        piece = vary(piece, axis, reduce=route.op, label=label)
+        piece = vary(piece, axis, reduce=route.reduce_op, label=label)
     for axis in reversed(split):
-        piece = gather_slices(piece, axis, reduce=route.op, label=label)
+        piece = gather_slices(piece, axis, reduce=route.reduce_op, label=label)
     return piece
 
 
-def stored(piece: Tensor, unit: Unit) -> Tensor:
+def encode_at_rest(piece: Tensor, unit: Unit) -> Tensor:
     """A slice as `shard` gives it: itself, or the bytes of what it is at rest in. RuntimeError where that has a derivative."""
     if not unit.at_rest:
         return piece
@@ -112,7 +112,7 @@ def reduce_unit(
     buffer: Tensor,
     unit: Unit,
     mesh: Mesh,
-    reduction: Reduction = MEAN,
+    reduction: Reduction = REDUCE_MEAN,
     precision: Precision | None = None,
     dtype: torch.dtype | None = None,
     *,
@@ -121,13 +121,13 @@ def reduce_unit(
     """This rank's slice of the reduced full buffers of a unit, in this dtype. The transpose of `gather_unit`."""
     dtype = dtype or buffer.dtype
     label = f"unit '{unit.key}'" if check_order else ""
-    route = Route.of(unit, mesh, reduction, precision, dtype)
+    route = Route.for_unit(unit, mesh, reduction, precision, dtype)
     if not unit.numel:
         return buffer.new_empty(0, dtype=dtype, device=route.device and HOST)
-    if not route.plain:
+    if not route.is_plain:
         return _travel(buffer, None, *_constants(route, mesh, label), False)
-    split, rest = ([mesh[name] for name in names] for names in (route.split, route.rest))
-    return reduce_along(buffer, split, rest, route.op, label)
+    split, rest = ([mesh[name] for name in names] for names in (route.split_axes, route.replica_axes))
+    return reduce_along(buffer, split, rest, route.reduce_op, label)
 
 
 def reduce_along(
@@ -159,11 +159,13 @@ class _Constants(NamedTuple):
 
 
 def _constants(route: Route, mesh: Mesh, label: str) -> _Constants:
-    axes = [[mesh[name] for name in names] for names in (route.split, route.rest)]
+    axes = [[mesh[name] for name in names] for names in (route.split_axes, route.replica_axes)]
     ranks = tuple(axis.rank for some in axes for axis in some if isinstance(axis, Simulated))
     split, rest = (tuple((a.size, a.name if isinstance(a, Group) else None) for a in some) for some in axes)
-    dtypes = route.dtypes.param, route.dtypes.reduce, route.dtype
-    return _Constants(ranks, split, rest, route.op, (route.before, route.after), dtypes, route.device, label)
+    dtypes = route.dtypes.param, route.dtypes.reduce, route.shard_dtype
+    return _Constants(
+        ranks, split, rest, route.reduce_op, (route.divide_before, route.divide_after), dtypes, route.device, label
+    )
 
 
 def _axes(
@@ -209,13 +211,13 @@ def _travel(
     param, reduce, shard = dtypes
 
     def there(piece: Tensor, *ranks: Tensor) -> Tensor:
-        return _gathered(moved(piece, device, param), _axes(ranks, split, rest)[0], label)
+        return _gathered(move(piece, device, param), _axes(ranks, split, rest)[0], label)
 
     def back(grad: Tensor, *ranks: Tensor) -> Tensor:
         before, after = factors
-        grad = moved(grad, device, reduce)  # which is there, but for a slice that is to be reduced over more axes
+        grad = move(grad, device, reduce)  # which is there, but for a slice that is to be reduced over more axes
         grad = reduce_along(grad / before if before != 1 else grad, *_axes(ranks, split, rest), op, label)
-        return moved(grad / after if after != 1 else grad, device and HOST, shard)
+        return move(grad / after if after != 1 else grad, device and HOST, shard)
 
     return _Map.apply(x, value, *((there, back) if gathers else (back, there)), *ranks)
 

@@ -8,36 +8,36 @@ from torch import Tensor
 
 from .. import _torch
 from .._spec.codec import packed
-from .chain import Buffers, Chain, Routes
-from .host import arriving
+from .chain import BufferPool, CollectiveChain, RouteTable
+from .host import start_copy_to_device
 
-__all__ = ["gathering"]
+__all__ = ["start_gather"]
 
 
-def gathering(shard: Tensor, key: str, routes: Routes, buffers: Buffers) -> Chain:
+def start_gather(shard: Tensor, key: str, routes: RouteTable, buffers: BufferPool) -> CollectiveChain:
     """The gather of the unit of this key, started. To be called beneath all transforms."""
-    route = routes.of[key]
-    if not routes.connected and _torch.is_fake(shard):  # shapes can be computed
-        return Chain(shard.new_empty(route.padded, dtype=route.dtypes.param, device=route.device), ())
+    route = routes.by_key[key]
+    if not routes.has_groups and _torch.is_fake(shard):  # shapes can be computed
+        return CollectiveChain(shard.new_empty(route.padded_numel, dtype=route.dtypes.param, device=route.device), ())
     if route.device is None:
-        return _sent(shard, key, routes, buffers)
-    piece, copy = arriving(shard, route.device, shard.dtype if route.codec else route.dtypes.param)
+        return _start_collectives(shard, key, routes, buffers)
+    piece, copy = start_copy_to_device(shard, route.device, shard.dtype if route.codec else route.dtypes.param)
     with copy.after():  # and beside what is computed with the unit before
-        chain = _sent(piece, key, routes, buffers)
-    chain.after = copy
+        chain = _start_collectives(piece, key, routes, buffers)
+    chain.copy = copy
     return chain
 
 
-def _sent(piece: Tensor, key: str, routes: Routes, buffers: Buffers) -> Chain:
-    route, steps = routes.of[key], routes.steps[key].gather
+def _start_collectives(piece: Tensor, key: str, routes: RouteTable, buffers: BufferPool) -> CollectiveChain:
+    route, steps = routes.by_key[key], routes.steps[key].gather
     if route.codec:
-        whole = piece if route.split or route.device else piece.clone()
+        whole = piece if route.split_axes or route.device else piece.clone()
         sent, form = (whole, route.form) if route.form else packed(route.codec.encoded(piece))
-        chain = Chain(sent, steps)
-        chain.made = functools.partial(route.decoded, form=form)
+        chain = CollectiveChain(sent, steps)
+        chain.decode = functools.partial(route.decode, form=form)
         return chain
     own = None
-    if route.split and not _torch.is_traced():
-        own = buffers.take(route.padded, route.dtypes.param, piece)
-    casts = own is not None and len(route.split) == 1  # as it writes its own slice
-    return Chain(piece if casts else piece.to(route.dtypes.param), steps, own)
+    if route.split_axes and not _torch.is_traced():
+        own = buffers.take(route.padded_numel, route.dtypes.param, piece)
+    casts = own is not None and len(route.split_axes) == 1  # as it writes its own slice
+    return CollectiveChain(piece if casts else piece.to(route.dtypes.param), steps, own)

@@ -16,10 +16,10 @@ from .._spec.unit import Unit
 from ..collectives._mesh import Mesh
 from ..collectives._ops import Finish
 
-__all__ = ["arriving", "leaving", "moved", "on_host", "rested"]
+__all__ = ["host_copy_step", "move", "place_slice", "start_copy_to_device", "start_copy_to_host"]
 
 
-def moved(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
+def move(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
     """A tensor on the device, or where it is, in this dtype; differentiable. Only a copy to the host is waited for."""
     if device is None:
         return x.to(dtype)
@@ -28,7 +28,7 @@ def moved(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
     return x.to(device, non_blocking=device.type != HOST.type).to(dtype)
 
 
-def arriving(shard: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, _torch.AsyncCopy]:
+def start_copy_to_device(shard: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, _torch.AsyncCopy]:
     """``(a shard on the device, its copy under way)``: in this dtype where that is the smaller one, or else in its own."""
     if dtype.itemsize < shard.itemsize:
         shard = _torch.allocate_like(shard, HOST, dtype=dtype, beside=device).copy_(shard)
@@ -36,7 +36,7 @@ def arriving(shard: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[T
     return there, _torch.AsyncCopy(shard, there)
 
 
-def leaving(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Finish]:
+def host_copy_step(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Finish]:
     """The last step of a chain, in this dtype to pinned memory of the host, where `_torch.synchronize_copies` waits for it."""
 
     def step(x: Tensor, own: Tensor | None) -> Finish:
@@ -53,7 +53,7 @@ def leaving(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Finish]:
     return step
 
 
-def rested(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
+def place_slice(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
     """A slice of a unit where it is to rest: on the mesh's device, or in memory of the host, pinned, by one copy.
 
     ValueError, naming the unit, where it is to rest on the host and nothing says which device it is used on.
@@ -73,7 +73,7 @@ def rested(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
     return _torch.allocate_like(piece, HOST, beside=used).copy_(piece)
 
 
-def on_host(tensor: Tensor) -> Callable[[], Tensor]:
+def start_copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
     """A copy on the CPU, to be called when it is wanted: from CUDA through pinned memory, and only the call waits for it.
 
     What is on the CPU is no copy.

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["BUCKET_BYTES", "BUCKET_BYTES_CUDA", "Bucket", "Buckets"]
+__all__ = ["BUCKET_BYTES", "BUCKET_BYTES_CUDA", "Bucket", "OpenBuckets"]
 
 BUCKET_BYTES = 2**22
 """Tensors are reduced together once they are so many: see examples/benchmarks/comm.py."""
@@ -37,16 +37,16 @@ class Bucket:
         self._lengths.append(numel)
         self.numel += numel
 
-    def joined(self) -> Tensor:
+    def concat(self) -> Tensor:
         """All of them, one after the other, of one dtype. Differentiable; a single piece is itself."""
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
 
-    def parts(self, total: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def split(self, total: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What became of each, by key, as 1-D views of what became of the joined tensor."""
         return zip(self.keys, total.split(self._lengths) if len(self.keys) > 1 else [total], strict=True)
 
 
-class Buckets(Generic[Kind]):
+class OpenBuckets(Generic[Kind]):
     """Buckets that are not full, by what the tensors in one must have in common."""
 
     def __init__(self) -> None:
@@ -59,6 +59,6 @@ class Buckets(Generic[Kind]):
         bucket.add(key, pieces, numel)
         return self._filling.pop(kind) if bucket.numel >= most else None
 
-    def rest(self) -> ItemsView[Kind, Bucket]:
+    def unfilled(self) -> ItemsView[Kind, Bucket]:
         """Those that are still not full, with their kinds."""
         return self._filling.items()

@@ -18,18 +18,18 @@ from ..collectives._mesh import Group, Mesh
 __all__ = [
     "Params",
     "Piece",
+    "concat_padded",
     "flatten",
     "flatten_unit",
-    "index",
-    "ordered",
-    "padded_buffer",
+    "from_memory_order",
+    "insert_padding",
+    "longest_padding",
     "param_views",
-    "pieces",
-    "shaped",
-    "spaced",
+    "slice_index",
+    "slice_pieces",
+    "to_memory_order",
     "unflatten",
     "unflatten_unit",
-    "widest",
 ]
 
 Params = dict[str, Tensor]
@@ -59,28 +59,30 @@ def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
 def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tensor:
     """The buffer of one unit, ``padded`` elements long."""
     tensors = full_of_unit(params, unit)
-    return padded_buffer([ordered(t, param).reshape(-1) for t, param in zip(tensors, unit.params, strict=True)], unit, padded)
+    return concat_padded(
+        [to_memory_order(t, param).reshape(-1) for t, param in zip(tensors, unit.params, strict=True)], unit, padded
+    )
 
 
-def padded_buffer(pieces: Sequence[Tensor], unit: Unit, padded: int) -> Tensor:
+def concat_padded(pieces: Sequence[Tensor], unit: Unit, padded: int) -> Tensor:
     """The buffer of one unit from a piece for each parameter, with zeros between them."""
-    zeros = pieces[0].new_zeros(widest(unit, padded) or 1)  # torch makes no float4 tensor of 0 zeros
-    return torch.cat(spaced(pieces, unit, padded, zeros))
+    zeros = pieces[0].new_zeros(longest_padding(unit, padded) or 1)  # torch makes no float4 tensor of 0 zeros
+    return torch.cat(insert_padding(pieces, unit, padded, zeros))
 
 
-def spaced(pieces: Iterable[Tensor], unit: Unit, padded: int, zeros: Tensor) -> list[Tensor]:
+def insert_padding(pieces: Iterable[Tensor], unit: Unit, padded: int, zeros: Tensor) -> list[Tensor]:
     """What is a unit's buffer once it is joined: a piece for each parameter, and of `widest` zeros what is between them."""
     rest = iter(pieces)
     out = [zeros[:size] if param is None else next(rest) for size, param in unit.parts]
     return [*out, zeros[: padded - unit.span]] if padded > unit.span else out
 
 
-def widest(unit: Unit, padded: int) -> int:
+def longest_padding(unit: Unit, padded: int) -> int:
     """Elements of the longest padding in a unit's buffer."""
     return max(padded - unit.span, *(size for size, param in unit.parts if param is None), 0)
 
 
-def ordered(tensor: Tensor, param: Param) -> Tensor:
+def to_memory_order(tensor: Tensor, param: Param) -> Tensor:
     """A parameter, or its gradient, with its elements in the order of the buffer."""
     return tensor.permute(param.order) if param.permuted else tensor
 
@@ -114,20 +116,20 @@ def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:
     """
     pieces = buffer.split_with_sizes([*[size for size, _ in unit.parts], buffer.shape[0] - unit.span])
     return [
-        piece if len(param.shape) == 1 else shaped(piece, param)
+        piece if len(param.shape) == 1 else from_memory_order(piece, param)
         for piece, (_, param) in zip(pieces, unit.parts, strict=False)
         if param is not None
     ]
 
 
-def shaped(piece: Tensor, param: Param) -> Tensor:
-    """A parameter from its elements in the order of the buffer, as a view. Inverse of `ordered`."""
+def from_memory_order(piece: Tensor, param: Param) -> Tensor:
+    """A parameter from its elements in the order of the buffer, as a view. Inverse of `to_memory_order`."""
     if not param.permuted:
         return piece.view(param.shape)
     return piece.view([param.shape[d] for d in param.order]).permute([param.order.index(d) for d in range(len(param.order))])
 
 
-def index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
+def slice_index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
     """Which slice of the unit the rank at these mesh coordinates owns."""
     at = 0
     for name in unit.p.axes:
@@ -136,7 +138,7 @@ def index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
     return at
 
 
-def coordinates(mesh: Mesh, rank: int | None) -> tuple[int, ...]:
+def rank_coords(mesh: Mesh, rank: int | None) -> tuple[int, ...]:
     """The mesh coordinates of a rank counted row by row; of this process for None.
 
     Raises ValueError where there is no such rank, or where it is not known which rank this is.
@@ -177,12 +179,12 @@ def param_views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int 
     check_trained((unit for unit in spec if unit.key in shards), "param_views")
     check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec if not unit.at_rest})
     check_rests(shards, spec)
-    at = coordinates(spec.bound_mesh, rank)
+    at = rank_coords(spec.bound_mesh, rank)
     return {
         piece.param.name: shards[unit.key][piece.low : piece.high]
         for unit in spec
         if not unit.at_rest
-        for piece in pieces(unit, spec, at)
+        for piece in slice_pieces(unit, spec, at)
     }
 
 
@@ -198,10 +200,10 @@ class Piece(NamedTuple):
     """Where it begins in the parameter, in its memory order."""
 
 
-def pieces(unit: Unit, spec: PartitionSpec, at: Sequence[int]) -> Iterator[Piece]:
+def slice_pieces(unit: Unit, spec: PartitionSpec, at: Sequence[int]) -> Iterator[Piece]:
     """What of each of the unit's parameters lies in the slice of the rank at these coordinates of the spec's mesh."""
     length = spec.shard_numel(unit)
-    begin = index(unit, spec.bound_mesh, at) * length
+    begin = slice_index(unit, spec.bound_mesh, at) * length
     start = 0
     for size, param in unit.parts:
         if param is not None:

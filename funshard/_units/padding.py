@@ -11,7 +11,7 @@ from .._spec.fits import check_trained
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .flow import scatter_unit
-from .layout import coordinates, pieces
+from .layout import rank_coords, slice_pieces
 
 __all__ = ["check_slice", "map_elements", "padding_mask"]
 
@@ -35,7 +35,7 @@ def map_elements(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *sli
     if spec.bound_mesh.simulated:
         mask = padding_mask(unit, spec, slices[0].device)
         return torch.where(mask, 0, f(*(torch.where(mask, 1, x) for x in slices)))
-    ranges = spec.once(_ranges)[unit.key]
+    ranges = spec.once(_parameter_ranges)[unit.key]
     if ranges == ((0, spec.shard_numel(unit)),):
         return f(*slices)
     return f(*(_concat_ranges(x, ranges) for x in slices))
@@ -64,14 +64,14 @@ def _concat_ranges(piece: Tensor, ranges: Ranges) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _ranges(spec: PartitionSpec) -> dict[str, Ranges]:
+def _parameter_ranges(spec: PartitionSpec) -> dict[str, Ranges]:
     """By unit key where parameters lie in this rank's slice, neighbours as one range; at least one, if an empty one."""
     mesh = spec.bound_mesh
     anywhere = (0,) * len(mesh.axes)
     out: dict[str, Ranges] = {}
     for unit in spec:
         ranges: list[tuple[int, int]] = []
-        for piece in pieces(unit, spec, coordinates(mesh, None) if unit.p.axes else anywhere):
+        for piece in slice_pieces(unit, spec, rank_coords(mesh, None) if unit.p.axes else anywhere):
             if ranges and ranges[-1][1] == piece.low:
                 ranges[-1] = ranges[-1][0], piece.high
             elif piece.high > piece.low:

@@ -14,7 +14,7 @@ from .._spec.host import used_on
 from .._spec.precision import Dtypes, Precision
 from .._spec.unit import Unit
 from ..collectives._mesh import Mesh
-from .layout import widest
+from .layout import longest_padding
 
 __all__ = ["Route"]
 
@@ -23,21 +23,21 @@ __all__ = ["Route"]
 class Route:
     """Over which mesh axes a unit is gathered and reduced, in which dtypes, and what its gradients are divided by."""
 
-    padded: int
+    padded_numel: int
     """Elements of its whole buffer."""
-    widest: int
+    longest_padding: int
     """Elements of the longest padding in its buffer."""
-    split: tuple[str, ...]
+    split_axes: tuple[str, ...]
     """The axes of its slices, outermost first: gathered over from the last one on, reduced over from the first one on."""
-    rest: tuple[str, ...]
+    replica_axes: tuple[str, ...]
     """The other axes that its gradients are reduced over, in that order, as slices."""
-    op: Literal["mean", "sum"]
+    reduce_op: Literal["mean", "sum"]
     """What collectives take of gradients."""
-    before: float
+    divide_before: float
     """What gradients are divided by before the first collective."""
-    after: float
+    divide_after: float
     """And after the last one."""
-    dtype: torch.dtype
+    shard_dtype: torch.dtype
     """The shard's."""
     dtypes: Dtypes
     """In which it is gathered and computed with, and in which its gradients are reduced."""
@@ -45,61 +45,66 @@ class Route:
     """What is sent is encoded in."""
     form: Form | None
     """How the shard's bytes are what is encoded, where it is at rest in that."""
-    slices: int
+    num_slices: int
     """How many slices its buffer is."""
     device: torch.device | None
     """To which the shard, which rests on the host, is copied to be gathered; None where it is where it is used."""
-    made: bool
+    has_own_buffer: bool
     """Whether its buffer is another tensor than the shard."""
-    frees: bool
+    reshard_after_forward: bool
     """Whether its buffer goes between forward and backward."""
 
     @classmethod
-    def of(cls, unit: Unit, mesh: Mesh, reduction: Reduction, precision: Precision | None, dtype: torch.dtype) -> Route:
+    def for_unit(cls, unit: Unit, mesh: Mesh, reduction: Reduction, precision: Precision | None, dtype: torch.dtype) -> Route:
         """That of a unit whose shard has this dtype. Axes of one rank do not count; what has no elements stays where it is."""
         dtype = unit.dtype if unit.at_rest else dtype
         dtypes = (precision or Precision()).resolve(dtype)
         codec = unit.at_rest or (precision.codec if precision and dtype.is_floating_point and unit.numel else None)
         sizes = {name: axis.size for name, axis in mesh.axes if axis.size > 1 and unit.numel}
-        split = tuple(name for name in unit.p.axes if name in sizes)
-        rest = tuple(name for name in reversed(sizes) if name not in split and reduction.includes(name))
-        ranks = torch.Size(sizes[name] for name in (*split, *rest)).numel()
-        slices = torch.Size(mesh[name].size for name in unit.p.axes).numel()
-        padded = unit.padded_numel(slices)
-        form = unit.at_rest.form(padded // slices, dtype)[1] if unit.at_rest else None
+        split_axes = tuple(name for name in unit.p.axes if name in sizes)
+        replica_axes = tuple(name for name in reversed(sizes) if name not in split_axes and reduction.includes(name))
+        num_ranks = torch.Size(sizes[name] for name in (*split_axes, *replica_axes)).numel()
+        num_slices = torch.Size(mesh[name].size for name in unit.p.axes).numel()
+        padded_numel = unit.padded_numel(num_slices)
         device = used_on(unit, mesh)
-        made = bool(split) or dtypes.param != dtype or codec is not None or device is not None
-        op, before, after = division(reduction.by, ranks, dtypes.reduce) if unit.numel else ("mean", 1.0, 1.0)
+        has_own_buffer = bool(split_axes) or dtypes.param != dtype or codec is not None or device is not None
+        reduce_op, before, after = division(reduction.by, num_ranks, dtypes.reduce) if unit.numel else ("mean", 1.0, 1.0)
         return cls(
-            padded=padded,
-            widest=widest(unit, padded),
-            split=split,
-            rest=rest,
-            op=op,
-            before=before,
-            after=after,
-            dtype=dtype,
+            padded_numel=padded_numel,
+            longest_padding=longest_padding(unit, padded_numel),
+            split_axes=split_axes,
+            replica_axes=replica_axes,
+            reduce_op=reduce_op,
+            divide_before=before,
+            divide_after=after,
+            shard_dtype=dtype,
             dtypes=dtypes,
             codec=codec,
-            form=form,
-            slices=slices,
+            form=unit.at_rest.form(padded_numel // num_slices, dtype)[1] if unit.at_rest else None,
+            num_slices=num_slices,
             device=device,
-            made=made,
-            frees=unit.p.reshard and made,
+            has_own_buffer=has_own_buffer,
+            reshard_after_forward=unit.p.reshard and has_own_buffer,
         )
 
     @property
-    def left(self) -> torch.dtype:
+    def result_dtype(self) -> torch.dtype:
         """The dtype of a reduced slice when it leaves the device where it was reduced: the shard's, or one that is smaller."""
-        return self.dtype if self.device is None else min(self.dtype, self.dtypes.reduce, key=lambda dtype: dtype.itemsize)
+        if self.device is None:
+            return self.shard_dtype
+        return min(self.shard_dtype, self.dtypes.reduce, key=lambda dtype: dtype.itemsize)
 
-    def decoded(self, raw: Tensor, form: Form) -> Tensor:
+    def decode(self, raw: Tensor, form: Form) -> Tensor:
         """Its buffer, from the bytes of all slices, end to end."""
         assert self.codec is not None
-        tensors = unpacked(raw.view(self.slices, -1), form)
-        return self.codec.decoded(tensors, self.padded // self.slices, self.dtypes.param)
+        tensors = unpacked(raw.view(self.num_slices, -1), form)
+        return self.codec.decoded(tensors, self.padded_numel // self.num_slices, self.dtypes.param)
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether the collectives by themselves are the way: nothing is cast, divided or copied."""
-        return self.dtypes == (self.dtype, self.dtype) and self.before == self.after == 1 and self.device is None
+        return (
+            self.dtypes == (self.shard_dtype, self.shard_dtype)
+            and self.divide_before == self.divide_after == 1
+            and self.device is None
+        )

@@ -14,7 +14,7 @@ from .. import _torch
 from .._sharding.full import gather_full
 from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
-from .._units.layout import coordinates, ordered, pieces
+from .._units.layout import rank_coords, slice_pieces, to_memory_order
 from ..optim._elementwise.optimizer import State
 from ..optim._elementwise.options import Options, grouped
 from ..optim._elementwise.streaming import like
@@ -262,7 +262,7 @@ class _Read:
 
     def _slice(self, slot: str, initial: Tensor) -> Tensor:
         out = like(initial, initial) if _torch.is_pinned(initial) else initial.clone()
-        for piece in pieces(self._unit, self._spec, coordinates(self._spec.bound_mesh, None)):
+        for piece in slice_pieces(self._unit, self._spec, rank_coords(self._spec.bound_mesh, None)):
             param = piece.param
             if param.name not in self._states:
                 continue
@@ -270,7 +270,7 @@ class _Read:
             got = f"{list(full.shape)} {full.dtype}" if isinstance(full, Tensor) else type(full).__name__
             if got != (expected := f"{list(param.shape)} {initial.dtype}"):
                 raise ValueError(f"'{slot}' of parameter '{param.name}': expected {expected}, got {got}")
-            flat = ordered(full, param).reshape(-1)
+            flat = to_memory_order(full, param).reshape(-1)
             out[piece.low : piece.high] = flat[piece.begin : piece.begin + piece.high - piece.low]
         return out
 

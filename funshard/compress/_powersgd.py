@@ -171,10 +171,10 @@ def _summed(tensors: Params, over: tuple[str, ...], spec: PartitionSpec) -> Para
     if not sum(x.numel() for x in tensors.values()):
         return tensors
     bucket = Bucket(tensors.items())
-    flat = bucket.joined()
+    flat = bucket.concat()
     for name in over:
         flat = all_reduce(flat, spec.bound_mesh[name], reduce="sum")
-    return {k: part.view(tensors[k].shape) for k, part in bucket.parts(flat)}
+    return {k: part.view(tensors[k].shape) for k, part in bucket.split(flat)}
 
 
 def _orthogonal(matrices: Params) -> Params:

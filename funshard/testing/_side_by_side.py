@@ -21,7 +21,7 @@ from .._sharding.sharding import combine, partition, shard
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join
 from .._transforms.grad import grad_and_value, hvp
-from .._units.layout import Params, coordinates, param_views
+from .._units.layout import Params, param_views, rank_coords
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh
 from ._refusals import check_same_units, explain_vmap, record_units
@@ -71,7 +71,7 @@ class Case:
         if self.simulated:
             return range(torch.Size(sizes).numel())
         here = 0
-        for size, at in zip(sizes, coordinates(self.spec.bound_mesh, None), strict=True):
+        for size, at in zip(sizes, rank_coords(self.spec.bound_mesh, None), strict=True):
             here = here * size + at
         return range(here, here + 1)
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import Param
 from ..._spec.unit import Unit
-from ..._units.flow import stored
-from ..._units.host import rested
-from ..._units.layout import Piece, coordinates, index, pieces
+from ..._units.flow import encode_at_rest
+from ..._units.host import place_slice
+from ..._units.layout import Piece, rank_coords, slice_index, slice_pieces
 from .._errors import DamagedError
 
 __all__ = [
@@ -95,21 +95,21 @@ class Slice:
         return memory
 
     def _pieces(self, spec: PartitionSpec) -> Iterator[Piece]:
-        every = pieces(self.unit, spec, coordinates(spec.bound_mesh, None))
+        every = slice_pieces(self.unit, spec, rank_coords(spec.bound_mesh, None))
         return (piece for piece in every if self.of is None or piece.param in self.of)
 
     def index(self, spec: PartitionSpec) -> int:
         """Which slice of the unit this rank has."""
-        return index(self.unit, spec.bound_mesh, coordinates(spec.bound_mesh, None))
+        return slice_index(self.unit, spec.bound_mesh, rank_coords(spec.bound_mesh, None))
 
     def closed(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
         """What was read, as it is in a state."""
-        return rested(stored(tensor, self.unit) if self.encoded else tensor, self.unit, spec.bound_mesh)
+        return place_slice(encode_at_rest(tensor, self.unit) if self.encoded else tensor, self.unit, spec.bound_mesh)
 
     def parts(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[Part]:
         """The ranges of its parameters that lie in the slice."""
         mesh = spec.bound_mesh
-        at = coordinates(mesh, None)
+        at = rank_coords(mesh, None)
         others = [(i, axis.size) for i, (name, axis) in enumerate(mesh.axes) if name not in self.unit.p.axes]
         holder, holders, whole = 0, 1, tensor.detach().resolve_conj().resolve_neg()
         for i, size in others:

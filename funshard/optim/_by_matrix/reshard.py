@@ -11,7 +11,7 @@ from torch import Tensor
 from ..._spec.division import Reduction
 from ..._spec.unit import Unit
 from ..._units.flow import gather_unit, scatter_unit
-from ..._units.host import rested
+from ..._units.host import place_slice
 from ..._units.layout import Params, flatten_unit, unflatten_unit
 from ...collectives._functions import broadcast
 from .._matrices.matrices import Matrices
@@ -138,7 +138,7 @@ def _sliced(whole: Params, unit: Unit, new: Matrices) -> Tensor:
     like = next(iter(whole.values()))
     full = {p.name: whole.get(p.name, like.new_zeros(p.shape)) for p in unit.params}
     mesh = new.spec.bound_mesh
-    return rested(scatter_unit(flatten_unit(full, unit, new.spec.padded_numel(unit)), unit, mesh), unit, mesh)
+    return place_slice(scatter_unit(flatten_unit(full, unit, new.spec.padded_numel(unit)), unit, mesh), unit, mesh)
 
 
 def _moved(x: Tensor, name: str, old: Matrices, new: Matrices) -> Tensor:

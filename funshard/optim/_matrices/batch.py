@@ -12,7 +12,7 @@ from ... import _torch
 from ..._spec.host import used_on
 from ..._spec.spec import PartitionSpec
 from ..._units.flow import reduce_along
-from ..._units.layout import Params, coordinates, ordered, shaped
+from ..._units.layout import Params, from_memory_order, rank_coords, to_memory_order
 from ...collectives._functions import gather_slices, vary
 from ...collectives._mesh import Simulated
 from .exchange import Way, back, started, there, travelled
@@ -38,7 +38,7 @@ class Group(NamedTuple):
         """What this rank has to do for them, with at most so many elements on their way back to it at once."""
         if spec.bound_mesh.simulated:
             return Group(tuple(some), spec, None, None)
-        at, number = coordinates(spec.bound_mesh, None), shares(some, spec, most)
+        at, number = rank_coords(spec.bound_mesh, None), shares(some, spec, most)
         returns = tuple(back(some, spec, at, (share, number)) for share in range(number)) if number > 1 else ()
         return Group(tuple(some), spec, there(some, spec, at), back(some, spec, at), returns)
 
@@ -150,9 +150,9 @@ def _runs_ahead(tensors: Mapping[str, Tensor]) -> bool:
 
 def _seen(flat: Tensor, matrix: Matrix) -> Tensor:
     """A matrix from its elements in memory order."""
-    return shaped(flat, matrix.param) if matrix.param.permuted else flat.view(matrix.shape)
+    return from_memory_order(flat, matrix.param) if matrix.param.permuted else flat.view(matrix.shape)
 
 
 def _laid(whole: Tensor, matrix: Matrix) -> Tensor:
     """The inverse."""
-    return ordered(whole, matrix.param).reshape(-1)
+    return to_memory_order(whole, matrix.param).reshape(-1)

@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx
 
 from ... import _torch
 from ..._spec.spec import PartitionSpec
-from ..._units.layout import index
+from ..._units.layout import slice_index
 from ...collectives._mesh import Group
 from ...collectives._ops import Finish, Where, exchange, no_group
 from .flat import Share, apart, joined, part_of
@@ -157,7 +157,7 @@ class _Plan:
 
     def slice_of(self, at: At) -> int:
         """Which slice a rank has."""
-        return index(self._unit, self.mesh, at)
+        return slice_index(self._unit, self.mesh, at)
 
     def coordinate(self, axis: int, piece: Piece) -> int:
         """Where on the axis the ranks are whose slice a piece is of."""

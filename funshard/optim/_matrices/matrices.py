@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..._spec.spec import PartitionSpec, bound
-from ..._units.layout import Params, coordinates
+from ..._units.layout import Params, rank_coords
 from .batch import Group
 from .owners import Cost, Matrix, Select, assigned, chosen, groups, largest, table
 from .slices import Cut
@@ -96,7 +96,7 @@ class Matrices:
     def is_here(self, name: str) -> bool:
         """Whether this rank owns a matrix; simulated ones are all there."""
         mesh = self.spec.bound_mesh
-        return mesh.simulated or self.by_name[name].owner == coordinates(mesh, None)
+        return mesh.simulated or self.by_name[name].owner == rank_coords(mesh, None)
 
     def _parts(self, tree: Mapping[str, Tensor], key: str) -> Params:
         if key not in self.spec.by_key:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..._spec.spec import PartitionSpec
 from ..._spec.unit import Unit
 from ..._units.flow import scatter_unit
-from ..._units.layout import coordinates, pieces
+from ..._units.layout import rank_coords, slice_pieces
 from .flat import joined
 
 __all__ = ["Cut"]
@@ -34,8 +34,8 @@ class Cut(NamedTuple):
         """On the mesh of a bound spec."""
         if spec.bound_mesh.simulated:
             return Cut(unit, spec, None)
-        at = coordinates(spec.bound_mesh, None)
-        return Cut(unit, spec, {piece.param.name: (piece.low, piece.high) for piece in pieces(unit, spec, at)})
+        at = rank_coords(spec.bound_mesh, None)
+        return Cut(unit, spec, {piece.param.name: (piece.low, piece.high) for piece in slice_pieces(unit, spec, at)})
 
     def part(self, piece: Tensor, name: str) -> Tensor:
         """What of the slice is of a parameter, 1-D, as a view."""
