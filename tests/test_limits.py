@@ -103,3 +103,39 @@ def test_which_updates_break_the_graph(name: str) -> None:
             torch.compile(update, backend="eager", fullgraph=True)(grads, state, params)
         got = torch.compile(update, backend="eager")(grads, state, params)
     assert_close(got[0], update(grads, state, params)[0])
+
+
+def update_of(name: str, w: Tensor, h: Tensor) -> Tensor:
+    """Return the update of five steps of torch's optimizer down the sum of (h w)^2 / 2."""
+    new = w.clone()
+    optimizer = getattr(torch.optim, name)([new], lr=0.1)
+
+    def value() -> Tensor:
+        new.grad = h**2 * new
+        return ((h * new) ** 2).sum() / 2
+
+    for _ in range(5):
+        optimizer.step(value)
+    return new - w
+
+
+def halves(x: Tensor) -> tuple[Tensor, ...]:
+    return x.flatten().chunk(2)
+
+
+def halves_of_rows(x: Tensor) -> tuple[Tensor, ...]:
+    return x.chunk(2)
+
+
+ELEMENTWISE = "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop"
+DISTANCES = dict.fromkeys(ELEMENTWISE.split(), 0.0) | {"Adafactor": 0.80, "LBFGS": 0.03, "Muon": 0.40}
+"""Between the updates of a matrix and of its two halves, relative to the first one's length: those of optimizers.md."""
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_optimizers_on_slices_are_as_far_from_themselves_as_the_table_says(name: str) -> None:
+    w, h = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0))
+    cut = halves_of_rows if name == "Muon" else halves  # it refuses vectors
+    whole = update_of(name, w, h).flatten()
+    parts = torch.cat([update_of(name, *both).flatten() for both in zip(cut(w), cut(h), strict=True)])
+    assert round(float((parts - whole).norm() / whole.norm()), 2) == DISTANCES[name]
