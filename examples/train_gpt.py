@@ -100,8 +100,8 @@ if rank == 0:
     print(spec)
 
 
-def loss(params: fs.Params, x: Tensor, y: Tensor, reduce_over: list[str] | None = None) -> Tensor:
-    logits = fs.functional_call(model, params, (x,), spec=spec, reduce_over=reduce_over)
+def loss(params: fs.Params, x: Tensor, y: Tensor, reduce_axes: list[str] | None = None) -> Tensor:
+    logits = fs.functional_call(model, params, (x,), spec=spec, reduce_axes=reduce_axes)
     return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
@@ -114,7 +114,7 @@ def gradients(params: fs.Params) -> tuple[fs.Params, Tensor]:
     for grads, loss_value in parts:
         total, value = {key: total[key] + grads[key] for key in total}, value + loss_value
     mean = {key: grad / args.micro_batches for key, grad in total.items()} if args.micro_batches > 1 else total
-    return fs.reduce_grads(mean, spec, axes=later), value / args.micro_batches
+    return fs.reduce_grads(mean, spec, reduce_axes=later), value / args.micro_batches
 
 
 def decay(name: str, param: fs.Param) -> dict[str, float]:
@@ -153,9 +153,9 @@ rates = {"lr": args.lr}
 if args.optimizer != "adamw":
     matrices = fs.optim.matrices(spec, select=fs.optim.hidden(model, "head"))  # whole on their owners: each rank has some
     make = {"muon": fs.optim.muon, "shampoo": fs.optim.shampoo, "soap": fs.optim.soap}[args.optimizer]
-    rates = {"lr": args.matrix_lr or (3e-3 if args.optimizer == "soap" else 0.02), "rest_lr": args.lr}
+    rates = {"lr": args.matrix_lr or (3e-3 if args.optimizer == "soap" else 0.02), "fallback_lr": args.lr}
     wide = {"dtype": torch.float32} if args.optimizer == "muon" and device.type == "cpu" else {}  # on GPUs bf16
-    init, update = make(matrices, lr=rates["lr"], weight_decay=args.weight_decay, rest=adamw, donate=True, **wide)
+    init, update = make(matrices, lr=rates["lr"], weight_decay=args.weight_decay, fallback=adamw, donate=True, **wide)
     if rank == 0:
         print(matrices)
 state = init(params)

@@ -15,7 +15,7 @@ from ._units.layout import Params
 from .collectives._functions import all_reduce
 from .collectives._mesh import Axes, Axis, Mesh
 
-__all__ = ["Averaging", "average", "average_buffers", "ema", "hierarchical", "init", "periodic", "reduce_over"]
+__all__ = ["Averaging", "average", "average_buffers", "choose_reduce_axes", "ema", "hierarchical", "init", "periodic"]
 
 
 class Averaging(NamedTuple):
@@ -170,29 +170,31 @@ def hierarchical(
     return _mean(params, due[-1] if due else {}, spec.bound_mesh), Averaging(state.step + 1)
 
 
-def reduce_over(state: Averaging, spec: PartitionSpec, *, start: int, local: Axes) -> tuple[str, ...]:
-    """The mesh axes to reduce this step's gradients over, outermost first: all before step ``start``, then ``local`` only.
+def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, reduce_axes: Axes) -> tuple[str, ...]:
+    """The mesh axes to reduce this step's gradients over, outermost first: all before ``start``, then ``reduce_axes``.
 
     With `periodic` from ``warmup_steps=start`` on after the update this is post-local SGD (arXiv 1808.07217), torch's
-    ``PostLocalSGDOptimizer`` and ``post_localSGD_hook``. ``local=()`` reduces nothing from ``start`` on.
+    ``PostLocalSGDOptimizer`` and ``post_localSGD_hook``. ``reduce_axes=()`` reduces nothing from ``start`` on.
 
     Raises ValueError for an unknown axis, for a negative ``start``, and, naming it, for a unit that is split over an axis
-    that is not local: one rank's gradient of a slice is another rank's to have.
+    that is not among them: one rank's gradient of a slice is another rank's to have.
 
     Example:
         >>> import torch, funshard as fs
         >>> spec = fs.policies.whole(fs.P())(torch.nn.Linear(4, 2)).on({"node": 1, "gpu": 1})
-        >>> [fs.averaging.reduce_over(fs.averaging.init(step), spec, start=10, local="gpu") for step in (9, 10)]
+        >>> [fs.averaging.choose_reduce_axes(fs.averaging.init(step), spec, start=10, reduce_axes="gpu") for step in (9, 10)]
         [('node', 'gpu'), ('gpu',)]
     """
     if start < 0:
-        raise ValueError(f"reduce_over: expected a start of 0 or more, got {start}")
+        raise ValueError(f"choose_reduce_axes: expected a start of 0 or more, got {start}")
     spec = bound(spec)
-    chosen = spec.bound_mesh.chosen(local)
+    chosen = spec.bound_mesh.chosen(reduce_axes)
     for unit in spec:
         for name in unit.p.axes:
             if name not in chosen:
-                raise ValueError(f"unit '{unit.key}' is split over '{name}': expected local axes with it, got {local!r}")
+                raise ValueError(
+                    f"unit '{unit.key}' is split over '{name}': expected reduce_axes= with it, got {reduce_axes!r}"
+                )
     step = int(state.step)
     return spec.bound_mesh.names if step < start else chosen
 

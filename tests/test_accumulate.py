@@ -341,16 +341,16 @@ def test_replicas_are_reduced_once(count: int) -> None:
 
 
 def test_of_some_axes_only() -> None:
-    """``reduce_over`` is accumulate's: over the others gradients stay each rank's own."""
+    """``reduce_axes`` is accumulate's: over the others gradients stay each rank's own."""
     with world(8):
         model = Net(blocks=2)
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
         spec = fs.by_type(MLP)(model).on(mesh)
         for keep in KEEPS:
-            sent = sent_by(model, spec, keep=keep, reduce_over="shard").all
+            sent = sent_by(model, spec, keep=keep, reduce_axes="shard").all
             assert {s.op for s in sent} == {"all_gather", "reduce_scatter"}
         with pytest.raises(ValueError, match="split over axis 'shard'"):
-            sent_by(model, spec, reduce_over=["replicate"])
+            sent_by(model, spec, reduce_axes=["replicate"])
 
 
 def test_weights_are_summed_up_once() -> None:
@@ -449,7 +449,7 @@ def test_weights_are_of_the_ranks_that_are_reduced_over() -> None:
     def run(mesh: Mesh, x: Tensor, weight: Tensor) -> Tensor:
         spec = fs.policies.whole()(model).on(mesh)
         loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
-        grads, _ = fs.accumulate(loss, fs.shard(model, spec), [x], spec=spec, weights=[weight], reduce_over="shard")
+        grads, _ = fs.accumulate(loss, fs.shard(model, spec), [x], spec=spec, weights=[weight], reduce_axes="shard")
         return fs.unshard(grads, spec)["weight"].sum()
 
     x, weights = torch.tensor([1.0, 2.0, 3.0, 4.0]).double(), torch.tensor([1.0, 3.0, 1.0, 0.0])
@@ -689,7 +689,7 @@ def refusals() -> dict[str, tuple[type[Exception], str, dict[str, Any]]]:
         "a tensor": (TypeError, "expected a list of micro-batches, or a generator, got Tensor", {"microbatches": x}),
         "keep": (ValueError, "keep: expected 'shards' or 'full', got 'all'", {"keep": "all"}),
         "reduce": (ValueError, "reduce: expected 'mean', 'sum'", {"reduce": "max"}),
-        "axes": (ValueError, "unknown mesh axis 'data'", {"reduce_over": "data"}),
+        "axes": (ValueError, "unknown mesh axis 'data'", {"reduce_axes": "data"}),
         "weights": (ValueError, "expected a weight for each of 2 micro-batches, got 1", {"weights": [1]}),
         "of a generator": (
             ValueError,
@@ -750,7 +750,7 @@ def test_what_decides_the_reduction(keep: str) -> None:
         loss = lambda p, x: fs.functional_call(model, p, (x,), spec=on, **options).sum()  # noqa: E731
         fs.accumulate(loss, params, [x], spec=spec, keep=keep)
 
-    for options in ({"reduce": "sum"}, {"reduce": 2.0}, {"reduce_over": ["shard"]}):
+    for options in ({"reduce": "sum"}, {"reduce": 2.0}, {"reduce_axes": ["shard"]}):
         with pytest.raises(ValueError, match="give them to accumulate"):
             run(spec, **options)
     with pytest.raises(ValueError, match="unit '0': functional_call takes the shards of accumulate with another spec"):

@@ -443,7 +443,7 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match=says.format("gradient")):
         fs.reduce_grads(fs.unshard(params, spec), spec)
     with pytest.raises(ValueError, match=says.format("gradient")):
-        fs.reduce_grads(params, spec, axes=())
+        fs.reduce_grads(params, spec, reduce_axes=())
     with pytest.raises(ValueError, match=says.format("gradient")):
         fs.per_sample_grads(lambda p, x: x.sum(), params, XS[0], spec=spec)
     with pytest.raises(ValueError, match=says.format("gradient")):

@@ -419,7 +419,7 @@ def post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: tuple
         optimizer.step()
 
         grads = torch.func.grad(lambda p: torch.func.functional_call(MODEL, p, (x,)).pow(2).mean())(params)
-        axes = av.reduce_over(state, spec, start=start, local=local)
+        axes = av.choose_reduce_axes(state, spec, start=start, reduce_axes=local)
         grads = av.average(grads, spec, axes=axes)
         momentum = {name: 0.5 * momentum[name] + g for name, g in grads.items()}
         params = {name: p - 0.1 * momentum[name] for name, p in params.items()}
@@ -456,8 +456,8 @@ def test_post_local_sgd_of_shards() -> None:
         spec = MIXED(MODEL).on(mesh)
         params, state = fs.shard(full, spec), av.init()
         for _ in range(8):
-            axes = av.reduce_over(state, spec, start=start, local="shard")
-            call = lambda p, axes=axes: fs.functional_call(MODEL, p, (x,), spec=spec, reduce_over=axes)  # noqa: E731
+            axes = av.choose_reduce_axes(state, spec, start=start, reduce_axes="shard")
+            call = lambda p, axes=axes: fs.functional_call(MODEL, p, (x,), spec=spec, reduce_axes=axes)  # noqa: E731
             grads = fs.grad(lambda p, call=call: call(p).pow(2).mean())(params)
             params = {key: p - 0.1 * grads[key] for key, p in params.items()}
             params, state = av.periodic(params, state, spec, period=3, warmup_steps=start, axes="replicate")
@@ -521,7 +521,7 @@ def test_averaging_after_every_sgd_step_is_ddp() -> None:
     assert_close(local, ddp)
 
 
-def test_reduce_over() -> None:
+def test_choose_reduce_axes() -> None:
     spec = MIXED(MODEL).on({"a": 2, "b": 3, "shard": 2})
     for step in range(6):
         early = step < 4
@@ -530,9 +530,9 @@ def test_reduce_over() -> None:
             (("shard", "a"), ("a", "shard")),
             (("a", "b", "shard"), ("a", "b", "shard")),
         ):
-            got = av.reduce_over(av.init(step), spec, start=4, local=local)
+            got = av.choose_reduce_axes(av.init(step), spec, start=4, reduce_axes=local)
             assert got == (("a", "b", "shard") if early else late)
-    assert av.reduce_over(av.init(4), REPLICATED(MODEL).on(PAIRS), start=4, local=()) == ()
+    assert av.choose_reduce_axes(av.init(4), REPLICATED(MODEL).on(PAIRS), start=4, reduce_axes=()) == ()
 
 
 def moving(steps: int) -> Iterator[nn.Module]:
@@ -629,9 +629,9 @@ ONES = {"0": torch.ones(12).double(), "1": torch.ones(25).double()}
         (lambda: hierarchical((2, "replicate"), (4, ())), r"level 1: expected axes with all of \['replicate'\], got \(\); add"),
         (lambda: hierarchical((2, "replicate"), (4, ("shard", "replicate"))), "unit '0' is split over 'shard'"),
         (lambda: hierarchical((2, "replicate"), (4, ("data", "replicate"))), "unknown mesh axis 'data'"),
-        (lambda: av.reduce_over(av.init(), SPEC, start=-1, local="shard"), "expected a start of 0 or more, got -1"),
-        (lambda: av.reduce_over(av.init(), SPEC, start=1, local="data"), "unknown mesh axis 'data'"),
-        (lambda: av.reduce_over(av.init(), SPEC, start=1, local=()), r"unit '0' is split over 'shard': .* with it, got \(\)"),
+        (lambda: av.choose_reduce_axes(av.init(), SPEC, start=-1, reduce_axes="shard"), "expected a start of 0 or more, got"),
+        (lambda: av.choose_reduce_axes(av.init(), SPEC, start=1, reduce_axes="data"), "unknown mesh axis 'data'"),
+        (lambda: av.choose_reduce_axes(av.init(), SPEC, start=1, reduce_axes=()), r"split over 'shard': .* with it, got \(\)"),
         (lambda: av.ema(ONES, ONES, decay=1.1), "expected a decay from 0 to 1, got 1.1"),
         (lambda: av.ema(ONES, ONES, decay=-0.1), "expected a decay from 0 to 1, got -0.1"),
         (lambda: av.ema(ONES, {"0": ONES["0"]}, decay=0.9), "'1' is not in the params: expected the same keys"),

@@ -377,7 +377,7 @@ def test_a_step_of_matrices_with_a_rate_or_trees_that_are_none(make: str) -> Non
     params = on_one()
     before, state = {key: x.clone() for key, x in params.items()}, init(params)
     for rate in NO_RATES.values():
-        for which in ("lr", "rest_lr"):
+        for which in ("lr", "fallback_lr"):
             with pytest.raises(TypeError, match=rf"^{which}: expected a number or a tensor of one, got .*; a schedule is a"):
                 update(before, state, params, **{which: rate})
     given = [*params.values()]

@@ -233,11 +233,11 @@ def test_counts_that_may_be_slices_are_not_resharded() -> None:
     def resharded(align: int) -> Any:
         first, second = (fs.policies.whole(fs.P("shard", align=n))(model).on({"shard": 1}) for n in (align, 8))
         before, after = fs.optim.matrices(first), fs.optim.matrices(second)
-        init, _ = fs.optim.muon(before, rest=fs.optim.from_torch(torch.optim.AdamW, spec=first, options=options))
+        init, _ = fs.optim.muon(before, fallback=fs.optim.from_torch(torch.optim.AdamW, spec=first, options=options))
         return fs.optim.reshard(init(fs.shard(model, first)), before, after)
 
-    assert resharded(3)[""].rest[""]["exp_avg"].shape == (16,)  # two parameters, aligned
-    with pytest.raises(ValueError, match=r"unit '' of state 'rest.*': \[2\] may be this rank's slice, or numbers.*align"):
+    assert resharded(3)[""].fallback[""]["exp_avg"].shape == (16,)  # two parameters, aligned
+    with pytest.raises(ValueError, match=r"unit '' of state 'fallback.*': \[2\] may be this rank's slice, or numbers.*align"):
         resharded(1)
 
 
@@ -276,7 +276,7 @@ def lamb(where: fs.optim.Matrices, donate: bool) -> Any:
 
     rest = fs.optim.from_torch(torch.optim.AdamW, donate=donate)
     return fs.optim.by_matrix(
-        lambda p: {"momentum": torch.zeros_like(p), "steps": p.new_zeros(())}, step, where, rest=rest, donate=donate
+        lambda p: {"momentum": torch.zeros_like(p), "steps": p.new_zeros(())}, step, where, fallback=rest, donate=donate
     )
 
 
@@ -340,7 +340,7 @@ def test_an_update_that_raises_in_the_middle() -> None:
     rest = fs.optim.from_torch(torch.optim.AdamW)
     for donate in (False, True):
         init, update = fs.optim.by_matrix(
-            lambda p: {"momentum": torch.zeros_like(p)}, step, everything, rest=rest, donate=donate
+            lambda p: {"momentum": torch.zeros_like(p)}, step, everything, fallback=rest, donate=donate
         )
         params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
         state = init(params)
@@ -362,8 +362,8 @@ def test_a_rest_that_writes_alone_is_refused() -> None:
     for fused in (False, True):
         params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
         rest = fs.optim.from_torch(torch.optim.AdamW, donate=True, fused=fused)
-        init, update = fs.optim.muon(matrices_on(spec, "muon"), rest=rest)
-        with pytest.raises(ValueError, match=r"rest: it has written into params\['.*'\]: expected donate=True of both"):
+        init, update = fs.optim.muon(matrices_on(spec, "muon"), fallback=rest)
+        with pytest.raises(ValueError, match=r"fallback: it has written into params\['.*'\]: expected donate=True of both"):
             update(grads, init(params), params)
 
 
@@ -412,9 +412,9 @@ def test_a_wrong_update_is_refused_where_it_is_made(wrong: str) -> None:
     init, update, message = WRONG[wrong]
     where = matrices_on(spec_on({"shard": 4}, "shard"), "muon")
     with pytest.raises((ValueError, TypeError), match=message):
-        fs.optim.by_matrix(init, update, where, rest=fs.optim.from_torch(torch.optim.AdamW))
-    with pytest.raises(TypeError, match=r"rest: expected \(init, update\), such as"):
-        fs.optim.muon(where, rest=torch.optim.AdamW)  # pyright: ignore[reportArgumentType]
+        fs.optim.by_matrix(init, update, where, fallback=fs.optim.from_torch(torch.optim.AdamW))
+    with pytest.raises(TypeError, match=r"fallback: expected \(init, update\), such as"):
+        fs.optim.muon(where, fallback=torch.optim.AdamW)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("mesh", ["alone", "ddp"])
@@ -438,7 +438,9 @@ def written_by_an_update(rank: int, sizes: dict[str, int], axis: Any) -> bool:
         return p.sub_(g.mul_(2)), {"m": s["m"].add_(1)}
 
     rest = fs.optim.from_torch(torch.optim.AdamW)
-    begin, update_all = fs.optim.by_matrix(lambda p: {"m": torch.zeros_like(p)}, update, matrices_on(spec, "muon"), rest=rest)
+    begin, update_all = fs.optim.by_matrix(
+        lambda p: {"m": torch.zeros_like(p)}, update, matrices_on(spec, "muon"), fallback=rest
+    )
     params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
     state = begin(params)
     kept = [{key: x.clone() for key, x in tree.items()} for tree in (params, grads)]

@@ -407,7 +407,7 @@ def trained(rank: int, which: str, strategy: str, backend: str) -> None:
     expected = eager, zeros(eager)
     ours = copies(eager)
     got = ours, zeros(ours)
-    compiled = compile(step, donate=(0, 1), backend=backend)
+    compiled = compile(step, donate_argnums=(0, 1), backend=backend)
     for i in range(4):
         *expected, value = step(*expected, *tokens(rank, i))
         *after, loss_value = compiled(*got, *tokens(rank, i))
@@ -494,7 +494,7 @@ def inductors(reshard: bool) -> tuple[str, int]:
         model, block = blocks_between(dim=64)
         spec = fs.by_type(block, p=P("shard", reshard=reshard))(model.float()).bound  # torch 2.11: no attention of float64
         params = fs.shard(model, spec)
-        step, args = compile(training(loss_of(model, spec)), donate=(0, 1)), (params, zeros(params), *tokens(0))
+        step, args = compile(training(loss_of(model, spec)), donate_argnums=(0, 1)), (params, zeros(params), *tokens(0))
         _, (code,) = run_and_get_code(step, *args)
         return code, peak_bytes(step, *args)
 
@@ -599,7 +599,7 @@ BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_cpp)]
 def test_donated_tensors_hold_the_new_values(backend: str) -> None:
     """And what is returned is they, whether they require grad or not; what is not donated is left alone."""
     given, kept, leaf = torch.arange(3.0), torch.ones(3), torch.ones(3, requires_grad=True)
-    (a, b), total = compile(lambda donated, k: ([donated[0] + k, donated[1] * 2], k.sum()), donate=0, backend=backend)(
+    (a, b), total = compile(lambda donated, k: ([donated[0] + k, donated[1] * 2], k.sum()), donate_argnums=0, backend=backend)(
         [given, leaf], kept
     )
     assert a is given
@@ -614,18 +614,18 @@ def test_donated_tensors_hold_the_new_values(backend: str) -> None:
 def test_donated_values_move(backend: str) -> None:
     """Old values that go to another donated tensor are read before they are written over."""
     now, before = torch.tensor([1.0, 2.0]), torch.zeros(2)
-    compile(lambda now, before: (now + 1, now.clone()), donate=(0, 1), backend=backend)(now, before)
+    compile(lambda now, before: (now + 1, now.clone()), donate_argnums=(0, 1), backend=backend)(now, before)
     assert now.tolist() == [2, 3]
     assert before.tolist() == [1, 2]
     a, b = torch.tensor([1.0]), torch.tensor([2.0])
-    compile(lambda tree: {"a": tree["b"], "b": tree["a"]}, donate=0, backend=backend)({"a": a, "b": b})
+    compile(lambda tree: {"a": tree["b"], "b": tree["a"]}, donate_argnums=0, backend=backend)({"a": a, "b": b})
     assert (a.item(), b.item()) == (2, 1)
 
 
 def test_donated_results_are_taken_in_order() -> None:
     """Of results that fit more than one donated argument, the first goes with the first."""
     a, b = torch.tensor([1.0]), torch.tensor([2.0])
-    loss, first, second = compile(lambda a, b: (a.sum(), a + 10, b + 10), donate=(1, 0), backend="aot_eager")(a, b)
+    loss, first, second = compile(lambda a, b: (a.sum(), a + 10, b + 10), donate_argnums=(1, 0), backend="aot_eager")(a, b)
     assert loss == 1
     assert first is b
     assert second is a
@@ -642,24 +642,24 @@ def double(x: Tensor) -> Tensor:
         (double, [torch.ones(2)], 0, ValueError, "donated argument 0: expected a result with its tree, shapes and dtypes"),
         (lambda x: (x + 1, x[1:]), [torch.ones(2)], 0, ValueError, "a result is, or is a view of, a donated tensor"),
         (lambda x: (x + 1, x), [torch.ones(2)], 0, ValueError, "a result is, or is a view of, a donated tensor"),
-        (lambda x: x + 1, [torch.ones(2)], 1, ValueError, r"donate \(1,\) but 1 positional arguments: expected 0..0"),
+        (lambda x: x + 1, [torch.ones(2)], 1, ValueError, r"donate_argnums \(1,\) but 1 positional arguments: expected 0..0"),
         (lambda x: x, [{"a": 1}], 0, TypeError, r"donated argument 0\['a'\]: expected a tensor, got int"),
     ],
 )
 def test_donation_errors(step: Step, args: list[Any], donate: int, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        compile(step, donate=donate, backend="aot_eager")(*args)
+        compile(step, donate_argnums=donate, backend="aot_eager")(*args)
 
 
 def test_tensor_given_away_twice() -> None:
     x = torch.ones(2)
     with pytest.raises(ValueError, match=r"donated argument 1\['b'\]: expected a tensor of its own"):
-        compile(lambda p, q: (p, q), donate=(0, 1), backend="aot_eager")({"a": x}, {"b": x})
+        compile(lambda p, q: (p, q), donate_argnums=(0, 1), backend="aot_eager")({"a": x}, {"b": x})
 
 
 def test_donated_views_that_overlap() -> None:
     """What is written into one would be seen in the other."""
-    step = compile(lambda p: {key: x * 2 for key, x in p.items()}, donate=0, backend="aot_eager")
+    step = compile(lambda p: {key: x * 2 for key, x in p.items()}, donate_argnums=0, backend="aot_eager")
     x = torch.arange(12.0)
     with pytest.raises(ValueError, match=r"\['a'\] and .* argument 0\['b'\] share memory, which donate=\(0,\) writes"):
         step({"a": x[:4], "b": x[2:6]})

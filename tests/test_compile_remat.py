@@ -254,7 +254,7 @@ def test_buffers_are_written_once() -> None:
     with torch.no_grad():
         expected = step(*copies(args))
     given = copies(args)
-    got = fs.compile(step, donate=(0, 1, 2), backend="aot_eager")(*given)
+    got = fs.compile(step, donate_argnums=(0, 1, 2), backend="aot_eager")(*given)
     equal(got, expected)
     assert all(a is b for a, b in zip(got, given, strict=True))
 
@@ -397,7 +397,7 @@ def trained(rank: int, which: str, backend: str) -> None:
         return by_call(lambda *a, **k: fs.functional_call(model, params, a, k, spec=spec), x, y)
 
     step = training(loss)
-    compiled = fs.compile(step, donate=(0, 1), backend=backend)
+    compiled = fs.compile(step, donate_argnums=(0, 1), backend=backend)
     expected, got = (params, zeros(params)), (copies(params), zeros(params))
     for i in range(3):
         *expected, value = step(*expected, *tokens(rank, i))

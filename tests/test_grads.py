@@ -1,4 +1,4 @@
-"""Gradients reduced when you say so: reduce_grads, reduce_mean, and functional_call with reduce and reduce_over."""
+"""Gradients reduced when you say so: reduce_grads, reduce_mean, and functional_call with reduce and reduce_axes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_reduced_later_as_at_once(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("p", [P("shard"), P(), P("shard", reshard=False), P(("replicate", "shard"))], ids=str)
 def test_over_some_axes_and_then_the_others(p: P) -> None:
-    """The same as over all: gradients are partial in between, and so are those of functional_call with reduce_over."""
+    """The same as over all: gradients are partial in between, and so are those of functional_call with reduce_axes."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     full = {name: t.detach() for name, t in model.named_parameters()}
     xs = torch.randn(4, 5, 3, dtype=torch.float64)
@@ -82,9 +82,9 @@ def test_over_some_axes_and_then_the_others(p: P) -> None:
 
         params = fs.shard(full, spec)
         whole = fs.grad(loss)(params)
-        partial = fs.grad(lambda p: loss(p, reduce_over=first))(params)
-        by_hand = fs.reduce_grads(fs.grad(loss)(fs.unshard(params, spec)), spec, axes=first)
-        done = fs.reduce_grads(partial, spec, axes=rest)
+        partial = fs.grad(lambda p: loss(p, reduce_axes=first))(params)
+        by_hand = fs.reduce_grads(fs.grad(loss)(fs.unshard(params, spec)), spec, reduce_axes=first)
+        done = fs.reduce_grads(partial, spec, reduce_axes=rest)
         return whole, partial, by_hand, done
 
     whole, partial, by_hand, done = spmd(run, HYBRID)(xs)
@@ -108,11 +108,11 @@ def on_a_real_mesh(rank: int, way: str, p: P) -> None:
 
     whole = [gradient(loss)(params, x) for x in xs]
     with Collectives() as log:
-        partial = [gradient(lambda params, x=x: loss(params, x, reduce_over="shard"))(params) for x in xs]
+        partial = [gradient(lambda params, x=x: loss(params, x, reduce_axes="shard"))(params) for x in xs]
     assert not any(sent.op.startswith("all_reduce") for sent in log.all)
     accumulated = {key: torch.stack([g[key] for g in partial]).sum(0) for key in params}
     with Collectives() as log:
-        done = fs.reduce_grads(accumulated, spec, axes="replicate")
+        done = fs.reduce_grads(accumulated, spec, reduce_axes="replicate")
     assert [sent.op for sent in log.all] == ["all_reduce"] * len(spec)
     same(done, {key: torch.stack([g[key] for g in whole]).sum(0) for key in params})
     full = fs.unshard(params, spec)
@@ -228,11 +228,11 @@ def test_what_is_wrong_is_said_before_anything_is_sent() -> None:
 
         with Collectives() as log:
             with pytest.raises(ValueError, match=r"unit '0' is split over axis 'shard'.*got axes \['replicate'\]"):
-                fs.reduce_grads(full, spec, axes=["replicate"])
+                fs.reduce_grads(full, spec, reduce_axes=["replicate"])
             with pytest.raises(ValueError, match="unit '0' is split over axis 'shard'"):
-                loss(reduce_over=["replicate"])
+                loss(reduce_axes=["replicate"])
             with pytest.raises(ValueError, match="unknown mesh axis 'model': expected some of"):
-                loss(reduce_over=["shard", "model"])
+                loss(reduce_axes=["shard", "model"])
             with pytest.raises(ValueError, match="unit '0': a slice cannot be reduced over axis 'shard'"):
                 fs.reduce_grads(params, spec)
             with pytest.raises(ValueError, match="'mean', 'sum' or a positive number"):

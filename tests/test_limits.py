@@ -78,9 +78,9 @@ def plain_fallback() -> fs.optim.Optimizer:
 UPDATES: dict[str, tuple[Callable[[fs.PartitionSpec], Any], bool]] = {
     "from_torch": (lambda spec: fs.optim.from_torch(torch.optim.AdamW), False),
     "muon": (lambda spec: fs.optim.muon(fs.optim.matrices(spec)), False),
-    "muon, plain rest": (lambda spec: fs.optim.muon(fs.optim.matrices(spec), rest=plain_fallback()), True),
-    "shampoo, plain rest": (lambda spec: fs.optim.shampoo(fs.optim.matrices(spec), rest=plain_fallback()), False),
-    "soap, plain rest": (lambda spec: fs.optim.soap(fs.optim.matrices(spec), rest=plain_fallback()), False),
+    "muon, plain rest": (lambda spec: fs.optim.muon(fs.optim.matrices(spec), fallback=plain_fallback()), True),
+    "shampoo, plain rest": (lambda spec: fs.optim.shampoo(fs.optim.matrices(spec), fallback=plain_fallback()), False),
+    "soap, plain rest": (lambda spec: fs.optim.soap(fs.optim.matrices(spec), fallback=plain_fallback()), False),
 }
 """Optimizers, and whether torch.compile takes the update as one graph."""
 

@@ -199,8 +199,8 @@ def test_options_of_parameters_and_rates_of_steps() -> None:
     tensors = trained(spec, muon, torch.float64, lambda t: {"lr": torch.tensor(lrs[t], dtype=torch.float64)})
     assert_close(tensors, got, rtol=1e-12, atol=1e-12)
     rest = fs.optim.from_torch(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
-    given = fs.optim.muon(matrices_on(spec, "muon"), rest=rest, **plain)
-    both = trained(spec, given, torch.float64, lambda t: {"lr": lrs[t], "rest_lr": 2 * lrs[t]})
+    given = fs.optim.muon(matrices_on(spec, "muon"), fallback=rest, **plain)
+    both = trained(spec, given, torch.float64, lambda t: {"lr": lrs[t], "fallback_lr": 2 * lrs[t]})
     alone = [(torch.optim.AdamW, {"0.weight"}, {"lr": 0.05, "weight_decay": 0.1})]
     assert_close(both["0.weight"], by_torch(alone, torch.float64, {}, [2 * x for x in lrs])["0.weight"])
 
@@ -210,8 +210,8 @@ def test_rates_and_options_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"options of matrix '1\.0\.weight': expected some of .*, got 'beta'"):
         fs.optim.muon(spec, options=lambda name, p: {"beta": 1} if name == "1.0.weight" else {})
     params = fs.shard(PARAMS, spec)
-    init, update = fs.optim.muon(spec, rest=fs.optim.from_torch(torch.optim.AdamW))
-    with pytest.raises(ValueError, match="expected rest_lr= with it"):
+    init, update = fs.optim.muon(spec, fallback=fs.optim.from_torch(torch.optim.AdamW))
+    with pytest.raises(ValueError, match="expected fallback_lr= with it"):
         update(params, init(params), params, lr=0.1)
     init, update = fs.optim.muon(spec, lr=0.0)  # of a warmup
     assert update(params, init(params), params, lr=0.1)[0].keys() == params.keys()
@@ -252,7 +252,7 @@ def test_donated_beside_a_rest_that_does_not() -> None:
     spec = spec_on(ALONE, "shard")
     rest = fs.optim.from_torch(torch.optim.AdamW)
     params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
-    steps = [fs.optim.muon(matrices_on(spec, "muon"), rest=rest, donate=donate) for donate in (False, True)]
+    steps = [fs.optim.muon(matrices_on(spec, "muon"), fallback=rest, donate=donate) for donate in (False, True)]
     want, got = (step.update(grads, step.init(params), params)[0] for step in steps)
     assert_close(got, want, rtol=0, atol=0)
 
@@ -270,7 +270,7 @@ def test_state_of_another_dtype_than_the_parameters() -> None:
         spec = spec_of(ALONE, "shard", dtype)
         params, grads = (fs.shard(cast(tree, dtype), spec) for tree in (PARAMS, GRADS[0]))
         known = matrices_on(spec, "muon")
-        init, update = fs.optim.by_matrix(begin, step, known, rest=rest)
+        init, update = fs.optim.by_matrix(begin, step, known, fallback=rest)
         _, state = update(grads, init(params), params)
         momenta = known.collect({key: unit.slices["momentum"] for key, unit in state.items() if unit.slices})
         assert_close(momenta, {name: GRADS[0][name].to(dtype).float() / 3 for name in momenta}, rtol=0, atol=0)

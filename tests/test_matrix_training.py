@@ -28,7 +28,7 @@ def test_derivatives_of_a_step() -> None:
     """Of a loss after it, with respect to params, gradients and the learning rate: those of the plain step."""
     with pytest.raises(RuntimeError, match="differentiable=True"):
         derivatives(spec_on(ALONE, "shard"), {})
-    rest = {"rest": fs.optim.from_torch(torch.optim.AdamW, differentiable=True)}
+    rest = {"fallback": fs.optim.from_torch(torch.optim.AdamW, differentiable=True)}
     want = derivatives(spec_on(ALONE, "shard"), rest)
     for sizes in ({"shard": 2}, {"replicate": 2, "shard": 2}):
         ranks = torch.Size(sizes.values()).numel()
@@ -44,7 +44,7 @@ def derivatives(spec: fs.PartitionSpec, rest: dict[str, Any]) -> Any:
     state = init(params)
 
     def loss(params: fs.Params, grads: fs.Params, lr: Tensor) -> Tensor:
-        new, _ = update(grads, state, params, lr=lr, rest_lr=0.1)
+        new, _ = update(grads, state, params, lr=lr, fallback_lr=0.1)
         return sum((new[key] ** 2).sum() for key in new if spec.by_key[key].params)  # pyright: ignore[reportReturnType]
 
     of_params, of_grads, of_lr = torch.func.grad(loss, argnums=(0, 1, 2))(params, grads, torch.tensor(0.1).double())
@@ -62,7 +62,7 @@ def transformed(mesh: Any, axis: str | None, batched: bool) -> fs.Params:
     spec = spec_on(mesh, axis)
     rest = lambda params: {key: {} for key in params}, lambda grads, state, params: (params, state)
     begin = lambda p: {"momentum": torch.zeros_like(p), "length": p.new_zeros(())}  # noqa: E731
-    init, update = fs.optim.by_matrix(begin, step, matrices_on(spec, "muon"), rest=rest)
+    init, update = fs.optim.by_matrix(begin, step, matrices_on(spec, "muon"), fallback=rest)
     params, grads, later = (fs.shard(tree, spec) for tree in (PARAMS, GRADS[0], GRADS[1]))
     state = init(params)
 
@@ -101,12 +101,12 @@ def of_a_rate(rank: int, axis: str | None) -> tuple[Tensor, fs.Params]:
     spec = spec_on(ALONE if rank < 0 else init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), axis)
     rest = lambda params: {key: {} for key in params}, lambda grads, state, params, lr: (params, state)
     begin = lambda p: {"momentum": torch.zeros_like(p)}  # noqa: E731
-    init, update = fs.optim.by_matrix(begin, step, matrices_on(spec, "muon"), rest=rest)
+    init, update = fs.optim.by_matrix(begin, step, matrices_on(spec, "muon"), fallback=rest)
     params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
     state, lr = init(params), torch.tensor(0.1).double()
 
     def stepped(lr: Tensor) -> fs.Params:
-        return update(grads, state, params, lr=lr, rest_lr=0.1)[0]
+        return update(grads, state, params, lr=lr, fallback_lr=0.1)[0]
 
     slope = torch.func.grad(lambda lr: sum((x**2).sum() for x in stepped(lr).values()))(lr)
     return slope, fs.unshard(torch.func.jvp(stepped, (lr,), (torch.ones_like(lr),))[1], spec)
@@ -233,7 +233,7 @@ def test_compiled() -> None:
     """As one graph the same numbers. The rest is plain: what `from_torch` asks of its tensors torch.compile cannot trace."""
     spec = spec_on(ALONE, "shard")
     rest = lambda params: {key: {} for key in params}, lambda grads, state, params: ({k: -g for k, g in grads.items()}, state)
-    init, update = fs.optim.muon(matrices_on(spec, "muon"), dtype=torch.float64, rest=rest, steps=depth(2, 5))
+    init, update = fs.optim.muon(matrices_on(spec, "muon"), dtype=torch.float64, fallback=rest, steps=depth(2, 5))
     params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
     state = init(params)
     got = torch.compile(update, backend=depth("eager", "aot_eager"), fullgraph=True)(grads, state, params)

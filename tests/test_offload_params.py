@@ -146,8 +146,11 @@ def hybrid(rank: int) -> None:
             spec = fs.by_type(MLP, p=P(p.axis, precision=p.precision, offload=PARAMS))(model).on(mesh)
             equal(fs.grad(call)(params, spec), fs.grad(call)(params, plain))
             if p.axis == "shard" and not p.precision:
-                first, expected = (fs.grad(call)(params, s, reduce_over="shard") for s in (spec, plain))
-                equal(fs.reduce_grads(first, spec, axes="replicate"), fs.reduce_grads(expected, plain, axes="replicate"))
+                first, expected = (fs.grad(call)(params, s, reduce_axes="shard") for s in (spec, plain))
+                equal(
+                    fs.reduce_grads(first, spec, reduce_axes="replicate"),
+                    fs.reduce_grads(expected, plain, reduce_axes="replicate"),
+                )
 
 
 def test_hybrid(gloo4: Pool) -> None:

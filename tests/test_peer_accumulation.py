@@ -62,7 +62,7 @@ def accumulate(
     replicas at the end as well."""
     losses: list[Tensor] = []
     total: fs.Params = {}
-    options: dict[str, Any] = {"reduce_over": ["shard"]} if partial else {}
+    options: dict[str, Any] = {"reduce_axes": ["shard"]} if partial else {}
     with Collectives() as sent:
         given = {key: shard for key, shard in params.items() if key not in held} | fs.unshard(params, spec, units=held)
         for x in batches:
@@ -74,7 +74,7 @@ def accumulate(
         own = {name: g for name, g in total.items() if name not in spec.by_key}
         slices = {key: g for key, g in total.items() if key in spec.by_key}
         if partial:
-            slices = fs.reduce_grads(slices, spec, axes=["replicate"])
+            slices = fs.reduce_grads(slices, spec, reduce_axes=["replicate"])
         reduced = slices | fs.reduce_grads(own, spec)
     return Accumulated({unit.key: reduced[unit.key] for unit in spec}, losses, sent)
 
@@ -496,7 +496,7 @@ def partial_ownership(rank: int, offsets: tuple[float, ...]) -> None:
         return fs.grad(lambda p: fs.functional_call(model, p, (x, which), spec=spec, **options))(p)
 
     reduced = gradient(params, 4, "both")
-    partials = [gradient(params, value, which, reduce_over=["shard"]) for value, which in ((2, "first"), (3, "second"))]
+    partials = [gradient(params, value, which, reduce_axes=["shard"]) for value, which in ((2, "first"), (3, "second"))]
     partial = {key: partials[0][key] + partials[1][key] for key in params}
     low = {name: t.bfloat16() for name, t in fs.unshard(params, spec).items()}
     pending = gradient(low, 1, "first")
@@ -506,7 +506,7 @@ def partial_ownership(rank: int, offsets: tuple[float, ...]) -> None:
     on_slices = fs.param_views(partial, spec)
     for name, value in (("first.weight", 2), ("second.weight", 3)):  # a replica's own mean
         assert torch.equal(on_slices[name], torch.full_like(on_slices[name], value + replica))
-    done = fs.reduce_grads(partial, spec, axes=["replicate"])
+    done = fs.reduce_grads(partial, spec, reduce_axes=["replicate"])
     rest = fs.reduce_grads(pending, spec)
     total = fs.gather_full({key: reduced[key] + done[key] + rest[key] for key in params}, spec)
     assert all(torch.equal(g, torch.full((5, 1), 7.0)) for g in total.values())

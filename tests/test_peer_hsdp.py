@@ -59,12 +59,12 @@ def hsdp(rank: int, dim: int, p: P, at_last: bool, way: str) -> None:
         total: fs.Params = {}
         for micro in range(3):
             xs = [numbers(r, 10 * step + micro, dim) for r in range(4)]
-            call = lambda p, x: fs.functional_call(model, p, x, spec=spec, reduce_over=axes)  # noqa: E731
+            call = lambda p, x: fs.functional_call(model, p, x, spec=spec, reduce_axes=axes)  # noqa: E731
             grads, value = WAYS[way](lambda p: squared(lambda x: call(p, x), xs[rank]))(params)
             total = {key: total[key] + g if total else g for key, g in grads.items()}
             assert_close(value, squared(plain_call(plain), xs[rank]).detach())
         if at_last:
-            total = fs.reduce_grads(total, spec, axes=["replicate"])
+            total = fs.reduce_grads(total, spec, reduce_axes=["replicate"])
         theirs.zero_grad(set_to_none=step % 2 == 0)
         for micro in range(3):
             squared(plain, torch.cat([numbers(r, 10 * step + micro, dim) for r in range(4)])).backward()

@@ -42,14 +42,14 @@ def sign(grad: Tensor, state: Any, param: Tensor, *, lr: Any) -> tuple[Tensor, A
 
 def by_owners(spec: fs.PartitionSpec) -> Any:
     rest = from_torch(torch.optim.AdamW, differentiable=True, spec=spec, lr=0.05)
-    update = fs.optim.by_matrix(lambda p: {"momentum": torch.zeros_like(p)}, sign, spec, rest=rest)
-    return update.init, lambda *args, lr: update.update(*args, lr=lr, rest_lr=lr)
+    update = fs.optim.by_matrix(lambda p: {"momentum": torch.zeros_like(p)}, sign, spec, fallback=rest)
+    return update.init, lambda *args, lr: update.update(*args, lr=lr, fallback_lr=lr)
 
 
 def muon(spec: fs.PartitionSpec) -> Any:
     rest = from_torch(torch.optim.AdamW, differentiable=True, spec=spec, lr=0.05)
-    init, update = fs.optim.muon(spec, dtype=torch.float64, rest=rest)
-    return init, lambda *args, lr: update(*args, lr=lr, rest_lr=lr)
+    init, update = fs.optim.muon(spec, dtype=torch.float64, fallback=rest)
+    return init, lambda *args, lr: update(*args, lr=lr, fallback_lr=lr)
 
 
 OPTIMIZERS: dict[str, Callable[[fs.PartitionSpec], Any]] = {

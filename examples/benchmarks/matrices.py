@@ -119,7 +119,7 @@ def unsharded(model: nn.Module) -> Step:
 
 
 def muon(matrices: fs.optim.Matrices) -> fs.optim.MatrixOptimizer:
-    return fs.optim.muon(matrices, lr=LR, weight_decay=DECAY, dtype=torch.float32, rest=adamw(), donate=True)
+    return fs.optim.muon(matrices, lr=LR, weight_decay=DECAY, dtype=torch.float32, fallback=adamw(), donate=True)
 
 
 MODES: dict[str, Callable[[nn.Module], Step]] = {

@@ -36,7 +36,7 @@ def functional_call(
     buffers: dict[str, Tensor] | None = None,
     method: str | None = None,
     reduce: Divide = "mean",
-    reduce_over: Iterable[str] | None = None,
+    reduce_axes: Iterable[str] | None = None,
     prefetch: int = 1,
     in_flight: int = 1,
     check_order: bool = True,
@@ -63,7 +63,7 @@ def functional_call(
             those that forward has changed.
         method: The name of a method to call instead of forward.
         reduce: What gradients are over ranks: their "mean", their "sum", or their sum divided by a number.
-        reduce_over: The mesh axes to reduce gradients over, or one; all by default. Over the others they stay each rank's own.
+        reduce_axes: The mesh axes to reduce gradients over, or one; all by default. Over the others they stay each rank's own.
         prefetch: How many units are gathered ahead of their use, in forward and in backward.
         in_flight: How many units' gradients are reduced while the rest of backward computes.
         check_order: Whether ranks compare which units they gather and reduce.
@@ -88,12 +88,12 @@ def functional_call(
     """
     spec = bound(spec)
     check_params(params, spec)
-    accumulation = find_accumulation(params, spec, reduce, reduce_over)
+    accumulation = find_accumulation(params, spec, reduce, reduce_axes)
     receiver = None
     if accumulation:
         params, reduction, receiver = accumulation.replace(params)
     else:
-        reduction = resolve_reduction(reduce, reduce_over, spec.bound_mesh, (unit for unit in spec if unit.key in params))
+        reduction = resolve_reduction(reduce, reduce_axes, spec.bound_mesh, (unit for unit in spec if unit.key in params))
     _check_count("prefetch", prefetch, 0)
     _check_count("in_flight", in_flight, 1)
     given = as_call_arguments(args, kwargs)

@@ -31,7 +31,7 @@ Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 def compile(
     step: Step,
     *,
-    donate: int | tuple[int, ...] = (),
+    donate_argnums: int | tuple[int, ...] = (),
     prefetch: int = 1,
     in_flight: int = 1,
     backend: str | Compiler = "inductor",
@@ -48,14 +48,14 @@ def compile(
     ``in_flight`` reductions are waited for late, as in `functional_call`. What `remat` and ``P(remat=...)`` are around is
     computed again for its derivatives, but for what is to be saved and for random numbers.
 
-    ``donate`` says which positional arguments are given away: the step's results are written into their tensors, which
+    ``donate_argnums`` says which positional arguments are given away: the step's results are written into their tensors, which
     are what is returned. Their memory is used again, and **after the call the donated tensors hold the new values**.
     The i-th donated argument goes with the first result that no other has taken and that has its tree, shapes and
     dtypes; results are the elements of a returned tuple, or the one thing returned. Other results must not be views of
     donated tensors: clone them.
 
     >>> import torch, funshard as fs
-    >>> halve = fs.compile(lambda params: {key: p / 2 for key, p in params.items()}, donate=0, backend="aot_eager")
+    >>> halve = fs.compile(lambda params: {key: p / 2 for key, p in params.items()}, donate_argnums=0, backend="aot_eager")
     >>> given = {"w": torch.tensor([2.0])}
     >>> halve(given)
     {'w': tensor([1.])}
@@ -69,7 +69,7 @@ def compile(
     Raises ValueError where a donated argument has no result to go with, is given twice, overlaps another one in memory, or is
     seen in another result, and for names to save of which a remat has none.
     """
-    given_away = (donate,) if isinstance(donate, int) else tuple(donate)
+    given_away = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     compiler = _Backend(backend, prefetch, in_flight, {**_options(mode), **(options or {})})
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, str]:
@@ -102,15 +102,15 @@ def compile(
     return cast("Step", compiled)
 
 
-def _run(step: Callable[..., Any], donate: tuple[int, ...], *args: Any, **kwargs: Any) -> tuple[Any, str]:
+def _run(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, **kwargs: Any) -> tuple[Any, str]:
     """The step's results, in the donated tensors where they have one; and what is wrong, for `compiled` to raise."""
     with torch.no_grad():
         out = step(*args, **kwargs)
         results = list(out) if isinstance(out, tuple) else [out]
-        given = {leaf for i in donate for leaf in pytree.tree_leaves(args[i])}
+        given = {leaf for i in donate_argnums for leaf in pytree.tree_leaves(args[i])}
         writes: list[tuple[Tensor, Tensor]] = []
         taken: list[int] = []
-        for i in donate:
+        for i in donate_argnums:
             old, tree = pytree.tree_flatten(args[i])
             for j, result in enumerate(results):
                 new, other = pytree.tree_flatten(result)
@@ -187,14 +187,16 @@ def _options(mode: str | None) -> dict[str, Any]:
     return list_mode_options(mode)
 
 
-def _check_donated(args: tuple[Any, ...], donate: tuple[int, ...]) -> Counter[int]:
+def _check_donated(args: tuple[Any, ...], donate_argnums: tuple[int, ...]) -> Counter[int]:
     """How many donated tensors a storage has; TypeError or ValueError for arguments that cannot be written to one by one."""
     seen: set[int] = set()
     storages: Counter[int] = Counter()
     tensors: list[tuple[str, Tensor]] = []
-    for i in donate:
+    for i in donate_argnums:
         if not 0 <= i < len(args):
-            raise ValueError(f"compile: donate {donate} but {len(args)} positional arguments: expected 0..{len(args) - 1}")
+            raise ValueError(
+                f"compile: donate_argnums {donate_argnums} but {len(args)} positional arguments: expected 0..{len(args) - 1}"
+            )
         for path, leaf in pytree.tree_flatten_with_path(args[i])[0]:
             where = f"donated argument {i}{pytree.keystr(path)}"
             if not isinstance(leaf, Tensor):
@@ -204,5 +206,5 @@ def _check_donated(args: tuple[Any, ...], donate: tuple[int, ...]) -> Counter[in
             seen.add(id(leaf))
             storages[_torch.storage_id(leaf)] += 1
             tensors.append((f"compile: {where}", leaf))
-    refuse_shared_memory(tensors, f"donate={donate}")
+    refuse_shared_memory(tensors, f"donate_argnums={donate_argnums}")
     return storages

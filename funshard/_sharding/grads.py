@@ -20,15 +20,15 @@ __all__ = ["reduce_grads", "reduce_mean", "weight_share"]
 
 
 def reduce_grads(
-    grads: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Iterable[str] | None = None, reduce: Divide = "mean"
+    grads: Mapping[str, Tensor], spec: PartitionSpec, *, reduce_axes: Iterable[str] | None = None, reduce: Divide = "mean"
 ) -> Params:
     """The gradients of the shards, by unit key, from each rank's own gradients: their mean over ranks, in slices.
 
     Differentiate with respect to ``unshard(params, spec)`` as often as you like, add up, and reduce once: ``no_sync``.
-    ``grads`` are full gradients by parameter name, all of a unit's or none of them. ``axes`` are the mesh axes to reduce
-    over, or one, by default all. What has been reduced over some of them (here, or by functional_call with ``reduce_over``), by
-    unit key, can be reduced over the rest later: HSDP with one all-reduce for many micro-batches. Reduced in the dtype that
-    the unit's `Precision` says, given back in the gradients' own. Differentiable.
+    ``grads`` are full gradients by parameter name, all of a unit's or none of them. ``reduce_axes`` are the mesh axes to reduce
+    over, by default all. Gradients that were reduced over some axes, here or in functional_call, are given by unit key and can
+    be reduced over the others later: HSDP with one all-reduce for many micro-batches. They are reduced in the dtype that the
+    unit's `Precision` says, and returned in their own. Differentiable.
 
     Equal to the gradients of functional_call, where that reduces. ``reduce`` is "mean", "sum", or what to divide the sum by.
 
@@ -44,12 +44,12 @@ def reduce_grads(
     spec = bound(spec)
     mesh = spec.bound_mesh
     full, slices = _given(grads, spec)
-    reduction = resolve_reduction(reduce, mesh.names if axes is None else axes, mesh, full)
+    reduction = resolve_reduction(reduce, mesh.names if reduce_axes is None else reduce_axes, mesh, full)
     for unit in slices:
         if split := [axis for axis in unit.p.axes if reduction.includes(axis)]:
             raise ValueError(
                 f"unit '{unit.key}': a slice cannot be reduced over axis '{split[0]}', which the unit is split over: expected "
-                "axes= without it, or full gradients by parameter name"
+                "reduce_axes= without it, or full gradients by parameter name"
             )
     out: Params = {}
     for unit in full:

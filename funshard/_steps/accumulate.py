@@ -31,7 +31,7 @@ def accumulate(
     weights: Sequence[float | Tensor] | None = None,
     has_aux: bool = False,
     reduce: Divide = "mean",
-    reduce_over: Iterable[str] | None = None,
+    reduce_axes: Iterable[str] | None = None,
 ) -> tuple[Params, Any]:
     """``(grads, value)``, or ``(grads, (value, auxes))``: those of the mean of ``f(params, microbatch)``, one after the other.
 
@@ -54,7 +54,7 @@ def accumulate(
     negative or not finite is a ValueError; where the host cannot read it without waiting, everything is NaN.
 
     ``reduce`` is "mean", or "sum", of all micro-batches of all ranks, or what to divide that sum by; ``value`` is this
-    rank's mean or sum, divided likewise. ``reduce_over`` are the mesh axes to reduce over, as in `functional_call`. Both are
+    rank's mean or sum, divided likewise. ``reduce_axes`` are the mesh axes to reduce over, as in `functional_call`. Both are
     said here and not there. ``microbatches`` may be a generator. With "shards" all ranks must have as many of them, or they
     wait for each other for ever; with "full" they need not: a rank's mean is of its own, and with weights all count alike.
 
@@ -69,7 +69,7 @@ def accumulate(
     weights or negative ones, axes that do not fit, a functional_call of these shards with another spec or with a reduction
     of its own, and what `grad_and_value` raises.
     """
-    plan = Plan.of(params, bound(spec), keep, has_aux, reduce, reduce_over)
+    plan = Plan.of(params, bound(spec), keep, has_aux, reduce, reduce_axes)
     batches, known = batches_of(microbatches)
     if weights is not None and known is microbatches:
         check_as_many(weights, len(known))

@@ -53,7 +53,7 @@ def update_in_backward(
     weights: Sequence[float | Tensor] | None = None,
     has_aux: bool = False,
     reduce: Divide = "mean",
-    reduce_over: Iterable[str] | None = None,
+    reduce_axes: Iterable[str] | None = None,
     max_norm: float | Tensor | None = None,
     clip: Literal["exact", "previous"] = "exact",
     norm: Tensor | None = None,
@@ -99,13 +99,13 @@ def update_in_backward(
         raise ValueError("update_in_backward: norm is that of the step before: expected max_norm= and clip='previous' with it")
     if max_norm is not None:
         check_max_norm("update_in_backward", max_norm)
-    plan = Plan.of(params, bound(spec), "shards", has_aux, reduce, reduce_over)
+    plan = Plan.of(params, bound(spec), "shards", has_aux, reduce, reduce_axes)
     _check_state(state, plan.params)
     batches, known = batches_of(microbatches)
     if weights is not None and known is microbatches:
         check_as_many(weights, len(known))
     if is_differentiated_outside((params, state, weights, known)):
-        how: dict[str, Any] = {"weights": weights, "has_aux": has_aux, "reduce": reduce, "reduce_over": reduce_over}
+        how: dict[str, Any] = {"weights": weights, "has_aux": has_aux, "reduce": reduce, "reduce_axes": reduce_axes}
         grads, value = accumulate(f, params, batches, spec=plan.spec, **how)
         now = None if max_norm is None else global_norm(grads, plan.spec)
         grads = _clipped(grads, max_norm, now if clip == "exact" else norm)

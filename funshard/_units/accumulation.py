@@ -69,7 +69,7 @@ class Accumulation:
 
 
 def find_accumulation(
-    params: Mapping[str, Tensor], spec: PartitionSpec, reduce: Divide, reduce_over: object
+    params: Mapping[str, Tensor], spec: PartitionSpec, reduce: Divide, reduce_axes: object
 ) -> Accumulation | None:
     """Return the innermost accumulation that decides how a functional_call reduces gradients.
 
@@ -80,7 +80,7 @@ def find_accumulation(
     """
     if not _ACTIVE:
         return None
-    says, active = reduce != "mean" or reduce_over is not None, _of_this_thread()
+    says, active = reduce != "mean" or reduce_axes is not None, _of_this_thread()
     for one in reversed(active):
         shared = next((key for key, shard in one.shards.items() if params.get(key) is shard), None)
         is_same = one.spec is spec or (one.spec.units == spec.units and one.spec.sizes == spec.sizes)
@@ -91,8 +91,8 @@ def find_accumulation(
             )
         if shared is not None and says:
             raise ValueError(
-                f"unit '{shared}': functional_call of accumulate's shards: expected no reduce= and no reduce_over=, got "
-                f"{reduce!r} and {reduce_over!r}; give them to accumulate, which decides how gradients are reduced"
+                f"unit '{shared}': functional_call of accumulate's shards: expected no reduce= and no reduce_axes=, got "
+                f"{reduce!r} and {reduce_axes!r}; give them to accumulate, which decides how gradients are reduced"
             )
         if is_same and not says:
             return one

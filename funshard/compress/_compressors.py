@@ -96,8 +96,8 @@ def switch(at: int, before: Compressor[S], after: Compressor[T]) -> Compressor[t
     return Compressor(lambda spec: (torch.zeros((), dtype=torch.int64), before.init(spec), after.init(spec)), reduce)
 
 
-def post_local(start: int, local: Axes) -> Compressor[tuple[Tensor, tuple[()], tuple[()]]]:
-    """The mean over all ranks for ``start`` steps, then over the axes ``local`` only. As post_localSGD_hook.
+def post_local(start: int, reduce_axes: Axes) -> Compressor[tuple[Tensor, tuple[()], tuple[()]]]:
+    """The mean over all ranks for ``start`` steps, then over ``reduce_axes`` only. As post_localSGD_hook.
 
     From then on what is replicated over the other axes drifts apart, and is to be averaged now and then.
 
@@ -109,7 +109,7 @@ def post_local(start: int, local: Axes) -> Compressor[tuple[Tensor, tuple[()], t
         >>> grads
         {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
-    return switch(start, exact(), exact(local))
+    return switch(start, exact(), exact(reduce_axes))
 
 
 @overload

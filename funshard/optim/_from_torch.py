@@ -134,8 +134,8 @@ def _adafactor(
 
     rule = of_update(init, update, [(m.shape, m.unit.dtype) for m in known.chosen])
     own = options_of("from_torch", known, {"lr": of_torch["lr"], "weight_decay": of_torch["weight_decay"]}, options)
-    rest = partial(_refused, known.spec), lambda grads, state, params, **rates: (dict(params), dict(state))
-    return by_rule(rule, known, own, rest=rest, own_rest=True, donate=donate, lr=float(of_torch["lr"]))
+    fallback = partial(_refused, known.spec), lambda grads, state, params, **rates: (dict(params), dict(state))
+    return by_rule(rule, known, own, fallback=fallback, is_default_fallback=True, donate=donate, lr=float(of_torch["lr"]))
 
 
 def _refused(spec: PartitionSpec, params: Mapping[str, Tensor]) -> dict[str, Any]:

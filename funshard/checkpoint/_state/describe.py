@@ -63,7 +63,7 @@ class _Describing:
             return self.node(value.tree, path, own=True)
         if isinstance(value, Mapping) and not own and (units := self._units(value, path)):
             # of optimizers of matrices what is no matrix has other optimizers' state
-            other = {key: x.rest.get(key, {}) if isinstance(x, MatrixState) else x for key, x in value.items()}
+            other = {key: x.fallback.get(key, {}) if isinstance(x, MatrixState) else x for key, x in value.items()}
             numbers = numbers_in(other, [key for key in value if key in units], self._spec, path)
             children = {
                 key: self._of_unit(child, Place(self._spec.by_key[key], path, numbers))
@@ -128,7 +128,7 @@ class _Describing:
             for name, values in state.owned.items()
         }
         rest: dict[str, Node] = {}
-        for entry, child in state.rest.items():
+        for entry, child in state.fallback.items():
             alone = entry in params
             where = place._replace(of=(params[entry],), alone=True) if alone else place
             rest[entry] = self._of_unit(child, where.at("rest"))

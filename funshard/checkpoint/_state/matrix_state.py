@@ -15,7 +15,7 @@ from .tree import Branch, Node, Place, dict_of, matrix_state
 __all__ = ["MATRIX", "REST", "owners", "read_of_matrices", "written_of_matrices"]
 
 MATRIX, REST = "matrix", "rest"
-"""What a parameter is: a matrix, with ``[step, slices, owned]``, or not, with ``[step, what the rest's optimizer has]``."""
+"""In files, what a parameter is: a matrix, with ``[step, slices, owned]``, or not, with ``[step, state of the fallback]``."""
 
 
 def written_of_matrices(node: Branch, param: Param, written: Callable[[Node], Any]) -> Any:

@@ -12,10 +12,10 @@ from .._checks import check_rate
 from .._elementwise.optimizer import elementwise
 from .._elementwise.options import Options
 from .._matrices.matrices import Matrices
-from .optimizer import MatrixOptimizer, Rest, by_rule
+from .optimizer import Fallback, MatrixOptimizer, by_rule
 from .rule import Rule
 
-__all__ = ["options_of", "positive", "with_rest"]
+__all__ = ["options_of", "positive", "with_fallback"]
 
 ADAMW = ("lr", "weight_decay")
 """The options of matrices that AdamW has as well."""
@@ -42,23 +42,23 @@ def options_of(who: str, known: Matrices, defaults: Mapping[str, Any], options: 
     return out
 
 
-def with_rest(
+def with_fallback(
     rule: Rule,
     known: Matrices,
     own: Mapping[str, Mapping[str, Any]],
-    rest: Rest | None,
+    fallback: Fallback | None,
     lr: float,
     weight_decay: float,
     options: Options | None,
     *,
     donate: bool,
 ) -> MatrixOptimizer:
-    """The optimizer of a rule with the options of each matrix, and AdamW for what is no matrix unless there is a ``rest``."""
-    others = rest or _adamw(known, lr, weight_decay, options, donate=donate)
-    return by_rule(rule, known, own, rest=others, own_rest=rest is None, donate=donate, lr=lr)
+    """The optimizer of a rule with the options of each matrix, and ``fallback``, or else AdamW, for what is no matrix."""
+    others = fallback or _adamw(known, lr, weight_decay, options, donate=donate)
+    return by_rule(rule, known, own, fallback=others, is_default_fallback=fallback is None, donate=donate, lr=lr)
 
 
-def _adamw(known: Matrices, lr: float, weight_decay: float, options: Options | None, *, donate: bool) -> Rest:
+def _adamw(known: Matrices, lr: float, weight_decay: float, options: Options | None, *, donate: bool) -> Fallback:
     """AdamW for what is no matrix, with those of a parameter's options that it has."""
     if options is None:
         return elementwise(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, donate=donate, derived_by=known.spec)

@@ -14,8 +14,8 @@ from .._elementwise.options import Options as OptionsOf
 from .._matrices.matrices import Matrices
 from .._norms import wide
 from .factors import real_matrices
-from .fallback import options_of, positive, with_rest
-from .optimizer import MatrixOptimizer, Rest
+from .fallback import options_of, positive, with_fallback
+from .optimizer import Fallback, MatrixOptimizer
 from .rule import Options, Rule, Sent, Slots, Whole
 
 __all__ = ["muon", "orthogonal"]
@@ -38,7 +38,7 @@ def muon(
     adjust_lr: Literal["original", "match_rms_adamw"] = "original",
     dtype: torch.dtype = torch.bfloat16,
     options: OptionsOf | None = None,
-    rest: Rest | None = None,
+    fallback: Fallback | None = None,
     donate: bool = False,
 ) -> MatrixOptimizer:
     """``(init, update)`` of Muon: every matrix's momentum, made orthogonal, is its step; the rest has AdamW's.
@@ -48,10 +48,10 @@ def muon(
     with ``adjust_lr="match_rms_adamw"`` ``0.2 sqrt(max(n, m))``, with which AdamW's learning rate and weight decay will do.
     The iteration (`orthogonal`) runs once for each matrix, on its owner, in ``dtype``, in which the matrix travels both ways;
     on a CPU without bfloat16 instructions float32 is faster. Which are matrices, and their owners, say `matrices` in the
-    place of the ``spec``: ``matrices(spec, select=hidden(model))`` leaves embeddings and heads to ``rest``.
+    place of the ``spec``: ``matrices(spec, select=hidden(model))`` leaves embeddings and heads to ``fallback``.
 
     The momentum is slices like the parameters. ``options(name, param)`` gives a parameter ``lr``, ``weight_decay`` or
-    ``momentum`` of its own. ``rest`` is by default AdamW with this ``lr`` and ``weight_decay``; see `by_matrix` for another,
+    ``momentum`` of its own. ``fallback`` is by default AdamW with this ``lr`` and ``weight_decay``; `by_matrix` has others,
     for ``donate`` and for the learning rates of a step.
 
     Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon is Scalable for LLM
@@ -99,7 +99,7 @@ def muon(
     rule = Rule(("momentum_buffer",), lambda x: {}, before, work, (0,), after)
     of = options_of("muon", known, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}, options)
     own = {name: {**some, "scale": scales[name]} for name, some in of.items()}
-    return with_rest(rule, known, own, rest, lr, weight_decay, options, donate=donate)
+    return with_fallback(rule, known, own, fallback, lr, weight_decay, options, donate=donate)
 
 
 def orthogonal(

@@ -28,7 +28,9 @@ __all__ = ["MatrixOptimizer", "MatrixState", "by_matrix", "by_rule"]
 
 State = dict[str, MatrixState]
 
-Rest = tuple[Callable[[Mapping[str, Tensor]], Mapping[str, Any]], Callable[..., tuple[Mapping[str, Tensor], Mapping[str, Any]]]]
+Fallback = tuple[
+    Callable[[Mapping[str, Tensor]], Mapping[str, Any]], Callable[..., tuple[Mapping[str, Tensor], Mapping[str, Any]]]
+]
 """``(init, update)``, such as `optim.from_torch` gives: the state has the keys of what it is given."""
 
 
@@ -38,7 +40,7 @@ class MatrixOptimizer(NamedTuple):
     init: Callable[[Mapping[str, Tensor]], State]
     """The state before the first step, for the units of ``params``."""
     update: Callable[..., tuple[Params, State]]
-    """``update(grads, state, params, *, lr=None, rest_lr=None) -> (new params, new state)``, of some units or all."""
+    """``update(grads, state, params, *, lr=None, fallback_lr=None) -> (new params, new state)``, of some units or all."""
 
 
 class _Plan(NamedTuple):
@@ -47,9 +49,9 @@ class _Plan(NamedTuple):
     rule: Rule
     matrices: Matrices
     options: Mapping[str, Options]
-    rest: Rest
-    own_rest: bool
-    """Whether ``rest`` is the default one, whose learning rate is the matrices'."""
+    fallback: Fallback
+    is_default_fallback: bool
+    """Whether ``fallback`` is the default one, whose learning rate is the matrices'."""
     donate: bool
     lr: float | None
     owned: Shapes
@@ -81,14 +83,14 @@ def by_matrix(
     update: MatrixUpdate,
     spec: PartitionSpec | Matrices,
     *,
-    rest: Rest,
+    fallback: Fallback,
     donate: bool = False,
 ) -> MatrixOptimizer:
     """``(init, update)``: a pure update of single matrices, run once for each on the rank that owns it.
 
     ``init(param)`` gives a matrix's state and ``update(grad, state, param)`` its new value and state, from whole tensors,
     [n, m] or [batch, n, m]; nothing else is known of them. Which are matrices, and who owns them, say `matrices` (in the
-    place of the ``spec``). What is no matrix is updated by ``rest``, a pair such as `from_torch` gives, on this rank's
+    place of the ``spec``). What is no matrix is updated by ``fallback``, a pair such as `from_torch` gives, on this rank's
     slices: whole ones of units without matrices, under their keys, else what lies in them of single parameters, under
     their names.
 
@@ -97,16 +99,16 @@ def by_matrix(
     owners one ahead of the one that is worked on, and come back behind it.
 
     With ``donate`` the new params and state are in the memory of what was given, which is gone as well where an update raises
-    in the middle; without it ``rest`` may not donate either. ``lr`` is this step's learning rate, handed to ``update`` by name,
-    and ``rest_lr`` that of ``rest``.
+    in the middle; without it ``fallback`` may not donate either. ``lr`` is this step's learning rate, handed to ``update`` by
+    name, and ``fallback_lr`` that of ``fallback``.
 
     >>> import torch, funshard as fs
     >>> def sign(grad, state, param):  # of the singular values
     ...     u, _, vh = torch.linalg.svd(grad, full_matrices=False)
     ...     return param - 0.5 * u @ vh, {}
     >>> spec = fs.policies.whole()(torch.nn.Linear(2, 2, bias=False)).on({"shard": 1})
-    >>> rest = fs.optim.from_torch(torch.optim.AdamW)
-    >>> init, update = fs.optim.by_matrix(lambda param: {}, sign, spec, rest=rest)
+    >>> fallback = fs.optim.from_torch(torch.optim.AdamW)
+    >>> init, update = fs.optim.by_matrix(lambda param: {}, sign, spec, fallback=fallback)
     >>> params = {"": torch.zeros(8)}
     >>> update({"": torch.tensor([3.0, 0, 0, 4, 0, 0, 0, 0])}, init(params), params)[0][""][:4]
     tensor([-0.5000,  0.0000,  0.0000, -0.5000])
@@ -115,7 +117,7 @@ def by_matrix(
     """
     known = spec if isinstance(spec, Matrices) else matrices(spec)
     rule = of_update(init, update, [(m.shape, m.unit.dtype) for m in known.chosen])
-    return by_rule(rule, known, {}, rest=rest, donate=donate)
+    return by_rule(rule, known, {}, fallback=fallback, donate=donate)
 
 
 def by_rule(
@@ -123,19 +125,21 @@ def by_rule(
     known: Matrices,
     options: Mapping[str, Options],
     *,
-    rest: Rest,
-    own_rest: bool = False,
+    fallback: Fallback,
+    is_default_fallback: bool = False,
     donate: bool = False,
     lr: float | None = None,
 ) -> MatrixOptimizer:
     """The pair of functions of a rule; ``options`` by matrix, ``lr`` the default learning rate among them."""
     every = {matrix.name: options.get(matrix.name, {}) for matrix in known.chosen}
-    if not (isinstance(rest, tuple) and len(rest) == 2 and all(map(callable, rest))):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"rest: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW) gives, got {rest!r}")
+    if not (isinstance(fallback, tuple) and len(fallback) == 2 and all(map(callable, fallback))):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"fallback: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW) gives, got {fallback!r}"
+        )
     kinds = {m.name: (m.shape, m.unit.dtype) for m in known.chosen}
     shapes = {kind: _owned_shapes(rule, *kind) for kind in dict.fromkeys(kinds.values())}
     owned = {name: shapes[kind] for name, kind in kinds.items()}
-    plan = _Plan(rule, known, every, rest, own_rest, donate, lr, owned)
+    plan = _Plan(rule, known, every, fallback, is_default_fallback, donate, lr, owned)
     return MatrixOptimizer(partial(_init, plan), partial(_update, plan))
 
 
@@ -146,10 +150,12 @@ def _owned_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dic
 
 def _init(plan: _Plan, params: Mapping[str, Tensor]) -> State:
     check_step(plan.matrices, plan.rule.slots, plan.owned, params)
-    others = _rest(plan, params)
-    rest = plan.rest[0](others)
-    if [*rest] != [*others]:
-        raise ValueError(f"rest: expected a state with the keys of what it is given, {[*others][:4]}, got {[*rest][:4]}")
+    others = _fallback_inputs(plan, params)
+    fallback = plan.fallback[0](others)
+    if [*fallback] != [*others]:
+        raise ValueError(
+            f"fallback: expected a state with the keys of what it is given, {[*others][:4]}, got {[*fallback][:4]}"
+        )
     whole: Whole = {}
     slots: dict[str, Params] = {slot: {} for slot in plan.rule.slots}
     for group in plan.matrices.groups_of(params):
@@ -163,7 +169,7 @@ def _init(plan: _Plan, params: Mapping[str, Tensor]) -> State:
         some = {slot: {n: parts[n] for n in names if n in parts} for slot, parts in slots.items()} if names else {}
         slices = {slot: _resting(tensor, _begun_slice(cut, parts, tensor.detach())) for slot, parts in some.items()}
         owned = {name: whole[name] for name in names}
-        others = {name: rest[name] for name in _rest(plan, {key: tensor})}
+        others = {name: fallback[name] for name in _fallback_inputs(plan, {key: tensor})}
         state[key] = MatrixState(torch.zeros((), dtype=torch.int64), slices, owned, others)
     return state
 
@@ -189,7 +195,7 @@ def _begun(plan: _Plan, group: Group, params: Mapping[str, Tensor]) -> Whole:
     return out
 
 
-def _rest(plan: _Plan, tree: Mapping[str, Tensor]) -> Params:
+def _fallback_inputs(plan: _Plan, tree: Mapping[str, Tensor]) -> Params:
     """What is no matrix: shards of units without matrices by their keys, else parts of them by parameter name."""
     out: Params = {}
     for key, tensor in tree.items():
@@ -210,15 +216,17 @@ def _update(
     params: Mapping[str, Tensor],
     *,
     lr: float | Tensor | None = None,
-    rest_lr: float | Tensor | None = None,
+    fallback_lr: float | Tensor | None = None,
 ) -> tuple[Params, State]:
     check_step(plan.matrices, plan.rule.slots, plan.owned, params, grads=grads, state=state)
     check_rate(lr, "lr")
-    check_rate(rest_lr, "rest_lr")
-    if lr is not None and rest_lr is None and not plan.own_rest:
-        raise ValueError("lr= is the matrices': expected rest_lr= with it, the learning rate of the rest= that was given")
-    rates = {"lr": lr if rest_lr is None else rest_lr} if lr is not None or rest_lr is not None else {}
-    given = [x for x in pytree.tree_leaves((grads, state, params, lr, rest_lr)) if isinstance(x, Tensor)]
+    check_rate(fallback_lr, "fallback_lr")
+    if lr is not None and fallback_lr is None and not plan.is_default_fallback:
+        raise ValueError(
+            "lr= is the matrices': expected fallback_lr= with it, the learning rate of the fallback= that was given"
+        )
+    rates = {"lr": lr if fallback_lr is None else fallback_lr} if lr is not None or fallback_lr is not None else {}
+    given = [x for x in pytree.tree_leaves((grads, state, params, lr, fallback_lr)) if isinstance(x, Tensor)]
     if not _torch.is_eager() or _torch.any_tracked(given):
         options = plan.shared(plan.with_lr(lr))
         return _stepped(plan, grads, state, params, options, rates, tracked=True, donate=False)
@@ -248,20 +256,20 @@ def _stepped(
     keeps = _torch.is_eager() and not donate
     versions = {key: _torch.version(params[key]) for key in params if keeps and plan.matrices.names(key)}
     step = Step(plan.rule, plan.matrices, options, grads, state, params, tracked=tracked, donate=donate)
-    rest: dict[str, Any] = {}
+    fallback: dict[str, Any] = {}
     new_params: Params = {}
     new_state: State = {}
 
     def meanwhile() -> None:
-        given = {name: x for unit in state.values() for name, x in unit.rest.items()}
-        parts, rest_state = plan.rest[1](_rest(plan, grads), given, _rest(plan, params), **rates)
+        given = {name: x for unit in state.values() for name, x in unit.fallback.items()}
+        parts, fallback_state = plan.fallback[1](_fallback_inputs(plan, grads), given, _fallback_inputs(plan, params), **rates)
         for key, version in versions.items():
             if _torch.version(params[key]) != version:
-                raise ValueError(f"rest: it has written into params['{key}']: expected donate=True of both, or of neither")
-        rest.update({name: (parts[name], rest_state[name]) for name in given})
+                raise ValueError(f"fallback: it has written into params['{key}']: expected donate=True of both, or of neither")
+        fallback.update({name: (parts[name], fallback_state[name]) for name in given})
 
     for key in step.run([*plan.matrices.groups_of(params)], meanwhile):
-        others = {name: rest.pop(name) for name in state[key].rest}
+        others = {name: fallback.pop(name) for name in state[key].fallback}
         new_params[key], new_state[key] = _joined(plan, step, params[key], state[key], key, others, donate=donate)
     return {key: new_params[key] for key in params}, {key: new_state[key] for key in state}
 
@@ -273,15 +281,15 @@ def _joined(
     cut, names = plan.matrices.cut(key), plan.matrices.names(key)
     parts, slots, owned = step.taken(key)
     more = {name: part for name, (part, _) in others.items()}
-    rest = {name: new for name, (_, new) in others.items()}
+    fallback = {name: new for name, (_, new) in others.items()}
     if not names:
-        return more[key], MatrixState(step.steps[key], {}, {}, rest)
+        return more[key], MatrixState(step.steps[key], {}, {}, fallback)
     if donate:  # the matrices' parts are there
         for name, part in more.items():
             cut.part(param, name).copy_(part)
-        return param, MatrixState(step.steps[key], state.slices, owned, rest)
+        return param, MatrixState(step.steps[key], state.slices, owned, fallback)
     slices = {slot: _resting(old, cut.joined(slots[slot], old)) for slot, old in state.slices.items()}
-    return _resting(param, cut.joined({**parts, **more}, param)), MatrixState(step.steps[key], slices, owned, rest)
+    return _resting(param, cut.joined({**parts, **more}, param)), MatrixState(step.steps[key], slices, owned, fallback)
 
 
 def _resting(old: Tensor, new: Tensor) -> Tensor:

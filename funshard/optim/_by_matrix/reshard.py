@@ -52,8 +52,8 @@ def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> d
     needs = {unit.key: dict.fromkeys(old.spec.by_name[p.name][0].key for p in unit.params) for unit in new.spec}
     made = [unit for unit in new.spec if any(key in state for key in needs[unit.key])]
     last = {key: unit.key for unit in made for key in needs[unit.key]}
-    of_rest = {key: unit.rest[key] for key, unit in state.items() if key in unit.rest}
-    numbers = numbers_in(of_rest, of_rest, old.spec, ("rest",))
+    of_fallback = {key: unit.fallback[key] for key, unit in state.items() if key in unit.fallback}
+    numbers = numbers_in(of_fallback, of_fallback, old.spec, ("fallback",))
     whole: dict[str, _Whole] = {}
     out: dict[str, MatrixState] = {}
     for unit in made:
@@ -73,24 +73,24 @@ def _whole(state: MatrixState, unit: Unit, old: Matrices, known: frozenset[int])
     """``known`` are the ids of the rest's vectors that are numbers."""
     names = {*old.names(unit.key)}
     slices = {slot: _only(_gathered(piece, unit, old), names) for slot, piece in state.slices.items()}
-    rest: Parts = {}
+    fallback: Parts = {}
     parts: Parts = {}
     numbers: set[str] = set()
-    for entry, values in state.rest.items():
+    for entry, values in state.fallback.items():
         for slot, value in values.items():
             if not value.dim() or id(value) in known:
                 of = [entry] if entry != unit.key else [param.name for param in unit.params]
-                rest.setdefault(slot, {}).update(dict.fromkeys(of, _one(value, f"'{slot}' of '{entry}'")))
+                fallback.setdefault(slot, {}).update(dict.fromkeys(of, _one(value, f"'{slot}' of '{entry}'")))
                 numbers.add(slot)
             elif entry == unit.key:
-                rest[slot] = _gathered(value, unit, old)
+                fallback[slot] = _gathered(value, unit, old)
             else:
                 parts.setdefault(slot, {})[entry] = value
     for slot, of_param in parts.items():
         zeros = next(iter(of_param.values())).new_zeros(old.spec.shard_numel(unit))
         joined = old.cut(unit.key).joined(of_param, zeros)
-        rest.setdefault(slot, {}).update(_only(_gathered(joined, unit, old), {*of_param}))
-    return state, slices, rest, numbers
+        fallback.setdefault(slot, {}).update(_only(_gathered(joined, unit, old), {*of_param}))
+    return state, slices, fallback, numbers
 
 
 def _gathered(piece: Tensor, unit: Unit, old: Matrices) -> Params:
@@ -116,7 +116,7 @@ def _made(unit: Unit, olds: Mapping[str, _Whole], old: Matrices, new: Matrices) 
     slots = dict.fromkeys(slot for name in names for slot in states[name][1])
     slices = {slot: _sliced({name: states[name][1][slot][name] for name in names}, unit, new) for slot in slots}
     owned = {name: {slot: _moved(x, name, old, new) for slot, x in states[name][0].owned[name].items()} for name in names}
-    rest: dict[str, Any] = {}
+    fallback: dict[str, Any] = {}
     others = [param for param in unit.params if param.name not in names]
     numbers = {slot for *_, some in olds.values() for slot in some}
     for slot in dict.fromkeys(slot for param in others for slot in states[param.name][2]):
@@ -124,13 +124,13 @@ def _made(unit: Unit, olds: Mapping[str, _Whole], old: Matrices, new: Matrices) 
         if not names:
             stacked = torch.stack([*found.values()]) if slot in numbers else None
             one = _sliced(found, unit, new) if stacked is None else _one(stacked, f"'{slot}' of '{unit.key}'")
-            rest.setdefault(unit.key, {})[slot] = one
+            fallback.setdefault(unit.key, {})[slot] = one
             continue
         piece = None if slot in numbers else _sliced(found, unit, new)
         for name, x in found.items():
             part = x if piece is None else new.cut(unit.key).part(piece, name)
-            rest.setdefault(name, {})[slot] = part.clone()  # a number of its own: what is donated is written
-    return MatrixState(_one(steps, f"the step of '{unit.key}'"), slices, owned, rest)
+            fallback.setdefault(name, {})[slot] = part.clone()  # a number of its own: what is donated is written
+    return MatrixState(_one(steps, f"the step of '{unit.key}'"), slices, owned, fallback)
 
 
 def _sliced(whole: Params, unit: Unit, new: Matrices) -> Tensor:

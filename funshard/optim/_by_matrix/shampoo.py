@@ -13,8 +13,8 @@ from .._elementwise.options import Options as OptionsOf
 from .._matrices.matrices import Matrices
 from .._norms import wide
 from .factors import along, chosen_where, eigh, outer, real_matrices, sides
-from .fallback import options_of, positive, with_rest
-from .optimizer import MatrixOptimizer, Rest
+from .fallback import options_of, positive, with_fallback
+from .optimizer import Fallback, MatrixOptimizer
 from .rule import Options, Rule, Sent, Slots, Whole
 
 __all__ = ["shampoo"]
@@ -32,7 +32,7 @@ def shampoo(
     every: int = 1,
     max_size: int = 8192,
     options: OptionsOf | None = None,
-    rest: Rest | None = None,
+    fallback: Fallback | None = None,
     donate: bool = False,
 ) -> MatrixOptimizer:
     """``(init, update)`` of Shampoo: ``W = (1 - lr weight_decay) W - lr M``, ``M = momentum M + L^(-1/4) G R^(-1/4)``.
@@ -99,7 +99,7 @@ def shampoo(
 
     rule = Rule(("momentum_buffer",), begin, before, work, (0,), after)
     own = options_of("shampoo", known, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}, options)
-    return with_rest(rule, known, own, rest, lr, weight_decay, options, donate=donate)
+    return with_fallback(rule, known, own, fallback, lr, weight_decay, options, donate=donate)
 
 
 def _inverse_root(factor: Tensor, power: int, relative_eps: float) -> list[Tensor]:

@@ -13,8 +13,8 @@ from .._elementwise.options import Options as OptionsOf
 from .._matrices.matrices import Matrices
 from .._norms import wide
 from .factors import along, chosen_where, eigh, outer, real_matrices, sides
-from .fallback import options_of, positive, with_rest
-from .optimizer import MatrixOptimizer, Rest
+from .fallback import options_of, positive, with_fallback
+from .optimizer import Fallback, MatrixOptimizer
 from .rule import Options, Rule, Sent, Slots, Whole
 
 __all__ = ["soap"]
@@ -31,7 +31,7 @@ def soap(
     every: int = 10,
     max_size: int = 8192,
     options: OptionsOf | None = None,
-    rest: Rest | None = None,
+    fallback: Fallback | None = None,
     donate: bool = False,
 ) -> MatrixOptimizer:
     """``(init, update)`` of SOAP: Adam's step in the eigenbasis of moving averages of ``G G^T`` and ``G^T G``.
@@ -119,7 +119,7 @@ def soap(
 
     rule = Rule(("exp_avg",), begin, before, work, (0,), after)
     own = options_of("soap", known, {"lr": lr, "weight_decay": weight_decay}, options)
-    return with_rest(rule, known, own, rest, lr, weight_decay, options, donate=donate)
+    return with_fallback(rule, known, own, fallback, lr, weight_decay, options, donate=donate)
 
 
 def _counts(step: Tensor, like: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ class MatrixState(NamedTuple):
     """Elementwise state of the matrices, such as momentum: slices like the shard. {} where the unit has no matrices."""
     owned: dict[str, dict[str, Tensor]]
     """By matrix its own state, such as preconditioners: on its owner; elsewhere empty tensors, [0, *shape]."""
-    rest: dict[str, Any]
-    """What ``rest`` has for what is no matrix: by unit key where nothing in the unit is one, else by parameter name."""
+    fallback: dict[str, Any]
+    """The state of ``fallback``: by unit key where no parameter of the unit is a matrix, else by parameter name."""
 
 
 class Step:
