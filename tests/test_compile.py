@@ -661,7 +661,7 @@ def test_donated_views_that_overlap() -> None:
     """What is written into one would be seen in the other."""
     step = compile(lambda p: {key: x * 2 for key, x in p.items()}, donate_argnums=0, backend="aot_eager")
     x = torch.arange(12.0)
-    with pytest.raises(ValueError, match=r"\['a'\] and .* argument 0\['b'\] share memory, which donate=\(0,\) writes"):
+    with pytest.raises(ValueError, match=r"\['a'\] and .* argument 0\['b'\] share memory, which donate_argnums=\(0,\) writes"):
         step({"a": x[:4], "b": x[2:6]})
     with pytest.raises(ValueError, match="share memory"):
         step({"a": x[:8:2], "b": x[6:]})
