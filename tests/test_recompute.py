@@ -565,9 +565,9 @@ def test_equal_sets_are_read_alike(make: type[set[int]]) -> None:
     """A set that is made anew has another order where elements collide: a remat was refused by chance of strings' hashes."""
     one, other = make([3, 11]), make([11, 3])
     assert list(one) != list(other)
-    kind = find_adapter(one)
-    assert kind is not None
-    assert kind.read(one) == kind.read(other)
+    adapter = find_adapter(one)
+    assert adapter is not None
+    assert adapter.read(one) == adapter.read(other)
 
 
 def in_defaults() -> Callable[[Tensor], Tensor]:

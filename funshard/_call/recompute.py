@@ -13,9 +13,9 @@ from .. import _torch
 from .._spec.remat import Remat
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join
-from .._transforms._recompute.adapters import CALL_ATTRIBUTES
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import number_views, run_unrecorded
+from .._transforms._recompute.stateful_adapters import CALL_ATTRIBUTES
 from .._units.layout import Params, unflatten_unit
 from .buffers import copy_of
 from .schedule import Visit

@@ -19,7 +19,7 @@ from .. import _torch
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms._recompute.special_adapters import set_attributes
+from .._transforms._recompute.stateful_adapters import set_attributes
 from .._units.accumulation import GradReceiver
 from .buffers import install_buffers
 from .casting import buffer_dtypes, cast_around

@@ -23,7 +23,7 @@ from .._units.layout import Params, concat_padded, unflatten_unit
 from ..collectives._functions import broadcast, sum_over
 from ..collectives._mesh import Simulated
 from ._recompute.ambient import AmbientState
-from ._recompute.refusals import REGISTER_HOOK, RefusedFunctions
+from ._recompute.autograd_queries import REGISTER_HOOK, RefusedFunctions
 from .error_hints import as_call_arguments
 from .grad import grad
 
@@ -103,7 +103,7 @@ def per_sample_grads(
     compiled = torch.compiler.is_compiling()  # where both passes are in one graph, and nothing is drawn
     # drawn and sent before all else, so that the host need not wait for the gradients to know it
     seed = _seed(generator, spec, next(iter(params.values())).device) if noise and params and not compiled else None
-    as_before = contextlib.nullcontext() if compiled else AmbientState(pytree.tree_leaves(args)).as_they_were()
+    as_before = contextlib.nullcontext() if compiled else AmbientState(pytree.tree_leaves(args)).restored()
 
     def probed(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
         return f(_full({key: _probed(buffers[key], probe) for key, probe in probes.items()}, units), *sample)

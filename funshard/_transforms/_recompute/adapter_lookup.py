@@ -1,8 +1,8 @@
-"""Kinds of objects: how to see what is in one, and how to make another one with other things in it.
+"""Which adapter an object has: that of its class, or of the container that its class derives from, with its attributes.
 
-Looked into are dicts and their views, lists, sets, deques, tuples, objects with ``__dict__`` or ``__slots__``, functions
-(their closures, defaults and attributes), bound methods, functools.partial, threading.local, WeakKeyDictionary, generators of
-random numbers, and modules (not their parameters). Anything else is a constant.
+Objects that have one: dicts and their views, lists, sets, deques, tuples, objects with ``__dict__`` or ``__slots__``,
+functions (closures, defaults and attributes), bound methods, functools.partial, threading.local, WeakKeyDictionary, random
+number generators, and modules (without their parameters). Any other object is a constant.
 """
 
 from __future__ import annotations
@@ -12,115 +12,151 @@ import enum
 import functools
 import threading
 import types
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..._spec.spec import PartitionSpec
 from ...collectives._mesh import Mesh, Simulated
-from .adapters import Contents, ObjectAdapter
-from .callable_adapters import FUNCTION
-from .special_adapters import BASES, ITERATOR, LOCAL, MODULE, NUMPY, RANKS, SPECIAL, TUPLE, ranks_in
+from .adapters import BY_CLASS, FUNCTION, LOCAL, TUPLE, Contents, ObjectAdapter, Part, ordered_elements, part_of, refill
+from .stateful_adapters import GENERATORS, ITERATOR, MODULE, NUMPY_GENERATOR, SIMULATED_RANKS, find_simulated_ranks
 
 __all__ = ["find_adapter"]
 
 
 def find_adapter(obj: Any) -> ObjectAdapter | None:
-    """How to look into an object; None for a constant."""
+    """Return the adapter of an object; None for a constant."""
     if isinstance(obj, types.FunctionType):
-        mine = str(obj.__globals__.get("__name__", "")).partition(".")[0] in ("funshard", "torch")
-        return None if mine else FUNCTION
+        is_ours = str(obj.__globals__.get("__name__", "")).partition(".")[0] in ("funshard", "torch")
+        return None if is_ours else FUNCTION
     if isinstance(obj, PartitionSpec | Mesh | Simulated):
-        return RANKS if ranks_in(obj) else None
-    return _kind(type(obj))
+        return SIMULATED_RANKS if find_simulated_ranks(obj) else None
+    return _find_by_class(type(obj))
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind(cls: type) -> ObjectAdapter | None:
+def _find_by_class(cls: type) -> ObjectAdapter | None:
     if issubclass(cls, nn.Module):
         return MODULE
     if issubclass(cls, tuple):
         return TUPLE
-    if cls in SPECIAL:
-        return SPECIAL[cls]
+    if adapter := BY_CLASS.get(cls) or GENERATORS.get(cls):
+        return adapter
     if issubclass(cls, threading.local):
         return LOCAL
-    if hasattr(cls, "__next__") and not cls.__dictoffset__:  # one that C keeps
+    if hasattr(cls, "__next__") and not cls.__dictoffset__:  # an iterator of C
         return ITERATOR
-    bases = [base for base in cls.__mro__ if base in BASES or not base.__flags__ & _HEAP]
-    root, _, rest = cls.__module__.partition(".")
-    if root == "numpy" and cls.__name__ == "Generator":
-        return NUMPY
-    alien = root in _ALIEN or (root == "torch" and rest.partition(".")[0] != "distributions")
-    if alien or issubclass(cls, enum.Enum | type):
-        return None
-    opaque = next((base for base in bases if base not in BASES), None)
-    base = next(base for base in bases if base in BASES)
-    items, fill = BASES[base]
+    package, _, module = cls.__module__.partition(".")
+    if package == "numpy" and cls.__name__ == "Generator":
+        return NUMPY_GENERATOR
+    opaque = package in _OPAQUE_PACKAGES or (package == "torch" and module.partition(".")[0] != "distributions")
+    return None if opaque or issubclass(cls, enum.Enum | type) else _make_adapter(cls)
+
+
+def _dict_access(base: Any) -> tuple[Callable[[Any], Part], Callable[[Any, list[Any], list[Any]], None]]:
+    """Return how to read and fill the items of a dict class, whatever a subclass overrides."""
+
+    def fill(obj: Any, names: list[Any], values: list[Any]) -> None:
+        base.clear(obj)
+        for name, value in zip(names, values, strict=True):
+            base.__setitem__(obj, name, value)
+
+    return lambda obj: (list(base.keys(obj)), list(base.values(obj))), fill
+
+
+def _sequence_access(base: Any) -> tuple[Callable[[Any], Part], Callable[[Any, list[Any], list[Any]], None]]:
+    """Return how to read and fill the elements of a list, a set or a deque, whatever a subclass overrides."""
+
+    def fill(obj: Any, _: list[Any], values: list[Any]) -> None:
+        base.clear(obj)
+        (base.update if base is set else base.extend)(obj, values)
+
+    read = ordered_elements if base is set else lambda obj: list(base.__iter__(obj))
+    return lambda obj: (list(range(len(obj))), read(obj)), fill
+
+
+_CONTAINER_BASES: dict[type, tuple[Any, Any]] = {
+    object: (None, None),
+    types.SimpleNamespace: (None, None),
+    **{base: _dict_access(base) for base in (dict, OrderedDict, defaultdict)},
+    **{base: _sequence_access(base) for base in (list, set, deque)},
+}
+"""How to read and fill the items of classes that may have attributes as well; None where there are no items."""
+
+
+def _make_adapter(cls: type) -> ObjectAdapter | None:
+    """Make the adapter of a class: items as its container base has them, then slots, then attributes."""
+    bases = [base for base in cls.__mro__ if base in _CONTAINER_BASES or not base.__flags__ & _HEAP_TYPE]
+    foreign = next((base for base in bases if base not in _CONTAINER_BASES), None)
+    base = next(base for base in bases if base in _CONTAINER_BASES)
+    read_items, fill_items = _CONTAINER_BASES[base]
     slots = [
         (name, slot)
         for one in reversed(cls.__mro__)
         for name, slot in vars(one).items()
         if isinstance(slot, types.MemberDescriptorType) and not name.startswith("__")
     ]
-    if not (items or slots or cls.__dictoffset__) or (opaque and not cls.__dictoffset__):
+    if not (read_items or slots or cls.__dictoffset__) or (foreign and not cls.__dictoffset__):
         return None
 
-    def all_parts(obj: Any) -> Contents:
-        parts = [] if items is None else [items(obj)]
+    def read(obj: Any) -> Contents:
+        contents = [] if read_items is None else [read_items(obj)]
         if slots:
-            parts.append(_slots(obj, slots))
+            contents.append(_read_slots(obj, slots))
         if cls.__dictoffset__:
-            attributes = _vars(obj)
-            parts.append((list(attributes), list(attributes.values())))
-        return parts
+            contents.append(part_of(_attributes_of(obj)))
+        return contents
 
-    def fill_all(obj: Any, parts: Contents) -> None:
-        parts = list(parts)
-        if fill is not None:
-            fill(obj, *parts.pop(0))
+    def fill(obj: Any, contents: Contents) -> None:
+        contents = list(contents)
+        if fill_items is not None:
+            fill_items(obj, *contents.pop(0))
         if slots:
-            found = dict(zip(*parts.pop(0), strict=True))
-            for name, slot in slots:
-                if name in found:
-                    slot.__set__(obj, found[name])
-                else:
-                    with contextlib.suppress(AttributeError):
-                        slot.__delete__(obj)
-        if parts:
-            attributes = _vars(obj)
-            attributes.clear()
-            attributes.update(zip(*parts.pop(0), strict=True))
+            _fill_slots(obj, slots, contents.pop(0))
+        if contents:
+            refill(_attributes_of(obj), contents.pop(0))
 
-    def blank(like: Any) -> Any:
-        if opaque or hasattr(cls, "__del__"):
-            raise TypeError(f"it is a {opaque.__name__}" if opaque else "its class has __del__")
-        made: Any = base.__new__(cls)  # pyright: ignore
-        if isinstance(made, deque):
-            deque.__init__(made, (), like)
-        return made
+    def make_empty(maxlen: Any) -> Any:
+        if foreign or hasattr(cls, "__del__"):
+            raise TypeError(f"it is a {foreign.__name__}" if foreign else "its class has __del__")
+        empty: Any = base.__new__(cls)  # pyright: ignore
+        if isinstance(empty, deque):
+            deque.__init__(empty, (), maxlen)
+        return empty
 
-    return ObjectAdapter(all_parts, (lambda obj: obj.maxlen) if base is deque else lambda obj: None, blank, fill_all)
+    return ObjectAdapter(read, fill, make_empty, (lambda obj: obj.maxlen) if base is deque else lambda obj: None)
 
 
-_HEAP = 1 << 9
-"""The flag of classes that Python defines (and some that C does, such as deque from Python 3.12 on)."""
-_ALIEN = {"funshard", "logging", "threading", "concurrent", "multiprocessing", "asyncio", "weakref", "contextvars", "_thread"}
+_HEAP_TYPE = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: the flag of classes that Python defines (and some that C does, as deque from Python 3.12 on)."""
+_OPAQUE_PACKAGES = {
+    "funshard", "logging", "threading", "concurrent", "multiprocessing", "asyncio", "weakref", "contextvars", "_thread",
+}  # fmt: skip
 
 
-def _vars(obj: Any) -> dict[str, Any]:
+def _attributes_of(obj: Any) -> dict[str, Any]:
     try:
         return object.__getattribute__(obj, "__dict__")
     except AttributeError:
         return {}
 
 
-def _slots(obj: Any, slots: Sequence[tuple[str, Any]]) -> tuple[list[Any], list[Any]]:
+def _read_slots(obj: Any, slots: Sequence[tuple[str, Any]]) -> Part:
     names, values = [], []
     for name, slot in slots:
         with contextlib.suppress(AttributeError):
             values.append(slot.__get__(obj))
             names.append(name)
     return names, values
+
+
+def _fill_slots(obj: Any, slots: Sequence[tuple[str, Any]], part: Part) -> None:
+    values = dict(zip(*part, strict=True))
+    for name, slot in slots:
+        if name in values:
+            slot.__set__(obj, values[name])
+        else:
+            with contextlib.suppress(AttributeError):
+                slot.__delete__(obj)

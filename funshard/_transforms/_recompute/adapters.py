@@ -1,28 +1,35 @@
-"""What is known of a kind of objects: how to see what is in one, and how to make another with other things in it."""
+"""How to read what an object contains and make another one: the interface, and callables, tuples and views.
+
+pickle's ``__reduce_ex__`` would run ``__getstate__`` and ``__reduce__`` of users' classes, which leave out caches, and it
+has no rule for functions, cells, bound methods and views of dicts.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
 import types
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from ..._batchnorm import MESH
+__all__ = ["BY_CLASS", "FUNCTION", "LOCAL", "PLAIN_TYPES", "TUPLE", "Contents", "ObjectAdapter", "OpaqueState", "Part"]
+__all__ += ["ordered_elements", "part_of", "refill"]
 
-__all__ = ["CALL_ATTRIBUTES", "PLAIN_TYPES", "Contents", "ObjectAdapter", "OpaqueState"]
+Part = tuple[list[Any], list[Any]]
+"""Names or keys, and the values in the same order."""
 
-Contents = list[tuple[list[Any], list[Any]]]
-"""What is in an object: names and values, of its items, of its attributes and so on."""
-
-CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH)
-"""The attributes of a module that functional_call puts there."""
+Contents = list[Part]
+"""What an object contains: its items, its slots, its attributes and so on."""
 
 
 class OpaqueState:
-    """The state of a generator of random numbers, or the place of an iterator."""
+    """The state of a random number generator or the position of an iterator, which can only be compared."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -41,16 +48,134 @@ PLAIN_TYPES = frozenset(
     {int, float, bool, str, bytes, complex, type(None), type(...), type, range, slice, torch.dtype, torch.device, torch.Size}
     | {torch.memory_format, torch.layout, types.BuiltinFunctionType, types.ModuleType, OpaqueState}
 )
+"""The types of constants that are compared by value."""
 
 
 @dataclass(frozen=True)
 class ObjectAdapter:
-    """How to look into objects of a class, and to make one."""
+    """How to read the objects of a class, and how to make one."""
 
     read: Callable[[Any], Contents]
-    like: Callable[[Any], Any]
-    """What to make another one of."""
-    blank: Callable[[Any], Any] | None
-    """An empty one; None for what cannot change."""
     fill: Callable[[Any, Contents], Any]
-    """Have this in it; or, of what cannot change, one that has it."""
+    """``fill(obj, contents)`` replaces what a mutable object contains; ``fill(context, contents)`` makes an immutable one."""
+    make_empty: Callable[[Any], Any] | None = None
+    """``make_empty(context)`` makes a mutable object; None for an immutable class."""
+    get_context: Callable[[Any], Any] = lambda obj: None
+    """Return what another object is made from, beside the contents."""
+
+    @property
+    def is_mutable(self) -> bool:
+        """Whether a run can change such an object."""
+        return self.make_empty is not None
+
+
+def part_of(mapping: Mapping[Any, Any]) -> Part:
+    """Return the keys and the values of a mapping."""
+    return list(mapping), list(mapping.values())
+
+
+def refill(mapping: MutableMapping[Any, Any], part: Part) -> None:
+    """Replace all items of a mapping."""
+    mapping.clear()
+    mapping.update(zip(*part, strict=True))
+
+
+def ordered_elements(obj: set[Any] | frozenset[Any]) -> list[Any]:
+    """Return the elements of a set; plain values in the same order for equal sets."""
+    elements = list(set.__iter__(obj) if isinstance(obj, set) else frozenset.__iter__(obj))
+    plain = all(type(element) in PLAIN_TYPES for element in elements)
+    return sorted(elements, key=lambda element: (type(element).__name__, repr(element))) if plain else elements
+
+
+def _make_tuple(cls: Any, contents: Contents) -> Any:
+    values = contents[0][1]
+    return cls._make(values) if hasattr(cls, "_make") else cls(values)
+
+
+TUPLE = ObjectAdapter(lambda obj: [(list(range(len(obj))), list(tuple.__iter__(obj)))], _make_tuple, get_context=type)
+_FROZENSET = ObjectAdapter(
+    lambda obj: [(list(range(len(obj))), ordered_elements(obj))], lambda cls, contents: cls(contents[0][1]), get_context=type
+)
+
+
+def _view_adapter(make: Callable[[Any], Any]) -> ObjectAdapter:
+    """Return the adapter of a view of a dict, which refers to the dict but has no attribute for it."""
+    return ObjectAdapter(lambda view: [(["mapping"], gc.get_referents(view)[:1])], lambda _, contents: make(contents[0][1][0]))
+
+
+_VIEWS: list[Any] = [getattr(base, name) for base in (dict, OrderedDict) for name in ("keys", "values", "items")]
+_WEAK_KEYS = ObjectAdapter(
+    lambda obj: [part_of(obj)], lambda obj, contents: refill(obj, contents[0]), lambda _: WeakKeyDictionary[Any, Any]()
+)
+LOCAL = ObjectAdapter(
+    lambda obj: [part_of(vars(obj))], lambda obj, contents: refill(vars(obj), contents[0]), lambda cls: cls.__new__(cls), type
+)
+"""threading.local: a run sees the attributes of its own thread."""
+
+
+_METHOD = ObjectAdapter(
+    lambda obj: [(["__func__", "__self__"], [obj.__func__, obj.__self__])],
+    lambda _, contents: types.MethodType(*contents[0][1]),
+)
+
+
+def _make_partial(cls: Any, contents: Contents) -> Any:
+    (_, (func, *args)), keywords, attributes = contents
+    partial = cls(func, *args, **dict(zip(*keywords, strict=True)))
+    vars(partial).update(zip(*attributes, strict=True))
+    return partial
+
+
+_PARTIAL = ObjectAdapter(
+    lambda obj: [
+        # each argument by itself: a partial copies the containers of its arguments when it is made
+        (["func", *(f"args[{i}]" for i in range(len(obj.args)))], [obj.func, *obj.args]),
+        part_of(obj.keywords),
+        part_of(vars(obj)),
+    ],
+    _make_partial,
+    get_context=type,
+)
+
+
+def _read_function(f: Any) -> Contents:
+    """Read the function's own dicts, not copies: what is written into them is in the function."""
+    return [
+        (list(f.__code__.co_freevars), list(f.__closure__ or ())),
+        (["__defaults__", "__kwdefaults__", "__dict__"], [f.__defaults__, f.__kwdefaults__, vars(f)]),
+    ]
+
+
+def _make_function(context: Any, contents: Contents) -> Any:
+    (_, cells), (_, (defaults, keyword_defaults, attributes)) = contents
+    code, variables, name = context
+    function = types.FunctionType(code, variables, name, defaults, tuple(cells))
+    function.__kwdefaults__, function.__dict__ = keyword_defaults, attributes
+    return function
+
+
+FUNCTION = ObjectAdapter(_read_function, _make_function, get_context=lambda f: (f.__code__, f.__globals__, f.__name__))
+
+
+def _read_cell(cell: Any) -> Contents:
+    try:
+        return [(["cell_contents"], [cell.cell_contents])]
+    except ValueError:  # not set yet
+        return [([], [])]
+
+
+def _fill_cell(cell: Any, contents: Contents) -> None:
+    for value in contents[0][1]:
+        cell.cell_contents = value
+
+
+BY_CLASS: dict[type, ObjectAdapter] = {
+    frozenset: _FROZENSET,
+    types.MethodType: _METHOD,
+    types.CellType: ObjectAdapter(_read_cell, _fill_cell, lambda _: types.CellType()),
+    functools.partial: _PARTIAL,
+    types.MappingProxyType: _view_adapter(types.MappingProxyType),
+    **{type(make(make.__objclass__())): _view_adapter(make) for make in _VIEWS},
+    WeakKeyDictionary: _WEAK_KEYS,
+}
+"""The adapters of these classes, not of their subclasses."""

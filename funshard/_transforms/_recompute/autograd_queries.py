@@ -1,9 +1,9 @@
-"""Whether what runs again asks autograd about its tensors: by requires_grad, grad_fn or is_leaf.
+"""Code that asks autograd about a tensor, by requires_grad, grad_fn or is_leaf: finding it, and refusing it.
 
-The first run of a `remat` has no graph, so it would answer otherwise than the run for the gradient. Where this module finds
-such a question, the first run records a graph as well. It reads code and runs none: functions and methods that are reached,
-and those that they name. A question that it does not find (by an operator of C, or a function that a table holds) is answered
-in the first run as for tensors that nobody differentiates.
+The first run of a `remat` has no graph, so such a query would have another answer than in the run for the gradient. Where
+this module finds a query, the first run records a graph as well. It reads code and runs none: that of the functions and
+methods that are reached, and of those that they name. It does not find a query by an operator of C, or in a function that
+a table holds; in the first run that is answered as for tensors without gradients.
 """
 
 from __future__ import annotations
@@ -11,80 +11,118 @@ from __future__ import annotations
 import dis
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["QUERY_ATTRIBUTES", "find_autograd_queries"]
+__all__ = ["QUERY_GETTERS", "REGISTER_HOOK", "RefusedFunctions", "find_autograd_queries"]
 
-QUERY_ATTRIBUTES = frozenset({"requires_grad", "grad_fn", "is_leaf"})
+REGISTER_HOOK: Callable[..., Any] = torch.Tensor.register_hook
+"""``tensor.register_hook``, which changes the gradient of one level."""
 
-_FOREIGN = {*sys.stdlib_module_names, "torch", "funshard", "numpy"}
-_MOST = 4096
-_KNOWN: dict[tuple[frozenset[types.CodeType], frozenset[type]], frozenset[str]] = {}
+QUERY_GETTERS: Mapping[str, Callable[..., Any]] = {
+    name: getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")
+}
+"""The attributes that ask autograd, and the functions that a TorchFunctionMode sees for them."""
+
+_QUERIES = frozenset(QUERY_GETTERS)
+_FOREIGN_PACKAGES = {*sys.stdlib_module_names, "torch", "funshard", "numpy"}
+_CACHE_SIZE = 4096
+_CACHE: dict[tuple[frozenset[types.CodeType], frozenset[type]], frozenset[str]] = {}
+
+
+class RefusedFunctions(TorchFunctionMode):
+    """Refuse functions of tensors within this context, except the queries of torch and of this library.
+
+    Args:
+        messages: By function, the message of the RuntimeError that it raises.
+    """
+
+    def __init__(self, messages: Mapping[Callable[..., Any], str]) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        message = self._messages.get(func)
+        if message is not None and not (func in _GETTERS and _is_own_code(sys._getframe(1))):
+            raise RuntimeError(message)
+        return func(*args, **(kwargs or {}))
+
+
+_GETTERS = frozenset(QUERY_GETTERS.values())
+
+
+def _is_own_code(frame: types.FrameType) -> bool:
+    """Return whether a frame runs code of torch or of this library."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "funshard")
 
 
 def find_autograd_queries(objects: Sequence[Any]) -> frozenset[str]:
-    """Return which of `ATTRIBUTES` functions, or methods of objects, load of anything, by the code that they name.
+    """Return which attributes of `QUERY_GETTERS` the code of functions, or of methods of objects, reads of anything.
 
     Args:
-        objects: What a function that runs again can reach, itself included.
+        objects: What a recomputed function can reach, itself included.
 
     Returns:
-        Their names. The code that loads them need not run.
+        Their names. The code that reads them need not run.
     """
     functions = [obj for obj in objects if isinstance(obj, types.FunctionType)]
     key = frozenset(f.__code__ for f in functions), frozenset(map(type, objects))
-    if key not in _KNOWN:
-        if len(_KNOWN) >= _MOST:
-            _KNOWN.clear()
-        _KNOWN[key] = _search(functions, {cls for cls in key[1] if cls.__module__.partition(".")[0] not in _FOREIGN})
-    return _KNOWN[key]
+    if key not in _CACHE:
+        if len(_CACHE) >= _CACHE_SIZE:
+            _CACHE.clear()
+        classes = {cls for cls in key[1] if cls.__module__.partition(".")[0] not in _FOREIGN_PACKAGES}
+        _CACHE[key] = _search_code(functions, classes)
+    return _CACHE[key]
 
 
-def _search(functions: list[types.FunctionType], classes: set[type]) -> frozenset[str]:
-    asked, names = set[str](), set[str]()
+def _search_code(functions: list[types.FunctionType], classes: set[type]) -> frozenset[str]:
+    queries, names = set[str](), set[str]()
     seen: set[types.CodeType] = set()
-    waiting = [*functions, *_methods(classes, {"forward", "__call__"})]
-    while waiting:
-        f = waiting.pop()
-        if f.__code__ in seen or f.__globals__.get("__name__", "").partition(".")[0] in _FOREIGN:
+    todo = [*functions, *_find_methods(classes, {"forward", "__call__"})]
+    while todo:
+        f = todo.pop()
+        if f.__code__ in seen or f.__globals__.get("__name__", "").partition(".")[0] in _FOREIGN_PACKAGES:
             continue
         seen.add(f.__code__)
         found = set[str]()
-        for code in _codes(f.__code__):
+        for code in _nested_codes(f.__code__):
             found.update(code.co_names)
-            asked |= _loaded(code)
-        waiting += _named(f, found)
-        waiting += _methods(classes, found - names)
+            queries |= _read_queries(code)
+        todo += _find_functions(f, found)
+        todo += _find_methods(classes, found - names)
         names |= found
-    return frozenset(asked)
+    return frozenset(queries)
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield the code and what is defined in it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
-            yield from _codes(value)
+            yield from _nested_codes(value)
 
 
-def _loaded(code: types.CodeType) -> set[str]:
-    """Return which of the attributes it reads, and not only writes; what it has as a string it may read."""
-    strings = {value for value in code.co_consts if isinstance(value, str) and value in QUERY_ATTRIBUTES}
-    if QUERY_ATTRIBUTES.isdisjoint(code.co_names):
+def _read_queries(code: types.CodeType) -> set[str]:
+    """Return the queries that code reads and not only writes; one that it has as a string counts as read."""
+    strings = {value for value in code.co_consts if isinstance(value, str) and value in _QUERIES}
+    if _QUERIES.isdisjoint(code.co_names):
         return strings
-    return strings | {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_ATTR"} & QUERY_ATTRIBUTES
+    return strings | {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_ATTR"} & _QUERIES
 
 
-def _named(f: types.FunctionType, names: set[str]) -> Iterator[types.FunctionType]:
-    """Yield the functions among its globals, in modules among those, and in its closure."""
-    scope = [f.__globals__[name] for name in names if name in f.__globals__]
-    modules = (value for value in scope if isinstance(value, types.ModuleType))
-    inside = [vars(module)[name] for module in modules for name in names if name in vars(module)]
+def _find_functions(f: types.FunctionType, names: set[str]) -> Iterator[types.FunctionType]:
+    """Yield the functions of these names among its globals and in modules among those, and those in its closure."""
+    variables = [f.__globals__[name] for name in names if name in f.__globals__]
+    modules = (value for value in variables if isinstance(value, types.ModuleType))
+    in_modules = [vars(module)[name] for module in modules for name in names if name in vars(module)]
     cells = [cell.cell_contents for cell in f.__closure__ or () if _is_filled(cell)]
-    for value in (*scope, *inside, *cells, getattr(f, "__wrapped__", None)):
+    for value in (*variables, *in_modules, *cells, getattr(f, "__wrapped__", None)):
         if isinstance(value, types.FunctionType):
             yield value
 
@@ -96,7 +134,7 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _methods(classes: Iterable[type], names: set[str]) -> Iterator[types.FunctionType]:
+def _find_methods(classes: Iterable[type], names: set[str]) -> Iterator[types.FunctionType]:
     """Yield what classes define by these names."""
     for cls in classes:
         for base in cls.__mro__:

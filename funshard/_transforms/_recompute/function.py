@@ -1,8 +1,8 @@
-"""A rerun: a function that runs again, each time with what it was handed and could reach in its first run, and to the same end.
+"""A function that runs again for its derivatives: every run gets what the first one was given, and must end as it did.
 
-What it reaches is found before the first run (reach.py). Objects that hold tensors are copied for each run, with the
-tensors of that run in them; in later runs so are those that the first run has changed, or anybody since. What the first run
-has changed is then put into the caller's objects: tensors that it has left there are results.
+What the function reaches is found before the first run (reachable.py). Each run gets copies of the objects that contain
+tensors, with its own tensors in them, and of those that have changed since (snapshot.py). What the first run has changed is
+then written into the caller's objects; tensors that it has left in them are results (outcome.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ... import _torch
 from ..._spec.remat import Remat
-from .ambient import AmbientState
-from .autograd_queries import find_autograd_queries
+from ..._torch import DATA
+from .ambient import AmbientState, context_variables, set_context_variables
+from .autograd_queries import QUERY_GETTERS, REGISTER_HOOK, RefusedFunctions, find_autograd_queries
 from .outcome import RunOutcome
 from .reachable import TENSOR, ReachableObjects
-from .refusals import DATA, QUERY_GETTERS, REGISTER_HOOK, RefusedFunctions
 from .saved_results import SavedResults
 from .snapshot import RunInputs, Snapshot
 
@@ -31,14 +31,14 @@ __all__ = ["RecomputedFunction", "recomputing_names"]
 
 class _Running(threading.local):
     names: tuple[str, ...] = ()
-    stacked = False
+    in_stack = False
 
 
 _RUNNING = _Running()
 
 
 def recomputing_names() -> tuple[str, ...]:
-    """The names of what runs now to run again, the innermost last."""
+    """Return the names of the recomputed functions that run now, the innermost last."""
     return _RUNNING.names
 
 
@@ -46,48 +46,47 @@ class RecomputedFunction:
     """``call(*roots)`` as a function of all the tensors in its arguments, the same in every run."""
 
     def __init__(
-        self, call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module], remat: Remat
+        self, call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Iterable[nn.Module], remat: Remat
     ) -> None:
-        self._call, self.name, self._own = call, name, set(own)
-        self._labels = [*roots, "context"]
-        self._labels_after = ["its result", "the context variables that it left", *self._labels]
+        self._call, self.name, self._owned = call, name, set(owned)
+        self._root_names = [*roots, "context"]
+        self._root_names_after = ["its result", "the context variables that it left", *self._root_names]
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
-        levels = _torch.current_level() + _torch.in_forward_ad()  # of which plain autograd is another one, where it follows
-        self._found: ReachableObjects | None = ReachableObjects(
-            [*roots.values(), _variables()], self._own
-        )  # until the first run has ended
-        self._start, self._constants = Snapshot(self._found, self._own), self._found.constants
-        levels += self._grad and any(_torch.unwrap(x).requires_grad for x in self._found.tensors)
-        self._stacked = (_torch.current_level() > 0 and levels > 1) or _RUNNING.stacked
-        if self._stacked:
-            self._refuse_backward_hooks(self._found.objects)
-        # (requires_grad, is_leaf) of each operand, where the function may ask; in a stack of transforms it is refused
-        follows = (
-            self._grad and not self._stacked and not _torch.is_traced() and any(x.requires_grad for x in self._found.tensors)
-        )
+        reached = ReachableObjects([*roots.values(), context_variables()], self._owned)
+        self._reached: ReachableObjects | None = reached  # until the first run has ended
+        self._snapshot, self._constants = Snapshot(reached, self._owned), reached.constants
+        levels = _torch.current_level() + _torch.in_forward_ad()  # plain autograd is another one, where it records
+        levels += self._grad and any(_torch.unwrap(x).requires_grad for x in reached.tensors)
+        self._in_stack = (_torch.current_level() > 0 and levels > 1) or _RUNNING.in_stack
+        if self._in_stack:
+            self._refuse_backward_hooks(reached.objects)
+        # (requires_grad, is_leaf) of each operand, if the function may ask; a stack of transforms refuses the question
+        records = self._grad and not self._in_stack and not _torch.is_traced() and any(x.requires_grad for x in reached.tensors)
+        self._queries = find_autograd_queries(reached.objects) if records else frozenset[str]()
         self._answers: list[tuple[bool, bool]] | None = None
-        self._asked = find_autograd_queries(self._found.objects) if follows else frozenset[str]()
-        if self._asked:
-            self._answers = [(x.requires_grad, x.is_leaf) for x in self._found.tensors]
-        # in a stack most runs are of transforms, in which what another has computed is something else
-        self._kept = None if remat.save is None or self._stacked or _torch.is_traced() else SavedResults(remat, name)
-        self._is_last = self._retained = False
-        self._paths = [self._found.where((TENSOR, i), self._labels) for i in range(len(self._found.tensors))]
-        self._surroundings: AmbientState | None = None
+        if self._queries:
+            self._answers = [(x.requires_grad, x.is_leaf) for x in reached.tensors]
+        # most runs in a stack are of transforms, where the results of another run have other values
+        saves = remat.save is not None and not self._in_stack and not _torch.is_traced()
+        self._saved_results = SavedResults(remat, name) if saves else None
+        self._is_last = self._is_graph_kept = False
+        self._paths = [reached.path_of((TENSOR, i), self._root_names) for i in range(len(reached.tensors))]
+        self._ambient: AmbientState | None = None
         self._changed: set[int] = set()
         self._first: RunOutcome | None = None
-        self._left: tuple[ReachableObjects, RunOutcome] | None = None  # likewise
+        self._left: tuple[ReachableObjects, RunOutcome] | None = None  # by the first run, until `finish`
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The operands."""
-        assert self._found is not None
-        return list(self._found.tensors)
+        """The operands, before the first run has ended."""
+        assert self._reached is not None
+        return list(self._reached.tensors)
 
     def _refuse_backward_hooks(self, objects: Iterable[object]) -> None:
-        """RuntimeError for a module's backward hook: torch drops it inside of forward mode, and a run again would not."""
+        """Raise RuntimeError for a module's backward hook: torch drops it inside forward mode, and another run would not."""
         for module in objects:
-            for hook in _backward_hooks_of(module) if isinstance(module, nn.Module) else ():
+            hooks = (module._backward_pre_hooks, module._backward_hooks) if isinstance(module, nn.Module) else ()
+            for hook in (hook for some in hooks for hook in some.values()):
                 name = getattr(hook, "__qualname__", type(hook).__name__)
                 raise RuntimeError(
                     f"{self.name} reaches a {type(module).__name__} with the backward hook {name}, which in a stack of "
@@ -97,37 +96,38 @@ class RecomputedFunction:
 
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
-        """For the run that plain autograd makes for its gradient, which nobody comes back to for a derivative."""
-        self._is_last, self._retained = True, _torch.is_graph_retained()
+        """Within this, plain autograd runs the function for its gradient, and no derivative will run it again."""
+        self._is_last, self._is_graph_kept = True, _torch.is_graph_retained()
         try:
             with getattr(self._call, "last_run", contextlib.nullcontext)():
                 yield
         finally:
             self._is_last = False
 
-    def _watched(self, xs: Sequence[Tensor], surroundings: AmbientState) -> contextlib.AbstractContextManager[None]:
-        """The first run keeps what the last one is handed."""
-        if self._kept is None or _torch.current_level() or not (self._first is None or self._is_last):
+    def _save_or_reuse(self, xs: Sequence[Tensor], ambient: AmbientState) -> contextlib.AbstractContextManager[None]:
+        """Save results of operators in the first run, and reuse them in the last one."""
+        if self._saved_results is None or _torch.current_level() or not (self._first is None or self._is_last):
             return contextlib.nullcontext()
         if self._first is None:
-            return self._kept.first_run(xs, surroundings)
-        return self._kept.last_run(xs, surroundings, retained=self._retained)
+            return self._saved_results.first_run(xs, ambient)
+        return self._saved_results.last_run(xs, ambient, retained=self._is_graph_kept)
 
     def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Run the function, and return all tensors that can be reached afterwards and are no operands."""
         if self._answers is not None and not _torch.current_level():
             with torch.enable_grad():
-                said = zip(xs, self._answers, self._paths, strict=True)
-                xs = tuple(self._answering(x, *answers, path) for x, answers, path in said)
+                operands = zip(xs, self._answers, self._paths, strict=True)
+                xs = tuple(self._with_answers(x, *answers, path) for x, answers, path in operands)
         versions = [_torch.version(x) for x in xs]
-        made = self._start.made(xs, self._changed, self._found, self.name, self._paths)
+        inputs = RunInputs(self._snapshot, xs, self._changed, self._reached, self.name)
         try:
-            end, after = self._run(made, xs)
+            outcome, after = self._run(inputs, xs)
         except BaseException:
-            if self._found is not None:
-                made.undo(self._found)
+            if self._reached is not None:
+                inputs.undo_changes(self._reached)
             raise
         finally:
-            made.restore()
+            inputs.restore_modules()
         for x, version, path in zip(xs, versions, self._paths, strict=True):
             if _torch.version(x) != version:
                 raise RuntimeError(
@@ -135,63 +135,65 @@ class RecomputedFunction:
                     "again: change a copy of it"
                 )
         if self._first is None:
-            self._changed = end.changed(self._start)
-            self._start.check_makeable(self._changed, self.name)
-            self._first, self._left = end, (after, end)
-            return tuple(r.detach() for r in end.results)  # autograd writes on what a Function returns, which may be a constant
-        if difference := end.differs(self._first, after, self._labels_after):
+            self._changed = outcome.find_changed(self._snapshot)
+            self._snapshot.check_copyable(self._changed, self.name)
+            self._first, self._left = outcome, (after, outcome)
+            return tuple(
+                r.detach() for r in outcome.results
+            )  # autograd writes on what a Function returns; it may be a constant
+        if difference := outcome.find_difference(self._first, after, self._root_names_after):
             raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {difference}")
-        return tuple(end.results)
+        return tuple(outcome.results)
 
-    def _answering(self, x: Tensor, requires_grad: bool, is_leaf: bool, path: str) -> Tensor:
-        """Return an operand of a run that says of itself what the caller's says: the first run has none with a graph."""
+    def _with_answers(self, x: Tensor, requires_grad: bool, is_leaf: bool, path: str) -> Tensor:
+        """Return an operand that answers queries as the caller's tensor does: in the first run operands have no graph."""
         if self._first is None and requires_grad:
             x = x.detach().requires_grad_()
-        if is_leaf and not x.is_leaf and self._asked - {"requires_grad"}:
+        if is_leaf and not x.is_leaf and self._queries - {"requires_grad"}:
             raise RuntimeError(
                 f"{self.name} may read is_leaf or grad_fn of {path}, which is a leaf, and is none where its gradient is "
                 "differentiated again: expected it not to, or a view of the leaf (x.view_as(x))"
             )
         return x.view_as(x) if x.requires_grad and x.is_leaf and not is_leaf else x
 
-    def _run(self, made: RunInputs, xs: Sequence[Tensor]) -> tuple[RunOutcome, ReachableObjects]:
-        before, stacked = recomputing_names(), _RUNNING.stacked
-        _RUNNING.names, _RUNNING.stacked = (*before, self.name), self._stacked
+    def _run(self, inputs: RunInputs, xs: Sequence[Tensor]) -> tuple[RunOutcome, ReachableObjects]:
+        before = _RUNNING.names, _RUNNING.in_stack
+        _RUNNING.names, _RUNNING.in_stack = (*before[0], self.name), self._in_stack
         try:
-            if self._surroundings is None:
-                self._surroundings = AmbientState(xs)
-                watched = self._watched(xs, self._surroundings)
-                with torch.set_grad_enabled(self._grad), _context(made.roots[-1]), self._in_stack(), watched:
-                    out, left = self._call(*made.roots[:-1]), _variables()
-                self._surroundings.ended()
+            if self._ambient is None:
+                self._ambient = AmbientState(xs)
+                saving = self._save_or_reuse(xs, self._ambient)
+                with torch.set_grad_enabled(self._grad), set_context_variables(inputs.roots[-1]), self._in_transforms(), saving:
+                    out, variables = self._call(*inputs.roots[:-1]), context_variables()
+                self._ambient.record_end()
             else:
-                with self._surroundings.as_they_were(), torch.set_grad_enabled(self._grad):
-                    with self._in_stack(), self._watched(xs, self._surroundings):
-                        out, left = contextvars.Context().run(self._in_context, made.roots)
-                    self._surroundings.check_end(self.name)
+                with self._ambient.restored(), torch.set_grad_enabled(self._grad):
+                    with self._in_transforms(), self._save_or_reuse(xs, self._ambient):
+                        out, variables = contextvars.Context().run(self._run_in_context, inputs.roots)
+                    self._ambient.check_end(self.name)
         finally:
-            _RUNNING.names, _RUNNING.stacked = before, stacked
-        after = ReachableObjects([out, left, *made.roots], self._own, self._constants, made.objects)
-        end = RunOutcome(after, made, xs)
+            _RUNNING.names, _RUNNING.in_stack = before
+        after = ReachableObjects([out, variables, *inputs.roots], self._owned, self._constants, inputs.objects)
+        outcome = RunOutcome(after, inputs, xs)
         if self._first is None:
-            self._check_results(end, after, xs)
-        return end, after
+            self._check_results(outcome, after, xs)
+        return outcome, after
 
-    def _in_context(self, roots: Sequence[Any]) -> tuple[Any, dict[contextvars.ContextVar[Any], Any]]:
-        """Run again in a context of its own: what the first run has set, and nobody had before it, is not set there."""
-        with _context(roots[-1]):
-            return self._call(*roots[:-1]), _variables()
+    def _run_in_context(self, roots: Sequence[Any]) -> tuple[Any, dict[contextvars.ContextVar[Any], Any]]:
+        """Run in a new context, where variables that only the first run has set are not set."""
+        with set_context_variables(roots[-1]):
+            return self._call(*roots[:-1]), context_variables()
 
     @contextlib.contextmanager
-    def _in_stack(self) -> Generator[None]:
-        """Within this, the function runs as all transforms around its first run expect."""
+    def _in_transforms(self) -> Generator[None]:
+        """Run the function as all transforms around its first run expect."""
         # the last mode sees a function first, and by whose code it is called
-        with _torch.NoGradInForwardMode() if self._forward_mode else contextlib.nullcontext(), self._of_one_level():
+        with _torch.NoGradInForwardMode() if self._forward_mode else contextlib.nullcontext(), self._refuse_level_queries():
             yield
 
-    def _of_one_level(self) -> contextlib.AbstractContextManager[object]:
-        """Refuses what means one derivative of a stack: which one is another question in a run again."""
-        if not self._stacked:
+    def _refuse_level_queries(self) -> contextlib.AbstractContextManager[object]:
+        """Refuse what concerns one derivative of a stack: which one that is differs between runs."""
+        if not self._in_stack:
             return contextlib.nullcontext()
         end = f"which in a stack of transforms means one of them, and not the same one when {self.name} runs again"
         return RefusedFunctions(
@@ -205,62 +207,41 @@ class RecomputedFunction:
             }
         )
 
-    def _check_results(self, end: RunOutcome, after: ReachableObjects, xs: Sequence[Tensor]) -> None:
-        """RuntimeError for what has a derivative in the first run by something else than an operand."""
-        for k, result in zip(end.numbers, end.results, strict=True):
+    def _check_results(self, outcome: RunOutcome, after: ReachableObjects, xs: Sequence[Tensor]) -> None:
+        """Raise RuntimeError for a result of the first run that has a derivative by another tensor than an operand."""
+        for k, result in zip(outcome.result_indices, outcome.results, strict=True):
             tracked = self._grad and _torch.unwrap(result).requires_grad
             if tracked and any(_torch.unwrap(x).requires_grad for x in xs):
                 tracked = self._answers is not None and not _torch.depends_only_on(result, xs)
             if tracked or _torch.level_of(result) > _torch.current_level():
-                where = after.where((TENSOR, k), self._labels_after)
-                if self._answers is None and _differentiates_itself(_torch.unwrap(result), xs):
+                path = after.path_of((TENSOR, k), self._root_names_after)
+                if self._answers is None and _differentiates_operand(_torch.unwrap(result), xs):
                     raise RuntimeError(
-                        f"{self.name} calls requires_grad_() on one of its arguments, or a tensor in its memory, and {where} "
+                        f"{self.name} calls requires_grad_() on one of its arguments, or a tensor in its memory, and {path} "
                         "depends on that: in a run without a graph its derivatives are not to be told from others; expected "
                         "the gradient by torch.func.grad, as of forces: torch.func.grad(self.energy)(x)"
                     )
                 raise RuntimeError(
                     f"{self.name} reads a tensor of the running computation that is neither an argument nor reached from one "
-                    f"({where} depends on it), where it would have no "
-                    "gradient: expected it among the arguments"
+                    f"({path} depends on it), where it would have no gradient: expected it among the arguments"
                 )
 
-    def result(self, outputs: Sequence[Tensor]) -> Any:
-        """The result of the first run, with these results in it; what it has changed is in the caller's objects."""
-        assert self._found is not None
+    def finish(self, outputs: Sequence[Tensor]) -> Any:
+        """Write what the first run has changed into the caller's objects, with these results, and return its result."""
+        assert self._reached is not None
         assert self._left is not None
-        (after, end), found = self._left, self._found
-        self._left = self._found = None
-        out, left = end.put(after, found, self._changed, outputs)
-        end.results = []
-        for var, value in left.items():
-            if var.get(left) is not value:  # a default that nobody has
+        (after, outcome), reached = self._left, self._reached
+        self._left = self._reached = None
+        out, variables = outcome.write_back(after, reached, self._changed, outputs)
+        outcome.results = []
+        for var, value in variables.items():
+            if var.get(variables) is not value:  # `variables` as the default, which no variable has as its value
                 var.set(value)
         return out
 
 
-def _variables() -> dict[contextvars.ContextVar[Any], Any]:
-    """Return all context variables that are set, with their values."""
-    return dict(contextvars.copy_context().items())
-
-
-def _backward_hooks_of(module: nn.Module) -> list[Any]:
-    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
-
-
-def _differentiates_itself(result: Tensor, xs: Sequence[Tensor]) -> bool:
-    """Whether the graph of a result ends in a tensor that shares memory with an operand, none of which has a graph."""
+def _differentiates_operand(result: Tensor, xs: Sequence[Tensor]) -> bool:
+    """Return whether the graph of a result ends in a tensor that shares memory with an operand, none of which has a graph."""
     memory = {_torch.storage_id(_torch.unwrap(x)) for x in xs if _torch.is_strided(_torch.unwrap(x))}
     leaves = (getattr(node, "variable", None) for node, _ in _torch.iter_nodes(result))
     return any(leaf is not None and _torch.is_strided(leaf) and _torch.storage_id(leaf) in memory for leaf in leaves)
-
-
-@contextlib.contextmanager
-def _context(values: dict[contextvars.ContextVar[Any], Any]) -> Generator[None]:
-    """Within this, context variables have these values."""
-    tokens = [(var, var.set(value)) for var, value in values.items() if var.get(values) is not value]
-    try:
-        yield
-    finally:
-        for var, token in reversed(tokens):
-            var.reset(token)

@@ -1,4 +1,4 @@
-"""What can be reached from some values: objects that a run may change, and tensors."""
+"""All objects and tensors that can be reached from some values, as tokens that a later run can be compared with."""
 
 from __future__ import annotations
 
@@ -11,62 +11,66 @@ from torch import Tensor, nn
 
 from ... import _torch
 from .adapter_lookup import find_adapter
-from .adapters import PLAIN_TYPES, Contents
-from .special_adapters import read_own
+from .adapters import PLAIN_TYPES, Contents, ObjectAdapter
+from .stateful_adapters import read_module_state
 
-__all__ = ["CONSTANT", "OBJECT", "TENSOR", "ReachableObjects", "Token", "read_contents", "tokens_equal"]
+__all__ = ["CONSTANT", "OBJECT", "TENSOR", "ReachableObjects", "Token", "TokenPart", "names_equal", "read_contents"]
+__all__ += ["tokens_equal"]
 
 CONSTANT, TENSOR, OBJECT = range(3)
 Token = tuple[int, Any]
-"""A constant, or the number of a tensor or an object."""
+"""``(CONSTANT, value)``, or the index of a tensor or an object: ``(TENSOR, i)``, ``(OBJECT, i)``."""
+TokenPart = tuple[list[Any], list[Token]]
+"""A part of an object's contents: names, and a token for each value."""
 
 
 class ReachableObjects:
-    """All that can be reached from some values, in the order in which it is found. ``own`` are modules without `OWN`.
+    """The objects that a run may change, and the tensors, in the order in which they are found.
 
-    ``constants`` are the ids of tensors that are none of them: without any, see `_registered`. ``more`` are objects that are
-    looked into at last, and have a path of their own only where nothing else leads to them.
+    ``owned`` are modules whose `CALL_ATTRIBUTES` and submodules are not searched, ``constants`` the ids of tensors that are
+    constants (None: `_find_registered`). ``more`` is searched last: what it leads to has another path where there is one.
     """
 
     def __init__(
         self,
         roots: Sequence[Any],
-        own: Iterable[nn.Module] = (),
+        owned: Iterable[nn.Module],
         constants: frozenset[int] | None = None,
         more: Sequence[Any] = (),
     ) -> None:
-        self.own = set(own)
+        self.owned = set(owned)
         self.constants = constants or frozenset()
-        self._find(roots, more)
-        if constants is None and (registered := self._registered()):
+        self._search(roots, more)
+        if constants is None and (registered := self._find_registered()):
             self.constants = registered
-            self._find(roots, more)
+            self._search(roots, more)
 
-    def _find(self, roots: Sequence[Any], more: Sequence[Any]) -> None:
+    def _search(self, roots: Sequence[Any], more: Sequence[Any]) -> None:
         self.tensors: list[Tensor] = []
         self.objects: list[Any] = []
-        self.parts: list[list[tuple[list[Any], list[Token]]]] = []
-        self._index: dict[int, int] = {}  # of objects, by id
-        self._tensors: dict[int, int] = {}
-        self._from: list[tuple[int, Any]] = []  # where each object was found
-        self._tensors_from: list[tuple[int, Any]] = []
-        self.roots = [self._token(value, -1, i) for i, value in enumerate(roots)]
-        self._look_inside()
+        self.adapters: list[ObjectAdapter] = []  # of the objects
+        self.contents: list[list[TokenPart]] = []
+        self._object_indices: dict[int, int] = {}  # by id
+        self._tensor_indices: dict[int, int] = {}
+        self._object_parents: list[tuple[int, Any]] = []  # the object each one was found in, and its name there
+        self._tensor_parents: list[tuple[int, Any]] = []
+        self.roots = [self._token_of(value, -1, i) for i, value in enumerate(roots)]
+        self._read_objects()
         for value in more:
-            self._token(value, -1, len(roots))
-        self._look_inside()
+            self._token_of(value, -1, len(roots))
+        self._read_objects()
 
-    def _look_inside(self) -> None:
-        while (i := len(self.parts)) < len(self.objects):
-            self.parts.append(
+    def _read_objects(self) -> None:
+        while (i := len(self.contents)) < len(self.objects):
+            self.contents.append(
                 [
-                    (names, [self._token(v, i, n) for n, v in zip(names, values, strict=True)])
-                    for names, values in read_contents(self.objects[i], self.own)
+                    (names, [self._token_of(v, i, n) for n, v in zip(names, values, strict=True)])
+                    for names, values in read_contents(self.objects[i], self.adapters[i], self.owned)
                 ]
             )
 
-    def _registered(self) -> frozenset[int]:
-        """Return which of the tensors, by id, are parameters of modules reached that other attributes of modules hold as well.
+    def _find_registered(self) -> frozenset[int]:
+        """Return the ids of registered parameters that other attributes of modules hold as well.
 
         They are constants there, as in ``_parameters``: nn.GRU has a list of its weights, which is stale in a call.
         """
@@ -78,62 +82,66 @@ class ReachableObjects:
         return frozenset(id(self.tensors[i]) for i in held) & registered
 
     def _is_in_module(self, i: int) -> bool:
-        parent = self._tensors_from[i][0]
+        parent = self._tensor_parents[i][0]
         while parent >= 0 and not isinstance(self.objects[parent], nn.Module):
-            parent = self._from[parent][0]
+            parent = self._object_parents[parent][0]
         return parent >= 0
 
-    def _token(self, value: Any, parent: int, name: Any) -> Token:
+    def _token_of(self, value: Any, parent: int, name: Any) -> Token:
         cls = type(value)
         if cls in PLAIN_TYPES or cls is _torch.StandIn:
             return CONSTANT, value
         if isinstance(value, Tensor):
             if id(value) in self.constants:
                 return CONSTANT, value
-            number = self._tensors.setdefault(id(value), len(self.tensors))
-            if number == len(self.tensors):
+            i = self._tensor_indices.setdefault(id(value), len(self.tensors))
+            if i == len(self.tensors):
                 self.tensors.append(value)
-                self._tensors_from.append((parent, name))
-            return TENSOR, number
-        if find_adapter(value) is None or (name == "_parameters" and isinstance(self.objects[parent], nn.Module)):
+                self._tensor_parents.append((parent, name))
+            return TENSOR, i
+        adapter = find_adapter(value)
+        if adapter is None or (name == "_parameters" and isinstance(self.objects[parent], nn.Module)):
             return CONSTANT, value
-        number = self._index.setdefault(id(value), len(self.objects))
-        if number == len(self.objects):
+        i = self._object_indices.setdefault(id(value), len(self.objects))
+        if i == len(self.objects):
             self.objects.append(value)
-            self._from.append((parent, name))
-        return OBJECT, number
+            self.adapters.append(adapter)
+            self._object_parents.append((parent, name))
+        return OBJECT, i
 
-    def number_of(self, obj: object) -> int | None:
-        """The number of an object."""
-        return self._index.get(id(obj))
+    def index_of(self, obj: object) -> int | None:
+        """Return the index of an object; None if it was not reached."""
+        return self._object_indices.get(id(obj))
 
-    def where(self, token: Token, roots: Sequence[str]) -> str:
-        """The path of a tensor or an object, such as ``args[0].layers[1].keys``."""
-        parent, name = (self._tensors_from if token[0] == TENSOR else self._from)[token[1]]
-        return self.path(parent, name, roots)
+    def value_of(self, token: Token) -> Any:
+        """Return the constant, tensor or object that a token stands for."""
+        kind, x = token
+        return x if kind == CONSTANT else self.tensors[x] if kind == TENSOR else self.objects[x]
 
-    def path(self, parent: int, name: Any, roots: Sequence[str]) -> str:
-        """The path of what has this name in an object; with ``roots`` for those."""
+    def path_of(self, token: Token, root_names: Sequence[str]) -> str:
+        """Return the path of a tensor or an object, such as ``args[0].layers[1].keys``."""
+        return self.path_in(*(self._tensor_parents if token[0] == TENSOR else self._object_parents)[token[1]], root_names)
+
+    def path_in(self, parent: int, name: Any, root_names: Sequence[str]) -> str:
+        """Return the path of an item of the object with index ``parent``; of a root if that is -1."""
         if parent < 0:
-            return str(roots[name]) if name < len(roots) else "an object"
+            return str(root_names[name]) if name < len(root_names) else "an object"
         obj = self.objects[parent]
-        before = self.path(*self._from[parent], roots)
+        prefix = self.path_in(*self._object_parents[parent], root_names)
         if isinstance(obj, types.CellType | types.MethodType):
-            return before
+            return prefix
         if isinstance(obj, list | tuple | deque | dict):
-            return f"{before}[{name!r}]"
-        return f"{before}.{name}"
+            return f"{prefix}[{name!r}]"
+        return f"{prefix}.{name}"
 
 
-def read_contents(obj: Any, own: Iterable[nn.Module]) -> Contents:
-    """What is in an object; of a module among ``own`` all but `OWN`."""
-    kind = find_adapter(obj)
-    assert kind is not None
-    return read_own(obj) if isinstance(obj, nn.Module) and obj in own else kind.read(obj)
+def read_contents(obj: Any, adapter: ObjectAdapter, owned: Iterable[nn.Module]) -> Contents:
+    """Return what an object contains; of an owned module all but `CALL_ATTRIBUTES` and submodules."""
+    return read_module_state(obj) if isinstance(obj, nn.Module) and obj in owned else adapter.read(obj)
 
 
 def tokens_equal(a: Token, b: Token) -> bool:
-    """Whether two tokens are the same; of constants that are no plain values it is enough that they have one type."""
+    """Return whether two tokens are the same; constants of other than `PLAIN_TYPES` need only have the same type."""
     if a[0] != b[0]:
         return False
     x, y = a[1], b[1]
@@ -142,3 +150,10 @@ def tokens_equal(a: Token, b: Token) -> bool:
     if type(x) is not type(y):
         return False
     return type(x) not in PLAIN_TYPES or bool(x == y) or bool(x != x and y != y)
+
+
+def names_equal(names: list[Any], others: list[Any]) -> bool:
+    """Return whether two parts have the same names in the same order: tensors by identity, others by value."""
+    if len(names) != len(others):
+        return False
+    return all(not (a is not b and (isinstance(a, Tensor) or a != b)) for a, b in zip(names, others, strict=True))

@@ -1,7 +1,7 @@
-"""Regions: what a step that fs.compile traces would run again for its derivatives, noted for the passes over its graph.
+"""Regions: the nodes of a traced step that are to be recomputed for its derivatives, annotated for passes over the graph.
 
-Inside torch.compile a function is traced once, and its derivatives with it: nothing runs again. What a `remat` traces is
-annotated with its region, and whoever compiles the graph computes that again (_compiled/recompute.py).
+Inside torch.compile a function is traced once, and its derivatives with it: nothing runs again. The trace of a `remat` is
+annotated with its region, and _compiled/recompute.py computes that again in the graph.
 """
 
 from __future__ import annotations
@@ -15,119 +15,110 @@ from torch import Tensor
 from ... import _torch
 from ..._spec.remat import Remat, Save
 
-__all__ = [
-    "NAME_KEY",
-    "REGION_PREFIX",
-    "RecomputeRegions",
-    "collect_regions",
-    "current_regions",
-    "is_collecting_regions",
-    "mark_name",
-    "mark_region",
-    "missing_names_message",
-]
+__all__ = ["NAME_KEY", "REGION_PREFIX", "RecomputeRegions", "collect_regions", "current_regions", "is_collecting_regions"]
+__all__ += ["mark_name", "mark_region", "missing_names_message"]
 
 REGION_PREFIX, NAME_KEY = "funshard_region_", "funshard_name"
-"""Annotations: the first, with a number, of all that a region traces; the second of a view of what has a name, which it is."""
+"""Keys of annotations: the first, with a number, on all that a region traces; the second on a view of a named tensor."""
 
 
 class RecomputeRegions:
-    """The regions of what is traced in one call, by number: an inner one has a larger number than the ones around it."""
+    """The regions of one traced call, by number: an inner one has a larger number than those around it."""
 
     def __init__(self) -> None:
         self.remats: list[Remat] = []
         self.problem = ""
-        """What is wrong, for who called to raise."""
+        """The message of an error that the caller raises after the trace; empty for none."""
         self._open: list[tuple[int, set[str]]] = []
 
     def enter(self, remat: Remat) -> int:
-        """The number of the region that begins here."""
+        """Begin a region, and return its number."""
         self._open.append((len(self.remats), set()))
         self.remats.append(remat)
         return len(self.remats) - 1
 
     def leave(self, number: int, name: str) -> None:
-        """It ends here. Others that are open inside of it are left over from a trace that Dynamo has given up."""
+        """End a region. Others that are open inside it are left over from a trace that Dynamo has given up."""
         while (last := self._open.pop())[0] > number:
             pass
         names = self.remats[number].names
         if names and not names & last[1]:
             self.problem = missing_names_message(name, names, last[1])
 
-    def is_kept(self, name: str) -> bool:
-        """Whether an open one keeps what is given this name."""
+    def is_saved(self, name: str) -> bool:
+        """Note a name that a tensor is given, and return whether an open region saves it."""
         for _, seen in self._open:
             seen.add(name)
         return any(name in self.remats[number].names for number, _ in self._open)
 
 
 def missing_names_message(name: str, names: Collection[str], seen: Collection[str]) -> str:
-    """What is wrong where a run gives other names than those that are to be saved."""
-    some = f"some of {_listed(seen)}" if seen else "funshard.checkpoint_name(x, name) in it"
-    return f"{name} is to save {_listed(names)}, and gave none of these names while it ran: expected {some}"
+    """Return the error message for a function that gives none of the names that are to be saved."""
+    some = f"some of {_list_names(seen)}" if seen else "funshard.checkpoint_name(x, name) in it"
+    return f"{name} is to save {_list_names(names)}, and gave none of these names while it ran: expected {some}"
 
 
-def _listed(names: Collection[str]) -> str:
+def _list_names(names: Collection[str]) -> str:
     return ", ".join(sorted(map(repr, names)))
 
 
-_COLLECTED = threading.local()
+_COLLECTING = threading.local()
 
 
 @contextlib.contextmanager
 def collect_regions() -> Generator[RecomputeRegions]:
-    """Within this, what is traced notes its regions here."""
+    """Collect the regions of what is traced within this context."""
     before = current_regions()
-    _COLLECTED.now = regions = RecomputeRegions()
+    _COLLECTING.regions = regions = RecomputeRegions()
     try:
         yield regions
     finally:
-        _COLLECTED.now = before
+        _COLLECTING.regions = before
 
 
 def current_regions() -> RecomputeRegions | None:
-    """Where regions are noted now."""
-    return getattr(_COLLECTED, "now", None)
+    """Return where regions are collected now."""
+    return getattr(_COLLECTING, "regions", None)
 
 
 @_torch.assume_constant
 def is_collecting_regions() -> bool:
-    """Whether anybody collects regions."""
+    """Return whether regions are collected now."""
     return current_regions() is not None
 
 
 @contextlib.contextmanager
 def mark_region(remat: Remat, name: str) -> Generator[None]:
-    """What torch.compile traces within this is a region, which errors call so; nothing where nobody collects them."""
-    number = _entered(remat.save)  # of the Remat Dynamo has only what it is made of, where it was made in what is traced
+    """Annotate what torch.compile traces within this context as a region; ``name`` is what errors call it."""
+    number = _enter_region(remat.save)  # Dynamo may know only the fields of a Remat that was made in what is traced
     if number < 0:
         yield
         return
     with _torch.annotate_graph(**{f"{REGION_PREFIX}{number}": True}):
         yield
-    _left(number, name)
+    _leave_region(number, name)
 
 
 def mark_name(x: Tensor, name: str) -> Tensor:
-    """``x`` by a name, where an open region is to keep it."""
-    if not _is_kept(name):
+    """Return a tensor annotated with a name if an open region saves it."""
+    if not _is_saved(name):
         return x
     with _torch.annotate_graph(**{NAME_KEY: name}):
         return x.view_as(x)
 
 
 @_torch.assume_constant
-def _entered(save: Save | None) -> int:
+def _enter_region(save: Save | None) -> int:
     return -1 if (regions := current_regions()) is None else regions.enter(Remat(save))
 
 
 @_torch.assume_constant
-def _left(number: int, name: str) -> None:
+def _leave_region(number: int, name: str) -> None:
     regions = current_regions()
     assert regions is not None
     regions.leave(number, name)
 
 
 @_torch.assume_constant
-def _is_kept(name: str) -> bool:
-    return (regions := current_regions()) is not None and regions.is_kept(name)
+def _is_saved(name: str) -> bool:
+    return (regions := current_regions()) is not None and regions.is_saved(name)

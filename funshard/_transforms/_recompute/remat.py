@@ -1,8 +1,8 @@
-"""remat: a function that keeps only its arguments for its derivatives and runs again for each (jax.checkpoint).
+"""remat: a function whose derivatives keep only its arguments and run it again (jax.checkpoint).
 
-One autograd Function whose every rule is itself, applied to a function derived from the one before: its gradient is the
-vjp, its tangent the jvp, its batched form the vmap. So it holds at every order and in every stack of transforms, and at
-every order what stays alive is the arguments and what one run of the function needs while it runs.
+One autograd Function whose every rule is itself, applied to a function derived from the previous one: its gradient is the
+vjp, its tangent the jvp, its batched form the vmap. So it holds at every order and in every stack of transforms. At every
+order what stays alive is the arguments, and what one run of the function needs while it runs.
 """
 
 from __future__ import annotations
@@ -28,85 +28,88 @@ __all__ = ["call_recomputed", "remat"]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-Flat = Callable[..., tuple[Tensor, ...]]
+TensorFunction = Callable[..., tuple[Tensor, ...]]
 """A function from tensors to tensors."""
 
 
 def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Args, Result]:
-    """``f``, but its derivatives keep only the arguments, and run it again: equal to ``f`` in everything but memory.
+    """Wrap a function so that its derivatives keep only its arguments, and run it again.
 
-    jax.checkpoint for torch.func, where torch.utils.checkpoint fails: under grad, vjp, jvp, vmap, plain autograd and any
-    stack of them, at any order. Random numbers, autocast and ranks that vmap simulates are in every run those of the
-    first. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+    This is jax.checkpoint for torch.func, where torch.utils.checkpoint fails: under grad, vjp, jvp, vmap, plain autograd and
+    any stack of them, at any order, with the same results. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 
-    The arguments are all tensors that can be reached from ``f`` and what it is given: by closures, defaults and attributes
-    of functions, containers, attributes of objects and modules, context variables, and the ranks of a spec on simulated ones.
-    What ``f`` changes in these objects it changes once: each later run finds them as the first one did, and tensors that it
-    leaves in them are results. Python's and NumPy's random numbers are those of the first run, too. Inside torch.compile it
-    is ``f``: the compiler decides what to keep, and `compile` computes again for derivatives what ``save`` does not.
+    Arguments are all tensors that can be reached from ``f`` and what it is given: by closures, defaults and attributes of
+    functions, containers, attributes of objects and modules, context variables. Each later run finds these objects as the
+    first one did, with the same random numbers, autocast and simulated ranks; ``f`` changes them once. Out of reach are
+    globals, attributes of classes, defaults of context variables, and what objects of C keep, such as the elements of a NumPy
+    array: a tensor there is a constant, and each run changes what is there. Inside torch.compile the wrapper is ``f``, and
+    `compile` recomputes. The guide says more: examples/guide/transforms.md.
 
-    ``save`` says what else is kept of the first run, and not computed again for the gradient: see `Remat`. It never changes
-    a number. It is for the gradient of plain autograd, of `grad`, and of one torch.func.grad or vjp; a stack of transforms,
-    torch.vmap around it, forward mode and a second derivative compute everything again. So do collectives, which all ranks
-    run or none, views, batch norm, and what changes its arguments in place.
+    Args:
+        f: The function.
+        save: What the first run saves, so that one gradient need not recompute it: see `Remat`. It never changes a number. A
+            stack of transforms, torch.vmap around it, forward mode and a second derivative recompute everything, and so does
+            every derivative for collectives, views, batch norm, and operators that change their arguments in place.
 
-    Out of reach are globals, attributes of classes, defaults of context variables, parameters that a module lists beside
-    those it registers, and what objects of C keep to themselves, such as the elements of a
-    NumPy array: a tensor of the running computation there is a constant, what is changed there is changed in every run.
+    Returns:
+        A function with the signature and the results of ``f``.
 
-    >>> import torch, funshard as fs
-    >>> torch.func.grad(torch.func.grad(fs.remat(torch.sin)))(torch.tensor(0.0))
-    tensor(-0.)
+    Raises:
+        RuntimeError: ``f`` changes in place a tensor that it was given or that it saves (but by ``.data``), reads parameters
+            of a module or functional_call around it, or does not do the same in every run.
+        TypeError: ``f`` changes an object, or reaches tensors in one, that cannot be copied, such as an iterator; or ``save``
+            is of another type than `Remat` takes.
+        ValueError: ``f`` gives none of the names to save.
 
-    Raises RuntimeError where ``f`` changes a tensor in place that it was handed (but by ``.data``, which nobody sees), reads
-    parameters of a module or of a functional_call around it, which are none of its arguments, or does not do the same in
-    every run: results of other shapes, other values left behind, other random numbers; or changes in place what it is to
-    save. TypeError for an object that it changes, or that holds tensors, and that cannot be made anew, as an iterator, and
-    for another ``save`` than `Remat` takes. ValueError for names to save of which it has none.
+    Example:
+        >>> import torch, funshard as fs
+        >>> torch.func.grad(torch.func.grad(fs.remat(torch.sin)))(torch.tensor(0.0))
+        tensor(-0.)
     """
-    keeps = Remat(save)
+    what = Remat(save)
     name = f"remat of {getattr(f, '__qualname__', type(f).__name__)}"
 
     @functools.wraps(f)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if torch.compiler.is_compiling():
-            with mark_region(keeps, name):
+            with mark_region(what, name):
                 return f(*args, **kwargs)
         if not _torch.needs_graph():
             return f(*args, **kwargs)
         roots = {"the function": f, "args": args, "kwargs": kwargs}
-        return call_recomputed(lambda f, args, kwargs: f(*args, **kwargs), name, roots, remat=keeps)
+        return call_recomputed(lambda f, args, kwargs: f(*args, **kwargs), name, roots, remat=what)
 
     return run
 
 
 def call_recomputed(
-    call: Callable[..., Any], name: str, roots: dict[str, Any], own: Iterable[nn.Module] = (), *, remat: Remat
+    call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Iterable[nn.Module] = (), *, remat: Remat
 ) -> Any:
-    """``call(*roots.values())``, of which only the tensors are kept that can be reached from the roots.
+    """Return ``call(*roots.values())``, and keep only tensors that can be reached from the roots, and what ``remat`` saves.
 
-    And what ``remat`` says. ``name`` is what errors call it, and the roots have the names of their keys there. ``own`` are
-    roots that are modules, of which ``call`` brings the parameters, buffers and forward.
+    ``name`` is what errors call it, and the keys of ``roots`` what they call its arguments. ``owned`` are roots that are
+    modules, whose parameters, buffers and forward ``call`` sets itself. If ``call`` has a context manager ``last_run``, the
+    last run and its backward are within that.
     """
-    runs = RecomputedFunction(call, name, roots, own, remat)
-    given = map(_torch.unwrap_dead, runs.tensors)  # a list of activations, say, that transforms before have left
-    operands = [x.clone() if _torch.unwrap(x).is_inference() else x for x in given]  # which autograd would not save
-    return runs.result(_Remat.apply(runs, *operands))
+    fn = RecomputedFunction(call, name, roots, owned, remat)
+    tensors = map(_torch.unwrap_dead, fn.tensors)  # a list of activations, say, that transforms before have left
+    operands = [x.clone() if _torch.unwrap(x).is_inference() else x for x in tensors]  # which autograd would not save
+    return fn.finish(_RecomputeFunction.apply(fn, *operands))
 
 
-class _Remat(_torch.Function):
-    """A function of tensors, all of whose derivatives are functions of the same tensors, run anew."""
+class _RecomputeFunction(_torch.Function):
+    """A function of tensors whose derivatives are functions of the same tensors, and run it again."""
 
     @staticmethod
-    def forward(fn: Flat, *xs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(fn: TensorFunction, *xs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         xs = tuple(x.detach() for x in xs)  # for a run that is in grad mode, as the caller is
-        # an argument that comes back is another tensor than the argument
+        # autograd must not get an argument itself as a result
         return tuple(r.view_as(r) if any(r is x for x in xs) else r for r in fn(*xs))
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.fn = inputs[0]  # pyright: ignore[reportAttributeAccessIssue]
-        ctx.kinds = tuple(_continuous(x) for x in output)  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.differentiable = tuple(_is_differentiable(x) for x in output)  # pyright: ignore[reportAttributeAccessIssue]
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])
         ctx.set_materialize_grads(False)
@@ -118,32 +121,32 @@ class _Remat(_torch.Function):
         if not any(given) or not any(wanted):
             return (None,) * (1 + len(wanted))
         vjp = _Vjp(ctx.fn, wanted, given)
-        operands = *_saved(ctx), *(g for g in grads if g is not None)
+        operands = *_read_saved(ctx), *(g for g in grads if g is not None)
         last = _torch.current_level() == 1 and _torch.is_last_backward(1)
         if last or not _torch.current_level():
             plain = [_torch.unwrap_to_level(x, 0) for x in operands]
             recorded = last or torch.is_grad_enabled()
-            if not (recorded and any(_torch.is_tracked(x) for x in plain)):  # nobody comes back to this derivative
-                running = isinstance(ctx.fn, RecomputedFunction) and not _torch.in_forward_ad()
-                with _torch.below_transforms(), ctx.fn.last_run() if running else contextlib.nullcontext():
-                    found = vjp.plain(plain)
-                return None, *_spread(_with_end(operands, found) if last else found, wanted)
-        return None, *_spread(_Remat.apply(vjp, *operands), wanted)
+            if not (recorded and any(_torch.is_tracked(x) for x in plain)):  # this derivative is not differentiated
+                is_first_order = isinstance(ctx.fn, RecomputedFunction) and not _torch.in_forward_ad()
+                with _torch.below_transforms(), ctx.fn.last_run() if is_first_order else contextlib.nullcontext():
+                    found = vjp.by_autograd(plain)
+                return None, *_fill_mask(_mark_freed(operands, found) if last else found, wanted)
+        return None, *_fill_mask(_RecomputeFunction.apply(vjp, *operands), wanted)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         given = tuple(t is not None for t in tangents)
-        operands = *_saved(ctx), *(t for t in tangents if t is not None)
-        return _spread(_Remat.apply(_Jvp(ctx.fn, given, ctx.kinds), *operands), ctx.kinds)
+        operands = *_read_saved(ctx), *(t for t in tangents if t is not None)
+        return _fill_mask(_RecomputeFunction.apply(_Jvp(ctx.fn, given, ctx.differentiable), *operands), ctx.differentiable)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, fn: Flat, *xs: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        out = _Remat.apply(_Vmap(fn, tuple(in_dims[1:]), info.randomness), *xs)
+    def vmap(info: Any, in_dims: Any, fn: TensorFunction, *xs: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        out = _RecomputeFunction.apply(_Vmap(fn, tuple(in_dims[1:]), info.randomness), *xs)
         return out, (0,) * len(out)
 
 
-def _saved(ctx: Any) -> tuple[Tensor, ...]:
-    """What was saved. Reading it may push hooks for what the node saves itself, which torch.func refuses."""
+def _read_saved(ctx: Any) -> tuple[Tensor, ...]:
+    """Return what was saved. Reading it may push hooks for what the node saves itself, which torch.func refuses."""
     before = _torch.current_pack_hook()
     tensors = ctx.saved_tensors
     while _torch.current_pack_hook() is not before:
@@ -151,57 +154,57 @@ def _saved(ctx: Any) -> tuple[Tensor, ...]:
     return tensors
 
 
-def _with_end(operands: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients that nobody can differentiate any more in the transform that these operands are of."""
+def _mark_freed(operands: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients that raise where the transform of these operands would differentiate them."""
     of = next((x for x in operands if x.requires_grad), None)
-    some = [g for g in grads if g is not None]
-    values = iter(some if of is None else mark_graph_freed(of, some))
+    given = [g for g in grads if g is not None]
+    values = iter(given if of is None else mark_graph_freed(of, given))
     return [None if g is None else next(values) for g in grads]
 
 
-def _continuous(x: Tensor) -> bool:
+def _is_differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _spread(some: Iterable[Tensor | None], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """One for each True, None for each False."""
-    values = iter(some)
-    return tuple(next(values) if there else None for there in mask)
+def _fill_mask(tensors: Iterable[Tensor | None], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Return the next tensor for each True, None for each False."""
+    values = iter(tensors)
+    return tuple(next(values) if is_given else None for is_given in mask)
 
 
-def _partial(fn: Flat, xs: Sequence[Tensor], free: Sequence[bool], out: Sequence[bool]) -> Flat:
-    """``fn`` of its free arguments alone, and of its results those that are wanted."""
+def _restrict(fn: TensorFunction, xs: Sequence[Tensor], free: Sequence[bool], out: Sequence[bool]) -> TensorFunction:
+    """Return ``fn`` as a function of its free arguments, with only the wanted results."""
 
-    def part(*some: Tensor) -> tuple[Tensor, ...]:
-        values = iter(some)
+    def restricted(*free_xs: Tensor) -> tuple[Tensor, ...]:
+        values = iter(free_xs)
         results = fn(*(next(values) if is_free else x for x, is_free in zip(xs, free, strict=True)))
         return tuple(result for result, is_wanted in zip(results, out, strict=True) if is_wanted)
 
-    return part
+    return restricted
 
 
 @dataclass(frozen=True)
 class _Vjp:
-    """``(*xs, *cotangents) -> gradients``: of the wanted arguments, from cotangents of the results that have one."""
+    """``(*xs, *cotangents) -> gradients`` of the wanted arguments, from the cotangents that are given."""
 
-    fn: Flat
+    fn: TensorFunction
     wanted: tuple[bool, ...]
     given: tuple[bool, ...]
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         if not _torch.current_level() and not _torch.in_forward_ad():
             xs = (x for x, wanted in zip(operands, self.wanted, strict=False) if wanted)
-            return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(xs, self.plain(operands), strict=True))
+            return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(xs, self.by_autograd(operands), strict=True))
         part, free, cotangents = self._split(operands)
         pullback = torch.func.vjp(part, *free)[1]
-        # with gradients off, backwards of SiLU and others are kernels that forward-mode AD does not know
+        # with gradients off, the backwards of SiLU and others are kernels without a forward-mode rule
         with torch.set_grad_enabled(torch.is_grad_enabled() or _torch.in_forward_ad()):
             return pullback(cotangents)
 
-    def plain(self, operands: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """The same by plain autograd, which frees as it goes: beneath all transforms. None for zero."""
+    def by_autograd(self, operands: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Return the same by plain autograd, which frees as it goes: below all transforms. None stands for zero."""
         part, free, cotangents = self._split(operands)
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in operands)  # a derivative of this one is under way
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in operands)  # this derivative is differentiated
         with torch.enable_grad():
             free = [x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_() for x in free]
             pairs = [(out, g) for out, g in zip(part(*free), cotangents, strict=True) if out.requires_grad]
@@ -209,36 +212,36 @@ class _Vjp:
                 return (None,) * len(free)
             outs = [get_gradient_edge(out) for out, _ in pairs]
             cotangents = tuple(g for _, g in pairs)
-            pairs.clear()  # the results themselves, which nobody reads
+            pairs.clear()  # frees the results, which are not read
             return torch.autograd.grad(outs, free, cotangents, create_graph=recorded, allow_unused=True)
 
-    def _split(self, operands: Sequence[Tensor]) -> tuple[Flat, list[Tensor], tuple[Tensor, ...]]:
+    def _split(self, operands: Sequence[Tensor]) -> tuple[TensorFunction, list[Tensor], tuple[Tensor, ...]]:
         xs, cotangents = operands[: len(self.wanted)], operands[len(self.wanted) :]
-        part = _partial(self.fn, xs, self.wanted, self.given)
+        part = _restrict(self.fn, xs, self.wanted, self.given)
         return part, [x for x, wanted in zip(xs, self.wanted, strict=True) if wanted], tuple(cotangents)
 
 
 @dataclass(frozen=True)
 class _Jvp:
-    """``(*xs, *tangents) -> tangents``: of the continuous results, from tangents of the arguments that have one."""
+    """``(*xs, *tangents) -> tangents`` of the differentiable results, from the tangents that are given."""
 
-    fn: Flat
+    fn: TensorFunction
     given: tuple[bool, ...]
-    kinds: tuple[bool, ...]
+    differentiable: tuple[bool, ...]
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        if not any(self.kinds):  # torch.func.jvp asks for results
+        if not any(self.differentiable):  # torch.func.jvp asks for results
             return ()
         xs, tangents = operands[: len(self.given)], operands[len(self.given) :]
-        moved = tuple(x for x, given in zip(xs, self.given, strict=True) if given)
-        return torch.func.jvp(_partial(self.fn, xs, self.given, self.kinds), moved, tangents)[1]
+        primals = tuple(x for x, given in zip(xs, self.given, strict=True) if given)
+        return torch.func.jvp(_restrict(self.fn, xs, self.given, self.differentiable), primals, tangents)[1]
 
 
 @dataclass(frozen=True)
 class _Vmap:
-    """The function of arguments that are batched in these dimensions; its results are batched in the first one."""
+    """The function of arguments that are batched in ``in_dims``; its results are batched in the first dimension."""
 
-    fn: Flat
+    fn: TensorFunction
     in_dims: tuple[int | None, ...]
     randomness: str
 

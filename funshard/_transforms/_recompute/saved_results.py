@@ -1,7 +1,7 @@
-"""What the first run of a function keeps of its operators' results, and the last one is handed instead of running them.
+"""Selective recomputation: the first run saves results of operators, and the last one reuses them instead of kernels.
 
-Below autograd, which makes its nodes in the last run as ever. A result is handed out where the same operator is about to
-compute it from the same (numbered.py); what differs between the two runs is computed.
+It works below autograd, which makes its nodes in the last run as always. A result is reused where the same operator is
+about to compute it from the same values (value_numbering.py); what differs between the two runs is computed.
 """
 
 from __future__ import annotations
@@ -29,217 +29,232 @@ __all__ = ["SavedResults", "checkpoint_name", "number_views", "run_unrecorded"]
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-_RUNS = threading.local()
+_ACTIVE = threading.local()
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
-    """``x``, by a name that ``remat(f, save={name})`` and ``P(remat=Remat(save={name}))`` can keep it by.
+    """Name a tensor, so that ``remat(f, save={name})`` can save it; jax.ad_checkpoint.checkpoint_name.
 
-    jax.ad_checkpoint.checkpoint_name. What is kept is the result of the operator that made ``x``, whose kernel then does
-    not run again; ``x`` may be a view of it. An argument, and what was changed in place since it was made, is kept by
-    nobody; it is computed again as ever. Outside of a remat this does nothing.
+    ``P(remat=Remat(save={name}))`` saves it for a module. The result of the operator that made ``x`` is saved, and its
+    kernel does not run again; ``x`` may be a view of it. An argument, and a result that was changed in place since, is not
+    saved but computed again. Outside a remat this does nothing.
 
-    >>> import torch, funshard as fs
-    >>> f = fs.remat(lambda x: fs.checkpoint_name(x.exp(), "exp").sin(), save={"exp"})
-    >>> torch.func.grad(f)(torch.tensor(0.0)) == torch.tensor(1.0).cos()
-    tensor(True)
+    Args:
+        x: The tensor.
+        name: Its name.
 
-    Raises TypeError for another thing than a tensor and a name.
+    Returns:
+        ``x``.
+
+    Raises:
+        TypeError: ``x`` is no tensor or ``name`` no string.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> f = fs.remat(lambda x: fs.checkpoint_name(x.exp(), "exp").sin(), save={"exp"})
+        >>> torch.func.grad(f)(torch.tensor(0.0)) == torch.tensor(1.0).cos()
+        tensor(True)
     """
     if torch.compiler.is_compiling():
         return mark_name(x, name)
     if not isinstance(x, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"checkpoint_name: expected a tensor and a name, got a {type(x).__name__} and {name!r}")
-    for run in _runs():
-        run.named(x, name)
+    for run in _active_runs():
+        run.add_name(x, name)
     return x
 
 
-def _runs() -> tuple[ValueNumbering, ...]:
-    """The runs that are watched here, the innermost last."""
-    return getattr(_RUNS, "now", ())
+def _active_runs() -> tuple[ValueNumbering, ...]:
+    """Return the runs that are numbered now, the innermost last."""
+    return getattr(_ACTIVE, "runs", ())
 
 
-def run_unrecorded(make: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
-    """``make(*args, **kwargs)``, of which nothing is kept or handed out: parameters are gathered, by all ranks together."""
-    before = [(run, run.paused) for run in _runs()]
+def run_unrecorded(f: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+    """Call ``f`` without saving or reusing results: it gathers parameters, which all ranks must do together."""
+    before = [(run, run.paused) for run in _active_runs()]
     for run, _ in before:
         run.paused = True
     try:
-        return make(*args, **kwargs)
+        return f(*args, **kwargs)
     finally:
         for run, paused in before:
             run.paused = paused
 
 
 def number_views(tensors: Sequence[Tensor], key: str, source: Tensor | None) -> Sequence[Tensor]:
-    """The tensors, which are in each run what this is made of: views of the unit of that key, of its shard."""
-    for run in _runs():
+    """Return the tensors, numbered in the active runs as views of the unit ``key`` whose shard is ``source``."""
+    for run in _active_runs():
         if source is not None:
-            run.made_of(tensors, key, source)
+            run.number_views(tensors, key, source)
     return tensors
 
 
 @dataclass
-class _Result:
-    """What an operator has made, and the random numbers' state after it where it drew some."""
+class _SavedResult:
+    """The results of one call of an operator."""
 
     op: Any
     value: Any
-    random: list[Tensor] | None
+    random_states: list[Tensor] | None
+    """Those after the call, if it drew random numbers."""
     versions: tuple[int, ...] = ()
-    """Its tensors', when the first run ended: until then each write was seen, and what only looks otherwise counts as one."""
+    """Those of its tensors at the end of the first run, which sees every write until then."""
 
-    def versions_now(self) -> tuple[int, ...]:
-        """Its tensors'."""
+    def current_versions(self) -> tuple[int, ...]:
+        """Return the versions of its tensors now."""
         return tuple(map(_torch.version, result_tensors(self.value)))
 
-    def again(self, name: str) -> Any:
-        """It, as if it had been made anew, of versions of its own. RuntimeError if it was changed after the first run."""
-        if self.versions != self.versions_now():
-            raise _changed(name, self.op)
+    def reuse(self, name: str) -> Any:
+        """Return the results as new tensors with versions of their own; RuntimeError if they were changed in place."""
+        if self.versions != self.current_versions():
+            raise _changed_error(name, self.op)
         return tree_map_only(Tensor, Tensor.detach, self.value)
 
 
-def _changed(name: str, made: _torch.OpOverload, how: str = "") -> RuntimeError:
+def _changed_error(name: str, op: _torch.OpOverload, how: str = "") -> RuntimeError:
     return RuntimeError(
-        f"{name}: what {made} made is saved, and was changed in place afterwards{how}: expected it as it was made; do not save "
+        f"{name}: what {op} made is saved, and was changed in place afterwards{how}: expected it as it was made; do not save "
         "this operator, or change a copy of what it made"
     )
 
 
 class SavedResults:
-    """What the first run of a function has kept for the last one."""
+    """The results that the first run of a function has saved for the last one."""
 
     def __init__(self, remat: Remat, name: str) -> None:
         self.name, self._remat = name, remat
         self.numbers: dict[Hashable, int] = {}
-        self.results: dict[int, _Result] = {}
-        """By the number of the operator that made it."""
+        self.by_number: dict[int, _SavedResult] = {}
+        """By the number of the operator call."""
 
     @contextlib.contextmanager
-    def first_run(self, xs: Sequence[Tensor], surroundings: AmbientState) -> Generator[None]:
-        """Within this the function runs for the first time. ValueError if it has none of the names that are to be saved."""
+    def first_run(self, xs: Sequence[Tensor], ambient: AmbientState) -> Generator[None]:
+        """Save results within this context; ValueError if the function gives none of the names to save."""
         names = self._remat.names
-        run = _First(self, xs, surroundings, self._remat.chosen(), names)
+        run = _SavingRun(self, xs, ambient, self._remat.chosen(), names)
         try:
-            with _watched(run):
+            with _activate(run):
                 yield
         finally:
-            run.ended()
-        if names and not names & run.seen:
-            raise ValueError(missing_names_message(self.name, names, run.seen))
+            run.end()
+        if names and not names & run.seen_names:
+            raise ValueError(missing_names_message(self.name, names, run.seen_names))
 
     @contextlib.contextmanager
-    def last_run(self, xs: Sequence[Tensor], surroundings: AmbientState, *, retained: bool) -> Generator[None]:
-        """Within this it runs for its gradient; unless that is ``retained`` for another time, what is kept goes."""
+    def last_run(self, xs: Sequence[Tensor], ambient: AmbientState, *, retained: bool) -> Generator[None]:
+        """Reuse results within this context, and free them unless the graph is ``retained`` for another backward."""
         try:
-            with _watched(_Last(self, xs, surroundings, retained=retained)):
+            with _activate(_ReusingRun(self, xs, ambient, retained=retained)):
                 yield
         finally:
             if not retained:
-                self.results.clear()
+                self.by_number.clear()
 
 
 @contextlib.contextmanager
-def _watched(run: ValueNumbering) -> Generator[None]:
-    before = _runs()
-    _RUNS.now = (*before, run)
+def _activate(run: ValueNumbering) -> Generator[None]:
+    before = _active_runs()
+    _ACTIVE.runs = (*before, run)
     try:
         with run:
             yield
     finally:
-        _RUNS.now = before
+        _ACTIVE.runs = before
 
 
-class _First(ValueNumbering):
-    """The first run, which keeps what is chosen, and what is named."""
+class _SavingRun(ValueNumbering):
+    """The first run. It saves the results of the chosen operators, and those that are named."""
 
     def __init__(
-        self, kept: SavedResults, xs: Iterable[Tensor], surroundings: AmbientState, chosen: Chosen, names: frozenset[str]
+        self, saved: SavedResults, xs: Iterable[Tensor], ambient: AmbientState, is_chosen: Chosen, names: frozenset[str]
     ) -> None:
-        super().__init__(kept.numbers, xs)
-        self._kept, self._surroundings = kept, surroundings
-        self._chosen, self._names, self.seen = chosen, names, set[str]()
-        self._makers: dict[int | None, tuple[Callable[[Tensor], None], weakref.ref[Any]]] = {}
-        """By the number of its first tensor, how to keep what an operator has made."""
+        super().__init__(saved.numbers, xs)
+        self._saved, self._ambient = saved, ambient
+        self._is_chosen, self._names, self.seen_names = is_chosen, names, set[str]()
+        self._savers: dict[int | None, tuple[Callable[[Tensor], None], weakref.ref[Any]]] = {}
+        """By the number of its first tensor, the function that saves a result if it gets a name."""
         self._ops: dict[int, _torch.OpOverload] = {}
-        """By the storages that are kept, what made them."""
+        """By the storages that are saved, the operators that made them."""
 
-    def run(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool) -> Any:
-        """What the operator makes; it is kept if it is chosen, and may be as long as its first tensor lives."""
+    def run_operator(
+        self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool
+    ) -> Any:
+        """Run the operator. Save its results if they are chosen, or as soon as the first of them gets a name."""
         out = op(*args, **kwargs)
         tensors = result_tensors(out)
-        if not tensors or any(not _torch.is_plain(x) or self.known(x) is not None for x in tensors):
+        if not tensors or any(not _torch.is_plain(x) or self.number_of(x) is not None for x in tensors):
             return out
-        chosen = self._chosen(op, args, kwargs, out)
-        if not chosen and not self._names:
+        is_chosen = self._is_chosen(op, args, kwargs, out)
+        if not is_chosen and not self._names:
             return out
-        random = self._surroundings.random() if draws else None
-        if chosen:
-            self._keep(number, op, tree_map_only(Tensor, _torch.detach_in_dispatch, out), random)
+        random_states = self._ambient.get_random_states() if draws else None
+        if is_chosen:
+            self._save(number, op, tree_map_only(Tensor, _torch.detach_in_dispatch, out), random_states)
         else:
-            self._may_keep(number, op, out, random)
+            self._save_if_named(number, op, out, random_states)
         return out
 
-    def _keep(self, number: int, op: Any, value: Any, random: list[Tensor] | None) -> None:
-        self._kept.results[number] = _Result(op, value, random)
+    def _save(self, number: int, op: Any, value: Any, random_states: list[Tensor] | None) -> None:
+        self._saved.by_number[number] = _SavedResult(op, value, random_states)
         self._ops |= {_torch.storage_id(x): op for x in result_tensors(value)}
 
-    def wrote(self, x: Tensor, op: _torch.OpOverload) -> None:
-        """RuntimeError if that is kept, for which another run would take it as it was."""
-        if (made := self._ops.get(_torch.storage_id(x))) is not None:
-            raise _changed(self._kept.name, made, f", by {op}")
+    def check_write(self, x: Tensor, op: _torch.OpOverload) -> None:
+        """Raise RuntimeError if this tensor is saved: the last run would reuse it as it was before the write."""
+        if (maker := self._ops.get(_torch.storage_id(x))) is not None:
+            raise _changed_error(self._saved.name, maker, f", by {op}")
 
-    def _may_keep(self, number: int, op: Any, out: Any, random: list[Tensor] | None) -> None:
-        """Keep it if its first tensor, or a view of it, gets a name. That one is not held until then, only the others are."""
+    def _save_if_named(self, number: int, op: Any, out: Any, random_states: list[Tensor] | None) -> None:
+        """Save results when the first tensor, or a view of it, gets a name. Until then only the others are held."""
         first, *others = result_tensors(out)
         items: list[Any] = [out] if isinstance(out, Tensor) else list(out)
         if sum(isinstance(x, Tensor) for x in items) <= len(others):
             return  # lists in lists
-        at = next(i for i, x in enumerate(items) if x is first)
-        like = first.dtype, (first.shape, first.stride(), first.storage_offset())
-        items = [None if i == at else _torch.detach_in_dispatch(x) if isinstance(x, Tensor) else x for i, x in enumerate(items)]
-        kind = None if out is first else type(out)
+        position = next(i for i, x in enumerate(items) if x is first)
+        dtype, view = first.dtype, (first.shape, first.stride(), first.storage_offset())
+        items = [
+            None if i == position else _torch.detach_in_dispatch(x) if isinstance(x, Tensor) else x for i, x in enumerate(items)
+        ]
+        container = None if out is first else type(out)
 
-        def keep(x: Tensor) -> None:
-            if x.dtype == like[0]:
+        def save(x: Tensor) -> None:
+            if x.dtype == dtype:
                 with _torch.below_transforms():
-                    items[at] = x.detach().as_strided(*like[1])
-                self._keep(number, op, kind(items) if kind else items[at], random)
+                    items[position] = x.detach().as_strided(*view)
+                self._save(number, op, container(items) if container else items[position], random_states)
 
-        makes = self.number((number, 0))
-        gone = functools.partial(self._makers.pop, makes)  # what is held for it goes with it
-        self._makers[makes] = keep, weakref.ref(first.untyped_storage(), gone)
+        key = self.number_key((number, 0))
+        on_free = functools.partial(self._savers.pop, key)  # frees the other results as well
+        self._savers[key] = save, weakref.ref(first.untyped_storage(), on_free)
 
-    def named(self, x: Tensor, name: str) -> None:
-        """Keep what made it, if it is to be kept and as it was made."""
-        self.seen.add(name)
+    def add_name(self, x: Tensor, name: str) -> None:
+        """Save what made a tensor of this name, if the name is to be saved and the tensor is unchanged."""
+        self.seen_names.add(name)
         x = _torch.unwrap(x)
-        if name in self._names and _torch.is_plain(x) and (number := self.known(x)) in self._makers:
-            self._makers.pop(number)[0](x)
+        if name in self._names and _torch.is_plain(x) and (number := self.number_of(x)) in self._savers:
+            self._savers.pop(number)[0](x)
 
-    def ended(self) -> None:
-        """No more names are given, and no more writes seen."""
-        self._makers.clear()
-        for result in self._kept.results.values():
-            result.versions = result.versions_now()
+    def end(self) -> None:
+        """Free what was not named, and record versions: from now on writes are not seen."""
+        self._savers.clear()
+        for result in self._saved.by_number.values():
+            result.versions = result.current_versions()
 
 
-class _Last(ValueNumbering):
-    """The last run, which is handed what was kept."""
+class _ReusingRun(ValueNumbering):
+    """The last run, which reuses what was saved."""
 
-    def __init__(self, kept: SavedResults, xs: Iterable[Tensor], surroundings: AmbientState, *, retained: bool) -> None:
-        super().__init__(kept.numbers, xs)
-        self._kept, self._surroundings = kept, surroundings
-        self._retained = retained
+    def __init__(self, saved: SavedResults, xs: Iterable[Tensor], ambient: AmbientState, *, retained: bool) -> None:
+        super().__init__(saved.numbers, xs)
+        self._saved, self._ambient, self._retained = saved, ambient, retained
 
-    def run(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool) -> Any:
-        """What was kept of what the operator makes, with the random numbers as after it, or else what it makes."""
-        results = self._kept.results
+    def run_operator(
+        self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool
+    ) -> Any:
+        """Return the saved results and set the random state as after the call; run the operator if there are none."""
+        results = self._saved.by_number
         result = results.get(number) if self._retained else results.pop(number, None)
         if result is None:
             return op(*args, **kwargs)
-        if result.random is not None:
-            self._surroundings.put(result.random)
-        return result.again(self._kept.name)
+        if result.random_states is not None:
+            self._ambient.set_random_states(result.random_states)
+        return result.reuse(self._saved.name)

@@ -1,4 +1,4 @@
-"""What a function was handed before its first run, what a run is given, and what it has left when it ends."""
+"""What a function could reach before its first run, and the inputs of every run, which are made from that."""
 
 from __future__ import annotations
 
@@ -8,96 +8,79 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .adapter_lookup import find_adapter
-from .reachable import CONSTANT, OBJECT, TENSOR, ReachableObjects, Token, read_contents, tokens_equal
-from .special_adapters import set_attributes
+from .adapters import ObjectAdapter
+from .reachable import CONSTANT, OBJECT, TENSOR, ReachableObjects, Token, names_equal, read_contents, tokens_equal
+from .stateful_adapters import set_attributes
 
-__all__ = ["RunInputs", "Snapshot", "names_equal", "write_contents"]
+__all__ = ["RunInputs", "Snapshot", "write_contents"]
 
 
 class Snapshot:
-    """What was reached before the first run, without the tensors, and without holding objects that may hold some later."""
+    """What was reached before the first run, without the tensors.
 
-    def __init__(self, found: ReachableObjects, own: set[nn.Module]) -> None:
-        self._own = own
-        self.roots, self.parts = found.roots, found.parts
-        self.kinds = [find_adapter(obj) for obj in found.objects]
-        self.likes = [kind.like(obj) for kind, obj in zip(self.kinds, found.objects, strict=True) if kind]
-        self._refs = [_reference(obj) for obj in found.objects]
-        self._classes = [type(obj) for obj in found.objects]
-        self._users: list[list[int]] = [[] for _ in found.objects]
-        self._holding: set[int] = set()
-        for i, parts in enumerate(self.parts):
-            for _, tokens in parts:
-                for kind, number in tokens:
+    It holds no object that may hold a tensor later: it refers to them weakly, and knows what to make another one from.
+    """
+
+    def __init__(self, reached: ReachableObjects, owned: set[nn.Module]) -> None:
+        self.owned = owned
+        self.roots, self.contents = reached.roots, reached.contents
+        self.adapters = reached.adapters
+        self.contexts = [adapter.get_context(obj) for adapter, obj in zip(self.adapters, reached.objects, strict=True)]
+        self._references = [_refer_to(obj) for obj in reached.objects]
+        self._classes = [type(obj) for obj in reached.objects]
+        self._holders: list[list[int]] = [[] for _ in reached.objects]  # the objects that contain each one
+        self.with_tensors: set[int] = set()
+        for i, contents in enumerate(self.contents):
+            for _, tokens in contents:
+                for kind, x in tokens:
                     if kind == OBJECT:
-                        self._users[number].append(i)
+                        self._holders[x].append(i)
                     elif kind == TENSOR:
-                        self._holding.add(i)
+                        self.with_tensors.add(i)
 
-    def check_makeable(self, numbers: set[int], name: str) -> None:
-        """TypeError for objects of these numbers that no other run could be given as they were."""
-        for i in numbers:
-            kind = self.kinds[i]
-            assert kind is not None
-            if kind.blank is not None and not isinstance(self.likes[i], nn.Module):
-                self.blank(i, name)
+    def check_copyable(self, indices: set[int], name: str) -> None:
+        """Raise TypeError if one of these objects cannot be copied for another run of the function of this name."""
+        for i in indices:
+            if self.adapters[i].is_mutable and not isinstance(self.contexts[i], nn.Module):
+                self.make_empty(i, name)
 
-    def blank(self, i: int, name: str) -> Any:
-        """A new object of this number's class, with nothing in it yet. TypeError where none can be made."""
-        kind = self.kinds[i]
-        assert kind is not None
-        assert kind.blank is not None
+    def make_empty(self, i: int, name: str) -> Any:
+        """Return a new object of the class of the i-th, with no contents; TypeError where none can be made."""
+        make_empty = self.adapters[i].make_empty
+        assert make_empty is not None
         try:
-            return kind.blank(self.likes[i])
+            return make_empty(self.contexts[i])
         except TypeError as error:
             raise TypeError(
                 f"{name} was handed an object of {self._classes[i].__name__} that it changes, or that holds tensors, and that "
                 f"cannot be made anew for it to run again ({error}): pass tensors, or what is in it"
             ) from error
 
-    def made(
-        self, xs: Sequence[Tensor], changed: set[int], found: ReachableObjects | None, name: str, paths: Sequence[str]
-    ) -> RunInputs:
-        """All of it with these tensors: what is still as it was, and copies of the rest."""
-        stands = [ref() for ref in self._refs] if found is None else list(found.objects)
-        other = set(self._holding) | changed
-        if found is None:
-            other |= self._others(stands)
-        todo = list(other)
-        while todo:
-            for user in self._users[todo.pop()]:
-                if user not in other:
-                    other.add(user)
-                    todo.append(user)
-        made = RunInputs(name)
-        objects: list[Any] = [None if i in other else obj for i, obj in enumerate(stands)]
-        making = _Making(self, xs, stands, objects, name)
-        for i in sorted(other):
-            making.obj(i)
-        for i in sorted(other):
-            kind = self.kinds[i]
-            assert kind is not None
-            if kind.blank is not None:
-                if isinstance(objects[i], nn.Module):
-                    made.saved.append((objects[i], dict(vars(objects[i]))))
-                write_contents(objects[i], making.contents(i), self._own)
-        made.roots, made.objects = [making.value(token) for token in self.roots], objects
-        made.kept = [i for i in range(len(objects)) if i not in other]
-        return made
+    def get_current(self) -> list[Any]:
+        """Return the objects as they are now; None for one that is gone or has no weak reference."""
+        return [reference() for reference in self._references]
 
-    def _others(self, stands: list[Any]) -> set[int]:
-        """Which of the objects are not as they were, or nobody knows."""
+    def add_holders(self, indices: set[int]) -> set[int]:
+        """Return these objects and all that contain them."""
+        out, todo = set(indices), list(indices)
+        while todo:
+            holders = [holder for holder in self._holders[todo.pop()] if holder not in out]
+            out.update(holders)
+            todo += holders
+        return out
+
+    def find_changed(self, current: list[Any]) -> set[int]:
+        """Return the indices of the objects that have changed since the first run, or that are gone."""
         out: set[int] = set()
-        for i, parts in enumerate(self.parts):
-            if stands[i] is None or type(stands[i]) is not self._classes[i]:
+        for i, contents in enumerate(self.contents):
+            if current[i] is None or type(current[i]) is not self._classes[i]:
                 out.add(i)
                 continue
-            now = read_contents(stands[i], self._own)
-            if len(now) != len(parts):
+            contents_now = read_contents(current[i], self.adapters[i], self.owned)
+            if len(contents_now) != len(contents):
                 out.add(i)
                 continue
-            for (names, tokens), (names_now, values) in zip(parts, now, strict=True):
+            for (names, tokens), (names_now, values) in zip(contents, contents_now, strict=True):
                 if not names_equal(names, names_now):
                     out.add(i)
                     break
@@ -107,98 +90,91 @@ class Snapshot:
                     elif kind == CONSTANT:
                         if x is not value_now and not tokens_equal((CONSTANT, x), (CONSTANT, value_now)):
                             out.add(i)
-                    elif stands[x] is None and self._refs[x] is _nothing:
-                        stands[x] = value_now  # a list, say: what stands in its place
-                    elif stands[x] is not value_now:
+                    elif current[x] is None and self._references[x] is _no_reference:
+                        current[x] = value_now  # as a list, which has no weak reference: the one that is there now
+                    elif current[x] is not value_now:
                         out.add(i)
         return out
 
 
-class _Making:
-    """The objects of one run while they are made. No closures: those that know each other hold all until they are collected."""
-
-    def __init__(self, start: Snapshot, xs: Sequence[Tensor], stands: list[Any], objects: list[Any], name: str) -> None:
-        self._start, self._xs, self._stands, self._objects, self._name = start, xs, stands, objects, name
-
-    def value(self, token: Token) -> Any:
-        kind, x = token
-        return x if kind == CONSTANT else self._xs[x] if kind == TENSOR else self.obj(x)
-
-    def obj(self, i: int) -> Any:
-        kind = self._start.kinds[i]
-        assert kind is not None
-        if self._objects[i] is None:
-            stands = self._stands[i]
-            if kind.blank is None:
-                self._objects[i] = kind.fill(self._start.likes[i], self.contents(i))
-            else:
-                self._objects[i] = stands if isinstance(stands, nn.Module) else self._start.blank(i, self._name)
-        return self._objects[i]
-
-    def contents(self, i: int) -> Any:
-        return [(names, [self.value(token) for token in tokens]) for names, tokens in self._start.parts[i]]
-
-
-def _nothing() -> None:
+def _no_reference() -> None:
     return None
 
 
-def _reference(obj: Any) -> Callable[[], Any]:
+def _refer_to(obj: Any) -> Callable[[], Any]:
     if isinstance(obj, nn.Module):
         return lambda: obj
     try:
         return weakref.ref(obj)
     except TypeError:
-        return _nothing
-
-
-def write_contents(obj: Any, contents: Any, own: set[nn.Module]) -> None:
-    """Have this in an object; modules but for ``own`` get all their attributes."""
-    kind = find_adapter(obj)
-    assert kind is not None
-    if isinstance(obj, nn.Module) and obj not in own:
-        set_attributes(obj, dict(zip(*contents[0], strict=True)), ())
-    else:
-        kind.fill(obj, contents)
+        return _no_reference
 
 
 class RunInputs:
-    """What one run is given."""
+    """The objects that one run is given: copies of those with tensors, of changed ones, and of all that contain these.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.roots: list[Any] = []
-        self.objects: list[Any] = []
-        self.kept: list[int] = []
-        self.saved: list[tuple[nn.Module, dict[str, Any]]] = []
+    A class, because closures that refer to each other live until garbage is collected. ``xs`` are the tensors of the run.
+    ``reached`` is None for a later run than the first, when any object may have changed or gone.
+    """
 
-    def restore(self) -> None:
-        """The modules are as they were before the run."""
-        for module, attributes in reversed(self.saved):
+    def __init__(
+        self, snapshot: Snapshot, xs: Sequence[Tensor], changed: set[int], reached: ReachableObjects | None, name: str
+    ) -> None:
+        self._snapshot, self._xs, self._name = snapshot, xs, name
+        self._current = snapshot.get_current() if reached is None else reached.objects
+        changed = changed | (snapshot.find_changed(self._current) if reached is None else set())
+        copied = sorted(snapshot.add_holders(snapshot.with_tensors | changed))
+        self.objects = list(self._current)
+        for i in copied:
+            self.objects[i] = None
+        self.shared = [i for i, obj in enumerate(self.objects) if obj is not None]
+        """The indices of the objects that are the caller's own."""
+        for i in copied:
+            self._get_object(i)
+        self._module_attributes: list[tuple[nn.Module, dict[str, Any]]] = []  # as they were before the run
+        for i in copied:
+            obj, adapter = self.objects[i], snapshot.adapters[i]
+            if adapter.is_mutable:
+                if isinstance(obj, nn.Module):
+                    self._module_attributes.append((obj, dict(vars(obj))))
+                write_contents(obj, adapter, self._get_contents(i), snapshot.owned)
+        self.roots = [self._get_value(token) for token in snapshot.roots]
+
+    def _get_value(self, token: Token) -> Any:
+        kind, x = token
+        return x if kind == CONSTANT else self._xs[x] if kind == TENSOR else self._get_object(x)
+
+    def _get_object(self, i: int) -> Any:
+        snapshot, adapter, current = self._snapshot, self._snapshot.adapters[i], self._current[i]
+        if self.objects[i] is None:
+            if not adapter.is_mutable:
+                self.objects[i] = adapter.fill(snapshot.contexts[i], self._get_contents(i))
+            else:
+                self.objects[i] = current if isinstance(current, nn.Module) else snapshot.make_empty(i, self._name)
+        return self.objects[i]
+
+    def _get_contents(self, i: int) -> Any:
+        return [(names, [self._get_value(token) for token in tokens]) for names, tokens in self._snapshot.contents[i]]
+
+    def restore_modules(self) -> None:
+        """Give the modules the attributes that they had before the run."""
+        for module, attributes in reversed(self._module_attributes):
             vars(module).clear()
             vars(module).update(attributes)
-        self.saved.clear()
+        self._module_attributes.clear()
 
-    def undo(self, found: ReachableObjects) -> None:
-        """What the run has changed in the caller's objects is as it was."""
-        self.restore()
-        for i in self.kept:
-            kind, parts = find_adapter(found.objects[i]), found.parts[i]
-            if kind is not None and kind.blank is not None:
-                write_contents(
-                    found.objects[i],
-                    [(names, [_found(token, found) for token in tokens]) for names, tokens in parts],
-                    found.own,
-                )
+    def undo_changes(self, reached: ReachableObjects) -> None:
+        """Undo what a run that failed has changed in the caller's objects."""
+        self.restore_modules()
+        for i in self.shared:
+            if reached.adapters[i].is_mutable:
+                contents = [(names, [reached.value_of(token) for token in tokens]) for names, tokens in reached.contents[i]]
+                write_contents(reached.objects[i], reached.adapters[i], contents, reached.owned)
 
 
-def _found(token: Token, found: ReachableObjects) -> Any:
-    kind, x = token
-    return x if kind == CONSTANT else found.tensors[x] if kind == TENSOR else found.objects[x]
-
-
-def names_equal(names: list[Any], others: list[Any]) -> bool:
-    """Whether what was seen has the same names in the same order: tensors by identity, others by value."""
-    if len(names) != len(others):
-        return False
-    return all(not (a is not b and (isinstance(a, Tensor) or a != b)) for a, b in zip(names, others, strict=True))
+def write_contents(obj: Any, adapter: ObjectAdapter, contents: Any, owned: set[nn.Module]) -> None:
+    """Replace what a mutable object contains; a module that is not owned gets all its attributes."""
+    if isinstance(obj, nn.Module) and obj not in owned:
+        set_attributes(obj, dict(zip(*contents[0], strict=True)), ())
+    else:
+        adapter.fill(obj, contents)

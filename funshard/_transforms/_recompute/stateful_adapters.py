@@ -1,0 +1,135 @@
+"""Adapters of modules, iterators, generators of random numbers, and meshes with ranks that vmap simulates."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._batchnorm import MESH
+from ..._spec.spec import PartitionSpec
+from ...collectives._mesh import Mesh, Simulated
+from .adapters import Contents, ObjectAdapter, OpaqueState, part_of
+
+__all__ = ["CALL_ATTRIBUTES", "GENERATORS", "ITERATOR", "MODULE", "NUMPY_GENERATOR", "SIMULATED_RANKS"]
+__all__ += ["find_simulated_ranks", "read_module_state", "set_attributes"]
+
+CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH)
+"""The attributes of a module that functional_call replaces."""
+
+_INTERNAL_DICTS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+_INTERNAL_DICTS -= set(CALL_ATTRIBUTES)
+"""Those of hooks and submodules, which few modules have anything in."""
+
+
+def _read_module(module: nn.Module, but: tuple[str, ...] = ()) -> Contents:
+    """Read the attributes of a module, without internal dicts that are empty."""
+    return [part_of({k: v for k, v in vars(module).items() if k not in but and (k not in _INTERNAL_DICTS or v)})]
+
+
+def read_module_state(module: nn.Module) -> Contents:
+    """Read the attributes of a module except `CALL_ATTRIBUTES` and submodules."""
+    return _read_module(module, (*CALL_ATTRIBUTES, "_modules"))
+
+
+def set_attributes(module: nn.Module, new: Mapping[str, Any], but: tuple[str, ...] = CALL_ATTRIBUTES) -> None:
+    """Replace all attributes of a module except ``but``; those that it has keep their order."""
+    attributes = vars(module)
+    for name in [name for name in attributes if name not in new and name not in but and name not in _INTERNAL_DICTS]:
+        del attributes[name]
+    attributes.update((name, value) for name, value in new.items() if name not in but)
+
+
+MODULE = ObjectAdapter(
+    _read_module,
+    lambda module, contents: set_attributes(module, dict(zip(*contents[0], strict=True))),
+    make_empty=lambda module: module,
+    get_context=lambda module: module,
+)
+"""A run gets the caller's module itself, with other attributes for its length."""
+
+
+def _position(obj: Any) -> object:
+    """Return something that changes when the iterator moves on; None if nothing can be seen."""
+    if isinstance(obj, types.GeneratorType):
+        return obj.gi_frame.f_lasti if obj.gi_frame else -1
+    if hasattr(obj, "__length_hint__"):
+        return operator.length_hint(obj)
+    if isinstance(obj, zip | enumerate | map | filter):
+        return tuple(_position(inner) if hasattr(inner, "__next__") else str(inner) for inner in obj.__reduce__()[1])
+    return repr(obj)  # as of itertools.count
+
+
+def _refuse_copy(_: Any) -> Any:
+    raise TypeError("it cannot be wound back")
+
+
+ITERATOR = ObjectAdapter(lambda obj: [(["position"], [OpaqueState(_position(obj))])], lambda obj, contents: None, _refuse_copy)
+
+
+def _generator_adapter(
+    get_context: Callable[[Any], Any],
+    make: Callable[[Any], Any],
+    get_state: Callable[[Any], Any],
+    set_state: Callable[[Any, Any], object],
+) -> ObjectAdapter:
+    """Return the adapter of a class of random number generators."""
+
+    def fill(generator: Any, contents: Contents) -> None:
+        set_state(generator, contents[0][1][0].value)
+
+    return ObjectAdapter(lambda generator: [(["state"], [OpaqueState(get_state(generator))])], fill, make, get_context)
+
+
+NUMPY_GENERATOR = _generator_adapter(
+    lambda g: (type(g), type(g.bit_generator)),
+    lambda classes: classes[0](classes[1]()),
+    lambda g: pickle.dumps(g.bit_generator.state),
+    lambda g, state: setattr(g.bit_generator, "state", pickle.loads(state)),
+)
+GENERATORS = {
+    torch.Generator: _generator_adapter(
+        lambda g: g.device, torch.Generator, torch.Generator.get_state, torch.Generator.set_state
+    ),
+    random.Random: _generator_adapter(
+        lambda _: None, lambda _: random.Random(), random.Random.getstate, random.Random.setstate
+    ),
+}
+"""The adapters of these classes, not of their subclasses."""
+
+
+def find_simulated_ranks(obj: PartitionSpec | Mesh | Simulated) -> list[Tensor]:
+    """Return the ranks in a spec, a mesh or an axis that vmap simulates, each a tensor."""
+    if isinstance(obj, Simulated):
+        return [obj.rank]
+    mesh = obj.mesh if isinstance(obj, PartitionSpec) else obj
+    return [axis.rank for _, axis in mesh.axes if isinstance(axis, Simulated)] if mesh else []
+
+
+def _replace_ranks(obj: Any, contents: Contents) -> Any:
+    """Return the same spec, mesh or axis with other tensors as its simulated ranks."""
+
+    def replace_rank(axis: Any, ranks: Iterator[Tensor]) -> Any:
+        return replace(axis, rank=next(ranks)) if isinstance(axis, Simulated) else axis
+
+    ranks = iter(contents[0][1])
+    if isinstance(obj, Simulated):
+        return replace_rank(obj, ranks)
+    mesh = obj.bound_mesh if isinstance(obj, PartitionSpec) else obj
+    mesh = replace(mesh, axes=tuple((name, replace_rank(axis, ranks)) for name, axis in mesh.axes))
+    return obj.on(mesh) if isinstance(obj, PartitionSpec) else mesh
+
+
+def _read_ranks(obj: Any) -> Contents:
+    ranks = find_simulated_ranks(obj)
+    return [(list(range(len(ranks))), ranks)]
+
+
+SIMULATED_RANKS = ObjectAdapter(_read_ranks, _replace_ranks, get_context=lambda obj: obj)
