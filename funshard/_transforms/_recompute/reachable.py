@@ -120,7 +120,8 @@ class ReachableObjects:
 
     def path_of(self, token: Token, root_names: Sequence[str]) -> str:
         """Return the path of a tensor or an object, such as ``args[0].layers[1].keys``."""
-        return self.path_in(*(self._tensor_parents if token[0] == TENSOR else self._object_parents)[token[1]], root_names)
+        parent, name = (self._tensor_parents if token[0] == TENSOR else self._object_parents)[token[1]]
+        return self.path_in(parent, name, root_names)
 
     def path_in(self, parent: int, name: Any, root_names: Sequence[str]) -> str:
         """Return the path of an item of the object with index ``parent``; of a root if that is -1."""

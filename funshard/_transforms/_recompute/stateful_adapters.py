@@ -24,8 +24,7 @@ __all__ += ["find_simulated_ranks", "read_module_state", "set_attributes"]
 CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH)
 """The attributes of a module that functional_call replaces."""
 
-_INTERNAL_DICTS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
-_INTERNAL_DICTS -= set(CALL_ATTRIBUTES)
+_INTERNAL_DICTS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)} - {*CALL_ATTRIBUTES}
 """Those of hooks and submodules, which few modules have anything in."""
 
 
