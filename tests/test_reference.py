@@ -110,7 +110,7 @@ fs.flatten fs.gather_full fs.grad fs.grad_and_value fs.hvp fs.init fs.init_buffe
 fs.param_views fs.partition fs.per_sample_grads fs.reduce_grads fs.reduce_mean fs.remat fs.reshard fs.scatter_full
 fs.shard fs.skeleton fs.trace_order fs.unflatten fs.unshard fs.update_in_backward fs.weight_share fs.averaging.average
 fs.averaging.average_buffers fs.averaging.ema fs.averaging.hierarchical fs.averaging.init fs.averaging.periodic
-fs.averaging.reduce_over fs.checkpoint.Saving.wait fs.checkpoint.clean fs.checkpoint.clean_name fs.checkpoint.export
+fs.averaging.choose_reduce_axes fs.checkpoint.Saving.wait fs.checkpoint.clean fs.checkpoint.clean_name fs.checkpoint.export
 fs.checkpoint.from_optimizer_state_dict fs.checkpoint.latest fs.checkpoint.load fs.checkpoint.optimizer_state_dict
 fs.checkpoint.per_rank fs.checkpoint.read_safetensors fs.checkpoint.rekey fs.checkpoint.save fs.codecs.int8
 fs.codecs.nf4 fs.collectives.Mesh.of fs.collectives.Mesh.reducing_over fs.collectives.Mesh.world
