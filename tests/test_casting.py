@@ -389,12 +389,12 @@ def test_repr_says_what_was_given() -> None:
 def test_resolve_is_fsdp1s(param: torch.dtype | None, reduce: torch.dtype | None, original: torch.dtype) -> None:
     handle = SimpleNamespace(_orig_param_dtype=original)
     FlatParamHandle._init_param_reduce_dtypes(handle, param, reduce)
-    assert Precision(param=param, reduce=reduce).resolve(original) == (handle._fwd_bwd_param_dtype, handle._reduce_dtype)
+    assert Precision(param=param, reduce=reduce)._resolve(original) == (handle._fwd_bwd_param_dtype, handle._reduce_dtype)
 
 
 @given(PRECISIONS, st.sampled_from([torch.int64, torch.uint8, torch.bool, torch.complex64]))
 def test_resolve_leaves_what_is_not_floating(precision: Precision, original: torch.dtype) -> None:
-    assert precision.resolve(original) == (original, original)
+    assert precision._resolve(original) == (original, original)
 
 
 # --- division ---

@@ -180,7 +180,7 @@ def test_slices_at_once_are_slices_one_by_one(make: Any, dtype: torch.dtype) -> 
             assert all(torch.equal(a[i], b) for a, b in zip(encoded, one, strict=True))
             assert torch.equal(decoded[i], codec.decode(*one))
             raw, form = packed(one)
-            assert codec.form(numel, dtype) == (len(raw), form)
+            assert codec._describe_encoding(numel, dtype) == (len(raw), form)
 
 
 def test_are_values() -> None:

@@ -101,10 +101,10 @@ def test_public_functions_have_an_example_that_runs() -> None:
 
 
 TO_MEND = """
-fs.Codec.encoded fs.Codec.form fs.Codec.decoded fs.ModuleTree.nodes fs.ModuleTree.dominators fs.ModuleTree.without
-fs.PartitionSpec.once fs.PartitionSpec.owner fs.PartitionSpec.in_model_order fs.PartitionSpec.within fs.PartitionSpec.on
+fs.ModuleTree.nodes fs.ModuleTree.dominators fs.ModuleTree.without
+fs.PartitionSpec.owner fs.PartitionSpec.on
 fs.PartitionSpec.ordered fs.PartitionSpec.size fs.PartitionSpec.shard_numel fs.PartitionSpec.stored
-fs.PartitionSpec.padded_numel fs.Precision.resolve fs.Remat.chosen fs.SyncBatchNorm.forward fs.Unit.padded_numel
+fs.PartitionSpec.padded_numel fs.SyncBatchNorm.forward fs.Unit.padded_numel
 fs.accumulate fs.by_path fs.by_size fs.by_type fs.checkpoint_name fs.combine fs.compile fs.convert_sync_batchnorm
 fs.flatten fs.gather_full fs.grad fs.grad_and_value fs.hvp fs.init fs.init_buffers fs.module_tree fs.offload
 fs.param_views fs.partition fs.per_sample_grads fs.reduce_grads fs.reduce_mean fs.remat fs.reshard fs.scatter_full

@@ -77,7 +77,7 @@ def _first_dtype(tree: Any) -> torch.dtype | None:
 def cast_params(tensors: Sequence[Tensor], unit: Unit) -> Sequence[Tensor]:
     """A unit's full parameters as they are computed with."""
     precision = unit.p.precision
-    return [x.to(precision.resolve(x.dtype).param) for x in tensors] if precision else tensors
+    return [x.to(precision._resolve(x.dtype).param) for x in tensors] if precision else tensors
 
 
 def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:

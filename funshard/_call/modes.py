@@ -120,7 +120,7 @@ def _nestable(spec: PartitionSpec) -> bool:
 def _sharded(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:
     """The part of the spec whose units ``params`` holds as shards."""
     keys = spec.by_key.keys() & params.keys()
-    return spec if len(keys) == len(spec) else spec.within("", keys)
+    return spec if len(keys) == len(spec) else spec._restrict("", keys)
 
 
 def given(params: Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Gathered]:

@@ -75,7 +75,7 @@ def resting(
 
     Not ``again``: what runs is itself run again for its derivatives, and what it saves then is soon read.
     """
-    own = spec.once(_offloaded)
+    own = spec._compute_once(_offloaded)
     around = find_offload_hooks(outer)
     if not own and around is None:
         return None

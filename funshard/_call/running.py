@@ -164,7 +164,7 @@ class Call:
         @functools.cache  # it may run often in one call
         def insides() -> tuple[Place, PartitionSpec]:
             place = self.place.within(path)
-            return place, self.spec.within(path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()})
+            return place, self.spec._restrict(path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()})
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:

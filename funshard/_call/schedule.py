@@ -56,7 +56,7 @@ class Schedule:
         self.spec, self._prefetch, self.check_order = spec, options.prefetch, options.check_order
         self.reduction = reduction
         dtypes = tuple(shard.dtype for shard in self.shards.values())
-        self.routes = spec.once(make_route_table, dtypes, reduction, options.check_order)
+        self.routes = spec._compute_once(make_route_table, dtypes, reduction, options.check_order)
         self.buffers = BufferPool(margins=self.routes.needs_order_check)
         self.receiver = receiver
         self.reductions = ReductionQueue(options.in_flight, self.buffers, receiver)

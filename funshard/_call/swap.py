@@ -215,7 +215,7 @@ def _modules_in(module: nn.Module, path: str) -> dict[str, nn.Module]:
 
 
 def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned:
-    places = spec.once(_places)
+    places = spec._compute_once(_places)
     parameters = {path: own_of(module, "_parameters") for path, module in modules.items()}
     for path, mine in places.items():
         own = parameters.get(path, {})

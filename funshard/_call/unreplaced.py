@@ -33,7 +33,7 @@ class Unreplaced:
     def __init__(self, place: Place, spec: PartitionSpec, given: Mapping[str, Tensor]) -> None:
         self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._names: Mapping[int, str] | None = None  # of the parameters that the call replaces, by storage
-        known, model = spec.once(_known), place.modules[place.path]
+        known, model = spec._compute_once(_known), place.modules[place.path]
         if (held := known.get(model)) == []:
             return
         self._names = _by_storage(place, spec, given)

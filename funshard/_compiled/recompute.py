@@ -35,7 +35,7 @@ _KEEP = "funshard_keep"
 
 def choose(graph: Graph, remats: Sequence[Remat]) -> None:
     """Note which of the regions keeps what, and take out the views that have the names."""
-    chosen = [remat.chosen() for remat in remats]
+    chosen = [remat._choose_operators() for remat in remats]
     for node in list(graph.nodes):
         regions, name = regions_of(node), annotation(node, NAME_KEY)
         if name is not None and is_view(node):

@@ -56,7 +56,7 @@ def gather_full(
             copies = _copies(shards[unit.key].detach(), unit, mesh, rank0_only, offload_to_cpu)
             full |= waiting()  # the one before, while this one is on its way
             waiting = copies
-        return spec.in_model_order(full | waiting())
+        return spec._to_model_order(full | waiting())
 
 
 def _copies(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_cpu: bool) -> Callable[[], Params]:

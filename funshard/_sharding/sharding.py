@@ -143,7 +143,7 @@ def unshard(
             buffer = _copy(buffer)
         tensors = unflatten_unit(buffer, unit)
         full.update(zip((p.name for p in unit.params), tensors, strict=True))
-    return spec.in_model_order(full | {name: shards[name] for name in spec.ignored if name in shards})
+    return spec._to_model_order(full | {name: shards[name] for name in spec.ignored if name in shards})
 
 
 def _copy(buffer: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class Codec:
         names = (f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__qualname__)}" for fn in (self.encode, self.decode))
         return f"Codec({', '.join(names)})"
 
-    def encoded(self, piece: Tensor) -> tuple[Tensor, ...]:
+    def _encode_slice(self, piece: Tensor) -> tuple[Tensor, ...]:
         """What is sent of a slice. TypeError if that is anything but tensors."""
         tensors = self.encode(piece)
         if not isinstance(tensors, tuple) or not all(isinstance(x, Tensor) for x in tensors) or not tensors:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -67,9 +67,9 @@ class Codec:
             raise TypeError(f"{self}: expected encode to return a tuple of tensors, got {got}")
         return tensors
 
-    def form(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
+    def _describe_encoding(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
         """``(bytes, form)`` of an encoded slice of so many elements: `packed`'s, from the shapes alone."""
-        if torch.compiler.is_compiling():  # as PartitionSpec.once
+        if torch.compiler.is_compiling():  # as PartitionSpec._compute_once
             return self._form(numel, dtype)
         if (numel, dtype) not in self._forms:
             with _torch.below_transforms():
@@ -78,14 +78,14 @@ class Codec:
 
     def _form(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
         try:
-            encoded = self.encoded(torch.empty(numel, dtype=dtype, device="meta"))
+            encoded = self._encode_slice(torch.empty(numel, dtype=dtype, device="meta"))
         except RuntimeError as error:
             raise TypeError(f"{self}: expected encode to run on shapes alone, on the meta device, got {error}") from error
         form = tuple((x.dtype, x.shape) for x in encoded)
         sizes = [shape.numel() * dtype.itemsize for dtype, shape in form]
         return sum(size + -size % _ALIGN for size in sizes), form
 
-    def decoded(self, tensors: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
+    def _decode_slices(self, tensors: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
         """All slices, of so many elements each, end to end in this dtype, from what was sent of them, stacked in dimension 0.
 
         ValueError if a slice has another length.

@@ -40,7 +40,7 @@ def _computes_on(mesh: Mesh) -> torch.device | None:
 
 def check_rests(shards: Mapping[str, Tensor], spec: PartitionSpec) -> None:
     """ValueError, naming the unit, for the shard of a unit that rests on the host and is elsewhere."""
-    for key, device in spec.once(_away):
+    for key, device in spec._compute_once(_away):
         if key in shards and (at := shards[key].device).type not in (HOST.type, "meta"):
             raise ValueError(
                 f"unit '{key}' has P(offload=\"params\"): expected its shard on the host, from where it is copied to {device}, "

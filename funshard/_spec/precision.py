@@ -56,13 +56,13 @@ class Precision:
         changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
         return f"Precision({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
-    def resolve(self, original: torch.dtype) -> Dtypes:
+    def _resolve(self, original: torch.dtype) -> Dtypes:
         """The dtypes for parameters of this one: as given, ``reduce`` as ``param`` if only that is, else the original.
 
         What is not floating point stays as it is. The rule of ``FlatParamHandle._init_param_reduce_dtypes``.
 
         >>> import torch, funshard as fs
-        >>> fs.Precision(param=torch.bfloat16).resolve(torch.float32)
+        >>> fs.Precision(param=torch.bfloat16)._resolve(torch.float32)
         Dtypes(param=torch.bfloat16, reduce=torch.bfloat16)
         """
         if not original.is_floating_point:

@@ -70,7 +70,7 @@ class Remat:
         """The names in ``save``."""
         return frozenset(x for x in self.save if isinstance(x, str)) if isinstance(self.save, frozenset) else frozenset()
 
-    def chosen(self) -> Chosen:
+    def _choose_operators(self) -> Chosen:
         """Which operators one run is to keep. Raises TypeError where a function answers something else than its kind may."""
         save = self.save
         if not callable(save):

@@ -86,7 +86,7 @@ class PartitionSpec:
         chosen = self.selected or (("", self.root),)
         return tuple(path for path, p in chosen if p.remat)
 
-    def once(self, make: Callable[..., Made], *args: Hashable) -> Made:
+    def _compute_once(self, make: Callable[..., Made], *args: Hashable) -> Made:
         """``make(self, *args)``, made once for this very spec and kept for as long as it lives. It must not hold the spec."""
         if torch.compiler.is_compiling():  # which has no use for it, and would guard it
             return make(self, *args)
@@ -102,13 +102,13 @@ class PartitionSpec:
             return self.by_name[key][1]
         raise ValueError(f"'{key}' is no unit and no parameter of the spec: expected some of {list(self.by_key)[:8]}")
 
-    def in_model_order(self, full: Mapping[str, Made]) -> dict[str, Made]:
+    def _to_model_order(self, full: Mapping[str, Made]) -> dict[str, Made]:
         """Return what there is by parameter name in the order of ``named_parameters``; other names come last."""
         return {name: full[name] for name in dict.fromkeys((*self.names, *full)) if name in full}
 
-    def within(self, path: str, keys: Iterable[str]) -> PartitionSpec:
+    def _restrict(self, path: str, keys: Iterable[str]) -> PartitionSpec:
         """The part of this spec for the insides of one of its modules, which uses the units of these keys."""
-        return self.once(_within, path, frozenset(keys))
+        return self._compute_once(_within, path, frozenset(keys))
 
     def on(
         self,
@@ -165,7 +165,7 @@ class PartitionSpec:
         """This spec on its mesh; an unbound one on the world as one axis "shard" (one rank without a process group)."""
         if self.mesh is not None or self.sizes is not None:
             return self
-        return self.once(PartitionSpec.on, Mesh.world())
+        return self._compute_once(PartitionSpec.on, Mesh.world())
 
     @property
     def bound_mesh(self) -> Mesh:
@@ -175,7 +175,7 @@ class PartitionSpec:
 
     def size(self, unit: Unit) -> int:
         """In how many slices the unit's buffer is split."""
-        return self.bound.once(_size, unit.p)
+        return self.bound._compute_once(_size, unit.p)
 
     def shard_numel(self, unit: Unit) -> int:
         """Elements of one rank's slice of the unit, padding included: the same on every rank."""
@@ -184,7 +184,7 @@ class PartitionSpec:
     def stored(self, unit: Unit) -> tuple[int, torch.dtype]:
         """Length and dtype of what `shard` gives of the unit: `shard_numel` elements, or the bytes of what is at rest."""
         bound = self.bound
-        return bound.once(_stored)[unit.key] if bound.by_key.get(unit.key) is unit else _stored_of(unit, bound)
+        return bound._compute_once(_stored)[unit.key] if bound.by_key.get(unit.key) is unit else _stored_of(unit, bound)
 
     def padded_numel(self, unit: Unit) -> int:
         """Elements of the whole padded buffer of the unit."""
@@ -218,7 +218,7 @@ def _stored(spec: PartitionSpec) -> dict[str, tuple[int, torch.dtype]]:
 
 def _stored_of(unit: Unit, spec: PartitionSpec) -> tuple[int, torch.dtype]:
     numel = spec.shard_numel(unit)
-    return (unit.at_rest.form(numel, unit.dtype)[0], torch.uint8) if unit.at_rest else (numel, unit.dtype)
+    return (unit.at_rest._describe_encoding(numel, unit.dtype)[0], torch.uint8) if unit.at_rest else (numel, unit.dtype)
 
 
 def _within(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSpec:

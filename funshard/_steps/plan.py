@@ -145,7 +145,7 @@ class Plan:
             unit = dataclasses.replace(unit, p=dataclasses.replace(p, axis=None))  # its slice is a buffer for the rest
             if not rest or not self.later:
                 return grad / count
-        dtypes = (p.precision or Precision()).resolve(shard.dtype)
+        dtypes = (p.precision or Precision())._resolve(shard.dtype)
         return reduce_unit((grad / count).to(dtypes.reduce), unit, mesh, reduction, p.precision, shard.dtype)
 
     def _units(self) -> Iterator[Unit]:

@@ -84,7 +84,7 @@ def add_argument_hints(
     devices = [{str(x.device) for x in some} for some in (params.values(), tensors)]
     if len(devices[0] | devices[1]) > 1:
         hints.append(f"params are on {', '.join(sorted(devices[0]))}, the arguments on {', '.join(sorted(devices[1]))}")
-    used = {unit.p.precision.resolve(unit.dtype).param if unit.p.precision else unit.dtype for unit in spec}
+    used = {unit.p.precision._resolve(unit.dtype).param if unit.p.precision else unit.dtype for unit in spec}
     floats = {x.dtype for x in tensors if x.is_floating_point() or "Long" in str(error)}  # whole numbers are often right
     if _DTYPES.search(str(error)) and (others := floats - used):
         shown = ", ".join(sorted(map(str, others)))

@@ -186,7 +186,7 @@ class RouteTable:
 def make_route_table(
     spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Reduction, check_order: bool
 ) -> RouteTable:
-    """The routes of a spec's units, whose shards have these dtypes, on its process groups. To be made `PartitionSpec.once`."""
+    """Return the routes of a spec's units, whose shards have these dtypes, on its process groups."""
     mesh, recomputed = spec.bound_mesh, spec.recomputed
     of = {
         unit.key: Route.for_unit(unit, mesh, reduction, unit.p.precision, dtype)

@@ -105,7 +105,7 @@ def encode_at_rest(piece: Tensor, unit: Unit) -> Tensor:
             f"unit '{unit.key}' is at rest in {unit.at_rest}, and bytes have no derivative: expected full parameters "
             "without one; detach them, or leave at_rest= out of its P"
         )
-    return packed(unit.at_rest.encoded(piece.detach().to(unit.dtype)))[0]
+    return packed(unit.at_rest._encode_slice(piece.detach().to(unit.dtype)))[0]
 
 
 def reduce_unit(
@@ -187,10 +187,10 @@ def _gathered(piece: Tensor, split: Sequence[Axis], label: str) -> Tensor:
 
 def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: torch.dtype, label: str) -> Tensor:
     """The slices of all ranks, each encoded where it is and decoded everywhere."""
-    rows = [_gathered(x[None], split, label) for x in codec.encoded(piece)]
+    rows = [_gathered(x[None], split, label) for x in codec._encode_slice(piece)]
     if all(axis.size == 1 for axis in split):  # nothing was gathered, and decode may give what it is given
         rows = [x.clone() for x in rows]
-    return codec.decoded(rows, len(piece), dtype)
+    return codec._decode_slices(rows, len(piece), dtype)
 
 
 @_torch.allow_in_graph

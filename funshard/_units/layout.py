@@ -106,7 +106,7 @@ def unflatten(buffers: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
         for unit in spec
         for param, view in zip(unit.params, unflatten_unit(buffers[unit.key], unit), strict=True)
     }
-    return spec.in_model_order(full)
+    return spec._to_model_order(full)
 
 
 def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:

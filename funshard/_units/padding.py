@@ -35,7 +35,7 @@ def map_elements(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *sli
     if spec.bound_mesh.simulated:
         mask = padding_mask(unit, spec, slices[0].device)
         return torch.where(mask, 0, f(*(torch.where(mask, 1, x) for x in slices)))
-    ranges = spec.once(_parameter_ranges)[unit.key]
+    ranges = spec._compute_once(_parameter_ranges)[unit.key]
     if ranges == ((0, spec.shard_numel(unit)),):
         return f(*slices)
     return f(*(_concat_ranges(x, ranges) for x in slices))

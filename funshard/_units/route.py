@@ -58,7 +58,7 @@ class Route:
     def for_unit(cls, unit: Unit, mesh: Mesh, reduction: Reduction, precision: Precision | None, dtype: torch.dtype) -> Route:
         """That of a unit whose shard has this dtype. Axes of one rank do not count; what has no elements stays where it is."""
         dtype = unit.dtype if unit.at_rest else dtype
-        dtypes = (precision or Precision()).resolve(dtype)
+        dtypes = (precision or Precision())._resolve(dtype)
         codec = unit.at_rest or (precision.codec if precision and dtype.is_floating_point and unit.numel else None)
         sizes = {name: axis.size for name, axis in mesh.axes if axis.size > 1 and unit.numel}
         split_axes = tuple(name for name in unit.p.axes if name in sizes)
@@ -80,7 +80,7 @@ class Route:
             shard_dtype=dtype,
             dtypes=dtypes,
             codec=codec,
-            form=unit.at_rest.form(padded_numel // num_slices, dtype)[1] if unit.at_rest else None,
+            form=unit.at_rest._describe_encoding(padded_numel // num_slices, dtype)[1] if unit.at_rest else None,
             num_slices=num_slices,
             device=device,
             has_own_buffer=has_own_buffer,
@@ -98,7 +98,7 @@ class Route:
         """Its buffer, from the bytes of all slices, end to end."""
         assert self.codec is not None
         tensors = unpacked(raw.view(self.num_slices, -1), form)
-        return self.codec.decoded(tensors, self.padded_numel // self.num_slices, self.dtypes.param)
+        return self.codec._decode_slices(tensors, self.padded_numel // self.num_slices, self.dtypes.param)
 
     @property
     def is_plain(self) -> bool:

@@ -127,7 +127,7 @@ def _check_batch(case: Case) -> None:
 
 def _tolerance(spec: PartitionSpec) -> float:
     """That of the coarsest dtype in which a unit is stored, computed with or reduced."""
-    dtypes = {d for unit in spec for d in (unit.dtype, *(unit.p.precision.resolve(unit.dtype) if unit.p.precision else ()))}
+    dtypes = {d for unit in spec for d in (unit.dtype, *(unit.p.precision._resolve(unit.dtype) if unit.p.precision else ()))}
     return max(map(_rounding, dtypes), default=0.0)
 
 

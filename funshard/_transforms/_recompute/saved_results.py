@@ -131,7 +131,7 @@ class SavedResults:
     def first_run(self, xs: Sequence[Tensor], ambient: AmbientState) -> Generator[None]:
         """Save results within this context; ValueError if the function gives none of the names to save."""
         names = self._remat.names
-        run = _SavingRun(self, xs, ambient, self._remat.chosen(), names)
+        run = _SavingRun(self, xs, ambient, self._remat._choose_operators(), names)
         try:
             with _activate(run):
                 yield
