@@ -66,7 +66,7 @@ class SyncBatchNorm(BatchNorm):
                 input, self.running_mean, self.running_var, self.weight, self.bias, self.running_mean is None, 0.0, self.eps
             )
         mesh: Mesh = getattr(self, MESH, None) or Mesh.world()
-        names = mesh.chosen(self.axes)
+        names = mesh.select(self.axes)
         count = input.numel() // self.num_features
         if count == 1 and all(mesh[name].size == 1 for name in names):
             raise ValueError(

@@ -81,7 +81,7 @@ def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes:
     Raises ValueError for an unknown axis.
     """
     mesh = spec.bound_mesh
-    chosen = mesh.chosen(axes)
+    chosen = mesh.select(axes)
     names = tuple(name for name, axis in mesh.axes if name in chosen and axis.size > 1)
     return _mean(buffers, {name: names for name, buffer in buffers.items() if names and _averaged(buffer)}, mesh)
 
@@ -158,7 +158,7 @@ def hierarchical(
             raise ValueError(
                 f"hierarchical: level {i}: expected a period above {last}, got {period}; put the shorter ones first"
             )
-        names = spec.bound_mesh.chosen(axes)
+        names = spec.bound_mesh.select(axes)
         if missing := inner.difference(names):
             raise ValueError(
                 f"hierarchical: level {i}: expected axes with all of {sorted(inner)}, got {axes!r}; add {sorted(missing)}"
@@ -188,7 +188,7 @@ def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, red
     if start < 0:
         raise ValueError(f"choose_reduce_axes: expected a start of 0 or more, got {start}")
     spec = bound(spec)
-    chosen = spec.bound_mesh.chosen(reduce_axes)
+    chosen = spec.bound_mesh.select(reduce_axes)
     for unit in spec:
         for name in unit.p.axes:
             if name not in chosen:
@@ -235,7 +235,7 @@ def _averaged(tensor: Tensor) -> bool:
 def _over(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict[str, tuple[str, ...]]:
     """By key, for what there is to average, the mesh axes to do it over."""
     mesh = spec.bound_mesh
-    chosen = mesh.chosen(axes)
+    chosen = mesh.select(axes)
     out: dict[str, tuple[str, ...]] = {}
     for key, tensor in params.items():
         if key in spec.ignored:

@@ -20,14 +20,14 @@ from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import _disable_current_modes
 
 from funshard._units.chain import wait_unclaimed
-from funshard.collectives import Group, Mesh
+from funshard.collectives import Mesh, ProcessAxis
 
 
 def mesh(sizes: Mapping[str, int]) -> Mesh:
     """A mesh of such ranks, whose first one is this process."""
     wait_unclaimed()  # what a case that failed has not waited for
     _open.clear()
-    return Mesh(tuple((axis, Group(size, 0, _group(size))) for axis, size in sizes.items()))
+    return Mesh(tuple((axis, ProcessAxis(size, 0, _group(size))) for axis, size in sizes.items()))
 
 
 def _group(size: int) -> str:

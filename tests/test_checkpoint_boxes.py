@@ -21,7 +21,7 @@ from funshard.checkpoint._state.boxes import Box, boxes, check_tiles, cut, share
 from funshard.checkpoint._state.describe import described
 from funshard.checkpoint._state.leaves import Part, Slice
 from funshard.checkpoint._state.tree import leaves
-from funshard.collectives import Group
+from funshard.collectives import ProcessAxis
 from funshard.testing import integers_like, meshes, modules, policies
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
@@ -94,7 +94,7 @@ def test_what_is_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def everyone(spec: fs.PartitionSpec, sizes: dict[str, int]) -> list[fs.PartitionSpec]:
     """The spec as each rank of a mesh of these sizes has it, without process groups."""
     every = itertools.product(*(range(n) for n in sizes.values()))
-    return [spec.on({name: Group(n, r) for (name, n), r in zip(sizes.items(), at, strict=True)}) for at in every]
+    return [spec.on({name: ProcessAxis(n, r) for (name, n), r in zip(sizes.items(), at, strict=True)}) for at in every]
 
 
 def parts_of(state: State, spec: fs.PartitionSpec, rank: int, ranks: int) -> list[Part]:

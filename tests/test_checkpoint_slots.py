@@ -16,14 +16,14 @@ from funshard import P
 from funshard.checkpoint._state.describe import described
 from funshard.checkpoint._state.leaves import Leaf, Scalar, Slice
 from funshard.checkpoint._state.tree import leaves
-from funshard.collectives import Group
+from funshard.collectives import ProcessAxis
 from funshard.testing import integers_like, modules
 
 Params = fs.Params
 
 
 def ranks_of(spec: fs.PartitionSpec, size: int) -> list[fs.PartitionSpec]:
-    return [spec.on({"shard": Group(size, rank)}) for rank in range(size)]
+    return [spec.on({"shard": ProcessAxis(size, rank)}) for rank in range(size)]
 
 
 def initial(full: Any, spec: fs.PartitionSpec, rank: int, cut: set[str]) -> Any:

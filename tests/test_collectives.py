@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from funshard import collectives as c
-from funshard.collectives import Axis, Group, Mesh
+from funshard.collectives import Axis, Mesh, ProcessAxis
 from funshard.testing import spmd
 
 Op = Callable[[Tensor, Axis], Tensor]
@@ -187,11 +187,11 @@ def test_two_axes() -> None:
 def test_errors(call: Callable[[Axis], Tensor], error: type[Exception], match: str) -> None:
     """Bad input is a clear error before any communication."""
     with pytest.raises(error, match=match):
-        call(Group(3))
+        call(ProcessAxis(3))
 
 
 def test_one_rank_is_the_identity() -> None:
     """An axis of one rank sends nothing, whatever the op, and needs no process group."""
     x = torch.ones(2)
     for f, _, _ in OPS.values():
-        assert torch.equal(f(x, Group(1, 0)), x)
+        assert torch.equal(f(x, ProcessAxis(1, 0)), x)

@@ -75,10 +75,10 @@ def test_the_device_that_the_group_is_bound_to(world: dist.ProcessGroup, monkeyp
     assert Mesh.world().device == torch.device("cuda", 2)
     world.bound_device_id = torch.device("cuda", 1)
     assert Mesh.world().device == torch.device("cuda", 1)
-    assert Mesh((("shard", fs.collectives.Group(1, 0)),), "cuda").device == torch.device(
+    assert Mesh((("shard", fs.collectives.ProcessAxis(1, 0)),), "cuda").device == torch.device(
         "cuda", 1
     )  # of an axis without a group
-    assert Mesh((("shard", fs.collectives.Group(1, 0)),), "cpu").device == torch.device("cpu")
+    assert Mesh((("shard", fs.collectives.ProcessAxis(1, 0)),), "cpu").device == torch.device("cpu")
     world.bound_device_id = torch.device("xpu", 0)
     assert Mesh.world().device == torch.device("cuda", 2)
 

@@ -28,7 +28,7 @@ from torch.testing import assert_close
 import funshard as fs
 from funshard import P
 from funshard._units.chain import CollectiveChain
-from funshard.collectives._ops import Where, start
+from funshard.collectives._ops import OpContext, start_op
 
 OPS = torch.ops._c10d_functional
 STARTED: dict[str, Callable[[Tensor, str], Tensor]] = {
@@ -74,7 +74,7 @@ def test_gloo_holds_what_it_writes(gloo2: Pool, op: str) -> None:
 def dropped(rank: int) -> tuple[float, int, int]:
     """The seconds it takes to drop a chain while the other rank is late, and how many collectives nobody has waited for then
     and after the next chain."""
-    gather = lambda x, own: start("gather_mean", x, Where(2, world()), own)  # noqa: E731
+    gather = lambda x, own: start_op("gather_mean", x, OpContext(2, world()), own)  # noqa: E731
     CollectiveChain(torch.ones(2), (gather,)).result()
     dist.barrier()
     time.sleep(rank)

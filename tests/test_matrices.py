@@ -22,7 +22,7 @@ import funshard as fs
 from funshard import P
 from funshard._spec.tree import Param
 from funshard._units.layout import Piece, slice_pieces
-from funshard.collectives import Group
+from funshard.collectives import ProcessAxis
 from funshard.optim._matrices.exchange import Way, back, there
 from funshard.optim._matrices.owners import Matrix, assigned
 from funshard.testing import spmd
@@ -60,7 +60,7 @@ def sharded(draw: st.DrawFn) -> fs.PartitionSpec:
     axes = st.permutations(names).flatmap(lambda some: st.integers(0, len(some)).map(lambda n: tuple(some[:n])))
     p = st.builds(P, axes, align=st.sampled_from([None, 1, 4]))
     policy = fs.by_path({str(i): draw(p) for i in range(len(model)) if [*model[i].parameters()]}, draw(p))
-    return policy(model).on({name: Group(size, 0, name) for name, size in zip(names, sizes, strict=True)})
+    return policy(model).on({name: ProcessAxis(size, 0, name) for name, size in zip(names, sizes, strict=True)})
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def test_the_ways_of_all_ranks_fit(spec: fs.PartitionSpec) -> None:
 def test_all_ranks_agree(spec: fs.PartitionSpec) -> None:
     """On the owners and the groups, whichever rank asks; each group is of one dtype and one way, each matrix in one."""
     known = fs.optim.matrices(spec, select=seen)
-    last = spec.on({name: Group(size, size - 1, name) for name, size in spec.bound_mesh.sizes})
+    last = spec.on({name: ProcessAxis(size, size - 1, name) for name, size in spec.bound_mesh.sizes})
     other = fs.optim.matrices(last, select=seen)
     assert (known.chosen, known.groups, str(known)) == (other.chosen, other.groups, str(other))
     assert [name for names in known.groups for name in names] == [m.name for m in known.chosen]

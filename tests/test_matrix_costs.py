@@ -18,7 +18,7 @@ from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P
-from funshard.collectives import Group
+from funshard.collectives import ProcessAxis
 from funshard.optim._by_matrix import muon as muon_module
 
 # --- what is sent ---
@@ -76,7 +76,7 @@ def test_what_is_sent(axes: str, ranks: int, rank: int) -> None:
         with Collectives() as sent:
             step(spec)
         sizes = [size for _, size in spec.bound_mesh.sizes]
-        at = tuple(axis.rank for _, axis in spec.bound_mesh.axes if isinstance(axis, Group) and axis.rank is not None)
+        at = tuple(axis.rank for _, axis in spec.bound_mesh.axes if isinstance(axis, ProcessAxis) and axis.rank is not None)
         expected: list[Sent] = []
         for names in known.groups:
             some = [known.by_name[name] for name in names]

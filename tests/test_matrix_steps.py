@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import P
-from funshard.collectives import Group
+from funshard.collectives import ProcessAxis
 
 ALONE = {"shard": 1}
 OWN: dict[str, dict[str, Any]] = {"1.0.weight": {"lr": 0.2}, "2.weight": {"weight_decay": 0.0}, "2.bias": {"lr": 0.01}}
@@ -362,7 +362,7 @@ def test_what_does_not_fit() -> None:
         (lambda: known.spread({**whole, name: whole[name].mT}), f"matrix '{name}': expected"),
     ]
     layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
-    two = fs.optim.matrices(fs.policies.whole(P("shard", align=1))(layers).on({"shard": Group(2, 0)}))
+    two = fs.optim.matrices(fs.policies.whole(P("shard", align=1))(layers).on({"shard": ProcessAxis(2, 0)}))
     bad += [
         (
             lambda: two.check_alike({"0.weight": torch.ones(1), "1.weight": torch.ones(1).half()}),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, init_device_mesh
 
 import funshard as fs
-from funshard.collectives import Group, Mesh, axis_rank, global_rank, members
+from funshard.collectives import Mesh, ProcessAxis, axis_rank, global_rank, members
 
 MESHES = {"one axis": (4,), "two": (2, 2), "uneven": (3, 2), "three": (2, 3, 2), "an axis of one": (1, 4)}
 ASK: dict[str, Callable[[Any, int], Any]] = {
@@ -88,7 +88,7 @@ def test_real_ranks(gloo4: Pool) -> None:
 @pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
 def test_axes_without_members(ask: Callable[[Any, int], Any]) -> None:
     with pytest.raises(ValueError, match=r"an axis of 4 ranks without a process group has no members: expected a DeviceMesh"):
-        ask(Group(4), 0)
+        ask(ProcessAxis(4), 0)
     with pytest.raises(ValueError, match=r"an axis of 4 ranks without a process group"):
         ask(Mesh.of({"shard": 4})["shard"], 0)
 

@@ -363,7 +363,7 @@ def test_a_shard_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_the_host_computes_nothing_is_copied() -> None:
     """On a mesh of CPUs, or one that does not say, the units are those without offload: the same route, the same graph."""
     model = Net(2)
-    for mesh in ({"shard": 1}, fs.collectives.Mesh((("shard", fs.collectives.Group(1, 0)),), "cpu")):
+    for mesh in ({"shard": 1}, fs.collectives.Mesh((("shard", fs.collectives.ProcessAxis(1, 0)),), "cpu")):
         plain, spec = (fs.by_type(MLP, p=P("shard", offload=to))(model).on(mesh) for to in (None, PARAMS))
         for a, b in zip(plain, spec, strict=True):
             routes = [Route.for_unit(unit, spec.bound_mesh, Reduction(), None, torch.float64) for unit in (a, b)]

@@ -25,7 +25,7 @@ from funshard import P, _torch
 from funshard._torch import streams
 from funshard._units.chain import BufferPool
 from funshard._units.reductions import ReductionQueue
-from funshard.collectives._ops import Finish
+from funshard.collectives._ops import PendingResult
 
 WIDTH, RANKS = 64, 2
 WHOLE = WIDTH * WIDTH * 8
@@ -204,7 +204,7 @@ def test_a_gradient_that_was_handed_on_is_let_go(collectives: int) -> None:
     )
     host, dtype = torch.device("cpu"), torch.float64
     route: Any = SimpleNamespace(device=host, padded_numel=4, shard_dtype=dtype, dtypes=SimpleNamespace(reduce=dtype))
-    steps: Any = SimpleNamespace(reduce=[lambda x, own: Finish((), lambda: x.clone())] * (collectives + 1))
+    steps: Any = SimpleNamespace(reduce=[lambda x, own: PendingResult((), lambda: x.clone())] * (collectives + 1))
     reductions = ReductionQueue(1, BufferPool(), cast("Any", receiver))
     reductions.begin_backward(0)
     with no_collector():

@@ -113,8 +113,8 @@ fs.averaging.average_buffers fs.averaging.ema fs.averaging.hierarchical fs.avera
 fs.averaging.choose_reduce_axes fs.checkpoint.Saving.wait fs.checkpoint.clean fs.checkpoint.clean_name fs.checkpoint.export
 fs.checkpoint.from_optimizer_state_dict fs.checkpoint.latest fs.checkpoint.load fs.checkpoint.optimizer_state_dict
 fs.checkpoint.per_rank fs.checkpoint.read_safetensors fs.checkpoint.rekey fs.checkpoint.save fs.codecs.int8
-fs.codecs.nf4 fs.collectives.Mesh.of fs.collectives.Mesh.reducing_over fs.collectives.Mesh.world
-fs.collectives.Mesh.chosen fs.collectives.all_reduce fs.collectives.all_to_all fs.collectives.axis_rank
+fs.codecs.nf4 fs.collectives.Mesh.of fs.collectives.Mesh.with_reductions_over fs.collectives.Mesh.world
+fs.collectives.Mesh.select fs.collectives.all_reduce fs.collectives.all_to_all fs.collectives.axis_rank
 fs.collectives.broadcast fs.collectives.gather_slices fs.collectives.gather_values fs.collectives.global_rank
 fs.collectives.members fs.collectives.reduce_scatter fs.collectives.scatter fs.collectives.sum_over
 fs.collectives.sum_shards fs.collectives.unvary fs.collectives.vary fs.compress.cast fs.compress.exact

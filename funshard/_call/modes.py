@@ -100,7 +100,7 @@ def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
     """Whether gathers and reductions may run ahead and behind: nothing batches them or differentiates them twice."""
     if _torch.in_forward_ad() or not _torch.can_replace_saved_tensors():
         return False
-    if spec.bound_mesh.simulated:
+    if spec.bound_mesh.is_simulated:
         return False
     return not _torch.current_level() or not any(
         _torch.unwrap(params[unit.key]).requires_grad for unit in spec if unit.key in params
@@ -111,7 +111,7 @@ def _nestable(spec: PartitionSpec) -> bool:
     """Whether what the transforms that run save can be gathered again by each of them."""
     return (
         _torch.current_level() > 0
-        and not spec.bound_mesh.simulated
+        and not spec.bound_mesh.is_simulated
         and _torch.has_only_derivatives()
         and not _torch.is_traced()
     )

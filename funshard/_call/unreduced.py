@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import _torch
 from .._spec.fits import whole_unit
 from .._spec.spec import PartitionSpec
-from ..collectives._mesh import Group
+from ..collectives._mesh import ProcessAxis
 
 __all__ = ["check_reduced"]
 
@@ -61,4 +61,4 @@ def _are_copies(tensors: Sequence[Tensor]) -> bool:
 
 
 def _on_processes(spec: PartitionSpec) -> bool:
-    return any(isinstance(axis, Group) and axis.name for _, axis in spec.bound_mesh.axes)
+    return any(isinstance(axis, ProcessAxis) and axis.name for _, axis in spec.bound_mesh.axes)

@@ -69,7 +69,7 @@ def _compare_order(done: Tensor, group: str, names: str) -> None:
 def _all_gather(shard: Tensor, size: int, name: str) -> Tensor:
     """Start gloo's gather as functional_call does, in place: its own needs the buffer twice. wait_tensor ends it."""
     full = shard.new_empty(size * len(shard), *shard.shape[1:])
-    ops.start("gather_mean", shard, ops.Where(size, name), full)
+    ops.start_op("gather_mean", shard, ops.OpContext(size, name), full)
     return full
 
 

@@ -106,7 +106,7 @@ def _units(
     out: Params = {}
     digests: list[Tensor] = []
     numels = {unit.key: spec.padded_numel(unit) for unit in spec}
-    shared = set[str]() if spec.bound_mesh.simulated else {unit.key for unit in spec if unit.p.axes}
+    shared = set[str]() if spec.bound_mesh.is_simulated else {unit.key for unit in spec if unit.p.axes}
     longest = max((numels[key] * spec.by_key[key].dtype.itemsize for key in shared), default=0)
     with _torch.below_transforms():  # one buffer for all split units: between slices of many buffers, malloc keeps memory
         workspace = torch.empty(longest, dtype=torch.uint8, device=device)

@@ -17,7 +17,7 @@ from .._spec.fits import full_of_unit
 from .._spec.spec import PartitionSpec
 from .._units.layout import to_memory_order
 from ..collectives._functions import gather_slices
-from ..collectives._mesh import Group, Mesh
+from ..collectives._mesh import Mesh, ProcessAxis
 
 __all__ = [
     "broadcast_text",
@@ -169,8 +169,8 @@ def talks(mesh: Mesh) -> bool:
     return bool(_talking(mesh))
 
 
-def _talking(mesh: Mesh) -> list[Group]:
-    return [axis for _, axis in mesh.axes if isinstance(axis, Group) and axis.name and axis.size > 1]
+def _talking(mesh: Mesh) -> list[ProcessAxis]:
+    return [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1]
 
 
 def _rows(row: Tensor, mesh: Mesh) -> Tensor:
@@ -204,10 +204,10 @@ def broadcast_text(text: str, mesh: Mesh, source: tuple[int, ...], device: torch
     return bytes(data.tolist()).decode()
 
 
-def process_group(mesh: Mesh, name: str) -> tuple[Group, dist.ProcessGroup | None]:
+def process_group(mesh: Mesh, name: str) -> tuple[ProcessAxis, dist.ProcessGroup | None]:
     """An axis that is no simulated one, and its process group, None for a single rank; ValueError without one."""
     axis = mesh[name]
-    assert isinstance(axis, Group)
+    assert isinstance(axis, ProcessAxis)
     if axis.size > 1 and not axis.name:
         raise ValueError(f"axis '{name}' of {axis.size} ranks has no process group: bind the spec with .on(mesh)")
     return axis, _torch.resolve_group(axis.name) if axis.size > 1 else None

@@ -47,7 +47,7 @@ def gather_full(
     spec = bound(spec)
     mesh = spec.bound_mesh
     units = check_shards(shards, spec, part=True)
-    if rank0_only and mesh.simulated:
+    if rank0_only and mesh.is_simulated:
         raise ValueError("gather_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
     full: Params = {}
     waiting: Callable[[], Params] = dict
@@ -96,7 +96,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
     """
     spec = bound(spec)
     mesh = spec.bound_mesh
-    if mesh.simulated:
+    if mesh.is_simulated:
         raise ValueError("scatter_full on a simulated mesh: expected process groups; use shard(full, spec) there")
     source, here = rank_coords(mesh, src), rank_coords(mesh, None)
     error = _source_error(full, spec) if source == here else ""

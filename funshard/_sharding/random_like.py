@@ -103,7 +103,7 @@ def _like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor, dra
     if not isinstance(owner, Unit):
         return from_memory_order(_drawn([_Range(owner.name, 0, owner.numel)], seed, draw, tensor)[0], owner)
     mesh = spec.bound_mesh
-    if rank is None and mesh.simulated:
+    if rank is None and mesh.is_simulated:
         whole = [_Range(param.name, 0, param.numel) for param in owner.params]
         buffer = concat_padded(_drawn(whole, seed, draw, tensor), owner, spec.padded_numel(owner))
         return scatter_unit(buffer, owner, mesh)

@@ -87,7 +87,7 @@ def _source(src: int | None, rank: int | None, spec: PartitionSpec) -> bool:
     if src is not None:
         if rank is not None:
             raise ValueError(f"shard: expected rank= or src=, got both: {rank} and {src}")
-        if mesh.simulated:
+        if mesh.is_simulated:
             raise ValueError("shard: src= on a simulated mesh: expected process groups; simulated ranks close over the same")
         return rank_coords(mesh, src) == rank_coords(mesh, None)
     check_rank("shard", spec, rank)

@@ -131,7 +131,7 @@ class PartitionSpec:
         Raises ValueError, naming the unit, for an axis that the mesh does not have, and for another second mesh; and what
         makes no mesh is a ValueError or TypeError that says so.
         """
-        axes = Mesh.of(mesh) if reductions is None else Mesh.of(mesh).reducing_over(Mesh.of(reductions))
+        axes = Mesh.of(mesh) if reductions is None else Mesh.of(mesh).with_reductions_over(Mesh.of(reductions))
         if submesh:
             axes = dataclasses.replace(axes, submesh=True)
         names = axes.names

@@ -16,8 +16,8 @@ from .. import _torch
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
-from ..collectives._mesh import Axis, Group, Mesh
-from ..collectives._ops import Finish, Where, start
+from ..collectives._mesh import Axis, Mesh, ProcessAxis
+from ..collectives._ops import OpContext, PendingResult, start_op
 from ..collectives._sequence import is_comparable
 from ..collectives._tag import MARGIN, UnitTag
 from .host import host_copy_step
@@ -25,7 +25,7 @@ from .route import Route
 
 __all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "StartStep", "make_route_table"]
 
-StartStep = Callable[[Tensor, Tensor | None], Finish]
+StartStep = Callable[[Tensor, Tensor | None], PendingResult]
 """Starts one collective of a `CollectiveChain` on a tensor, and writes its result into the second one, if there is one."""
 
 
@@ -86,7 +86,7 @@ def wait_unclaimed() -> None:
         while _UNCLAIMED:
             out = _UNCLAIMED.popleft()
             if (out := out if isinstance(out, Tensor) else out()) is not None:
-                Finish((out,), lambda out: out)()
+                PendingResult((out,), lambda out: out)()
 
 
 class CollectiveChain:
@@ -94,14 +94,14 @@ class CollectiveChain:
 
     Made and waited for beneath all transforms.
 
-    ``own`` is where the result of the last one goes, for the ops that `start` can give one.
+    ``own`` is where the result of the last one goes, for the ops that `start_op` can give one.
     """
 
     copy: _torch.AsyncCopy | None = None
     """The copy that the first one comes after, if what it is made of was copied."""
     decode: Callable[[Tensor], Tensor] | None = None
     """What its result is made of what the last one gives, where that is not the same."""
-    _finish: Finish | None = None
+    _finish: PendingResult | None = None
 
     def __init__(self, x: Tensor, steps: Iterable[StartStep], own: Tensor | None = None) -> None:
         wait_unclaimed()
@@ -159,7 +159,7 @@ class RouteSteps(NamedTuple):
             tuple(_gather_step(axis, tag) for axis in reversed(split)),
             (*_add_division([*slices, *sums], route), *out),
             tuple(axis.name for axis in split),
-            tuple(axis.reductions or axis.name for axis in (*split, *rest)),
+            tuple(axis.reduction_name or axis.name for axis in (*split, *rest)),
             tag is not None
             and len(split) == 1
             and route.codec is None
@@ -196,7 +196,7 @@ def make_route_table(
     def inside(key: str) -> bool:
         return any(is_within(at := spec.by_key[key].path, path) and at != path for path in recomputed)
 
-    groups = [axis for _, axis in mesh.axes if isinstance(axis, Group)]
+    groups = [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis)]
     connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)
     compares = check_order and connected and all(is_comparable(axis.name) for axis in groups if axis.size > 1)
     keys = tuple(of)
@@ -210,20 +210,20 @@ def make_route_table(
     )
 
 
-def _group(axis: Axis) -> Group:
-    assert isinstance(axis, Group)
+def _group(axis: Axis) -> ProcessAxis:
+    assert isinstance(axis, ProcessAxis)
     return axis
 
 
-def _gather_step(axis: Group, tag: UnitTag | None) -> StartStep:
-    where = Where(axis.size, axis.name, tag=tag)
-    return lambda x, own: start("gather_mean", x, where, own)
+def _gather_step(axis: ProcessAxis, tag: UnitTag | None) -> StartStep:
+    context = OpContext(axis.size, axis.name, tag=tag)
+    return lambda x, own: start_op("gather_mean", x, context, own)
 
 
-def _reduce_step(op: str, axis: Group, tag: UnitTag | None = None) -> StartStep:
-    where = Where(axis.size, axis.reductions or axis.name, tag=tag)
+def _reduce_step(op: str, axis: ProcessAxis, tag: UnitTag | None = None) -> StartStep:
+    context = OpContext(axis.size, axis.reduction_name or axis.name, tag=tag)
     in_place = op.startswith("unvary")
-    return lambda x, own: start(op, x, where, (None if _torch.is_traced() else x) if in_place else own)
+    return lambda x, own: start_op(op, x, context, (None if _torch.is_traced() else x) if in_place else own)
 
 
 def _add_division(steps: list[StartStep], route: Route) -> tuple[StartStep, ...]:
@@ -236,13 +236,13 @@ def _add_division(steps: list[StartStep], route: Route) -> tuple[StartStep, ...]
     if steps and before == after == 1 and route.dtypes.reduce == dtype:
         return tuple(steps)
     if not steps:
-        return () if before == after == 1 else (lambda x, own: Finish((), lambda: x.div_(before * after).to(dtype)),)
+        return () if before == after == 1 else (lambda x, own: PendingResult((), lambda: x.div_(before * after).to(dtype)),)
     first, last = steps[0], steps[-1]
     if before != 1:
         steps = [lambda x, own: first(x.div_(before), own), *steps[1:]]
         last = steps[-1]
 
-    def end(x: Tensor, own: Tensor | None) -> Finish:
+    def end(x: Tensor, own: Tensor | None) -> PendingResult:
         return last(x, own).then(lambda out: (out.div_(after) if after != 1 else out).to(dtype))
 
     return (*steps[:-1], end)

@@ -21,7 +21,7 @@ from .._spec.host import HOST
 from .._spec.precision import Precision
 from .._spec.unit import Unit
 from ..collectives._functions import gather_slices, reduce_scatter, scatter, unvary, vary
-from ..collectives._mesh import Axis, Group, Mesh, Simulated
+from ..collectives._mesh import Axis, Mesh, ProcessAxis, Simulated
 from .host import move
 from .layout import rank_coords
 from .route import Route
@@ -36,7 +36,7 @@ def resolve_reduction(by: Divide, axes: Iterable[str] | None, mesh: Mesh, units:
 
     Raises ValueError for an unknown axis, and, naming the unit, without an axis that it is split over.
     """
-    reduction = Reduction.of(by, None if axes is None else mesh.chosen(axes))
+    reduction = Reduction.of(by, None if axes is None else mesh.select(axes))
     if reduction.over is None:
         return reduction
     for unit in units:
@@ -161,7 +161,7 @@ class _Constants(NamedTuple):
 def _constants(route: Route, mesh: Mesh, label: str) -> _Constants:
     axes = [[mesh[name] for name in names] for names in (route.split_axes, route.replica_axes)]
     ranks = tuple(axis.rank for some in axes for axis in some if isinstance(axis, Simulated))
-    split, rest = (tuple((a.size, a.name if isinstance(a, Group) else None) for a in some) for some in axes)
+    split, rest = (tuple((a.size, a.name if isinstance(a, ProcessAxis) else None) for a in some) for some in axes)
     dtypes = route.dtypes.param, route.dtypes.reduce, route.shard_dtype
     return _Constants(
         ranks, split, rest, route.reduce_op, (route.divide_before, route.divide_after), dtypes, route.device, label
@@ -174,7 +174,7 @@ def _axes(
     values = iter(ranks)
 
     def axis(size: int, name: str | None) -> Axis:
-        return Simulated(size, next(values)) if name is None else Group(size, None, name)
+        return Simulated(size, next(values)) if name is None else ProcessAxis(size, None, name)
 
     return [axis(*some) for some in split], [axis(*some) for some in rest]
 

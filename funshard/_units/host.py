@@ -14,7 +14,7 @@ from .. import _torch
 from .._spec.host import HOST, used_on
 from .._spec.unit import Unit
 from ..collectives._mesh import Mesh
-from ..collectives._ops import Finish
+from ..collectives._ops import PendingResult
 
 __all__ = ["host_copy_step", "move", "place_slice", "start_copy_to_device", "start_copy_to_host"]
 
@@ -36,10 +36,10 @@ def start_copy_to_device(shard: Tensor, device: torch.device, dtype: torch.dtype
     return there, _torch.AsyncCopy(shard, there)
 
 
-def host_copy_step(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Finish]:
+def host_copy_step(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], PendingResult]:
     """The last step of a chain, in this dtype to pinned memory of the host, where `_torch.synchronize_copies` waits for it."""
 
-    def step(x: Tensor, own: Tensor | None) -> Finish:
+    def step(x: Tensor, own: Tensor | None) -> PendingResult:
         x = x.to(dtype)
         there = _torch.allocate_like(x, HOST)
         copy = _torch.AsyncCopy(x, there)
@@ -48,7 +48,7 @@ def host_copy_step(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Fini
             copy.wait()
             return there
 
-        return Finish((), end)
+        return PendingResult((), end)
 
     return step
 

@@ -13,7 +13,7 @@ from .._spec.host import check_rests
 from .._spec.spec import PartitionSpec, bound
 from .._spec.tree import Param
 from .._spec.unit import Unit
-from ..collectives._mesh import Group, Mesh
+from ..collectives._mesh import Mesh, ProcessAxis
 
 __all__ = [
     "Params",
@@ -145,7 +145,7 @@ def rank_coords(mesh: Mesh, rank: int | None) -> tuple[int, ...]:
     """
     sizes = [axis.size for _, axis in mesh.axes]
     if rank is None:
-        own = tuple(axis.rank for _, axis in mesh.axes if isinstance(axis, Group) and axis.rank is not None)
+        own = tuple(axis.rank for _, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.rank is not None)
         if len(own) < len(sizes):
             raise ValueError(
                 f"a mesh of sizes {sizes} does not know its rank: expected rank=0..{torch.Size(sizes).numel() - 1}"

@@ -32,7 +32,7 @@ def map_elements(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *sli
         their derivatives.
 
     """
-    if spec.bound_mesh.simulated:
+    if spec.bound_mesh.is_simulated:
         mask = padding_mask(unit, spec, slices[0].device)
         return torch.where(mask, 0, f(*(torch.where(mask, 1, x) for x in slices)))
     ranges = spec._compute_once(_parameter_ranges)[unit.key]

@@ -15,12 +15,12 @@ from ._functions import (
     vary,
 )
 from ._members import axis_rank, global_rank, members
-from ._mesh import Axis, Group, Mesh, Simulated
+from ._mesh import Axis, Mesh, ProcessAxis, Simulated
 
 __all__ = [
     "Axis",
-    "Group",
     "Mesh",
+    "ProcessAxis",
     "Reduce",
     "Simulated",
     "all_reduce",

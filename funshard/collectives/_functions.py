@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ._mesh import Axis, Group, Mesh, Simulated
+from ._mesh import Axis, Mesh, ProcessAxis, Simulated
 from ._primitive import apply
 
 __all__ = [
@@ -37,19 +37,19 @@ Reduce = Literal["mean", "sum"]
 """How values are combined over ranks: to their mean or their sum."""
 
 
-def _divisible(what: str, x: Tensor, axis: Axis) -> None:
+def _check_divisible(what: str, x: Tensor, axis: Axis) -> None:
     if x.dim() == 0 or len(x) % axis.size:
         raise ValueError(f"{what}: expected a first dimension that {axis.size} ranks divide, got {tuple(x.shape)}; pad it")
 
 
-def _known(reduce: str) -> str:
+def _check_reduce(reduce: str) -> str:
     if reduce not in ("mean", "sum"):
         raise ValueError(f"reduce: expected 'mean' or 'sum', got {reduce!r}")
     return reduce
 
 
-def _checked(reduce: str, x: Tensor) -> str:
-    if _known(reduce) == "mean" and not (x.is_floating_point() or x.is_complex()):
+def _check_reducible(reduce: str, x: Tensor) -> str:
+    if _check_reduce(reduce) == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"a mean over ranks needs a floating point tensor, got {x.dtype}; use reduce='sum'")
     return reduce
 
@@ -77,7 +77,7 @@ def gather_slices(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str 
     """
     if x.dim() == 0:
         raise ValueError("gather_slices: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
-    return apply(f"gather_{_known(reduce)}", x, axis, label=label)
+    return apply(f"gather_{_check_reduce(reduce)}", x, axis, label=label)
 
 
 def gather_values(x: Tensor, axis: Axis) -> Tensor:
@@ -140,8 +140,8 @@ def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str
         >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [[2.0], [3.0]]
     """
-    _divisible("reduce_scatter", x, axis)
-    return apply(f"scatter_{_checked(reduce, x)}", x, axis, label=label)
+    _check_divisible("reduce_scatter", x, axis)
+    return apply(f"scatter_{_check_reducible(reduce, x)}", x, axis, label=label)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
@@ -159,7 +159,7 @@ def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
         >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [[2.0, 3.0], [2.0, 3.0]]
     """
-    return apply(f"reduce_{_checked(reduce, x)}", x, axis)
+    return apply(f"reduce_{_check_reducible(reduce, x)}", x, axis)
 
 
 def sum_over(x: Tensor, mesh: Mesh) -> Tensor:
@@ -205,7 +205,7 @@ def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> 
         >>> run(torch.tensor([[1.0, 2.0], [1.0, 2.0]])).tolist()
         [[1.0, 2.0], [1.0, 2.0]]
     """
-    op = f"vary_{_checked(reduce, x)}" if x.is_floating_point() or x.is_complex() else "vary_sum"
+    op = f"vary_{_check_reducible(reduce, x)}" if x.is_floating_point() or x.is_complex() else "vary_sum"
     return apply(op, x, axis, label=label)
 
 
@@ -220,7 +220,7 @@ def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -
         >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [[2.0, 3.0], [2.0, 3.0]]
     """
-    return apply(f"unvary_{_checked(reduce, x)}", x, axis, label=label)
+    return apply(f"unvary_{_check_reducible(reduce, x)}", x, axis, label=label)
 
 
 def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:
@@ -262,7 +262,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
         >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [[1.0, 3.0], [2.0, 4.0]]
     """
-    _divisible("all_to_all", x, axis)
+    _check_divisible("all_to_all", x, axis)
     return apply("all_to_all", x, axis)
 
 
@@ -284,13 +284,13 @@ def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
         >>> run(torch.tensor([[1.0, 2.0], [1.0, 2.0]])).tolist()
         [[1.0], [2.0]]
     """
-    _divisible("scatter", x, axis)
+    _check_divisible("scatter", x, axis)
     if isinstance(axis, Simulated) and rank is None:
         return apply("slice", x, axis)
     here = rank if rank is not None or isinstance(axis, Simulated) else axis.rank
     if here is None or not 0 <= here < axis.size:
         raise ValueError(f"scatter: expected a rank in 0..{axis.size - 1}, got {here}; give rank= or bind a DeviceMesh")
-    if isinstance(axis, Group) and axis.name and rank is None and axis.size > 1:
+    if isinstance(axis, ProcessAxis) and axis.name and rank is None and axis.size > 1:
         return apply("slice", x, axis, here)
     n = len(x) // axis.size
     return x.narrow(0, here * n, n).clone()

@@ -82,7 +82,7 @@ def _receive_buffers(lengths: Sequence[int]) -> tuple[list[bytearray], list[Tens
     return buffers, [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers]
 
 
-_of_world: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, HostGroup]] = weakref.WeakKeyDictionary()
+_GROUPS_OF_WORLD: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, HostGroup]] = weakref.WeakKeyDictionary()
 """The host groups of each default group, by key: destroy_process_group ends them, and their threads, together."""
 
 
@@ -90,4 +90,4 @@ def host_groups() -> dict[object, HostGroup]:
     """Return the host groups that live as long as the default process group, by their users' keys."""
     world = dist.group.WORLD
     assert world is not None
-    return _of_world.setdefault(world, {})
+    return _GROUPS_OF_WORLD.setdefault(world, {})

@@ -1,4 +1,4 @@
-"""Mesh axes: over process groups, simulated by vmap, or only sizes."""
+"""Mesh axes: over process groups, simulated by vmap, or sizes alone."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ from .. import _torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Axes", "Axis", "Group", "Mesh", "Simulated", "check_spans_world"]
+__all__ = ["Axes", "Axis", "Mesh", "ProcessAxis", "Simulated", "check_spans_world"]
 
 
 @dataclass(frozen=True)
-class Group:
-    """An axis over a process group: its size, this process's rank in it and the group's name.
+class ProcessAxis:
+    """An axis over a process group.
 
-    Without a name it is only a size: shapes can be computed, nothing can be sent. One rank needs no name.
-    ``reductions`` is the name of another process group over the same ranks for functional_call's reductions.
+    Args:
+        size: The number of ranks.
+        rank: This process's rank on the axis.
+        name: The process group's name. Without one the axis is only a size: shapes can be computed, nothing can be sent. An
+            axis of one rank needs none.
+        reduction_name: The name of another process group over the same ranks, for functional_call's reductions.
     """
 
     size: int
     rank: int | None = None
     name: str = ""
-    reductions: str = ""
+    reduction_name: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +51,7 @@ class Simulated:
     rank: Tensor
 
 
-Axis = Group | Simulated
+Axis = ProcessAxis | Simulated
 """One axis of a mesh: over a process group, or simulated."""
 Axes = str | tuple[str, ...] | None
 """Axes of a mesh by name; None for all of them."""
@@ -55,9 +59,12 @@ Axes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes with what it takes to communicate over them.
+    """Named axes and the process groups to communicate over them.
 
-    ``submesh`` says that the mesh is meant to have only some ranks of the default process group.
+    Args:
+        axes: Names and axes, outermost first.
+        device_type: The type of the devices that its tensors are on; None for any.
+        submesh: Whether the mesh is meant to have only some ranks of the default process group.
     """
 
     axes: tuple[tuple[str, Axis], ...]
@@ -66,10 +73,12 @@ class Mesh:
 
     @staticmethod
     def of(mesh: DeviceMesh | Mesh | Mapping[str, int | Axis]) -> Mesh:
-        """The Mesh of a `DeviceMesh`, or of axis names with sizes. An unnamed one-dimensional DeviceMesh is "shard".
+        """Make a Mesh from a `DeviceMesh`, or from axis names with sizes. An unnamed 1-D DeviceMesh has the axis "shard".
 
-        Raises ValueError for several unnamed dimensions, for ranks that do not rise along each of them, for a mesh that
-        this process is not on and for sizes below one, TypeError for anything else.
+        Raises:
+            ValueError: For several unnamed dimensions, ranks that do not rise along each of them, a mesh that this process is
+                not on, and sizes below one.
+            TypeError: For anything else.
         """
         if isinstance(mesh, Mesh):
             return mesh
@@ -92,35 +101,40 @@ class Mesh:
             if (mesh.mesh.diff(dim=i) <= 0).any():  # a process group counts its ranks in the order of the world's
                 raise ValueError(f"mesh axis '{name}': expected ranks that rise along it, got {mesh.mesh.tolist()}; sort them")
         groups = [mesh.get_group(i) for i in range(mesh.ndim)]
-        axes = (Group(mesh.size(i), mesh.get_local_rank(i), g.group_name) for i, g in enumerate(groups))
+        axes = (ProcessAxis(mesh.size(i), mesh.get_local_rank(i), g.group_name) for i, g in enumerate(groups))
         return Mesh(tuple(zip(names, axes, strict=True)), mesh.device_type)
 
-    def reducing_over(self, other: Mesh) -> Mesh:
-        """This mesh with another one's process groups for reductions.
+    def with_reductions_over(self, other: Mesh) -> Mesh:
+        """Return this mesh with another one's process groups for reductions.
 
-        Raises ValueError unless both are over the same axes, and where the second has no group of its own.
+        Raises:
+            ValueError: Unless both have the same axes, and the other one has process groups of its own.
         """
         if self.sizes != other.sizes:
             raise ValueError(f"reductions: expected a mesh of the same axes {dict(self.sizes)}, got {dict(other.sizes)}")
         for (name, axis), (_, second) in zip(self.axes, other.axes, strict=True):
-            if isinstance(axis, Group) and axis.size > 1 and axis == second:
+            if isinstance(axis, ProcessAxis) and axis.size > 1 and axis == second:
                 raise ValueError(
                     f"reductions: expected other process groups, got the same one for axis '{name}' (init_device_mesh gives "
                     "one for the same ranks); make it by DeviceMesh.from_group(torch.distributed.new_group(...), ...)"
                 )
         axes = [
-            (name, replace(axis, reductions=second.name) if isinstance(axis, Group) and isinstance(second, Group) else axis)
+            (name, replace(axis, reduction_name=second.name if isinstance(second, ProcessAxis) else axis.reduction_name))
+            if isinstance(axis, ProcessAxis)
+            else (name, axis)
             for (name, axis), (_, second) in zip(self.axes, other.axes, strict=True)
         ]
         return replace(self, axes=tuple(axes))
 
     @staticmethod
     def world() -> Mesh:
-        """All processes as one axis "shard"; one rank where torch.distributed was not initialised.
+        """Return all processes as one axis "shard"; one rank if torch.distributed is not initialised.
 
-        Raises RuntimeError where it was not and a launcher such as torchrun started this process as one of several
-        (``WORLD_SIZE``): each would train alone. Of srun and mpirun, which leave that variable out, it warns once: theirs
-        are also set where a job of several tasks runs one process.
+        Warns once if srun or mpirun has started several tasks: their variables are also set where one of them runs one process.
+
+        Raises:
+            RuntimeError: If torch.distributed is not initialised and a launcher such as torchrun started this process as one
+                of several (``WORLD_SIZE``): each would train alone.
         """
         if not (dist.is_available() and dist.is_initialized()):
             started = os.environ.get("WORLD_SIZE", "")
@@ -131,22 +145,22 @@ class Mesh:
                 )
             if not started:
                 _warn_of_tasks()
-            return Mesh((("shard", Group(1, 0)),))
+            return Mesh((("shard", ProcessAxis(1, 0)),))
         group = dist.group.WORLD
         assert group is not None
-        axis = Group(dist.get_world_size(), dist.get_rank(), group.group_name)
+        axis = ProcessAxis(dist.get_world_size(), dist.get_rank(), group.group_name)
         return Mesh((("shard", axis),), _device_type(dist.get_backend_config()))
 
     @property
     def device(self) -> torch.device | None:
-        """The device that tensors of this mesh are on; None where any will do.
+        """The device of this mesh's tensors; None for any.
 
-        Of an accelerator it is the one that the process groups are bound to (``init_process_group(device_id=...)``), or
-        else the current one.
+        For an accelerator, the one that the process groups are bound to (``init_process_group(device_id=...)``), or else the
+        current one.
         """
         if self.device_type in (None, "cpu"):
             return None if self.device_type is None else torch.device("cpu")
-        groups = [_torch.resolve_group(axis.name) for _, axis in self.axes if isinstance(axis, Group) and axis.name]
+        groups = [_torch.resolve_group(axis.name) for _, axis in self.axes if isinstance(axis, ProcessAxis) and axis.name]
         if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None:
             groups.append(dist.group.WORLD)
         for device in map(_torch.bound_device, groups):
@@ -155,10 +169,10 @@ class Mesh:
         return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
 
     def check_groups(self) -> None:
-        """Check that the process groups that the axes were made of are there, and that this process has its rank in them.
+        """Check that the axes' process groups still exist, and that this process has the same rank in them.
 
         Raises:
-            RuntimeError: Naming the axis, as after ``destroy_process_group`` and another ``init_process_group``.
+            RuntimeError: Naming the axis, for example after ``destroy_process_group`` and another ``init_process_group``.
         """
         if torch.compiler.is_compiling():
             return
@@ -193,12 +207,12 @@ class Mesh:
         return tuple(name for name, _ in self.axes)
 
     @property
-    def simulated(self) -> bool:
+    def is_simulated(self) -> bool:
         """Whether the ranks of any axis are a batch dimension of vmap."""
         return any(isinstance(axis, Simulated) for _, axis in self.axes)
 
-    def chosen(self, axes: Iterable[str] | None) -> tuple[str, ...]:
-        """The names of some axes, or one axis, or all, in the mesh's order. Raises ValueError for an unknown one."""
+    def select(self, axes: Iterable[str] | None) -> tuple[str, ...]:
+        """Return the names of some axes, of one, or of all (None), in the mesh's order. ValueError for an unknown one."""
         names = self.names if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
         for name in names:
             if name not in self.names:
@@ -207,12 +221,12 @@ class Mesh:
 
 
 def check_spans_world(mesh: Mesh, where: str) -> None:
-    """Raise ValueError if the mesh has only some ranks of the default process group and does not say so by ``submesh``.
+    """Raise ValueError if the mesh has only some ranks of the default process group, and is no ``submesh``.
 
     A mesh of sizes alone, of one rank without a process group, or of simulated ranks passes: it communicates with nobody.
     """
-    named = any(isinstance(axis, Group) and axis.name for _, axis in mesh.axes)
-    if mesh.submesh or not named or mesh.simulated or not dist.is_initialized():
+    named = any(isinstance(axis, ProcessAxis) and axis.name for _, axis in mesh.axes)
+    if mesh.submesh or not named or mesh.is_simulated or not dist.is_initialized():
         return
     size, world = math.prod([axis.size for _, axis in mesh.axes]), dist.get_world_size()
     if size < world:
@@ -224,7 +238,7 @@ def check_spans_world(mesh: Mesh, where: str) -> None:
 
 
 _TASKS = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
-"""The variables by which launchers other than torchrun tell how many processes they started."""
+"""The variables in which launchers other than torchrun say how many processes they started."""
 
 
 def _warn_of_tasks() -> None:
@@ -245,22 +259,22 @@ def _warn_once(name: str, launcher: str, size: int) -> None:
 
 
 def _axis(name: object, axis: object) -> Axis:
-    """An axis as it is, or one that is only a size."""
+    """Return an axis as it is, or one that is only a size."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"mesh: expected axis names, got {name!r}")
-    if isinstance(axis, Group | Simulated):
+    if isinstance(axis, ProcessAxis | Simulated):
         return axis
     if not isinstance(axis, int) or isinstance(axis, bool):
         raise TypeError(f"mesh axis '{name}': expected its size, got {axis!r}")
     if axis < 1:
         raise ValueError(f"mesh axis '{name}': expected a size of at least 1, got {axis}")
-    return Group(axis, 0 if axis == 1 else None)
+    return ProcessAxis(axis, 0 if axis == 1 else None)
 
 
 def _device_type(backends: str) -> str | None:
-    """The accelerator of this machine that has a backend of its own among those of a group, such as "cpu:gloo,cuda:nccl".
+    """Return this machine's accelerator with a backend of its own in a group's backends, such as "cpu:gloo,cuda:nccl".
 
-    None where one backend serves the CPU as well (gloo): then tensors stay where they are.
+    None if one backend serves the CPU as well (gloo): then tensors stay where they are.
     """
     of = dict(pair.split(":", 1) for pair in backends.split(",") if ":" in pair)
     own = [kind for kind, backend in of.items() if kind != "cpu" and backend != of.get("cpu")]

@@ -1,7 +1,7 @@
-"""What each collective does: started on a process group, and computed on ranks that are stacked in dimension 0.
+"""Every collective, on a process group and on ranks that are stacked in dimension 0.
 
 Nothing in here knows about gradients, but for the name of every op's *transpose*. The functional ops
-``torch.ops._c10d_functional`` do the work; they return before it is done, and `start` gives what waits for it.
+``torch.ops._c10d_functional`` return before they are done; `start_op` returns a `PendingResult` that waits for them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from torch.fx.node import has_side_effect
 from .. import _torch
 from ._tag import UnitTag, has_margins, tag_length
 
-__all__ = ["OPS", "Finish", "Where", "exchange", "no_group", "start"]
+__all__ = ["OPS", "OpContext", "PendingResult", "missing_group_error", "start_exchange", "start_op"]
 
 
-class Finish:
-    """Waits for a collective that was started, and gives its result. To be called once: until then its buffers live.
+class PendingResult:
+    """The result of a collective that is running. Call it once to wait; until then its buffers live.
 
-    What is waited for are ``outs``; the result is made of them, as they are after that.
+    Args:
+        outs: What to wait for.
+        result: Makes the result of ``outs`` once they are complete.
     """
 
     __slots__ = ("_result", "outs")
@@ -32,19 +34,19 @@ class Finish:
         self.outs, self._result = outs, result
 
     def __call__(self) -> Tensor:
-        """The result, once it is there."""
+        """Wait, and return the result."""
         return self._result(*map(_wait, self.outs))
 
-    def then(self, change: Callable[[Tensor], Tensor]) -> Finish:
-        """The same with another result, made of this one."""
+    def then(self, change: Callable[[Tensor], Tensor]) -> PendingResult:
+        """Return a pending result that is ``change`` of this one."""
         result = self._result
-        return Finish(self.outs, lambda *outs: change(result(*outs)))
+        return PendingResult(self.outs, lambda *outs: change(result(*outs)))
 
 
-class Where(NamedTuple):
-    """Over which ranks: the size and the name of the process group, and the root of the ops that have one.
+class OpContext(NamedTuple):
+    """Where an op runs: the size and name of a process group, and the root of the ops that have one.
 
-    With a ``tag`` ranks compare what they gather and reduce, on gloo, where the buffer has margins for it.
+    With a ``tag`` ranks on gloo compare which unit they gather or reduce, if the buffer has margins for it.
     """
 
     size: int
@@ -53,31 +55,38 @@ class Where(NamedTuple):
     tag: UnitTag | None = None
 
 
-def no_group(size: int) -> ValueError:
-    """The error for an axis that is only a size."""
+def missing_group_error(size: int) -> ValueError:
+    """Return the error for an axis that is only a size."""
     return ValueError(
         f"an axis of {size} ranks without a process group cannot communicate: expected a DeviceMesh axis "
         "or a Simulated one; bind the spec with .on(mesh) (a pickled spec must be bound anew)"
     )
 
 
-def start(op: str, x: Tensor, where: Where, own: Tensor | None = None) -> Finish:
-    """Start an op on a process group. Raises ValueError without one.
+def start_op(op: str, x: Tensor, context: OpContext, own: Tensor | None = None) -> PendingResult:
+    """Start an op on a process group.
 
-    ``own`` is where the result goes, for a gather, which casts to its dtype, and (``x`` itself) for an all-reduce; not where
-    it is recorded, which is to be functional.
+    Args:
+        op: Its name in `OPS`.
+        x: The input.
+        context: The process group, and what the op needs beside it.
+        own: The buffer for the result of a gather, which casts to its dtype, or ``x`` itself for an all-reduce in place. None
+            while operators are recorded, because a graph has to be functional.
+
+    Raises:
+        ValueError: If the axis has no process group.
     """
-    if not where.name:
-        raise no_group(where.size)
+    if not context.name:
+        raise missing_group_error(context.size)
     if not x.is_complex():
-        return OPS[op].group(x, where, own)
+        return OPS[op].group(x, context, own)
     # All of this is linear over the reals, which every backend reduces.
-    finish = OPS[op].group(torch.view_as_real(x.resolve_conj()), where, None if own is None else torch.view_as_real(own))
+    finish = OPS[op].group(torch.view_as_real(x.resolve_conj()), context, None if own is None else torch.view_as_real(own))
     return finish.then(torch.view_as_complex)
 
 
-# As wait_tensor is: torch.func.linearize computes in advance what depends on constants alone, and of a gather of frozen
-# parameters it took the part that starts it without the one that waits. Pinned by test_linearize_folds_no_collective.
+# wait_tensor has side effects, too. torch.func.linearize computes what depends on constants alone in advance: of a gather of
+# frozen parameters it folded the start without the wait. Pinned by test_linearize_folds_no_collective.
 for _op in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"):
     has_side_effect(getattr(torch.ops._c10d_functional, _op).default)
 
@@ -86,81 +95,81 @@ def _wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor.default(x)
 
 
-def _itself(out: Tensor) -> Tensor:
+def _return_output(out: Tensor) -> Tensor:
     return out
 
 
-def _gather(x: Tensor, where: Where, own: Tensor | None) -> Finish:
+def _gather(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
     if own is not None and own.itemsize == 1:
         x = x.to(own.dtype)
     if x.dtype != torch.uint8 and (not x.is_floating_point() or x.itemsize == 1):  # gloo lacks int16 and 8-bit floats
-        raw = _gather(x.contiguous().view(torch.uint8), where, None if own is None else own.view(torch.uint8))
+        raw = _gather(x.contiguous().view(torch.uint8), context, None if own is None else own.view(torch.uint8))
         return raw.then(lambda out: out.view(x.dtype))
     x = x.contiguous()
     if own is None:
-        out = torch.ops._c10d_functional.all_gather_into_tensor.default(x, where.size, where.name)
-    elif _torch.backend_name(where.name, x.device) == "gloo":
-        return _broadcasts(x, where, own)
+        out = torch.ops._c10d_functional.all_gather_into_tensor.default(x, context.size, context.name)
+    elif _torch.backend_name(context.name, x.device) == "gloo":
+        return _gather_by_broadcasts(x, context, own)
     else:
-        if x.dtype != own.dtype:  # cast on the way to where its slice will be
-            x = own.chunk(where.size)[_torch.resolve_group(where.name).rank()].copy_(x)
-        out = torch.ops._c10d_functional.all_gather_into_tensor_out.default(x, where.size, where.name, out=own)
-    return Finish((out,), _itself)
+        if x.dtype != own.dtype:  # cast on the way to its slice
+            x = own.chunk(context.size)[_torch.resolve_group(context.name).rank()].copy_(x)
+        out = torch.ops._c10d_functional.all_gather_into_tensor_out.default(x, context.size, context.name, out=own)
+    return PendingResult((out,), _return_output)
 
 
-def _broadcasts(x: Tensor, where: Where, own: Tensor) -> Finish:
-    """Gather as a broadcast in place from each rank: gloo's own gathers into another buffer first and copies that."""
-    pieces, group = [*own.chunk(where.size)], _torch.resolve_group(where.name)
+def _gather_by_broadcasts(x: Tensor, context: OpContext, own: Tensor) -> PendingResult:
+    """Gather by a broadcast in place from each rank. gloo's own all-gather uses another buffer and copies it."""
+    pieces, group = [*own.chunk(context.size)], _torch.resolve_group(context.name)
     pieces[group.rank()].copy_(x)
-    compare = where.tag.attach(own, pieces, group) if where.tag and has_margins(own) else None
-    under_way = [torch.ops._c10d_functional.broadcast_.default(piece, i, where.name) for i, piece in enumerate(pieces)]
+    compare = context.tag.attach(own, pieces, group) if context.tag and has_margins(own) else None
+    under_way = [torch.ops._c10d_functional.broadcast_.default(piece, i, context.name) for i, piece in enumerate(pieces)]
 
     def result(*_: Tensor) -> Tensor:
         if compare is not None:
             compare()
         return own
 
-    return Finish(under_way, result)
+    return PendingResult(under_way, result)
 
 
 def _gather_stack(x: Tensor, root: int) -> Tensor:
     return x.flatten(0, 1).unsqueeze(0).expand(len(x), *(-1,) * (x.dim() - 1))
 
 
-def _scatter(mean: bool) -> Callable[[Tensor, Where, Tensor | None], Finish]:
-    def group(x: Tensor, where: Where, own: Tensor | None) -> Finish:
-        if _torch.backend_name(where.name, x.device) == "gloo":
-            return _scatter_by_exchange(x, where, mean)
+def _make_scatter(mean: bool) -> Callable[[Tensor, OpContext, Tensor | None], PendingResult]:
+    def group(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+        if _torch.backend_name(context.name, x.device) == "gloo":
+            return _scatter_by_exchange(x, context, mean)
         op = "avg" if mean else "sum"
-        out = torch.ops._c10d_functional.reduce_scatter_tensor.default(x.contiguous(), op, where.size, where.name)
-        return Finish((out,), _itself)
+        out = torch.ops._c10d_functional.reduce_scatter_tensor.default(x.contiguous(), op, context.size, context.name)
+        return PendingResult((out,), _return_output)
 
     return group
 
 
-def _scatter_by_exchange(x: Tensor, where: Where, mean: bool) -> Finish:
-    """Reduce-scatter as an exchange of slices and a local sum: gloo's own is an all-reduce inside, twice the bytes."""
-    group, x = _torch.resolve_group(where.name), x.contiguous()
-    n, rank = len(x) // where.size, group.rank()
-    before, mine, after = x.split([rank * n, n, (where.size - rank - 1) * n])
+def _scatter_by_exchange(x: Tensor, context: OpContext, mean: bool) -> PendingResult:
+    """Reduce-scatter by an exchange of slices and a local sum. gloo's own is an all-reduce and sends twice the bytes."""
+    group, x = _torch.resolve_group(context.name), x.contiguous()
+    n, rank = len(x) // context.size, group.rank()
+    before, mine, after = x.split([rank * n, n, (context.size - rank - 1) * n])
     k, remove_tags = 0, None
-    if where.tag and n and x.dim() == 1 and has_margins(x):
+    if context.tag and n and x.dim() == 1 and has_margins(x):
         k = tag_length(x)
-        theirs, remove_tags = where.tag.enclose([piece for i, piece in enumerate(x.split(n)) if i != rank], group)
+        theirs, remove_tags = context.tag.pack([piece for i, piece in enumerate(x.split(n)) if i != rank], group)
     else:
         theirs = torch.cat([before, after]) if len(before) and len(after) else before if len(before) else after
-    lengths = [0 if i == rank else n + k for i in range(where.size)]
+    lengths = [0 if i == rank else n + k for i in range(context.size)]
 
-    def reduced(received: Tensor) -> Tensor:
-        if where.size == 2:
+    def reduce(received: Tensor) -> Tensor:
+        if context.size == 2:
             others = received if remove_tags is None else remove_tags(received)[0]
         else:
             rows = received.unflatten(0, (-1, n)) if remove_tags is None else remove_tags(received)
             others = rows.sum(0, dtype=x.dtype)
         total = others.add_(mine)
-        return total.div_(where.size) if mean else total
+        return total.div_(context.size) if mean else total
 
-    return exchange(theirs, where, lengths, lengths).then(reduced)
+    return start_exchange(theirs, context, lengths, lengths).then(reduce)
 
 
 def _sum_stack(x: Tensor, root: int) -> Tensor:
@@ -171,83 +180,83 @@ def _mean_stack(x: Tensor, root: int) -> Tensor:
     return (x.sum(0, keepdim=True) / len(x)).expand_as(x)
 
 
-def _slices(x: Tensor) -> Tensor:
+def _split_rows(x: Tensor) -> Tensor:
     return x.unflatten(1, (len(x), -1)) if x.shape[1] else x.new_empty(len(x), len(x), 0, *x.shape[2:])
 
 
 def _slice_stack(x: Tensor, root: int) -> Tensor:
-    return _slices(x).diagonal(dim1=0, dim2=1).movedim(-1, 0)
+    return _split_rows(x).diagonal(dim1=0, dim2=1).movedim(-1, 0)
 
 
 def _scatter_stack(mean: bool) -> Callable[[Tensor, int], Tensor]:
     return lambda x, root: _slice_stack((_mean_stack if mean else _sum_stack)(x, root), root)
 
 
-def _reduce(op: str) -> Callable[[Tensor, Where, Tensor | None], Finish]:
-    def group(x: Tensor, where: Where, own: Tensor | None) -> Finish:
+def _make_all_reduce(op: str) -> Callable[[Tensor, OpContext, Tensor | None], PendingResult]:
+    def group(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
         reduce = (
             torch.ops._c10d_functional.all_reduce.default if own is None else torch.ops._c10d_functional.all_reduce_.default
         )
-        out = reduce(x.contiguous(), op, where.name)
-        return Finish((out,), _itself)
+        out = reduce(x.contiguous(), op, context.name)
+        return PendingResult((out,), _return_output)
 
     return group
 
 
-def _identity(x: Tensor, where: Where, own: Tensor | None) -> Finish:
-    return Finish((), lambda: x.view_as(x))
+def _identity(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+    return PendingResult((), lambda: x.view_as(x))
 
 
 def _identity_stack(x: Tensor, root: int) -> Tensor:
     return x
 
 
-def _broadcast(x: Tensor, where: Where, own: Tensor | None) -> Finish:
-    out = torch.ops._c10d_functional.broadcast.default(x.contiguous(), where.root, where.name)
-    return Finish((out,), _itself)
+def _broadcast(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+    out = torch.ops._c10d_functional.broadcast.default(x.contiguous(), context.root, context.name)
+    return PendingResult((out,), _return_output)
 
 
 def _broadcast_stack(x: Tensor, root: int) -> Tensor:
     return x[root : root + 1].expand_as(x)
 
 
-def _sum_to(x: Tensor, where: Where, own: Tensor | None) -> Finish:
-    total = _reduce("sum")(x, where, own)
-    here = _torch.resolve_group(where.name).rank() == where.root
-    return total if here else total.then(torch.zeros_like)
+def _sum_to(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+    total = _make_all_reduce("sum")(x, context, own)
+    is_root = _torch.resolve_group(context.name).rank() == context.root
+    return total if is_root else total.then(torch.zeros_like)
 
 
 def _sum_to_stack(x: Tensor, root: int) -> Tensor:
-    here = (torch.arange(len(x), device=x.device) == root).view(-1, *(1,) * (x.dim() - 1))
-    return torch.where(here, x.sum(0, keepdim=True, dtype=x.dtype), 0)
+    is_root = (torch.arange(len(x), device=x.device) == root).view(-1, *(1,) * (x.dim() - 1))
+    return torch.where(is_root, x.sum(0, keepdim=True, dtype=x.dtype), 0)
 
 
-def _all_to_all(x: Tensor, where: Where, own: Tensor | None) -> Finish:
-    pieces = [len(x) // where.size] * where.size
-    return exchange(x, where, pieces, pieces)
+def _all_to_all(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+    pieces = [len(x) // context.size] * context.size
+    return start_exchange(x, context, pieces, pieces)
 
 
 def _all_to_all_stack(x: Tensor, root: int) -> Tensor:
-    return _slices(x).transpose(0, 1).flatten(1, 2)
+    return _split_rows(x).transpose(0, 1).flatten(1, 2)
 
 
-def exchange(x: Tensor, where: Where, send: Sequence[int], receive: Sequence[int]) -> Finish:
-    """Start an exchange of unequal pieces: so many rows of ``x`` to each rank, so many from each, in rank order."""
+def start_exchange(x: Tensor, context: OpContext, send: Sequence[int], receive: Sequence[int]) -> PendingResult:
+    """Start an all-to-all with uneven counts: ``send`` rows of ``x`` to each rank, ``receive`` from each, in rank order."""
     if x.is_complex():
-        raw = exchange(torch.view_as_real(x.resolve_conj()), where, send, receive)
+        raw = start_exchange(torch.view_as_real(x.resolve_conj()), context, send, receive)
         return raw.then(torch.view_as_complex)
-    out = torch.ops._c10d_functional.all_to_all_single.default(x.contiguous(), [*receive], [*send], where.name)
-    return Finish((out,), _itself)
+    out = torch.ops._c10d_functional.all_to_all_single.default(x.contiguous(), [*receive], [*send], context.name)
+    return PendingResult((out,), _return_output)
 
 
-def _slice(x: Tensor, where: Where, own: Tensor | None) -> Finish:
-    n = len(x) // where.size
-    return Finish((), lambda: x.narrow(0, where.root * n, n).clone())
+def _slice(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+    n = len(x) // context.size
+    return PendingResult((), lambda: x.narrow(0, context.root * n, n).clone())
 
 
 @dataclass(frozen=True)
 class _Op:
-    group: Callable[[Tensor, Where, Tensor | None], Finish]
+    group: Callable[[Tensor, OpContext, Tensor | None], PendingResult]
     stack: Callable[[Tensor, int], Tensor]
     transpose: str
     sends: bool = True
@@ -255,17 +264,17 @@ class _Op:
 
 OPS: dict[str, _Op] = {
     "gather_mean": _Op(_gather, _gather_stack, "scatter_mean"),
-    "scatter_mean": _Op(_scatter(mean=True), _scatter_stack(mean=True), "gather_mean"),
+    "scatter_mean": _Op(_make_scatter(mean=True), _scatter_stack(mean=True), "gather_mean"),
     "gather_sum": _Op(_gather, _gather_stack, "scatter_sum"),
-    "scatter_sum": _Op(_scatter(mean=False), _scatter_stack(mean=False), "gather_sum"),
-    "reduce_mean": _Op(_reduce("avg"), _mean_stack, "reduce_mean"),
-    "reduce_sum": _Op(_reduce("sum"), _sum_stack, "reduce_sum"),
-    "shards_to_sum": _Op(_reduce("sum"), _sum_stack, "sum_to_shards"),
-    "sum_to_shards": _Op(_reduce("avg"), _mean_stack, "shards_to_sum"),
+    "scatter_sum": _Op(_make_scatter(mean=False), _scatter_stack(mean=False), "gather_sum"),
+    "reduce_mean": _Op(_make_all_reduce("avg"), _mean_stack, "reduce_mean"),
+    "reduce_sum": _Op(_make_all_reduce("sum"), _sum_stack, "reduce_sum"),
+    "shards_to_sum": _Op(_make_all_reduce("sum"), _sum_stack, "sum_to_shards"),
+    "sum_to_shards": _Op(_make_all_reduce("avg"), _mean_stack, "shards_to_sum"),
     "vary_mean": _Op(_identity, _identity_stack, "unvary_mean", sends=False),
-    "unvary_mean": _Op(_reduce("avg"), _mean_stack, "vary_mean"),
+    "unvary_mean": _Op(_make_all_reduce("avg"), _mean_stack, "vary_mean"),
     "vary_sum": _Op(_identity, _identity_stack, "unvary_sum", sends=False),
-    "unvary_sum": _Op(_reduce("sum"), _sum_stack, "vary_sum"),
+    "unvary_sum": _Op(_make_all_reduce("sum"), _sum_stack, "vary_sum"),
     "broadcast": _Op(_broadcast, _broadcast_stack, "sum_to"),
     "sum_to": _Op(_sum_to, _sum_to_stack, "broadcast"),
     "all_to_all": _Op(_all_to_all, _all_to_all_stack, "all_to_all"),

@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx
 
 from .. import _torch
 from ._mesh import Axis, Simulated
-from ._ops import OPS, Where, no_group, start
+from ._ops import OPS, OpContext, missing_group_error, start_op
 from ._sequence import check_sequence
 
 __all__ = ["apply"]
@@ -33,7 +33,7 @@ class _Collective(_torch.Function):
             return OPS[op].stack(x, root).clone()
         if label and OPS[op].sends:
             check_sequence([f"{op} of {label}"], name, x)
-        return start(op, x, Where(size, name, root))()
+        return start_op(op, x, OpContext(size, name, root))()
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
@@ -76,6 +76,6 @@ def apply(op: str, x: Tensor, axis: Axis, root: int = 0, label: str = "") -> Ten
     if axis.size == 1:
         return x
     if not axis.name:
-        raise no_group(axis.size)
+        raise missing_group_error(axis.size)
     # A view of x, never the differentiated leaf itself (torch 2.13: Dynamo can otherwise lose a custom backward).
     return _primitive(x.view_as(x), None, op, axis.size, axis.name, root, label)

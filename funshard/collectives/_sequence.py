@@ -34,8 +34,8 @@ class CollectiveSequence:
     def __init__(self) -> None:
         self._started: dict[str, list[str]] = {}
         self._untagged: set[str] = set()
-        while _abandoned:
-            _abandoned.popleft().finish()
+        while _UNFINISHED:
+            _UNFINISHED.popleft().finish()
 
     def record(self, groups: Iterable[str], name: str, *, tagged: bool) -> None:
         """Note that a collective of this name is started on these process groups.
@@ -59,10 +59,10 @@ class CollectiveSequence:
         """
         groups = [group for group in self._started if tagged or group in self._untagged]
         self._untagged.clear()
-        return [SequenceCheck(_comparing(group), self._started.pop(group), error) for group in groups]
+        return [SequenceCheck(_host_group_of(group), self._started.pop(group), error) for group in groups]
 
 
-_abandoned: deque[SequenceCheck] = deque()
+_UNFINISHED: deque[SequenceCheck] = deque()
 """Comparisons under way that nobody has waited for, such as that of a forward without a backward: the next call does."""
 
 
@@ -80,8 +80,8 @@ class SequenceCheck:
         self._names, self._error = names, error
         digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
         self._own = digest, -digest
-        self._most = torch.tensor(self._own)  # the maxima over ranks are a rank's own only where all ranks have the same
-        self._work: dist.Work | None = group.all_reduce_max(self._most)
+        self._maxima = torch.tensor(self._own)  # the maxima over ranks are a rank's own only where all ranks have the same
+        self._work: dist.Work | None = group.all_reduce_max(self._maxima)
 
     def finish(self) -> None:
         """Wait for the other ranks' names.
@@ -93,15 +93,15 @@ class SequenceCheck:
             return
         work, self._work = self._work, None
         work.wait()
-        if self._differs():
+        if self._is_different():
             raise RuntimeError(f"{self._error}: {self._difference()}. {REMEDY}")
 
-    def __del__(self, abandoned: deque[SequenceCheck] = _abandoned) -> None:
-        if self._work is not None and (not self._work.is_completed() or self._differs()):
-            abandoned.append(self)
+    def __del__(self, unfinished: deque[SequenceCheck] = _UNFINISHED) -> None:
+        if self._work is not None and (not self._work.is_completed() or self._is_different()):
+            unfinished.append(self)
 
-    def _differs(self) -> bool:
-        return tuple(self._most.tolist()) != self._own
+    def _is_different(self) -> bool:
+        return tuple(self._maxima.tolist()) != self._own
 
     def _difference(self) -> str:
         group = self._group()
@@ -125,7 +125,7 @@ def check_sequence(names: Sequence[str], group: str, sent: Tensor) -> None:
     """
     if _torch.is_traced() or _torch.is_fake(sent) or not is_comparable(group):
         return
-    SequenceCheck(_comparing(group), names, "ranks are about to exchange values of different units").finish()
+    SequenceCheck(_host_group_of(group), names, "ranks are about to exchange values of different units").finish()
 
 
 def is_comparable(group: str) -> bool:
@@ -133,7 +133,7 @@ def is_comparable(group: str) -> bool:
     return dist.get_backend(_torch.resolve_group(group)) != "fake"
 
 
-def _comparing(name: str) -> HostGroup:
+def _host_group_of(name: str) -> HostGroup:
     """The hosts of a process group's ranks, which compare over it. They connect when they first do."""
     groups = host_groups()
     key = "sequence", name

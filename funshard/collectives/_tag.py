@@ -38,13 +38,13 @@ class UnitTag:
     index: int
 
     @functools.cached_property
-    def _sent(self) -> bytes:
+    def _payload(self) -> bytes:
         """Other specs' units have other bytes."""
         return zlib.crc32("\n".join(self.keys).encode()).to_bytes(4, "little") + self.index.to_bytes(4, "little")
 
     def write(self, address: int) -> None:
         """Write the tag to this address of the CPU's memory. Tensor operators for 8 bytes would cost a multiple."""
-        ctypes.memmove(address, self._sent, _BYTES)
+        ctypes.memmove(address, self._payload, _BYTES)
 
     def compare(self, address: int, group: dist.ProcessGroup, sender: int) -> None:
         """Compare with the tag at this address, which a rank of the group has sent.
@@ -52,10 +52,10 @@ class UnitTag:
         Raises:
             RuntimeError: If it is of another unit.
         """
-        if (sent := ctypes.string_at(address, _BYTES)) == self._sent:
+        if (sent := ctypes.string_at(address, _BYTES)) == self._payload:
             return
         index = int.from_bytes(sent[4:], "little")
-        known = sent[:4] == self._sent[:4] and index < len(self.keys)
+        known = sent[:4] == self._payload[:4] and index < len(self.keys)
         theirs = f"unit '{self.keys[index]}'" if known else "something that is no unit of this spec"
         ranks = dist.get_process_group_ranks(group)
         raise RuntimeError(
@@ -86,7 +86,7 @@ class UnitTag:
 
         return compare
 
-    def enclose(self, pieces: list[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def pack(self, pieces: list[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Join slices for the other ranks, each with the tag.
 
         Args:

@@ -51,7 +51,7 @@ class Compressor(Generic[S]):
 def over_axes(axes: Axes, spec: PartitionSpec) -> tuple[PartitionSpec, tuple[str, ...]]:
     """The bound spec, and the axes in its mesh's order."""
     spec = bound(spec)
-    return spec, spec.bound_mesh.chosen(axes)
+    return spec, spec.bound_mesh.select(axes)
 
 
 def other_axes(over: tuple[str, ...], spec: PartitionSpec) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from .. import _torch
 from .._sharding.agree import check_ranks_agree, fingerprints, talks, telling
 from .._spec.fits import full_parameters
 from .._spec.spec import PartitionSpec
-from ..collectives._mesh import Group
+from ..collectives._mesh import ProcessAxis
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Loss, Outcome
 
 __all__ = ["assert_exact"]
@@ -104,10 +104,10 @@ def assert_exact(
 def _on_simulated_ranks(spec: PartitionSpec) -> bool:
     """Whether the spec is bound to sizes alone. ValueError for a mesh that is neither this nor has all process groups."""
     axes = spec.bound_mesh.axes
-    if spec.bound_mesh.simulated:
+    if spec.bound_mesh.is_simulated:
         raise ValueError("assert_exact: expected a spec on sizes, got one on the mesh of spmd; call it outside of spmd")
-    grouped = [name for name, axis in axes if isinstance(axis, Group) and axis.name]
-    alone = [name for name, axis in axes if isinstance(axis, Group) and axis.size > 1 and not axis.name]
+    grouped = [name for name, axis in axes if isinstance(axis, ProcessAxis) and axis.name]
+    alone = [name for name, axis in axes if isinstance(axis, ProcessAxis) and axis.size > 1 and not axis.name]
     if grouped and alone:
         raise ValueError(f"assert_exact: axis '{alone[0]}' has no process group, but '{grouped[0]}' has one; give all or none")
     return bool(alone) or (spec.mesh is not None and not grouped)

@@ -18,7 +18,7 @@ from ... import _torch
 from ..._sharding.agree import check_ranks_agree, spec_numbers, talks
 from ..._spec.spec import PartitionSpec
 from ...collectives._host_group import HostGroup, host_groups
-from ...collectives._mesh import Group, Mesh, check_spans_world
+from ...collectives._mesh import Mesh, ProcessAxis, check_spans_world
 from .._errors import CheckpointError, SavedError
 from .exchange import exchange
 
@@ -219,7 +219,7 @@ def ranks_of(spec: PartitionSpec, where: str, timeout: float) -> Ranks:
     Raises ValueError on simulated ones, sizes alone, within a transform, if specs differ, and for a mesh of only some ranks of
     the process group that is not said to be one.
     """
-    known = all(isinstance(axis, Group) and axis.rank is not None for _, axis in spec.bound_mesh.axes)
+    known = all(isinstance(axis, ProcessAxis) and axis.rank is not None for _, axis in spec.bound_mesh.axes)
     if not known or not _torch.is_eager():
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
     check_spans_world(spec.bound_mesh, where)
@@ -229,7 +229,7 @@ def ranks_of(spec: PartitionSpec, where: str, timeout: float) -> Ranks:
 def _exchange_rows(own: list[int], mesh: Mesh, timeout: timedelta) -> list[list[int]]:
     """The numbers of all ranks of the mesh, in its row-major order: an axis at a time."""
     rows = [own]
-    for axis in (axis for _, axis in reversed(mesh.axes) if isinstance(axis, Group) and axis.size > 1):
+    for axis in (axis for _, axis in reversed(mesh.axes) if isinstance(axis, ProcessAxis) and axis.size > 1):
         told = exchange(json.dumps(rows), axis.name, axis.rank or 0, axis.size, timeout)
         rows = [row for text in told for row in json.loads(text)]
     return rows

@@ -72,7 +72,7 @@ def laid_out(
     """
     spec = bound(spec)
     groups, group_of = grouped(spec, options, check)
-    unknown = rank is None and spec.bound_mesh.simulated
+    unknown = rank is None and spec.bound_mesh.is_simulated
     if unknown and len(groups) > 1:
         raise ValueError(
             "options: where a parameter lies in a shard depends on the rank, and simulated ranks are all there at once: "

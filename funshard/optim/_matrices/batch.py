@@ -36,7 +36,7 @@ class Group(NamedTuple):
     @staticmethod
     def of(some: Sequence[Matrix], spec: PartitionSpec, most: int) -> Group:
         """What this rank has to do for them, with at most so many elements on their way back to it at once."""
-        if spec.bound_mesh.simulated:
+        if spec.bound_mesh.is_simulated:
             return Group(tuple(some), spec, None, None)
         at, number = rank_coords(spec.bound_mesh, None), shares(some, spec, most)
         returns = tuple(back(some, spec, at, (share, number)) for share in range(number)) if number > 1 else ()

@@ -18,8 +18,8 @@ from torch.autograd.function import FunctionCtx
 from ... import _torch
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import slice_index
-from ...collectives._mesh import Group
-from ...collectives._ops import Finish, Where, exchange, no_group
+from ...collectives._mesh import ProcessAxis
+from ...collectives._ops import OpContext, PendingResult, missing_group_error, start_exchange
 from .flat import Share, apart, joined, part_of
 from .owners import Matrix, every_rank
 
@@ -65,7 +65,7 @@ class There(NamedTuple):
     """Elements of a way that are under way; to be called for those of each matrix."""
 
     way: Way
-    finish: Finish
+    finish: PendingResult
     """Of its first hop."""
 
     def __call__(self) -> list[Tensor]:
@@ -97,10 +97,10 @@ def _picked(tensors: Sequence[Tensor], hop: Hop) -> Tensor:
     return torch.cat([tensors[i] for i in hop.order]) if hop.order else tensors[0][:0]
 
 
-def _sent(flat: Tensor, hop: Hop) -> Finish:
+def _sent(flat: Tensor, hop: Hop) -> PendingResult:
     if not hop.group:
-        return Finish((), lambda: flat)
-    return exchange(flat, Where(len(hop.send), hop.group), hop.send, hop.receive)
+        return PendingResult((), lambda: flat)
+    return start_exchange(flat, OpContext(len(hop.send), hop.group), hop.send, hop.receive)
 
 
 def there(matrices: Sequence[Matrix], spec: PartitionSpec, at: At) -> Way:
@@ -183,9 +183,9 @@ class _Plan:
         out: list[Hop] = []
         for number, (axis, to) in enumerate(over):
             group = self.mesh.axes[axis][1]
-            assert isinstance(group, Group)
+            assert isinstance(group, ProcessAxis)
             if not group.name:
-                raise no_group(group.size)
+                raise missing_group_error(group.size)
             own = held(at, number)
             sends = [[p for p in own if to is None or to(p) == j] for j in range(group.size)]
             others = (held((*at[:axis], j, *at[axis + 1 :]), number) for j in range(group.size))

@@ -96,7 +96,7 @@ class Matrices:
     def is_here(self, name: str) -> bool:
         """Whether this rank owns a matrix; simulated ones are all there."""
         mesh = self.spec.bound_mesh
-        return mesh.simulated or self.by_name[name].owner == rank_coords(mesh, None)
+        return mesh.is_simulated or self.by_name[name].owner == rank_coords(mesh, None)
 
     def _parts(self, tree: Mapping[str, Tensor], key: str) -> Params:
         if key not in self.spec.by_key:

@@ -32,7 +32,7 @@ class Cut(NamedTuple):
     @staticmethod
     def of(unit: Unit, spec: PartitionSpec) -> Cut:
         """On the mesh of a bound spec."""
-        if spec.bound_mesh.simulated:
+        if spec.bound_mesh.is_simulated:
             return Cut(unit, spec, None)
         at = rank_coords(spec.bound_mesh, None)
         return Cut(unit, spec, {piece.param.name: (piece.low, piece.high) for piece in slice_pieces(unit, spec, at)})
