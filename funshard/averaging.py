@@ -80,7 +80,7 @@ def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes:
 
     Raises ValueError for an unknown axis.
     """
-    mesh = spec.bound_mesh
+    mesh = bound(spec).bound_mesh
     chosen = mesh.select(axes)
     names = tuple(name for name, axis in mesh.axes if name in chosen and axis.size > 1)
     return _mean(buffers, {name: names for name, buffer in buffers.items() if names and _averaged(buffer)}, mesh)

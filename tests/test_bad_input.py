@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -102,6 +103,37 @@ def _tied() -> tuple[nn.Module, PartitionSpec]:
     spec = fs.policies.whole()(model).on({"shard": 1})
     model[1].weight = nn.Parameter(torch.zeros(3, 3))
     return model, spec
+
+
+def functions_of_specs() -> Iterator[tuple[str, Any]]:
+    """Every public function with an argument ``spec``."""
+    for module in (fs, *(getattr(fs, name) for name in ("optim", "checkpoint", "loss_scale", "averaging", "testing"))):
+        for name in module.__all__:
+            if inspect.isfunction(function := getattr(module, name)) and "spec" in inspect.signature(function).parameters:
+                yield f"{module.__name__}.{name}", function
+
+
+STAND_INS = {
+    "model": MODEL,
+    "params": PARAMS,
+    "grads": PARAMS,
+    "shards": PARAMS,
+    "batch": X,
+    "order": 1,
+    "optimizer_class": torch.optim.AdamW,
+}
+
+
+@pytest.mark.parametrize("name", dict(functions_of_specs()))
+def test_a_policy_is_no_spec(name: str) -> None:
+    """In every public function: the error says to call it."""
+    function = dict(functions_of_specs())[name]
+    needed = (p for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind != p.VAR_KEYWORD)
+    given = {p.name: POLICY if p.name == "spec" else STAND_INS.get(p.name, 1) for p in needed}
+    with pytest.raises(
+        TypeError, match=r"spec: expected a PartitionSpec, got the policy by_type\(Linear\); call it on the model"
+    ):
+        function(**given | {"spec": POLICY})
 
 
 GROWN = changed(lambda m: m.append(nn.Linear(2, 2)))

@@ -25,7 +25,10 @@ OFFLOADS = ("activations", "params")
 
 @dataclass(frozen=True)
 class P:
-    """How one unit's flat buffer lies on the mesh, with JAX's meaning: split over ``axis``, replicated over the rest.
+    """How one unit's flat buffer lies on the mesh: split over ``axis``, replicated over the other axes.
+
+    Axes mean what they mean in ``jax.sharding.PartitionSpec``. That has one entry for each dimension of an array; a flat
+    buffer has one dimension, and its ``P`` also says how the unit is gathered, computed with and kept.
 
     ``P("shard")`` is FSDP on a mesh ("shard",) and HSDP on ("replicate", "shard"); ``P()`` is DDP; a tuple of names
     splits over several axes, the first one outermost. ``reshard`` frees the gathered buffer between forward and

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from .. import _torch
 from .._sharding.agree import check_ranks_agree, fingerprints, talks, telling
 from .._spec.fits import full_parameters
-from .._spec.spec import PartitionSpec
+from .._spec.spec import PartitionSpec, bound
 from ..collectives._mesh import ProcessAxis
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Loss, Outcome
 
@@ -63,7 +63,8 @@ def assert_exact(
     """
     if order not in (1, 2):
         raise ValueError(f"assert_exact: order: expected 1 or 2, got {order!r}")
-    case = Case(loss, model, spec.bound, batch, method, _on_simulated_ranks(spec))
+    spec = bound(spec)
+    case = Case(loss, model, spec, batch, method, _on_simulated_ranks(spec))
     if not case.simulated and talks(case.spec.bound_mesh):  # before anything that ranks with other models would wait in
         with telling(case.spec, together=True):
             values = fingerprints(full_parameters(model, case.spec), case.spec)

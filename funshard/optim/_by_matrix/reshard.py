@@ -46,6 +46,9 @@ def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> d
         >>> sorted(fs.optim.reshard(state, old, new))
         ['0', '1']
     """
+    for known in (old, new):
+        if not isinstance(known, Matrices):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"reshard: expected matrices(spec), of which the optimizer was made, got {known!r}")
     for name in old.by_name.keys() ^ new.by_name.keys():
         where = "the old" if name in old.by_name else "the new"
         raise ValueError(f"matrix '{name}' is in {where} spec's only: expected the same matrices of one model")
