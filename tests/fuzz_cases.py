@@ -182,7 +182,8 @@ def by_jvp(f: Loss, p: Params, v: Params) -> Result:
 
 
 def by_hvp(f: Loss, p: Params, v: Params) -> Result:
-    return jvp(grad(f), (p,), (v,))[1], []
+    """By reverse mode: torch's jvp differentiates what is computed under no_grad, and a gradient of a gradient does not."""
+    return vjp(grad(f), p)[1](v)[0], []
 
 
 def along_by(g: Callable[..., Any]) -> Callable[[Loss, Params, Params], Result]:

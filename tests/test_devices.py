@@ -28,6 +28,12 @@ def world() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+needs_driver = pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="torch for CUDA makes no cuda tensor without a driver",
+)
+
+
 def machine(monkeypatch: pytest.MonkeyPatch, backends: str, *, cuda: bool, current: int = 0) -> None:
     """A machine with CUDA or without, and a group with these backends."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
@@ -83,6 +89,7 @@ def test_the_device_that_the_group_is_bound_to(world: dist.ProcessGroup, monkeyp
     assert Mesh.world().device == torch.device("cuda", 2)
 
 
+@needs_driver
 def test_shards_of_a_cpu_model_are_on_the_device_of_the_group(
     world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +102,7 @@ def test_shards_of_a_cpu_model_are_on_the_device_of_the_group(
     assert {key: (shard.device, shard.numel()) for key, shard in shards.items()} == {"": (torch.device("cuda", 1), 8)}
 
 
+@needs_driver
 @pytest.mark.parametrize("axis", ["shard", None])
 def test_averages_of_what_rests_on_the_host_rest_there(
     world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, axis: str | None

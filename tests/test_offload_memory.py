@@ -26,6 +26,10 @@ from funshard import P, _torch
 from funshard._torch import streams
 from funshard._transforms import host_buffers
 
+under_a_mode = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch 2.11 fails an assertion of its own: its dispatch modes, within saved-tensor hooks"
+)
+
 ROWS, WIDTH = 1 << 14, 8
 BYTES = ROWS * WIDTH * 8
 """Of one activation: 1 MiB, which is what offload takes by itself."""
@@ -105,7 +109,7 @@ def step(blocks: int, way: str, p: P, mark: Callable[[], None] = lambda: None) -
     return where
 
 
-@pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
+@pytest.mark.parametrize("way", ["fs", pytest.param("torch.func", marks=under_a_mode), "backward"])
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_two_loads_are_on_the_device(world: None, way: str, blocks: int) -> None:
     """In activations, of n blocks of which each saves 2 (the first 1: its argument is the caller's):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 from depth import each
 from last_bit import OtherLastBit
@@ -179,6 +180,8 @@ def test_doctests(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("funshard._compiled")])
 def test_doctests_do_not_depend_on_the_last_bit(name: str) -> None:
     """The doctests pass on CPUs that round otherwise. Operators in compiled functions are not checked."""
+    if name.endswith("_transforms.offload") and torch.__version__ < "2.13":
+        pytest.skip("torch 2.11 fails an assertion of its own: its dispatch modes, within saved-tensor hooks")
     for up in (True, False):
         with OtherLastBit(up=up):
             assert doctest.testmod(importlib.import_module(name)).failed == 0

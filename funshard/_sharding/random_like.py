@@ -166,6 +166,6 @@ def _has_fractions(tensor: Tensor) -> bool:
 def _hash(name: str) -> int:
     """A signed 64-bit number that follows from the name, alike in every process: FNV-1a."""
     number = 0xCBF29CE484222325
-    for byte in name.encode():
+    for byte in [*name.encode()]:
         number = ((number ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
     return number - (1 << 64) if number >> 63 else number
