@@ -32,9 +32,9 @@ def counted() -> Iterator[Copies]:
             super().__init__(source, host)
             copies.out, copies.alive = copies.out + 1, copies.alive + 1
 
-        def come(self) -> Tensor:
-            copies.back += self._there is None
-            return super().come()
+        def prefetch(self) -> Tensor:
+            copies.back += self._on_device is None
+            return super().prefetch()
 
         def __del__(self) -> None:
             copies.alive -= 1

@@ -36,7 +36,7 @@ class Resting:
 
     def to(self, path: str) -> OffloadTarget | None:
         """Where the module at this path has what it saves."""
-        return TO if path in self._own else self._around.to if self._around else None
+        return TO if path in self._own else self._around.target if self._around else None
 
     def hooks(
         self, path: str, live: Live, module: nn.Module | None = None, args: Any = (), kwargs: Any = None
@@ -62,7 +62,7 @@ class Resting:
             if not can_offload():
                 return forward(*args, **kwargs)
             hooks = self.hooks(path, live, module, args, kwargs)
-            with hooks.here(hooks.pack):
+            with hooks.activate(hooks.pack):
                 return forward(*args, **kwargs)
 
         return run

@@ -77,7 +77,7 @@ class Call:
         hooks = contextlib.nullcontext()
         if (around := hooks_around(self.mode.live, self.rests)) is not None:
             self.scopes.hook = around.pack
-            hooks = around.here(around.pack)
+            hooks = around.activate(around.pack)
         with contextlib.ExitStack() as stack:
             with CHANGING:
                 before = stack.enter_context(restored(self.place.modules, self.thread))

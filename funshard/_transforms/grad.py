@@ -1,4 +1,4 @@
-"""grad and grad_and_value, torch.func's in one plain autograd pass where nothing outside differentiates again; and hvp."""
+"""grad and grad_and_value as in torch.func, by one plain autograd pass if nothing outside differentiates again; and hvp."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ __all__ = ["check_differentiable", "grad", "grad_and_value", "hvp", "is_differen
 
 
 def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """A function that returns ``f``'s gradient: torch.func.grad's signature and result. See `grad_and_value`.
+    """Return a function that computes the gradient of ``f``, as torch.func.grad does.
+
+    Args:
+        f: A function that returns a scalar loss, or ``(loss, aux)``.
+        argnums: The arguments to differentiate with respect to; their tensors must be floating point.
+        has_aux: Whether ``f`` returns ``(loss, aux)``.
+
+    Returns:
+        A function that returns the gradients, or ``(grads, aux)``. See `grad_and_value` for their graph and for errors.
 
     Example:
         >>> import torch, funshard as fs
@@ -32,17 +40,24 @@ def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: boo
 
 
 def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """A function that returns ``(grads, value)``, or ``(grads, (value, aux))``: torch.func.grad_and_value's.
+    """Return a function that computes the gradient and the value of ``f``, as torch.func.grad_and_value does.
 
-    Computed by one plain autograd pass where nothing outside can differentiate the result; torch.func would record it
-    for a second derivative. Inside another torch.func transform, in torch.compile, in forward-mode AD, or where an
-    argument itself requires grad, it *is* torch.func's. What ``f`` closes over counts as a constant: ``value``, ``aux``
-    and ``grads`` come back without a graph.
+    It is one plain autograd pass if nothing outside can differentiate the result; torch.func would keep the graph for a
+    second derivative. Inside another torch.func transform, in torch.compile, in forward-mode AD, or if an argument requires
+    grad, it *is* torch.func's. What ``f`` closes over is a constant: the results have no graph.
 
-    ``argnums`` says with respect to which arguments; their tensors must be floating point. What does not influence the
-    loss has gradient zeros, never None.
+    Args:
+        f: A function that returns a scalar loss, or ``(loss, aux)``.
+        argnums: The arguments to differentiate with respect to; their tensors must be floating point.
+        has_aux: Whether ``f`` returns ``(loss, aux)``.
 
-    Raises TypeError for arguments or a loss of the wrong kind, ValueError for a loss that is not a scalar.
+    Returns:
+        A function that returns ``(grads, value)``, or ``(grads, (value, aux))``. Gradients have the tree of the arguments;
+        where an argument does not influence the loss they are zeros, never None.
+
+    Raises:
+        TypeError: An argument or the loss is of the wrong type. Raised by the function, as the next one.
+        ValueError: The loss is not a scalar.
 
     Example:
         >>> import torch, funshard as fs
@@ -51,14 +66,14 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
     """
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        chosen = _arguments(args, argnums)
+        chosen = _select_arguments(args, argnums)
         leaves, treedef = pytree.tree_flatten(chosen)
         check_differentiable(chosen)
         if is_differentiated_outside((args, kwargs)):
             return torch.func.grad_and_value(f, argnums, has_aux)(*args, **kwargs)
         with torch.enable_grad():
             inputs = [leaf.detach().requires_grad_() for leaf in leaves]
-            fresh = _replaced(args, argnums, pytree.tree_unflatten(inputs, treedef))
+            fresh = _replace_arguments(args, argnums, pytree.tree_unflatten(inputs, treedef))
             out = f(*fresh, **kwargs)
             loss, aux = split_loss(out, has_aux)
             if loss.requires_grad and inputs:
@@ -76,28 +91,35 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
 
 
 def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None = None) -> Any:
-    """The Hessian of the scalar ``f`` at ``params`` times ``v``: a tree like ``params``, shards from shards.
+    """Return the product of the Hessian of ``f`` at ``params`` with ``v``: shards from shards.
 
-    With the loss of this rank's batch it is this rank's slice of the product with the Hessian of the mean loss over ranks.
-    Close over the batch. Forward over reverse, ``jvp`` of ``grad``; or, with ``forward=False``, reverse over reverse: ``grad``
-    of ``lambda p: <grad(f)(p), v>``. On shards that inner product is each rank's part of the whole one, and counts with its
-    sum as all that is computed from shards does, so both are exact. Where ``forward`` is None the second one is taken if the
-    first ends because torch has no forward-mode rule for an operator (``_grouped_mm`` of mixtures of experts): then ``f``
-    runs again, and what it changed in place outside it changes again; inside torch.compile it is not taken. What ``f`` computes
-    under ``torch.no_grad`` is a constant in both forms (torch's own forward mode does not know it), but not inside
-    torch.compile.
+    Each rank passes the loss of its own batch. The result is its slice of the product with the Hessian of the mean loss over
+    ranks, exact in both forms. What ``f`` computes under ``torch.no_grad`` is a constant, except inside torch.compile.
 
-    >>> import torch, funshard as fs
-    >>> fs.hvp(lambda p: (p["w"] ** 3).sum(), {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 1.0])})
-    {'w': tensor([ 6., 12.])}
+    Args:
+        f: The loss as a function of params alone; it closes over the batch.
+        params: A tree of floating point tensors.
+        v: A tree with the paths, shapes and dtypes of ``params``.
+        forward: True for forward over reverse, ``jvp`` of ``grad``. False for reverse over reverse, ``grad`` of
+            ``lambda p: <grad(f)(p), v>``. None tries the first, and takes the second if torch has no forward-mode rule for an
+            operator (``_grouped_mm`` in mixtures of experts): then ``f`` runs once more. Inside torch.compile None is True.
 
-    Raises ValueError, naming the path, where ``v`` has not the tensors of ``params``, by shape and dtype; and what `grad`
-    raises. Of torch's attention kernels only the math one has a second derivative (``torch.nn.attention.sdpa_kernel``):
-    torch's error about another one has a note with the module's path.
+    Returns:
+        A tree like ``params``.
+
+    Raises:
+        ValueError: ``v`` differs from ``params``; the message names the path. `grad` raises others.
+        RuntimeError: torch has no second derivative, as for all attention kernels except the math one
+            (``torch.nn.attention.sdpa_kernel``); a note names the module.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.hvp(lambda p: (p["w"] ** 3).sum(), {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 1.0])})
+        {'w': tensor([ 6., 12.])}
     """
     check_differentiable(params)
     leaves, treedef = pytree.tree_flatten(params)
-    direction = pytree.tree_unflatten(_like(params, v), treedef)
+    direction = pytree.tree_unflatten(_match_leaves(params, v), treedef)
     if not leaves:
         return direction
     first = torch.func.grad(lambda p: split_loss(f(p), has_aux=False)[0])
@@ -110,62 +132,62 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None
                 raise add_hints(error)  # noqa: B904 - the same one
             missing = find_hint(error)
     try:
-        return torch.func.grad(lambda p: _inner(first(p), direction))(params)
+        return torch.func.grad(lambda p: _inner_product(first(p), direction))(params)
     except RuntimeError as error:
         raise add_hints(error, known=missing)  # noqa: B904 - the same one
 
 
 def _forward_over_reverse(first: Callable[[Any], Any], params: Any, direction: Any) -> Any:
-    """``jvp`` of a gradient, in which ``torch.no_grad`` is what it is for the gradient."""
+    """Return the ``jvp`` of a gradient; ``torch.no_grad`` in it has the meaning that it has for the gradient."""
     if torch.compiler.is_compiling():
         return torch.func.jvp(first, (params,), (direction,))[1]
-    wanted = torch.is_grad_enabled()
+    has_graph = torch.is_grad_enabled()
 
-    def watched(p: Any) -> Any:
-        with torch.enable_grad(), _torch.NoGradInForwardMode():  # what is off in here, f has switched off
+    def gradient(p: Any) -> Any:
+        with torch.enable_grad(), _torch.NoGradInForwardMode():  # gradients that are off in here, f has switched off
             return first(p)
 
-    out = torch.func.jvp(watched, (params,), (direction,))[1]
-    return out if wanted else pytree.tree_map_only(Tensor, Tensor.detach, out)
+    out = torch.func.jvp(gradient, (params,), (direction,))[1]
+    return out if has_graph else pytree.tree_map_only(Tensor, Tensor.detach, out)
 
 
-def _inner(a: Any, b: Any) -> Tensor:
-    """The inner product of two trees, over the real numbers."""
+def _inner_product(a: Any, b: Any) -> Tensor:
+    """Return the inner product of two trees, over the real numbers."""
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
     return torch.stack([(x.conj() * y).real.sum() if x.is_complex() else (x * y).sum() for x, y in pairs]).sum()
 
 
-def _like(params: object, v: object) -> list[Tensor]:
-    """The tensors of ``v`` in the order of those of ``params``."""
+def _match_leaves(params: object, v: object) -> list[Tensor]:
+    """Return the tensors of ``v`` in the order of those of ``params``; ValueError if they differ in shape or dtype."""
     expected = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(params)[0]}
     got = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(v)[0]}
     for path in (*expected, *got):
-        kinds = [_kind(tree[path]) if path in tree else "none" for tree in (expected, got)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(f"hvp: v{path}: expected {kinds[0]} as in params, got {kinds[1]}")
+        texts = [_describe(tree[path]) if path in tree else "none" for tree in (expected, got)]
+        if texts[0] != texts[1]:
+            raise ValueError(f"hvp: v{path}: expected {texts[0]} as in params, got {texts[1]}")
     return [got[path] for path in expected]
 
 
-def _kind(leaf: object) -> str:
+def _describe(leaf: object) -> str:
     return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
 def is_differentiated_outside(arguments: object) -> bool:
-    """Whether anything around can differentiate, batch or record what is computed from these arguments."""
+    """Return whether anything outside can differentiate, batch or trace what is computed from these arguments."""
     if torch.compiler.is_compiling() or _torch.current_level() or _torch.in_forward_ad():
         return True
     tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _arguments(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> Any:
+def _select_arguments(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> Any:
     for i in (argnums,) if isinstance(argnums, int) else argnums:
         if not -len(args) <= i < len(args):
             raise ValueError(f"grad: argnums {argnums} but only {len(args)} positional arguments: expected 0..{len(args) - 1}")
     return args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
 
 
-def _replaced(args: tuple[Any, ...], argnums: int | tuple[int, ...], chosen: Any) -> tuple[Any, ...]:
+def _replace_arguments(args: tuple[Any, ...], argnums: int | tuple[int, ...], chosen: Any) -> tuple[Any, ...]:
     out = list(args)
     for i, value in [(argnums, chosen)] if isinstance(argnums, int) else zip(argnums, chosen, strict=True):
         out[i] = value
@@ -173,7 +195,7 @@ def _replaced(args: tuple[Any, ...], argnums: int | tuple[int, ...], chosen: Any
 
 
 def check_differentiable(chosen: object) -> None:
-    """TypeError, naming its path, for what nothing can be differentiated with respect to."""
+    """Raise TypeError, with the path, for a leaf that is no floating point tensor."""
     if all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in pytree.tree_leaves(chosen)):
         return
     for path, leaf in pytree.tree_flatten_with_path(chosen)[0]:
@@ -188,7 +210,7 @@ def check_differentiable(chosen: object) -> None:
 
 
 def split_loss(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
-    """``(loss, aux)`` of what a loss function gave, None without aux; TypeError or ValueError for what is no loss."""
+    """Return ``(loss, aux)`` of the result of a loss function, aux None without it; TypeError or ValueError if it is none."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):  # pyright: ignore[reportUnknownArgumentType]
         raise TypeError(f"grad: expected f to return (loss, aux) with has_aux=True, got {type(out).__name__}")
     loss, aux = out if has_aux else (out, None)

@@ -43,34 +43,31 @@ def per_sample_grads(
     randomness: str = "error",
     chunk_size: int | None = None,
 ) -> Params:
-    """The gradient of ``f(params, *sample)`` for each sample of this rank's batch; or their private mean.
+    """Return the gradient of the loss of each sample; or with ``clip`` their private mean (DP-SGD).
 
-    ``f`` is the loss of one sample, with `functional_call` on its first argument. ``batch`` is a tuple of its other
-    arguments, or the only one, each tensor with one more dimension, the first. Parameters are gathered outside of vmap,
-    so that no sample meets another rank's (``vmap(grad(f))`` on shards is the mean over ranks of their i-th samples'
-    gradients).
+    Abadi et al., Deep Learning with Differential Privacy, 2016, in two passes: one for the norms, which holds the gradients of
+    one unit at a time, and a gradient of the weighted losses, which is reduced once (Lee and Kifer, Scaling up Differentially
+    Private Deep Learning with Fast Per-Example Gradient Clipping, 2021).
 
-    Without ``clip``: ``vmap(grad(f), (None, 0))(unshard(params, spec), batch)``, by parameter name, of shape [samples,
-    *parameter's]; as much memory as that is.
+    Args:
+        f: The loss of one sample, ``f(params, *sample)``, with `functional_call` on its first argument.
+        params: Shards by unit key, of all units or some (`partition`); ``f`` closes over the others.
+        batch: The other arguments of ``f`` as a tuple, or the only one: tensors with the samples in their first dimension.
+        spec: The spec of the shards.
+        clip: The largest 2-norm over all of ``params`` of a sample's gradient; larger ones are scaled down.
+        noise: The standard deviation, in units of ``clip``, of normal numbers to add, the same ones at any number of ranks.
+        generator: Where rank 0 draws the seed of the noise, which it sends; torch's own by default.
+        reduce: "mean" divides the sum, with the noise, by the number of samples on all ranks, "sum" by nothing, or a number.
+        randomness: That of torch.vmap, for dropout in ``f``.
+        chunk_size: That of torch.vmap: how many samples at once.
 
-    With ``clip``: shards, by unit key, of the sum over all samples of all ranks of their gradients, each scaled down to a
-    2-norm over all of ``params`` of at most ``clip``; plus, with ``noise``, normal numbers of standard deviation ``noise *
-    clip``, the same ones at any number of ranks. ``reduce`` is what all of it is divided by: "mean" for the number of
-    samples, "sum" for nothing, or a number. In two passes: one for the norms, which holds the samples' gradients of one
-    unit at a time, and one plain gradient of the weighted losses, which is reduced once. Without a graph. Abadi et al.,
-    Deep Learning with Differential Privacy, 2016; two passes as in Lee and Kifer, Scaling up Differentially Private Deep
-    Learning with Fast Per-Example Gradient Clipping, 2021.
+    Returns:
+        Without ``clip``, by parameter name, gradients of shape [samples, *parameter's], which is as much memory. With
+        ``clip``, shards by unit key, without a graph.
 
-    ``params`` may hold some of the units (`partition`); ``f`` closes over the rest. The noise comes from a seed that rank
-    0 draws from ``generator``, or from torch's own, and sends. ``randomness`` and ``chunk_size`` are torch.vmap's: what
-    dropout in ``f`` does ("same" or "different" for each sample), and how many samples at once.
-
-    Inside torch.compile, ``noise`` is drawn between two graphs.
-
-    Raises ValueError, before any communication, for params that are no shards of the spec's units, a batch that is empty
-    or whose tensors differ in their first dimension, a ``clip`` that is not positive, ``noise`` that is negative or not
-    finite or without a finite ``clip``, ``reduce`` without ``clip``, and inside torch.compile for ``clip`` with
-    ``randomness``: a graph draws other numbers in the second pass.
+    Raises:
+        ValueError: Before any communication, for params that are no shards of the spec's units, an empty batch, tensors that
+            differ in their first dimension, and options that are out of range or do not fit together.
 
     Example:
         >>> import torch, funshard as fs
@@ -91,39 +88,39 @@ def per_sample_grads(
     samples = _check_batch(args)
     _check_privacy(clip, noise, reduce, randomness)
 
-    def of_samples(fn: Callable[..., Any], full: Mapping[str, Tensor]) -> Any:
+    def vmap_samples(fn: Callable[..., Any], full: Mapping[str, Tensor]) -> Any:
         dims = (None, *(0 for _ in args))
         return torch.vmap(fn, dims, randomness=randomness, chunk_size=chunk_size)(full, *args)
 
     if clip is None:
         buffers = {unit.key: gather_unit(params[unit.key], unit, mesh) for unit in units}
-        return of_samples(torch.func.grad(f), _full(buffers, units))
+        return vmap_samples(torch.func.grad(f), _unflatten_units(buffers, units))
 
     params = {unit.key: params[unit.key].detach() for unit in units}
     compiled = torch.compiler.is_compiling()  # where both passes are in one graph, and nothing is drawn
     # drawn and sent before all else, so that the host need not wait for the gradients to know it
-    seed = _seed(generator, spec, next(iter(params.values())).device) if noise and params and not compiled else None
-    as_before = contextlib.nullcontext() if compiled else AmbientState(pytree.tree_leaves(args)).restored()
+    seed = _draw_seed(generator, spec, next(iter(params.values())).device) if noise and params and not compiled else None
+    same_random = contextlib.nullcontext() if compiled else AmbientState(pytree.tree_leaves(args)).restored()
 
-    def probed(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
-        return f(_full({key: _probed(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
+    def probed_loss(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
+        return f(_unflatten_units({key: _add_probe(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
 
     buffers = {unit.key: gather_unit(params[unit.key], unit, mesh) for unit in units}
-    probes = {unit.key: _zero(params[unit.key]) for unit in units}
+    probes = {unit.key: _zero_probe(params[unit.key]) for unit in units}
     with contextlib.nullcontext() if compiled else RefusedFunctions({REGISTER_HOOK: _HOOK}):
-        squares: Mapping[str, Tensor] = of_samples(torch.func.grad(probed), probes)
+        squares: Mapping[str, Tensor] = vmap_samples(torch.func.grad(probed_loss), probes)
     buffers.clear()
     norms = torch.stack(list(squares.values())).sum(0).sqrt()
     weights = (clip / (norms + 1e-6)).clamp(max=1)
 
-    def weighted(params: Mapping[str, Tensor]) -> Tensor:
+    def weighted_loss(params: Mapping[str, Tensor]) -> Tensor:
         buffers = {unit.key: gather_unit(params[unit.key], unit, mesh, Reduction("sum")) for unit in units}
-        return (of_samples(f, _full(buffers, units)) * weights).sum()
+        return (vmap_samples(f, _unflatten_units(buffers, units)) * weights).sum()
 
-    with as_before:  # dropout as in the first pass
-        grads: Params = grad(weighted)(params)
+    with same_random:  # dropout as in the first pass
+        grads: Params = grad(weighted_loss)(params)
     if noise:
-        grads = _noisy(grads, noise * clip, units, spec, generator, seed)
+        grads = _add_noise(grads, noise * clip, units, spec, generator, seed)
     if reduce == "sum":
         return grads
     total = sum_over(torch.full((), float(samples), device=mesh.device), mesh) if reduce == "mean" else reduce
@@ -137,13 +134,13 @@ _HOOK = (
 
 
 @_torch.allow_in_graph
-def _probed(buffer: Tensor, probe: Tensor) -> Tensor:
+def _add_probe(buffer: Tensor, probe: Tensor) -> Tensor:
     # One node for Dynamo, which would lose the backward, and with it the clipping. As collectives._primitive.
     return _Probe.apply(buffer, probe)
 
 
 class _Probe(_torch.Function):
-    """A unit's buffer; the "gradient" of the probe is the squared norm of the buffer's, which goes no further."""
+    """The identity of a unit's buffer; the "gradient" of the probe is the squared norm of the buffer's, which ends here."""
 
     @staticmethod
     def forward(buffer: Tensor, probe: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -156,24 +153,24 @@ class _Probe(_torch.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.no_grad():  # torch.func would keep every gradient for a second derivative
-            return None, torch.linalg.vector_norm(grad, dtype=_wide(grad.dtype)).to(ctx.dtype) ** 2
+            return None, torch.linalg.vector_norm(grad, dtype=_wide_dtype(grad.dtype)).to(ctx.dtype) ** 2
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, buffer: Tensor, probe: Tensor) -> tuple[Tensor, int | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return buffer.view_as(buffer), in_dims[0]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _zero(like: Tensor) -> Tensor:
+def _zero_probe(like: Tensor) -> Tensor:
     real = torch.view_as_real(like) if like.is_complex() else like  # Dynamo does not know dtype.to_real
-    return real.new_zeros((), dtype=_wide(real.dtype))
+    return real.new_zeros((), dtype=_wide_dtype(real.dtype))
 
 
-def _full(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Params:
-    """The full parameters by name, as views of these buffers, whose gradients are used up as soon as they are complete."""
+def _unflatten_units(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Params:
+    """Return the full parameters by name, as views of buffers whose backward runs as soon as their gradient is complete."""
     full: Params = {}
     for unit in units:
         views = unflatten_unit(buffers[unit.key], unit)
@@ -184,7 +181,7 @@ def _full(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Params:
 
 
 @_torch.disable_in_graph("noise is drawn by a generator, which no graph can seed")
-def _noisy(
+def _add_noise(
     grads: Mapping[str, Tensor],
     scale: float,
     units: Iterable[Unit],
@@ -192,10 +189,10 @@ def _noisy(
     generator: torch.Generator | None,
     seed: Callable[[], Tensor] | None,
 ) -> Params:
-    """The gradients with normal numbers of this standard deviation, the same ones at any number of ranks."""
+    """Return gradients with normal numbers of this standard deviation, the same ones at any number of ranks."""
     mesh = spec.bound_mesh
     device = next(iter(grads.values())).device
-    source = torch.Generator(device).manual_seed(int((seed or _seed(generator, spec, device))()))
+    source = torch.Generator(device).manual_seed(int((seed or _draw_seed(generator, spec, device))()))
     out: Params = {}
     for unit in units:
         with _torch.below_transforms():
@@ -206,8 +203,8 @@ def _noisy(
     return out
 
 
-def _seed(generator: torch.Generator | None, spec: PartitionSpec, device: torch.device) -> Callable[[], Tensor]:
-    """The seed that rank 0 draws and sends."""
+def _draw_seed(generator: torch.Generator | None, spec: PartitionSpec, device: torch.device) -> Callable[[], Tensor]:
+    """Return a function that gives the seed, which rank 0 draws and sends."""
     mesh = spec.bound_mesh
     with _torch.below_transforms():
         seed = torch.randint(2**62, (), generator=generator, device=generator.device if generator else None)
@@ -218,7 +215,7 @@ def _seed(generator: torch.Generator | None, spec: PartitionSpec, device: torch.
 
 
 def _check_batch(args: tuple[object, ...]) -> int:
-    """The number of samples."""
+    """Return the number of samples; ValueError if the batch has none, or tensors differ."""
     sizes = {
         pytree.keystr(path): len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else None
         for path, leaf in pytree.tree_flatten_with_path(args)[0]

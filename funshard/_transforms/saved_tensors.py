@@ -1,11 +1,11 @@
-"""What autograd keeps in the place of what it saves: of a gathered weight which view of what it is, else the tensor.
+"""Saved-tensor hooks: what autograd keeps instead of the tensors it saves, such as which view of which gathered unit one is.
 
-Saved-tensor hooks for the forward of a call, and for those nodes of its backwards that read what was kept so: where
-backward records itself, such a node may save it once more.
+The hooks are around the forward of a call, and around those nodes of its backwards that read what was kept so: if backward
+records a graph, such a node may save the tensor again.
 
-torch.func.grad ends with a backward that records itself, although nobody can come back to it in that transform any more
-(one around it has a record of its own). What its nodes would save there is most of what torch.func.grad holds beyond
-plain autograd, and is not kept.
+torch.func.grad ends with a backward that records a graph, although nothing can differentiate it in that transform any more
+(an outer transform has its own graph). Tensors that its nodes save are most of what torch.func.grad holds beyond plain
+autograd. These hooks drop them.
 """
 
 from __future__ import annotations
@@ -22,57 +22,57 @@ from .. import _torch
 __all__ = ["RestorableBuffer", "SavedTensorHooks", "TensorRestorer", "hook_running_node", "mark_graph_freed", "unpack"]
 
 TensorRestorer = Callable[[], Tensor]
-"""Gives the saved tensor."""
+"""Returns the saved tensor."""
 
 
 class RestorableBuffer(_torch.HasDtype, Protocol):
-    """A gathered buffer, of which autograd saves views."""
+    """A gathered buffer whose views autograd saves, and which can be gathered again."""
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> TensorRestorer | None:
-        """How to have this view of it again; None for one that is to be kept."""
+        """Return how to get this view of the buffer again; None to keep the tensor itself."""
         ...
 
 
 class SavedTensorHooks:
-    """What to keep, of what a forward saves or, ``by_backward``, a node of a backward.
+    """Decide what to keep of the tensors that a forward saves or, ``by_backward``, a node of a backward.
 
-    ``live`` are the gathered buffers that are there, by storage; ``over`` is a level at which nobody reads what is saved.
+    ``live`` are the gathered buffers by storage. At the level ``over`` nothing reads what is saved.
     """
 
     def __init__(self, live: dict[int, RestorableBuffer], *, by_backward: bool = False, over: int = 0) -> None:
         self.live, self.by_backward, self.over = live, by_backward, over
 
     def pack(self, tensor: Tensor) -> TensorRestorer | _torch.Versioned:
-        """What to keep in the place of a tensor."""
+        """Return what to keep instead of a tensor."""
         if self.over and _torch.level_of(tensor) == self.over:
-            return _nothing
+            return _raise_freed
         inner = _torch.unwrap(tensor)
-        source = _torch.find_viewed_buffer(inner, self.live)
-        if source is not None and (note := source.make_restorer(tensor, by_backward=self.by_backward)) is not None:
-            return note
+        buffer = _torch.find_viewed_buffer(inner, self.live)
+        if buffer is not None and (restorer := buffer.make_restorer(tensor, by_backward=self.by_backward)) is not None:
+            return restorer
         return _torch.pack_versioned(tensor, inner)
 
-    def here(self, pack: Callable[[Tensor], object]) -> contextlib.AbstractContextManager[None]:
-        """Within this, what autograd saves goes through ``pack``, which is its own: by that others know it."""
+    def activate(self, pack: Callable[[Tensor], object]) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which autograd saves through ``pack``, a bound method by which others find these hooks."""
         return _torch.saved_tensor_hooks(pack, unpack)
 
 
 def unpack(packed: Any) -> Tensor:
-    """The tensor again."""
+    """Return the tensor that was saved."""
     if not (type(packed) is tuple or isinstance(packed, Tensor)):
         return packed()
     tensor = _torch.unpack_versioned(packed)
-    if _torch.is_wrapped(tensor) and _reads_last(level := _torch.level_of(tensor)):
+    if _torch.is_wrapped(tensor) and _is_last_reader(level := _torch.level_of(tensor)):
         hook_running_node({}, level)
     return tensor
 
 
 def hook_running_node(live: Mapping[int, RestorableBuffer], level: int) -> None:
-    """Hooks for what the running node of a backward saves from here on, to be called while it reads what was kept.
+    """Push hooks for what the running node of a backward saves from now on; called while it reads what was kept.
 
     ``level`` is that of the transform that made the node.
     """
-    over = level if _reads_last(level) else 0
+    over = level if _is_last_reader(level) else 0
     hooks = getattr(_torch.current_pack_hook(), "__self__", None)
     if isinstance(hooks, SavedTensorHooks) and hooks.by_backward and hooks.over == over:  # it has read before
         hooks.live.update(live)
@@ -80,23 +80,23 @@ def hook_running_node(live: Mapping[int, RestorableBuffer], level: int) -> None:
         _torch.push_saved_tensor_hooks(SavedTensorHooks(dict(live), by_backward=True, over=over).pack, unpack)
 
 
-def _reads_last(level: int) -> bool:
-    """Whether nobody comes back to what the running node saves at this level."""
+def _is_last_reader(level: int) -> bool:
+    """Return whether nothing will read what the running node saves at this level."""
     return _torch.is_last_backward(level) and not _torch.in_python_node()
 
 
-def _nothing() -> Tensor:
-    raise _freed()
+def _raise_freed() -> Tensor:
+    raise _freed_error()
 
 
-def mark_graph_freed(of: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients that the last backward of a torch.func.grad gives without a graph, with one that says so. ``of`` has one."""
-    return _FreedGraph.apply(of, *grads)
+def mark_graph_freed(like: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Give gradients of the last backward of a torch.func.grad a graph like that of ``like``, which raises if it is used."""
+    return _FreedGraph.apply(like, *grads)
 
 
 class _FreedGraph(_torch.Function):
     @staticmethod
-    def forward(of: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(like: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tuple(grad.view_as(grad) for grad in grads)
 
     @staticmethod
@@ -105,10 +105,10 @@ class _FreedGraph(_torch.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise _freed()
+        raise _freed_error()
 
 
-def _freed() -> RuntimeError:
+def _freed_error() -> RuntimeError:
     return RuntimeError(
         "the graph of a torch.autograd.grad(..., create_graph=True, retain_graph=False) inside a torch.func.grad was freed: "
         "expected retain_graph=True, or torch.func.grad inside as well"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 __all__ = ["BY_CLASS", "FUNCTION", "LOCAL", "PLAIN_TYPES", "TUPLE", "Contents", "ObjectAdapter", "OpaqueState", "Part"]
-__all__ += ["ordered_elements", "part_of", "refill"]
+__all__ += ["ordered_elements", "part_of", "read_cell", "refill"]
 
 Part = tuple[list[Any], list[Any]]
 """Names or keys, and the values in the same order."""
@@ -37,9 +37,7 @@ class OpaqueState:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OpaqueState):
             return False
-        if isinstance(self.value, Tensor):
-            return torch.equal(self.value, other.value)
-        return bool(self.value == other.value)
+        return torch.equal(self.value, other.value) if isinstance(self.value, Tensor) else bool(self.value == other.value)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
@@ -93,9 +91,6 @@ def _make_tuple(cls: Any, contents: Contents) -> Any:
 
 
 TUPLE = ObjectAdapter(lambda obj: [(list(range(len(obj))), list(tuple.__iter__(obj)))], _make_tuple, get_context=type)
-_FROZENSET = ObjectAdapter(
-    lambda obj: [(list(range(len(obj))), ordered_elements(obj))], lambda cls, contents: cls(contents[0][1]), get_context=type
-)
 
 
 def _view_adapter(make: Callable[[Any], Any]) -> ObjectAdapter:
@@ -104,19 +99,10 @@ def _view_adapter(make: Callable[[Any], Any]) -> ObjectAdapter:
 
 
 _VIEWS: list[Any] = [getattr(base, name) for base in (dict, OrderedDict) for name in ("keys", "values", "items")]
-_WEAK_KEYS = ObjectAdapter(
-    lambda obj: [part_of(obj)], lambda obj, contents: refill(obj, contents[0]), lambda _: WeakKeyDictionary[Any, Any]()
-)
 LOCAL = ObjectAdapter(
     lambda obj: [part_of(vars(obj))], lambda obj, contents: refill(vars(obj), contents[0]), lambda cls: cls.__new__(cls), type
 )
 """threading.local: a run sees the attributes of its own thread."""
-
-
-_METHOD = ObjectAdapter(
-    lambda obj: [(["__func__", "__self__"], [obj.__func__, obj.__self__])],
-    lambda _, contents: types.MethodType(*contents[0][1]),
-)
 
 
 def _make_partial(cls: Any, contents: Contents) -> Any:
@@ -124,18 +110,6 @@ def _make_partial(cls: Any, contents: Contents) -> Any:
     partial = cls(func, *args, **dict(zip(*keywords, strict=True)))
     vars(partial).update(zip(*attributes, strict=True))
     return partial
-
-
-_PARTIAL = ObjectAdapter(
-    lambda obj: [
-        # each argument by itself: a partial copies the containers of its arguments when it is made
-        (["func", *(f"args[{i}]" for i in range(len(obj.args)))], [obj.func, *obj.args]),
-        part_of(obj.keywords),
-        part_of(vars(obj)),
-    ],
-    _make_partial,
-    get_context=type,
-)
 
 
 def _read_function(f: Any) -> Contents:
@@ -157,7 +131,8 @@ def _make_function(context: Any, contents: Contents) -> Any:
 FUNCTION = ObjectAdapter(_read_function, _make_function, get_context=lambda f: (f.__code__, f.__globals__, f.__name__))
 
 
-def _read_cell(cell: Any) -> Contents:
+def read_cell(cell: Any) -> Contents:
+    """Return what is in the cell of a closure, if it is set."""
     try:
         return [(["cell_contents"], [cell.cell_contents])]
     except ValueError:  # not set yet
@@ -170,12 +145,30 @@ def _fill_cell(cell: Any, contents: Contents) -> None:
 
 
 BY_CLASS: dict[type, ObjectAdapter] = {
-    frozenset: _FROZENSET,
-    types.MethodType: _METHOD,
-    types.CellType: ObjectAdapter(_read_cell, _fill_cell, lambda _: types.CellType()),
-    functools.partial: _PARTIAL,
+    frozenset: ObjectAdapter(
+        lambda obj: [(list(range(len(obj))), ordered_elements(obj))],
+        lambda cls, contents: cls(contents[0][1]),
+        get_context=type,
+    ),
+    types.MethodType: ObjectAdapter(
+        lambda obj: [(["__func__", "__self__"], [obj.__func__, obj.__self__])],
+        lambda _, contents: types.MethodType(*contents[0][1]),
+    ),
+    types.CellType: ObjectAdapter(read_cell, _fill_cell, lambda _: types.CellType()),
+    functools.partial: ObjectAdapter(
+        lambda obj: [
+            # each argument by itself: a partial copies the containers of its arguments when it is made
+            (["func", *(f"args[{i}]" for i in range(len(obj.args)))], [obj.func, *obj.args]),
+            part_of(obj.keywords),
+            part_of(vars(obj)),
+        ],
+        _make_partial,
+        get_context=type,
+    ),
     types.MappingProxyType: _view_adapter(types.MappingProxyType),
     **{type(make(make.__objclass__())): _view_adapter(make) for make in _VIEWS},
-    WeakKeyDictionary: _WEAK_KEYS,
+    WeakKeyDictionary: ObjectAdapter(
+        lambda obj: [part_of(obj)], lambda obj, contents: refill(obj, contents[0]), lambda _: WeakKeyDictionary[Any, Any]()
+    ),
 }
 """The adapters of these classes, not of their subclasses."""

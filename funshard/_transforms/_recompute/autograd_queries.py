@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .adapters import read_cell
+
 __all__ = ["QUERY_GETTERS", "REGISTER_HOOK", "RefusedFunctions", "find_autograd_queries"]
 
 REGISTER_HOOK: Callable[..., Any] = torch.Tensor.register_hook
@@ -121,17 +123,10 @@ def _find_functions(f: types.FunctionType, names: set[str]) -> Iterator[types.Fu
     variables = [f.__globals__[name] for name in names if name in f.__globals__]
     modules = (value for value in variables if isinstance(value, types.ModuleType))
     in_modules = [vars(module)[name] for module in modules for name in names if name in vars(module)]
-    cells = [cell.cell_contents for cell in f.__closure__ or () if _is_filled(cell)]
+    cells = [value for cell in f.__closure__ or () for value in read_cell(cell)[0][1]]
     for value in (*variables, *in_modules, *cells, getattr(f, "__wrapped__", None)):
         if isinstance(value, types.FunctionType):
             yield value
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 def _find_methods(classes: Iterable[type], names: set[str]) -> Iterator[types.FunctionType]:

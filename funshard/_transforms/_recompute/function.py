@@ -63,9 +63,7 @@ class RecomputedFunction:
         # (requires_grad, is_leaf) of each operand, if the function may ask; a stack of transforms refuses the question
         records = self._grad and not self._in_stack and not _torch.is_traced() and any(x.requires_grad for x in reached.tensors)
         self._queries = find_autograd_queries(reached.objects) if records else frozenset[str]()
-        self._answers: list[tuple[bool, bool]] | None = None
-        if self._queries:
-            self._answers = [(x.requires_grad, x.is_leaf) for x in reached.tensors]
+        self._answers = [(x.requires_grad, x.is_leaf) for x in reached.tensors] if self._queries else None
         # most runs in a stack are of transforms, where the results of another run have other values
         saves = remat.save is not None and not self._in_stack and not _torch.is_traced()
         self._saved_results = SavedResults(remat, name) if saves else None

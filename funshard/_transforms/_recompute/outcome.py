@@ -77,12 +77,8 @@ class RunOutcome:
 
     def write_back(
         self, after: ReachableObjects, reached: ReachableObjects, changed: set[int], outputs: Sequence[Tensor]
-    ) -> tuple[Any, Any]:
-        """Write what the run has changed into the caller's objects, with ``outputs`` as the results.
-
-        Returns:
-            The first two roots of ``after``: the result, and the context variables.
-        """
+    ) -> Any:
+        """Write what the run has changed into the caller's objects, with ``outputs`` as results, and return two roots."""
         writer = _OutcomeWriter(self, after, reached, outputs)
         for k, obj in enumerate(after.objects):
             i = self.input_indices.get(k)

@@ -143,13 +143,11 @@ def read_contents(obj: Any, adapter: ObjectAdapter, owned: Iterable[nn.Module]) 
 
 def tokens_equal(a: Token, b: Token) -> bool:
     """Return whether two tokens are the same; constants of other than `PLAIN_TYPES` need only have the same type."""
-    if a[0] != b[0]:
-        return False
-    x, y = a[1], b[1]
-    if a[0] != CONSTANT or x is y:
-        return x == y if a[0] != CONSTANT else True
-    if type(x) is not type(y):
-        return False
+    (kind, x), (other_kind, y) = a, b
+    if kind != CONSTANT or other_kind != CONSTANT:
+        return a == b
+    if x is y or type(x) is not type(y):
+        return x is y
     return type(x) not in PLAIN_TYPES or bool(x == y) or bool(x != x and y != y)
 
 

@@ -27,8 +27,7 @@ class RecomputeRegions:
 
     def __init__(self) -> None:
         self.remats: list[Remat] = []
-        self.problem = ""
-        """The message of an error that the caller raises after the trace; empty for none."""
+        self.problem = ""  # the message of an error that the caller raises after the trace
         self._open: list[tuple[int, set[str]]] = []
 
     def enter(self, remat: Remat) -> int:

@@ -33,23 +33,17 @@ TensorFunction = Callable[..., tuple[Tensor, ...]]
 
 
 def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Args, Result]:
-    """Wrap a function so that its derivatives keep only its arguments, and run it again.
+    """Wrap a function so that its derivatives keep only its arguments, and run it again (jax.checkpoint).
 
-    This is jax.checkpoint for torch.func, where torch.utils.checkpoint fails: under grad, vjp, jvp, vmap, plain autograd and
-    any stack of them, at any order, with the same results. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
-
-    Arguments are all tensors that can be reached from ``f`` and what it is given: by closures, defaults and attributes of
-    functions, containers, attributes of objects and modules, context variables. Each later run finds these objects as the
-    first one did, with the same random numbers, autocast and simulated ranks; ``f`` changes them once. Out of reach are
-    globals, attributes of classes, defaults of context variables, and what objects of C keep, such as the elements of a NumPy
-    array: a tensor there is a constant, and each run changes what is there. Inside torch.compile the wrapper is ``f``, and
-    `compile` recomputes. The guide says more: examples/guide/transforms.md.
+    The results are the same under any stack of torch.func transforms, plain autograd and vmap, at any order. Arguments are
+    all tensors that can be reached from ``f`` and what it is given: by closures, attributes, containers, modules and context
+    variables. Each later run finds these as the first one did, with its random numbers; ``f`` changes them once. Globals and
+    attributes of classes are constants. Inside torch.compile the wrapper is ``f``, and `compile` recomputes. What else it
+    does not see: examples/guide/limits.md. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 
     Args:
         f: The function.
-        save: What the first run saves, so that one gradient need not recompute it: see `Remat`. It never changes a number. A
-            stack of transforms, torch.vmap around it, forward mode and a second derivative recompute everything, and so does
-            every derivative for collectives, views, batch norm, and operators that change their arguments in place.
+        save: What the first run saves for one gradient, see `Remat`. It never changes a number.
 
     Returns:
         A function with the signature and the results of ``f``.
@@ -57,8 +51,7 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
     Raises:
         RuntimeError: ``f`` changes in place a tensor that it was given or that it saves (but by ``.data``), reads parameters
             of a module or functional_call around it, or does not do the same in every run.
-        TypeError: ``f`` changes an object, or reaches tensors in one, that cannot be copied, such as an iterator; or ``save``
-            is of another type than `Remat` takes.
+        TypeError: ``f`` changes an object, or reaches tensors in one, that cannot be copied, such as an iterator.
         ValueError: ``f`` gives none of the names to save.
 
     Example:
@@ -137,11 +130,13 @@ class _RecomputeFunction(_torch.Function):
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         given = tuple(t is not None for t in tangents)
         operands = *_read_saved(ctx), *(t for t in tangents if t is not None)
-        return _fill_mask(_RecomputeFunction.apply(_Jvp(ctx.fn, given, ctx.differentiable), *operands), ctx.differentiable)
+        tangent_function = _make_jvp(ctx.fn, given, ctx.differentiable)
+        return _fill_mask(_RecomputeFunction.apply(tangent_function, *operands), ctx.differentiable)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, fn: TensorFunction, *xs: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        out = _RecomputeFunction.apply(_Vmap(fn, tuple(in_dims[1:]), info.randomness), *xs)
+        dims, randomness = tuple(in_dims[1:]), info.randomness
+        out = _RecomputeFunction.apply(lambda *xs: torch.vmap(fn, dims, randomness=randomness)(*xs), *xs)
         return out, (0,) * len(out)
 
 
@@ -221,29 +216,14 @@ class _Vjp:
         return part, [x for x, wanted in zip(xs, self.wanted, strict=True) if wanted], tuple(cotangents)
 
 
-@dataclass(frozen=True)
-class _Jvp:
-    """``(*xs, *tangents) -> tangents`` of the differentiable results, from the tangents that are given."""
+def _make_jvp(fn: TensorFunction, given: Sequence[bool], differentiable: Sequence[bool]) -> TensorFunction:
+    """Return ``(*xs, *tangents) -> tangents`` of the differentiable results, from the tangents that are given."""
 
-    fn: TensorFunction
-    given: tuple[bool, ...]
-    differentiable: tuple[bool, ...]
-
-    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        if not any(self.differentiable):  # torch.func.jvp asks for results
+    def jvp(*operands: Tensor) -> tuple[Tensor, ...]:
+        if not any(differentiable):  # torch.func.jvp asks for results
             return ()
-        xs, tangents = operands[: len(self.given)], operands[len(self.given) :]
-        primals = tuple(x for x, given in zip(xs, self.given, strict=True) if given)
-        return torch.func.jvp(_restrict(self.fn, xs, self.given, self.differentiable), primals, tangents)[1]
+        xs, tangents = operands[: len(given)], operands[len(given) :]
+        primals = tuple(x for x, is_given in zip(xs, given, strict=True) if is_given)
+        return torch.func.jvp(_restrict(fn, xs, given, differentiable), primals, tangents)[1]
 
-
-@dataclass(frozen=True)
-class _Vmap:
-    """The function of arguments that are batched in ``in_dims``; its results are batched in the first dimension."""
-
-    fn: TensorFunction
-    in_dims: tuple[int | None, ...]
-    randomness: str
-
-    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        return torch.vmap(self.fn, self.in_dims, randomness=self.randomness)(*operands)
+    return jvp

@@ -60,7 +60,8 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
     if not isinstance(x, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"checkpoint_name: expected a tensor and a name, got a {type(x).__name__} and {name!r}")
     for run in _active_runs():
-        run.add_name(x, name)
+        if isinstance(run, _SavingRun):
+            run.add_name(x, name)
     return x
 
 
@@ -95,10 +96,8 @@ class _SavedResult:
 
     op: Any
     value: Any
-    random_states: list[Tensor] | None
-    """Those after the call, if it drew random numbers."""
-    versions: tuple[int, ...] = ()
-    """Those of its tensors at the end of the first run, which sees every write until then."""
+    random_states: list[Tensor] | None  # after the call, if it drew random numbers
+    versions: tuple[int, ...] = ()  # of its tensors at the end of the first run, which sees every write until then
 
     def current_versions(self) -> tuple[int, ...]:
         """Return the versions of its tensors now."""
@@ -124,8 +123,7 @@ class SavedResults:
     def __init__(self, remat: Remat, name: str) -> None:
         self.name, self._remat = name, remat
         self.numbers: dict[Hashable, int] = {}
-        self.by_number: dict[int, _SavedResult] = {}
-        """By the number of the operator call."""
+        self.by_number: dict[int, _SavedResult] = {}  # by the number of the operator's call
 
     @contextlib.contextmanager
     def first_run(self, xs: Sequence[Tensor], ambient: AmbientState) -> Generator[None]:
@@ -171,14 +169,11 @@ class _SavingRun(ValueNumbering):
         super().__init__(saved.numbers, xs)
         self._saved, self._ambient = saved, ambient
         self._is_chosen, self._names, self.seen_names = is_chosen, names, set[str]()
+        # by the number of its first tensor, the function that saves a result if it gets a name
         self._savers: dict[int | None, tuple[Callable[[Tensor], None], weakref.ref[Any]]] = {}
-        """By the number of its first tensor, the function that saves a result if it gets a name."""
-        self._ops: dict[int, _torch.OpOverload] = {}
-        """By the storages that are saved, the operators that made them."""
+        self._ops: dict[int, _torch.OpOverload] = {}  # by the storages that are saved, the operators that made them
 
-    def run_operator(
-        self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool
-    ) -> Any:
+    def run_op(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool) -> Any:
         """Run the operator. Save its results if they are chosen, or as soon as the first of them gets a name."""
         out = op(*args, **kwargs)
         tensors = result_tensors(out)
@@ -247,9 +242,7 @@ class _ReusingRun(ValueNumbering):
         super().__init__(saved.numbers, xs)
         self._saved, self._ambient, self._retained = saved, ambient, retained
 
-    def run_operator(
-        self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool
-    ) -> Any:
+    def run_op(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool) -> Any:
         """Return the saved results and set the random state as after the call; run the operator if there are none."""
         results = self._saved.by_number
         result = results.get(number) if self._retained else results.pop(number, None)

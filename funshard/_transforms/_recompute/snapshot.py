@@ -127,8 +127,7 @@ class RunInputs:
         self.objects = list(self._current)
         for i in copied:
             self.objects[i] = None
-        self.shared = [i for i, obj in enumerate(self.objects) if obj is not None]
-        """The indices of the objects that are the caller's own."""
+        self.shared = [i for i, obj in enumerate(self.objects) if obj is not None]  # the caller's own
         for i in copied:
             self._get_object(i)
         self._module_attributes: list[tuple[nn.Module, dict[str, Any]]] = []  # as they were before the run

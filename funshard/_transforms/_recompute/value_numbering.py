@@ -21,7 +21,7 @@ __all__ = ["ValueNumbering", "result_tensors"]
 
 
 class ValueNumbering(_torch.DispatchMode):
-    """A mode around one run that numbers every storage; subclasses decide in `run_operator` what an operator returns.
+    """A mode around one run that numbers every storage; subclasses decide in `run_op` what an operator returns.
 
     Args:
         numbers: The number of each key, shared by the runs that are compared.
@@ -52,7 +52,7 @@ class ValueNumbering(_torch.DispatchMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags
         number = self._number_call(func, args, kwargs, draws=draws)
         is_reusable = _torch.is_pure_op(func) and kwargs.get("generator") is None
-        out = self.run_operator(func, args, kwargs, number, draws) if is_reusable else func(*args, **kwargs)
+        out = self.run_op(func, args, kwargs, number, draws) if is_reusable else func(*args, **kwargs)
         for i, x in enumerate(result_tensors(out)):
             if _torch.is_plain(x) and self.number_of(x) is None:
                 self._set_number(x, (number, i))
@@ -62,20 +62,15 @@ class ValueNumbering(_torch.DispatchMode):
                 self._set_number(x, (number, "wrote", i))
         return out
 
-    def run_operator(
-        self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool
-    ) -> Any:
+    def run_op(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool) -> Any:
         """Return the results of an operator with this number; ``draws`` says whether it draws random numbers."""
         raise NotImplementedError
 
     def check_write(self, x: Tensor, op: _torch.OpOverload) -> None:
         """Check a tensor that an operator has changed in place."""
 
-    def add_name(self, x: Tensor, name: str) -> None:
-        """Note that the function gives a tensor a name."""
-
     def number_views(self, tensors: Sequence[Tensor], key: str, source: Tensor) -> None:
-        """Number tensors that no operator here has made, but that follow from ``source`` alone."""
+        """Give numbers to tensors that no operator here has made, but that follow from ``source`` alone."""
         number = self._storage_key(_torch.unwrap(source))
         for x in {_torch.storage_id(x): x for x in map(_torch.unwrap, tensors)}.values():
             if self.number_of(x) is None:
