@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import funshard as fs
 from funshard._units import layout
 from funshard.optim import from_torch
-from funshard.optim._checks import ELEMENTWISE
+from funshard.optim._elementwise.checks import ELEMENTWISE_CLASSES
 
 SIZES = {"shard": 3}
 CASES: list[tuple[Any, dict[str, Any]]] = [
@@ -325,7 +325,7 @@ def test_every_optimizer_is_right_or_refused() -> None:
     classes = [c for c in vars(torch.optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
     assert {torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam, torch.optim.Optimizer} <= set(classes)
     for cls in classes:
-        if cls not in ELEMENTWISE:
+        if cls not in ELEMENTWISE_CLASSES:
             for vouched in (None, lambda p: {}):
                 why = "needs whole matrices" if cls in WHOLE else "is not known to work element by element"
                 with pytest.raises(ValueError, match=f"{cls.__name__} {why}"):
@@ -577,7 +577,7 @@ RATES = {
 
 
 @pytest.mark.parametrize("differentiable", [False, True])
-@pytest.mark.parametrize("cls", ELEMENTWISE)
+@pytest.mark.parametrize("cls", ELEMENTWISE_CLASSES)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_derivatives_of_rates(cls: Any, differentiable: bool) -> None:
     """With respect to a learning rate they are right or refused, and so is a batch of them: torch makes numbers of most."""
@@ -844,5 +844,5 @@ def test_mistakes_in_options() -> None:
 
 
 def test_all_cases_are_here() -> None:
-    assert {cls for cls, _ in CASES} == set(ELEMENTWISE)
+    assert {cls for cls, _ in CASES} == set(ELEMENTWISE_CLASSES)
     assert len(set(itertools.chain(NAMES))) == len(CASES)

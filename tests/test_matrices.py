@@ -23,8 +23,8 @@ from funshard import P
 from funshard._spec.tree import Param
 from funshard._units.layout import Piece, slice_pieces
 from funshard.collectives import ProcessAxis
-from funshard.optim._matrices.exchange import Way, back, there
-from funshard.optim._matrices.owners import Matrix, assigned
+from funshard.optim._matrices.exchange import ExchangePlan, plan_from_owners, plan_to_owners
+from funshard.optim._matrices.owners import Matrix, assign_owners
 from funshard.testing import spmd
 
 At = tuple[int, ...]
@@ -75,14 +75,14 @@ def seen(name: str, param: Param) -> bool | tuple[int, ...]:
 
 
 def walk(
-    ways: Mapping[At, Way], spec: fs.PartitionSpec, parts: Mapping[At, list[Tensor]]
+    ways: Mapping[At, ExchangePlan], spec: fs.PartitionSpec, parts: Mapping[At, list[Tensor]]
 ) -> tuple[dict[At, list[Tensor]], int]:
     """What becomes of every rank's parts, and how many elements went from one rank to another."""
     names, moved = spec.bound_mesh.names, 0
     assert all([len(x) for x in parts[at]] == [*way.begin] for at, way in ways.items())
     flat = {at: torch.cat(some) for at, some in parts.items()}
-    assert len({len(way.hops) for way in ways.values()}) == 1
-    for hops in zip(*(way.hops for way in ways.values()), strict=True):
+    assert len({len(way.steps) for way in ways.values()}) == 1
+    for hops in zip(*(way.steps for way in ways.values()), strict=True):
         now = dict(zip(ways, hops, strict=True))
         for at, hop in now.items():
             held = flat[at].split([*hop.sizes])
@@ -121,11 +121,11 @@ def test_the_ways_of_all_ranks_fit(spec: fs.PartitionSpec) -> None:
         slices = {
             at: [full[m.name][p.begin : p.begin + p.high - p.low] for m, p in zip(some, cut[at], strict=True)] for at in ranks
         }
-        whole, collected = walk({at: there(some, spec, at) for at in ranks}, spec, slices)
+        whole, collected = walk({at: plan_to_owners(some, spec, at) for at in ranks}, spec, slices)
         for at in ranks:
             for matrix, got in zip(some, whole[at], strict=True):
                 assert torch.equal(got, full[matrix.name] if matrix.owner == at else got[:0])
-        again, spread = walk({at: back(some, spec, at) for at in ranks}, spec, whole)
+        again, spread = walk({at: plan_from_owners(some, spec, at) for at in ranks}, spec, whole)
         for at in ranks:
             for want, got in zip(slices[at], again[at], strict=True):
                 assert torch.equal(got, want)
@@ -162,7 +162,7 @@ def test_ranks_work_on_a_group_at_the_same_time() -> None:
     """Of ranks that have as much to do, the small matrix of a group is for the one that has not its large one."""
     layers = nn.Sequential(*(nn.Linear(n, n, bias=False) for n in (8, 2, 8, 2)))
     known = fs.optim.matrices(fs.policies.whole()(layers).on({"shard": 2}))
-    owners = [matrix.owner for matrix in assigned(known.chosen, [[0, 1], [2, 3]], known.spec)]
+    owners = [matrix.owner for matrix in assign_owners(known.chosen, [[0, 1], [2, 3]], known.spec)]
     assert owners == [(0,), (1,), (1,), (0,)]
 
 
@@ -199,7 +199,7 @@ def derived(known: fs.optim.Matrices, trees: list[fs.Params]) -> dict[str, fs.Pa
     def dot(a: fs.Params, b: fs.Params) -> Tensor:
         return sum((a[key] * b[key]).sum() for key in a)  # pyright: ignore[reportReturnType]
 
-    inner = {key: p for key, p in x.items() if known.names(key)}
+    inner = {key: p for key, p in x.items() if known._names_in(key)}
     others = {key: p for key, p in x.items() if key not in inner}
     gradient = torch.func.grad(lambda x: dot(cube(x), c))
     out = {
@@ -250,7 +250,7 @@ def derived_on_ranks(rank: int, sizes: dict[str, int], axis: Any, halves: bool) 
     full = TREES[halves]
     collected = known.collect(fs.shard(full[0], known.spec))
     for name, got in collected.items():
-        assert_close(got, full[0][name] if known.is_here(name) else got.new_empty(0))
+        assert_close(got, full[0][name] if known._is_owner(name) else got.new_empty(0))
     return derived(known, full), {name: known.owner(name) for name in collected}
 
 

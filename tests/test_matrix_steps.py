@@ -365,7 +365,7 @@ def test_what_does_not_fit() -> None:
     two = fs.optim.matrices(fs.policies.whole(P("shard", align=1))(layers).on({"shard": ProcessAxis(2, 0)}))
     bad += [
         (
-            lambda: two.check_alike({"0.weight": torch.ones(1), "1.weight": torch.ones(1).half()}),
+            lambda: two._check_sent_together({"0.weight": torch.ones(1), "1.weight": torch.ones(1).half()}),
             "'1.weight' is sent tog",
         ),
         (lambda: two.collect({"": torch.ones(two.spec.shard_numel(two.spec.by_key[""]))}), "cannot communicate"),

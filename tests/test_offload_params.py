@@ -318,8 +318,8 @@ def test_an_update_unit_by_unit_on_a_device(monkeypatch: pytest.MonkeyPatch, nam
         return params, state
 
     expected = run(None)
-    monkeypatch.setattr(streaming, "is_there", lambda tensor, device: False)
-    monkeypatch.setattr(optimizer, "is_there", lambda tensor, device: False)
+    monkeypatch.setattr(streaming, "is_on_device", lambda tensor, device: False)
+    monkeypatch.setattr(optimizer, "is_on_device", lambda tensor, device: False)
     monkeypatch.setattr(_torch, "AsyncCopy", Counted)
     equal(run("cpu"), expected)
     slots = {"adamw": 2, "fused": 2, "momentum": 1, "no state": 0}[name]

@@ -120,10 +120,6 @@ fs.collectives.members fs.collectives.reduce_scatter fs.collectives.scatter fs.c
 fs.collectives.sum_shards fs.collectives.unvary fs.collectives.vary fs.compress.cast fs.compress.exact
 fs.compress.post_local fs.compress.powersgd fs.compress.quantize fs.compress.switch fs.compress.unreduced
 fs.loss_scale.init fs.loss_scale.scale fs.loss_scale.select fs.loss_scale.unscale fs.loss_scale.update
-fs.optim.Matrices.owner fs.optim.Matrices.collect fs.optim.Matrices.spread fs.optim.Matrices.names fs.optim.Matrices.cut
-fs.optim.Matrices.is_here fs.optim.Matrices.check_alike fs.optim.Matrices.groups_of fs.optim.Matrices.group
-fs.optim.by_matrix fs.optim.clip_by_global_norm fs.optim.from_torch fs.optim.global_norm fs.optim.hidden
-fs.optim.matrices fs.optim.muon fs.optim.orthogonal fs.optim.reshard fs.optim.shampoo fs.optim.soap fs.optim.vdot
 fs.policies.always fs.policies.any_of fs.policies.custom fs.policies.full_precision fs.policies.ignoring
 fs.policies.mark fs.policies.marked fs.policies.override fs.policies.whole fs.testing.assert_exact
 fs.testing.integers_like fs.testing.meshes fs.testing.modules fs.testing.policies fs.testing.spmd

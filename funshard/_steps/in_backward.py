@@ -17,7 +17,7 @@ from .._spec.spec import PartitionSpec, bound
 from .._spec.unit import Unit
 from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
-from ..optim._norms import check_max_norm, clipped, global_norm, norm_of_units, sum_of_squares
+from ..optim._norms import check_max_norm, global_norm, norm_of_units, scale_to_norm, sum_of_squares
 from .accumulate import accumulate, batches_of
 from .in_place import Runs, added, entered_as
 from .plan import Parts, Plan
@@ -261,7 +261,7 @@ def _step(update: Update, key: str, grad: Tensor, state: Mapping[str, Any], para
 
 def _clipped(grads: Params, max_norm: float | Tensor | None, norm: Tensor | None) -> Params:
     """These gradients, of a whole one of this norm; as they are where one of the two is not known."""
-    return grads if max_norm is None or norm is None else clipped(grads, max_norm, norm)
+    return grads if max_norm is None or norm is None else scale_to_norm(grads, max_norm, norm)
 
 
 def _check_state(state: object, params: Mapping[str, Tensor]) -> None:

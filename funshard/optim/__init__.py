@@ -1,11 +1,11 @@
-"""Around the update: norms, clipping, torch's optimizers, and optimizers of whole matrices, each on one owner."""
+"""Optimizers as pure functions over shards: torch's, and optimizers of whole matrices; norms and clipping."""
 
 from ._by_matrix.muon import muon, orthogonal
 from ._by_matrix.optimizer import MatrixOptimizer, by_matrix
 from ._by_matrix.reshard import reshard
 from ._by_matrix.shampoo import shampoo
 from ._by_matrix.soap import soap
-from ._by_matrix.step import MatrixState
+from ._by_matrix.state import MatrixState
 from ._elementwise.optimizer import Optimizer, State
 from ._from_torch import from_torch
 from ._matrices.matrices import Matrices, matrices

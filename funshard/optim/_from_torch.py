@@ -1,4 +1,4 @@
-"""from_torch: torch's optimizers as a pair of pure functions over dicts of shards."""
+"""from_torch: torch's optimizers as pairs of pure functions over dicts of shards."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from .._spec.spec import PartitionSpec
-from ._by_matrix.fallback import options_of
+from ._by_matrix.fallback import resolve_options
 from ._by_matrix.muon import muon
-from ._by_matrix.optimizer import MatrixOptimizer, by_rule
-from ._by_matrix.rule import of_update
-from ._checks import Initial, check_rate, moves, refuse_derivatives
-from ._elementwise.optimizer import Optimizer, begin, elementwise
-from ._elementwise.options import Options
+from ._by_matrix.optimizer import MatrixOptimizer, optimizer_from_rule
+from ._by_matrix.rule import rule_from_update
+from ._checks import check_rate
+from ._elementwise.checks import InitialState, is_updated, refuse_derivatives
+from ._elementwise.optimizer import Optimizer, elementwise
+from ._elementwise.options import ParamOptions
+from ._elementwise.torch_optimizer import init_vector_state
 from ._matrices.matrices import Matrices, matrices
 
 __all__ = ["from_torch"]
@@ -26,58 +28,59 @@ def from_torch(
     optimizer_class: type[torch.optim.Optimizer],
     *,
     spec: PartitionSpec | Matrices | None = None,
-    options: Options | None = None,
+    options: ParamOptions | None = None,
     rank: int | None = None,
-    initial: Initial | None = None,
+    initial: InitialState | None = None,
     donate: bool = False,
     device: torch.device | str | None = None,
     **defaults: Any,
 ) -> Optimizer | MatrixOptimizer:
-    """``(init, update)``: k updates equal k steps of ``optimizer_class(params.values(), **defaults)``.
+    """Return ``(init, update)``: k updates equal k steps of ``optimizer_class(params.values(), **defaults)``.
 
-    For optimizers that work element by element: slices are updated as the whole would be. (torch.optim.Muon and Adafactor need
-    whole matrices: see the end.) ``update(grads, state, params, lr=None)`` runs torch's own kernels on the shards, few long
-    vectors, and changes nothing that it was given. With ``donate`` it writes into ``params`` and ``state`` and returns their
-    memory in other tensors, without memory beyond torch's; to use the given ones afterwards is a RuntimeError (not inside
-    torch.compile, which returns them), and views of them, such as ``p.detach()``, have the new values. Some kernels write
-    into ``grads`` as well. ``lr`` is this step's learning rate: a schedule is plain Python.
+    Elementwise optimizers run torch's own kernels on the shards, few long vectors. torch.optim.Muon is `muon`, with AdamW for
+    what is not a matrix; torch.optim.Adafactor updates each parameter whole, on its owner (`by_matrix`). Both need ``spec`` or
+    `matrices`, and take no ``rank``, ``initial`` or ``device``. examples/guide/optimizers.md says more.
 
-    ``options(name, param)`` is what a parameter has in the place of the defaults, such as ``{"weight_decay": 0.0}``. It
-    needs the ``spec``, and so the rank: this process's, or ``rank`` as for `views`. An lr among them keeps its ratio to
-    the default one. With a spec the padding is left as it is.
+    The state lives where the shards do, also on the host (``P(offload="params")``). Integer units stay as they are, and with a
+    spec padding does. ``foreach``, ``fused`` and ``capturable`` are torch's; on the CPU ``fused=True`` is fastest.
 
-    The state rests where the shards do: on the host with those of ``P(offload="params")``, and the update runs there, fastest
-    with ``fused=True``. With a ``device`` it runs on that: the gradient, shard and state of a unit at a time are copied there,
-    while the unit before is updated, and what is new of the shard and the state is copied back while the next one is, into
-    pinned memory. At most three units are on the device, and the host waits once, at the end. What is on the device already
-    stays there. Inside a transform or a compiler nothing is copied.
+    ``differentiable=True`` records the update, at every order, and refuses ``donate`` and ``device``. A differentiated or
+    vmapped learning rate is for Adam, AdamW, NAdam and RAdam (SGD: reverse mode). With a spec its derivative is whole on every
+    rank. `remat` around several steps keeps only their first state. ``eps_root`` of differentiable Adam and AdamW is added
+    under the root, as in
+    optax: without it, derivatives are NaN where all gradients of an element were 0.
 
-    Integer units stay as they are. ``foreach``, ``fused`` and ``capturable`` are torch's: by default foreach on
-    accelerators and a loop on the CPU, where ``fused=True`` (SGD, Adagrad, Adam, AdamW) is the fastest. So is
-    ``differentiable=True``: derivatives of the update, at every order, which are refused without it; `remat` around a run of
-    steps keeps only the state that it begins with, and the count of steps is a constant. A learning rate that is
-    differentiated or batched by vmap is for Adam, AdamW, NAdam and RAdam alone (SGD's has reverse mode): refused of others.
-    With the ``spec`` a learning rate's derivative is the whole one on every rank, whichever units are split or replicated, and
-    padding has none; without it a derivative of several ranks' shards is refused. ``eps_root`` of differentiable Adam and AdamW
-    is added under the root, as in optax: without it derivatives are NaN where an element's gradients were all 0, of which a
-    warning tells where there is a ``spec``.
+    Args:
+        optimizer_class: A class of torch.optim, or with ``initial`` your own.
+        spec: The spec of the shards, for ``options``, padding and derivatives; or `matrices` for Muon and Adafactor.
+        options: ``options(name, param)`` replaces defaults for a parameter, such as ``{"weight_decay": 0.0}``. An ``lr`` in it
+            keeps its ratio to the default one. Needs ``spec``.
+        rank: The rank of the shards, as in `param_views`; by default this process's.
+        initial: ``initial(vector)`` returns the state before the first step of an elementwise class that torch.optim does not
+            have, such as ``{"exp_avg": torch.zeros_like(p)}``.
+        donate: Write the results into ``params`` and ``state`` and return their memory in other tensors; using the given ones
+            afterwards is a RuntimeError (not inside torch.compile). Views of them show the new values; some kernels write
+            ``grads`` as well.
+        device: Update there what lives on the host, unit by unit, while neighbouring units are copied; at most three units are
+            on the device at once. Inside a transform or a compiler nothing is copied.
+        **defaults: The arguments of ``optimizer_class``.
 
-    ``initial`` vouches for a class that torch.optim does not have, by the state that it begins a vector with:
-    ``initial=lambda p: {"exp_avg": torch.zeros_like(p)}``.
+    Returns:
+        An `Optimizer`, or a `MatrixOptimizer` for Muon and Adafactor. ``update(grads, state, params, lr=None)`` returns ``(new
+        params, new state)``; ``lr`` is this step's learning rate.
 
-    torch.optim.Muon is `muon` with its own options, in bfloat16, and has AdamW for what is no matrix. torch.optim.Adafactor
-    runs on every parameter whole, matrices and vectors, on its owner (`by_matrix`). Both need the ``spec``, or `matrices` in
-    its place; their state is one `MatrixState` for each unit, and they have no ``initial``, ``rank`` or ``device``.
+    Raises:
+        ValueError: The optimizer needs whole tensors, or torch refuses an option; `update` raises it, naming the unit, before
+            anything changes.
+        TypeError: As ValueError, for wrong types.
+        RuntimeError: `update` would lose a derivative.
 
-    >>> import torch, funshard as fs
-    >>> params = {"": torch.tensor([1.0, 2.0])}
-    >>> init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
-    >>> update({"": torch.tensor([2.0, 0.0])}, init(params), params)
-    ({'': tensor([0., 2.])}, {'': {'momentum_buffer': tensor([2., 0.])}})
-
-    Raises ValueError for another optimizer that needs whole tensors, and what torch raises for options that it refuses, with
-    the parameter's name; `update` ValueError or TypeError for what does not fit, naming the unit, and RuntimeError for
-    derivatives, before anything is changed.
+    Example:
+        >>> import torch, funshard as fs
+        >>> params = {"": torch.tensor([1.0, 2.0])}
+        >>> init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
+        >>> update({"": torch.tensor([2.0, 0.0])}, init(params), params)
+        ({'': tensor([0., 2.])}, {'': {'momentum_buffer': tensor([2., 0.])}})
     """
     if optimizer_class not in (torch.optim.Muon, torch.optim.Adafactor):
         if isinstance(spec, Matrices):
@@ -97,8 +100,9 @@ def from_torch(
 
 
 def _muon(
-    spec: PartitionSpec | Matrices, options: Options | None, donate: bool, defaults: Mapping[str, Any]
+    spec: PartitionSpec | Matrices, options: ParamOptions | None, donate: bool, defaults: Mapping[str, Any]
 ) -> MatrixOptimizer:
+    """Return `muon` with torch's options."""
     of_torch = torch.optim.Muon([torch.empty(1, 1)], **defaults).defaults
     lr, adjust = of_torch["lr"], of_torch["adjust_lr_fn"]
     return muon(
@@ -114,14 +118,14 @@ def _muon(
 
 
 def _adafactor(
-    spec: PartitionSpec | Matrices, options: Options | None, donate: bool, defaults: Mapping[str, Any]
+    spec: PartitionSpec | Matrices, options: ParamOptions | None, donate: bool, defaults: Mapping[str, Any]
 ) -> MatrixOptimizer:
-    """Every parameter is one to work on as a whole."""
+    """Return Adafactor as an optimizer of matrices, of which every parameter is one."""
     known = spec if isinstance(spec, Matrices) else matrices(spec, select=lambda name, param: True)
     of_torch = torch.optim.Adafactor([torch.empty(1, 1)], **defaults).defaults
 
     def init(param: Tensor) -> Mapping[str, Tensor]:
-        return begin(torch.optim.Adafactor, param, defaults)
+        return init_vector_state(torch.optim.Adafactor, param, defaults)
 
     def update(grad: Tensor, state: Mapping[str, Tensor], param: Tensor, **own: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         refuse_derivatives((("a gradient", grad), ("a parameter", param)))
@@ -132,16 +136,18 @@ def _adafactor(
         optimizer.step()
         return new, dict(optimizer.state[new])
 
-    rule = of_update(init, update, [(m.shape, m.unit.dtype) for m in known.chosen])
-    own = options_of("from_torch", known, {"lr": of_torch["lr"], "weight_decay": of_torch["weight_decay"]}, options)
+    rule = rule_from_update(init, update, [(m.shape, m.unit.dtype) for m in known.chosen])
+    own = resolve_options("from_torch", known, {"lr": of_torch["lr"], "weight_decay": of_torch["weight_decay"]}, options)
     fallback = partial(_refused, known.spec), lambda grads, state, params, **rates: (dict(params), dict(state))
-    return by_rule(rule, known, own, fallback=fallback, is_default_fallback=True, donate=donate, lr=float(of_torch["lr"]))
+    return optimizer_from_rule(
+        rule, known, own, fallback=fallback, is_default_fallback=True, donate=donate, lr=float(of_torch["lr"])
+    )
 
 
 def _refused(spec: PartitionSpec, params: Mapping[str, Tensor]) -> dict[str, Any]:
-    """No state, for what does not move; else an error, also on ranks that have nothing of it."""
+    """Return no state for what is not updated; raise ValueError for anything else, also on ranks that hold none of it."""
     for name, x in params.items():
-        if moves(x) and (spec.by_name[name][1].numel if name in spec.by_name else len(x)):
+        if is_updated(x) and (spec.by_name[name][1].numel if name in spec.by_name else len(x)):
             raise ValueError(
                 f"from_torch: Adafactor: '{name}' is frozen, or none of the matrices given: expected what is trained, all "
                 "of it among the matrices; set the rest apart with trainable, frozen = partition(params, spec)"

@@ -1,4 +1,4 @@
-"""Norms and inner products of what is sharded like the parameters, and clipping."""
+"""Norms and inner products of sharded trees, and clipping."""
 
 from __future__ import annotations
 
@@ -17,20 +17,36 @@ from .._units.padding import check_slice, map_elements
 from ..collectives._functions import gather_slices, sum_shards
 from ..collectives._mesh import check_spans_world
 
-__all__ = ["clip_by_global_norm", "clipped", "global_norm", "norm_of_units", "sum_of_squares", "vdot", "wide"]
+__all__ = [
+    "check_max_norm",
+    "clip_by_global_norm",
+    "global_norm",
+    "norm_of_units",
+    "scale_to_norm",
+    "sum_of_squares",
+    "upcast",
+    "vdot",
+]
 
 
 def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2.0) -> Tensor:
-    """The p-norm of all elements of the whole tensors, a scalar that is the same on every rank: of a gradient, say.
+    """Return the p-norm of all elements of the whole tensors, the same on every rank.
 
-    ``tree`` holds this rank's shards by unit key, or full tensors by parameter name, which every rank has alike; some
-    units or all. Slices are added up over the axes that a unit is split over, replicated ones count once. Padding does not
-    count, whatever its values are. In float32 at least. One collective of a scalar for each set of axes. Differentiable at
-    every order; with respect to shards it counts, as `collectives.sum_shards` does, once for all ranks. Equal to
-    ``torch.nn.utils.get_total_norm`` of the gathered tree.
+    Slices are summed over the axes that a unit is split over; replicas count once; padding does not count, whatever its values.
+    Sends a scalar for each set of axes. Differentiable at every order; with respect to shards it counts once for all ranks, as
+    `collectives.sum_shards`. Equal to ``torch.nn.utils.get_total_norm`` of the gathered tree.
 
-    Raises ValueError, naming it, for a key that is neither, for a tensor that is not as long as the unit's slice, for a p
-    that is not positive, and for a mesh of only some ranks that `PartitionSpec.on` was not told of by ``submesh=True``.
+    Args:
+        tree: This rank's slices by unit key, or full tensors by parameter name; some or all. For example gradients.
+        spec: The spec of the slices.
+        p: The order of the norm, > 0 or ``math.inf``.
+
+    Returns:
+        A scalar in float32 or the tensors' dtype, whichever is wider.
+
+    Raises:
+        ValueError: A key is neither a unit nor a parameter, a slice has another length than the unit's, p is not positive, or
+            the mesh has only some of the ranks and `PartitionSpec.on` was not given ``submesh=True``.
 
     Example:
         >>> import torch, funshard as fs
@@ -43,26 +59,36 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
     spec = bound(spec)
 
     def power(x: Tensor) -> Tensor:
-        return wide(x).abs() if p == math.inf else wide(x).abs() ** p
+        return upcast(x).abs() if p == math.inf else upcast(x).abs() ** p
 
-    values = {key: _combined(_elements("norm", power, key, spec, x), p) for key, x in tree.items()}
-    total = _over_ranks(values, spec, p)
+    values = {key: _combine(_map_tensors("norm", power, key, spec, x), p) for key, x in tree.items()}
+    total = _combine_over_ranks(values, spec, p)
     return total if p == math.inf else total ** (1 / p)
 
 
 def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
-    """The inner product of the whole tensors that two trees are slices of: a scalar, the same on every rank.
+    """Return the inner product of the whole tensors of two trees, the same on every rank.
 
-    Trees, dtype, collectives and derivatives are those of `global_norm`. Equal to ``torch.vdot`` of the gathered trees:
-    where complex, ``a`` is conjugated.
+    Trees, dtype, collectives and derivatives are as in `global_norm`. Equal to ``torch.vdot`` of the gathered trees: ``a`` is
+    conjugated if it is complex.
 
-    >>> import torch, funshard as fs
-    >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
-    >>> fs.optim.vdot({"weight": torch.tensor([[1.0, 2.0]])}, {"weight": torch.tensor([[3.0, 4.0]])}, spec)
-    tensor(11.)
+    Args:
+        a: Slices by unit key, or full tensors by parameter name.
+        b: A tree with the keys and shapes of ``a``.
+        spec: The spec of the slices.
 
-    Raises ValueError, naming it, for a key that is neither unit nor parameter, that only one of them has, whose tensors have
-    two shapes, or whose tensors are not as long as the unit's slice.
+    Returns:
+        A scalar.
+
+    Raises:
+        ValueError: A key is neither a unit nor a parameter, only one tree has it, its tensors differ in shape, or a slice has
+            another length than the unit's.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
+        >>> fs.optim.vdot({"weight": torch.tensor([[1.0, 2.0]])}, {"weight": torch.tensor([[3.0, 4.0]])}, spec)
+        tensor(11.)
     """
     spec = bound(spec)
     for key in [*a, *b]:
@@ -72,44 +98,55 @@ def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) 
             raise ValueError(f"vdot: '{key}': expected tensors of one shape, got {list(a[key].shape)} and {list(b[key].shape)}")
 
     def product(x: Tensor, y: Tensor) -> Tensor:
-        return wide(x).conj() * wide(y)
+        return upcast(x).conj() * upcast(y)
 
-    values = {key: _elements("inner product", product, key, spec, x, b[key]).sum() for key, x in a.items()}
-    return _over_ranks(values, spec)
+    values = {key: _map_tensors("inner product", product, key, spec, x, b[key]).sum() for key, x in a.items()}
+    return _combine_over_ranks(values, spec)
 
 
 def clip_by_global_norm(
     tree: Mapping[str, Tensor], spec: PartitionSpec, max_norm: float | Tensor, *, p: float = 2.0
 ) -> tuple[Params, Tensor]:
-    """``(the tree scaled to a norm of at most max_norm, its norm before)``, in the tensors' own dtypes.
+    """Scale a tree to a norm of at most ``max_norm``.
 
-    The norm is `global_norm`'s, and the scale min(1, max_norm / (norm + 1e-6)), as in ``torch.nn.utils.clip_grad_norm_``
-    of the gathered tree. As there, nothing is said of a norm that is not finite: NaN makes everything NaN, inf makes what is
-    finite 0 and what is infinite NaN. Look at the norm before the update.
+    The scale is min(1, max_norm / (norm + 1e-6)), as in ``torch.nn.utils.clip_grad_norm_`` of the gathered tree. As there, a
+    NaN norm makes everything NaN, and an infinite norm makes finite elements 0 and infinite ones NaN: check the norm before the
+    update.
 
-    >>> import torch, funshard as fs
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> fs.optim.clip_by_global_norm({"weight": torch.tensor([[3.0, 4.0]])}, fs.policies.whole()(model), 2.5)
-    ({'weight': tensor([[1.5000, 2.0000]])}, tensor(5.))
+    Args:
+        tree: This rank's slices by unit key, or full tensors by parameter name.
+        spec: The spec of the slices.
+        max_norm: The largest norm, >= 0.
+        p: The order of the norm, as in `global_norm`.
 
-    Raises what `global_norm` raises, and ValueError for a ``max_norm`` that is negative or NaN. (A tensor of an accelerator or
-    a transform, which the host cannot read at once, makes the result NaN instead.)
+    Returns:
+        ``(the scaled tree in the tensors' own dtypes, the norm before)``.
+
+    Raises:
+        ValueError: As in `global_norm`, and for a negative or NaN ``max_norm``. A tensor on an accelerator or in a transform,
+            which the host cannot read at once, makes the result NaN instead.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
+        >>> fs.optim.clip_by_global_norm({"weight": torch.tensor([[3.0, 4.0]])}, spec, 2.5)
+        ({'weight': tensor([[1.5000, 2.0000]])}, tensor(5.))
     """
     check_max_norm("clip_by_global_norm", max_norm)
     norm = global_norm(tree, spec, p=p)
-    return clipped(tree, max_norm, norm), norm
+    return scale_to_norm(tree, max_norm, norm), norm
 
 
 def check_max_norm(function: str, max_norm: float | Tensor) -> None:
-    """ValueError unless the limit is 0 or more, as far as the host can tell without waiting for a device."""
+    """Raise ValueError unless the limit is >= 0, as far as the host can tell without waiting for a device."""
     if isinstance(max_norm, Tensor) and not (_torch.is_eager() and max_norm.device.type == "cpu"):
         return
     if not max_norm >= 0:
         raise ValueError(f"{function}: max_norm: expected a number from 0 on, got {float(max_norm)}")
 
 
-def clipped(tree: Mapping[str, Tensor], max_norm: float | Tensor, norm: Tensor) -> Params:
-    """The tree, whose norm is taken to be this one, scaled to at most ``max_norm``."""
+def scale_to_norm(tree: Mapping[str, Tensor], max_norm: float | Tensor, norm: Tensor) -> Params:
+    """Return the tree, whose norm is given, scaled to at most ``max_norm``."""
     if isinstance(max_norm, Tensor):
         max_norm = torch.where(max_norm >= 0, max_norm, math.nan)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1)
@@ -117,18 +154,18 @@ def clipped(tree: Mapping[str, Tensor], max_norm: float | Tensor, norm: Tensor) 
 
 
 def sum_of_squares(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
-    """Return this rank's part of the squared 2-norm of one unit or parameter; `norm_of_units` makes a norm of several."""
-    elements = _elements("norm", lambda x: x, key, spec, grad)
+    """Return this rank's part of the squared 2-norm of one unit or parameter. `norm_of_units` combines several."""
+    elements = _map_tensors("norm", lambda x: x, key, spec, grad)
     return torch.linalg.vector_norm(elements, dtype=torch.promote_types(grad.dtype, torch.float32)) ** 2
 
 
 def norm_of_units(squares: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
     """Return the 2-norm of the whole tensors from each one's `sum_of_squares`."""
-    return _over_ranks(squares, bound(spec), 2.0).sqrt()
+    return _combine_over_ranks(squares, bound(spec), 2.0).sqrt()
 
 
-def _elements(what: str, f: Callable[..., Tensor], key: str, spec: PartitionSpec, *tensors: Tensor) -> Tensor:
-    """An elementwise function of what a tree has under a key, without padding."""
+def _map_tensors(what: str, f: Callable[..., Tensor], key: str, spec: PartitionSpec, *tensors: Tensor) -> Tensor:
+    """Apply an elementwise function to what trees have under a key, without padding."""
     owner = spec.owner(key)
     if not isinstance(owner, Unit):
         return f(*tensors)
@@ -137,8 +174,8 @@ def _elements(what: str, f: Callable[..., Tensor], key: str, spec: PartitionSpec
     return map_elements(f, owner, spec, *tensors)
 
 
-def _over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0) -> Tensor:
-    """The sum of a scalar of each unit or parameter, or their maximum: over its ranks where a unit is split."""
+def _combine_over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0) -> Tensor:
+    """Return the sum, or maximum, of one scalar for each unit or parameter: over its ranks where a unit is split."""
     check_spans_world(spec.bound_mesh, "a norm or an inner product")
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for key, value in values.items():
@@ -148,17 +185,17 @@ def _over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.
         parts.setdefault(owner.p.axes if isinstance(owner, Unit) else (), []).append(value)
     totals: list[Tensor] = []
     for axes, of_units in parts.items():
-        total = _combined(torch.stack(of_units), p)
+        total = _combine(torch.stack(of_units), p)
         for axis in (spec.bound_mesh[name] for name in axes):
             total = gather_slices(total[None], axis).amax() if p == math.inf else sum_shards(total, axis)
         totals.append(total)
-    return _combined(torch.stack(totals), p) if totals else torch.zeros(())
+    return _combine(torch.stack(totals), p) if totals else torch.zeros(())
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """In float32 at least."""
+def upcast(tensor: Tensor) -> Tensor:
+    """Return the tensor in float32, or in its own dtype if that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _combined(values: Tensor, p: float) -> Tensor:
+def _combine(values: Tensor, p: float) -> Tensor:
     return values.sum() if p < math.inf or not values.numel() else values.amax()

@@ -1,4 +1,4 @@
-"""Which vectors in the states of units are slices, and which a number for each of the options that a unit's parameters have."""
+"""Which vectors in the states of units are slices, and which hold one number for each of the options of a unit."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import NAMESPACE
 from .._spec.unit import Unit
 
-__all__ = ["fits", "numbers_in"]
+__all__ = ["find_option_numbers", "is_slice"]
 
 NUMBERS = ("step", "eta", "mu", "mu_product")
-"""The numbers that torch's optimizers have."""
+"""Names of the numbers in the states of torch's optimizers."""
 
 
-def fits(tensor: Tensor, unit: Unit, spec: PartitionSpec) -> bool:
-    """Whether it is as long as this rank's slice of the unit."""
+def is_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec) -> bool:
+    """Return whether the tensor is as long as this rank's slice of the unit."""
     length, dtype = spec.stored(unit)
     if unit.at_rest and tensor.dtype == dtype:
         return tensor.shape == (length,)
     return tensor.shape == (spec.shard_numel(unit),)
 
 
-def numbers_in(state: Mapping[str, Any], keys: Iterable[str], spec: PartitionSpec, path: Sequence[str]) -> frozenset[int]:
-    """The ids of vectors beside slices that are numbers: `optim.from_torch` has one for each of the unit's options.
+def find_option_numbers(
+    state: Mapping[str, Any], keys: Iterable[str], spec: PartitionSpec, path: Sequence[str]
+) -> frozenset[int]:
+    """Return the ids of vectors that hold numbers, one for each of the unit's options, as `optim.from_torch` has them.
 
-    There are fewer of these than parameters in the unit, and in most units more elements in a slice. Where both have one
-    length, what tells is a unit whose numbers have no dimension, which has them all so; then the same slot of other units;
-    then the name, of those that torch's optimizers have. ValueError, naming the slot, where nothing does.
+    A unit has at most as many options as parameters, and most slices are longer. Where both have one length, a unit without any
+    0-D number decides; then the same slot of other units; then the names that torch's optimizers use. ValueError, naming the
+    slot, if nothing decides.
     """
     found: set[int] = set()
     told: dict[tuple[Any, ...], set[bool]] = defaultdict(set)  # of a slot, by units where it can be one thing only
@@ -42,14 +44,14 @@ def numbers_in(state: Mapping[str, Any], keys: Iterable[str], spec: PartitionSpe
         slots = [(slot, x) for slot, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor) and x.dim() < 2]
         vectors = [(slot, x) for slot, x in slots if x.dim()]
         short = [id(x) for _, x in vectors if 1 < len(x) <= len(unit.params)]
-        numbers = {id(x) for _, x in vectors if id(x) in short and not fits(x, unit, spec)}
+        numbers = {id(x) for _, x in vectors if id(x) in short and not is_slice(x, unit, spec)}
         if len(numbers) == len(vectors):  # slices of another spec
             numbers = set[int]()
         found |= numbers
         for slot, x in slots:
             if x.dim() == 0 or id(x) in numbers:
                 told[slot].add(True)
-            elif fits(x, unit, spec):
+            elif is_slice(x, unit, spec):
                 if id(x) not in short or len(vectors) == 1 or len(slots) > len(vectors):
                     told[slot].add(False)
                 else:

@@ -1,4 +1,4 @@
-"""What a step of an optimizer of matrices refuses, by name and before anything is sent."""
+"""Checks of a step of an optimizer of matrices: they name the unit, and run before anything is sent."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from torch import Tensor
 
 from ..._spec.fits import check_mapping, check_trained
 from .._matrices.matrices import Matrices
-from .step import MatrixState
+from .config import OwnedShapes
+from .state import MatrixState
 
-__all__ = ["Shapes", "check_step"]
-
-Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
-"""By matrix those of the state that its owner has."""
+__all__ = ["check_step"]
 
 
 def check_step(
-    known: Matrices, slots: Sequence[str], owned: Shapes, params: Mapping[str, Any], **trees: Mapping[str, Any]
+    known: Matrices, slots: Sequence[str], owned: OwnedShapes, params: Mapping[str, Any], **trees: Mapping[str, Any]
 ) -> None:
-    """ValueError or TypeError, naming the unit, unless these are slices of the spec, and the other trees fit them.
+    """Raise ValueError or TypeError, naming the unit, unless these are slices of the spec and the other trees fit them.
 
-    The others are gradients, which are like the params, or of the name ``state``.
+    The other trees are gradients, which are like the params, or are named ``state``.
     """
     spec = known.spec
     for what, tree in {"params": params, **trees}.items():
@@ -40,7 +38,7 @@ def check_step(
                 _check_state(known, slots, owned, key, tree[key])
             else:
                 _check_slice(f"{what} of unit '{key}'", tree[key], params[key], spec.shard_numel(spec.by_key[key]))
-    known.check_alike({name: params[key] for key in params for name in known.names(key)})
+    known._check_sent_together({name: params[key] for key in params for name in known._names_in(key)})
 
 
 def _check_slice(what: str, tensor: object, like: Tensor, numel: int) -> None:
@@ -51,10 +49,10 @@ def _check_slice(what: str, tensor: object, like: Tensor, numel: int) -> None:
         raise ValueError(f"{what}: expected [{numel}] {like.dtype} on {like.device}, got {got}; is it of another spec or mesh?")
 
 
-def _check_state(known: Matrices, slots: Sequence[str], owned: Shapes, key: str, state: object) -> None:
+def _check_state(known: Matrices, slots: Sequence[str], owned: OwnedShapes, key: str, state: object) -> None:
     if not isinstance(state, MatrixState):
         raise TypeError(f"state of unit '{key}': expected a MatrixState, got {type(state).__name__}; make it by init(params)")
-    names = known.names(key)
+    names = known._names_in(key)
     slots = slots if names else ()
     if set(state.slices) != set(slots) or set(state.owned) != set(names):
         raise ValueError(
@@ -67,7 +65,7 @@ def _check_state(known: Matrices, slots: Sequence[str], owned: Shapes, key: str,
             got = f"expected [{numel}], got {list(x.shape)}"
             raise ValueError(f"state of unit '{key}': '{slot}': {got}; is it of another spec or mesh?")
     for name in names:
-        here = known.is_here(name)
+        here = known._is_owner(name)
         expected = {slot: list(shape) if here else [0, *shape] for slot, shape in owned[name].items()}
         if (got := {slot: list(x.shape) for slot, x in state.owned[name].items()}) != expected:
             raise ValueError(

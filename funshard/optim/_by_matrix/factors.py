@@ -1,4 +1,4 @@
-"""What Shampoo and SOAP have in common: the factors G G^T and G^T G of each matrix, renewed every few steps."""
+"""What Shampoo and SOAP share: the factors G G^T and G^T G of each matrix, recomputed every few steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ... import _torch
 from ..._spec.spec import PartitionSpec
 from .._matrices.matrices import Matrices, matrices
 
-__all__ = ["along", "chosen_where", "eigh", "outer", "real_matrices", "sides"]
+__all__ = ["compute_if_due", "eigh_or_nan", "factored_sides", "gram", "multiply_side", "resolve_real_matrices"]
 
 SIDES = ("left", "right")
 """A matrix's rows and its columns."""
 
 
-def real_matrices(who: str, spec: PartitionSpec | Matrices) -> Matrices:
-    """The matrices of a spec, or those given. TypeError, naming it, for one that is complex, or of one dimension or four."""
+def resolve_real_matrices(who: str, spec: PartitionSpec | Matrices) -> Matrices:
+    """Return the matrices of a spec, or those given. TypeError for a complex one, or one of 1 or 4 dimensions."""
     known = spec if isinstance(spec, Matrices) else matrices(spec)
     for matrix in known.chosen:
         if matrix.param.dtype.is_complex or len(matrix.shape) not in (2, 3):
@@ -27,30 +27,30 @@ def real_matrices(who: str, spec: PartitionSpec | Matrices) -> Matrices:
     return known
 
 
-def sides(shape: Sequence[int], max_size: int) -> dict[str, int]:
-    """Those sides of a matrix [..., n, m] that have a factor, with its size: not where that would be over ``max_size``."""
+def factored_sides(shape: Sequence[int], max_size: int) -> dict[str, int]:
+    """Return the sides of a matrix [..., n, m] that have a factor, with their sizes: those of at most ``max_size``."""
     return {side: size for side, size in zip(SIDES, shape[-2:], strict=True) if size <= max_size}
 
 
-def outer(grad: Tensor, side: str) -> Tensor:
-    """``G G^T`` of the rows, ``G^T G`` of the columns."""
+def gram(grad: Tensor, side: str) -> Tensor:
+    """Return ``G G^T`` for the rows, ``G^T G`` for the columns."""
     return grad @ grad.mT if side == "left" else grad.mT @ grad
 
 
-def along(x: Tensor, factor: Tensor, side: str) -> Tensor:
-    """The matrix with a factor applied to its rows, or to its columns."""
+def multiply_side(x: Tensor, factor: Tensor, side: str) -> Tensor:
+    """Multiply a matrix with a factor, on its left or right side."""
     return factor @ x if side == "left" else x @ factor
 
 
-def eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors; NaN of what is not finite: an error of one owner would leave the others waiting."""
+def eigh_or_nan(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors, NaN if not finite: an exception on one owner leaves the others waiting."""
     finite = factor.isfinite().all(-1).all(-1)[..., None, None]
     values, vectors = torch.linalg.eigh(torch.where(finite, factor, 0))
     return torch.where(finite[..., 0], values, torch.nan), torch.where(finite, vectors, torch.nan)
 
 
-def chosen_where(due: Tensor, new: Callable[[], Sequence[Tensor]], old: Sequence[Tensor]) -> list[Tensor]:
-    """The new tensors, which are made only if they are due, or the old ones. ``due`` is on the host, and alike on all ranks."""
+def compute_if_due(due: Tensor, new: Callable[[], Sequence[Tensor]], old: Sequence[Tensor]) -> list[Tensor]:
+    """Return the new tensors, computed only if due, else the old. ``due`` is on the host, the same on all ranks."""
     if not _torch.is_wrapped(due):
         return list(new() if bool(due) else old)
     return [torch.where(due, a, b) for a, b in zip(new(), old, strict=True)]  # simulated ranks, of which none can be asked

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from ..._spec.spec import PartitionSpec
-from .._elementwise.options import Options as OptionsOf
+from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices
-from .._norms import wide
-from .factors import real_matrices
-from .fallback import options_of, positive, with_fallback
-from .optimizer import Fallback, MatrixOptimizer
-from .rule import Options, Rule, Sent, Slots, Whole
+from .._norms import upcast
+from .config import Fallback
+from .factors import resolve_real_matrices
+from .fallback import check_nonnegative, resolve_options, with_fallback
+from .optimizer import MatrixOptimizer
+from .rule import MatrixOptions, MatrixRule, OwnedState, Payload, Slots
 
 __all__ = ["muon", "orthogonal"]
 
-BATCHED = 1 << 20
-"""Matrices of one shape and at most so many elements are worked on as one batch: for larger ones the copies are dearer."""
+MAX_BATCHED_NUMEL = 1 << 20
+"""Matrices of one shape are computed as one batch up to this many elements: for larger ones the copies cost more."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -37,27 +38,42 @@ def muon(
     steps: int = 5,
     adjust_lr: Literal["original", "match_rms_adamw"] = "original",
     dtype: torch.dtype = torch.bfloat16,
-    options: OptionsOf | None = None,
+    options: ParamOptions | None = None,
     fallback: Fallback | None = None,
     donate: bool = False,
 ) -> MatrixOptimizer:
-    """``(init, update)`` of Muon: every matrix's momentum, made orthogonal, is its step; the rest has AdamW's.
+    """Return ``(init, update)`` of Muon: each matrix's step is its momentum, made orthogonal; AdamW updates the rest.
 
-    ``B = B + (1 - momentum) (G - B)``; with ``nesterov`` what is made orthogonal is ``G + momentum (B - G)``, else B; then
-    ``W = (1 - lr weight_decay) W - lr scale orthogonal(...)``. The scale is ``sqrt(max(1, n / m))`` of a matrix [n, m], or
-    with ``adjust_lr="match_rms_adamw"`` ``0.2 sqrt(max(n, m))``, with which AdamW's learning rate and weight decay will do.
-    The iteration (`orthogonal`) runs once for each matrix, on its owner, in ``dtype``, in which the matrix travels both ways;
-    on a CPU without bfloat16 instructions float32 is faster. Which are matrices, and their owners, say `matrices` in the
-    place of the ``spec``: ``matrices(spec, select=hidden(model))`` leaves embeddings and heads to ``fallback``.
+    ``B = B + (1 - momentum) (G - B)``; with ``nesterov`` the direction is ``orthogonal(G + momentum (B - G))``, else
+    ``orthogonal(B)``; then ``W = (1 - lr weight_decay) W - lr scale direction``. The momentum is kept in slices like the
+    parameters. The iteration (`orthogonal`) runs once for each matrix, on its owner. ``matrices(spec, select=hidden(model))``
+    instead of the spec leaves embeddings and heads to ``fallback``.
 
-    The momentum is slices like the parameters. ``options(name, param)`` gives a parameter ``lr``, ``weight_decay`` or
-    ``momentum`` of its own. ``fallback`` is by default AdamW with this ``lr`` and ``weight_decay``; `by_matrix` has others,
-    for ``donate`` and for the learning rates of a step.
+    Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon is Scalable for LLM
+    Training, 2025. Equal to torch.optim.Muon with ``dtype=torch.bfloat16``.
 
-    Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon is Scalable for LLM
-    Training, 2025; torch.optim.Muon, to which it is equal (``dtype=torch.bfloat16``).
+    Args:
+        spec: The spec, or `matrices`.
+        lr: The learning rate, a number.
+        weight_decay: Decoupled, as in AdamW.
+        momentum: Of the average of gradients.
+        nesterov: Use Nesterov's momentum.
+        coefficients: Of the iteration; see `orthogonal`.
+        eps: The smallest norm to divide by.
+        steps: Iterations, 1 to 99.
+        adjust_lr: The scale of a matrix [n, m]: ``"original"`` is ``sqrt(max(1, n / m))``; ``"match_rms_adamw"`` is
+            ``0.2 sqrt(max(n, m))``, which suits AdamW's learning rate and weight decay.
+        dtype: In which a matrix is sent and iterated. On a CPU without bfloat16 instructions float32 is faster.
+        options: ``options(name, param)``: a parameter's own ``lr``, ``weight_decay`` or ``momentum``.
+        fallback: As in `by_matrix`; by default AdamW with this ``lr`` and ``weight_decay``.
+        donate: As in `by_matrix`.
 
-    Raises ValueError for options that are out of range, and what `by_matrix` raises; TypeError for complex matrices.
+    Returns:
+        A `MatrixOptimizer`.
+
+    Raises:
+        ValueError: An option is out of range, and as in `by_matrix`.
+        TypeError: A matrix is complex.
 
     Example:
         >>> import torch, funshard as fs
@@ -69,35 +85,37 @@ def muon(
         >>> fs.unshard(params, spec)["weight"].diagonal().sign()
         tensor([-1., -1.])
     """
-    _check(lr, weight_decay, momentum, steps, adjust_lr, coefficients, dtype)
-    known = real_matrices("muon", spec)
+    _check_options(lr, weight_decay, momentum, steps, adjust_lr, coefficients, dtype)
+    known = resolve_real_matrices("muon", spec)
 
-    def before(grad: Tensor, slots: Slots, param: Tensor, options: Options) -> tuple[Sent, Slots]:
+    def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
         buffer = slots["momentum_buffer"].lerp(grad, 1 - options["momentum"])
         sent = grad.lerp(buffer, options["momentum"]) if nesterov else buffer
         return (sent.to(dtype),), {"momentum_buffer": buffer}
 
-    def work(sent: Mapping[str, Sent], whole: Whole, options: Mapping[str, Options]) -> tuple[dict[str, Sent], Whole]:
-        alike: dict[tuple[int, ...], list[str]] = {}
+    def on_owner(
+        sent: Mapping[str, Payload], whole: OwnedState, options: Mapping[str, MatrixOptions]
+    ) -> tuple[dict[str, Payload], OwnedState]:
+        same_shape: dict[tuple[int, ...], list[str]] = {}
         for name, (x,) in sent.items():
-            alike.setdefault(tuple(x.shape) if x.numel() <= BATCHED else (id(x),), []).append(name)
-        out: dict[str, Sent] = {}
-        for names in alike.values():
+            same_shape.setdefault(tuple(x.shape) if x.numel() <= MAX_BATCHED_NUMEL else (id(x),), []).append(name)
+        out: dict[str, Payload] = {}
+        for names in same_shape.values():
             some = [sent[name][0] for name in names]
             x = some[0] if len(some) == 1 else torch.stack(some)
             x = orthogonal(x, steps=steps, coefficients=coefficients, eps=eps)
             out |= {name: (y,) for name, y in zip(names, [x] if len(some) == 1 else x.unbind(), strict=True)}
         return out, whole
 
-    scales = {m.name: scale_of(m.shape, adjust_lr) for m in known.chosen}
+    scales = {m.name: lr_scale(m.shape, adjust_lr) for m in known.chosen}
 
-    def after(results: Sent, slots: Slots, param: Tensor, options: Options) -> tuple[Tensor, Slots]:
+    def after_exchange(results: Payload, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Tensor, Slots]:
         rate, (direction,) = options["lr"], results
         param = param.mul(1 - rate * options["weight_decay"])
-        return param.sub(wide(direction) * (rate * options["scale"])).to(param.dtype), slots
+        return param.sub(upcast(direction) * (rate * options["scale"])).to(param.dtype), slots
 
-    rule = Rule(("momentum_buffer",), lambda x: {}, before, work, (0,), after)
-    of = options_of("muon", known, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}, options)
+    rule = MatrixRule(("momentum_buffer",), lambda x: {}, before_exchange, on_owner, (0,), after_exchange)
+    of = resolve_options("muon", known, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}, options)
     own = {name: {**some, "scale": scales[name]} for name, some in of.items()}
     return with_fallback(rule, known, own, fallback, lr, weight_decay, options, donate=donate)
 
@@ -105,16 +123,29 @@ def muon(
 def orthogonal(
     x: Tensor, *, steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS, eps: float = 1e-7
 ) -> Tensor:
-    """About ``U V^T`` of a matrix ``U S V^T``, or of each in a batch [..., n, m], in its own dtype.
+    """Return about ``U V^T`` for a matrix ``U S V^T``, or for each in a batch [..., n, m], in its own dtype.
 
-    By iterating ``X = a X + b (X X^T) X + c (X X^T)^2 X`` (Newton-Schulz) from X of norm 1: singular values come near 1,
-    with the default coefficients quickly into [0.7, 1.2]. Differentiable. As ``_zeropower_via_newtonschulz`` of
-    torch/optim/_muon.py; Bernstein and Newhouse, Old Optimizer, New Norm, 2024; Jordan et al., 2024.
+    It iterates ``X = a X + b (X X^T) X + c (X X^T)^2 X`` (Newton-Schulz) from X of norm 1. Singular values approach 1; the
+    default coefficients bring them quickly into [0.7, 1.2]. Differentiable.
 
-    >>> import torch
-    >>> u = orthogonal(torch.diag(torch.tensor([3.0, 4.0])), steps=20, coefficients=(15 / 8, -10 / 8, 3 / 8))
-    >>> torch.allclose(u, torch.eye(2))
-    True
+    Source: ``_zeropower_via_newtonschulz`` of torch/optim/_muon.py; Bernstein and Newhouse, Old Optimizer, New Norm, 2024;
+        Jordan et
+    al., 2024.
+
+    Args:
+        x: [n, m] or [..., n, m].
+        steps: The number of iterations.
+        coefficients: ``(a, b, c)``.
+        eps: The smallest norm to divide by.
+
+    Returns:
+        A tensor like ``x``.
+
+    Example:
+        >>> import torch
+        >>> u = orthogonal(torch.diag(torch.tensor([3.0, 4.0])), steps=20, coefficients=(15 / 8, -10 / 8, 3 / 8))
+        >>> torch.allclose(u, torch.eye(2))
+        True
     """
     a, b, c = coefficients
     tall = x.shape[-2] > x.shape[-1]
@@ -133,22 +164,19 @@ def orthogonal(
 
 
 def _power_of_two(x: Tensor) -> Tensor:
-    """Return a power of two of the size of each matrix's largest element, at least 1, to divide by before squaring.
-
-    Nothing is rounded by the division.
-    """
-    largest = wide(x.detach()).abs().amax((-2, -1), keepdim=True)
+    """Return a power of two near each matrix's largest element, at least 1: dividing by it rounds nothing."""
+    largest = upcast(x.detach()).abs().amax((-2, -1), keepdim=True)
     power = largest / (2 * torch.frexp(largest).mantissa)
     return torch.where(largest > 1, power, 1).to(x.dtype)
 
 
-def scale_of(shape: tuple[int, ...], adjust_lr: str) -> float:
-    """What a matrix's learning rate is multiplied by."""
+def lr_scale(shape: tuple[int, ...], adjust_lr: str) -> float:
+    """Return the factor of a matrix's learning rate."""
     n, m = shape[-2:]
     return math.sqrt(max(1, n / m)) if adjust_lr == "original" else 0.2 * math.sqrt(max(n, m))
 
 
-def _check(
+def _check_options(
     lr: float,
     weight_decay: float,
     momentum: float,
@@ -157,7 +185,7 @@ def _check(
     coefficients: Sequence[float],
     dtype: torch.dtype,
 ) -> None:
-    positive("muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
+    check_nonnegative("muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
     if steps not in range(1, 100):
         raise ValueError(f"muon: steps: expected 1 to 99, got {steps}")
     if adjust_lr not in ("original", "match_rms_adamw"):

@@ -15,27 +15,36 @@ from ..._units.host import place_slice
 from ..._units.layout import Params, flatten_unit, unflatten_unit
 from ...collectives._functions import broadcast
 from .._matrices.matrices import Matrices
-from .._option_numbers import numbers_in
-from .step import MatrixState
+from .._option_numbers import find_option_numbers
+from .state import MatrixState
 
 __all__ = ["reshard"]
 
 SUM = Reduction("sum")
-Parts = dict[str, Params]
-"""By slot, then by parameter: whole tensors, and numbers."""
-_Whole = tuple[MatrixState, Parts, Parts, set[str]]
-"""A unit's state; elementwise that of its matrices, whole; what the rest has, whole; and which of its slots are numbers."""
+ParamSlots = dict[str, Params]
+"""By slot, then by parameter: whole tensors, or numbers."""
+_GatheredState = tuple[MatrixState, ParamSlots, ParamSlots, set[str]]
+"""A unit's state; its matrices' and its fallback's elementwise state, whole; and which fallback slots are numbers."""
 
 
 def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> dict[str, MatrixState]:
-    """The state of the same optimizer for another policy, another mesh of the same ranks, or other owners.
+    """Return the state of the same optimizer for another policy, another mesh of the same ranks, or other owners.
 
-    What `funshard.reshard` is for parameters; ``old`` and ``new`` choose the same matrices. Whole on every rank are the states
-    of the old units that a new one is made of, from the first that needs them to the last, and of what matrices' owners have
-    one tensor at a time. For another number of processes save it, and load it there (`funshard.checkpoint`).
+    The counterpart of `funshard.reshard` for the state. A rank holds the whole elementwise states of the old units that a new
+    one is made of, and one tensor of matrices' owners at a time. For another number of processes save it and load it there
+    (`funshard.checkpoint`).
 
-    Raises ValueError, naming it, for a matrix that is only in one of both, for a unit that is missing, where a new unit is made
-    of ones that have taken different numbers of steps, and for a vector of which nothing says whether it is a slice.
+    Args:
+        state: The state by unit key of ``old.spec``.
+        old: The matrices that the state was made with.
+        new: The same matrices in another spec, or with other owners.
+
+    Returns:
+        The state by unit key of ``new.spec``.
+
+    Raises:
+        ValueError: Only one of both has a matrix, a unit is missing, a new unit is made of old ones that have taken different
+            numbers of steps, or nothing says whether a vector is a slice.
 
     Example:
         >>> import torch, funshard as fs
@@ -52,73 +61,75 @@ def reshard(state: Mapping[str, MatrixState], old: Matrices, new: Matrices) -> d
     for name in old.by_name.keys() ^ new.by_name.keys():
         where = "the old" if name in old.by_name else "the new"
         raise ValueError(f"matrix '{name}' is in {where} spec's only: expected the same matrices of one model")
-    needs = {unit.key: dict.fromkeys(old.spec.by_name[p.name][0].key for p in unit.params) for unit in new.spec}
-    made = [unit for unit in new.spec if any(key in state for key in needs[unit.key])]
-    last = {key: unit.key for unit in made for key in needs[unit.key]}
+    needed = {unit.key: dict.fromkeys(old.spec.by_name[p.name][0].key for p in unit.params) for unit in new.spec}
+    new_units = [unit for unit in new.spec if any(key in state for key in needed[unit.key])]
+    last = {key: unit.key for unit in new_units for key in needed[unit.key]}
     of_fallback = {key: unit.fallback[key] for key, unit in state.items() if key in unit.fallback}
-    numbers = numbers_in(of_fallback, of_fallback, old.spec, ("fallback",))
-    whole: dict[str, _Whole] = {}
+    numbers = find_option_numbers(of_fallback, of_fallback, old.spec, ("fallback",))
+    whole: dict[str, _GatheredState] = {}
     out: dict[str, MatrixState] = {}
-    for unit in made:
-        for key in needs[unit.key]:
+    for unit in new_units:
+        for key in needed[unit.key]:
             if key not in state:
                 raise ValueError(f"unit '{key}' is missing: expected all that the new spec's unit '{unit.key}' is made of")
             if key not in whole:
-                whole[key] = _whole(state[key], old.spec.by_key[key], old, numbers)
-        out[unit.key] = _made(unit, {key: whole[key] for key in needs[unit.key]}, old, new)
-        for key in needs[unit.key]:
+                whole[key] = _gather_state(state[key], old.spec.by_key[key], old, numbers)
+        out[unit.key] = _build_state(unit, {key: whole[key] for key in needed[unit.key]}, old, new)
+        for key in needed[unit.key]:
             if last[key] == unit.key:
                 del whole[key]
     return out
 
 
-def _whole(state: MatrixState, unit: Unit, old: Matrices, known: frozenset[int]) -> _Whole:
-    """``known`` are the ids of the rest's vectors that are numbers."""
-    names = {*old.names(unit.key)}
-    slices = {slot: _only(_gathered(piece, unit, old), names) for slot, piece in state.slices.items()}
-    fallback: Parts = {}
-    parts: Parts = {}
+def _gather_state(state: MatrixState, unit: Unit, old: Matrices, known: frozenset[int]) -> _GatheredState:
+    """Return a unit's state whole; ``known`` are the ids of the fallback's vectors that are numbers."""
+    names = {*old._names_in(unit.key)}
+    slices = {slot: _keep_names(_gather_params(piece, unit, old), names) for slot, piece in state.slices.items()}
+    fallback: ParamSlots = {}
+    parts: ParamSlots = {}
     numbers: set[str] = set()
     for entry, values in state.fallback.items():
         for slot, value in values.items():
             if not value.dim() or id(value) in known:
                 of = [entry] if entry != unit.key else [param.name for param in unit.params]
-                fallback.setdefault(slot, {}).update(dict.fromkeys(of, _one(value, f"'{slot}' of '{entry}'")))
+                fallback.setdefault(slot, {}).update(dict.fromkeys(of, _common_number(value, f"'{slot}' of '{entry}'")))
                 numbers.add(slot)
             elif entry == unit.key:
-                fallback[slot] = _gathered(value, unit, old)
+                fallback[slot] = _gather_params(value, unit, old)
             else:
                 parts.setdefault(slot, {})[entry] = value
     for slot, of_param in parts.items():
         zeros = next(iter(of_param.values())).new_zeros(old.spec.shard_numel(unit))
-        joined = old.cut(unit.key).joined(of_param, zeros)
-        fallback.setdefault(slot, {}).update(_only(_gathered(joined, unit, old), {*of_param}))
+        joined = old._slice_layout(unit.key).join(of_param, zeros)
+        fallback.setdefault(slot, {}).update(_keep_names(_gather_params(joined, unit, old), {*of_param}))
     return state, slices, fallback, numbers
 
 
-def _gathered(piece: Tensor, unit: Unit, old: Matrices) -> Params:
+def _gather_params(piece: Tensor, unit: Unit, old: Matrices) -> Params:
     buffer = gather_unit(piece, unit, old.spec.bound_mesh, SUM)
     return {param.name: x for param, x in zip(unit.params, unflatten_unit(buffer, unit), strict=True)}
 
 
-def _only(tensors: Params, names: set[str]) -> Params:
+def _keep_names(tensors: Params, names: set[str]) -> Params:
     return {name: x for name, x in tensors.items() if name in names}
 
 
-def _one(numbers: Tensor, what: str) -> Tensor:
+def _common_number(numbers: Tensor, what: str) -> Tensor:
     if numbers.dim() and bool((numbers != numbers[0]).any()):
         raise ValueError(f"reshard: {what}: expected one number for all parameters of a unit, got {numbers.tolist()}")
     return numbers if not numbers.dim() else numbers[0]
 
 
-def _made(unit: Unit, olds: Mapping[str, _Whole], old: Matrices, new: Matrices) -> MatrixState:
-    """A new unit's state, of those of the old ones that it is made of."""
-    names = new.names(unit.key)
+def _build_state(unit: Unit, olds: Mapping[str, _GatheredState], old: Matrices, new: Matrices) -> MatrixState:
+    """Return a new unit's state from those of the old units."""
+    names = new._names_in(unit.key)
     states = {name: olds[old.spec.by_name[name][0].key] for name in (param.name for param in unit.params)}
     steps = torch.stack([state.step for state, *_ in olds.values()])
     slots = dict.fromkeys(slot for name in names for slot in states[name][1])
-    slices = {slot: _sliced({name: states[name][1][slot][name] for name in names}, unit, new) for slot in slots}
-    owned = {name: {slot: _moved(x, name, old, new) for slot, x in states[name][0].owned[name].items()} for name in names}
+    slices = {slot: _slice_unit({name: states[name][1][slot][name] for name in names}, unit, new) for slot in slots}
+    owned = {
+        name: {slot: _move_to_owner(x, name, old, new) for slot, x in states[name][0].owned[name].items()} for name in names
+    }
     fallback: dict[str, Any] = {}
     others = [param for param in unit.params if param.name not in names]
     numbers = {slot for *_, some in olds.values() for slot in some}
@@ -126,30 +137,30 @@ def _made(unit: Unit, olds: Mapping[str, _Whole], old: Matrices, new: Matrices) 
         found = {p.name: states[p.name][2][slot][p.name] for p in others if p.name in states[p.name][2].get(slot, {})}
         if not names:
             stacked = torch.stack([*found.values()]) if slot in numbers else None
-            one = _sliced(found, unit, new) if stacked is None else _one(stacked, f"'{slot}' of '{unit.key}'")
+            one = _slice_unit(found, unit, new) if stacked is None else _common_number(stacked, f"'{slot}' of '{unit.key}'")
             fallback.setdefault(unit.key, {})[slot] = one
             continue
-        piece = None if slot in numbers else _sliced(found, unit, new)
+        piece = None if slot in numbers else _slice_unit(found, unit, new)
         for name, x in found.items():
-            part = x if piece is None else new.cut(unit.key).part(piece, name)
+            part = x if piece is None else new._slice_layout(unit.key).select(piece, name)
             fallback.setdefault(name, {})[slot] = part.clone()  # a number of its own: what is donated is written
-    return MatrixState(_one(steps, f"the step of '{unit.key}'"), slices, owned, fallback)
+    return MatrixState(_common_number(steps, f"the step of '{unit.key}'"), slices, owned, fallback)
 
 
-def _sliced(whole: Params, unit: Unit, new: Matrices) -> Tensor:
-    """This rank's slice, with zeros for other parameters."""
+def _slice_unit(whole: Params, unit: Unit, new: Matrices) -> Tensor:
+    """Return this rank's slice, with zeros for other parameters."""
     like = next(iter(whole.values()))
     full = {p.name: whole.get(p.name, like.new_zeros(p.shape)) for p in unit.params}
     mesh = new.spec.bound_mesh
     return place_slice(scatter_unit(flatten_unit(full, unit, new.spec.padded_numel(unit)), unit, mesh), unit, mesh)
 
 
-def _moved(x: Tensor, name: str, old: Matrices, new: Matrices) -> Tensor:
-    """What an owner has, to the new one."""
+def _move_to_owner(x: Tensor, name: str, old: Matrices, new: Matrices) -> Tensor:
+    """Send an owner's tensor to the new owner."""
     mesh = old.spec.bound_mesh
-    shape = x.shape if old.is_here(name) else x.shape[1:]
-    full = x if old.is_here(name) else x.new_zeros(shape)
+    shape = x.shape if old._is_owner(name) else x.shape[1:]
+    full = x if old._is_owner(name) else x.new_zeros(shape)
     full = full if mesh.device is None else full.to(mesh.device)
     for (_, axis), src in zip(mesh.axes, old.owner(name), strict=True):
         full = broadcast(full, axis, src=src)
-    return full.to(x.device) if new.is_here(name) else x.new_empty((0, *shape))
+    return full.to(x.device) if new._is_owner(name) else x.new_empty((0, *shape))

@@ -1,4 +1,4 @@
-"""What an optimizer does with a matrix: before it travels, on its owner, and after; and how that is made of a pure update."""
+"""What an optimizer does with a matrix before the exchange, on the owner, and after it; and such a rule for any pure update."""
 
 from __future__ import annotations
 
@@ -9,94 +9,106 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["MatrixInit", "MatrixUpdate", "Options", "Rule", "Sent", "Slots", "Whole", "of_update"]
+__all__ = ["MatrixInit", "MatrixOptions", "MatrixRule", "MatrixUpdate", "OwnedState", "Payload", "Slots", "rule_from_update"]
 
-Options = Mapping[str, Any]
-"""Of one matrix: its learning rate, say, and the ``step`` that is taken, counted from 1, on the host."""
+MatrixOptions = Mapping[str, Any]
+"""Options of one matrix, such as its learning rate, and the number ``step`` of this step, from 1, on the host."""
 Slots = dict[str, Tensor]
-"""Elementwise state, by name."""
-Sent = tuple[Tensor, ...]
-"""What of a matrix travels: as many tensors, of the same dtypes, for each."""
-Whole = dict[str, dict[str, Tensor]]
-"""By matrix what its owner alone has of its state."""
+"""Elementwise state by name."""
+Payload = tuple[Tensor, ...]
+"""The tensors of a matrix that are sent: the same number and dtypes for every matrix."""
+OwnedState = dict[str, dict[str, Tensor]]
+"""By matrix, the state that only its owner has."""
 
 
 @dataclass(frozen=True)
-class Rule:
-    """An optimizer of matrices. The first and the last step are elementwise, on slices; the middle one is for owners."""
+class MatrixRule:
+    """An optimizer of matrices: elementwise on slices, then on owners, then elementwise on slices."""
 
     slots: tuple[str, ...]
-    """Names of its elementwise state, which is kept in slices."""
-    begin: Callable[[Tensor], Slots]
-    """The rest of a matrix's state, from a tensor of its shape, dtype and device; with ``values`` all of it, from its own."""
-    before: Callable[[Tensor, Slots, Tensor, Options], tuple[Sent, Slots]]
-    """``before(grad, slots, param, options) -> (what is sent, new slots)``."""
-    work: Callable[[Mapping[str, Sent], Whole, Mapping[str, Options]], tuple[dict[str, Sent], Whole]]
-    """``work(sent, state, options) -> (results, new state)``, by name, of the matrices that a rank owns in a group."""
-    gives: tuple[int, ...]
-    """Of which of the tensors that are sent each result has the dtype."""
-    after: Callable[[Sent, Slots, Tensor, Options], tuple[Tensor, Slots]]
-    """``after(results, slots, param, options) -> (new param, new slots)``."""
-    values: bool = False
-    owner_options: bool = False
-    """Whether owners alone compute with the options, in ``work``; else slices do, before and after."""
+    """Names of the elementwise state, which is kept in slices."""
+    init_owned: Callable[[Tensor], Slots]
+    """Returns the owner's initial state from a tensor like the matrix; with ``needs_values``, all state from the matrix."""
+    before_exchange: Callable[[Tensor, Slots, Tensor, MatrixOptions], tuple[Payload, Slots]]
+    """``before_exchange(grad, slots, param, options) -> (payload, new slots)``."""
+    on_owner: Callable[[Mapping[str, Payload], OwnedState, Mapping[str, MatrixOptions]], tuple[dict[str, Payload], OwnedState]]
+    """``on_owner(payloads, state, options) -> (results, new state)``, by name, for the owned matrices of a batch."""
+    result_dtype_of: tuple[int, ...]
+    """For each result, the index of the tensor in the payload whose dtype it takes."""
+    after_exchange: Callable[[Payload, Slots, Tensor, MatrixOptions], tuple[Tensor, Slots]]
+    """``after_exchange(results, slots, param, options) -> (new param, new slots)``."""
+    needs_values: bool = False
+    has_owner_options: bool = False
+    """Whether only owners use the options; else slices do, before and after the exchange."""
 
 
 class MatrixInit(Protocol):
-    """``init(param) -> state``, a dict of tensors; run on a meta tensor where only their names and shapes are asked for."""
+    """``init(param) -> state``, a dict of tensors. It also runs on a meta tensor, for names and shapes."""
 
     def __call__(self, param: Tensor, /) -> Mapping[str, Tensor]:
-        """The state before the first step."""
+        """Return the state before the first step."""
         ...
 
 
 class MatrixUpdate(Protocol):
-    """``update(grad, state, param) -> (new param, new state)`` of one matrix, with ``lr=`` where the step has one."""
+    """``update(grad, state, param) -> (new param, new state)`` for one matrix, with ``lr=`` if the step has one."""
 
     def __call__(
         self, grad: Tensor, state: Mapping[str, Tensor], param: Tensor, /, **options: Any
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """One step, that changes nothing it is given."""
+        """Run one step without changing the arguments."""
         ...
 
 
-def of_update(init: MatrixInit, update: MatrixUpdate, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Rule:
-    """The rule of a pure update of whole matrices: all of it happens on the owner.
+def rule_from_update(
+    init: MatrixInit, update: MatrixUpdate, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]
+) -> MatrixRule:
+    """Return the rule of a pure update of whole matrices: owners do all of it.
 
-    State of the matrix's own shape travels with it, where all matrices have it, vectors as well; the rest stays with the owner.
+    State of the matrix's own shape is sent with it, if all matrices have it, vectors included; other state stays with the
+    owner.
     """
-    begun = {shape: _tried(init, update, shape, dtype) for shape, dtype in dict.fromkeys(shapes)}
+    begun = {shape: _try_init(init, update, shape, dtype) for shape, dtype in dict.fromkeys(shapes)}
     alike = [[name for name, x in state.items() if x.shape == shape] for shape, state in begun.items()]
     slots = tuple(name for name in alike[0] if all(name in names for names in alike)) if alike else ()
 
-    def before(grad: Tensor, slots: Slots, param: Tensor, options: Options) -> tuple[Sent, Slots]:
+    def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
         return (grad, param, *slots.values()), slots
 
-    def work(sent: Mapping[str, Sent], whole: Whole, options: Mapping[str, Options]) -> tuple[dict[str, Sent], Whole]:
-        results: dict[str, Sent] = {}
-        new: Whole = {}
+    def on_owner(
+        sent: Mapping[str, Payload], whole: OwnedState, options: Mapping[str, MatrixOptions]
+    ) -> tuple[dict[str, Payload], OwnedState]:
+        results: dict[str, Payload] = {}
+        new: OwnedState = {}
         for name, (grad, param, *rest) in sent.items():
             rates = {key: value for key, value in options[name].items() if key != "step"}
             own = dict(zip(slots, rest, strict=True))
             # copies: where nothing is sent these are the caller's own, and an update may write after all
             given = {slot: x.clone() for slot, x in {**own, **whole[name]}.items()}
             stepped, state = update(grad.clone(), given, param.clone(), **rates)
-            _check(f"'{name}'", stepped, param, state, given)
+            _check_result(f"'{name}'", stepped, param, state, given)
             results[name] = (stepped, *(state[slot] for slot in slots))
             new[name] = {key: state[key] for key in whole[name]}
         return results, new
 
-    def after(results: Sent, slots: Slots, param: Tensor, options: Options) -> tuple[Tensor, Slots]:
+    def after_exchange(results: Payload, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Tensor, Slots]:
         stepped, *rest = results
         return stepped, dict(zip(slots, rest, strict=True))
 
-    return Rule(
-        slots, lambda x: dict(init(x)), before, work, tuple(range(1, 2 + len(slots))), after, values=True, owner_options=True
+    return MatrixRule(
+        slots,
+        lambda x: dict(init(x)),
+        before_exchange,
+        on_owner,
+        tuple(range(1, 2 + len(slots))),
+        after_exchange,
+        needs_values=True,
+        has_owner_options=True,
     )
 
 
-def _tried(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, Tensor]:
-    """The state of a matrix of this shape, on meta; an error on all ranks for an update that does not give what it should."""
+def _try_init(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """Return the state of a matrix of this shape on meta. Wrong results raise TypeError or ValueError, on all ranks."""
     x = torch.empty(shape, dtype=dtype, device="meta")
     state: Any
     new: Any
@@ -114,16 +126,18 @@ def _tried(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dtype
         return state
     if not isinstance(new, tuple) or len(new) != 2:
         raise TypeError(f"by_matrix: update: expected (new param, new state), got {type(new).__name__}")
-    _check(f"a matrix {list(shape)}", new[0], x, new[1], state)
+    _check_result(f"a matrix {list(shape)}", new[0], x, new[1], state)
     return state
 
 
-def _check(of: str, new: object, param: Tensor, state: Mapping[str, object], given: Mapping[str, Tensor]) -> None:
-    def told(x: object) -> str:
+def _check_result(of: str, new: object, param: Tensor, state: Mapping[str, object], given: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a result or state has another shape or dtype than before."""
+
+    def describe(x: object) -> str:
         return f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
 
-    if told(new) != told(param):
-        raise ValueError(f"by_matrix: the update of {of}: expected {told(param)}, got {told(new)}")
-    after, before = ({name: told(x) for name, x in one.items()} for one in (state, given))
+    if describe(new) != describe(param):
+        raise ValueError(f"by_matrix: the update of {of}: expected {describe(param)}, got {describe(new)}")
+    after, before = ({name: describe(x) for name, x in one.items()} for one in (state, given))
     if after != before:
         raise ValueError(f"by_matrix: the new state of {of}: expected {before}, as before, got {after}")

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ..._spec.spec import PartitionSpec
-from .._elementwise.options import Options as OptionsOf
+from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices
-from .._norms import wide
-from .factors import along, chosen_where, eigh, outer, real_matrices, sides
-from .fallback import options_of, positive, with_fallback
-from .optimizer import Fallback, MatrixOptimizer
-from .rule import Options, Rule, Sent, Slots, Whole
+from .._norms import upcast
+from .config import Fallback
+from .factors import compute_if_due, eigh_or_nan, factored_sides, gram, multiply_side, resolve_real_matrices
+from .fallback import check_nonnegative, resolve_options, with_fallback
+from .optimizer import MatrixOptimizer
+from .rule import MatrixOptions, MatrixRule, OwnedState, Payload, Slots
 
 __all__ = ["soap"]
 
@@ -30,28 +31,41 @@ def soap(
     eps: float = 1e-8,
     every: int = 10,
     max_size: int = 8192,
-    options: OptionsOf | None = None,
+    options: ParamOptions | None = None,
     fallback: Fallback | None = None,
     donate: bool = False,
 ) -> MatrixOptimizer:
-    """``(init, update)`` of SOAP: Adam's step in the eigenbasis of moving averages of ``G G^T`` and ``G^T G``.
+    """Return ``(init, update)`` of SOAP: Adam's step in the eigenbasis of moving averages of ``G G^T`` and ``G^T G``.
 
     With Q the eigenvectors of both sides, the gradient and its average M are rotated, ``G' = Q_L^T G Q_R``; V averages
-    ``G'^2``; the step is ``M' / (sqrt(V) + eps)``, its bias corrected, rotated back; and the weight decays as AdamW's does.
-    An element of sqrt(V) is taken to be at least as large as the rounding errors of the largest one, so that directions
-    without gradients, where M' and V are rounding errors, get no steps.
+    ``G'^2``; the step is ``M' / (sqrt(V) + eps)``, bias-corrected and rotated back; the weight decays as in AdamW. sqrt(V) is
+    at least the rounding error of its largest element: directions without gradients, where M' and V are rounding errors, get no
+    steps. The first gradient only computes the basis. M is kept in slices like the parameters; owners keep V, the factors and
+    the basis.
 
-    The factors have their own ``shampoo_beta``, by default the second of ``betas``. The first gradient makes the basis and
-    nothing else; after each ``every`` steps it is renewed by one step of power iteration and QR. A side of more than
-    ``max_size`` is not rotated.
+    Source: Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, 2024, and the authors' code (nikhilvyas/SOAP),
+        whose steps
+    these equal (``merge_dims`` and ``precondition_1d`` off).
 
-    M is slices like the parameters and travels with the gradient; V, the factors and the basis are on the matrix's owner.
-    Other arguments, and what is returned, are those of `muon`.
+    Args:
+        spec: The spec, or `matrices`.
+        lr: The learning rate, a number.
+        weight_decay: Decoupled, as in AdamW.
+        betas: Adam's, of M and V.
+        shampoo_beta: Of the factors; by default the second of ``betas``.
+        eps: Added to sqrt(V).
+        every: Steps between updates of the basis, each one step of power iteration and QR.
+        max_size: A longer side is not rotated.
+        options: As in `muon`, ``lr`` and ``weight_decay``.
+        fallback: As in `muon`.
+        donate: As in `by_matrix`.
 
-    Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, 2024, and the authors' code (nikhilvyas/SOAP), to whose
-    steps these are equal (``merge_dims`` and ``precondition_1d`` off).
+    Returns:
+        A `MatrixOptimizer`.
 
-    Raises ValueError for options that are out of range, TypeError for complex matrices.
+    Raises:
+        ValueError: An option is out of range, and as in `by_matrix`.
+        TypeError: A matrix is complex.
 
     Example:
         >>> import torch, funshard as fs
@@ -63,90 +77,92 @@ def soap(
         >>> fs.unshard(params, spec)["weight"].diagonal().sign()
         tensor([-1., -1.])
     """
-    positive("soap", lr=lr, weight_decay=weight_decay, eps=eps)
+    check_nonnegative("soap", lr=lr, weight_decay=weight_decay, eps=eps)
     beta = betas[1] if shampoo_beta is None else shampoo_beta
     if not all(0 <= b < 1 for b in (*betas, beta)) or every < 1:
         raise ValueError(f"soap: expected betas in [0, 1) and every >= 1, got {betas}, {beta} and {every}")
-    known = real_matrices("soap", spec)
+    known = resolve_real_matrices("soap", spec)
 
-    def begin(like: Tensor) -> Slots:
-        dtype = wide(like[..., :1, :1]).dtype
+    def init_owned(like: Tensor) -> Slots:
+        dtype = upcast(like[..., :1, :1]).dtype
         state = {"exp_avg_sq": like.new_zeros(like.shape, dtype=dtype)}
-        for side, size in sides(like.shape, max_size).items():
+        for side, size in factored_sides(like.shape, max_size).items():
             zeros = like.new_zeros((*like.shape[:-2], size, size), dtype=dtype)
             state |= {side: zeros, f"{side}_basis": zeros.clone()}
         return state
 
-    def before(grad: Tensor, slots: Slots, param: Tensor, options: Options) -> tuple[Sent, Slots]:
-        weight = (1 - betas[0]) * _counts(options["step"], param)
+    def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
+        weight = (1 - betas[0]) * _is_past_first(options["step"], param)
         average = slots["exp_avg"] + (grad - slots["exp_avg"]) * weight
         return (grad, average), {"exp_avg": average}
 
-    def work(sent: Mapping[str, Sent], whole: Whole, options: Mapping[str, Options]) -> tuple[dict[str, Sent], Whole]:
-        results: dict[str, Sent] = {}
-        new: Whole = {}
+    def on_owner(
+        sent: Mapping[str, Payload], whole: OwnedState, options: Mapping[str, MatrixOptions]
+    ) -> tuple[dict[str, Payload], OwnedState]:
+        results: dict[str, Payload] = {}
+        new: OwnedState = {}
         for name, (grad, average) in sent.items():
-            direction, new[name] = _step(wide(grad), wide(average), whole[name], options[name]["step"])
+            direction, new[name] = _step(upcast(grad), upcast(average), whole[name], options[name]["step"])
             results[name] = (direction,)
         return results, new
 
     def _step(grad: Tensor, average: Tensor, state: Slots, step: Tensor) -> tuple[Tensor, Slots]:
-        factored = [*sides(grad.shape, max_size)]
-        counts = _counts(step, grad)
-        factors = [state[side] + (outer(grad, side) - state[side]) * (1 - beta) for side in factored]
+        factored = [*factored_sides(grad.shape, max_size)]
+        counts = _is_past_first(step, grad)
+        factors = [state[side] + (gram(grad, side) - state[side]) * (1 - beta) for side in factored]
         bases = [state[f"{side}_basis"] for side in factored]
-        rotated = _rotated(grad, bases, factored)
+        rotated = _rotate(grad, bases, factored)
         square = state["exp_avg_sq"]
         square = square + (rotated.square() - square) * (1 - betas[1]) * counts
         root = (square + (1 - counts)).sqrt()  # not of the first step's zeros, where it has no derivative
-        direction = _rotated(average, bases, factored) / (torch.maximum(root, _rounding(root)) + eps)
-        direction = _rotated(direction, [basis.mT for basis in bases], factored) * counts
-        bases = chosen_where(step == 1, lambda: [_eigenvectors(factor) for factor in factors], bases)
+        direction = _rotate(average, bases, factored) / (torch.maximum(root, _rounding_error(root)) + eps)
+        direction = _rotate(direction, [basis.mT for basis in bases], factored) * counts
+        bases = compute_if_due(step == 1, lambda: [_eigenvectors(factor) for factor in factors], bases)
         due = (step > 1) & ((step - 1) % every == 0)
-        square, *bases = chosen_where(due, lambda: _renewed(square, factors, bases, factored), [square, *bases])
+        square, *bases = compute_if_due(due, lambda: _power_iteration(square, factors, bases, factored), [square, *bases])
         new = {"exp_avg_sq": square}
         for side, factor, basis in zip(factored, factors, bases, strict=True):
             new |= {side: factor, f"{side}_basis": basis}
         return direction, new
 
-    def after(results: Sent, slots: Slots, param: Tensor, options: Options) -> tuple[Tensor, Slots]:
+    def after_exchange(results: Payload, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Tensor, Slots]:
         taken = options["step"] - 1  # the first gradient makes the basis and no step
-        counts = _counts(options["step"], param)
+        counts = _is_past_first(options["step"], param)
         taken = taken.clamp(min=1).to(torch.float64)
         size = ((1 - betas[1] ** taken).sqrt() / (1 - betas[0] ** taken)).to(param.device, param.dtype)
         param = param - options["lr"] * size * results[0]
         return param * (1 - options["lr"] * options["weight_decay"] * counts), slots
 
-    rule = Rule(("exp_avg",), begin, before, work, (0,), after)
-    own = options_of("soap", known, {"lr": lr, "weight_decay": weight_decay}, options)
+    rule = MatrixRule(("exp_avg",), init_owned, before_exchange, on_owner, (0,), after_exchange)
+    own = resolve_options("soap", known, {"lr": lr, "weight_decay": weight_decay}, options)
     return with_fallback(rule, known, own, fallback, lr, weight_decay, options, donate=donate)
 
 
-def _counts(step: Tensor, like: Tensor) -> Tensor:
-    """0 in the first step, 1 after it."""
-    return (step > 1).to(like.device, wide(like[..., :0]).dtype).to(like.dtype)
+def _is_past_first(step: Tensor, like: Tensor) -> Tensor:
+    """Return 0 in the first step and 1 after it, like ``like``."""
+    return (step > 1).to(like.device, upcast(like[..., :0]).dtype).to(like.dtype)
 
 
-def _rounding(root: Tensor) -> Tensor:
+def _rounding_error(root: Tensor) -> Tensor:
     """Return the size of rounding errors in a rotated gradient: Adam would divide them by themselves, into whole steps."""
     size = max(root.shape[-2:])
     return root.amax((-2, -1), keepdim=True) * (30 * math.sqrt(size) * torch.finfo(root.dtype).eps)
 
 
-def _rotated(x: Tensor, bases: list[Tensor], factored: list[str]) -> Tensor:
-    """``Q_L^T X Q_R``, of the sides that have a basis."""
+def _rotate(x: Tensor, bases: list[Tensor], factored: list[str]) -> Tensor:
+    """Return ``Q_L^T X Q_R`` for the sides that have a basis."""
     for basis, side in zip(bases, factored, strict=True):
-        x = along(x, basis.mT if side == "left" else basis, side)
+        x = multiply_side(x, basis.mT if side == "left" else basis, side)
     return x
 
 
 def _eigenvectors(factor: Tensor) -> Tensor:
-    """As columns, those of the largest eigenvalues first."""
-    return eigh(factor)[1].flip(-1)
+    """Return the eigenvectors as columns, those of the largest eigenvalues first."""
+    return eigh_or_nan(factor)[1].flip(-1)
 
 
-def _renewed(square: Tensor, factors: list[Tensor], bases: list[Tensor], factored: list[str]) -> list[Tensor]:
-    """``(V, the bases)`` after a step of power iteration, in the order of the eigenvalues that the old ones give."""
+def _power_iteration(square: Tensor, factors: list[Tensor], bases: list[Tensor], factored: list[str]) -> list[Tensor]:
+    """Return ``[V, *bases]`` after one step of power iteration, in the order of the old basis's eigenvalues."""
     out: list[Tensor] = []
     for factor, basis, side in zip(factors, bases, factored, strict=True):
         values = (basis * (factor @ basis)).sum(-2)

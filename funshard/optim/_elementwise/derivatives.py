@@ -1,4 +1,4 @@
-"""What derivatives through an update know of a spec: which ranks share an option, and which elements are padding."""
+"""What derivatives of an update need from a spec: which ranks share an option, and which elements are padding."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..._spec.spec import PartitionSpec
 from ..._units.padding import padding_mask
 from ...collectives._functions import vary
 
-__all__ = ["SharedOptions", "padding_masks", "refuse_without_spec", "split_axes", "without_zeros"]
+__all__ = ["SharedOptions", "fill_padding", "padding_masks", "refuse_without_spec", "split_axes"]
 
 
 class SharedOptions:
-    """The options of one step as slices take them in.
+    """The options of one step, as slices use them.
 
-    Of a learning rate that all ranks share, slices give each rank a part of the derivative, and replicas all of it. An option
-    that enters slices is therefore summed over their axes in backward; forward sends nothing.
+    Each rank's slices give part of the derivative of a shared learning rate, and replicas give all of it. So backward sums an
+    option over the axes of the slices that use it; forward sends nothing.
     """
 
     def __init__(self, spec: PartitionSpec | None) -> None:
         self._spec = spec
         self._entered: dict[tuple[int, tuple[str, ...]], tuple[Tensor, Tensor]] = {}
 
-    def along(self, option: Any, axes: tuple[str, ...]) -> Any:
-        """Return the option as what is split over these axes takes it in: itself, unless it is differentiated."""
+    def over_axes(self, option: Any, axes: tuple[str, ...]) -> Any:
+        """Return the option for units split over these axes: itself, unless it is differentiated."""
         if isinstance(option, tuple):
-            return tuple(self.along(one, axes) for one in option)  # pyright: ignore[reportUnknownVariableType]
+            return tuple(self.over_axes(one, axes) for one in option)  # pyright: ignore[reportUnknownVariableType]
         if self._spec is None or not axes or not isinstance(option, Tensor) or not _torch.is_tracked(option):
             return option
         key = id(option), axes
@@ -43,13 +43,13 @@ class SharedOptions:
             self._entered[key] = option, entered.to(option.device)
         return self._entered[key][1]
 
-    def of_matrix(self, options: Mapping[str, Any], axes: tuple[str, ...]) -> Mapping[str, Any]:
-        """Return all options of a matrix likewise."""
-        return {name: self.along(option, axes) for name, option in options.items()}
+    def for_matrix(self, options: Mapping[str, Any], axes: tuple[str, ...]) -> Mapping[str, Any]:
+        """Return all options of a matrix for these axes."""
+        return {name: self.over_axes(option, axes) for name, option in options.items()}
 
 
 def split_axes(spec: PartitionSpec | None, key: str) -> tuple[str, ...]:
-    """Return the mesh axes that a unit, or a parameter's unit, is split over; none without a spec."""
+    """Return the mesh axes over which a unit, or a parameter's unit, is split; none without a spec."""
     if spec is None:
         return ()
     unit = spec.by_key.get(key) or spec.by_name[key][0]
@@ -57,7 +57,7 @@ def split_axes(spec: PartitionSpec | None, key: str) -> tuple[str, ...]:
 
 
 def padding_masks(spec: PartitionSpec | None, params: Mapping[str, Tensor], rank: int | None) -> dict[str, Tensor]:
-    """Return by key which elements are padding, of those tensors that are whole slices with padding; {} without a spec."""
+    """Return by key which elements are padding, for whole slices that have padding; {} without a spec."""
     masks: dict[str, Tensor] = {}
     if spec is None:
         return masks
@@ -68,15 +68,15 @@ def padding_masks(spec: PartitionSpec | None, params: Mapping[str, Tensor], rank
     return masks
 
 
-def without_zeros(grad: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the gradient with 1 for padding: the root of its zeros has no derivative, which would make all others NaN."""
+def fill_padding(grad: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the gradient with 1 in its padding: the root of a zero has no derivative and would make all others NaN."""
     return grad if mask is None else torch.where(mask, 1, grad)
 
 
 def refuse_without_spec(options: Iterable[tuple[str, Tensor]], params: Mapping[str, Tensor]) -> None:
-    """RuntimeError for a differentiated option on several ranks where no spec says which shards are slices.
+    """Raise RuntimeError for a differentiated option on several ranks if no spec says which shards are slices.
 
-    Tensors with several dimensions are no shards, and each rank has its own.
+    Tensors with several dimensions are not shards; each rank has its own.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ... import _torch
 
-__all__ = ["adam_with_eps_root", "warn_of_zeros"]
+__all__ = ["add_eps_root", "warn_zero_gradients"]
 
 ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
-def adam_with_eps_root(cls: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> type[torch.optim.Optimizer]:
-    """Return the class to use: itself, or one that has ``eps_root``, which is taken out of the defaults and checked."""
+def add_eps_root(cls: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> type[torch.optim.Optimizer]:
+    """Return the class itself, or a subclass with ``eps_root``, which is checked and removed from the defaults."""
     if "eps_root" not in defaults:
         return cls
     eps_root = defaults.pop("eps_root")
@@ -30,7 +30,7 @@ def adam_with_eps_root(cls: type[torch.optim.Optimizer], defaults: dict[str, Any
         raise ValueError(f"from_torch: eps_root: expected at least 0, got {eps_root}")
 
     class WithEpsRoot(cls):  # pyright: ignore[reportGeneralTypeIssues]
-        """The update divides by ``sqrt(v / (1 - b2^t) + eps_root) + eps``, as optax.adam does."""
+        """Divides by ``sqrt(v / (1 - b2^t) + eps_root) + eps``, as optax.adam does."""
 
         def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             for group in self.param_groups:
@@ -42,7 +42,7 @@ def adam_with_eps_root(cls: type[torch.optim.Optimizer], defaults: dict[str, Any
 
 
 def _step(param: Tensor, state: dict[str, Tensor], group: dict[str, Any], eps_root: float) -> None:
-    """One step, in place as torch's own, in operations that autograd records."""
+    """Run one step in place, as torch's own does, in operations that autograd records."""
     lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
     assert param.grad is not None
     if param.is_complex():
@@ -61,13 +61,13 @@ def _step(param: Tensor, state: dict[str, Tensor], group: dict[str, Any], eps_ro
     param.copy_(shrunk - lr * average / ((square + eps_root).sqrt() + group["eps"]))
 
 
-def warn_of_zeros(
+def warn_zero_gradients(
     cls: type[torch.optim.Optimizer],
     grads: Mapping[str, Tensor],
     state: Mapping[str, Mapping[str, Tensor]],
     masks: Mapping[str, Tensor],
 ) -> None:
-    """Warn, naming the unit, of elements whose gradients were all zero, where a derivative goes through the root of that."""
+    """Warn, naming the unit, about elements whose gradients were all zero and are differentiated through a root."""
     if cls not in ADAMS or torch.compiler.is_compiling():
         return
     for key, grad in grads.items():

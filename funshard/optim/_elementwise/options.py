@@ -1,4 +1,4 @@
-"""Which options hold where in a shard: options per parameter as stretches of long vectors, for `optim.from_torch`."""
+"""Options of single parameters, as ranges of the shards that they lie in."""
 
 from __future__ import annotations
 
@@ -13,45 +13,56 @@ from ..._spec.tree import Param
 from ..._spec.unit import Unit
 from ..._units.layout import param_views
 
-__all__ = ["Layout", "Options", "Run", "for_groups", "grouped", "join", "kept_ratio", "laid_out", "part", "pieces", "put"]
+__all__ = [
+    "OptionRanges",
+    "ParamOptions",
+    "expand_numbers",
+    "group_by_options",
+    "join_ranges",
+    "option_ranges",
+    "scale_lr",
+    "scatter_range",
+    "split_by_options",
+    "state_of_range",
+]
 
-Options = Callable[[str, Param], Mapping[str, Any]]
-"""``options(name, param)``: what a parameter has in the place of the defaults."""
+ParamOptions = Callable[[str, Param], Mapping[str, Any]]
+"""``options(name, param)``: the parameter's own options, which replace the defaults."""
 
 
-def kept_ratio(lr: float | Tensor, own: Any, default: Any, who: str = "") -> Any:
-    """A step's learning rate for a parameter whose own is not the default one. ValueError unless that is positive."""
+def scale_lr(lr: float | Tensor, own: Any, default: Any, who: str = "") -> Any:
+    """Return a step's lr for a parameter with its own lr, whose ratio to the default stays. ValueError unless that is > 0."""
     if not default:
         raise ValueError(f"{who}an lr among the options keeps its ratio to the default one: expected that positive")
     return lr * (own / default)
 
 
-class Run(NamedTuple):
-    """A stretch of a shard in which all parameters have the same options."""
+class OptionRange(NamedTuple):
+    """A range of a shard whose parameters have the same options."""
 
     begin: int
     end: int
     group: int
 
 
-class Layout(NamedTuple):
-    """How one shard is cut into runs; without runs it is not, whatever its shape."""
+class OptionRanges(NamedTuple):
+    """How options divide one shard. Without ranges it is one piece, of any shape."""
 
     numel: int | None = None
-    runs: tuple[Run, ...] = ()
+    ranges: tuple[OptionRange, ...] = ()
     groups: tuple[int, ...] = (0,)
-    """The groups of the unit's parameters, on every rank the same ones: each has a run, if an empty one."""
-    at_rest: Unit | None = None
-    """The unit, where its shard is bytes."""
+    """The groups of the unit's parameters, the same on every rank: each has a range, perhaps an empty one."""
+    frozen_unit: Unit | None = None
+    """The unit, if its shard is bytes of a codec."""
 
 
 Check = Callable[[str, Mapping[str, Any]], None]
 
 
-def grouped(
-    spec: PartitionSpec, options: Options | None, check: Check = lambda name, own: None
+def group_by_options(
+    spec: PartitionSpec, options: ParamOptions | None, check: Check = lambda name, own: None
 ) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
-    """``(the different options that there are, which of them each parameter has)``; ``check`` sees each of the first."""
+    """Return ``(the distinct options, which of them each parameter has)``; ``check`` sees each of the first."""
     groups: list[Mapping[str, Any]] = []
     group_of: dict[str, int] = {}
     for param in (param for unit in spec for param in unit.params):
@@ -63,104 +74,114 @@ def grouped(
     return groups, group_of
 
 
-def laid_out(
-    spec: PartitionSpec, options: Options | None, rank: int | None, check: Check
-) -> tuple[list[Mapping[str, Any]], dict[str, Layout]]:
-    """``(the different options that there are, the layout of this rank's shards)``; ``check`` as for `grouped`.
+def option_ranges(
+    spec: PartitionSpec, options: ParamOptions | None, rank: int | None, check: Check
+) -> tuple[list[Mapping[str, Any]], dict[str, OptionRanges]]:
+    """Return ``(the distinct options, the option ranges of this rank's shards)``; ``check`` as in `group_by_options`.
 
-    Of shards by unit key, and of what lies in them of single parameters (`param_views`) by parameter name.
+    Ranges of shards are under unit keys, ranges of single parameters' parts (`param_views`) under parameter names.
     """
     spec = bound(spec)
-    groups, group_of = grouped(spec, options, check)
-    unknown = rank is None and spec.bound_mesh.is_simulated
-    if unknown and len(groups) > 1:
+    groups, group_of = group_by_options(spec, options, check)
+    is_rank_unknown = rank is None and spec.bound_mesh.is_simulated
+    if is_rank_unknown and len(groups) > 1:
         raise ValueError(
             "options: where a parameter lies in a shard depends on the rank, and simulated ranks are all there at once: "
             "expected rank=, a mesh of processes, or the same options for all parameters"
         )
     numels = {unit.key: spec.shard_numel(unit) for unit in spec if not unit.at_rest}
-    frozen = {unit.key: Layout(at_rest=unit) for unit in spec if unit.at_rest}
-    if unknown:  # where a parameter's part is the whole slice
-        parts = {param.name: Layout(numels[unit.key]) for unit in spec if not unit.at_rest for param in unit.params}
-        return groups or [{}], {key: Layout(numel) for key, numel in numels.items()} | parts | frozen
+    frozen = {unit.key: OptionRanges(frozen_unit=unit) for unit in spec if unit.at_rest}
+    if is_rank_unknown:  # where a parameter's part is the whole slice
+        parts = {param.name: OptionRanges(numels[unit.key]) for unit in spec if not unit.at_rest for param in unit.params}
+        return groups or [{}], {key: OptionRanges(numel) for key, numel in numels.items()} | parts | frozen
     where = param_views({key: torch.empty(numel, device="meta") for key, numel in numels.items()}, spec, rank=rank)
-    layouts = {key: _layout(spec.by_key[key], numel, where, group_of) for key, numel in numels.items()}
-    parts = {name: Layout(len(x), (Run(0, len(x), group_of[name]),), (group_of[name],)) for name, x in where.items()}
-    return groups or [{}], layouts | parts | frozen
+    by_key = {key: _ranges_of_unit(spec.by_key[key], numel, where, group_of) for key, numel in numels.items()}
+    parts = {
+        name: OptionRanges(len(x), (OptionRange(0, len(x), group_of[name]),), (group_of[name],)) for name, x in where.items()
+    }
+    return groups or [{}], by_key | parts | frozen
 
 
-def _layout(unit: Unit, numel: int, where: Mapping[str, Tensor], group_of: Mapping[str, int]) -> Layout:
-    """Neighbours of one group are one run: few kernels."""
-    runs: list[Run] = []
+def _ranges_of_unit(unit: Unit, numel: int, where: Mapping[str, Tensor], group_of: Mapping[str, int]) -> OptionRanges:
+    """Return a unit's ranges. Neighbours with the same options are one range: fewer kernels."""
+    ranges: list[OptionRange] = []
     for param in unit.params:
         begin, group = int(where[param.name].storage_offset()), group_of[param.name]
         end = begin + len(where[param.name])
-        if runs and runs[-1].group == group and end > begin:
-            runs[-1] = runs[-1]._replace(end=end)
+        if ranges and ranges[-1].group == group and end > begin:
+            ranges[-1] = ranges[-1]._replace(end=end)
         elif end > begin:
-            runs.append(Run(begin, end, group))
+            ranges.append(OptionRange(begin, end, group))
     groups = tuple(dict.fromkeys(group_of[param.name] for param in unit.params))
-    absent = [Run(0, 0, group) for group in groups if group not in {run.group for run in runs}]
-    return Layout(numel, (*runs, *absent), groups)
+    absent = [OptionRange(0, 0, group) for group in groups if group not in {option_range.group for option_range in ranges}]
+    return OptionRanges(numel, (*ranges, *absent), groups)
 
 
-def pieces(tensor: Tensor, layout: Layout) -> Iterator[tuple[int, Tensor]]:
-    """``(group, view)`` of every run, in order, or of the whole tensor."""
-    if not layout.runs:
-        yield layout.groups[0], tensor.view_as(tensor)
-    for run in layout.runs:
-        yield run.group, tensor[run.begin : run.end]
+def split_by_options(tensor: Tensor, ranges: OptionRanges) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``(group, view)`` for every range, or for the whole tensor if it has none."""
+    if not ranges.ranges:
+        yield ranges.groups[0], tensor.view_as(tensor)
+    for option_range in ranges.ranges:
+        yield option_range.group, tensor[option_range.begin : option_range.end]
 
 
-def part(values: Mapping[str, Tensor], layout: Layout, at: int, scalars: Iterable[str]) -> dict[str, Tensor]:
-    """The state of the run number ``at``, as views: its stretch of the vectors, its group's element of the scalars.
+def state_of_range(values: Mapping[str, Tensor], ranges: OptionRanges, at: int, scalars: Iterable[str]) -> dict[str, Tensor]:
+    """Return the state of range number ``at``, as views: its part of each vector, and its group's number.
 
-    A further run of a group gets copies of the scalars, which each run counts up.
+    A further range of the same group gets copies of the numbers, because each range counts up its own.
     """
-    if not layout.runs:
+    if not ranges.ranges:
         return dict(values)
-    run = layout.runs[at]
+    option_range = ranges.ranges[at]
     out: dict[str, Tensor] = {}
     for name, tensor in values.items():
         if name not in scalars:
-            out[name] = tensor[run.begin : run.end]
+            out[name] = tensor[option_range.begin : option_range.end]
             continue
-        scalar = tensor if len(layout.groups) == 1 else tensor[layout.groups.index(run.group)]
-        again = run.group in {before.group for before in layout.runs[:at]}
-        out[name] = scalar.clone() if again else scalar
+        scalar = tensor if len(ranges.groups) == 1 else tensor[ranges.groups.index(option_range.group)]
+        is_repeated = option_range.group in {before.group for before in ranges.ranges[:at]}
+        out[name] = scalar.clone() if is_repeated else scalar
     return out
 
 
-def for_groups(tensor: Tensor, layout: Layout | None) -> Tensor:
-    """What a state has for a shard, with a number for each group where it is one for all, as checkpoints have it."""
-    one = tensor.dim() == 0 and layout is not None and layout.runs and len(layout.groups) > 1
-    return tensor.expand(len(layout.groups)).clone() if one and layout is not None else tensor
+def expand_numbers(tensor: Tensor, ranges: OptionRanges | None) -> Tensor:
+    """Return one number a group if the state has one for all groups, as checkpoints do."""
+    one = tensor.dim() == 0 and ranges is not None and ranges.ranges and len(ranges.groups) > 1
+    return tensor.expand(len(ranges.groups)).clone() if one and ranges is not None else tensor
 
 
-def put(whole: Tensor, new: Tensor, layout: Layout, at: int, *, scalar: bool = False) -> Tensor:
-    """A shard, or a scalar of its state, with what run number ``at`` became in its place: without writing, differentiable."""
-    if not layout.runs or (scalar and len(layout.groups) == 1):
+def scatter_range(whole: Tensor, new: Tensor, ranges: OptionRanges, at: int, *, scalar: bool = False) -> Tensor:
+    """Return a shard, or numbers, with the new value of range number ``at``. Differentiable: it writes nothing."""
+    if not ranges.ranges or (scalar and len(ranges.groups) == 1):
         return new
-    run = layout.runs[at]
+    option_range = ranges.ranges[at]
     if scalar:
-        return whole.select_scatter(new, 0, layout.groups.index(run.group))
-    return whole.slice_scatter(new, 0, run.begin, run.end)
+        return whole.select_scatter(new, 0, ranges.groups.index(option_range.group))
+    return whole.slice_scatter(new, 0, option_range.begin, option_range.end)
 
 
-def join(tensor: Tensor, layout: Layout, parts: list[dict[str, Tensor]], scalars: Iterable[str]) -> dict[str, Tensor]:
-    """The state of a shard from that of its runs. Inverse of `part`: zeros in the padding, scalars one for each group."""
-    if not layout.runs:
+def join_ranges(
+    tensor: Tensor, ranges: OptionRanges, parts: list[dict[str, Tensor]], scalars: Iterable[str]
+) -> dict[str, Tensor]:
+    """Return the state of a shard from the states of its ranges. Inverse of `state_of_range`.
+
+    Padding becomes zeros, and numbers are stacked, one a group.
+    """
+    if not ranges.ranges:
         return parts[0]
     out: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for values in parts for name in values):
         found = next(values[name] for values in parts if name in values)
         if name in scalars:
-            of_group = {run.group: values.get(name) for run, values in reversed([*zip(layout.runs, parts, strict=True)])}
-            each = [torch.zeros_like(found) if (t := of_group[group]) is None else t for group in layout.groups]
+            of_group = {
+                option_range.group: values.get(name)
+                for option_range, values in reversed([*zip(ranges.ranges, parts, strict=True)])
+            }
+            each = [torch.zeros_like(found) if (t := of_group[group]) is None else t for group in ranges.groups]
             out[name] = each[0] if len(each) == 1 else torch.stack(each)
             continue
         out[name] = found.new_zeros(tensor.shape)
-        for run, values in zip(layout.runs, parts, strict=True):
+        for option_range, values in zip(ranges.ranges, parts, strict=True):
             if name in values:
-                out[name][run.begin : run.end] = values[name]
+                out[name][option_range.begin : option_range.end] = values[name]
     return out

@@ -1,4 +1,4 @@
-"""Some matrices that are sent together: to their owners and back, at once or while something else is computed."""
+"""A batch of matrices that are sent together, at once or while something else is computed."""
 
 from __future__ import annotations
 
@@ -15,122 +15,128 @@ from ..._units.flow import reduce_along
 from ..._units.layout import Params, from_memory_order, rank_coords, to_memory_order
 from ...collectives._functions import gather_slices, vary
 from ...collectives._mesh import Simulated
-from .exchange import Way, back, started, there, travelled
-from .flat import Share, parts_of
-from .owners import Matrix, shares
+from .exchange import ExchangePlan, exchange_matrices, plan_from_owners, plan_to_owners, start_plan
+from .flat import Chunk, chunk_pieces
+from .owners import Matrix, count_chunks
 
-__all__ = ["Group"]
+__all__ = ["MatrixBatch"]
 
 
-class Group(NamedTuple):
-    """Matrices of one dtype whose units are split alike, on a mesh."""
+class MatrixBatch(NamedTuple):
+    """Matrices of one dtype whose units are split alike on the mesh."""
 
-    chosen: tuple[Matrix, ...]
+    matrices: tuple[Matrix, ...]
     spec: PartitionSpec
-    there: Way | None
-    """To the owners; None for simulated ranks."""
-    back: Way | None
-    returns: tuple[Way, ...] = ()
-    """The same in shares of every matrix, one after the other, where it is too much at once."""
+    to_owners: ExchangePlan | None
+    """None for simulated ranks."""
+    from_owners: ExchangePlan | None
+    """None for simulated ranks."""
+    from_owners_in_chunks: tuple[ExchangePlan, ...] = ()
+    """``from_owners`` chunk by chunk, where all of it is too much at once."""
 
     @staticmethod
-    def of(some: Sequence[Matrix], spec: PartitionSpec, most: int) -> Group:
-        """What this rank has to do for them, with at most so many elements on their way back to it at once."""
+    def plan(some: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -> MatrixBatch:
+        """Plan this rank's exchange, with at most ``max_numel`` elements on their way back at once."""
         if spec.bound_mesh.is_simulated:
-            return Group(tuple(some), spec, None, None)
-        at, number = rank_coords(spec.bound_mesh, None), shares(some, spec, most)
-        returns = tuple(back(some, spec, at, (share, number)) for share in range(number)) if number > 1 else ()
-        return Group(tuple(some), spec, there(some, spec, at), back(some, spec, at), returns)
+            return MatrixBatch(tuple(some), spec, None, None)
+        at, count = rank_coords(spec.bound_mesh, None), count_chunks(some, spec, max_numel)
+        from_owners_in_chunks = (
+            tuple(plan_from_owners(some, spec, at, (chunk, count)) for chunk in range(count)) if count > 1 else ()
+        )
+        return MatrixBatch(
+            tuple(some), spec, plan_to_owners(some, spec, at), plan_from_owners(some, spec, at), from_owners_in_chunks
+        )
 
     @property
-    def wanted(self) -> set[str]:
-        """The names of those of which this rank's part is sent to the owner, or is the owner's; on other replicas it is not."""
-        if self.there is None:
-            return {matrix.name for matrix in self.chosen}
-        return {self.chosen[i].name for i in self.there.hops[0].order}
+    def sent_names(self) -> set[str]:
+        """Names of the matrices whose part on this rank reaches the owner. Other replicas send none."""
+        if self.to_owners is None:
+            return {matrix.name for matrix in self.matrices}
+        return {self.matrices[i].name for i in self.to_owners.steps[0].order}
 
     @property
-    def owned(self) -> list[Matrix]:
-        """Those that are whole on this rank; all of them on simulated ones."""
-        return [m for m, n in zip(self.chosen, self.there.end, strict=True) if n] if self.there else [*self.chosen]
+    def owned_matrices(self) -> list[Matrix]:
+        """The matrices that this rank owns; all of them on simulated ranks."""
+        return [m for m, n in zip(self.matrices, self.to_owners.end, strict=True) if n] if self.to_owners else [*self.matrices]
 
     def collect(self, parts: Mapping[str, Tensor]) -> Params:
-        """From what this rank's slices have of them (`Cut.part`) to whole ones, empty where it is not the owner."""
-        if self.there is None or self.back is None:
-            return {matrix.name: self._gathered(parts[matrix.name], matrix) for matrix in self.chosen}
-        return self._whole(travelled(self._to_use(parts), self.there, self.back))
+        """Return whole matrices from this rank's parts (`SliceLayout.select`), empty if another rank is the owner."""
+        if self.to_owners is None or self.from_owners is None:
+            return {matrix.name: self._gather_simulated(parts[matrix.name], matrix) for matrix in self.matrices}
+        return self._as_matrices(exchange_matrices(self._on_device(parts), self.to_owners, self.from_owners))
 
     def spread(self, whole: Mapping[str, Tensor]) -> Params:
-        """The inverse, on all replicas."""
-        if self.there is None or self.back is None:
-            return {matrix.name: self._scattered(whole[matrix.name], matrix) for matrix in self.chosen}
-        return self._parts(travelled(self._flat(whole), self.back, self.there))
+        """Return the parts of whole matrices on all replicas. Inverse of `collect`."""
+        if self.to_owners is None or self.from_owners is None:
+            return {matrix.name: self._scatter_simulated(whole[matrix.name], matrix) for matrix in self.matrices}
+        return self._name_parts(exchange_matrices(self._flatten(whole), self.from_owners, self.to_owners))
 
-    def collecting(self, parts: Mapping[str, Tensor]) -> Callable[[], Params]:
-        """`collect`, begun where nothing follows it (`_torch.is_eager`), to be called for its result."""
-        if self.there is None or not _runs_ahead(parts):
+    def start_collect(self, parts: Mapping[str, Tensor]) -> Callable[[], Params]:
+        """Start `collect`, asynchronously if nothing tracks the tensors; call the result to wait."""
+        if self.to_owners is None or not _can_overlap(parts):
             whole = self.collect(parts)
             return lambda: whole
-        under_way = started(self._to_use(parts), self.there)
-        return lambda: self._whole(under_way())
+        pending = start_plan(self._on_device(parts), self.to_owners)
+        return lambda: self._as_matrices(pending())
 
-    def shares(self, whole: Sequence[Mapping[str, Tensor]]) -> int:
-        """In how many goes `spreading` brings them back."""
-        return len(self.returns) if self.returns and all(map(_runs_ahead, whole)) else 1
+    def chunk_count(self, whole: Sequence[Mapping[str, Tensor]]) -> int:
+        """Return in how many chunks `start_spread` returns the matrices."""
+        return len(self.from_owners_in_chunks) if self.from_owners_in_chunks and all(map(_can_overlap, whole)) else 1
 
-    def spreading(self, whole: Mapping[str, Tensor], share: Share) -> Callable[[], Params]:
-        """`spread` of a share of every part, begun likewise, to be called for its result."""
-        if self.back is None or not _runs_ahead(whole):
+    def start_spread(self, whole: Mapping[str, Tensor], chunk: Chunk) -> Callable[[], Params]:
+        """Start `spread` for one chunk of every part; call the result to wait."""
+        if self.from_owners is None or not _can_overlap(whole):
             parts = self.spread(whole)
             return lambda: parts
-        way, flat = self.back, self._flat(whole)
-        if share != (0, 1):
-            way, flat = self.returns[share[0]], parts_of(flat, way.hops[0].sizes, share)
-        under_way = started(flat, way)
-        return lambda: self._parts(under_way())
+        way, flat = self.from_owners, self._flatten(whole)
+        if chunk != (0, 1):
+            way, flat = self.from_owners_in_chunks[chunk[0]], chunk_pieces(flat, way.steps[0].sizes, chunk)
+        pending = start_plan(flat, way)
+        return lambda: self._name_parts(pending())
 
-    def of_owner(self, matrix: Matrix, new: Tensor, old: Tensor) -> Tensor:
-        """What the owner of a matrix has made anew; the old where a simulated rank is not the owner."""
-        return new if self.there else torch.where(self._is_owner(matrix, new.device), new, old)
+    def select_owner_result(self, matrix: Matrix, new: Tensor, old: Tensor) -> Tensor:
+        """Return ``new`` on the owner. A simulated rank that is not the owner keeps ``old``."""
+        return new if self.to_owners else torch.where(self._is_owner(matrix, new.device), new, old)
 
-    def alike(self, given: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-        """What makes a result of an owner, and what stands for it elsewhere, tracked and batched if any of the ``given`` is.
+    def tie_to_inputs(self, given: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return a function that makes a result depend on the ``given`` tensors if any of these is tracked or batched.
 
-        Ranks would otherwise send other sizes under vmap, or some of them nothing in backward. It adds a sum of no elements.
+        It adds the sum of no elements. Without it, ranks that are not the owner would send other sizes under vmap, or nothing
+        in backward.
         """
-        if self.there is None or not given or (_torch.is_eager() and not _torch.any_tracked(given)):
+        if self.to_owners is None or not given or (_torch.is_eager() and not _torch.any_tracked(given)):
             return lambda x: x
         zeros = [x.reshape(-1)[:0].sum().abs().float().to(given[0].device) for x in given]
         return lambda x: x + torch.stack(zeros).sum().to(x.dtype)
 
-    def _to_use(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
-        device = used_on(self.chosen[0].unit, self.spec.bound_mesh)
-        tensors = [parts[matrix.name] for matrix in self.chosen]
+    def _on_device(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
+        device = used_on(self.matrices[0].unit, self.spec.bound_mesh)
+        tensors = [parts[matrix.name] for matrix in self.matrices]
         return tensors if device is None else [x.to(device, non_blocking=True) for x in tensors]
 
-    def _whole(self, flat: Sequence[Tensor]) -> Params:
-        return {m.name: _seen(x, m) if len(x) else x for m, x in zip(self.chosen, flat, strict=True)}
+    def _as_matrices(self, flat: Sequence[Tensor]) -> Params:
+        return {m.name: _view_matrix(x, m) if len(x) else x for m, x in zip(self.matrices, flat, strict=True)}
 
-    def _flat(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
-        tensors = ((whole[matrix.name], matrix) for matrix in self.chosen)
-        return [_laid(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
+    def _flatten(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
+        tensors = ((whole[matrix.name], matrix) for matrix in self.matrices)
+        return [_flatten_matrix(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
 
-    def _parts(self, flat: Sequence[Tensor]) -> Params:
-        return {matrix.name: x for matrix, x in zip(self.chosen, flat, strict=True)}
+    def _name_parts(self, flat: Sequence[Tensor]) -> Params:
+        return {matrix.name: x for matrix, x in zip(self.matrices, flat, strict=True)}
 
-    def _gathered(self, piece: Tensor, matrix: Matrix) -> Tensor:
+    def _gather_simulated(self, piece: Tensor, matrix: Matrix) -> Tensor:
         mesh, axes = self.spec.bound_mesh, matrix.unit.p.axes
         for name in mesh.names:
             if name not in axes:
                 piece = vary(piece, mesh[name], reduce="sum")
         for name in reversed(axes):
             piece = gather_slices(piece, mesh[name], reduce="sum")
-        whole = _seen(piece[matrix.begin : matrix.begin + matrix.param.numel], matrix)
+        whole = _view_matrix(piece[matrix.begin : matrix.begin + matrix.param.numel], matrix)
         return torch.where(self._is_owner(matrix, piece.device), whole, 0)
 
-    def _scattered(self, whole: Tensor, matrix: Matrix) -> Tensor:
+    def _scatter_simulated(self, whole: Tensor, matrix: Matrix) -> Tensor:
         mesh, axes = self.spec.bound_mesh, matrix.unit.p.axes
-        flat = _laid(torch.where(self._is_owner(matrix, whole.device), whole, 0), matrix)
+        flat = _flatten_matrix(torch.where(self._is_owner(matrix, whole.device), whole, 0), matrix)
         rest = self.spec.padded_numel(matrix.unit) - matrix.begin - len(flat)
         buffer = torch.cat([flat.new_zeros(matrix.begin), flat, flat.new_zeros(rest)])
         split, others = [mesh[name] for name in axes], [mesh[name] for name in mesh.names if name not in axes]
@@ -143,16 +149,16 @@ class Group(NamedTuple):
         return here
 
 
-def _runs_ahead(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether nobody differentiates, batches or records what is sent, so that it can be under way."""
+def _can_overlap(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether nothing differentiates, batches or records the tensors, so that they can be sent asynchronously."""
     return _torch.is_eager() and not _torch.any_tracked(tensors.values())
 
 
-def _seen(flat: Tensor, matrix: Matrix) -> Tensor:
-    """A matrix from its elements in memory order."""
+def _view_matrix(flat: Tensor, matrix: Matrix) -> Tensor:
+    """View flat elements in memory order as a matrix."""
     return from_memory_order(flat, matrix.param) if matrix.param.permuted else flat.view(matrix.shape)
 
 
-def _laid(whole: Tensor, matrix: Matrix) -> Tensor:
-    """The inverse."""
+def _flatten_matrix(whole: Tensor, matrix: Matrix) -> Tensor:
+    """Return a matrix's elements in memory order. Inverse of `_view_matrix`."""
     return to_memory_order(whole, matrix.param).reshape(-1)

@@ -1,8 +1,8 @@
-"""The way of whole matrices to their owners, and back to slices: which pieces a rank sends to which, hop by hop.
+"""The exchange of whole matrices between slices and owners: which pieces each rank sends to which rank, axis by axis.
 
-A piece is what of a matrix lies in one slice of its unit. To its owner it goes over one axis of the slices after the other,
-on the replica of the mesh that the owner is in; back over the same axes, and then from that replica to the others. All of it
-follows from the spec and the owners, so that every rank knows what comes from where, and nothing is sent but elements.
+A piece is the part of a matrix that lies in one slice of its unit. On the way to its owner it crosses one axis of the slices
+after the other, within the owner's replica of the mesh; on the way back it crosses the same axes, and then goes to the other
+replicas. Every rank computes all of this from the spec and the owners, so that only elements are sent.
 """
 
 from __future__ import annotations
@@ -20,188 +20,201 @@ from ..._spec.spec import PartitionSpec
 from ..._units.layout import slice_index
 from ...collectives._mesh import ProcessAxis
 from ...collectives._ops import OpContext, PendingResult, missing_group_error, start_exchange
-from .flat import Share, apart, joined, part_of
-from .owners import Matrix, every_rank
+from .flat import Chunk, chunk_slice, concat_flat, split_flat
+from .owners import Matrix, all_coords
 
-__all__ = ["There", "Way", "back", "started", "there", "travelled"]
+__all__ = ["ExchangePlan", "Piece", "exchange_matrices", "plan_from_owners", "plan_to_owners", "start_plan"]
 
 Piece = tuple[int, int]
-"""Which matrix, and in which slice."""
-At = tuple[int, ...]
+"""``(number of the matrix, number of the slice)``."""
+Coords = tuple[int, ...]
 """A rank's coordinates on the mesh."""
 
 
-class Hop(NamedTuple):
-    """Pieces put in order, and exchanged over one axis."""
+class AllToAll(NamedTuple):
+    """Reorder pieces, then exchange them over one axis."""
 
     sizes: tuple[int, ...]
-    """Of the pieces that are there before."""
+    """Elements of each piece that the rank holds before it."""
     order: tuple[int, ...]
-    """Which of them are taken, one after the other."""
+    """Which of these pieces it takes, in sending order."""
     group: str = ""
-    """The process group's name; "" where nothing is sent."""
+    """The process group's name; "" if nothing is sent."""
     send: tuple[int, ...] = ()
-    """How many elements to each of its ranks."""
+    """Elements to send to each rank of the group."""
     receive: tuple[int, ...] = ()
+    """Elements to receive from each rank of the group."""
 
 
-class Way(NamedTuple):
-    """From what a rank has of some matrices to what it is to have of them: one flat tensor for each, maybe an empty one."""
+class ExchangePlan(NamedTuple):
+    """What one rank does to turn its tensors of some matrices into others: one flat tensor a matrix, perhaps empty."""
 
     begin: tuple[int, ...]
     """Elements of each matrix before."""
-    hops: tuple[Hop, ...]
+    steps: tuple[AllToAll, ...]
     end: tuple[int, ...]
     """Elements of each matrix after."""
 
     @staticmethod
-    def of(plain: Any) -> Way:
-        """Of tuples that have lost their names."""
-        begin, hops, end = plain
-        return Way(tuple(begin), tuple(Hop(*hop) for hop in hops), tuple(end))
+    def from_plain(plain: Any) -> ExchangePlan:
+        """Rebuild a plan from tuples that have lost their names."""
+        begin, steps, end = plain
+        return ExchangePlan(tuple(begin), tuple(AllToAll(*step) for step in steps), tuple(end))
 
 
-class There(NamedTuple):
-    """Elements of a way that are under way; to be called for those of each matrix."""
+class PendingExchange(NamedTuple):
+    """An exchange under way. Calling it waits and returns the tensor of each matrix."""
 
-    way: Way
+    plan: ExchangePlan
     finish: PendingResult
-    """Of its first hop."""
+    """Waits for the first all-to-all."""
 
     def __call__(self) -> list[Tensor]:
-        """What has arrived, when it has."""
+        """Wait, run the remaining steps, and return the tensor of each matrix."""
         flat = self.finish()
-        for hop in self.way.hops[1:]:
-            flat = _sent(_picked([flat], hop), hop)()
-        return apart(flat, self.way.end)
+        for step in self.plan.steps[1:]:
+            flat = _send(_select_pieces([flat], step), step)()
+        return split_flat(flat, self.plan.end)
 
 
-def started(tensors: Sequence[Tensor], way: Way) -> There:
-    """The first hop of a way, begun; ``tensors`` have the elements of each matrix, with whatever dimensions after the first."""
-    first = way.hops[0]
-    return There(way, _sent(_picked(tensors, first), first))
+def start_plan(tensors: Sequence[Tensor], plan: ExchangePlan) -> PendingExchange:
+    """Start the first all-to-all of a plan; ``tensors`` hold the elements of each matrix in their first dimension."""
+    first = plan.steps[0]
+    return PendingExchange(plan, _send(_select_pieces(tensors, first), first))
 
 
-def _picked(tensors: Sequence[Tensor], hop: Hop) -> Tensor:
-    """The pieces that a hop takes of those before it, which lie in these tensors one after the other.
+def _select_pieces(tensors: Sequence[Tensor], step: AllToAll) -> Tensor:
+    """Concatenate the pieces that a step takes; all held pieces lie end to end in these tensors.
 
-    Those that it does not take may be empty, if each is a tensor of its own.
+    If each tensor is one piece, pieces that the step does not take may be empty.
     """
-    all_of_them = hop.order == tuple(range(len(hop.sizes)))
-    each = len(tensors) == len(hop.sizes) and all(len(tensors[i]) == hop.sizes[i] for i in hop.order)
+    all_of_them = step.order == tuple(range(len(step.sizes)))
+    each = len(tensors) == len(step.sizes) and all(len(tensors[i]) == step.sizes[i] for i in step.order)
     if all_of_them or not each:
         flat = tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
         if all_of_them:
             return flat
-        tensors = flat.split_with_sizes([*hop.sizes])
-    return torch.cat([tensors[i] for i in hop.order]) if hop.order else tensors[0][:0]
+        tensors = flat.split_with_sizes([*step.sizes])
+    return torch.cat([tensors[i] for i in step.order]) if step.order else tensors[0][:0]
 
 
-def _sent(flat: Tensor, hop: Hop) -> PendingResult:
-    if not hop.group:
+def _send(flat: Tensor, step: AllToAll) -> PendingResult:
+    """Start the all-to-all of a step, if it sends anything."""
+    if not step.group:
         return PendingResult((), lambda: flat)
-    return start_exchange(flat, OpContext(len(hop.send), hop.group), hop.send, hop.receive)
+    return start_exchange(flat, OpContext(len(step.send), step.group), step.send, step.receive)
 
 
-def there(matrices: Sequence[Matrix], spec: PartitionSpec, at: At) -> Way:
-    """From slices to owners: what this rank has of each matrix, to the whole ones of those that it owns."""
-    plan = _Plan(matrices, spec)
-    mine = plan.slice_of(at)
-    before = [(i, mine) for i in range(len(matrices))]
+def plan_to_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coords) -> ExchangePlan:
+    """Return the plan from slices to owners for the rank at ``coords``."""
+    planner = _ExchangePlanner(matrices, spec)
+    own_slice = planner.slice_of(coords)
+    held = [(i, own_slice) for i in range(len(matrices))]
 
-    def begin(at: At) -> list[Piece]:
-        own = plan.slice_of(at)
-        return [(i, own) for i, m in enumerate(matrices) if plan.sizes[i][own] and plan.same_replica(m.owner, at)]
+    def begin(coords: Coords) -> list[Piece]:
+        own = planner.slice_of(coords)
+        return [(i, own) for i, m in enumerate(matrices) if planner.sizes[i][own] and planner.same_replica(m.owner, coords)]
 
-    hops = plan.hops(begin, [(axis, functools.partial(_owner, matrices, axis)) for axis in reversed(plan.split)], at, before)
-    last = [(i, s) for i, m in enumerate(matrices) if m.owner == at for s in range(plan.slices) if plan.sizes[i][s]]
-    return plan.way([plan.sizes[i][mine] for i, _ in before], hops, last, [m.param.numel * (m.owner == at) for m in matrices])
+    steps = planner.plan_steps(
+        begin, [(axis, functools.partial(_owner, matrices, axis)) for axis in reversed(planner.split_axes)], coords, held
+    )
+    last = [(i, s) for i, m in enumerate(matrices) if m.owner == coords for s in range(planner.slices) if planner.sizes[i][s]]
+    return planner.finish_plan(
+        [planner.sizes[i][own_slice] for i, _ in held], steps, last, [m.param.numel * (m.owner == coords) for m in matrices]
+    )
 
 
-def back(matrices: Sequence[Matrix], spec: PartitionSpec, at: At, share: Share = (0, 1)) -> Way:
-    """From owners to slices, on all replicas. Inverse of `there`, or of that share of each piece."""
-    plan = _Plan(matrices, spec, share)
-    mine = plan.slice_of(at)
+def plan_from_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coords, chunk: Chunk = (0, 1)) -> ExchangePlan:
+    """Return the plan from owners to the slices of all replicas. Inverse of `plan_to_owners`, or of one chunk of it."""
+    planner = _ExchangePlanner(matrices, spec, chunk)
+    own_slice = planner.slice_of(coords)
 
-    def begin(at: At) -> list[Piece]:
-        return [(i, s) for i, m in enumerate(matrices) if m.owner == at for s in range(plan.slices) if plan.sizes[i][s]]
+    def begin(coords: Coords) -> list[Piece]:
+        return [
+            (i, s) for i, m in enumerate(matrices) if m.owner == coords for s in range(planner.slices) if planner.sizes[i][s]
+        ]
 
-    to_slices = [(axis, functools.partial(plan.coordinate, axis)) for axis in plan.split]
-    hops = plan.hops(begin, [*to_slices, *((axis, None) for axis in plan.rest)], at, begin(at))
-    last = [(i, mine) for i in range(len(matrices)) if plan.sizes[i][mine]]
-    sizes = [sum(plan.sizes[i]) * (m.owner == at) for i, m in enumerate(matrices)]
-    return plan.way(sizes, hops, last, [plan.sizes[i][mine] for i in range(len(matrices))])
+    to_slices = [(axis, functools.partial(planner.coordinate, axis)) for axis in planner.split_axes]
+    steps = planner.plan_steps(begin, [*to_slices, *((axis, None) for axis in planner.replica_axes)], coords, begin(coords))
+    last = [(i, own_slice) for i in range(len(matrices)) if planner.sizes[i][own_slice]]
+    sizes = [sum(planner.sizes[i]) * (m.owner == coords) for i, m in enumerate(matrices)]
+    return planner.finish_plan(sizes, steps, last, [planner.sizes[i][own_slice] for i in range(len(matrices))])
 
 
 def _owner(matrices: Sequence[Matrix], axis: int, piece: Piece) -> int:
+    """Return the owner's coordinate on an axis for a piece."""
     return matrices[piece[0]].owner[axis]
 
 
-Over = tuple[int, Callable[[Piece], int] | None]
-"""An axis, and to which of its ranks a piece goes; None for all of them."""
+AxisRoute = tuple[int, Callable[[Piece], int] | None]
+"""An axis, and a function from a piece to its rank on that axis; None sends it to all ranks."""
 
 
-class _Plan:
-    """Where the pieces of some matrices, of units that are split alike, are."""
+class _ExchangePlanner:
+    """Follows the pieces of matrices whose units are split alike."""
 
-    def __init__(self, matrices: Sequence[Matrix], spec: PartitionSpec, share: Share = (0, 1)) -> None:
+    def __init__(self, matrices: Sequence[Matrix], spec: PartitionSpec, chunk: Chunk = (0, 1)) -> None:
         self.mesh, self._unit = spec.bound_mesh, matrices[0].unit
         names = self.mesh.names
-        talking = [i for i, (_, axis) in enumerate(self.mesh.axes) if axis.size > 1]
-        self.split = [i for name in self._unit.p.axes if (i := names.index(name)) in talking]
-        self.rest = [i for i in talking if names[i] not in self._unit.p.axes]
+        nontrivial = [i for i, (_, axis) in enumerate(self.mesh.axes) if axis.size > 1]
+        self.split_axes = [i for name in self._unit.p.axes if (i := names.index(name)) in nontrivial]
+        self.replica_axes = [i for i in nontrivial if names[i] not in self._unit.p.axes]
         self.slices = spec.size(self._unit)
-        numels = [[_overlap(m, s, spec.shard_numel(m.unit)) for s in range(self.slices)] for m in matrices]
-        self.sizes = [[len(range(numel)[part_of(numel, *share)]) for numel in own] for own in numels]
-        self._of_slice = {self.slice_of(at): at for at in every_rank(spec)}
+        numels = [[_count_overlap(m, s, spec.shard_numel(m.unit)) for s in range(self.slices)] for m in matrices]
+        self.sizes = [[len(range(numel)[chunk_slice(numel, *chunk)]) for numel in own] for own in numels]
+        self._of_slice = {self.slice_of(coords): coords for coords in all_coords(spec)}
 
-    def slice_of(self, at: At) -> int:
-        """Which slice a rank has."""
-        return slice_index(self._unit, self.mesh, at)
+    def slice_of(self, coords: Coords) -> int:
+        """Return the number of the slice that a rank has."""
+        return slice_index(self._unit, self.mesh, coords)
 
     def coordinate(self, axis: int, piece: Piece) -> int:
-        """Where on the axis the ranks are whose slice a piece is of."""
+        """Return the coordinate, on an axis, of the ranks with the piece's slice."""
         return self._of_slice[piece[1]][axis]
 
-    def same_replica(self, owner: At, at: At) -> bool:
-        """Whether two ranks have the same coordinates on the axes that the unit is replicated over."""
-        return all(owner[i] == at[i] for i in self.rest)
+    def same_replica(self, owner: Coords, coords: Coords) -> bool:
+        """Return whether two ranks agree on the axes that the unit is replicated over."""
+        return all(owner[i] == coords[i] for i in self.replica_axes)
 
-    def hops(
-        self, begin: Callable[[At], list[Piece]], over: Sequence[Over], at: At, before: list[Piece]
-    ) -> tuple[list[Hop], list[Piece]]:
-        """``(the hops, the pieces that are there after them)``, for a rank that has these ``before``."""
+    def plan_steps(
+        self, begin: Callable[[Coords], list[Piece]], routes: Sequence[AxisRoute], coords: Coords, held: list[Piece]
+    ) -> tuple[list[AllToAll], list[Piece]]:
+        """Return ``(steps, pieces held after them)`` for the rank at ``coords``, which begins with the pieces ``held``."""
 
         @functools.cache
-        def held(at: At, number: int) -> list[Piece]:
+        def held_after(coords: Coords, number: int) -> list[Piece]:
             if not number:
-                return begin(at)
-            axis, to = over[number - 1]
-            lists = (held((*at[:axis], j, *at[axis + 1 :]), number - 1) for j in range(self.mesh.axes[axis][1].size))
-            return [piece for pieces in lists for piece in pieces if to is None or to(piece) == at[axis]]
+                return begin(coords)
+            axis, to = routes[number - 1]
+            lists = (
+                held_after((*coords[:axis], j, *coords[axis + 1 :]), number - 1) for j in range(self.mesh.axes[axis][1].size)
+            )
+            return [piece for pieces in lists for piece in pieces if to is None or to(piece) == coords[axis]]
 
-        out: list[Hop] = []
-        for number, (axis, to) in enumerate(over):
+        out: list[AllToAll] = []
+        for number, (axis, to) in enumerate(routes):
             group = self.mesh.axes[axis][1]
             assert isinstance(group, ProcessAxis)
             if not group.name:
                 raise missing_group_error(group.size)
-            own = held(at, number)
+            own = held_after(coords, number)
             sends = [[p for p in own if to is None or to(p) == j] for j in range(group.size)]
-            others = (held((*at[:axis], j, *at[axis + 1 :]), number) for j in range(group.size))
-            receives = [[p for p in pieces if to is None or to(p) == at[axis]] for pieces in others]
-            where = {piece: i for i, piece in enumerate(before)}
+            others = (held_after((*coords[:axis], j, *coords[axis + 1 :]), number) for j in range(group.size))
+            receives = [[p for p in pieces if to is None or to(p) == coords[axis]] for pieces in others]
+            where = {piece: i for i, piece in enumerate(held)}
             order = tuple(where[p] for pieces in sends for p in pieces)
             counts = (tuple(self._numel(pieces) for pieces in lists) for lists in (sends, receives))
-            out.append(Hop(self._sizes(before), order, group.name, *counts))
-            before = [p for pieces in receives for p in pieces]
-        return out, before
+            out.append(AllToAll(self._sizes(held), order, group.name, *counts))
+            held = [p for pieces in receives for p in pieces]
+        return out, held
 
-    def way(self, begin: Sequence[int], hops: tuple[list[Hop], list[Piece]], last: Sequence[Piece], end: Sequence[int]) -> Way:
-        """The whole way: at its end the pieces are put in this order."""
-        over, before = hops
-        where = {piece: i for i, piece in enumerate(before)}
-        return Way(tuple(begin), (*over, Hop(self._sizes(before), tuple(where[p] for p in last))), tuple(end))
+    def finish_plan(
+        self, begin: Sequence[int], steps: tuple[list[AllToAll], list[Piece]], last: Sequence[Piece], end: Sequence[int]
+    ) -> ExchangePlan:
+        """Return the plan of these steps, with a last one that puts the pieces in the order ``last``."""
+        routes, held = steps
+        where = {piece: i for i, piece in enumerate(held)}
+        return ExchangePlan(tuple(begin), (*routes, AllToAll(self._sizes(held), tuple(where[p] for p in last))), tuple(end))
 
     def _sizes(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
         return tuple(self.sizes[i][s] for i, s in pieces) or (0,)
@@ -210,42 +223,42 @@ class _Plan:
         return sum(self.sizes[i][s] for i, s in pieces)
 
 
-def _overlap(matrix: Matrix, number: int, length: int) -> int:
-    """Elements of a matrix in a slice of its unit."""
+def _count_overlap(matrix: Matrix, number: int, length: int) -> int:
+    """Return how many of a matrix's elements lie in one slice of its unit."""
     low, high = number * length, (number + 1) * length
     return max(0, min(matrix.begin + matrix.param.numel, high) - max(matrix.begin, low))
 
 
-class _Trip(_torch.Function):
-    """A way, and its inverse, which is its transpose: what all replicas have alike counts once."""
+class Exchange(_torch.Function):
+    """The linear function of a plan. Its transpose is the inverse plan: values that all replicas have alike count once."""
 
     @staticmethod
-    def forward(flat: Tensor, way: Way, inverse: Way) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return torch.cat(started([flat], way)())
+    def forward(flat: Tensor, plan: ExchangePlan, inverse: ExchangePlan) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return torch.cat(start_plan([flat], plan)())
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.ways = inputs[1:]  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.plans = inputs[1:]  # pyright: ignore[reportAttributeAccessIssue]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        way, inverse = ctx.ways
-        return _Trip.apply(grad, inverse, way), None, None
+        plan, inverse = ctx.plans
+        return Exchange.apply(grad, inverse, plan), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Trip.apply(_torch.materialize_zeros(tangent), *ctx.ways)
+        return Exchange.apply(_torch.materialize_zeros(tangent), *ctx.plans)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, flat: Tensor, *ways: Way) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Trip.apply(flat.movedim(in_dims[0], -1), *ways), flat.dim() - 1
+    def vmap(info: Any, in_dims: Any, flat: Tensor, *plans: ExchangePlan) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Exchange.apply(flat.movedim(in_dims[0], -1), *plans), flat.dim() - 1
 
 
 @_torch.allow_in_graph
-def _trip(flat: Tensor, way: Way, inverse: Way) -> Tensor:
-    return _Trip.apply(flat, Way.of(way), Way.of(inverse))  # Dynamo hands tuples on
+def _exchange(flat: Tensor, plan: ExchangePlan, inverse: ExchangePlan) -> Tensor:
+    return Exchange.apply(flat, ExchangePlan.from_plain(plan), ExchangePlan.from_plain(inverse))  # Dynamo hands tuples on
 
 
-def travelled(tensors: Sequence[Tensor], way: Way, inverse: Way) -> list[Tensor]:
-    """What a way makes of tensors, of one dimension each: linear, its transpose is the inverse."""
-    return apart(_trip(joined(tensors), way, inverse), way.end)
+def exchange_matrices(tensors: Sequence[Tensor], plan: ExchangePlan, inverse: ExchangePlan) -> list[Tensor]:
+    """Run a plan on 1-D tensors: linear, and its transpose is ``inverse``."""
+    return split_flat(_exchange(concat_flat(tensors), plan, inverse), plan.end)

@@ -1,4 +1,4 @@
-"""What lies in flat tensors one after the other: put together, taken apart, and taken in shares."""
+"""Concatenate flat tensors, split them, and take them in chunks."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Share", "apart", "joined", "part_of", "parts_of"]
+__all__ = ["Chunk", "chunk_pieces", "chunk_slice", "concat_flat", "split_flat"]
 
-Share = tuple[int, int]
-"""Of elements that come in as many goes which, and how many they are."""
-
-
-def part_of(numel: int, share: int, shares: int) -> slice:
-    """Of so many elements those of a share, one of as many."""
-    return slice(numel * share // shares, numel * (share + 1) // shares)
+Chunk = tuple[int, int]
+"""``(number, count)``: which of ``count`` chunks of some elements."""
 
 
-def parts_of(tensors: Sequence[Tensor], sizes: Sequence[int], share: Share) -> list[Tensor]:
-    """The share of each of the pieces of these sizes that lie in the tensors one after the other."""
+def chunk_slice(numel: int, chunk: int, chunks: int) -> slice:
+    """Return the range of one chunk among ``numel`` elements."""
+    return slice(numel * chunk // chunks, numel * (chunk + 1) // chunks)
+
+
+def chunk_pieces(tensors: Sequence[Tensor], sizes: Sequence[int], chunk: Chunk) -> list[Tensor]:
+    """Return one chunk of every piece; pieces of these sizes lie end to end in the tensors."""
     out: list[Tensor] = []
     left = iter(sizes)
     for tensor in tensors:
         end = 0
         while end < len(tensor):
             begin, end = end, end + next(left)
-            out.append(tensor[begin:end][part_of(end - begin, *share)])
+            out.append(tensor[begin:end][chunk_slice(end - begin, *chunk)])
     return [x for x in out if len(x)] or [tensors[0][:0]]
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dimension one after the other. Inverse of `apart`.
+def concat_flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate 1-D tensors. Inverse of `split_flat`.
 
-    By way of two: of those of one torch.cat leaves the empty ones out, and with them, under vmap, that they were batched. Some
-    ranks have no others, and are to send what the others do.
+    Go through 2-D: torch.cat drops empty 1-D tensors, and with them their vmap level. A rank that has only empty ones must
+    still send what the others send.
     """
     return torch.cat([x[:, None] for x in tensors])[:, 0]
 
 
-def apart(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """What lies in a flat tensor one after the other; derivatives go the way of `joined`."""
+def split_flat(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Split a flat tensor into pieces of these sizes. Through 2-D, so that derivatives go the way of `concat_flat`."""
     return [x[:, 0] for x in flat[:, None].split_with_sizes(list(sizes))]

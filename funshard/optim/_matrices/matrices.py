@@ -1,4 +1,4 @@
-"""matrices: whole matrices of what is sharded flat, each on one owner, and the way there and back."""
+"""matrices: whole matrices of flat slices, each on one owner."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch import Tensor
 
 from ..._spec.spec import PartitionSpec, bound
 from ..._units.layout import Params, rank_coords
-from .batch import Group
-from .owners import Cost, Matrix, Select, assigned, chosen, groups, largest, table
-from .slices import Cut
+from .batch import MatrixBatch
+from .owners import Cost, Matrix, Select, assign_owners, batch_matrices, format_table, largest_unit_numel, select_matrices
+from .slices import SliceLayout
 
 __all__ = ["Matrices", "matrices"]
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices of a spec's parameters and their owners, on a mesh. `matrices` makes it; it prints as a table."""
+    """The matrices of a spec's parameters and their owners on a mesh, as `matrices` returns them. Prints as a table."""
 
     spec: PartitionSpec
     """Bound to its mesh."""
     chosen: tuple[Matrix, ...]
     groups: tuple[tuple[str, ...], ...] = field(repr=False)
-    """Names of those that are sent together."""
+    """Names of the matrices that are sent together."""
     by_name: Mapping[str, Matrix] = field(init=False, compare=False, repr=False)
-    """The matrices by their parameters' names."""
+    """The matrices by parameter name."""
     _of_unit: Mapping[str, list[Matrix]] = field(init=False, compare=False, repr=False)
-    _cuts: dict[str, Cut] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _made: dict[tuple[str, ...], Group] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _layouts: dict[str, SliceLayout] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _batches: dict[tuple[str, ...], MatrixBatch] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         of_unit: dict[str, list[Matrix]] = {}
@@ -39,62 +39,78 @@ class Matrices:
         object.__setattr__(self, "_of_unit", of_unit)
 
     def __str__(self) -> str:
-        return table(self.chosen, self.spec)
+        return format_table(self.chosen, self.spec)
 
     def owner(self, name: str) -> tuple[int, ...]:
-        """The coordinates on the mesh of the rank that owns a matrix. KeyError for what is none."""
+        """Return the mesh coordinates of the rank that owns a matrix.
+
+        Args:
+            name: The parameter's name. KeyError if it is not a matrix.
+        """
         return self.by_name[name].owner
 
     def collect(self, tree: Mapping[str, Tensor]) -> Params:
-        """Each matrix of the units in ``tree`` whole on its owner, by parameter name. Inverse of `spread`.
+        """Return the matrices of the units in ``tree``, each whole on its owner. Inverse of `spread`.
 
-        ``tree`` has this rank's slices by unit key, of whatever dtype: parameters, gradients, momentum. The matrices have
-        their shapes ([n, m], or [batch, n, m]); where this rank is not the owner there is an empty tensor, on simulated ranks
-        zeros. One all-to-all for each group of neighbouring matrices and axis of their slices. What all replicas have
-        alike counts once: so it is linear, its transpose is `spread`, and it may be differentiated and vmapped.
+        One all-to-all for each batch of neighbouring matrices and axis of their slices. Values that all replicas have alike
+        count once. So it is linear with `spread` as its transpose, and it may be differentiated and vmapped.
 
-        Raises ValueError, naming it, for a unit whose slice is not of the spec, or of another dtype than what it is sent with.
+        Args:
+            tree: This rank's slices by unit key, of any dtype: parameters, gradients, momentum.
+
+        Returns:
+            By parameter name [n, m] or [batch, n, m] on the owner, an empty tensor elsewhere; on simulated ranks zeros.
+
+        Raises:
+            ValueError: A slice is not one of the spec's, or a unit's dtype differs from that of the units it is sent with.
         """
         parts = {name: part for key in tree for name, part in self._parts(tree, key).items()}
-        self.check_alike(parts)
+        self._check_sent_together(parts)
         out: Params = {}
-        for group in self.groups_of(tree):
+        for group in self._batches_of(tree):
             out |= group.collect(parts)
         return {matrix.name: out[matrix.name] for matrix in self.chosen if matrix.name in out}
 
     def spread(self, whole: Mapping[str, Tensor]) -> Params:
-        """The slices of matrices that are on their owners, by unit key, with zeros for what is none. Inverse of `collect`.
+        """Return the slices of whole matrices, on all replicas, with zeros for all other elements. Inverse of `collect`.
 
-        On all replicas. ``whole`` are those of all matrices of a unit, or none: what `collect` gives, or was made of it in
-        the same shapes. Its transpose is `collect`. Raises ValueError, naming it, for one that is missing, of another shape,
-        or of another dtype than what it is sent with.
+        Its transpose is `collect`.
+
+        Args:
+            whole: Every matrix of a unit, or none, in the shapes that `collect` returns.
+
+        Returns:
+            Slices by unit key.
+
+        Raises:
+            ValueError: A matrix is missing, has another shape, or another dtype than the matrices it is sent with.
         """
         keys = dict.fromkeys(self.by_name[name].unit.key for name in whole if name in self.by_name)
-        self._check(whole, keys)
-        self.check_alike(whole)
+        self._check_whole(whole, keys)
+        self._check_sent_together(whole)
         parts: Params = {}
-        for group in self.groups_of(keys):
+        for group in self._batches_of(keys):
             parts |= group.spread(whole)
         out: Params = {}
         for key in keys:
             unit = self.spec.by_key[key]
-            names = self.names(key)
+            names = self._names_in(key)
             zeros = parts[names[0]].new_zeros(self.spec.shard_numel(unit))
-            out[key] = self.cut(key).joined({name: parts[name] for name in names}, zeros)
+            out[key] = self._slice_layout(key).join({name: parts[name] for name in names}, zeros)
         return out
 
-    def names(self, key: str) -> tuple[str, ...]:
-        """Of the matrices of a unit."""
+    def _names_in(self, key: str) -> tuple[str, ...]:
+        """Return the names of a unit's matrices."""
         return tuple(matrix.name for matrix in self._of_unit.get(key, ()))
 
-    def cut(self, key: str) -> Cut:
-        """Where the parameters of a unit lie in this rank's slice."""
-        if key not in self._cuts:
-            self._cuts[key] = Cut.of(self.spec.by_key[key], self.spec)
-        return self._cuts[key]
+    def _slice_layout(self, key: str) -> SliceLayout:
+        """Return where a unit's parameters lie in this rank's slice."""
+        if key not in self._layouts:
+            self._layouts[key] = SliceLayout.of(self.spec.by_key[key], self.spec)
+        return self._layouts[key]
 
-    def is_here(self, name: str) -> bool:
-        """Whether this rank owns a matrix; simulated ones are all there."""
+    def _is_owner(self, name: str) -> bool:
+        """Return whether this rank owns a matrix. Simulated ranks own all."""
         mesh = self.spec.bound_mesh
         return mesh.is_simulated or self.by_name[name].owner == rank_coords(mesh, None)
 
@@ -107,22 +123,22 @@ class Matrices:
                 f"unit '{key}': expected a slice of {self.spec.shard_numel(unit)} elements, got shape {list(tree[key].shape)}; "
                 "is it of another spec or another mesh?"
             )
-        return {name: self.cut(key).part(tree[key], name) for name in self.names(key)}
+        return {name: self._slice_layout(key).select(tree[key], name) for name in self._names_in(key)}
 
-    def _check(self, whole: Mapping[str, Tensor], keys: Mapping[str, None]) -> None:
+    def _check_whole(self, whole: Mapping[str, Tensor], keys: Mapping[str, None]) -> None:
         for name in whole:
             if name not in self.by_name:
                 raise ValueError(f"'{name}' is no matrix of these: expected some of {[*self.by_name][:8]}")
         for matrix in (matrix for key in keys for matrix in self._of_unit[key]):
             if matrix.name not in whole:
                 raise ValueError(f"matrix '{matrix.name}' is missing: expected all of unit '{matrix.unit.key}'")
-            shape, owned = tuple(whole[matrix.name].shape), self.is_here(matrix.name)
+            shape, owned = tuple(whole[matrix.name].shape), self._is_owner(matrix.name)
             if shape != matrix.shape if owned else whole[matrix.name].numel():
                 expected = list(matrix.shape) if owned else "an empty tensor, as another rank is its owner"
                 raise ValueError(f"matrix '{matrix.name}': expected {expected}, got {list(shape)}")
 
-    def check_alike(self, tensors: Mapping[str, Tensor]) -> None:
-        """ValueError, naming it, for a matrix whose tensor is not of the dtype and device of those that it is sent with."""
+    def _check_sent_together(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for a matrix whose dtype or device differs from that of the matrices it is sent with."""
         for names in self.groups:
             some = [name for name in names if name in tensors]
             for name in some[1:]:
@@ -133,42 +149,52 @@ class Matrices:
                         f"got {x.dtype} on {x.device}"
                     )
 
-    def groups_of(self, keys: Mapping[str, object]) -> Iterator[Group]:
-        """Those of some units, or what is there of them."""
+    def _batches_of(self, keys: Mapping[str, object]) -> Iterator[MatrixBatch]:
+        """Yield the batches of some units."""
         for names in self.groups:
             if some := tuple(name for name in names if self.by_name[name].unit.key in keys):
-                yield self.group(some)
+                yield self._batch(some)
 
-    def group(self, names: tuple[str, ...]) -> Group:
-        """Matrices of one group, which are sent together."""
-        if names not in self._made:
-            self._made[names] = Group.of([self.by_name[name] for name in names], self.spec, largest(self.chosen))
-        return self._made[names]
+    def _batch(self, names: tuple[str, ...]) -> MatrixBatch:
+        """Return the batch of matrices that are sent together."""
+        if names not in self._batches:
+            self._batches[names] = MatrixBatch.plan(
+                [self.by_name[name] for name in names], self.spec, largest_unit_numel(self.chosen)
+            )
+        return self._batches[names]
 
 
 def matrices(spec: PartitionSpec, *, select: Select | None = None, cost: Cost | None = None) -> Matrices:
-    """Which parameters an optimizer works on as whole matrices, and which rank owns each, so that ranks share the work.
+    """Choose which parameters an optimizer updates as whole matrices, and which rank owns each, so that ranks share the work.
 
-    By default those that are trained and have two dimensions; ``select(name, param)`` says otherwise: False, True, or the
-    shape [n, m] or [batch, n, m] in which it is seen, such as ``(len, -1)`` of a convolution. For optimizers of hidden
-    layers leave embeddings and heads out: ``select=optim.hidden(model)``.
+    Owners are ranks of the whole mesh: under HSDP each replica has its own matrices, and units that are not split send nothing.
+    The costliest matrix goes first, to the rank with the least work. The result is the same on every rank, and prints as a
+    table.
 
-    Owners are ranks of the whole mesh: under HSDP each replica has its own matrices, and where a unit is not split nothing
-    is collected. The dearest goes first to the rank that has least to do; ``cost(shape)`` is what one costs, by default for
-    moving its elements and for n^2 m multiplications. It is the same on every rank, and prints as a table.
+    Args:
+        spec: A spec, bound to a mesh or to be bound to this process's.
+        select: ``select(name, param)`` returns True, False, or the shape as a matrix, [n, m] or [batch, n, m], such as
+            ``(len, -1)`` for a convolution. By default trained parameters with two dimensions. `hidden` leaves out embeddings
+            and heads.
+        cost: ``cost(shape)`` of one matrix, by default for sending its elements and for n^2 m multiplications.
 
-    >>> import torch, funshard as fs
-    >>> spec = fs.policies.whole()(torch.nn.Linear(2, 3)).on({"shard": 1})
-    >>> print(fs.optim.matrices(spec))
-      owner  matrices  numel  of the mean cost  which
-    -------------------------------------------------
-    shard=0         1      6              1.00  weight
-    no matrices: 1 parameters, 3 elements: bias
+    Returns:
+        The matrices and their owners.
 
-    Raises ValueError, naming the parameter, for a shape that does not fit it.
+    Raises:
+        ValueError: A shape does not fit its parameter.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 3)).on({"shard": 1})
+        >>> print(fs.optim.matrices(spec))
+          owner  matrices  numel  of the mean cost  which
+        -------------------------------------------------
+        shard=0         1      6              1.00  weight
+        no matrices: 1 parameters, 3 elements: bias
     """
     spec = bound(spec)
-    found = chosen(spec, select, cost)
-    together = groups(found, spec)
-    names = tuple(tuple(found[i].name for i in group) for group in together)
-    return Matrices(spec, tuple(assigned(found, together, spec)), names)
+    found = select_matrices(spec, select, cost)
+    batches = batch_matrices(found, spec)
+    names = tuple(tuple(found[i].name for i in group) for group in batches)
+    return Matrices(spec, tuple(assign_owners(found, batches, spec)), names)

@@ -1,4 +1,4 @@
-"""Which parameters are matrices, and which rank owns each: arithmetic, the same on every rank."""
+"""Which parameters are matrices, and which rank owns each: arithmetic with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -14,52 +14,76 @@ from ..._spec.spec import PartitionSpec
 from ..._spec.tree import Param
 from ..._spec.unit import Unit
 
-__all__ = ["Cost", "Matrix", "Select", "assigned", "chosen", "every_rank", "groups", "hidden", "largest", "shares", "table"]
+__all__ = [
+    "Cost",
+    "Matrix",
+    "Select",
+    "all_coords",
+    "assign_owners",
+    "batch_matrices",
+    "count_chunks",
+    "format_table",
+    "hidden",
+    "largest_unit_numel",
+    "select_matrices",
+]
 
 Select = Callable[[str, Param], bool | Sequence[int]]
-"""``select(name, param)``: whether it is a matrix, or the shape it is seen in: [n, m] or [batch, n, m], with a -1 or none."""
+"""``select(name, param)``: whether it is a matrix, or its shape as one: [n, m] or [batch, n, m], at most one size -1."""
 Cost = Callable[[tuple[int, ...]], float]
-"""``cost(shape)``: what its owner has to do for a matrix of this shape, [n, m] or [batch, n, m], in any unit."""
+"""``cost(shape)``: the owner's work for a matrix [n, m] or [batch, n, m], in any unit."""
 
-MOVED = 512
-"""So many multiplications take as long as it takes to send an element there and back: 10^14 a second, 10^11 bytes a second,
-2 bytes each, and a Newton-Schulz iteration of 5 steps. Its order of magnitude is what counts."""
-WORK = 3
-"""So often what a rank owns of a group is there while it is worked on, which may be one unit's worth: the products of the
-iteration. What is on its way back may be another."""
+FLOPS_PER_ELEMENT_SENT = 512
+"""Multiplications that take as long as sending an element to its owner and back, at 10^14 multiplications and 10^11 bytes a
+second, 2 bytes an element, for a Newton-Schulz iteration of 5 steps. Only its order of magnitude matters.
+"""
+WORKSPACE_FACTOR = 3
+"""A batch needs up to this many times its size while its owners compute, because of the iteration's products.
+
+Results on their way back may need as much again.
+"""
 
 
 class Matrix(NamedTuple):
-    """A parameter that is worked on as a whole."""
+    """A parameter that its owner updates as a whole."""
 
     unit: Unit
     param: Param
     shape: tuple[int, ...]
-    """In which it is seen: [n, m], or [batch, n, m]; for `matrices` of everything also a vector's."""
+    """As a matrix: [n, m] or [batch, n, m]. A selection of everything has vectors as well."""
     begin: int
-    """Where it begins in its unit's buffer, in elements."""
+    """Offset in the unit's buffer, in elements."""
     cost: float
     owner: tuple[int, ...] = ()
-    """Its owner's coordinates on the mesh."""
+    """The owner's coordinates on the mesh."""
 
     @property
     def name(self) -> str:
-        """The parameter's."""
+        """The parameter's name."""
         return self.param.name
 
 
 def hidden(model: nn.Module, *heads: str) -> Select:
-    """Selects the matrices of a model that a matrix optimizer is for: those that are neither embeddings nor a head.
+    """Return a ``select`` for the hidden matrices of a model: neither embeddings nor heads.
 
-    Parameters with two dimensions, but for those of ``nn.Embedding`` and ``nn.EmbeddingBag``, under whichever of their names
-    (a tied head), those of what the model gives as ``get_output_embeddings()`` (transformers), and those of the modules
-    named as ``heads``. Stacked experts and convolutions are yours to add::
+    It selects parameters with two dimensions. It leaves out parameters of ``nn.Embedding`` and ``nn.EmbeddingBag`` under any of
+    their names (a tied head), of ``model.get_output_embeddings()`` (transformers), and of the modules in ``heads``. Add stacked
+    experts or convolutions yourself::
 
-        wanted = hidden(model, "score")
-        matrices(spec, select=lambda name, param: len(param.shape) == 3 or wanted(name, param))
+        is_hidden = hidden(model, "score")
+        matrices(spec, select=lambda name, param: len(param.shape) == 3 or is_hidden(name, param))
 
-    As Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024. Raises ValueError for a head that is no
-    module of the model.
+    Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
+
+    Args:
+        model: The model, of which only names and module types are read.
+        *heads: Paths of modules to leave out.
+
+    Returns:
+        A function for ``matrices(spec, select=...)``.
+
+    Raises:
+        ValueError: A head is not a module of the model.
 
     Example:
         >>> import torch, funshard as fs
@@ -86,24 +110,25 @@ def hidden(model: nn.Module, *heads: str) -> Select:
     return select
 
 
-def chosen(spec: PartitionSpec, select: Select | None, cost: Cost | None) -> list[Matrix]:
-    """The matrices, in the order of the buffers. ValueError or TypeError, naming the parameter, for what cannot be one."""
+def select_matrices(spec: PartitionSpec, select: Select | None, cost: Cost | None) -> list[Matrix]:
+    """Return the matrices in buffer order, without owners. ValueError or TypeError names a parameter that cannot be one."""
     found: list[Matrix] = []
     for unit in spec:
         begin = 0
         for size, param in unit.parts:
-            if param is not None and (shape := _shape(unit, param, select)) is not None:
-                found.append(Matrix(unit, param, shape, begin, float((cost or _cost)(shape))))
+            if param is not None and (shape := _matrix_shape(unit, param, select)) is not None:
+                found.append(Matrix(unit, param, shape, begin, float((cost or _default_cost)(shape))))
             begin += size
     return found
 
 
-def _cost(shape: tuple[int, ...]) -> float:
-    return math.prod(shape) * ((min(shape[-2:]) if len(shape) > 1 else 1) + MOVED)
+def _default_cost(shape: tuple[int, ...]) -> float:
+    """Return n^2 m multiplications, plus the time to send the elements."""
+    return math.prod(shape) * ((min(shape[-2:]) if len(shape) > 1 else 1) + FLOPS_PER_ELEMENT_SENT)
 
 
-def _shape(unit: Unit, param: Param, select: Select | None) -> tuple[int, ...] | None:
-    """How a parameter is seen as a matrix; None if it is none."""
+def _matrix_shape(unit: Unit, param: Param, select: Select | None) -> tuple[int, ...] | None:
+    """Return a parameter's shape as a matrix, or None if it is not one."""
     wanted = len(param.shape) == 2 if select is None else select(param.name, param)
     if wanted is False or not unit.requires_grad or not param.numel:
         return None
@@ -125,39 +150,39 @@ def _shape(unit: Unit, param: Param, select: Select | None) -> tuple[int, ...] |
     return shape
 
 
-def every_rank(spec: PartitionSpec) -> list[tuple[int, ...]]:
-    """The coordinates of all ranks of the mesh, row by row."""
+def all_coords(spec: PartitionSpec) -> list[tuple[int, ...]]:
+    """Return the coordinates of all ranks of the mesh, in row-major order."""
     return [*itertools.product(*(range(size) for _, size in spec.bound_mesh.sizes))]
 
 
-def assigned(found: Sequence[Matrix], together: Sequence[Sequence[int]], spec: PartitionSpec) -> list[Matrix]:
-    """The same with owners: each to the rank that has least to do, the dearest first (LPT: Graham, 1969).
+def assign_owners(found: Sequence[Matrix], batches: Sequence[Sequence[int]], spec: PartitionSpec) -> list[Matrix]:
+    """Return the matrices with owners: the costliest first, each to the rank with the least work (LPT; Graham, 1969).
 
-    Of ranks that have as much to do the one that has least of the matrix's group, so that they work at the same time.
+    A tie goes to the rank with the least work in the matrix's batch, so that the ranks of a batch compute at the same time.
     """
-    ranks = every_rank(spec)
-    group_of = {i: number for number, group in enumerate(together) for i in group}
+    ranks = all_coords(spec)
+    batch_of = {i: number for number, batch in enumerate(batches) for i in batch}
     loads = dict.fromkeys(ranks, 0.0)
-    of_group: dict[tuple[int, tuple[int, ...]], float] = {}
+    load_in_batch: dict[tuple[int, tuple[int, ...]], float] = {}
     owners: dict[int, tuple[int, ...]] = {}
     for i in sorted(range(len(found)), key=lambda i: (-found[i].cost, i)):
-        group = group_of[i]
-        owner = min(ranks, key=lambda rank: (loads[rank], of_group.get((group, rank), 0.0), rank))
+        batch = batch_of[i]
+        owner = min(ranks, key=lambda rank: (loads[rank], load_in_batch.get((batch, rank), 0.0), rank))
         loads[owner] += found[i].cost
-        of_group[group, owner] = of_group.get((group, owner), 0.0) + found[i].cost
+        load_in_batch[batch, owner] = load_in_batch.get((batch, owner), 0.0) + found[i].cost
         owners[i] = owner
     return [matrix._replace(owner=owners[i]) for i, matrix in enumerate(found)]
 
 
-def groups(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[int]]:
-    """Which are worked on at the same time: neighbours of one `_kind`, as many as the memory of all ranks takes."""
-    room = len(every_rank(spec)) * largest(found)
+def batch_matrices(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[int]]:
+    """Return indices of the matrices in batches: neighbours with one `_batch_key`, up to the memory of all ranks."""
+    room = len(all_coords(spec)) * largest_unit_numel(found)
     out: list[list[int]] = []
     numel = 0
     for i, matrix in enumerate(found):
         before = found[out[-1][-1]] if out else None
-        alike = before is not None and _kind(before.unit) == _kind(matrix.unit)
-        if not alike or WORK * (numel + matrix.param.numel) > room:
+        alike = before is not None and _batch_key(before.unit) == _batch_key(matrix.unit)
+        if not alike or WORKSPACE_FACTOR * (numel + matrix.param.numel) > room:
             out.append([])
             numel = 0
         out[-1].append(i)
@@ -165,39 +190,40 @@ def groups(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[int]]:
     return out
 
 
-def shares(group: Sequence[Matrix], spec: PartitionSpec, most: int) -> int:
-    """In how many goes the matrices of a group come back, so that at most so many elements of them are on a rank at once.
+def count_chunks(batch: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -> int:
+    """Return in how many chunks a batch comes back, so that a rank holds at most ``max_numel`` elements of it at once.
 
-    A replica sends what it has worked out to all, so that on more replicas each has more coming; within one there is no more
-    than there was on the way to the owners.
+    Each replica sends its results to all others, so more replicas receive more. Within one replica no more elements come back
+    than went to the owners.
     """
-    split = {spec.bound_mesh.names.index(name) for name in group[0].unit.p.axes}
-    slices, ranks = spec.size(group[0].unit), len(every_rank(spec))
+    split = {spec.bound_mesh.names.index(name) for name in batch[0].unit.p.axes}
+    slices, ranks = spec.size(batch[0].unit), len(all_coords(spec))
     if slices == ranks:
         return 1
     of_replica: dict[tuple[int, ...], int] = {}
-    for matrix in group:
+    for matrix in batch:
         replica = tuple(at for i, at in enumerate(matrix.owner) if i not in split)
         of_replica[replica] = of_replica.get(replica, 0) + matrix.param.numel
     sent = ranks // slices * max(of_replica.values())
     received = 2 * sum(of_replica.values())  # and put in order
-    room = slices * most * (WORK - 1) / WORK  # beside the results, which are there until the last of them is sent
+    # Beside the results, which stay until the last of them is sent.
+    room = slices * max_numel * (WORKSPACE_FACTOR - 1) / WORKSPACE_FACTOR
     return math.ceil((sent + received) / room)
 
 
-def largest(found: Sequence[Matrix]) -> int:
-    """Elements of the largest of the units that matrices are in."""
+def largest_unit_numel(found: Sequence[Matrix]) -> int:
+    """Return the number of elements of the largest unit that has matrices."""
     return max((matrix.unit.numel for matrix in found), default=0)
 
 
-def _kind(unit: Unit) -> tuple[object, ...]:
-    """The way of its matrices, their dtype, and whether they come from the host, where others are on the device."""
+def _batch_key(unit: Unit) -> tuple[object, ...]:
+    """Return what matrices sent together share: axes, dtype, and whether they come from the host."""
     return unit.p.axes, unit.dtype, "params" in unit.p.offloads
 
 
-def table(found: Sequence[Matrix], spec: PartitionSpec) -> str:
-    """Of each rank how many matrices it owns, their elements and what they cost beside the mean; then what is no matrix."""
-    ranks = every_rank(spec)
+def format_table(found: Sequence[Matrix], spec: PartitionSpec) -> str:
+    """Return a table with a row for each rank: its matrices, their elements and relative cost; then the other parameters."""
+    ranks = all_coords(spec)
     mean = sum(matrix.cost for matrix in found) / len(ranks)
     rows: list[tuple[str, ...]] = [("owner", "matrices", "numel", "of the mean cost", "which")]
     for rank in ranks:
@@ -209,7 +235,9 @@ def table(found: Sequence[Matrix], spec: PartitionSpec) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join([*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
     names = {matrix.name for matrix in found}
-    rest: Mapping[str, int] = {p.name: p.numel for unit in spec for p in unit.params if p.name not in names}
-    others = ", ".join([*rest][:6]) + (", ..." if len(rest) > 6 else "")
-    lines.append(f"no matrices: {len(rest):,} parameters, {sum(rest.values()):,} elements{': ' if rest else ''}{others}")
+    fallback: Mapping[str, int] = {p.name: p.numel for unit in spec for p in unit.params if p.name not in names}
+    others = ", ".join([*fallback][:6]) + (", ..." if len(fallback) > 6 else "")
+    lines.append(
+        f"no matrices: {len(fallback):,} parameters, {sum(fallback.values()):,} elements{': ' if fallback else ''}{others}"
+    )
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

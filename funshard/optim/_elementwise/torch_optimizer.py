@@ -1,0 +1,97 @@
+"""One torch optimizer for one step: its state of a vector, its param groups, and what it leaves behind."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import _torch
+from ..._spec.spec import PartitionSpec
+from .checks import ELEMENTWISE_CLASSES, InitialState
+from .derivatives import SharedOptions
+from .options import OptionRanges, scale_lr
+
+__all__ = ["ElementwiseConfig", "build_optimizer", "init_vector_state", "share_options", "tensor_options", "write_back"]
+
+
+class ElementwiseConfig(NamedTuple):
+    """What the arguments of `from_torch` determine."""
+
+    cls: type[torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    initial: InitialState | None
+    donate: bool
+    device: torch.device | None
+    groups: list[Mapping[str, Any]]
+    ranges: Mapping[str, OptionRanges] | None
+    names: list[frozenset[str]]
+    """For each param group, the names in its state."""
+    scalars: frozenset[str]
+    """The names whose values are numbers."""
+    lr: Any
+    spec: PartitionSpec | None
+    """Tells derivatives slices from replicas, and padding from elements."""
+    rank: int | None
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether torch's kernels are asked to record derivatives."""
+        return bool(self.defaults.get("differentiable"))
+
+
+def init_vector_state(
+    cls: type[torch.optim.Optimizer], piece: Tensor, options: Mapping[str, Any], initial: InitialState | None = None
+) -> dict[str, Tensor]:
+    """Return the state that torch creates in its first step, with momentum as zeros."""
+    if cls not in ELEMENTWISE_CLASSES and initial is not None:
+        return dict(initial(piece))
+    if cls is torch.optim.SGD:
+        buffer = {"momentum_buffer": torch.zeros_like(piece)} if options.get("momentum") else {}
+        # The first gradient is not dampened: count, to know which is the first.
+        return buffer | ({"step": torch.zeros(())} if buffer and options.get("dampening") else {})
+    piece.grad = piece.detach()  # any gradient will do
+    optimizer = cls([piece], **options)
+    start: Any = optimizer._init_group  # pyright: ignore[reportAttributeAccessIssue]
+    start(optimizer.param_groups[0], *([] for _ in list(inspect.signature(start).parameters)[1:]))
+    return dict(optimizer.state[piece])
+
+
+def tensor_options(config: ElementwiseConfig, lr: float | Tensor | None) -> list[tuple[str, Tensor]]:
+    """Return ``(name, value)`` of the options that are tensors."""
+    options = [("lr", lr), *config.defaults.items(), *(option for group in config.groups for option in group.items())]
+    return [(name, value) for name, value in options if isinstance(value, Tensor)]
+
+
+def share_options(group: Mapping[str, Any], shared: SharedOptions, axes: tuple[str, ...]) -> dict[str, Any]:
+    """Return one of torch's param groups, without parameters, for units that are split over these axes."""
+    return {name: [] if name == "params" else shared.over_axes(option, axes) for name, option in group.items()}
+
+
+def write_back(config: ElementwiseConfig, given: dict[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Write into ``given`` the state that torch replaced instead of updating."""
+    for name, tensor in after.items():
+        if name not in given:
+            raise ValueError(f"from_torch: the first step made '{name}': expected initial= to give it, got {[*given]}")
+        if tensor is not given[name]:
+            given[name].copy_(tensor)
+    if config.cls is torch.optim.SGD and "step" in given:
+        given["step"].add_(1)
+
+
+def build_optimizer(config: ElementwiseConfig, lr: float | Tensor | None) -> torch.optim.Optimizer:
+    """Return torch's optimizer with its param groups, without parameters."""
+    groups = [{"params": [torch.empty(0)], **group} for group in config.groups]
+    batched = isinstance(lr, Tensor) and _torch.is_wrapped(lr)  # torch asks whether it is below 0, and nobody can tell
+    optimizer = config.cls(groups, **(config.defaults if lr is None or batched else {**config.defaults, "lr": lr}))
+    optimizer.state.clear()
+    for group, own in zip(optimizer.param_groups, config.groups, strict=True):
+        group["params"] = []
+        if lr is not None and "lr" in own:
+            group["lr"] = scale_lr(lr, own["lr"], config.lr, "from_torch: ")
+        elif batched:
+            group["lr"] = lr
+    return optimizer
