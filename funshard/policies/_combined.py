@@ -15,9 +15,13 @@ __all__ = ["any_of", "override"]
 
 
 def any_of(*policies: Policy) -> Policy:
-    """The modules that any of the policies selects (``_or_policy``). Commutes.
+    """Return the policy with the units of all policies (``_or_policy``); their order does not matter.
 
-    Raises ValueError where two of them want different `P` for one module; `override` says who is right.
+    Args:
+        policies: The policies.
+
+    Raises:
+        ValueError: From the policy, if two of them want different `P` for one module; `override` says who is right.
 
     Example:
         >>> import torch, funshard as fs
@@ -43,7 +47,11 @@ def _build_any_of(policies: tuple[Policy, ...], tree: ModuleTree) -> PartitionSp
 
 
 def override(base: Policy, extra: Policy) -> Policy:
-    """``base``, with what ``extra`` selects added or put in its place. Associative; the leftovers stay the base's.
+    """Return the policy with the units of ``base``, and those of ``extra`` added or in their place.
+
+    Args:
+        base: Its leftovers stay.
+        extra: Its `P` win.
 
     Example:
         >>> import torch, funshard as fs

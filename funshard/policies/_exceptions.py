@@ -20,7 +20,7 @@ __all__ = ["full_precision", "ignoring", "ignoring_all"]
 
 
 def ignoring_all(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
-    """The tree without the parameters that any of the specs ignores."""
+    """Return the tree without the parameters that any of the specs ignores."""
     names = {name for spec in specs for name in spec.ignored}
     return tree.without(lambda node: False, lambda param: param.name in names) if names else tree
 
@@ -28,11 +28,18 @@ def ignoring_all(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree
 def ignoring(
     policy: Policy, modules: Iterable[str | nn.Module | type[nn.Module]] = (), params: Iterable[str | nn.Parameter] = ()
 ) -> Policy:
-    """``policy`` on the model without these subtrees and parameters: not sharded, not synchronised, not counted.
+    """Return the policy for the model without some modules and parameters.
 
-    Modules are given as path patterns (see `by_path`), classes or the modules themselves; parameters as name patterns
-    or themselves. functional_call reads ignored parameters from the model. Raises ValueError for what matches nothing
-    or everything, TypeError for anything else.
+    Ignored parameters are neither sharded nor synchronised; `functional_call` reads them from the model.
+
+    Args:
+        policy: The policy for the rest of the model.
+        modules: Path patterns (see `by_path`), classes, or the modules themselves; all inside them is ignored too.
+        params: Name patterns, or the parameters themselves.
+
+    Raises:
+        ValueError: From the policy, for a pattern that matches nothing, and if nothing remains.
+        TypeError: For anything else among ``modules`` and ``params``.
 
     Example:
         >>> import torch, funshard as fs
@@ -85,10 +92,14 @@ def _listed(what: str, items: object) -> list[object]:
 
 
 def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
-    """``policy`` with every instance of the classes a unit of its own, as around it but computed with in float32.
+    """Return the policy with every instance of the classes as a unit in float32.
 
-    For normalisation layers; without classes, batch norm (``_module_classes_to_ignore`` of MixedPrecision). Where there is
-    a `Precision` around, their inputs are cast to float32 and their outputs back to the dtype that the inputs had.
+    For normalisation layers (``_module_classes_to_ignore`` of MixedPrecision). Inside a unit with a `Precision`, their inputs
+    are cast to float32, and their outputs back to the dtype of the inputs.
+
+    Args:
+        policy: The policy for the rest. The new units have the `P` of the unit around them but for its precision.
+        classes: Module classes; batch norm if none is given.
 
     Example:
         >>> import torch, funshard as fs

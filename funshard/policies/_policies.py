@@ -33,7 +33,10 @@ def _build_selected(select: Callable[[P, ModuleTree], P | None], p: P, tree: Mod
 
 
 def whole(p: P = SHARD) -> Policy:
-    """The model as one unit.
+    """Return the policy with the whole model as one unit.
+
+    Args:
+        p: The unit's `P`.
 
     Example:
         >>> import torch, funshard as fs
@@ -49,7 +52,10 @@ def _select_none(p: P, node: ModuleTree) -> P | None:
 
 
 def always(p: P = SHARD) -> Policy:
-    """Every submodule that owns parameters is a unit (always_wrap_policy).
+    """Return the policy with a unit for every submodule that owns parameters (always_wrap_policy).
+
+    Args:
+        p: The `P` of all units.
 
     Example:
         >>> import torch, funshard as fs
@@ -65,10 +71,15 @@ def _select_owners(p: P, node: ModuleTree) -> P | None:
 
 
 def by_type(*classes: type[nn.Module], p: P = SHARD) -> Policy:
-    """Every instance of the classes is a unit (ModuleWrapPolicy, transformer_auto_wrap_policy).
+    """Return the policy with a unit for every instance of the classes (ModuleWrapPolicy).
 
-    Raises ValueError without classes, and for a model that has no module of any of them, TypeError for what is no module
-    class.
+    Args:
+        classes: Module classes, at least one.
+        p: The `P` of all units.
+
+    Raises:
+        ValueError: Without classes; from the policy, for a model that has no module of them.
+        TypeError: For something else than a module class.
 
     Example:
         >>> import torch, funshard as fs
@@ -101,11 +112,16 @@ def by_size(
     exclude: Iterable[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
     p: P = SHARD,
 ) -> Policy:
-    """Modules with at least ``min_numel`` parameter elements that no unit below took (size_based_auto_wrap_policy).
+    """Return the policy with units of at least ``min_numel`` elements (size_based_auto_wrap_policy).
 
-    Bottom up: a module below the threshold, or of a ``force_leaf`` class, is not descended into and is no unit; one of
-    an ``exclude`` class is descended into and is no unit. Elements of a parameter count once, for the modules that
-    hold all its uses; a shared module is looked at once, below the lowest module that holds all its places.
+    Bottom up: elements that a unit inside a module took do not count. An element of a shared parameter counts once, for the
+    modules that hold all its uses.
+
+    Args:
+        min_numel: The threshold, in elements of parameters.
+        force_leaf: Classes of modules that are no units, nor are modules inside them.
+        exclude: Classes of modules that are no units; modules inside them may be.
+        p: The `P` of all units.
 
     Example:
         >>> import torch, funshard as fs
@@ -145,9 +161,14 @@ def _build_by_size(
 
 
 def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) -> Policy:
-    """The modules for which ``fn(module)`` is True, or a dict of fields of `P` that override ``p`` (CustomPolicy).
+    """Return the policy with the units that a function selects (CustomPolicy).
 
-    False and an empty dict select nothing. Raises ValueError for any other result, naming the path.
+    Args:
+        fn: Of a module: True or False, or a dict of fields of `P` that override ``p``; an empty dict selects nothing.
+        p: The `P` of the units.
+
+    Raises:
+        ValueError: From the policy, naming the path, for any other result of ``fn``.
 
     Example:
         >>> import torch, funshard as fs
@@ -182,12 +203,18 @@ def _overridden(p: P, fields: Mapping[str, Any], where: str) -> P:
 
 
 def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
-    """The modules whose paths match the patterns: ``*`` stands within one component, ``**`` for any number of them.
+    """Return the policy with a unit for every module whose path matches a pattern.
 
-    Components match as wholes: ``blocks.1`` is not ``blocks.10``. Where several patterns match a module, the one with
-    most literal components rules; a component that is a module's very name is literal, whatever is in it. Raises ValueError
-    for a pattern that matches no module, and for two equally good ones with different `P`, TypeError for what is no dict of
-    patterns and `P`.
+    Components match as wholes: ``blocks.1`` is not ``blocks.10``. If several patterns match a module, the one with most
+    literal components rules; a component that is a module's very name is literal, whatever characters it has.
+
+    Args:
+        patterns: By path pattern the `P` of the units. ``*`` stands within one component, ``**`` for any number of them.
+        p: The `P` of the root.
+
+    Raises:
+        ValueError: From the policy, for a pattern that matches no module, and for two equally good ones with different `P`.
+        TypeError: If ``patterns`` is no dict of patterns and `P`.
 
     Example:
         >>> import torch, funshard as fs
@@ -227,10 +254,17 @@ def _build_by_path(patterns: Mapping[str, P], p: P, tree: ModuleTree) -> Partiti
 
 
 def mark(module: _Module, **overrides: Any) -> _Module:
-    """The module, marked as a unit for `marked`: the functional ``wrap``, written where the model builds itself.
+    """Mark a module as a unit for `marked`: the functional ``wrap``, written where the model builds itself.
 
-    ``overrides`` are fields of `P` that this unit has otherwise than the policy. Adds one attribute to the module and
-    returns it; marking again adds to the overrides. Raises ValueError for what is no field of P.
+    Args:
+        module: Gets one attribute. Marking it again adds to the overrides.
+        overrides: Fields of `P` in which this unit differs from the policy.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: For a name that is no field of `P`.
 
     Example:
         >>> import torch, funshard as fs
@@ -244,7 +278,10 @@ def mark(module: _Module, **overrides: Any) -> _Module:
 
 
 def marked(p: P = SHARD) -> Policy:
-    """The modules that `mark` marked, with their overrides of ``p`` (``enable_wrap``, without its global state).
+    """Return the policy with the units that `mark` marked (``enable_wrap``, without its global state).
+
+    Args:
+        p: The `P` of the units, which their overrides change.
 
     Example:
         >>> import torch, funshard as fs
