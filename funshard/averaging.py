@@ -26,7 +26,10 @@ class Averaging(NamedTuple):
 
 
 def init(step: int = 0) -> Averaging:
-    """The state after so many steps. Raises ValueError for a negative number.
+    """Return the state after some steps.
+
+    Args:
+        step: The number of steps, 0 or more (otherwise ValueError).
 
     Example:
         >>> import torch, funshard as fs
@@ -39,19 +42,21 @@ def init(step: int = 0) -> Averaging:
 
 
 def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = None) -> Params:
-    """The mean of every tensor over the ranks of the mesh axes, in its own dtype: for what drifted apart on them.
+    """Return the mean of every tensor over ranks, in its own dtype. Differentiable at every order.
 
-    ``params`` are shards by unit key, or full tensors by parameter name; some or all, the same ones on every rank. All
-    that is given is averaged (`partition` takes the trained ones), but for what is not floating point and for ignored
-    parameters. ``axes`` are, for each unit, all those that it is not split over by default: none with FSDP, whose slices
-    cannot drift apart, the replicas' with HSDP, every one for a full tensor. Differentiable at every order. Of shards it
-    is the shards of the average.
+    One all-reduce for each axis of every tensor from 4 MiB on, without a copy, and of the smaller ones of a dtype together
+    (``average_parameters`` of torch.distributed.algorithms.model_averaging copies all into one buffer). Tensors that are not
+    floating point, and ignored parameters, stay.
 
-    For each axis one all-reduce of every tensor from 4 MiB on, without a copy, and of the smaller ones of a dtype
-    together. ``average_parameters`` of torch.distributed.algorithms.model_averaging copies all into one buffer.
+    Args:
+        params: Shards by unit key, or full tensors by parameter name; some or all, the same ones on every rank.
+        spec: Their spec.
+        axes: The mesh axes to average over. By default those that do not split the unit: none with FSDP, whose slices cannot
+            drift apart, the replicas' with HSDP, every one for a full tensor.
 
-    Raises ValueError, naming it, for an unknown axis, for a unit that is split over one of the axes (its ranks hold
-    different elements), and for a key that is neither a unit nor a parameter.
+    Raises:
+        ValueError: For an unknown axis, for a unit that one of the axes splits, and for a key that is neither a unit nor a
+            parameter.
 
     Example:
         >>> import torch, funshard as fs
@@ -66,19 +71,21 @@ def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = N
 
 
 def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = None) -> Params:
-    """The mean over ranks of every floating point buffer, such as BatchNorm's running statistics; the others as they are.
+    """Return the mean over ranks of every floating point buffer, and the others as they are.
 
-    ``buffers`` are the model's by name, or some of them, the same ones on every rank; ``axes`` are all of the spec's mesh by
-    default. For before an evaluation or a checkpoint, where each rank's forward has moved its own (`functional_call`,
-    ``buffers=``). The mean of running variances is that of each rank's batches, without what lies between ranks:
-    `SyncBatchNorm` has that of the joined batch. Those of a dtype travel together.
+    For use before an evaluation or a checkpoint, if each rank's forward has moved its own statistics. The mean of running
+    variances leaves out the differences between ranks' means; `SyncBatchNorm` includes them.
 
-    >>> import torch, funshard as fs
-    >>> model = torch.nn.BatchNorm1d(2)
-    >>> list(fs.averaging.average_buffers(dict(model.named_buffers()), fs.policies.whole()(model)))
-    ['running_mean', 'running_var', 'num_batches_tracked']
+    Args:
+        buffers: The model's buffers by name, or some of them, the same ones on every rank.
+        spec: The model's spec.
+        axes: Mesh axes, all by default; an unknown one is a ValueError.
 
-    Raises ValueError for an unknown axis.
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.BatchNorm1d(2)
+        >>> list(fs.averaging.average_buffers(dict(model.named_buffers()), fs.policies.whole()(model)))
+        ['running_mean', 'running_var', 'num_batches_tracked']
     """
     mesh = bound(spec).bound_mesh
     chosen = mesh.select(axes)
@@ -95,19 +102,25 @@ def periodic(
     warmup_steps: int = 0,
     axes: Axes = None,
 ) -> tuple[Params, Averaging]:
-    """``(the params, averaged if that is due, the state of the next step)``, to be called after every update.
+    """Return ``(the params, averaged if it is time, the state of the next step)``; call it after every update.
 
-    Due are step ``warmup_steps`` and every ``period``-th one after it, as with torch's ``PeriodicModelAverager``, which
-    warns of period 1; here that is what it says, the average after every step. Compiled, it is one graph for the steps in
-    which it is due and another for the rest.
+    Averages at step ``warmup_steps`` and every ``period``-th one after it, as torch's ``PeriodicModelAverager``. Compiled, it
+    is one graph for the steps that average and another for the rest.
 
-    >>> import torch, funshard as fs
-    >>> params, state = {"": torch.ones(2)}, fs.averaging.init()
-    >>> params, state = fs.averaging.periodic(params, state, fs.policies.whole()(torch.nn.Linear(2, 1, bias=False)), period=4)
-    >>> state.step
-    tensor(1)
+    Args:
+        params: Shards by unit key, or full tensors by name.
+        state: The state.
+        spec: The spec of ``params``.
+        period: A number of steps, at least 1 (otherwise ValueError).
+        warmup_steps: The first step that averages.
+        axes: The mesh axes, as for `average`, whose errors it raises at every step.
 
-    Raises what `average` raises, at every step; ValueError for a period under 1 and for negative ``warmup_steps``.
+    Example:
+        >>> import torch, funshard as fs
+        >>> params, state = {"": torch.ones(2)}, fs.averaging.init()
+        >>> params, state = fs.averaging.periodic(params, state, fs.policies.whole()(torch.nn.Linear(2, 1, bias=False)), period=4)
+        >>> state.step
+        tensor(1)
     """
     if period < 1 or warmup_steps < 0:
         raise ValueError(
@@ -128,16 +141,21 @@ def hierarchical(
     levels: Sequence[tuple[int, Axes]],
     warmup_steps: int = 0,
 ) -> tuple[Params, Averaging]:
-    """``(the params, averaged over the axes that are due, the state of the next step)``, to be called after every update.
+    """Return ``(the params, averaged over more axes less often, the state of the next step)``.
 
-    ``levels`` are pairs of a period and mesh axes, such as ``[(2, "pair"), (8, ("quad", "pair"))]``: the longer the
-    period, the more axes. From step ``warmup_steps`` on, the last level whose period divides the step is due, and no
-    other one. As torch's ``HierarchicalModelAverager``: the steps of the warm-up count (those after it alone do in
-    `periodic`), and all levels are due at step 0.
+    Call it after every update. As torch's ``HierarchicalModelAverager``: the steps of the warm-up count, and all levels are due
+    at step 0. From ``warmup_steps`` on, the last level whose period divides the step averages, and no other one.
 
-    Raises what `average` raises, for any of the levels and at every step. ValueError, naming the level, for a period
-    under 1 or not above the one before it, and for axes without all those before; for no level and for negative
-    ``warmup_steps``.
+    Args:
+        params: Shards by unit key, or full tensors by name.
+        state: The state.
+        spec: The spec of ``params``.
+        levels: Pairs of a period and mesh axes, such as ``[(2, "pair"), (8, ("quad", "pair"))]``: periods grow, and each level
+            has all axes of the one before (otherwise ValueError).
+        warmup_steps: The first step that may average.
+
+    Raises:
+        ValueError: As `average`, for any of the levels and at every step.
 
     Example:
         >>> import torch, funshard as fs
@@ -171,13 +189,19 @@ def hierarchical(
 
 
 def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, reduce_axes: Axes) -> tuple[str, ...]:
-    """The mesh axes to reduce this step's gradients over, outermost first: all before ``start``, then ``reduce_axes``.
+    """Return the mesh axes to reduce this step's gradients over, outermost first.
 
     With `periodic` from ``warmup_steps=start`` on after the update this is post-local SGD (arXiv 1808.07217), torch's
-    ``PostLocalSGDOptimizer`` and ``post_localSGD_hook``. ``reduce_axes=()`` reduces nothing from ``start`` on.
+    ``PostLocalSGDOptimizer`` and ``post_localSGD_hook``.
 
-    Raises ValueError for an unknown axis, for a negative ``start``, and, naming it, for a unit that is split over an axis
-    that is not among them: one rank's gradient of a slice is another rank's to have.
+    Args:
+        state: The state.
+        spec: The spec of the gradients.
+        start: The number of steps with all axes.
+        reduce_axes: The mesh axes after that; ``()`` reduces nothing.
+
+    Raises:
+        ValueError: For an unknown axis, a negative ``start``, or a unit that another axis splits.
 
     Example:
         >>> import torch, funshard as fs
@@ -200,18 +224,20 @@ def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, red
 
 
 def ema(average: Mapping[str, Tensor], params: Mapping[str, Tensor], *, decay: float) -> Params:
-    """``decay * average + (1 - decay) * params``, in the dtypes and on the devices of ``average``.
+    """Return ``decay * average + (1 - decay) * params``, in the dtypes and on the devices of ``average``.
 
-    Elementwise, without communication: of shards by any spec, or of full tensors. Start with a copy of the parameters, in
-    float32 for an average of bfloat16 ones. What is not floating point is that of ``params``. Differentiable: detach
-    parameters that require gradients. The same bits as ``torch.optim.swa_utils.get_ema_multi_avg_fn``.
+    Elementwise, without communication, the same bits as ``torch.optim.swa_utils.get_ema_multi_avg_fn``. Tensors that are not
+    floating point are those of ``params``. Differentiable: detach parameters that require gradients.
 
-    >>> import torch, funshard as fs
-    >>> fs.averaging.ema({"": torch.tensor([0.0, 8.0])}, {"": torch.tensor([4.0, 4.0])}, decay=0.75)
-    {'': tensor([1., 7.])}
+    Args:
+        average: Shards by any spec, or full tensors. Start with a copy of the parameters, in float32 for bfloat16 ones.
+        params: The same keys and shapes (otherwise ValueError).
+        decay: In 0..1 (otherwise ValueError).
 
-    Raises ValueError for a decay that is not in 0..1, and, naming the key, for tensors that are not in both or differ in
-    shape.
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.averaging.ema({"": torch.tensor([0.0, 8.0])}, {"": torch.tensor([4.0, 4.0])}, decay=0.75)
+        {'': tensor([1., 7.])}
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"ema: expected a decay from 0 to 1, got {decay}")

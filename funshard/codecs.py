@@ -46,30 +46,38 @@ _SCALES = 256
 
 
 def int8(block: int = 64) -> Codec:
-    """Whole numbers in -127..127 times ``absmax / 127``, of each ``block`` elements: at most half of that off.
+    """Return the codec of whole numbers in -127..127 times ``absmax / 127``: at most half of that off.
 
     8.25 bits an element of 16-bit parameters in blocks of 64. ``absmax`` keeps the slice's dtype.
 
-    >>> import torch, funshard as fs
-    >>> codec = fs.codecs.int8(block=2)
-    >>> codec.decode(*codec.encode(torch.tensor([127.0, 1.4, 0.0, -2.0, 5.0]))).round(decimals=3)
-    tensor([127.,   1.,   0.,  -2.,   5.])
+    Args:
+        block: The number of elements with an ``absmax`` of their own.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> codec = fs.codecs.int8(block=2)
+        >>> codec.decode(*codec.encode(torch.tensor([127.0, 1.4, 0.0, -2.0, 5.0]))).round(decimals=3)
+        tensor([127.,   1.,   0.,  -2.,   5.])
     """
     _check_block(block, 1)
     return Codec(_ToInt8(block), _FromInt8(block), block=block, takes_dtype=True, name=f"int8(block={block})")
 
 
 def nf4(block: int = 64, *, double_quant: bool = False) -> Codec:
-    """One of 16 values times the block's ``absmax``, two to a byte: at most 0.152 of ``absmax`` off, half the widest gap.
+    """Return the codec of one of 16 values times the block's ``absmax``, two to a byte: at most 0.152 of it off.
 
-    QLoRA's, bytes as in bitsandbytes. ``absmax`` keeps the slice's dtype: 4.25 bits an element of 16-bit parameters in
-    blocks of 64. With ``double_quant`` it is kept in int8, of blocks of 256 after their mean over the slice is taken off:
-    4.13 bits. Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
+    QLoRA's, bytes as in bitsandbytes (Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023). ``absmax`` keeps
+    the slice's dtype: 4.25 bits an element of 16-bit parameters in blocks of 64.
 
-    >>> import torch, funshard as fs
-    >>> codec = fs.codecs.nf4(block=2)
-    >>> codec.decode(*codec.encode(torch.tensor([2.0, 1.0, 0.0, -0.5, 3.0])))
-    tensor([ 2.0000,  0.8814,  0.0000, -0.5000,  3.0000])
+    Args:
+        block: The number of elements with an ``absmax`` of their own.
+        double_quant: Keep ``absmax`` in int8, in blocks of 256 and without its mean over the slice: 4.13 bits.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> codec = fs.codecs.nf4(block=2)
+        >>> codec.decode(*codec.encode(torch.tensor([2.0, 1.0, 0.0, -0.5, 3.0])))
+        tensor([ 2.0000,  0.8814,  0.0000, -0.5000,  3.0000])
     """
     _check_block(block, 2)
     options = f"block={block}" + (", double_quant=True" if double_quant else "")

@@ -30,16 +30,19 @@ class LossScale(NamedTuple):
 
 
 def init(scale: float = 2.0**16, *, device: torch.device | str | None = None) -> LossScale:
-    """The state before the first step, as torch.amp.GradScaler's. Raises ValueError for a scale that is not positive.
+    """Return the state before the first step, as torch.amp.GradScaler's.
 
-    `update` takes it to the device where the gradients are; with a ``device`` it is there from the first step on.
+    Args:
+        scale: The first scale, above 0 (otherwise ValueError).
+        device: Where the state is from the first step on; by default `update` takes it to the gradients.
 
-    >>> import torch, funshard as fs
-    >>> state = fs.loss_scale.init(4.0)
-    >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
-    >>> grads, finite = fs.loss_scale.unscale(state, {"": torch.tensor([8.0, torch.inf])}, spec)
-    >>> fs.loss_scale.update(state, finite).scale
-    tensor(2.)
+    Example:
+        >>> import torch, funshard as fs
+        >>> state = fs.loss_scale.init(4.0)
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
+        >>> grads, finite = fs.loss_scale.unscale(state, {"": torch.tensor([8.0, torch.inf])}, spec)
+        >>> fs.loss_scale.update(state, finite).scale
+        tensor(2.)
     """
     if not scale > 0:
         raise ValueError(f"loss_scale.init: expected a positive scale, got {scale}")
@@ -47,7 +50,11 @@ def init(scale: float = 2.0**16, *, device: torch.device | str | None = None) ->
 
 
 def scale(state: LossScale, outputs: Tree) -> Tree:
-    """The loss, or every tensor of a pytree of them, times the scale, in its own dtype and on its device.
+    """Return the loss, or every tensor of a pytree of them, times the scale.
+
+    Args:
+        state: The state.
+        outputs: Tensors that keep their dtype and device.
 
     Example:
         >>> import torch, funshard as fs
@@ -58,10 +65,17 @@ def scale(state: LossScale, outputs: Tree) -> Tree:
 
 
 def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) -> tuple[Params, Tensor]:
-    """``(grads over the scale, whether all of them are finite on every rank)``, in the gradients' own dtypes.
+    """Return ``(grads over the scale, whether all of them are finite on every rank)``.
 
-    The second is a bool scalar that all ranks of the spec's mesh have alike: one all-reduce for each of its axes. Where it
-    is False leave the update out (`select`).
+    One all-reduce for each axis of the mesh.
+
+    Args:
+        state: The state.
+        grads: Gradients by unit key, which keep their dtypes.
+        spec: Their spec.
+
+    Returns:
+        The gradients, and a bool scalar that is the same on all ranks. Where it is False skip the update (`select`).
 
     Example:
         >>> import torch, funshard as fs
@@ -94,11 +108,20 @@ def _has_bad(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
 def update(
     state: LossScale, finite: Tensor, *, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000
 ) -> LossScale:
-    """The state for the next step: the scale grows after so many good steps in a row, and falls after a bad one.
+    """Return the state for the next step: the scale grows after good steps in a row, and falls after a bad one.
 
     As torch.amp.GradScaler's ``update``, without a synchronisation, on the device of ``finite``. A scale that would overflow
-    does not grow. Raises ValueError for a growth factor of at most 1, a backoff factor that is not between 0 and 1, an
-    interval under 1.
+    does not grow.
+
+    Args:
+        state: The state.
+        finite: The bool scalar of `unscale`.
+        growth_factor: The scale's factor after ``growth_interval`` good steps, above 1.
+        backoff_factor: Its factor after a bad step, between 0 and 1.
+        growth_interval: A number of steps, at least 1.
+
+    Raises:
+        ValueError: For factors or an interval out of these ranges.
 
     Example:
         >>> import torch, funshard as fs
@@ -119,9 +142,12 @@ def update(
 
 
 def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
-    """``new`` where ``finite``, else ``old``: parameters and optimizer state as they were before a bad step.
+    """Return ``new`` if ``finite``, else ``old``: parameters and optimizer state from before a bad step.
 
-    Raises ValueError for trees of different structure.
+    Args:
+        finite: The bool scalar of `unscale`.
+        new: A pytree of tensors.
+        old: A pytree of the same structure (otherwise ValueError).
 
     Example:
         >>> import torch, funshard as fs

@@ -35,14 +35,18 @@ T = TypeVar("T")
 
 
 def exact(axes: Axes = None) -> Compressor[tuple[()]]:
-    """The mean over ranks itself; or over some mesh axes only, and along the others each rank's own slice of its own.
+    """Return the compressor that sends the gradients themselves (allreduce_hook).
 
-    Gradients of 16 bits are divided before they are added, so that sums do not overflow. As allreduce_hook.
+    Gradients of 16 bits are divided before they are added, so that sums do not overflow.
 
-    >>> import torch, funshard as fs
-    >>> spec = fs.policies.whole()(torch.nn.Linear(8, 1, bias=False))
-    >>> fs.compress.exact().reduce({"weight": torch.arange(8.0)[None]}, (), spec)
-    ({'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}, ())
+    Args:
+        axes: The mesh axes to take the mean over, all by default. Along the others each rank has its own slice.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.policies.whole()(torch.nn.Linear(8, 1, bias=False))
+        >>> fs.compress.exact().reduce({"weight": torch.arange(8.0)[None]}, (), spec)
+        ({'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}, ())
     """
 
     def reduce(grads: Mapping[str, Tensor], state: tuple[()], spec: PartitionSpec) -> tuple[Params, tuple[()]]:
@@ -56,7 +60,7 @@ def exact(axes: Axes = None) -> Compressor[tuple[()]]:
 
 
 def unreduced() -> Compressor[tuple[()]]:
-    """No reduction: this rank's slice of its own gradient. As noop_hook.
+    """Return the compressor without a reduction: this rank's slice of its own gradient (noop_hook).
 
     Example:
         >>> import torch, funshard as fs
@@ -69,10 +73,13 @@ def unreduced() -> Compressor[tuple[()]]:
 
 
 def switch(at: int, before: Compressor[S], after: Compressor[T]) -> Compressor[tuple[Tensor, S, T]]:
-    """``before`` for ``at`` steps, then ``after``.
+    """Return the compressor that is ``before`` for some steps, then ``after``.
 
-    The state is ``(steps, before's, after's)``. The number of steps, an int64 scalar on the CPU, is read in Python: it
-    must not come from outside of `testing.spmd` or torch.compile.
+    Args:
+        at: The number of steps. The state's counter, an int64 scalar on the CPU, is read in Python: make the state inside of
+            `testing.spmd` or torch.compile.
+        before: The first compressor.
+        after: The second compressor.
 
     Example:
         >>> import torch, funshard as fs
@@ -97,9 +104,13 @@ def switch(at: int, before: Compressor[S], after: Compressor[T]) -> Compressor[t
 
 
 def post_local(start: int, reduce_axes: Axes) -> Compressor[tuple[Tensor, tuple[()], tuple[()]]]:
-    """The mean over all ranks for ``start`` steps, then over ``reduce_axes`` only. As post_localSGD_hook.
+    """Return the compressor with the mean over all ranks for some steps, then over some axes (post_localSGD_hook).
 
-    From then on what is replicated over the other axes drifts apart, and is to be averaged now and then.
+    Replicas on the other axes then drift apart: average them now and then.
+
+    Args:
+        start: The number of steps with all ranks.
+        reduce_axes: The mesh axes to take the mean over after that.
 
     Example:
         >>> import torch, funshard as fs
@@ -117,9 +128,13 @@ def cast(dtype: torch.dtype) -> Compressor[tuple[()]]: ...
 @overload
 def cast(dtype: torch.dtype, inner: Compressor[S]) -> Compressor[S]: ...
 def cast(dtype: torch.dtype, inner: Compressor[S] | None = None) -> Compressor[S] | Compressor[tuple[()]]:
-    """What ``inner``, by default `exact`, makes of the gradients in this dtype, and back: half the bytes for a 16-bit one.
+    """Return the compressor that gives ``inner`` the gradients in another dtype: half the bytes for 16 bits.
 
-    As fp16_compress_hook, bf16_compress_hook and their wrappers. Raises TypeError for a dtype that is not floating point.
+    As fp16_compress_hook, bf16_compress_hook and their wrappers.
+
+    Args:
+        dtype: A floating point dtype (otherwise TypeError). Results are in the gradients' own.
+        inner: A compressor, `exact` by default.
 
     Example:
         >>> import torch, funshard as fs
@@ -147,16 +162,16 @@ def _cast(dtype: torch.dtype, inner: Compressor[S]) -> Compressor[S]:
 
 
 def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple[()]]:
-    """The mean of gradients that are sent as bytes: 256 levels between the smallest and the largest, and zero, of each chunk.
+    """Return the compressor that sends bytes: 256 levels between the smallest and the largest element of a chunk.
 
-    A chunk is so many elements (512 in torch's hook), or all that one rank sends another of a unit. Ranks send each other
-    scales and zero points as float32, and the bytes, and dequantize, add and divide in float32: an element is off by half
-    a level at most. Split units send each rank the slice that it owns, replicated ones all to all, so that what a rank
-    takes in, and holds in float32 while it adds that up, grows with their number. As quantization_pertensor_hook and
-    quantization_perchannel_hook, but without the least scale of 1.2e-7 by which gradients under that vanish. A chunk with a
-    value that is not finite is not finite.
+    As quantization_pertensor_hook and quantization_perchannel_hook, but gradients under 1.2e-7 do not vanish. Ranks add in
+    float32: an element is off by half a level at most. A chunk with a value that is not finite is not finite. The memory for
+    replicated units grows with the number of ranks.
 
-    Raises ValueError for a chunk under 1.
+    Args:
+        chunk: Elements with a scale of their own, at least 1 (otherwise ValueError; 512 in torch's hook); by default all that
+            one rank sends another of a unit.
+        axes: The mesh axes to take the mean over, as for `exact`.
 
     Example:
         >>> import torch, funshard as fs

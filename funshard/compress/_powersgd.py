@@ -57,25 +57,25 @@ def powersgd(
     warm_start: bool = True,
     seed: int = 0,
 ) -> Compressor[PowerSGD]:
-    """The mean's approximation of low rank, ``P @ Q.T``, of which only P and Q are sent.
+    """Return the compressor that sends an approximation of low rank, ``P @ Q.T``, by its factors.
 
-    Each gradient is a matrix [its first dimension, the rest]; with ``batched``, and where only slices are compressed, each
-    unit's buffer is one, padded to a square. It is compressed where P and Q are ``min_compression_rate`` times smaller.
-    Then ``P = orthogonal(sum over ranks of M @ Q)``, ``Q = mean over ranks of M.T @ P``: one all-reduce of every unit's P,
-    together with what is not compressed, and one of every Q, over each axis and for each dtype.
-
-    With ``error_feedback`` M is the gradient and what the steps before have left out of it, ``M - P @ Q.T``: so what was
-    sent and the ranks' mean error add up to the gradients' means, over any number of steps. That takes the memory of this
-    rank's whole gradients, slices with ``axes``. With ``warm_start`` a step starts from the Q of the step before. Random
-    numbers are a function of seed and step. A column of Q that comes out as zeros is drawn anew.
+    ``P = orthogonal(sum over ranks of M @ Q)``, ``Q = mean over ranks of M.T @ P``: one all-reduce of every unit's P, together
+    with gradients that are not compressed, and one of every Q, over each axis and for each dtype. Frozen units are not
+    compressed. Keep the old state after a step with gradients that are not finite (`loss_scale.select`). A state of other
+    options, spec or mesh is a ValueError that names the parameter, before any communication.
 
     Vogels, Karimireddy and Jaggi, PowerSGD, 2019; as powerSGD_hook and batched_powerSGD_hook after their first
-    ``start_powerSGD_iter`` steps, for which there is ``switch(1000, exact(), powersgd())``. A gradient of zeros, which
-    needs orthogonalization_epsilon there, is one here. Frozen units have no state and are not compressed. Leave the state
-    of a step with gradients that are not finite (`loss_scale.select`): it would not be finite again.
+    ``start_powerSGD_iter`` steps, for which there is ``switch(1000, exact(), powersgd())``.
 
-    Raises ValueError for a rank under 1 and, naming the parameter or unit, for a state that is not of these options, spec
-    and mesh, before any communication.
+    Args:
+        rank: The number of columns of P and Q, at least 1 (otherwise ValueError).
+        axes: The mesh axes to compress over, all by default. Slices are then compressed, not whole gradients.
+        batched: Compress each unit's buffer as one square matrix, as slices always are. By default each gradient is a matrix
+            [its first dimension, the rest].
+        min_compression_rate: Compress only if P and Q are so many times smaller than the gradient.
+        error_feedback: Add to M what earlier steps left out. It takes the memory of the gradients that are compressed.
+        warm_start: Start from the Q of the step before.
+        seed: Of random numbers, which also depend on the step.
 
     Example:
         >>> import torch, funshard as fs
