@@ -52,11 +52,7 @@ def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = N
         params: Shards by unit key, or full tensors by parameter name; some or all, the same ones on every rank.
         spec: Their spec.
         axes: The mesh axes to average over. By default those that do not split the unit: none with FSDP, whose slices cannot
-            drift apart, the replicas' with HSDP, every one for a full tensor.
-
-    Raises:
-        ValueError: For an unknown axis, for a unit that one of the axes splits, and for a key that is neither a unit nor a
-            parameter.
+            drift apart, the replicas' with HSDP, every one for a full tensor. An axis that splits a unit is a ValueError.
 
     Example:
         >>> import torch, funshard as fs
@@ -117,8 +113,8 @@ def periodic(
 
     Example:
         >>> import torch, funshard as fs
-        >>> params, state = {"": torch.ones(2)}, fs.averaging.init()
-        >>> params, state = fs.averaging.periodic(params, state, fs.policies.whole()(torch.nn.Linear(2, 1, bias=False)), period=4)
+        >>> spec, params = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False)), {"": torch.ones(2)}
+        >>> params, state = fs.averaging.periodic(params, fs.averaging.init(), spec, period=4)
         >>> state.step
         tensor(1)
     """
@@ -153,9 +149,6 @@ def hierarchical(
         levels: Pairs of a period and mesh axes, such as ``[(2, "pair"), (8, ("quad", "pair"))]``: periods grow, and each level
             has all axes of the one before (otherwise ValueError).
         warmup_steps: The first step that may average.
-
-    Raises:
-        ValueError: As `average`, for any of the levels and at every step.
 
     Example:
         >>> import torch, funshard as fs
@@ -198,10 +191,7 @@ def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, red
         state: The state.
         spec: The spec of the gradients.
         start: The number of steps with all axes.
-        reduce_axes: The mesh axes after that; ``()`` reduces nothing.
-
-    Raises:
-        ValueError: For an unknown axis, a negative ``start``, or a unit that another axis splits.
+        reduce_axes: The mesh axes after that; ``()`` reduces nothing. A unit that another axis splits is a ValueError.
 
     Example:
         >>> import torch, funshard as fs
