@@ -69,8 +69,7 @@ def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = N
 def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = None) -> Params:
     """Return the mean over ranks of every floating point buffer, and the others as they are.
 
-    For use before an evaluation or a checkpoint, if each rank's forward has moved its own statistics. The mean of running
-    variances leaves out the differences between ranks' means; `SyncBatchNorm` includes them.
+    The mean of running variances leaves out the differences between ranks' means; `SyncBatchNorm` includes them.
 
     Args:
         buffers: The model's buffers by name, or some of them, the same ones on every rank.
@@ -139,8 +138,8 @@ def hierarchical(
 ) -> tuple[Params, Averaging]:
     """Return ``(the params, averaged over more axes less often, the state of the next step)``.
 
-    Call it after every update. As torch's ``HierarchicalModelAverager``: the steps of the warm-up count, and all levels are due
-    at step 0. From ``warmup_steps`` on, the last level whose period divides the step averages, and no other one.
+    Call it after every update. As torch's ``HierarchicalModelAverager``: from ``warmup_steps`` on, the last level whose period
+    divides the step averages, and no other one. The steps of the warm-up count.
 
     Args:
         params: Shards by unit key, or full tensors by name.
@@ -184,8 +183,7 @@ def hierarchical(
 def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, reduce_axes: Axes) -> tuple[str, ...]:
     """Return the mesh axes to reduce this step's gradients over, outermost first.
 
-    With `periodic` from ``warmup_steps=start`` on after the update this is post-local SGD (arXiv 1808.07217), torch's
-    ``PostLocalSGDOptimizer`` and ``post_localSGD_hook``.
+    With `periodic` from ``warmup_steps=start`` on: post-local SGD (arXiv 1808.07217), torch's ``PostLocalSGDOptimizer``.
 
     Args:
         state: The state.
