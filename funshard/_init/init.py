@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._sharding.agree import check_ranks_agree, fingerprint, talks, telling
+from .._sharding.agree import check_ranks_agree, fingerprint, has_peers, report_to_ranks
 from .._sharding.sharding import check_rank
 from .._spec.fits import full_parameters
 from .._spec.spec import PartitionSpec, bound
@@ -16,7 +16,7 @@ from .._units.flow import encode_at_rest, scatter_unit
 from .._units.host import place_slice
 from .._units.layout import Params, to_memory_order, unflatten_unit
 from .slots import InitFn, Slot
-from .values import Values, WiderReachError, opened
+from .values import Values, WiderReachError, open_values
 
 __all__ = ["init", "init_buffers"]
 
@@ -31,7 +31,7 @@ def init(
     device: torch.device | str | None = None,
     check_values: bool = True,
 ) -> Params:
-    """``shard`` of the model as its initialisers make it, of a model on the meta device: parameters that are born sharded.
+    """Initialise a model on the meta device unit by unit, and return the shards of its parameters, as `shard` does.
 
     >>> import torch, funshard as fs
     >>> with torch.device("meta"):
@@ -66,11 +66,11 @@ def init(
     """
     spec = bound(spec)
     mesh = spec.bound_mesh
-    together = rank is None and talks(mesh) and _torch.is_eager()
-    with telling(spec, together):
+    together = rank is None and has_peers(mesh) and _torch.is_eager()
+    with report_to_ranks(spec, together):
         check_rank("init", spec, rank)
-        where = _device(spec, device)
-        number = _seed(seed, init_fn)
+        where = _resolve_device(spec, device)
+        number = _resolve_seed(seed, init_fn)
         full = full_parameters(model, spec)
         for name in (name for name in spec.by_name if not full[name].is_meta):
             raise ValueError(
@@ -80,29 +80,29 @@ def init(
     if together:
         check_ranks_agree(spec, asked=(f"init(seed={number})",))
     digest = None
-    with telling(spec, together), opened(model, init_fn, number, where) as values:
-        slots = {name: slot for slot in values.slots for name in _names(slot, spec)}
-        values.check(slots.values())
+    with report_to_ranks(spec, together), open_values(model, init_fn, number, where) as values:
+        slots = {name: slot for slot in values.slots for name in _owned_names(slot, spec)}
+        values.check_reached(slots.values())
         while True:
             try:
-                params, digests = _units(values, slots, spec, rank, where, together and check_values)
+                params, digests = _init_units(values, slots, spec, rank, where, together and check_values)
                 break
             except WiderReachError:
                 continue
         digest = torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)
     if together:
-        check_ranks_agree(spec, digest if check_values else None, mend=MEND)
+        check_ranks_agree(spec, digest if check_values else None, hint=VALUES_HINT)
     return params
 
 
-MEND = "expected initialisers that depend on the module and torch's default generators alone; or give check_values=False"
+VALUES_HINT = "expected initialisers that depend on the module and torch's default generators alone; or give check_values=False"
 
 
-def _units(
+def _init_units(
     values: Values, slots: dict[str, Slot], spec: PartitionSpec, rank: int | None, device: torch.device, compared: bool
 ) -> tuple[Params, list[Tensor]]:
-    """Each unit's slice, and the fingerprints of its parameters if they are to be compared."""
-    most = _most(values, spec)
+    """Return each unit's slice, and the fingerprints of its parameters if ``compared``."""
+    most = _largest_nbytes(values, spec)
     out: Params = {}
     digests: list[Tensor] = []
     numels = {unit.key: spec.padded_numel(unit) for unit in spec}
@@ -111,7 +111,7 @@ def _units(
     with _torch.below_transforms():  # one buffer for all split units: between slices of many buffers, malloc keeps memory
         workspace = torch.empty(longest, dtype=torch.uint8, device=device)
 
-    def made(unit: Unit) -> Tensor:
+    def init_slice(unit: Unit) -> Tensor:
         numel = numels[unit.key]
         with _torch.below_transforms():
             if unit.key in shared:
@@ -125,8 +125,8 @@ def _units(
         return scatter_unit(buffer, unit, spec.bound_mesh, rank)
 
     for unit in spec:
-        out[unit.key] = place_slice(encode_at_rest(made(unit), unit), unit, spec.bound_mesh)
-    values.settle(most)
+        out[unit.key] = place_slice(encode_at_rest(init_slice(unit), unit), unit, spec.bound_mesh)
+    values.run_unsure(most)
     return out, digests
 
 
@@ -138,7 +138,7 @@ def init_buffers(
     seed: int | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, Tensor]:
-    """The buffers of a model on the meta device, by name: what functional_call takes as ``buffers=``.
+    """Return the buffers of a model on the meta device, by name, as functional_call takes them in ``buffers=``.
 
     Those that have no values get them as parameters do by `init`, from the same arguments: BatchNorm's statistics by
     ``reset_parameters``, the rotary frequencies of transformers by ``init_fn=model._init_weights``. The others are copied.
@@ -161,16 +161,16 @@ def init_buffers(
         tensor([1., 1.])
     """
     spec = bound(spec)
-    where = _device(spec, device)
-    number = _seed(seed, init_fn)
-    with opened(model, init_fn, number, where) as values:
+    where = _resolve_device(spec, device)
+    number = _resolve_seed(seed, init_fn)
+    with open_values(model, init_fn, number, where) as values:
         wanted = [slot for slot in values.slots if not slot.param]
-        values.check(wanted)
+        values.check_reached(wanted)
         while True:
             made = {id(slot.tensor): slot.empty(where) for slot in wanted}
             try:
-                values.fill({slot: made[id(slot.tensor)] for slot in wanted}, _most(values, spec))
-                values.settle(_most(values, spec))
+                values.fill({slot: made[id(slot.tensor)] for slot in wanted}, _largest_nbytes(values, spec))
+                values.run_unsure(_largest_nbytes(values, spec))
                 break
             except WiderReachError:
                 continue
@@ -180,25 +180,25 @@ def init_buffers(
     return {name: made[id(tensor)] for name, tensor in named.items() if tensor is not None}
 
 
-def _names(slot: Slot, spec: PartitionSpec) -> tuple[str, ...]:
+def _owned_names(slot: Slot, spec: PartitionSpec) -> tuple[str, ...]:
     owned = spec.by_name.get(slot.name) if slot.param else None
     return () if owned is None else (owned[1].name,)
 
 
-def _most(values: Values, spec: PartitionSpec) -> int:
-    """Bytes of the largest unit, or of the largest module's own where they are in several."""
+def _largest_nbytes(values: Values, spec: PartitionSpec) -> int:
+    """Return the bytes of the largest unit, or of the largest module's own tensors if they are more."""
     return max(values.largest_module, *(unit.numel * unit.dtype.itemsize for unit in spec), 0)
 
 
-def _device(spec: PartitionSpec, device: torch.device | str | None) -> torch.device:
-    """Where values are made, with its index."""
+def _resolve_device(spec: PartitionSpec, device: torch.device | str | None) -> torch.device:
+    """Return the device on which values are made, with its index."""
     found = torch.device(device) if device is not None else spec.bound_mesh.device or torch.device("cpu")
     if found.type == "meta" and spec.bound_mesh.device != found:
         raise ValueError("init: device='meta': expected one that can hold values, or none for the mesh's")
     return torch.empty(0, device=found).device
 
 
-def _seed(seed: int | None, init_fn: InitFn | None) -> int:
+def _resolve_seed(seed: int | None, init_fn: InitFn | None) -> int:
     if init_fn is not None and not callable(init_fn):
         raise TypeError(f"init: init_fn: expected a function of a module, got {type(init_fn).__name__}")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]

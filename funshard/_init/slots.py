@@ -1,4 +1,4 @@
-"""What of a model is on the meta device, and which function of which module gives it values."""
+"""The parameters and buffers of a model on the meta device, and the functions that initialise them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._spec.tree import join, refuse_compiled
 from .._torch.layers import find_reset
 
-__all__ = ["InitFn", "Initialiser", "Slot", "initialisers", "sample", "slots_of"]
+__all__ = ["InitFn", "Initialiser", "Slot", "find_initialisers", "find_slots", "format_slots"]
 
 InitFn = Callable[[nn.Module], object]
 
@@ -23,45 +23,49 @@ class Slot:
 
     name: str
     path: str
-    """The module that it is found in first."""
+    """The path of the first module that has it."""
     tensor: Tensor
     param: bool
     modules: list[nn.Module] = field(default_factory=list)
-    """All that it is in."""
+    """Every module that has it."""
 
     @property
     def kind(self) -> str:
-        """What it is, to say."""
+        """The word for it in an error."""
         return "parameter" if self.param else "buffer"
 
     @property
     def owner(self) -> str:
-        """Its first module, to say."""
+        """The first module that has it, for an error."""
         return f"module '{self.path}' ({type(self.modules[0]).__name__})"
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size of its values in bytes."""
         return self.tensor.numel() * self.tensor.itemsize
 
     @property
-    def floats(self) -> bool:
-        """Whether what nothing was written to is known by NaN, for which torch has no test in dtypes of 8 bits."""
+    def uses_nan(self) -> bool:
+        """Whether NaN marks elements that nobody wrote. torch has no test for NaN in dtypes of 8 bits."""
         return (self.tensor.is_floating_point() or self.tensor.is_complex()) and self.tensor.itemsize > 1
 
     def empty(self, device: torch.device) -> Tensor:
-        """Memory for it, in its own order of the dimensions."""
+        """Return memory for it, in its own order of the dimensions."""
         return torch.empty_like(self.tensor, device=device, requires_grad=False)
 
-    def dressed(self, values: Tensor) -> Tensor:
-        """These values, in the same memory, as its modules are to find them: with all that was noted on the tensor."""
+    def make_tensor(self, values: Tensor) -> Tensor:
+        """Return a tensor on these values' memory, with the type and the attributes of the slot's own tensor."""
         put = nn.Parameter(values, self.tensor.requires_grad) if self.param else values.detach()
         vars(put).update(vars(self.tensor))
         return put
 
 
-def slots_of(model: nn.Module) -> dict[int, Slot]:
-    """By the id of the tensor, in the order of the modules. TypeError for what is no dense nn.Parameter, and for scripts."""
+def find_slots(model: nn.Module) -> dict[int, Slot]:
+    """Return the slots by the ids of their tensors, in the order of the modules.
+
+    Raises:
+        TypeError: For a ScriptModule, and for a tensor that is no dense nn.Parameter or buffer.
+    """
     found: dict[int, Slot] = {}
     for path, module in model.named_modules():
         refuse_compiled(path, module)
@@ -90,8 +94,8 @@ class Initialiser:
         return f"module '{self.path}' ({type(self.module).__name__})"
 
 
-def initialisers(model: nn.Module, init_fn: InitFn | None) -> list[Initialiser]:
-    """In the order of ``nn.Module.apply``, children first, each module once: ``init_fn`` of all, or who can reset itself."""
+def find_initialisers(model: nn.Module, init_fn: InitFn | None) -> list[Initialiser]:
+    """Return the initialisers in the order of ``nn.Module.apply``: ``init_fn`` of each module, or its reset_parameters."""
     paths = {module: path for path, module in model.named_modules()}
 
     def of(module: nn.Module) -> Callable[[], object] | None:
@@ -110,7 +114,7 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
     yield module
 
 
-def sample(slots: Iterable[Slot], most: int = 3) -> str:
-    """A few of them, to show."""
+def format_slots(slots: Iterable[Slot], most: int = 3) -> str:
+    """Return the names of a few slots, for an error."""
     every = sorted(slot.name for slot in slots)
     return ", ".join(f"'{name}'" for name in every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")

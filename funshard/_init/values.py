@@ -1,4 +1,4 @@
-"""The values that a model's initialisers give, a few tensors at a time: from a seed, as often as they are wanted."""
+"""The values that a model's initialisers compute from a seed, a few tensors at a time, as often as they are needed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._call.swap import restored, this_thread
-from .runs import Twins
-from .slots import InitFn, Initialiser, Slot, initialisers, sample, slots_of
+from .sandbox import InitSandbox
+from .slots import InitFn, Initialiser, Slot, find_initialisers, find_slots, format_slots
 
-__all__ = ["Values", "WiderReachError", "opened"]
+__all__ = ["Values", "WiderReachError", "open_values"]
 
 
 class WiderReachError(Exception):
-    """An initialiser touched what it was not known to touch. It is known now: what was made before is to be made again."""
+    """An initialiser touched a slot outside its known reach, which now includes it: values made before must be made again."""
 
 
 @contextlib.contextmanager
-def opened(model: nn.Module, init_fn: InitFn | None, seed: int, device: torch.device) -> Generator[Values]:
-    """The model's `Values`. Within it the model has others' tensors; after it all that it had, and torch its random state."""
-    slots, runs = slots_of(model), initialisers(model, init_fn)
+def open_values(model: nn.Module, init_fn: InitFn | None, seed: int, device: torch.device) -> Generator[Values]:
+    """Yield the model's `Values`; afterwards restore the model's tensors and torch's random state."""
+    slots, runs = find_slots(model), find_initialisers(model, init_fn)
     devices = [device] if _torch.is_accelerator(device) else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"))
@@ -33,20 +33,20 @@ def opened(model: nn.Module, init_fn: InitFn | None, seed: int, device: torch.de
         if torch.get_default_device().type == "meta":  # as within `with torch.device("meta")`, where the model was made
             stack.enter_context(device)
         with _torch.below_transforms():
-            values = Values(runs, slots.values(), Twins(model, slots, seed, device), device)
+            values = Values(runs, slots.values(), InitSandbox(model, slots, seed, device), device)
         yield values
 
 
 class Values:
-    """What a model's initialisers make of its slots, within `opened`.
+    """The values that a model's initialisers give its slots, within `open_values`.
 
-    Of the slots those in an initialiser's *reach* have values for it: its module's own, and what it touches beside. It runs
-    on the meta device alone first, to find its reach. The value of a slot is what all initialisers with it in their reach
-    make of it, one after the other: so it follows from the model alone, and not from what else is made with it.
+    An initialiser's *reach* is the slots of its module and all others that it touches; only they have values when it runs. A
+    first run on the meta device finds the reach. A slot's value is the result of all initialisers that reach it, in order:
+    it depends on the model alone, not on which slots are filled together.
     """
 
-    def __init__(self, runs: list[Initialiser], slots: Collection[Slot], twins: Twins, device: torch.device) -> None:
-        self.slots, self._runs, self._twins, self._device = slots, runs, twins, device
+    def __init__(self, runs: list[Initialiser], slots: Collection[Slot], sandbox: InitSandbox, device: torch.device) -> None:
+        self.slots, self._runs, self._sandbox, self._device = slots, runs, sandbox, device
         self._own: dict[nn.Module, set[Slot]] = defaultdict(set)
         for slot in slots:
             for module in slot.modules:
@@ -54,11 +54,11 @@ class Values:
         self._reach: list[set[Slot]] = [set() for _ in runs]
         self._reached_by: dict[Slot, set[int]] = {slot: set() for slot in slots}
         self._unsure: set[int] = set()
-        """Those that failed there, and did not yet run with values: they may reach further."""
+        """The initialisers that failed on the meta device and did not yet run with values: they may reach further."""
         for i, one in enumerate(runs):
             with warnings.catch_warnings():  # which come again when it runs with values
                 warnings.simplefilter("ignore")
-                run = twins.run(one, {})
+                run = sandbox.run(one, {})
             self._widen(i, self._own[one.module] | run.touched)
             if run.error:
                 self._unsure.add(i)
@@ -70,11 +70,11 @@ class Values:
 
     @property
     def largest_module(self) -> int:
-        """Bytes of what one module owns, at most."""
+        """The most bytes that one module owns."""
         return max((sum(slot.nbytes for slot in own) for own in self._own.values()), default=0)
 
-    def check(self, slots: Iterable[Slot]) -> None:
-        """ValueError, naming the module, for a slot that is in no initialiser's reach."""
+    def check_reached(self, slots: Iterable[Slot]) -> None:
+        """Raise ValueError, naming the module, for a slot that is in no initialiser's reach."""
         for slot in slots:
             if not self._reached_by[slot]:
                 raise ValueError(
@@ -91,9 +91,9 @@ class Values:
         left = dict(wanted)
         with _torch.below_transforms():
             while left:
-                runs, slots = self._together(next(iter(left)))
-                self._check_beside([slot for slot in slots if slot not in wanted], runs, most)
-                values = {slot: self._unset(slot, wanted.get(slot)) for slot in slots}
+                runs, slots = self._find_connected(next(iter(left)))
+                self._check_held_bytes([slot for slot in slots if slot not in wanted], runs, most)
+                values = {slot: self._allocate_unset(slot, wanted.get(slot)) for slot in slots}
                 written: set[Slot] = set()
                 for i in runs:
                     written |= self._run(i, values)
@@ -103,15 +103,15 @@ class Values:
                         wanted[slot].copy_(values[slot])
                     del left[slot]
 
-    def settle(self, most: int) -> None:
-        """Run what did not run for any slot that was wanted, and may reach one. To be called at the end, raises as `fill`."""
+    def run_unsure(self, most: int) -> None:
+        """Run the initialisers that failed on the meta device and did not run since. Call it last; it raises as `fill` does."""
         for i in sorted(self._unsure):
             self.fill({slot: slot.empty(self._device) for slot in self._reach[i]}, most)
             if not self._reach[i]:
                 self._run(i, {})
 
-    def _together(self, first: Slot) -> tuple[list[int], list[Slot]]:
-        """Which initialisers have to run for this slot, in their order, and all slots in their reach."""
+    def _find_connected(self, first: Slot) -> tuple[list[int], list[Slot]]:
+        """Return the initialisers that must run for this slot, in their order, and all slots in their reach."""
         runs: set[int] = set()
         slots, new = {first: None}, [first]
         while new:
@@ -121,8 +121,8 @@ class Values:
         return sorted(runs), list(slots)
 
     def _run(self, i: int, values: Mapping[Slot, Tensor]) -> set[Slot]:
-        """Run an initialiser on what of these is in its reach; what it wrote to."""
-        run = self._twins.run(self._runs[i], {slot: values[slot] for slot in self._reach[i]})
+        """Run an initialiser on the slots in its reach and return those that it wrote."""
+        run = self._sandbox.run(self._runs[i], {slot: values[slot] for slot in self._reach[i]})
         if run.touched - self._reach[i]:
             self._widen(i, run.touched)
             raise WiderReachError
@@ -132,27 +132,27 @@ class Values:
         self._unsure.discard(i)
         return run.written
 
-    def _unset(self, slot: Slot, given: Tensor | None) -> Tensor:
-        if not slot.floats:
+    def _allocate_unset(self, slot: Slot, given: Tensor | None) -> Tensor:
+        if not slot.uses_nan:
             return slot.empty(self._device)  # in memory of its own, so that a write to it is seen
         return (slot.empty(self._device) if given is None else given).fill_(torch.nan)
 
     def _check_set(self, slot: Slot, value: Tensor, written: set[Slot]) -> None:
         if not value.numel() or _torch.is_fake(value):
             return
-        pieces = value.reshape(-1).split(1 << 24) if slot.floats else ()  # a mask of all of it would be memory
-        if slot not in written if not slot.floats else torch.stack([piece.isnan().any() for piece in pieces]).any():
+        pieces = value.reshape(-1).split(1 << 24) if slot.uses_nan else ()  # a mask of all of it would be memory
+        if slot not in written if not slot.uses_nan else torch.stack([piece.isnan().any() for piece in pieces]).any():
             raise ValueError(
                 f"init: {slot.kind} '{slot.name}' of {slot.owner} was left without values, or has some that are NaN: expected "
                 "its initialiser to write all of it; an init_fn is all that initialises a module, and may call its "
                 "reset_parameters"
             )
 
-    def _check_beside(self, beside: list[Slot], runs: list[int], most: int) -> None:
+    def _check_held_bytes(self, beside: list[Slot], runs: list[int], most: int) -> None:
         if (nbytes := sum(slot.nbytes for slot in beside)) > most:
             foreign = {i: self._reach[i] - self._own[self._runs[i].module] for i in runs}
             widest = max(runs, key=lambda i: sum(slot.nbytes for slot in foreign[i]))
-            what = f"touches {sample(foreign[widest])}" if foreign[widest] else f"is tied to {sample(beside)}"
+            what = f"touches {format_slots(foreign[widest])}" if foreign[widest] else f"is tied to {format_slots(beside)}"
             raise ValueError(
                 f"init: the initialiser of {self._runs[widest]} {what}, in other units: with it "
                 f"{nbytes:,} bytes would be held beside a unit, and the largest unit has {most:,}; expected an init_fn that "

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they rely on it: that specs and values agree, that a source has what it should."""
+"""Checks between ranks before they communicate: specs and values agree, and a source has the right parameters."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = [
     "broadcast_text",
     "check_ranks_agree",
     "fingerprint",
-    "fingerprints",
+    "fingerprint_params",
     "gather_texts",
+    "has_peers",
+    "hash_spec",
     "process_group",
-    "spec_numbers",
-    "talks",
-    "telling",
+    "report_to_ranks",
 ]
 
 
-def _lines(spec: PartitionSpec) -> list[str]:
-    """What must be alike on all ranks, a line for each parameter."""
+def _spec_lines(spec: PartitionSpec) -> list[str]:
+    """Return what must be equal on all ranks, a line for each parameter."""
     order = [] if spec.runs is None else [f"order {', '.join(map(repr, spec.runs))}"]
     return order + [
         f"unit '{unit.key}' {unit.p}: parameter '{min(p.names)}' {list(p.shape)} {p.dtype} order={p.order} "
@@ -43,54 +43,56 @@ def _lines(spec: PartitionSpec) -> list[str]:
     ]
 
 
-def spec_numbers(spec: PartitionSpec) -> list[int]:
-    """Numbers that are alike on ranks for whose specs `check_ranks_agree` would find nothing."""
-    return list(struct.unpack("<4q", hashlib.sha256("\n".join(_lines(spec)).encode()).digest()))
+def hash_spec(spec: PartitionSpec) -> list[int]:
+    """Return four numbers that are equal on two ranks if `check_ranks_agree` finds their specs equal."""
+    return list(struct.unpack("<4q", hashlib.sha256("\n".join(_spec_lines(spec)).encode()).digest()))
 
 
-MEND = (
+VALUES_HINT = (
     "call torch.manual_seed with one seed on all ranks before the model is built, or take those of one rank by "
     "shard(..., src=0), or, if they are meant to differ, give check_values=False"
 )
 
 
 def check_ranks_agree(
-    spec: PartitionSpec, values: Tensor | None = None, asked: tuple[str, ...] = (), *, error: str = "", mend: str = MEND
+    spec: PartitionSpec, values: Tensor | None = None, asked: tuple[str, ...] = (), *, error: str = "", hint: str = VALUES_HINT
 ) -> None:
-    """ValueError on every rank of the mesh if their specs differ, their values, or if one reports an error of its own.
+    """Raise ValueError on every rank of the mesh if specs or values differ, or if one rank reports an error.
 
-    ``values`` are the `fingerprints` of parameters that all ranks should have alike, ``asked`` what all must have asked
-    for, ``mend`` what to do where values differ. One small all-gather of a digest per mesh axis. Only when all axes are
-    through is the result looked at: a rank that raised before would leave others waiting.
+    ``values`` are the `fingerprint_params` of parameters that all ranks should have equal, ``asked`` are options that all must
+    have given, ``hint`` says what to do if values differ. Sends one small all-gather of a digest per mesh axis, and reads the
+    results after the last one: a rank that raised earlier would leave the others waiting.
     """
     mesh = spec.bound_mesh
     asked = (*asked, f"check_values={values is not None}")
-    lines = [error] if error else [*asked, *_lines(spec)]
+    lines = [error] if error else [*asked, *_spec_lines(spec)]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     device = mesh.device or torch.device("cpu")
     own = torch.zeros(0, dtype=torch.int64, device=device) if values is None else values.to(device)
-    rows = _rows(torch.cat([torch.tensor(list(digest), dtype=torch.uint8, device=device), _mixed(own).view(torch.uint8)]), mesh)
+    rows = _gather_rows(
+        torch.cat([torch.tensor(list(digest), dtype=torch.uint8, device=device), _hash_words(own).view(torch.uint8)]), mesh
+    )
     differs = (rows != rows[0]).any(0).tolist()
     if any(differs[: len(digest)]):
-        _raise_difference(lines, mesh, device)
+        _raise_spec_difference(lines, mesh, device)
     if any(differs):
-        _raise_values(own, spec, mesh, mend)
+        _raise_value_difference(own, spec, mesh, hint)
 
 
 @contextlib.contextmanager
-def telling(spec: PartitionSpec, together: bool) -> Generator[None]:
-    """Within it an error is told to the ranks that wait in `check_ranks_agree`, if there are any."""
+def report_to_ranks(spec: PartitionSpec, together: bool) -> Generator[None]:
+    """Report an error raised inside to the ranks that wait in `check_ranks_agree`, if ``together``, and raise it."""
     try:
         yield
     except Exception as error:
         if together:
-            told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             with contextlib.suppress(ValueError):
-                check_ranks_agree(spec, error=told)
+                check_ranks_agree(spec, error=text)
         raise
 
 
-def _raise_difference(lines: list[str], mesh: Mesh, device: torch.device) -> NoReturn:
+def _raise_spec_difference(lines: list[str], mesh: Mesh, device: torch.device) -> NoReturn:
     texts = gather_texts("\n".join(lines), mesh, device)
     other, rank = next((t.split("\n"), r) for r, t in enumerate(texts) if t != texts[0])
     first = texts[0].split("\n")
@@ -102,8 +104,8 @@ def _raise_difference(lines: list[str], mesh: Mesh, device: torch.device) -> NoR
     )
 
 
-def _raise_values(own: Tensor, spec: PartitionSpec, mesh: Mesh, mend: str) -> NoReturn:
-    rows = _rows(own, mesh)
+def _raise_value_difference(own: Tensor, spec: PartitionSpec, mesh: Mesh, hint: str) -> NoReturn:
+    rows = _gather_rows(own, mesh)
     differs = rows != rows[0]
     names = [(unit.key, param.name) for unit in spec for param in unit.params]
     which = differs.any(0).nonzero().flatten().tolist()
@@ -112,21 +114,21 @@ def _raise_values(own: Tensor, spec: PartitionSpec, mesh: Mesh, mend: str) -> No
     raise ValueError(
         f"parameter '{name}' of unit '{key}': expected the same values on all ranks of the mesh {mesh.names}, got others on "
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} than on rank 0 ({len(which)} of {len(names)} parameters "
-        f"differ); {mend}"
+        f"differ); {hint}"
     )
 
 
-# --- Values as numbers that differ where they do. ---
+# --- Hashes of values. ---
 
 _PIECE = 1 << 17
-"""Words that are looked at together: what they are multiplied by then stays in the cache."""
+"""Words hashed at once: few enough that their factors stay in the cache."""
 
 
-def fingerprints(params: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
-    """For each parameter, in the order of the spec, a number that follows from its bits: NaN and -0.0 like all others.
+def fingerprint_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
+    """Return a hash of the bits of each parameter, in the order of the spec, with NaN and -0.0 like any other values.
 
-    Sums of 64-bit words, each times an odd number of its place, modulo 2**64: one changed word always shows. Made on the
-    parameter's own device.
+    A hash sums the 64-bit words, each times an odd number for its place, modulo 2**64: one changed word always changes it. It
+    is computed on the parameter's own device.
     """
     with torch.no_grad():
         found = [
@@ -138,7 +140,7 @@ def fingerprints(params: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number that follows from the tensor's bits, as an int64 tensor without dimensions; 0 on the meta device."""
+    """Return a hash of the tensor's bits, as an int64 scalar tensor; 0 on the meta device."""
     if tensor.is_meta:
         return torch.zeros((), dtype=torch.int64)
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)
@@ -147,11 +149,11 @@ def fingerprint(tensor: Tensor) -> Tensor:
     raw = flat.view(torch.uint8)
     whole = raw.numel() // 8 * 8
     words = raw[:whole] if raw.storage_offset() % 8 == 0 else raw[:whole].clone()
-    return _mixed(torch.cat([_mixed(words.view(torch.int64)), raw[whole:].long()]))[0]
+    return _hash_words(torch.cat([_hash_words(words.view(torch.int64)), raw[whole:].long()]))[0]
 
 
-def _mixed(words: Tensor) -> Tensor:
-    """One number, as a tensor of one element, that follows from these and their places."""
+def _hash_words(words: Tensor) -> Tensor:
+    """Return a hash of words and their places, as an int64 tensor [1]."""
     places = torch.arange(1, min(len(words), _PIECE) + 1, device=words.device)
     places *= -0x61C8864680B583EB  # as in splitmix64: neighbours get numbers that have nothing in common
     places = (places ^ (places >> 29)) * -0x40A7B892E31B1A47 | 1
@@ -164,33 +166,33 @@ def _mixed(words: Tensor) -> Tensor:
 # --- Between the ranks. ---
 
 
-def talks(mesh: Mesh) -> bool:
-    """Whether there are other processes on the mesh, with groups to reach them by."""
-    return bool(_talking(mesh))
+def has_peers(mesh: Mesh) -> bool:
+    """Return whether the mesh has other processes and process groups to reach them."""
+    return bool(_process_axes(mesh))
 
 
-def _talking(mesh: Mesh) -> list[ProcessAxis]:
+def _process_axes(mesh: Mesh) -> list[ProcessAxis]:
     return [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1]
 
 
-def _rows(row: Tensor, mesh: Mesh) -> Tensor:
-    """The rows of all ranks of the mesh, in its row-major order, over the axes that can communicate."""
+def _gather_rows(row: Tensor, mesh: Mesh) -> Tensor:
+    """Return the rows of all ranks, in the mesh's row-major order, over the axes that have process groups."""
     rows = row.unsqueeze(0)
-    for axis in reversed(_talking(mesh)):
+    for axis in reversed(_process_axes(mesh)):
         rows = gather_slices(rows, axis)
     return rows
 
 
 def gather_texts(text: str, mesh: Mesh, device: torch.device) -> list[str]:
-    """The texts of all ranks of the mesh, in its row-major order, over the axes that can communicate."""
+    """Return the texts of all ranks, in the mesh's row-major order, over the axes that have process groups."""
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    lengths = _rows(torch.tensor([len(data)], device=device), mesh).flatten().tolist()
+    lengths = _gather_rows(torch.tensor([len(data)], device=device), mesh).flatten().tolist()
     padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
-    return [bytes(row[:n].tolist()).decode() for row, n in zip(_rows(padded, mesh), lengths, strict=True)]
+    return [bytes(row[:n].tolist()).decode() for row, n in zip(_gather_rows(padded, mesh), lengths, strict=True)]
 
 
 def broadcast_text(text: str, mesh: Mesh, source: tuple[int, ...], device: torch.device) -> str:
-    """The source's text on every rank of the mesh: an axis at a time, the length first."""
+    """Return the source's text on every rank of the mesh. Broadcasts over one axis at a time, the length first."""
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     for name, src in zip(mesh.names, source, strict=True):
         _, group = process_group(mesh, name)
@@ -205,7 +207,7 @@ def broadcast_text(text: str, mesh: Mesh, source: tuple[int, ...], device: torch
 
 
 def process_group(mesh: Mesh, name: str) -> tuple[ProcessAxis, dist.ProcessGroup | None]:
-    """An axis that is no simulated one, and its process group, None for a single rank; ValueError without one."""
+    """Return a mesh axis and its process group, None for a single rank; raise ValueError if it has none."""
     axis = mesh[name]
     assert isinstance(axis, ProcessAxis)
     if axis.size > 1 and not axis.name:

@@ -26,9 +26,9 @@ __all__ = ["gather_full", "gather_to_first", "scatter_full"]
 def gather_full(
     shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank0_only: bool = False, offload_to_cpu: bool = False
 ) -> Params:
-    """The full parameters by name, each a tensor of its own without gradient, unit by unit: summon_full_params.
+    """Return the full parameters by name, gathered unit by unit, each a tensor of its own without gradient.
 
-    In the order of ``model.named_parameters()``, which torch.func.jvp compares.
+    As summon_full_params. In the order of ``model.named_parameters()``, which torch.func.jvp compares.
 
     With ``rank0_only`` the mesh's first rank alone gets them, by a gather that allocates nothing elsewhere; the others
     get ``{}``. With ``offload_to_cpu`` each unit goes to host memory before the next is gathered, so that the peak on
@@ -53,34 +53,34 @@ def gather_full(
     waiting: Callable[[], Params] = dict
     with torch.no_grad():
         for unit in units:
-            copies = _copies(shards[unit.key].detach(), unit, mesh, rank0_only, offload_to_cpu)
+            copies = _copy_params(shards[unit.key].detach(), unit, mesh, rank0_only, offload_to_cpu)
             full |= waiting()  # the one before, while this one is on its way
             waiting = copies
         return spec._to_model_order(full | waiting())
 
 
-def _copies(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_cpu: bool) -> Callable[[], Params]:
-    """A gathered unit's parameters, copied; its buffer is gone when this returns, before the next one is gathered.
+def _copy_params(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_cpu: bool) -> Callable[[], Params]:
+    """Gather a unit and copy its parameters; its buffer is freed on return, before the next unit is gathered.
 
-    Where they leave a device for the host that is one copy, which is waited for when what comes back is called.
+    From a device to the host this is one copy, for which the returned function waits.
     """
     buffer = gather_to_first(piece, unit, mesh) if rank0_only else gather_unit(piece, unit, mesh)
     if buffer is None:
         return dict
     if offload_to_cpu and buffer.device.type != "cpu":
         copy = start_copy_to_host(buffer)
-        return lambda: _by_name(copy(), unit)
-    copies = _by_name(buffer, unit)
+        return lambda: _clone_params(copy(), unit)
+    copies = _clone_params(buffer, unit)
     return lambda: copies
 
 
-def _by_name(buffer: Tensor, unit: Unit) -> Params:
-    """Each parameter as a tensor of its own: one that shared its memory with others could not be saved by itself."""
+def _clone_params(buffer: Tensor, unit: Unit) -> Params:
+    """Return each parameter as a tensor of its own: one that shares memory with others cannot be saved by itself."""
     return {param.name: t.clone() for param, t in zip(unit.params, unflatten_unit(buffer, unit), strict=True)}
 
 
 def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src: int = 0) -> Params:
-    """The shards of the parameters that rank ``src`` of the mesh holds; the other ranks give None. The write-back.
+    """Return the shards of the full parameters on rank ``src`` of the mesh; the other ranks give None.
 
     Only slices travel: a scatter over the sharded axes, a broadcast over the replicated ones. The shards have the
     spec's dtypes and the mesh's device. Inverse of ``gather_full(..., rank0_only=True)``.
@@ -117,13 +117,13 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
 # --- Gathers to one rank and scatters from one: data movement, below autograd, over c10d's own collectives. ---
 
 
-def _bytes(buffer: Tensor) -> Tensor:
-    """A 1-D buffer as the bytes that it is: every backend moves these, of whatever dtype."""
+def _as_bytes(buffer: Tensor) -> Tensor:
+    """Return a 1-D buffer as bytes, which every backend sends, whatever the dtype is."""
     return buffer.contiguous().view(torch.uint8)
 
 
 def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
-    """The unit's buffer on the mesh's first rank; None, and no buffer, on the others."""
+    """Return the unit's buffer on the mesh's first rank; None on the others, which allocate nothing."""
     at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
     piece = piece.to(used_on(unit, mesh) or piece.device)
     if any(at[name] for name in mesh.names if name not in unit.p.axes):
@@ -132,7 +132,7 @@ def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
         axis, group = process_group(mesh, name)
         if group is None:
             continue
-        raw = _bytes(piece)
+        raw = _as_bytes(piece)
         rows = raw.new_empty(axis.size, len(raw)) if at[name] == 0 else None
         dist.gather(raw, None if rows is None else list(rows), group=group, group_dst=0)
         if rows is None:
@@ -145,7 +145,7 @@ def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
 def _scatter_from(
     buffer: Tensor | None, unit: Unit, spec: PartitionSpec, mesh: Mesh, source: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """The inverse: slices of the source's buffer along the sharded axes, then copies along the replicated ones."""
+    """Scatter the source's buffer along the sharded axes, then broadcast along the replicated ones."""
     numel = spec.padded_numel(unit)
     here, want = (dict(zip(mesh.names, c, strict=True)) for c in (rank_coords(mesh, None), source))
     rest = list(mesh.names)
@@ -160,12 +160,12 @@ def _scatter_from(
             continue
         out = torch.empty(numel, dtype=unit.dtype, device=device)
         if split:
-            whole = None if buffer is None or here[name] != want[name] else _bytes(buffer)
+            whole = None if buffer is None or here[name] != want[name] else _as_bytes(buffer)
             pieces = None if whole is None else list(whole.view(axis.size, len(whole) // axis.size))
-            dist.scatter(_bytes(out), pieces, group=group, group_src=want[name])
+            dist.scatter(_as_bytes(out), pieces, group=group, group_src=want[name])
         else:
             out = buffer if buffer is not None else out
-            dist.broadcast(_bytes(out), group=group, group_src=want[name])
+            dist.broadcast(_as_bytes(out), group=group, group_src=want[name])
         buffer = out
     assert buffer is not None
     return buffer

@@ -22,7 +22,7 @@ __all__ = ["reduce_grads", "reduce_mean", "weight_share"]
 def reduce_grads(
     grads: Mapping[str, Tensor], spec: PartitionSpec, *, reduce_axes: Iterable[str] | None = None, reduce: Divide = "mean"
 ) -> Params:
-    """The gradients of the shards, by unit key, from each rank's own gradients: their mean over ranks, in slices.
+    """Return the gradients of the shards, by unit key: the mean over ranks of each rank's own gradients, in slices.
 
     Differentiate with respect to ``unshard(params, spec)`` as often as you like, add up, and reduce once: ``no_sync``.
     ``grads`` are full gradients by parameter name, all of a unit's or none of them. ``reduce_axes`` are the mesh axes to reduce
@@ -43,7 +43,7 @@ def reduce_grads(
     """
     spec = bound(spec)
     mesh = spec.bound_mesh
-    full, slices = _given(grads, spec)
+    full, slices = _split_units(grads, spec)
     reduction = resolve_reduction(reduce, mesh.names if reduce_axes is None else reduce_axes, mesh, full)
     for unit in slices:
         if split := [axis for axis in unit.p.axes if reduction.includes(axis)]:
@@ -62,7 +62,7 @@ def reduce_grads(
 
 
 def reduce_mean(grads: Mapping[str, Tensor], spec: PartitionSpec, weight: float | Tensor) -> Params:
-    """``sum_r w_r g_r / sum_r w_r`` in slices: the mean over all samples, where ranks have different numbers of them.
+    """Return ``sum_r w_r g_r / sum_r w_r`` in slices: the mean over all samples if ranks have different numbers of them.
 
     ``grads`` are this rank's full gradients by parameter name, of the mean over its own samples or tokens, and ``weight``
     is how many these are: a number, or a scalar tensor. A rank without any takes part with weight 0, whatever its
@@ -85,7 +85,7 @@ def reduce_mean(grads: Mapping[str, Tensor], spec: PartitionSpec, weight: float 
 
 
 def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
-    """``w / sum_r w_r``, a scalar in float32 at least: this rank's share of the weight of all. 0 where that is 0.
+    """Return ``w / sum_r w_r``, this rank's share of the total weight, or 0 if that is 0; a scalar in float32 at least.
 
     A loss that is the mean over this rank's samples, times this, and ``reduce="sum"``, is the mean over all ranks' samples.
 
@@ -104,8 +104,8 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
     return torch.where(total > 0, own / total, 0)
 
 
-def _given(grads: Mapping[str, Tensor], spec: PartitionSpec) -> tuple[list[Unit], list[Unit]]:
-    """The units of which there are full gradients, and those of which there are slices; ValueError for anything else."""
+def _split_units(grads: Mapping[str, Tensor], spec: PartitionSpec) -> tuple[list[Unit], list[Unit]]:
+    """Return the units with full gradients and those with slices; raise ValueError for anything else."""
     check_mapping(grads)
     full = [unit for unit in spec if whole_unit(grads, unit) is not None]
     names = {name for unit in full for param in unit.params for name in param.names}

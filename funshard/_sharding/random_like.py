@@ -71,7 +71,7 @@ def random_like(
     whole_number = isinstance(seed, int) and not isinstance(seed, bool)
     if not whole_number and not (isinstance(seed, Tensor) and not seed.dim() and not _has_fractions(seed)):
         raise TypeError(f"random_like: seed: expected a whole number, or an integer tensor without dimensions, got {seed!r}")
-    draw = _normal if distribution == "normal" else _signs
+    draw = _draw_normal if distribution == "normal" else _draw_signs
     for key, tensor in params.items():
         owner = spec.owner(key)
         if isinstance(owner, Unit):
@@ -83,7 +83,7 @@ def random_like(
                 f"random_like: '{key}': expected a floating point tensor, got {tensor.dtype}; set it apart with "
                 "partition(params, spec, predicate)"
             )
-    return {key: _like(tensor, key, spec, seed, draw, rank) for key, tensor in params.items()}
+    return {key: _draw_like(tensor, key, spec, seed, draw, rank) for key, tensor in params.items()}
 
 
 Draw = Callable[[Sequence[Tensor], torch.dtype], Tensor]
@@ -98,18 +98,18 @@ class _Range(NamedTuple):
     end: int
 
 
-def _like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor, draw: Draw, rank: int | None) -> Tensor:
+def _draw_like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor, draw: Draw, rank: int | None) -> Tensor:
     owner = spec.owner(key)
     if not isinstance(owner, Unit):
-        return from_memory_order(_drawn([_Range(owner.name, 0, owner.numel)], seed, draw, tensor)[0], owner)
+        return from_memory_order(_draw_ranges([_Range(owner.name, 0, owner.numel)], seed, draw, tensor)[0], owner)
     mesh = spec.bound_mesh
     if rank is None and mesh.is_simulated:
         whole = [_Range(param.name, 0, param.numel) for param in owner.params]
-        buffer = concat_padded(_drawn(whole, seed, draw, tensor), owner, spec.padded_numel(owner))
+        buffer = concat_padded(_draw_ranges(whole, seed, draw, tensor), owner, spec.padded_numel(owner))
         return scatter_unit(buffer, owner, mesh)
     at = rank_coords(mesh, rank) if owner.p.axes else (0,) * len(mesh.axes)
     found = [*slice_pieces(owner, spec, at)]
-    drawn = _drawn([_Range(p.param.name, p.begin, p.begin + p.high - p.low) for p in found], seed, draw, tensor)
+    drawn = _draw_ranges([_Range(p.param.name, p.begin, p.begin + p.high - p.low) for p in found], seed, draw, tensor)
     parts: list[Tensor] = []
     end = 0
     for piece, values in zip(found, drawn, strict=True):
@@ -119,12 +119,12 @@ def _like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor, dra
     return torch.cat([*parts, tensor.new_zeros(len(tensor) - end)])
 
 
-def _drawn(ranges: Sequence[_Range], seed: int | Tensor, draw: Draw, like: Tensor) -> list[Tensor]:
-    """The elements of each range, 1-D: a counter has the number of four elements and the name, and the key is the seed."""
+def _draw_ranges(ranges: Sequence[_Range], seed: int | Tensor, draw: Draw, like: Tensor) -> list[Tensor]:
+    """Return the elements of each range, 1-D. A counter holds the number of four elements and the name; the key is the seed."""
     if like.is_complex():
         twice = [_Range(name, 2 * begin, 2 * end) for name, begin, end in ranges]
         real = torch.empty(0, dtype=like.real.dtype, device=like.device)
-        pairs = [x.view(-1, 2) for x in _drawn(twice, seed, draw, real)]
+        pairs = [x.view(-1, 2) for x in _draw_ranges(twice, seed, draw, real)]
         return [torch.complex(x[:, 0], x[:, 1]) / math.sqrt(2) for x in pairs]
     counters = [(begin // 4, -(-end // 4)) for _, begin, end in ranges]
     device = like.device
@@ -146,8 +146,8 @@ def _drawn(ranges: Sequence[_Range], seed: int | Tensor, draw: Draw, like: Tenso
     return out
 
 
-def _normal(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """By Box and Muller's transform, in float64 where the device has it: so that rounding does not depend on the place."""
+def _draw_normal(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Draw normal numbers by the Box-Muller transform, in float64 if the device has it, so that slices round alike."""
     wide = torch.float32 if words[0].device.type == "mps" else torch.float64
     a, b, c, d = ((word.to(wide) + 0.5) / 2**32 for word in words)
     radii = (-2 * torch.stack([a, c], -1).log()).sqrt()
@@ -155,7 +155,7 @@ def _normal(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([radii * angles.cos(), radii * angles.sin()], -1).to(dtype)
 
 
-def _signs(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _draw_signs(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return (1 - 2 * (torch.stack([*words], -1) >> 31)).to(dtype)
 
 
@@ -164,7 +164,7 @@ def _has_fractions(tensor: Tensor) -> bool:
 
 
 def _hash(name: str) -> int:
-    """A signed 64-bit number that follows from the name, alike in every process: FNV-1a."""
+    """Return the FNV-1a hash of a name as a signed 64-bit number, the same in every process."""
     number = 0xCBF29CE484222325
     for byte in [*name.encode()]:
         number = ((number ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF

@@ -16,7 +16,7 @@ from .._spec.unit import Unit
 from .._units.flow import encode_at_rest, gather_unit, scatter_unit
 from .._units.host import place_slice
 from .._units.layout import Params, flatten_unit, rank_coords, unflatten_unit
-from .agree import check_ranks_agree, fingerprints, talks, telling
+from .agree import check_ranks_agree, fingerprint_params, has_peers, report_to_ranks
 from .full import scatter_full
 from .skeleton import is_skeleton
 
@@ -31,7 +31,7 @@ def shard(
     src: int | None = None,
     check_values: bool = True,
 ) -> Params:
-    """This rank's 1-D slice of every unit, by unit key. Inverse of `unshard`.
+    """Return this rank's 1-D slice of every unit, by unit key. Inverse of `unshard`.
 
     From a module, whose parameters it copies and leaves alone, or from full parameters by name (then differentiable,
     its transpose gathers). On the device of the mesh, or with ``P(offload="params")`` in memory of the host, pinned for that
@@ -57,10 +57,10 @@ def shard(
     """
     spec = bound(spec)
     mesh = spec.bound_mesh
-    together = rank is None and talks(mesh) and _torch.is_eager()
+    together = rank is None and has_peers(mesh) and _torch.is_eager()
     full, values = None, None
-    with telling(spec, together):
-        if _source(src, rank, spec):
+    with report_to_ranks(spec, together):
+        if _is_source(src, rank, spec):
             if is_skeleton(model_or_params):
                 raise ValueError(
                     "shard: the model is a skeleton, whose parameters have no values: expected the model that it was made "
@@ -68,7 +68,7 @@ def shard(
                 )
             full = full_parameters(model_or_params, spec)
         if together and check_values and src is None:
-            values = fingerprints(full or {}, spec)
+            values = fingerprint_params(full or {}, spec)
     if together:
         check_ranks_agree(spec, values, () if src is None else (f"src={src}",))
     if src is not None:
@@ -81,8 +81,8 @@ def shard(
     return out
 
 
-def _source(src: int | None, rank: int | None, spec: PartitionSpec) -> bool:
-    """Whether this rank's values are used; ValueError unless it is known which slices are wanted."""
+def _is_source(src: int | None, rank: int | None, spec: PartitionSpec) -> bool:
+    """Return whether this rank's values are used; raise ValueError if its rank is not known."""
     mesh = spec.bound_mesh
     if src is not None:
         if rank is not None:
@@ -95,7 +95,7 @@ def _source(src: int | None, rank: int | None, spec: PartitionSpec) -> bool:
 
 
 def check_rank(who: str, spec: PartitionSpec, rank: int | None) -> None:
-    """ValueError unless it is known which slices are wanted."""
+    """Raise ValueError unless the spec's mesh or ``rank`` says which slices to take."""
     mesh = spec.bound_mesh
     split = {name for unit in spec for name in unit.p.axes}
     if rank is None and any(axis.rank is None for name, axis in mesh.axes if name in split):
@@ -109,7 +109,7 @@ def check_rank(who: str, spec: PartitionSpec, rank: int | None) -> None:
 def unshard(
     shards: Mapping[str, Tensor], spec: PartitionSpec, *, units: Iterable[str] | None = None, reduce: Divide = "mean"
 ) -> Params:
-    """The full parameters by name, all alive at once, as views of one buffer per unit. Inverse of `shard`.
+    """Return the full parameters by name, as views of one buffer per unit. Inverse of `shard`.
 
     Differentiable at every order: the gradient of a shard is its slice of the mean over ranks of the full gradients,
     of their sum with ``reduce="sum"``, or of that over a number. In the shards' own dtype, both ways; of a unit at rest in
@@ -140,19 +140,19 @@ def unshard(
     for unit in (spec.by_key[key] for key in chosen):
         buffer = gather_unit(shards[unit.key], unit, mesh, reduction, check_order=True)
         if _torch.shares_storage(buffer, shards[unit.key]):  # nothing was gathered, and the shard may be donated or written to
-            buffer = _copy(buffer)
+            buffer = _copy_lazily(buffer)
         tensors = unflatten_unit(buffer, unit)
         full.update(zip((p.name for p in unit.params), tensors, strict=True))
     return spec._to_model_order(full | {name: shards[name] for name in spec.ignored if name in shards})
 
 
-def _copy(buffer: Tensor) -> Tensor:
-    """A copy that takes no memory until one of the two is written to, where nothing batches or records it."""
+def _copy_lazily(buffer: Tensor) -> Tensor:
+    """Return a copy that in eager mode takes no memory until one of the two is written."""
     return _torch.lazy_clone(buffer) if _torch.is_eager() else buffer.clone()
 
 
 def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: PartitionSpec) -> Params:
-    """``shard(unshard(shards, spec), new_spec)`` without ever holding all of it: other policy, other mesh axes.
+    """Return ``shard(unshard(shards, spec), new_spec)`` without holding all parameters: for another policy or mesh.
 
     A gathered unit lives from the first new unit that needs it to the last, so between equal units the peak is one
     unit. Of a part of the units (`partition`) come the new units that it makes. Raises ValueError unless both specs cover
@@ -199,7 +199,7 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
 def partition(
     params: Mapping[str, Tensor], spec: PartitionSpec, predicate: Callable[[Unit | Param], bool] | None = None
 ) -> tuple[Params, Params]:
-    """``(trainable, frozen)``: the params, split in two. Inverse of `combine`.
+    """Split params into ``(trainable, frozen)``. Inverse of `combine`.
 
     Shards are split by ``predicate(unit)``, full parameters by ``predicate(param)``; by default what has
     ``requires_grad`` is trainable. Parameters that the spec ignores are frozen. Differentiate with respect to the first
@@ -228,7 +228,7 @@ def partition(
 
 
 def combine(*parts: Mapping[str, Tensor]) -> Params:
-    """One dict of all parts. Inverse of `partition`. Raises ValueError for a key that is in two of them.
+    """Merge disjoint dicts into one. Inverse of `partition`. Raises ValueError for a key that is in two of them.
 
     Example:
         >>> import torch, funshard as fs

@@ -23,12 +23,12 @@ _SKELETONS: WeakSet[nn.Module] = WeakSet()
 
 
 def skeleton(model: M) -> M:
-    """The model with parameters on the meta device: of the same shapes, dtypes, ties and ``requires_grad``, without values.
+    """Return a copy of the model with its parameters on the meta device: the same shapes, dtypes and ties, but no values.
 
-    For after `shard`: ``model = skeleton(model)`` lets the full parameters go, and every call takes the skeleton in the
-    model's place. Called by itself, on anything but the meta device, it raises RuntimeError. Buffers are the model's own
-    tensors, also those that its state_dict leaves out, which ``model.to("meta")`` would lose. All else is copied, as by
-    ``copy.deepcopy``; the model stays as it is.
+    ``requires_grad`` is kept. After `shard`, ``model = skeleton(model)`` frees the full parameters; every call takes the
+    skeleton instead of the model. Called by itself, on anything but the meta device, it raises RuntimeError. Buffers are the
+    model's own tensors, including those outside the state_dict, which ``model.to("meta")`` would lose. Everything else is
+    copied, as by ``copy.deepcopy``; the model does not change.
 
     >>> import torch, funshard as fs
     >>> model = torch.nn.Linear(2, 1)
@@ -53,11 +53,11 @@ def skeleton(model: M) -> M:
             raise TypeError(f"skeleton: module '{path}' is a ScriptModule, which cannot be copied without its parameters")
         for name, param in module._parameters.items():
             if param is not None:
-                memo[id(param)] = memo.get(id(param)) if id(param) in memo else _without_values(param, join(path, name))
+                memo[id(param)] = memo.get(id(param)) if id(param) in memo else _make_meta_parameter(param, join(path, name))
     storages = {_torch.storage_id(p): name for name, p in model.named_parameters()}
     inside = {id(x) for x in (*model.modules(), *model.parameters())}
     for path, module in model.named_modules():
-        for name, tensor in _tensors(module):
+        for name, tensor in _own_tensors(module):
             if id(tensor) in memo:
                 continue
             if (owner := storages.get(_torch.storage_id(tensor))) is not None:
@@ -66,8 +66,8 @@ def skeleton(model: M) -> M:
                     "copy of its own; clone it"
                 )
             memo[id(tensor)] = tensor
-        for name, function in _functions(module):
-            if any(id(x) in inside for x in _held(function)):
+        for name, function in _own_functions(module):
+            if any(id(x) in inside for x in _captured_objects(function)):
                 raise ValueError(
                     f"skeleton: {name} of module '{path}' holds a module or a parameter of the model, which a copy "
                     "would share: expected a method, or a function that takes the module as its argument"
@@ -99,11 +99,11 @@ def _refuse_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def is_skeleton(model: object) -> bool:
-    """Whether the model came from `skeleton`."""
+    """Return whether the model came from `skeleton`."""
     return isinstance(model, nn.Module) and model in _SKELETONS
 
 
-def _without_values(param: Tensor, name: str) -> nn.Parameter:
+def _make_meta_parameter(param: Tensor, name: str) -> nn.Parameter:
     if type(param) is not nn.Parameter or param.layout is not torch.strided:
         raise TypeError(f"skeleton: parameter '{name}': expected a dense nn.Parameter, got {type(param).__name__}")
     empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
@@ -112,20 +112,20 @@ def _without_values(param: Tensor, name: str) -> nn.Parameter:
     return bare
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Its buffers, and what it has as plain attributes."""
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's buffers and the tensors among its plain attributes."""
     yield from ((name, x) for some in (module._buffers, vars(module)) for name, x in some.items() if isinstance(x, Tensor))
 
 
-def _functions(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
-    """Functions that were put on this one module: hooks, another forward."""
+def _own_functions(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
+    """Yield functions set on this one module: hooks, or another forward."""
     for name, value in vars(module).items():
         inside = value.values() if isinstance(value, dict) else [value]
         yield from ((f"'{name}'", x) for x in inside if isinstance(x, FunctionType))
 
 
-def _held(function: FunctionType) -> Iterator[object]:
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+def _captured_objects(function: FunctionType) -> Iterator[object]:
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     for value in (*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield value
         owner = getattr(value, "__self__", None)  # a bound method, such as the forward that was there before
@@ -133,7 +133,7 @@ def _held(function: FunctionType) -> Iterator[object]:
             yield owner
 
 
-def _filled(cell: Any) -> bool:
+def _is_filled(cell: Any) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

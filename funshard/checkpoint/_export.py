@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._sharding.agree import check_ranks_agree, talks
+from .._sharding.agree import check_ranks_agree, has_peers
 from .._sharding.full import gather_to_first
 from .._spec.fits import check_mapping, check_params, whole_unit
 from .._spec.spec import PartitionSpec, bound
@@ -114,7 +114,7 @@ def export(
         return _files(list(_entries(params, spec, dtype, buffers or {}, rename or str)), shard_bytes, header)
 
     files = ranks.together(planned, "checkpoint.export")
-    if talks(spec.bound_mesh):
+    if has_peers(spec.bound_mesh):
         check_ranks_agree(
             spec, asked=tuple(f"shard of unit '{key}' {params[key].dtype}" for key in spec.by_key if key in params)
         )

@@ -8,7 +8,7 @@ from .._spec.build import build
 from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree
 from .._spec.unit import P
-from ._exceptions import ignoring_all
+from ._exceptions import drop_ignored
 from ._policy import NamedPolicy, Policy, format_call
 
 __all__ = ["any_of", "override"]
@@ -43,7 +43,7 @@ def _build_any_of(policies: tuple[Policy, ...], tree: ModuleTree) -> PartitionSp
     roots = {spec.root for spec in specs}
     if "" not in chosen and len(roots) > 1:
         raise ValueError(f"any_of: module '' (the leftovers) is {' and '.join(sorted(map(str, roots)))}; use override")
-    return build(ignoring_all(tree, specs), chosen, chosen.get("", specs[0].root))
+    return build(drop_ignored(tree, specs), chosen, chosen.get("", specs[0].root))
 
 
 def override(base: Policy, extra: Policy) -> Policy:
@@ -65,4 +65,4 @@ def override(base: Policy, extra: Policy) -> Policy:
 
 def _build_override(base: Policy, extra: Policy, tree: ModuleTree) -> PartitionSpec:
     first, second = base(tree), extra(tree)
-    return build(ignoring_all(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
+    return build(drop_ignored(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)

@@ -14,12 +14,12 @@ from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree, Param
 from .._torch.layers import BatchNorm
-from ._policy import NamedPolicy, Policy, check_classes, format_call, matches
+from ._policy import NamedPolicy, Policy, check_classes, format_call, matches_path
 
-__all__ = ["full_precision", "ignoring", "ignoring_all"]
+__all__ = ["drop_ignored", "full_precision", "ignoring"]
 
 
-def ignoring_all(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
+def drop_ignored(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
     """Return the tree without the parameters that any of the specs ignores."""
     names = {name for spec in specs for name in spec.ignored}
     return tree.without(lambda node: False, lambda param: param.name in names) if names else tree
@@ -47,7 +47,7 @@ def ignoring(
         >>> fs.policies.ignoring(fs.policies.whole(), modules=["0"])(model).ignored
         ('0.bias', '0.weight')
     """
-    some, others = _listed("modules", modules), _listed("params", params)
+    some, others = _to_list("modules", modules), _to_list("params", params)
     for item in some:
         if not isinstance(item, str | nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module)):
             raise TypeError(f"ignoring: modules: expected path patterns, module classes or modules, got {type(item).__name__}")
@@ -74,18 +74,18 @@ def _build_ignoring(policy: Policy, some: list[object], others: list[object], tr
 
 def _matches_module(item: object, node: ModuleTree) -> bool:
     if isinstance(item, str):
-        return any(matches(item.split("."), path.split(".")) for path in node.names)
+        return any(matches_path(item.split("."), path.split(".")) for path in node.names)
     return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
 
 
 def _matches_param(item: object, param: Param, owner: ModuleTree) -> bool:
     if isinstance(item, str):
-        return any(matches(item.split("."), name.split(".")) for name in param.names)
+        return any(matches_path(item.split("."), name.split(".")) for name in param.names)
     own = owner.module._parameters
     return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
 
 
-def _listed(what: str, items: object) -> list[object]:
+def _to_list(what: str, items: object) -> list[object]:
     if isinstance(items, str) or not isinstance(items, Iterable):
         raise TypeError(f"ignoring: {what}: expected an iterable, got {type(items).__name__}; put it in a list")
     return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
@@ -117,7 +117,7 @@ def _build_full_precision(policy: Policy, classes: tuple[type[nn.Module], ...], 
     full = Precision(param=torch.float32, restore_outputs=True)
     spec = policy(tree)
     chosen = dict(spec.selected)
-    kept = ignoring_all(tree, [spec])
+    kept = drop_ignored(tree, [spec])
     before = {"": spec.root, **chosen}
     for node in kept.nodes():
         if issubclass(node.cls, classes):

@@ -18,7 +18,7 @@ from .._spec.build import build
 from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree
 from .._spec.unit import P
-from ._policy import SHARD, NamedPolicy, Policy, check_classes, check_p, format_call, literal, matches
+from ._policy import SHARD, NamedPolicy, Policy, check_classes, check_p, count_literal, format_call, matches_path
 
 __all__ = ["always", "by_path", "by_size", "by_type", "custom", "mark", "marked", "whole"]
 
@@ -188,10 +188,10 @@ def _select_custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P, no
         return p if result else None
     if not isinstance(result, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"custom: module '{node.path}': expected {fn} to give a bool or a dict, got {result!r}")
-    return _overridden(p, result, f"custom: module '{node.path}'") if result else None
+    return _override_fields(p, result, f"custom: module '{node.path}'") if result else None
 
 
-def _overridden(p: P, fields: Mapping[str, Any], where: str) -> P:
+def _override_fields(p: P, fields: Mapping[str, Any], where: str) -> P:
     known = [f.name for f in dataclasses.fields(P)]
     for name in fields:
         if name not in known:
@@ -236,12 +236,12 @@ def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
 def _build_by_path(patterns: Mapping[str, P], p: P, tree: ModuleTree) -> PartitionSpec:
     best: dict[str, tuple[int, str]] = {}
     for pattern, value in patterns.items():
-        hits = [path for path in tree.canonical if matches(pattern.split("."), path.split("."))]
+        hits = [path for path in tree.canonical if matches_path(pattern.split("."), path.split("."))]
         if not hits:
             near = difflib.get_close_matches(pattern, tree.canonical, 3, 0.3) or list(tree.canonical)[:8]
             raise ValueError(f"by_path: pattern '{pattern}' matches no module: expected a path such as {near}")
         for path in hits:
-            weight = literal(pattern, path)
+            weight = count_literal(pattern, path)
             other = best.get(path)
             if other is None or other[0] < weight:
                 best[path] = weight, pattern
@@ -272,7 +272,7 @@ def mark(module: _Module, **overrides: Any) -> _Module:
         >>> [unit.path for unit in fs.policies.marked()(torch.nn.Sequential(torch.nn.Linear(2, 2), block))]
         ['', '1']
     """
-    _overridden(SHARD, overrides, "mark")
+    _override_fields(SHARD, overrides, "mark")
     setattr(module, _MARK, {**getattr(module, _MARK, {}), **overrides})
     return module
 
@@ -295,4 +295,4 @@ def marked(p: P = SHARD) -> Policy:
 
 def _select_marked(p: P, node: ModuleTree) -> P | None:
     overrides = vars(node.module).get(_MARK)
-    return None if overrides is None else _overridden(p, overrides, f"mark: module '{node.path}'")
+    return None if overrides is None else _override_fields(p, overrides, f"mark: module '{node.path}'")

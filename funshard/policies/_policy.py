@@ -14,7 +14,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree, module_tree
 from .._spec.unit import P
 
-__all__ = ["SHARD", "NamedPolicy", "Policy", "check_classes", "check_p", "format_call", "literal", "matches"]
+__all__ = ["SHARD", "NamedPolicy", "Policy", "check_classes", "check_p", "count_literal", "format_call", "matches_path"]
 
 
 class Policy(Protocol):
@@ -73,29 +73,29 @@ def _text(item: object) -> str:
 
 
 def check_p(where: str, p: object) -> None:
-    """TypeError unless it is a `P`."""
+    """Raise TypeError unless it is a `P`."""
     if not isinstance(p, P):
         hint = f"; write P({p!r})" if isinstance(p, str | tuple) else ""
         raise TypeError(f"{where}: expected a P such as P('shard'), got {p!r}{hint}")
 
 
 def check_classes(what: str, classes: Iterable[object]) -> None:
-    """TypeError unless they are classes of modules."""
+    """Raise TypeError unless they are classes of modules."""
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(f"{what}: expected subclasses of nn.Module, got {cls!r}")
 
 
-def literal(pattern: str, path: str) -> int:
-    """How many components of a pattern are names and no wildcards, of this path at least."""
+def count_literal(pattern: str, path: str) -> int:
+    """Return how many components of a pattern are names, not wildcards, for this path."""
     return sum(part in path.split(".") or not set("*?[") & set(part) for part in pattern.split("."))
 
 
-def matches(pattern: list[str], path: list[str]) -> bool:
-    """Whether the components of a pattern are those of a path: ``*`` within one of them, ``**`` for any number."""
+def matches_path(pattern: list[str], path: list[str]) -> bool:
+    """Return whether a pattern matches a path: ``*`` matches within a component, ``**`` any number of them."""
     if not pattern:
         return not path
     if pattern[0] == "**":
-        return any(matches(pattern[1:], path[i:]) for i in range(len(path) + 1))
+        return any(matches_path(pattern[1:], path[i:]) for i in range(len(path) + 1))
     fits = bool(path) and (path[0] == pattern[0] or fnmatch.fnmatchcase(path[0], pattern[0]))
-    return fits and matches(pattern[1:], path[1:])
+    return fits and matches_path(pattern[1:], path[1:])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .._sharding.agree import check_ranks_agree, fingerprints, talks, telling
+from .._sharding.agree import check_ranks_agree, fingerprint_params, has_peers, report_to_ranks
 from .._spec.fits import full_parameters
 from .._spec.spec import PartitionSpec, bound
 from ..collectives._mesh import ProcessAxis
@@ -18,7 +18,7 @@ from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Loss, Outcome
 
 __all__ = ["assert_exact"]
 
-MEND = "call torch.manual_seed with one seed on all ranks before the model is built"
+VALUES_HINT = "call torch.manual_seed with one seed on all ranks before the model is built"
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -34,7 +34,7 @@ def assert_exact(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> None:
-    """Nothing, where the loss and its derivatives on shards are those of plain autograd on the whole model.
+    """Check that the loss and its derivatives on shards equal those of plain autograd on the whole model.
 
     ``loss(call, batch)`` is a rank's scalar loss. ``call(*args, **kwargs)`` is the model, or with ``method`` another of its
     methods: the model itself in one run, `functional_call` on shards in the other. Compared are each rank's loss, its
@@ -63,31 +63,30 @@ def assert_exact(
     """
     if order not in (1, 2):
         raise ValueError(f"assert_exact: order: expected 1 or 2, got {order!r}")
-    spec = bound(spec)
-    case = Case(loss, model, spec, batch, method, _on_simulated_ranks(spec))
-    if not case.simulated and talks(case.spec.bound_mesh):  # before anything that ranks with other models would wait in
-        with telling(case.spec, together=True):
-            values = fingerprints(full_parameters(model, case.spec), case.spec)
-        check_ranks_agree(case.spec, values, mend=MEND)
+    case = Case(loss, model, bound(spec), batch, method, _on_simulated_ranks(spec))
+    if not case.simulated and has_peers(case.spec.bound_mesh):  # before anything that ranks with other models would wait in
+        with report_to_ranks(case.spec, together=True):
+            values = fingerprint_params(full_parameters(model, case.spec), case.spec)
+        check_ranks_agree(case.spec, values, hint=VALUES_HINT)
     _check_batch(case)
-    tolerance = _tolerance(case.spec) if tolerance is None else tolerance
-    once = case.plain(seed)
-    if difference := _difference(case, case.plain(seed), once, tolerance):
+    tolerance = _choose_tolerance(case.spec) if tolerance is None else tolerance
+    once = case.run_plain(seed)
+    if difference := _describe_difference(case, case.run_plain(seed), once, tolerance):
         raise AssertionError(
             f"assert_exact: run again with the same seed, the plain model gives another {difference}. Its forward is impure "
             "(it keeps something from call to call, or draws numbers of its own): nothing can be compared with it"
         )
-    random = bool(_difference(case, case.plain(seed + 1), once, tolerance))
-    expected = case.plain(seed, order, by_vmap=random) if random or order == 2 else once
-    got = case.sharded(seed, order, once)
-    if difference := _difference(case, got, expected, tolerance):
-        with _Dtypes() as computed:
-            case.plain(seed)
-        coarse = max(computed.seen, key=_rounding, default=torch.float64)
-        if _rounding(coarse) > tolerance and not _difference(case, got, expected, _rounding(coarse)):
+    random = bool(_describe_difference(case, case.run_plain(seed + 1), once, tolerance))
+    expected = case.run_plain(seed, order, by_vmap=random) if random or order == 2 else once
+    got = case.run_sharded(seed, order, once)
+    if difference := _describe_difference(case, got, expected, tolerance):
+        with _DtypeRecorder() as computed:
+            case.run_plain(seed)
+        coarse = max(computed.seen, key=_dtype_tolerance, default=torch.float64)
+        if _dtype_tolerance(coarse) > tolerance and not _describe_difference(case, got, expected, _dtype_tolerance(coarse)):
             why = (
                 f"The plain model computes in {coarse} in part, as losses and norms of transformers do, and no more than its "
-                f"rounding need this be: give tolerance={_rounding(coarse):.0e}, or a loss without it to see more"
+                f"rounding need this be: give tolerance={_dtype_tolerance(coarse):.0e}, or a loss without it to see more"
             )
         elif random:
             why = (
@@ -103,7 +102,7 @@ def assert_exact(
 
 
 def _on_simulated_ranks(spec: PartitionSpec) -> bool:
-    """Whether the spec is bound to sizes alone. ValueError for a mesh that is neither this nor has all process groups."""
+    """Return whether the spec is bound to sizes alone; raise ValueError if only some axes have process groups."""
     axes = spec.bound_mesh.axes
     if spec.bound_mesh.is_simulated:
         raise ValueError("assert_exact: expected a spec on sizes, got one on the mesh of spmd; call it outside of spmd")
@@ -126,19 +125,19 @@ def _check_batch(case: Case) -> None:
             )
 
 
-def _tolerance(spec: PartitionSpec) -> float:
-    """That of the coarsest dtype in which a unit is stored, computed with or reduced."""
+def _choose_tolerance(spec: PartitionSpec) -> float:
+    """Return the tolerance of the coarsest dtype in which a unit is stored, computed with or reduced."""
     dtypes = {d for unit in spec for d in (unit.dtype, *(unit.p.precision._resolve(unit.dtype) if unit.p.precision else ()))}
-    return max(map(_rounding, dtypes), default=0.0)
+    return max(map(_dtype_tolerance, dtypes), default=0.0)
 
 
-def _rounding(dtype: torch.dtype) -> float:
-    """The tolerance that a dtype needs."""
+def _dtype_tolerance(dtype: torch.dtype) -> float:
+    """Return the relative tolerance that a dtype needs."""
     return TOLERANCES.get(dtype.to_real(), 0.0) if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
-class _Dtypes(_torch.DispatchMode):
-    """Those of all results."""
+class _DtypeRecorder(_torch.DispatchMode):
+    """Records the dtypes of all results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,16 +149,16 @@ class _Dtypes(_torch.DispatchMode):
         return out
 
 
-def _difference(case: Case, got: Outcome, expected: Outcome, tolerance: float) -> str:
-    """In words what differs first, and the most on any rank; empty if nothing does. The same on all ranks."""
+def _describe_difference(case: Case, got: Outcome, expected: Outcome, tolerance: float) -> str:
+    """Describe the first difference and the largest of any rank; empty without one. The same text on all ranks."""
     floor = max((x for (kind, _), x in expected.largest.items() if kind == GRADIENT), default=0.0) / 100
     apart: list[tuple[float, int, str, str]] = []
     for rank, ours, theirs in zip(case.ranks, got.ranks, expected.ranks, strict=True):
         for key, tensor in theirs.items():
-            by = _distance(ours[key], tensor)
+            by = _max_difference(ours[key], tensor)
             if not by <= tolerance * max(expected.largest[key], floor):  # nor for NaN
                 apart.append((by, rank, *key))
-    every = [found for text in case.told(json.dumps(apart)) for found in json.loads(text)]
+    every = [found for text in case.gather_text(json.dumps(apart)) for found in json.loads(text)]
     most = {(kind, name): (by, rank) for by, rank, kind, name in sorted(every)}
     if not most:
         return ""
@@ -174,8 +173,8 @@ def _difference(case: Case, got: Outcome, expected: Outcome, tolerance: float) -
     return f"{kind}{where}: by {by:.3g} on rank {rank}, where its largest element is {expected.largest[first]:.3g}{count}"
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two elements; infinite for other shapes, NaN where only one is NaN."""
+def _max_difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two elements: infinite for other shapes, NaN if only one is NaN."""
     if a.shape != b.shape:
         return float("inf")
     a, b = (x.detach().cpu().to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))

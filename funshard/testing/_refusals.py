@@ -50,7 +50,7 @@ def check_same_units(visited: Sequence[list[str]]) -> None:
 
 @contextlib.contextmanager
 def explain_vmap(model: nn.Module) -> Generator[None]:
-    """Within this, an error of torch.vmap's or torch.func's names the module, and what to do instead."""
+    """Add the module and a remedy to errors of torch.vmap and torch.func raised inside."""
     try:
         yield
     except RuntimeError as error:

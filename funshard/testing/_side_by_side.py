@@ -26,7 +26,7 @@ from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh
 from ._refusals import check_same_units, explain_vmap, record_units
 from ._simulated import spmd
-from ._values import clones, largest_of, row, same, seeded, tensors_of
+from ._values import clone_tensors, find_tensors, fixed_seed, is_equal, max_magnitude, select_rank
 
 __all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCT", "Case", "Key", "Loss", "Outcome"]
 
@@ -40,13 +40,13 @@ LOSS, GRADIENT, PRODUCT, BUFFER = "loss", "gradient", "Hessian-vector product", 
 
 
 class Outcome(NamedTuple):
-    """What a run gives: for each of the case's ranks tensors, derivatives as its pieces; of each key the largest element."""
+    """The results of a run: the tensors of each of the case's ranks, and the largest element of each key."""
 
     ranks: list[dict[Key, Tensor]]
     largest: dict[Key, float]
 
 
-class _Plain(NamedTuple):
+class _PlainRun(NamedTuple):
     """One rank's loss and buffers, and its derivatives by whole parameters."""
 
     own: dict[Key, Tensor]
@@ -83,7 +83,7 @@ class Case:
 
     @functools.cached_property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Those that have a gradient, in the model's order."""
+        """The parameters that have a gradient, in the model's order."""
         names = [name for name, _ in self.model.named_parameters() if name in self.full]
         return {name: self.full[name] for name in names if self.full[name].requires_grad}
 
@@ -94,12 +94,12 @@ class Case:
 
     @functools.cached_property
     def devices(self) -> set[torch.device]:
-        """Where random numbers may be drawn, besides the CPU."""
-        tensors = [*self.model.parameters(), *self.buffers.values(), *tensors_of(self.batch)]
+        """The devices besides the CPU on which random numbers may be drawn."""
+        tensors = [*self.model.parameters(), *self.buffers.values(), *find_tensors(self.batch)]
         return {x.device for x in tensors if x.device.type not in ("cpu", "meta")}
 
-    def vector(self, seed: int) -> Params:
-        """A direction for the Hessian, the same on every rank."""
+    def make_vector(self, seed: int) -> Params:
+        """Return a direction for the Hessian, the same on every rank."""
         draw = torch.Generator().manual_seed(seed)
         shapes = ((name, p, torch.cfloat if p.is_complex() else torch.float) for name, p in self.trained.items())
         return {name: torch.randn(p.shape, generator=draw, dtype=dtype).to(p) for name, p, dtype in shapes}
@@ -109,84 +109,84 @@ class Case:
         """Whether the model computes with the batches of all ranks, as `SyncBatchNorm` does in training."""
         return any(isinstance(module, SyncBatchNorm) and module.training for module in self.model.modules())
 
-    def plain(self, seed: int, order: int = 1, *, by_vmap: bool = False) -> Outcome:
-        """By plain autograd on the model itself; derivatives are means over ranks.
+    def run_plain(self, seed: int, order: int = 1, *, by_vmap: bool = False) -> Outcome:
+        """Run the model itself with plain autograd; derivatives are means over ranks.
 
         Simulated ranks run one after the other, or together: ``by_vmap``, to draw the numbers that they draw on shards, and
         where the model joins their batches.
         """
-        vector = self.vector(seed) if order == 2 else None
-        runs: list[_Plain] = []
+        vector = self.make_vector(seed) if order == 2 else None
+        runs: list[_PlainRun] = []
         visited: list[str] = []
         error: Exception | None = None
         try:
             if self.simulated and (by_vmap or self.joins_batches):
-                runs = self._together(seed, vector)
+                runs = self._run_stacked(seed, vector)
             else:
-                runs = self._one_by_one(seed, vector, visited)
+                runs = self._run_in_turn(seed, vector, visited)
         except Exception as raised:  # the other ranks hear of it before they wait for this one's gradients
             error = raised
-        texts = self.told("" if error is None else f"{type(error).__name__}: {error}")
+        texts = self.gather_text("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         for rank, text in enumerate(texts):
             if text:
                 raise AssertionError(f"assert_exact: the plain model raised on rank {rank}: {text}")
         if not self.simulated:
-            check_same_units([json.loads(text) for text in self.told(json.dumps(visited))])
+            check_same_units([json.loads(text) for text in self.gather_text(json.dumps(visited))])
         mean = {key: torch.stack([run.derivatives[key] for run in runs]).mean(0) for key in runs[0].derivatives}
         for _, axis in () if self.simulated else self.spec.bound_mesh.axes:
             mean = {key: all_reduce(x, axis) for key, x in mean.items()}
-        largest = {key: max(largest_of(run.own[key]) for run in runs) for key in runs[0].own}
+        largest = {key: max(max_magnitude(run.own[key]) for run in runs) for key in runs[0].own}
         return Outcome(
             [self._pieces(mean, rank) | run.own for rank, run in zip(self.ranks, runs, strict=True)],
-            largest | {key: largest_of(x) for key, x in mean.items()},
+            largest | {key: max_magnitude(x) for key, x in mean.items()},
         )
 
     def _pieces(self, full: Mapping[Key, Tensor], rank: int) -> dict[Key, Tensor]:
-        """The pieces that a rank has of whole parameters' derivatives."""
+        """Return the pieces that a rank has of whole parameters' derivatives."""
         out: dict[Key, Tensor] = {}
         for kind in dict.fromkeys(kind for kind, _ in full):
             values = {name: full[kind, name] if name in self.trained else p.detach() for name, p in self.full.items()}
-            out |= self._named(kind, shard(values, self.spec, rank=rank), rank)
+            out |= self._pieces_by_name(kind, shard(values, self.spec, rank=rank), rank)
         return out
 
-    def _named(self, kind: str, shards: Params, rank: int) -> dict[Key, Tensor]:
-        """The pieces of what is trained in a rank's shards, of which those that are frozen need not be there."""
+    def _pieces_by_name(self, kind: str, shards: Params, rank: int) -> dict[Key, Tensor]:
+        """Return the pieces of trained parameters in a rank's shards; frozen units may be missing."""
         others = partition(shard(self.model, self.spec, rank=rank), self.spec)[1]
         pieces = param_views(others | shards, self.spec, rank=rank)
         return {(kind, name): pieces[name] for name in self.trained}
 
-    def _one_by_one(self, seed: int, vector: Params | None, visited: list[str]) -> list[_Plain]:
+    def _run_in_turn(self, seed: int, vector: Params | None, visited: list[str]) -> list[_PlainRun]:
         """Run the ranks of this process; ``visited`` receives the keys of the units whose modules run, in their order."""
-        out: list[_Plain] = []
+        out: list[_PlainRun] = []
         for rank in self.ranks:
-            with self._as_it_is(seed + rank):
-                self._install(clones(self.buffers), self.spec.bound_mesh)
+            with self._preserve_model(seed + rank):
+                self._install(clone_tensors(self.buffers), self.spec.bound_mesh)
                 record_units(self.spec, self._modules, visited)
-                value = self.loss(self._call, clones(row(self.batch, rank) if self.simulated else self.batch))
+                value = self.loss(self._call, clone_tensors(select_rank(self.batch, rank) if self.simulated else self.batch))
                 derivatives = self._derivatives(value, vector)
-                own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._installed.items()}
-                out.append(_Plain({key: x.detach() for key, x in own.items()}, derivatives))
+                own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._current_buffers.items()}
+                out.append(_PlainRun({key: x.detach() for key, x in own.items()}, derivatives))
         return out
 
-    def _together(self, seed: int, vector: Params | None) -> list[_Plain]:
+    def _run_stacked(self, seed: int, vector: Params | None) -> list[_PlainRun]:
         def rank(mesh: Mesh, batch: Any, buffers: Params) -> dict[Key, Tensor]:
             self._install(buffers, mesh)
-            value = self.loss(self._call, clones(batch))
-            return {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._installed.items()}
+            value = self.loss(self._call, clone_tensors(batch))
+            return {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._current_buffers.items()}
 
-        with self._as_it_is(seed):
+        with self._preserve_model(seed):
             with explain_vmap(self.model):
-                found = spmd(rank, self._sizes)(self.batch, self._stacked(self.buffers))
+                found = spmd(rank, self._sizes)(self.batch, self._stack_buffers(self.buffers))
             derivatives = self._derivatives(found[LOSS, ""].mean(), vector)
-        return [_Plain({key: x[r].detach() for key, x in found.items()}, derivatives) for r in self.ranks]
+        return [_PlainRun({key: x[r].detach() for key, x in found.items()}, derivatives) for r in self.ranks]
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.model, self.method or "__call__")(*args, **kwargs)
 
     def _derivatives(self, value: Tensor, vector: Params | None) -> dict[Key, Tensor]:
-        """The gradient, and with a vector the Hessian's product with it."""
+        """Compute the gradient, and with a vector the Hessian's product with it."""
         grads = self._gradient(value, create_graph=vector is not None)
         out = {(GRADIENT, name): g.detach() for name, g in grads.items()}
         if vector is not None:
@@ -204,11 +204,11 @@ class Case:
         return {name: g.to_dense() if g.is_sparse else g for name, g in zip(self.trained, grads, strict=True)}
 
     @contextlib.contextmanager
-    def _as_it_is(self, seed: int) -> Generator[None]:
-        """Within this the model may change itself; its attributes and parameters are afterwards as they were."""
-        values = clones({name: p.detach() for name, p in self.model.named_parameters()})
+    def _preserve_model(self, seed: int) -> Generator[None]:
+        """Let the model change itself, and restore its attributes and parameters afterwards."""
+        values = clone_tensors({name: p.detach() for name, p in self.model.named_parameters()})
         try:
-            with restored(self._modules, this_thread()), seeded(seed, self.devices), torch.enable_grad():
+            with restored(self._modules, this_thread()), fixed_seed(seed, self.devices), torch.enable_grad():
                 yield
         finally:
             for name, own in self.model.named_parameters():
@@ -221,7 +221,7 @@ class Case:
         return dict(self.model.named_modules(remove_duplicate=False))
 
     def _install(self, buffers: Params, mesh: Mesh) -> None:
-        """Within `_as_it_is`: these in the place of the model's own, and the mesh where a call would put it."""
+        """Give the model these buffers and this mesh, as a call does; use it within `_preserve_model`."""
         for path, module in self._modules.items():
             if isinstance(module, SyncBatchNorm):
                 vars(module)[MESH] = mesh
@@ -229,25 +229,25 @@ class Case:
                 set_buffers(module, {attr: buffers.get(join(path, attr)) for attr in own})
 
     @property
-    def _installed(self) -> Params:
+    def _current_buffers(self) -> Params:
         now = dict(self.model.named_buffers(remove_duplicate=False))
         return {name: now[name] for name in self.buffers if name in now}
 
-    def sharded(self, seed: int, order: int, plain: Outcome) -> Outcome:
-        """By `functional_call` on shards. Simulated ranks have buffers of their own where the plain run changed them."""
-        changed = {n for n, b in self.buffers.items() if not all(same(own[BUFFER, n], b) for own in plain.ranks)}
+    def run_sharded(self, seed: int, order: int, plain: Outcome) -> Outcome:
+        """Run `functional_call` on shards. Simulated ranks get their own copies of buffers that the plain run changed."""
+        changed = {n for n, b in self.buffers.items() if not all(is_equal(own[BUFFER, n], b) for own in plain.ranks)}
         varying = {name: b for name, b in self.buffers.items() if name in changed}
-        direction = {name: p.detach() for name, p in self.full.items()} | (self.vector(seed) if order == 2 else {})
+        direction = {name: p.detach() for name, p in self.full.items()} | (self.make_vector(seed) if order == 2 else {})
 
         def run(fn: Callable[[PartitionSpec, Any, Params], Any]) -> list[Any]:
-            """``fn(spec, batch, buffers)`` on each rank."""
-            with seeded(seed + (0 if self.simulated else self.ranks[0]), self.devices):
+            """Return ``fn(spec, batch, buffers)`` of each rank."""
+            with fixed_seed(seed + (0 if self.simulated else self.ranks[0]), self.devices):
                 if not self.simulated:
                     return [fn(self.spec, self.batch, varying)]
                 on_a_rank = lambda mesh, batch, own: fn(self.spec.on(mesh), batch, own)  # noqa: E731
                 with explain_vmap(self.model):
-                    out = spmd(on_a_rank, self._sizes)(self.batch, self._stacked(varying))
-                return [row(out, rank) for rank in self.ranks]
+                    out = spmd(on_a_rank, self._sizes)(self.batch, self._stack_buffers(varying))
+                return [select_rank(out, rank) for rank in self.ranks]
 
         def gradient(spec: PartitionSpec, batch: Any, own: Params) -> Any:
             trained, frozen = partition(shard(self.model, spec), spec)
@@ -262,29 +262,29 @@ class Case:
         out: list[dict[Key, Tensor]] = []
         for rank, (grads, (value, buffers)) in zip(self.ranks, run(gradient), strict=True):
             own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in buffers.items()}
-            out.append(own | self._named(GRADIENT, grads, rank))
+            out.append(own | self._pieces_by_name(GRADIENT, grads, rank))
         if order == 2:
             for rank, found, products in zip(self.ranks, out, run(product), strict=True):
-                found |= self._named(PRODUCT, products, rank)
+                found |= self._pieces_by_name(PRODUCT, products, rank)
         return Outcome(out, plain.largest)
 
     def _loss_on(
         self, spec: PartitionSpec, frozen: Params, batch: Any, own: Params
     ) -> Callable[[Params], tuple[Tensor, Params]]:
-        """From shards of what is trained to the loss, and the buffers after it."""
+        """Return a function from trained shards to the loss, and the buffers after it."""
 
         def loss(trained: Params) -> tuple[Tensor, Params]:
-            params, buffers = combine(trained, frozen), clones(self.buffers | own)
+            params, buffers = combine(trained, frozen), clone_tensors(self.buffers | own)
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 return functional_call(self.model, params, args, kwargs, spec=spec, buffers=buffers, method=self.method)
 
-            return self.loss(call, clones(batch)), buffers
+            return self.loss(call, clone_tensors(batch)), buffers
 
         return loss
 
-    def told(self, text: str) -> list[str]:
-        """The texts of all ranks of the mesh; simulated ones have one."""
+    def gather_text(self, text: str) -> list[str]:
+        """Return the texts of all ranks of the mesh; simulated ranks share one."""
         mesh = self.spec.bound_mesh
         if self.simulated:
             return [text]
@@ -294,7 +294,7 @@ class Case:
     def _sizes(self) -> dict[str, int]:
         return dict(self.spec.bound_mesh.sizes)
 
-    def _stacked(self, buffers: Params) -> Params:
-        """A copy for each rank, one of each tensor."""
+    def _stack_buffers(self, buffers: Params) -> Params:
+        """Stack a copy of each tensor for each rank."""
         copies: dict[int, Tensor] = {}
         return {name: copies.setdefault(id(b), torch.stack([b] * len(self.ranks))) for name, b in buffers.items()}

@@ -14,7 +14,7 @@ __all__ = ["spmd"]
 
 
 def spmd(fn: Callable[..., Any], size: int | Mapping[str, int]) -> Callable[..., Any]:
-    """``fn`` as run by every rank of a mesh, in one process: ``spmd(fn, 4)(xs)[r] == fn(mesh, xs[r])`` on rank r.
+    """Run ``fn`` on every rank of a simulated mesh, in one process: ``spmd(fn, 4)(xs)[r] == fn(mesh, xs[r])`` on rank r.
 
     ``fn`` takes the mesh (bind specs to it with ``.on(mesh)``) and this rank's arguments; tensors among the arguments
     of ``spmd(...)`` have the ranks in dimension 0, row by row for a mesh of several axes, and so have the results.

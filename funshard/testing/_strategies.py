@@ -22,7 +22,7 @@ __all__ = ["assert_exact", "integers_like", "meshes", "modules", "policies", "sp
 
 
 def integers_like(model: nn.Module, seed: int = 0, high: int = 4) -> Params:
-    """Small whole numbers in the shapes and dtypes of a model's parameters, by name: sums of them are exact.
+    """Return small whole numbers in the shapes and dtypes of a model's parameters, by name: their sums are exact.
 
     Example:
         >>> import torch, funshard as fs
@@ -55,14 +55,14 @@ class Sum(nn.Module):
         return out
 
 
-class Leafy(Sum):
+class OtherSum(Sum):
     """Another class of node, so that policies by type have something to tell apart."""
 
 
 def modules(
     *, max_depth: int = 3, tied: bool = True, frozen: bool = False, dtype: torch.dtype = torch.float64
 ) -> SearchStrategy[nn.Module]:
-    """Random module trees with odd, empty and 0-dim parameters, shared modules and tied parameters, some frozen if asked.
+    """Draw random module trees with odd, empty and 0-dim parameters, shared modules, tied and frozen parameters.
 
     Each maps a 0-dim tensor to a 0-dim tensor, by sums and products: exact on small whole numbers.
 
@@ -76,7 +76,7 @@ def modules(
     from hypothesis import strategies as st
 
     shapes = st.lists(st.sampled_from([(), (1,), (2,), (3,), (2, 3), (0,), (5,), (1, 7)]), max_size=3)
-    kinds = st.sampled_from([Sum, Leafy])
+    kinds = st.sampled_from([Sum, OtherSum])
 
     @st.composite
     def tree(draw: st.DrawFn, depth: int, pool: list[nn.Module]) -> nn.Module:
@@ -102,7 +102,7 @@ def modules(
 
 
 def policies(model: nn.Module) -> SearchStrategy[Policy]:
-    """Random policies for a model: of every kind, and of random paths with random `P`.
+    """Draw random policies for a model: of every kind, and of random paths with random `P`.
 
     Example:
         >>> import torch, funshard as fs
@@ -122,19 +122,19 @@ def policies(model: nn.Module) -> SearchStrategy[Policy]:
         st.builds(always, p),
         st.builds(lambda c, p: by_type(c, p=p), classes, p),
         st.builds(lambda n, p: by_size(n, p=p), st.integers(0, 30), p),
-        st.builds(lambda paths, p: by_path(_consistent(model, paths), p), paths, p),
+        st.builds(lambda paths, p: by_path(_unify_aliases(model, paths), p), paths, p),
     )
 
 
-def _consistent(model: nn.Module, paths: Mapping[str, P]) -> dict[str, P]:
-    """The same P for the several paths of a shared module."""
+def _unify_aliases(model: nn.Module, paths: Mapping[str, P]) -> dict[str, P]:
+    """Return the patterns with one P for all paths of a shared module."""
     first: dict[str, P] = {}
     canonical = module_tree(model).canonical
     return {path: first.setdefault(canonical[path], p) for path, p in paths.items()}
 
 
 def meshes(max_size: int = 5) -> SearchStrategy[dict[str, int]]:
-    """Random mesh shapes: ("shard",), or ("replicate", "shard") for HSDP.
+    """Draw random mesh shapes: ("shard",), or ("replicate", "shard") for HSDP.
 
     Example:
         >>> from hypothesis import given

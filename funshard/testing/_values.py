@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["clones", "largest_of", "row", "same", "seeded", "tensors_of"]
+__all__ = ["clone_tensors", "find_tensors", "fixed_seed", "is_equal", "max_magnitude", "select_rank"]
 
 
 @contextlib.contextmanager
-def seeded(seed: int, devices: Iterable[torch.device]) -> Generator[None]:
-    """Within this, random numbers follow from the seed; afterwards the generators are where they were."""
+def fixed_seed(seed: int, devices: Iterable[torch.device]) -> Generator[None]:
+    """Seed the generators of the CPU and the devices, and restore them afterwards."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device's
@@ -27,27 +27,27 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Generator[None]:
         yield
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in a tree."""
+def find_tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors in a tree."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def clones(tree: Any) -> Any:
-    """The tree with copies of its tensors, one of each: forward may write to them."""
+def clone_tensors(tree: Any) -> Any:
+    """Return the tree with copies of its tensors, one of each: forward may write to them."""
     copies: dict[int, Tensor] = {}
     return pytree.tree_map_only(Tensor, lambda x: copies.setdefault(id(x), x.clone()), tree)
 
 
-def row(tree: Any, rank: int) -> Any:
-    """The tree of one of the ranks that are stacked in dimension 0."""
+def select_rank(tree: Any, rank: int) -> Any:
+    """Return the tree of one of the ranks that are stacked in dimension 0."""
     return pytree.tree_map_only(Tensor, lambda x: x[rank], tree)
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether they are equal in every element, wherever they are."""
+def is_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal in every element, whatever their devices are."""
     return a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu()))
 
 
-def largest_of(x: Tensor) -> float:
-    """The largest magnitude; what is not finite counts as 0, and so does nothing."""
+def max_magnitude(x: Tensor) -> float:
+    """Return the largest magnitude of finite elements, 0 if there is none."""
     return float(x.detach().abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0

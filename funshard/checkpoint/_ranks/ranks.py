@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ... import _torch
-from ..._sharding.agree import check_ranks_agree, spec_numbers, talks
+from ..._sharding.agree import check_ranks_agree, has_peers, hash_spec
 from ..._spec.spec import PartitionSpec
 from ...collectives._host_group import HostGroup, host_groups
 from ...collectives._mesh import Mesh, ProcessAxis, check_spans_world
@@ -66,13 +66,13 @@ class Ranks:
         mesh = spec.bound_mesh
         self.rank, self.size = 0, 1
         self._group_ref: weakref.ref[HostGroup] | None = None
-        if not talks(mesh):
+        if not has_peers(mesh):
             return
         self.size, self._timeout = math.prod(size for _, size in mesh.sizes), timeout
         self._axes = tuple(axis for _, axis in mesh.axes)
         keys = [self._key(background=background) for background in (False, True)]
         known = [self._numbers[key] if key in host_groups() else -1 for key in keys]
-        numbers = spec_numbers(spec)
+        numbers = hash_spec(spec)
         with self.lost():  # twice the time: a rank may be one timeout late that an earlier failure left waiting
             told = _exchange_rows([dist.get_rank(), self._last, *known, *numbers], mesh, 2 * timeout)
             if any(row[4:] != numbers for row in told):

@@ -1,4 +1,4 @@
-"""One run of one initialiser, on some of a model's slots: what it touches and writes is seen, and the model stays as it is."""
+"""One run of one initialiser on some slots of a model: records what it touches and writes, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .._call.buffers import copy_of
 from .._call.swap import restored, this_thread
 from .slots import Initialiser, Slot
 
-__all__ = ["Ran", "Twins"]
+__all__ = ["InitOutcome", "InitSandbox"]
 
 KINDS = ("_parameters", "_buffers")
 META = torch.device("meta")
 
 
-class Ran(NamedTuple):
+class InitOutcome(NamedTuple):
     """What a run of an initialiser touched and wrote, and how it failed."""
 
     touched: set[Slot]
@@ -29,16 +29,16 @@ class Ran(NamedTuple):
     error: Exception | None
 
 
-class Twins:
-    """A model whose tensors are others for a while: of each slot a twin on the meta device, copies on write of the rest.
+class InitSandbox:
+    """A model with stand-ins for its tensors: slots are on the meta device, other tensors are copied on write.
 
-    Made within `restored` of the whole model, which puts back what was there.
+    Create it within `restored` of the whole model, which puts the model's own tensors back.
     """
 
     def __init__(self, model: nn.Module, slots: Mapping[int, Slot], seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
         self._memory = {slot: slot.empty(META) for slot in slots.values()}
-        put: dict[int, Tensor] = {key: slot.dressed(self._memory[slot]) for key, slot in slots.items()}
+        put: dict[int, Tensor] = {key: slot.make_tensor(self._memory[slot]) for key, slot in slots.items()}
         self._slots = {id(put[key]): slot for key, slot in slots.items()}
         self._storages = {_torch.storage_id(memory): slot for slot, memory in self._memory.items()}
         for module in model.modules():
@@ -50,17 +50,17 @@ class Twins:
                         put[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if kind == "_parameters" else copy
                 vars(module)[kind] = {attr: None if x is None else put[id(x)] for attr, x in own.items()}
 
-    def run(self, one: Initialiser, values: Mapping[Slot, Tensor]) -> Ran:
+    def run(self, one: Initialiser, values: Mapping[Slot, Tensor]) -> InitOutcome:
         """Run an initialiser on these values, which it writes to, and on the meta device for the other slots.
 
         torch's generators are seeded by the seed and the path of its module. Afterwards the modules are as before, also
         where they noted that they were initialised.
         """
-        put = {slot: slot.dressed(value) for slot, value in values.items()}
+        put = {slot: slot.make_tensor(value) for slot, value in values.items()}
         modules = dict(one.module.named_modules(prefix=one.path))
         modules |= {f"{slot.name} {i}": module for slot in put for i, module in enumerate(slot.modules)}
-        own_memory = {_torch.storage_id(x): slot for slot, x in put.items() if not slot.floats}
-        watch, error = _Watch({**self._storages, **own_memory}), None
+        own_memory = {_torch.storage_id(x): slot for slot, x in put.items() if not slot.uses_nan}
+        watch, error = _SlotWatch({**self._storages, **own_memory}), None
         with restored(modules, this_thread()):
             placed: list[tuple[dict[str, Tensor | None], str, Tensor, Slot]] = []
             for module in dict.fromkeys(modules.values()):
@@ -78,11 +78,13 @@ class Twins:
             except Exception as failed:
                 error = failed
             for mine, attr, was, slot in placed:
-                error = self._take(mine.get(attr), was, slot, values, watch) or error
-        return Ran(watch.touched, watch.written, error)
+                error = self._adopt_value(mine.get(attr), was, slot, values, watch) or error
+        return InitOutcome(watch.touched, watch.written, error)
 
-    def _take(self, now: object, was: Tensor, slot: Slot, values: Mapping[Slot, Tensor], watch: _Watch) -> Exception | None:
-        """See to what a module has in a slot's place: another tensor, or one that was given other memory (``.data``)."""
+    def _adopt_value(
+        self, now: object, was: Tensor, slot: Slot, values: Mapping[Slot, Tensor], watch: _SlotWatch
+    ) -> Exception | None:
+        """Copy the values of a tensor that replaced a slot's, or of one that was given other memory (``.data``)."""
         value, tensor = values.get(slot), slot.tensor
         memory = self._memory[slot] if value is None else value
         if now is was and _same_memory(was, memory):
@@ -103,7 +105,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return _torch.storage_id(a) == _torch.storage_id(b) and a.storage_offset() == b.storage_offset()
 
 
-class _Watch(_torch.DispatchMode):
+class _SlotWatch(_torch.DispatchMode):
     """Which slots operators touch, and to which they write, by their storages."""
 
     def __init__(self, storages: Mapping[int, Slot]) -> None:
@@ -114,17 +116,17 @@ class _Watch(_torch.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.touched |= self._found(pytree.tree_leaves((args, kwargs)))
-        self.written |= self._found(_torch.mutated_args(func, args, kwargs))
+        self.touched |= self._slots_of(pytree.tree_leaves((args, kwargs)))
+        self.written |= self._slots_of(_torch.mutated_args(func, args, kwargs))
         return func(*args, **kwargs)
 
-    def _found(self, values: Iterable[object]) -> set[Slot]:
+    def _slots_of(self, values: Iterable[object]) -> set[Slot]:
         ids = (_torch.storage_id(x) for x in values if isinstance(x, Tensor) and _torch.is_plain(x))
         return {slot for key in ids if (slot := self._storages.get(key))}
 
 
 def _seed_generators(seed: int, path: str, device: torch.device) -> None:
-    """Those that initialisers draw from: the CPU's and the device's."""
+    """Seed the generators that initialisers draw from: the CPU's and the device's."""
     number = int.from_bytes(hashlib.sha256(f"{seed} {path}".encode()).digest()[:7], "big")
     torch.default_generator.manual_seed(number)
     if _torch.is_accelerator(device):
