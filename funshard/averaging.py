@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._spec.spec import PartitionSpec, bound
+from ._spec.spec import PartitionSpec, bind_spec
 from ._spec.unit import Unit
 from ._units.joining import BUCKET_BYTES, Bucket, OpenBuckets
 from ._units.layout import Params
@@ -62,7 +62,7 @@ def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = N
         >>> fs.testing.spmd(averaged, 2)(torch.tensor([[1.0] * 8, [3.0] * 8]))[0]
         tensor([2., 2., 2., 2., 2., 2., 2., 2.])
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     return _mean(params, _over(params, spec, axes), spec.bound_mesh)
 
 
@@ -82,7 +82,7 @@ def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes:
         >>> list(fs.averaging.average_buffers(dict(model.named_buffers()), fs.policies.whole()(model)))
         ['running_mean', 'running_var', 'num_batches_tracked']
     """
-    mesh = bound(spec).bound_mesh
+    mesh = bind_spec(spec).bound_mesh
     chosen = mesh.select(axes)
     names = tuple(name for name, axis in mesh.axes if name in chosen and axis.size > 1)
     return _mean(buffers, {name: names for name, buffer in buffers.items() if names and _averaged(buffer)}, mesh)
@@ -121,7 +121,7 @@ def periodic(
         raise ValueError(
             f"periodic: expected a period of 1 or more and warmup_steps of 0 or more, got {period} and {warmup_steps}"
         )
-    spec = bound(spec)
+    spec = bind_spec(spec)
     over = _over(params, spec, axes)
     after = int(state.step) - warmup_steps
     due = after >= 0 and after % period == 0
@@ -161,7 +161,7 @@ def hierarchical(
         raise ValueError(
             f"hierarchical: expected a level or more and warmup_steps of 0 or more, got {len(levels)} and {warmup_steps}"
         )
-    spec = bound(spec)
+    spec = bind_spec(spec)
     last, inner = 0, frozenset[str]()
     for i, (period, axes) in enumerate(levels):
         if period <= last:
@@ -199,7 +199,7 @@ def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, red
     """
     if start < 0:
         raise ValueError(f"choose_reduce_axes: expected a start of 0 or more, got {start}")
-    spec = bound(spec)
+    spec = bind_spec(spec)
     chosen = spec.bound_mesh.select(reduce_axes)
     for unit in spec:
         for name in unit.p.axes:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree of what models return
 
-from ._spec.host import used_on
-from ._spec.spec import PartitionSpec, bound
+from ._spec.host import compute_device
+from ._spec.spec import PartitionSpec, bind_spec
 from ._units.layout import Params
 from ._units.padding import map_elements
 from .collectives._functions import sum_over
@@ -83,11 +83,11 @@ def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) 
         >>> fs.loss_scale.unscale(fs.loss_scale.init(8.0), {"": torch.ones(8)}, spec)
         ({'': tensor([0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250])}, tensor(True))
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     mesh = spec.bound_mesh
     inverse = state.scale.double().reciprocal().float()
     out = {key: (g * inverse.to(g.device)).to(g.dtype) for key, g in grads.items()}
-    away = {unit.key: used_on(unit, mesh) for unit in spec}
+    away = {unit.key: compute_device(unit, mesh) for unit in spec}
     bad = (
         torch.stack([_has_bad(key, g, spec).to(away.get(key) or g.device) for key, g in grads.items()]).any()
         if grads

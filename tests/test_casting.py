@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import funshard as fs
 from funshard import Codec, P, Precision
 from funshard._call.casting import cast_around, cast_back, cast_floats
-from funshard._spec.division import Reduction, divide_factors, division
+from funshard._spec.division import Reduction, choose_division, divide_factors
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FLOATS = st.sampled_from([F16, BF16, F32, F64])
@@ -437,7 +437,7 @@ def test_division_is_fsdp2s(shards: int, replicas: int, dtype: torch.dtype, fact
     if factor is not None and dtype in (F32, BF16):
         return  # torch multiplies in the collective: see below
     before, after, scatter, _ = _get_gradient_divide_factors(Ranks(shards), Ranks(replicas), dtype, "cpu", factor)
-    op, *factors = division("mean" if factor is None else factor, shards * replicas, dtype)
+    op, *factors = choose_division("mean" if factor is None else factor, shards * replicas, dtype)
     if dtype == F16:
         assert (op, *factors) == ("sum", before, after)
         assert scatter == ReduceOp.SUM
@@ -452,10 +452,10 @@ def test_division_is_fsdp2s(shards: int, replicas: int, dtype: torch.dtype, fact
 
 @given(st.integers(1, 64), FLOATS, st.floats(0.1, 1e4))
 def test_division_by_a_number_is_of_the_sum(ranks: int, dtype: torch.dtype, by: float) -> None:
-    op, before, after = division(by, ranks, dtype)
+    op, before, after = choose_division(by, ranks, dtype)
     assert (op, before * after) == ("sum", by)
     assert before == 1 or dtype == F16
-    assert division("sum", ranks, dtype) == ("sum", 1, 1)
+    assert choose_division("sum", ranks, dtype) == ("sum", 1, 1)
 
 
 @pytest.mark.parametrize("by", ["avg", 0, -1.0, float("inf"), float("nan"), True])

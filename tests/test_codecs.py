@@ -16,7 +16,7 @@ from torch import Tensor
 
 import funshard as fs
 from funshard import Codec, codecs
-from funshard._spec.codec import packed
+from funshard._spec.codec import pack_bytes
 
 LOW, WIDE = [torch.bfloat16, torch.float16], [torch.float32, torch.float64]
 EPS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-22, torch.float64: 2**-50}
@@ -179,7 +179,7 @@ def test_slices_at_once_are_slices_one_by_one(make: Any, dtype: torch.dtype) -> 
             one = codec.encode(row)
             assert all(torch.equal(a[i], b) for a, b in zip(encoded, one, strict=True))
             assert torch.equal(decoded[i], codec.decode(*one))
-            raw, form = packed(one)
+            raw, form = pack_bytes(one)
             assert codec._describe_encoding(numel, dtype) == (len(raw), form)
 
 

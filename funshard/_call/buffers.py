@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.fx.node import has_side_effect
 
 from .. import _torch
-from .._spec.spec import sample
-from .._spec.tree import join
+from .._spec.spec import abridge
+from .._spec.tree import join_path
 from .._torch.layers import NormWithStatistics
 from .casting import cast_back, cast_floats
 from .swap import own_of
@@ -67,7 +67,7 @@ def running_statistics(model: nn.Module) -> Iterator[str]:
     """The names of the buffers that the model's normalisation layers change when they run in training mode."""
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, NormWithStatistics) and module.training and module.track_running_stats:
-            yield from (join(path, name) for name in module._buffers)
+            yield from (join_path(path, name) for name in module._buffers)
 
 
 @_torch.allow_in_graph
@@ -134,7 +134,7 @@ def install_buffers(
         mine = fresh.setdefault(module, dict(own))
         cast = dtypes(path) if dtypes else None
         for attr, original in own.items():
-            name = join(path, attr)
+            name = join_path(path, attr)
             if name in given:
                 before = given.pop(name)
                 mine[attr] = used = cast_floats(before, cast)
@@ -149,7 +149,7 @@ def install_buffers(
                 empty[name] = original
     if empty:
         raise ValueError(
-            f"functional_call: buffers are on the meta device, without values: {sample(empty)}; expected all in buffers=, as "
+            f"functional_call: buffers are on the meta device, without values: {abridge(empty)}; expected all in buffers=, as "
             "fs.init_buffers(model, spec) makes them; those that no initialiser makes have to be made by hand"
         )
     if given:

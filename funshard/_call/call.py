@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._spec.division import Divide
-from .._spec.fits import check_params
-from .._spec.spec import PartitionSpec, bound
+from .._spec.checks import check_params
+from .._spec.division import ReduceBy
+from .._spec.spec import PartitionSpec, bind_spec
 from .._transforms.error_hints import add_argument_hints, add_hints, as_call_arguments, check_materialized
 from .._units.accumulation import find_accumulation
 from .._units.flow import resolve_reduction
@@ -35,7 +35,7 @@ def functional_call(
     spec: PartitionSpec,
     buffers: dict[str, Tensor] | None = None,
     method: str | None = None,
-    reduce: Divide = "mean",
+    reduce: ReduceBy = "mean",
     reduce_axes: Iterable[str] | None = None,
     prefetch: int = 1,
     in_flight: int = 1,
@@ -86,7 +86,7 @@ def functional_call(
         >>> fs.functional_call(model, params, (torch.ones(2),), spec=spec)
         tensor([6.])
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     check_params(params, spec)
     accumulation = find_accumulation(params, spec, reduce, reduce_axes)
     receiver = None

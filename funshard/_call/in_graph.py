@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .._spec.checks import find_full_params
 from .._spec.division import Reduction
-from .._spec.fits import whole_unit
 from .._spec.remat import ALL, Remat
 from .._spec.spec import PartitionSpec
-from .._spec.tree import join
+from .._spec.tree import join_path
 from .._transforms._recompute.regions import is_collecting_regions, mark_region
 from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit
@@ -42,7 +42,7 @@ def run(
     _check_casts_inside(spec)  # not on entering the context: Dynamo of torch 2.11 loses the error
     full: dict[str, Tensor] = {}
     for unit in spec:
-        if (given := whole_unit(params, unit)) is not None:
+        if (given := find_full_params(params, unit)) is not None:
             views = cast_params(given, unit)
         else:
             # for fs.compile, which gathers again in backward, and has ranks compare the order of its collectives
@@ -52,7 +52,7 @@ def run(
     full |= {name: params[name] for name in spec.ignored if name in params}
     tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():  # each once: two names of one attribute would not be put back right
-        tensors |= {name: full[name] for name in (join(path, attr) for attr in module._parameters) if name in full}
+        tensors |= {name: full[name] for name in (join_path(path, attr) for attr in module._parameters) if name in full}
     before = dict(model.named_buffers()) if buffers is None else buffers
     dtypes = buffer_dtypes(spec)
     moving = tuple(running_statistics(model))

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._spec.checks import find_full_params
 from .._spec.division import Reduction
-from .._spec.fits import whole_unit
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import RestorableBuffer
@@ -125,7 +125,7 @@ def _sharded(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec
 
 def given(params: Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Gathered]:
     """The units whose full parameters are in ``params``, by key: nothing gathers them, and no mode knows of them."""
-    full = ((unit, whole_unit(params, unit)) for unit in spec if unit.key not in params)
+    full = ((unit, find_full_params(params, unit)) for unit in spec if unit.key not in params)
     return {
         unit.key: Gathered(unit, cast_params(views, unit), Watch(unit, views), frees=unit.p.reshard, level=0)
         for unit, views in full

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .. import _torch
 from .._spec.division import Reduction
-from .._spec.spec import PartitionSpec, checked
+from .._spec.spec import PartitionSpec, check_spec
 from .._transforms.error_hints import as_call_arguments
 from .modes import Scheduled
 from .options import CallOptions
@@ -44,7 +44,7 @@ def trace_order(
         >>> fs.trace_order(model, spec, (torch.ones(2),))
         ('0', '1')
     """
-    spec = checked(spec).on({axis: 2 for unit in spec for axis in unit.p.axes})
+    spec = check_spec(spec).on({axis: 2 for unit in spec for axis in unit.p.axes})
     with _torch.fake_mode(), torch.no_grad():
 
         def fake(x: Tensor) -> Tensor:

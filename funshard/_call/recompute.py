@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import _torch
 from .._spec.remat import Remat
 from .._spec.spec import PartitionSpec
-from .._spec.tree import join
+from .._spec.tree import join_path
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import number_views, run_unrecorded
 from .._transforms._recompute.stateful_adapters import CALL_ATTRIBUTES
@@ -53,7 +53,7 @@ def recomputed(
     for path, module in place.modules.items():
         for attr, buffer in module._buffers.items():
             if buffer is not None:
-                buffers.setdefault(buffer, []).append(join(path, attr))
+                buffers.setdefault(buffer, []).append(join_path(path, attr))
     remat = remat if isinstance(remat, Remat) else Remat()
     run = _Runs(inside, place, before, list(buffers.values()), visits)
     given = replaced(place, before)

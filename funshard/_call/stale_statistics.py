@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from .. import _torch
-from .._spec.spec import sample
-from .._spec.tree import join
+from .._spec.spec import abridge
+from .._spec.tree import join_path
 from .buffers import BufferWarning
 
 __all__ = ["check_statistics"]
@@ -62,7 +62,7 @@ def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: C
     if stale:
         _WARNED.add(model)
         warnings.warn(
-            f"functional_call: layers in eval mode normalise with the model's own {sample(dict.fromkeys(stale), 2)}: {why}; "
+            f"functional_call: layers in eval mode normalise with the model's own {abridge(dict.fromkeys(stale), 2)}: {why}; "
             "expected the statistics of training in buffers=, or loaded into the model by "
             "model.load_state_dict(buffers, strict=False); filter funshard.BufferWarning if the model's own are meant",
             BufferWarning,
@@ -72,7 +72,7 @@ def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: C
 
 def _statistics(path: str, layer: nn.Module) -> Iterator[str]:
     """Yield the names of a layer's running mean and variance, if it keeps them."""
-    return (join(path, attr) for attr in ("running_mean", "running_var") if layer._buffers.get(attr) is not None)
+    return (join_path(path, attr) for attr in ("running_mean", "running_var") if layer._buffers.get(attr) is not None)
 
 
 def _state(name: str, layer: nn.Module) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._spec.spec import PartitionSpec
-from .._spec.tree import join, refuse_compiled
+from .._spec.tree import check_not_compiled, join_path
 from .._spec.unit import Unit
 
 __all__ = [
@@ -68,7 +68,7 @@ class Parameters(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and value.requires_grad and super().get(name) is None:
-            raise _made_in_forward(f"parameter '{join(self.path, name)}'")
+            raise _made_in_forward(f"parameter '{join_path(self.path, name)}'")
         self._disown(name)
         super().__setitem__(name, value)
 
@@ -129,7 +129,7 @@ class Place:
         with CHANGING:
             modules = _modules_in(model, "")
             for path, module in modules.items():
-                refuse_compiled(path, module, in_place=True)
+                check_not_compiled(path, module, in_place=True)
             return cls("", modules, _owners(modules, spec))
 
     def within(self, path: str) -> Place:
@@ -210,7 +210,7 @@ def _modules_in(module: nn.Module, path: str) -> dict[str, nn.Module]:
     found = {path: module}
     for name, child in module._modules.items():
         if child is not None:
-            found |= _modules_in(child, join(path, name)) if child._modules else {join(path, name): child}
+            found |= _modules_in(child, join_path(path, name)) if child._modules else {join_path(path, name): child}
     return found
 
 
@@ -224,7 +224,7 @@ def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned:
             if tensor is None or tensor.shape != shape:
                 got = "none" if tensor is None else f"shape {list(tensor.shape)}"
                 raise ValueError(
-                    f"parameter '{join(path, attr)}' of unit '{unit.key}': expected shape {list(shape)} in the "
+                    f"parameter '{join_path(path, attr)}' of unit '{unit.key}': expected shape {list(shape)} in the "
                     f"model, got {got}; was the model changed after the spec was made?"
                 )
     owned: Owned = {}
@@ -238,7 +238,7 @@ def _owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned:
         for attr, tensor in own.items():
             if attr not in mine and tensor is not None and id(tensor) not in left:
                 raise ValueError(
-                    f"parameter '{join(path, attr)}' is not in the spec: expected the model that it was made for; "
+                    f"parameter '{join_path(path, attr)}' is not in the spec: expected the model that it was made for; "
                     "was the model changed after the spec was made?"
                 )
     return owned

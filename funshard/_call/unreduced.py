@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._spec.fits import whole_unit
+from .._spec.checks import find_full_params
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import ProcessAxis
 
@@ -31,7 +31,7 @@ def check_reduced(params: Mapping[str, Tensor], model: nn.Module, spec: Partitio
     full = [] if ranks == 1 else [unit for unit in spec if unit.key not in params and unit.requires_grad]
     named = dict(model.named_parameters(remove_duplicate=False)) if full else {}
     for unit in full:
-        tensors = whole_unit(params, unit) or []
+        tensors = find_full_params(params, unit) or []
         for param, tensor in zip(unit.params, tensors, strict=True):
             if _torch.is_tracked(tensor) and _torch.storage_id(_torch.unwrap(tensor)) == _torch.storage_id(named[param.name]):
                 raise ValueError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._spec.spec import PartitionSpec
-from .._spec.tree import join
+from .._spec.tree import join_path
 from .swap import CONTAINERS, Place, own_of
 
 __all__ = ["Unreplaced"]
@@ -42,7 +42,7 @@ class Unreplaced:
         for path, attr in _attributes(place.modules) if held is None else held:
             attributes, before = vars(place.modules[path]), len(self._undo)
             value = attributes.get(attr)
-            attributes[attr] = self._replaced(value, join(path, attr))
+            attributes[attr] = self._replaced(value, join_path(path, attr))
             if attributes[attr] is not value or len(self._undo) > before:
                 found.append((path, attr))
         if held is None:
@@ -118,7 +118,7 @@ def _by_storage(place: Place, spec: PartitionSpec, given: Mapping[str, Tensor]) 
         _torch.storage_id(tensor): name
         for path, module in place.modules.items()
         for attr, tensor in own_of(module, "_parameters").items()
-        if tensor is not None and ((name := join(path, attr)) in ignored or attr in place.owned[module])
+        if tensor is not None and ((name := join_path(path, attr)) in ignored or attr in place.owned[module])
     }
 
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from .. import _torch
 from .._sharding.agree import check_ranks_agree, fingerprint, has_peers, report_to_ranks
 from .._sharding.sharding import check_rank
-from .._spec.fits import full_parameters
-from .._spec.spec import PartitionSpec, bound
-from .._spec.tree import join
+from .._spec.checks import collect_full_params
+from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.tree import join_path
 from .._spec.unit import Unit
 from .._units.flow import encode_at_rest, scatter_unit
 from .._units.host import place_slice
@@ -64,14 +64,14 @@ def init(
     initialiser gives values or not all, initialisers that reach over more than a unit, and a spec, seed or values in which
     ranks differ; RuntimeError, naming the module, where an initialiser fails; TypeError for what is no init_fn or seed.
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     mesh = spec.bound_mesh
     together = rank is None and has_peers(mesh) and _torch.is_eager()
     with report_to_ranks(spec, together):
         check_rank("init", spec, rank)
         where = _resolve_device(spec, device)
         number = _resolve_seed(seed, init_fn)
-        full = full_parameters(model, spec)
+        full = collect_full_params(model, spec)
         for name in (name for name in spec.by_name if not full[name].is_meta):
             raise ValueError(
                 f"init: parameter '{name}' is on {full[name].device}: expected it on the meta device; shard(model, spec) takes "
@@ -160,7 +160,7 @@ def init_buffers(
         >>> fs.init_buffers(model, fs.policies.whole()(model))["running_var"]
         tensor([1., 1.])
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     where = _resolve_device(spec, device)
     number = _resolve_seed(seed, init_fn)
     with open_values(model, init_fn, number, where) as values:
@@ -174,7 +174,7 @@ def init_buffers(
                 break
             except WiderReachError:
                 continue
-    named = {join(path, attr): x for path, module in model.named_modules() for attr, x in module._buffers.items()}
+    named = {join_path(path, attr): x for path, module in model.named_modules() for attr, x in module._buffers.items()}
     for tensor in (x for x in named.values() if x is not None and not x.is_meta):
         made.setdefault(id(tensor), tensor.detach().to(where, copy=True))
     return {name: made[id(tensor)] for name, tensor in named.items() if tensor is not None}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .._spec.tree import join, refuse_compiled
+from .._spec.tree import check_not_compiled, join_path
 from .._torch.layers import find_reset
 
 __all__ = ["InitFn", "Initialiser", "Slot", "find_initialisers", "find_slots", "format_slots"]
@@ -68,14 +68,14 @@ def find_slots(model: nn.Module) -> dict[int, Slot]:
     """
     found: dict[int, Slot] = {}
     for path, module in model.named_modules():
-        refuse_compiled(path, module)
+        check_not_compiled(path, module)
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"init: module '{path}' is a ScriptModule: expected one whose parameters Python can give it")
         for param, own in ((True, module._parameters), (False, module._buffers)):
             for attr, tensor in own.items():
                 if tensor is None or not tensor.is_meta:
                     continue
-                name = join(path, attr)
+                name = join_path(path, attr)
                 if tensor.layout is not torch.strided or (param and type(tensor) is not nn.Parameter):
                     raise TypeError(f"init: '{name}': expected a dense nn.Parameter or buffer, got {type(tensor).__name__}")
                 found.setdefault(id(tensor), Slot(name, path, tensor, param)).modules.append(module)

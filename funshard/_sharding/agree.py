@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from .._spec.fits import full_of_unit
+from .._spec.checks import take_full_params
 from .._spec.spec import PartitionSpec
 from .._units.layout import to_memory_order
 from ..collectives._functions import gather_slices
@@ -134,7 +134,7 @@ def fingerprint_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> Ten
         found = [
             fingerprint(to_memory_order(tensor.detach(), param))
             for unit in spec
-            for tensor, param in zip(full_of_unit(params, unit), unit.params, strict=True)
+            for tensor, param in zip(take_full_params(params, unit), unit.params, strict=True)
         ]
         return torch.stack([number.to(found[0].device) for number in found]) if found else torch.zeros(0, dtype=torch.int64)
 

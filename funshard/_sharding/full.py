@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._spec.checks import check_full, check_shards
 from .._spec.division import Reduction
-from .._spec.fits import check_full, check_shards
-from .._spec.host import used_on
-from .._spec.spec import PartitionSpec, bound
+from .._spec.host import compute_device
+from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._units.flow import encode_at_rest, gather_unit
 from .._units.host import place_slice, start_copy_to_host
@@ -44,7 +44,7 @@ def gather_full(
         {'weight': tensor([[0., 1., 2., 3.],
                 [4., 5., 6., 7.]])}
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     mesh = spec.bound_mesh
     units = check_shards(shards, spec, part=True)
     if rank0_only and mesh.is_simulated:
@@ -94,7 +94,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
         >>> fs.scatter_full({"weight": torch.arange(8.0).view(2, 4)}, spec)
         {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     mesh = spec.bound_mesh
     if mesh.is_simulated:
         raise ValueError("scatter_full on a simulated mesh: expected process groups; use shard(full, spec) there")
@@ -125,7 +125,7 @@ def _as_bytes(buffer: Tensor) -> Tensor:
 def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
     """Return the unit's buffer on the mesh's first rank; None on the others, which allocate nothing."""
     at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
-    piece = piece.to(used_on(unit, mesh) or piece.device)
+    piece = piece.to(compute_device(unit, mesh) or piece.device)
     if any(at[name] for name in mesh.names if name not in unit.p.axes):
         return None  # another replica
     for name in reversed(unit.p.axes):

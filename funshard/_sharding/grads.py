@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .._spec.division import Divide
-from .._spec.fits import check_buffers, check_mapping, check_trained, whole_unit
-from .._spec.spec import PartitionSpec, bound
+from .._spec.checks import check_buffers, check_mapping, check_trainable, find_full_params
+from .._spec.division import ReduceBy
+from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._units.flow import reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit
@@ -20,7 +20,7 @@ __all__ = ["reduce_grads", "reduce_mean", "weight_share"]
 
 
 def reduce_grads(
-    grads: Mapping[str, Tensor], spec: PartitionSpec, *, reduce_axes: Iterable[str] | None = None, reduce: Divide = "mean"
+    grads: Mapping[str, Tensor], spec: PartitionSpec, *, reduce_axes: Iterable[str] | None = None, reduce: ReduceBy = "mean"
 ) -> Params:
     """Return the gradients of the shards, by unit key: the mean over ranks of each rank's own gradients, in slices.
 
@@ -41,7 +41,7 @@ def reduce_grads(
         >>> fs.reduce_grads({"weight": torch.ones(2, 4)}, spec)
         {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     mesh = spec.bound_mesh
     full, slices = _split_units(grads, spec)
     reduction = resolve_reduction(reduce, mesh.names if reduce_axes is None else reduce_axes, mesh, full)
@@ -95,7 +95,7 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
         >>> fs.weight_share(3, spec)
         tensor(1.)
     """
-    mesh = bound(spec).bound_mesh
+    mesh = bind_spec(spec).bound_mesh
     # a number is filled in on the device: a copy from the host would have to wait for it
     number = isinstance(weight, int | float)
     own = torch.full((), weight, device=mesh.device) if number else torch.as_tensor(weight, device=mesh.device)
@@ -107,10 +107,10 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
 def _split_units(grads: Mapping[str, Tensor], spec: PartitionSpec) -> tuple[list[Unit], list[Unit]]:
     """Return the units with full gradients and those with slices; raise ValueError for anything else."""
     check_mapping(grads)
-    full = [unit for unit in spec if whole_unit(grads, unit) is not None]
+    full = [unit for unit in spec if find_full_params(grads, unit) is not None]
     names = {name for unit in full for param in unit.params for name in param.names}
     slices = [unit for unit in spec if unit.key in grads]
-    check_trained((*full, *slices), "gradient")
+    check_trainable((*full, *slices), "gradient")
     lengths = {unit.key: spec.shard_numel(unit) for unit in slices}
     check_buffers({key: g for key, g in grads.items() if key not in names}, spec, lengths)
     return full, slices

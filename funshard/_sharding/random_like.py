@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec.fits import check_mapping
-from .._spec.spec import PartitionSpec, bound
+from .._spec.checks import check_mapping
+from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._units.flow import scatter_unit
 from .._units.layout import Params, concat_padded, from_memory_order, rank_coords, slice_pieces
@@ -64,7 +64,7 @@ def random_like(
                 [1., 1.]])
 
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     check_mapping(params)
     if distribution not in ("normal", "rademacher"):
         raise ValueError(f"random_like: distribution: expected 'normal' or 'rademacher', got {distribution!r}")

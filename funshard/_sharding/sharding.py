@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor, nn
 
 from .. import _torch
-from .._spec.division import Divide, Reduction
-from .._spec.fits import check_mapping, check_shards, check_trained, full_parameters
-from .._spec.spec import PartitionSpec, bound, checked
+from .._spec.checks import check_mapping, check_shards, check_trainable, collect_full_params
+from .._spec.division import ReduceBy, Reduction
+from .._spec.spec import PartitionSpec, bind_spec, check_spec
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.flow import encode_at_rest, gather_unit, scatter_unit
@@ -55,7 +55,7 @@ def shard(
         >>> [fs.shard({"weight": torch.arange(16.0).view(4, 4)}, spec, rank=rank)[""].tolist() for rank in range(2)]
         [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0]]
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     mesh = spec.bound_mesh
     together = rank is None and has_peers(mesh) and _torch.is_eager()
     full, values = None, None
@@ -66,7 +66,7 @@ def shard(
                     "shard: the model is a skeleton, whose parameters have no values: expected the model that it was made "
                     "of, or full parameters by name"
                 )
-            full = full_parameters(model_or_params, spec)
+            full = collect_full_params(model_or_params, spec)
         if together and check_values and src is None:
             values = fingerprint_params(full or {}, spec)
     if together:
@@ -107,7 +107,7 @@ def check_rank(who: str, spec: PartitionSpec, rank: int | None) -> None:
 
 
 def unshard(
-    shards: Mapping[str, Tensor], spec: PartitionSpec, *, units: Iterable[str] | None = None, reduce: Divide = "mean"
+    shards: Mapping[str, Tensor], spec: PartitionSpec, *, units: Iterable[str] | None = None, reduce: ReduceBy = "mean"
 ) -> Params:
     """Return the full parameters by name, as views of one buffer per unit. Inverse of `shard`.
 
@@ -127,7 +127,7 @@ def unshard(
         >>> fs.unshard(shards, spec)
         {'weight': tensor([[1., 2.]]), 'bias': tensor([3.])}
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     mesh, reduction = spec.bound_mesh, Reduction.of(reduce)
     given = [unit.key for unit in check_shards(shards, spec, part=True)]
     chosen = given if units is None else tuple(units)
@@ -166,7 +166,7 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
         >>> sorted(shards), sorted(fs.reshard(shards, old, new))
         ([''], ['0', '1'])
     """
-    spec, new_spec = bound(spec), bound(new_spec)
+    spec, new_spec = bind_spec(spec), bind_spec(new_spec)
     new_mesh = new_spec.bound_mesh
     given = {unit.key for unit in check_shards(shards, spec, part=True)}
     for name in spec.by_name.keys() ^ new_spec.by_name.keys():
@@ -215,14 +215,14 @@ def partition(
         >>> sorted(trainable), sorted(frozen)
         (['1'], ['0'])
     """
-    spec = checked(spec)
+    spec = check_spec(spec)
     check_mapping(params)
     parts: tuple[Params, Params] = {}, {}
     for key, tensor in params.items():
         owner = None if key in spec.ignored else spec.owner(key)
         trainable = owner is not None and (predicate(owner) if predicate else owner.requires_grad)
         if trainable and key in spec.by_key:
-            check_trained([spec.by_key[key]], "gradient")
+            check_trainable([spec.by_key[key]], "gradient")
         parts[0 if trainable else 1][key] = tensor
     return parts
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
-from .._spec.tree import join, module_tree, refuse_compiled
+from .._spec.tree import check_not_compiled, join_path, module_tree
 
 __all__ = ["is_skeleton", "skeleton"]
 
@@ -48,12 +48,14 @@ def skeleton(model: M) -> M:
     tree = module_tree(model)
     memo: dict[int, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        refuse_compiled(path, module, in_place=True)
+        check_not_compiled(path, module, in_place=True)
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"skeleton: module '{path}' is a ScriptModule, which cannot be copied without its parameters")
         for name, param in module._parameters.items():
             if param is not None:
-                memo[id(param)] = memo.get(id(param)) if id(param) in memo else _make_meta_parameter(param, join(path, name))
+                memo[id(param)] = (
+                    memo.get(id(param)) if id(param) in memo else _make_meta_parameter(param, join_path(path, name))
+                )
     storages = {_torch.storage_id(p): name for name, p in model.named_parameters()}
     inside = {id(x) for x in (*model.modules(), *model.parameters())}
     for path, module in model.named_modules():
@@ -62,8 +64,8 @@ def skeleton(model: M) -> M:
                 continue
             if (owner := storages.get(_torch.storage_id(tensor))) is not None:
                 raise ValueError(
-                    f"skeleton: '{join(path, name)}' is in the memory of parameter '{owner}', which would stay: expected a "
-                    "copy of its own; clone it"
+                    f"skeleton: '{join_path(path, name)}' is in the memory of parameter '{owner}', which would stay: expected "
+                    "a copy of its own; clone it"
                 )
             memo[id(tensor)] = tensor
         for name, function in _own_functions(module):

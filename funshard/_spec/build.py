@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from .spec import PartitionSpec, sample
+from .spec import PartitionSpec, abridge
 from .tree import ModuleTree, Param, natural_key
 from .unit import P, Unit
 
@@ -20,7 +20,7 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
     chosen: dict[str, P] = {}
     for path, p in selected.items():
         if path not in tree.canonical:
-            raise ValueError(f"path '{path}' matches no module: expected one of {sample(tree.canonical)}")
+            raise ValueError(f"path '{path}' matches no module: expected one of {abridge(tree.canonical)}")
         if chosen.setdefault(tree.canonical[path], p) != p:
             first = tree.canonical[path]
             raise ValueError(f"module '{path}' is also '{first}' and is selected twice: as {chosen[first]} and as {p}")
@@ -30,7 +30,7 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
         if not owners and root is None:
             raise ValueError(
                 f"parameter '{param.name}' is in no unit: expected a selected path above all its uses, "
-                f"got {sample(chosen)}; select '' for the leftovers"
+                f"got {abridge(chosen)}; select '' for the leftovers"
             )
         owned.setdefault(owners[-1] if owners else "", []).append(param)
     every = {"": root or P(), **chosen}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _torch
 
-__all__ = ["Codec", "Form", "packed", "unpacked"]
+__all__ = ["Codec", "Form", "pack_bytes", "unpack_bytes"]
 
 
 Form = tuple[tuple[torch.dtype, torch.Size], ...]
@@ -68,7 +68,7 @@ class Codec:
         return tensors
 
     def _describe_encoding(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
-        """``(bytes, form)`` of an encoded slice of so many elements: `packed`'s, from the shapes alone."""
+        """``(bytes, form)`` of an encoded slice of so many elements: `pack_bytes`'s, from the shapes alone."""
         if torch.compiler.is_compiling():  # as PartitionSpec._compute_once
             return self._form(numel, dtype)
         if (numel, dtype) not in self._forms:
@@ -103,8 +103,8 @@ class Codec:
         return (rows.flatten() if isinstance(rows, Tensor) else torch.cat(rows)).to(dtype)
 
 
-def packed(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
-    """``(bytes, form)``: tensors as one of uint8, to be sent at once. Inverse of `unpacked`."""
+def pack_bytes(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
+    """``(bytes, form)``: tensors as one of uint8, to be sent at once. Inverse of `unpack_bytes`."""
     parts: list[Tensor] = []
     form: list[tuple[torch.dtype, torch.Size]] = []
     for x in tensors:
@@ -114,8 +114,8 @@ def packed(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
     return torch.cat(parts), tuple(form)
 
 
-def unpacked(raw: Tensor, form: Form) -> list[Tensor]:
-    """The tensors, as views; of many at once where the bytes have dimensions before the last. Inverse of `packed`."""
+def unpack_bytes(raw: Tensor, form: Form) -> list[Tensor]:
+    """The tensors, as views; of many at once where the bytes have dimensions before the last. Inverse of `pack_bytes`."""
     tensors: list[Tensor] = []
     start = 0
     for dtype, shape in form:

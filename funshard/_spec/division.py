@@ -8,20 +8,20 @@ from typing import Literal, NamedTuple
 
 import torch
 
-__all__ = ["Divide", "Reduction", "divide_factors", "division"]
+__all__ = ["ReduceBy", "Reduction", "choose_division", "divide_factors"]
 
-Divide = Literal["mean", "sum"] | float
+ReduceBy = Literal["mean", "sum"] | float
 """How gradients are reduced over ranks: to their mean, their sum, or their sum over a number."""
 
 
 class Reduction(NamedTuple):
     """How gradients become those of shards, and over which mesh axes: None for all of them."""
 
-    by: Divide = "mean"
+    by: ReduceBy = "mean"
     over: frozenset[str] | None = None
 
     @classmethod
-    def of(cls, by: Divide, over: Iterable[str] | None = None) -> Reduction:
+    def of(cls, by: ReduceBy, over: Iterable[str] | None = None) -> Reduction:
         """A checked one.
 
         Raises ValueError for a name that is neither "mean" nor "sum" and a number that is not positive and finite.
@@ -51,7 +51,7 @@ def divide_factors(total: float) -> tuple[float, float]:
     return before, total / before
 
 
-def division(by: Divide, ranks: int, dtype: torch.dtype) -> tuple[Literal["mean", "sum"], float, float]:
+def choose_division(by: ReduceBy, ranks: int, dtype: torch.dtype) -> tuple[Literal["mean", "sum"], float, float]:
     """``(collective, before, after)``: what collectives in this dtype take, and what is divided by before and after them.
 
     Float16 in two parts, everything else once: ``_get_gradient_divide_factors`` of FSDP2, but that float64 needs no care.

@@ -12,7 +12,7 @@ from ..collectives._mesh import Mesh
 from .spec import PartitionSpec
 from .unit import Unit
 
-__all__ = ["HOST", "check_rests", "is_host", "used_on"]
+__all__ = ["HOST", "check_host_resident", "compute_device", "is_host"]
 
 HOST = torch.device("cpu")
 
@@ -22,25 +22,25 @@ def is_host(device: torch.device) -> bool:
     return device.type == HOST.type
 
 
-def used_on(unit: Unit, mesh: Mesh) -> torch.device | None:
+def compute_device(unit: Unit, mesh: Mesh) -> torch.device | None:
     """The device to which a unit is copied to be used, where it rests on the host; None where it is used where it rests.
 
     It is the mesh's own. A mesh that does not say on which device it computes leaves units where they are.
     """
     if "params" not in unit.p.offloads:
         return None
-    device = _computes_on(mesh)
+    device = _mesh_compute_device(mesh)
     return None if device is None or is_host(device) else device
 
 
 @_torch.assume_constant
-def _computes_on(mesh: Mesh) -> torch.device | None:
+def _mesh_compute_device(mesh: Mesh) -> torch.device | None:
     return mesh.device
 
 
-def check_rests(shards: Mapping[str, Tensor], spec: PartitionSpec) -> None:
+def check_host_resident(shards: Mapping[str, Tensor], spec: PartitionSpec) -> None:
     """ValueError, naming the unit, for the shard of a unit that rests on the host and is elsewhere."""
-    for key, device in spec._compute_once(_away):
+    for key, device in spec._compute_once(_host_resident_units):
         if key in shards and (at := shards[key].device).type not in (HOST.type, "meta"):
             raise ValueError(
                 f"unit '{key}' has P(offload=\"params\"): expected its shard on the host, from where it is copied to {device}, "
@@ -48,6 +48,6 @@ def check_rests(shards: Mapping[str, Tensor], spec: PartitionSpec) -> None:
             )
 
 
-def _away(spec: PartitionSpec) -> tuple[tuple[str, torch.device], ...]:
-    devices = ((unit.key, used_on(unit, spec.bound_mesh)) for unit in spec)
+def _host_resident_units(spec: PartitionSpec) -> tuple[tuple[str, torch.device], ...]:
+    devices = ((unit.key, compute_device(unit, spec.bound_mesh)) for unit in spec)
     return tuple((key, device) for key, device in devices if device is not None)

@@ -47,7 +47,7 @@ class Remat:
         if isinstance(save, str | bytes) or not (callable(save) or isinstance(save, Collection)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"Remat: save: expected names, operators or a function, got {save!r}; one name is {{'name'}}")
         if callable(save):
-            _required(save)
+            _count_required_args(save)
             return
         for item in save:
             if not isinstance(item, str | OpOverload):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -76,7 +76,7 @@ class Remat:
         if not callable(save):
             operators = save or ()
             return lambda op, args, kwargs, out: op in operators
-        required = _required(save)
+        required = _count_required_args(save)
         if required == 1:
             return lambda op, args, kwargs, out: _is_saved(save, save(op))
         policy = save if required else _policy_of(save)
@@ -96,7 +96,7 @@ ALL = Remat()
 """That of ``P(remat=True)``: all runs again."""
 
 
-def _required(save: Callable[..., Any]) -> int:
+def _count_required_args(save: Callable[..., Any]) -> int:
     """How many arguments a function must be given: 1 for one of operators, 2 for a policy, 0 for a context_fn."""
     wrong = f"Remat: save: expected save(op), policy(ctx, op, *args, **kwargs) or context_fn(), got {save!r}"
     try:

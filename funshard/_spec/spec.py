@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..collectives._mesh import Axis, Mesh
-from .table import short, table
+from .table import format_line, format_table
 from .tree import Param, is_within
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 from .unit import P, Unit
 
-__all__ = ["PartitionSpec", "bound", "checked", "sample"]
+__all__ = ["PartitionSpec", "abridge", "bind_spec", "check_spec"]
 
-Made = TypeVar("Made")
+Cached = TypeVar("Cached")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class PartitionSpec:
         chosen = self.selected or (("", self.root),)
         return tuple(path for path, p in chosen if p.remat)
 
-    def _compute_once(self, make: Callable[..., Made], *args: Hashable) -> Made:
+    def _compute_once(self, make: Callable[..., Cached], *args: Hashable) -> Cached:
         """``make(self, *args)``, made once for this very spec and kept for as long as it lives. It must not hold the spec."""
         if torch.compiler.is_compiling():  # which has no use for it, and would guard it
             return make(self, *args)
@@ -102,13 +102,13 @@ class PartitionSpec:
             return self.by_name[key][1]
         raise ValueError(f"'{key}' is no unit and no parameter of the spec: expected some of {list(self.by_key)[:8]}")
 
-    def _to_model_order(self, full: Mapping[str, Made]) -> dict[str, Made]:
+    def _to_model_order(self, full: Mapping[str, Cached]) -> dict[str, Cached]:
         """Return what there is by parameter name in the order of ``named_parameters``; other names come last."""
         return {name: full[name] for name in dict.fromkeys((*self.names, *full)) if name in full}
 
     def _restrict(self, path: str, keys: Iterable[str]) -> PartitionSpec:
         """The part of this spec for the insides of one of its modules, which uses the units of these keys."""
-        return self._compute_once(_within, path, frozenset(keys))
+        return self._compute_once(_restrict, path, frozenset(keys))
 
     def on(
         self,
@@ -152,7 +152,7 @@ class PartitionSpec:
         runs = tuple(names)
         for name in runs:
             if name not in self.by_key:
-                raise ValueError(f"ordered: '{name}' is not a unit: expected some of {sample(self.by_key)}")
+                raise ValueError(f"ordered: '{name}' is not a unit: expected some of {abridge(self.by_key)}")
         return dataclasses.replace(self, runs=runs)
 
     @property
@@ -175,7 +175,7 @@ class PartitionSpec:
 
     def size(self, unit: Unit) -> int:
         """In how many slices the unit's buffer is split."""
-        return self.bound._compute_once(_size, unit.p)
+        return self.bound._compute_once(_count_slices, unit.p)
 
     def shard_numel(self, unit: Unit) -> int:
         """Elements of one rank's slice of the unit, padding included: the same on every rank."""
@@ -184,7 +184,7 @@ class PartitionSpec:
     def stored(self, unit: Unit) -> tuple[int, torch.dtype]:
         """Length and dtype of what `shard` gives of the unit: `shard_numel` elements, or the bytes of what is at rest."""
         bound = self.bound
-        return bound._compute_once(_stored)[unit.key] if bound.by_key.get(unit.key) is unit else _stored_of(unit, bound)
+        return bound._compute_once(_stored_by_key)[unit.key] if bound.by_key.get(unit.key) is unit else _stored_of(unit, bound)
 
     def padded_numel(self, unit: Unit) -> int:
         """Elements of the whole padded buffer of the unit."""
@@ -201,18 +201,18 @@ class PartitionSpec:
         return {**fields, "mesh": None, "_made": {}}
 
     def __str__(self) -> str:
-        return table(self)
+        return format_table(self)
 
     def __repr__(self) -> str:
-        return short(self)
+        return format_line(self)
 
 
-def _size(spec: PartitionSpec, p: P) -> int:
+def _count_slices(spec: PartitionSpec, p: P) -> int:
     sizes = dict(spec.sizes or ())
     return torch.Size(sizes[axis] for axis in p.axes).numel()
 
 
-def _stored(spec: PartitionSpec) -> dict[str, tuple[int, torch.dtype]]:
+def _stored_by_key(spec: PartitionSpec) -> dict[str, tuple[int, torch.dtype]]:
     return {unit.key: _stored_of(unit, spec) for unit in spec}
 
 
@@ -221,7 +221,7 @@ def _stored_of(unit: Unit, spec: PartitionSpec) -> tuple[int, torch.dtype]:
     return (unit.at_rest._describe_encoding(numel, unit.dtype)[0], torch.uint8) if unit.at_rest else (numel, unit.dtype)
 
 
-def _within(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSpec:
+def _restrict(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSpec:
     return dataclasses.replace(
         spec,
         selected=tuple((inner, p) for inner, p in spec.selected if inner != path and is_within(inner, path)),
@@ -232,20 +232,20 @@ def _within(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSp
     )
 
 
-def bound(spec: object) -> PartitionSpec:
+def bind_spec(spec: object) -> PartitionSpec:
     """``spec.bound``: what every function that takes a spec begins with.
 
     Raises:
         TypeError: For anything else than a spec.
         RuntimeError: If a process group that it was bound to is gone, or this process has another rank in it now.
     """
-    found = checked(spec).bound
+    found = check_spec(spec).bound
     if found.mesh is not None:
         found.mesh.check_groups()
     return found
 
 
-def checked(spec: object) -> PartitionSpec:
+def check_spec(spec: object) -> PartitionSpec:
     """A spec as it is. TypeError for a policy, and anything else."""
     if isinstance(spec, PartitionSpec):
         return spec
@@ -254,7 +254,7 @@ def checked(spec: object) -> PartitionSpec:
     raise TypeError(f"spec: expected a PartitionSpec such as fs.policies.whole()(model), got {type(spec).__name__}")
 
 
-def sample(paths: Mapping[str, object], most: int = 8) -> str:
+def abridge(paths: Mapping[str, object], most: int = 8) -> str:
     """A few of the paths, to show."""
     names = [repr(path) for path in paths]
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

@@ -12,32 +12,32 @@ from ..collectives._mesh import Mesh
 if TYPE_CHECKING:
     from .spec import PartitionSpec
 
-__all__ = ["short", "table"]
+__all__ = ["format_line", "format_table"]
 
 HEAD = ("unit", "P", "parameters", "numel", "padding", "bytes per rank")
-ALIKE = 3
+MIN_MERGED_ROWS = 3
 """So many units that differ in a number of their path alone share a row."""
 
 
-def short(spec: PartitionSpec) -> str:
+def format_line(spec: PartitionSpec) -> str:
     """A spec in one line: how many units of how many parameters and elements, on what."""
     units = len(spec.units)
     params, numel = sum(len(unit.params) for unit in spec.units), sum(unit.numel for unit in spec.units)
-    where = "unbound" if spec.sizes is None else _sizes(spec.sizes)
+    where = "unbound" if spec.sizes is None else _format_sizes(spec.sizes)
     return f"<PartitionSpec: {units} unit{'s' * (units != 1)}, {params:,} parameters, {numel:,} elements, {where}>"
 
 
-def _sizes(sizes: Iterable[tuple[str, int]]) -> str:
+def _format_sizes(sizes: Iterable[tuple[str, int]]) -> str:
     return " x ".join(f"{name}={size}" for name, size in sizes)
 
 
-def table(spec: PartitionSpec) -> str:
+def format_table(spec: PartitionSpec) -> str:
     """A spec as a table: path, `P`, parameters, elements, padding and bytes per rank of every unit, and their totals.
 
     Units that are alike but for numbers in their paths share a row, with how many they are before what each has:
     ``layers.{0..31}``.
     """
-    sizes = spec.sizes or _world()
+    sizes = spec.sizes or _world_sizes()
     known = all(axis in dict(sizes) for unit in spec.units for axis in unit.p.axes)
     bound = spec.on(dict(sizes)) if known else spec.on({axis: 1 for unit in spec.units for axis in unit.p.axes})
     of: dict[str, tuple[str, ...]] = {}
@@ -48,8 +48,8 @@ def table(spec: PartitionSpec) -> str:
         counts = [len(unit.params), unit.numel, padding, length * dtype.itemsize]
         totals = [a + b for a, b in zip(totals, counts, strict=True)]
         of[unit.key] = (str(unit.p), *(f"{c:,}" for c in counts))
-    body = [(name, p, *(f"{n} x {c}" if n > 1 else c for c in counts)) for name, n, (p, *counts) in _joined(of)]
-    mesh = _sizes(sizes) if known else "unbound: as on one rank"
+    body = [(name, p, *(f"{n} x {c}" if n > 1 else c for c in counts)) for name, n, (p, *counts) in _merge_rows(of)]
+    mesh = _format_sizes(sizes) if known else "unbound: as on one rank"
     rows = [HEAD, *body, ("total", mesh, *(f"{c:,}" for c in totals))]
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
     lines = [
@@ -60,7 +60,7 @@ def table(spec: PartitionSpec) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *rest])
 
 
-def _world() -> tuple[tuple[str, int], ...]:
+def _world_sizes() -> tuple[tuple[str, int], ...]:
     """The axes of the world; one rank where its process group is still to come: printing raises nothing."""
     try:
         return Mesh.world().sizes
@@ -68,33 +68,33 @@ def _world() -> tuple[tuple[str, int], ...]:
         return (("shard", 1),)
 
 
-def _joined(rows: dict[str, tuple[str, ...]]) -> list[tuple[str, int, tuple[str, ...]]]:
+def _merge_rows(rows: dict[str, tuple[str, ...]]) -> list[tuple[str, int, tuple[str, ...]]]:
     """The name of each row, how many units are in it, and its cells: units in their order, those alike at the first one."""
     alike: dict[tuple[object, ...], list[str]] = {}
     for key, cells in rows.items():
-        shape = tuple(None if part.isdecimal() else part for part in _parts(key))
+        shape = tuple(None if part.isdecimal() else part for part in _split_key(key))
         alike.setdefault((shape, cells), []).append(key)
     out: list[tuple[str, int, tuple[str, ...]]] = []
     for keys in alike.values():
-        name = _common(keys) if len(keys) >= ALIKE else None
+        name = _common_name(keys) if len(keys) >= MIN_MERGED_ROWS else None
         out += [(key or "''", 1, rows[key]) for key in keys] if name is None else [(name, len(keys), rows[keys[0]])]
     return out
 
 
-def _parts(key: str) -> list[str]:
+def _split_key(key: str) -> list[str]:
     """A unit's key in pieces, with what stands between them."""
     return re.split("([.:])", key)
 
 
-def _common(keys: Sequence[str]) -> str | None:
+def _common_name(keys: Sequence[str]) -> str | None:
     """The name that stands for all of these, which differ in numbers only; None where no such name does."""
-    values = [set(part) for part in zip(*map(_parts, keys), strict=True)]
+    values = [set(part) for part in zip(*map(_split_key, keys), strict=True)]
     if len(keys) != math.prod(len(some) for some in values):
         return None
-    return "".join(next(iter(some)) if len(some) == 1 else f"{{{_ranges(sorted(map(int, some)))}}}" for some in values)
+    return "".join(next(iter(some)) if len(some) == 1 else f"{{{_format_ranges(sorted(map(int, some)))}}}" for some in values)
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _format_ranges(numbers: Sequence[int]) -> str:
     """Rising numbers, those without a gap as the first and the last one."""
     runs: list[list[int]] = []
     for n in numbers:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["NAMESPACE", "ModuleTree", "Param", "join", "module_tree", "natural_key"]
+__all__ = ["NAMESPACE", "ModuleTree", "Param", "join_path", "module_tree", "natural_key"]
 
 NAMESPACE = "funshard"
 """The optree namespace in which funshard registers its own node types."""
@@ -23,7 +23,7 @@ def natural_key(path: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(c), "") if c.isdecimal() else (1, 0, c) for c in path.split("."))
 
 
-def join(path: str, name: str) -> str:
+def join_path(path: str, name: str) -> str:
     """``path.name``, or ``name`` where the path is the root's empty one."""
     return f"{path}.{name}" if path else name
 
@@ -188,8 +188,8 @@ def module_tree(model: nn.Module | ModuleTree) -> ModuleTree:
         raise TypeError(f"module_tree: expected an nn.Module, got {type(model).__name__}")
     paths: dict[nn.Module, list[str]] = {}
     names: dict[torch.Tensor, list[str]] = {}
-    _visit(model, "", (), paths, names)
-    infos = {tensor: _param(tensor, fqns) for tensor, fqns in names.items()}
+    _collect_names(model, "", (), paths, names)
+    infos = {tensor: _describe_param(tensor, fqns) for tensor, fqns in names.items()}
     return _node(model, paths, infos, set())
 
 
@@ -204,7 +204,7 @@ def _node(
     return ModuleTree(first, type(module), own, children, tuple(rest), module=module)
 
 
-def _visit(
+def _collect_names(
     module: nn.Module,
     path: str,
     above: tuple[nn.Module, ...],
@@ -213,22 +213,22 @@ def _visit(
 ) -> None:
     if module in above:
         raise ValueError(f"module '{path}' contains itself: expected a tree of modules")
-    refuse_compiled(path, module)
+    check_not_compiled(path, module)
     paths.setdefault(module, []).append(path)
     for name, param in module._parameters.items():
         if param is not None:
             if is_lazy(param):
                 raise ValueError(
-                    f"parameter '{join(path, name)}' is lazy: expected a shape, got none yet; "
+                    f"parameter '{join_path(path, name)}' is lazy: expected a shape, got none yet; "
                     "run the module once to give it one"
                 )
-            names.setdefault(param, []).append(join(path, name))
+            names.setdefault(param, []).append(join_path(path, name))
     for name, child in module._modules.items():
         if child is not None:
-            _visit(child, join(path, name), (*above, module), paths, names)
+            _collect_names(child, join_path(path, name), (*above, module), paths, names)
 
 
-def refuse_compiled(path: str, module: nn.Module, *, in_place: bool = False) -> None:
+def check_not_compiled(path: str, module: nn.Module, *, in_place: bool = False) -> None:
     """TypeError for a module that torch.compile made, whose parameters have other names; if asked, for a compiled one too."""
     if "_orig_mod" in module._modules:
         raise TypeError(
@@ -242,7 +242,7 @@ def refuse_compiled(path: str, module: nn.Module, *, in_place: bool = False) -> 
         )
 
 
-def _param(tensor: torch.Tensor, names: list[str]) -> Param:
+def _describe_param(tensor: torch.Tensor, names: list[str]) -> Param:
     order = tuple(sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)))
     if not tensor.permute(order).is_contiguous():  # expanded or strided with gaps: no dense format to keep
         order = tuple(range(tensor.dim()))

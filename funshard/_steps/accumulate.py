@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._spec.division import Divide
-from .._spec.spec import PartitionSpec, bound
+from .._spec.division import ReduceBy
+from .._spec.spec import PartitionSpec, bind_spec
 from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
 from .in_place import Runs
@@ -30,7 +30,7 @@ def accumulate(
     keep: Literal["shards", "full"] = "shards",
     weights: Sequence[float | Tensor] | None = None,
     has_aux: bool = False,
-    reduce: Divide = "mean",
+    reduce: ReduceBy = "mean",
     reduce_axes: Iterable[str] | None = None,
 ) -> tuple[Params, Any]:
     """``(grads, value)``, or ``(grads, (value, auxes))``: those of the mean of ``f(params, microbatch)``, one after the other.
@@ -69,7 +69,7 @@ def accumulate(
     weights or negative ones, axes that do not fit, a functional_call of these shards with another spec or with a reduction
     of its own, and what `grad_and_value` raises.
     """
-    plan = Plan.of(params, bound(spec), keep, has_aux, reduce, reduce_axes)
+    plan = Plan.of(params, bind_spec(spec), keep, has_aux, reduce, reduce_axes)
     batches, known = batches_of(microbatches)
     if weights is not None and known is microbatches:
         check_as_many(weights, len(known))

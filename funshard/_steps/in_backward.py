@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .. import _torch
 from .._call.schedule import enters
-from .._spec.division import Divide
-from .._spec.spec import PartitionSpec, bound
+from .._spec.division import ReduceBy
+from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
@@ -52,7 +52,7 @@ def update_in_backward(
     spec: PartitionSpec,
     weights: Sequence[float | Tensor] | None = None,
     has_aux: bool = False,
-    reduce: Divide = "mean",
+    reduce: ReduceBy = "mean",
     reduce_axes: Iterable[str] | None = None,
     max_norm: float | Tensor | None = None,
     clip: Literal["exact", "previous"] = "exact",
@@ -99,7 +99,7 @@ def update_in_backward(
         raise ValueError("update_in_backward: norm is that of the step before: expected max_norm= and clip='previous' with it")
     if max_norm is not None:
         check_max_norm("update_in_backward", max_norm)
-    plan = Plan.of(params, bound(spec), "shards", has_aux, reduce, reduce_axes)
+    plan = Plan.of(params, bind_spec(spec), "shards", has_aux, reduce, reduce_axes)
     _check_state(state, plan.params)
     batches, known = batches_of(microbatches)
     if weights is not None and known is microbatches:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.division import Divide, Reduction
-from .._spec.fits import check_shards
+from .._spec.checks import check_shards
+from .._spec.division import ReduceBy, Reduction
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
@@ -59,7 +59,7 @@ class Plan:
         spec: PartitionSpec,
         keep: str,
         has_aux: bool,
-        reduce: Divide,
+        reduce: ReduceBy,
         over: Iterable[str] | None,
     ) -> Plan:
         """A checked one."""

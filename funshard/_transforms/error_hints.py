@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
-from .._spec.spec import PartitionSpec, sample
+from .._spec.spec import PartitionSpec, abridge
 
 __all__ = ["add_argument_hints", "add_hints", "as_call_arguments", "check_materialized", "find_hint"]
 __all__ += ["find_running_module", "is_forward_rule_missing"]
@@ -98,14 +98,14 @@ def check_materialized(model: nn.Module, params: Mapping[str, Tensor], spec: Par
         empty = {name: tensor for name, tensor in ignored.items() if tensor.is_meta}
         if empty:
             raise ValueError(
-                f"functional_call: parameters that the spec ignores are on the meta device, without values: {sample(empty)}; "
+                f"functional_call: parameters that the spec ignores are on the meta device, without values: {abridge(empty)}; "
                 "expected them in params"
             )
         return
     tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
     if tensors and not any(x.is_meta for x in tensors):
         raise ValueError(
-            f"functional_call: params are on the meta device, without values: {sample(empty)}; expected them to be "
+            f"functional_call: params are on the meta device, without values: {abridge(empty)}; expected them to be "
             f"materialized as the arguments are, on {tensors[0].device}; fs.init(model, spec) gives params that are born "
             "sharded, fs.scatter_full those of one rank"
         )

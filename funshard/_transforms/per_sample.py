@@ -13,9 +13,9 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for as_call_arguments
 
 from .. import _torch
-from .._spec.division import Divide, Reduction
-from .._spec.fits import check_buffers, check_trained
-from .._spec.spec import PartitionSpec, bound
+from .._spec.checks import check_buffers, check_trainable
+from .._spec.division import ReduceBy, Reduction
+from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._units.flow import gather_unit, scatter_unit
 from .._units.host import start_copy_to_host
@@ -39,7 +39,7 @@ def per_sample_grads(
     clip: float | None = None,
     noise: float | None = None,
     generator: torch.Generator | None = None,
-    reduce: Divide = "mean",
+    reduce: ReduceBy = "mean",
     randomness: str = "error",
     chunk_size: int | None = None,
 ) -> Params:
@@ -79,10 +79,10 @@ def per_sample_grads(
         >>> fs.per_sample_grads(loss, params, (torch.tensor([[1.0, 0.0], [0.0, 2.0]]),), spec=spec)["weight"].tolist()
         [[[1.0, 0.0]], [[0.0, 2.0]]]
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     mesh = spec.bound_mesh
     units = [unit for unit in spec if unit.key in params]
-    check_trained(units, "gradient")
+    check_trainable(units, "gradient")
     check_buffers(params, spec, {unit.key: spec.shard_numel(unit) for unit in units})
     args, _ = as_call_arguments(batch, None)
     samples = _check_batch(args)
@@ -231,7 +231,7 @@ def _check_batch(args: tuple[object, ...]) -> int:
     return first[1]
 
 
-def _check_privacy(clip: float | None, noise: float | None, reduce: Divide, randomness: str) -> None:
+def _check_privacy(clip: float | None, noise: float | None, reduce: ReduceBy, randomness: str) -> None:
     Reduction.of(reduce)
     if clip is None and reduce != "mean":
         raise ValueError(f"per_sample_grads: expected clip with reduce={reduce!r}: without it nothing is reduced")

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .._spec.division import Divide, Reduction
+from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
 
 __all__ = ["Accumulation", "GradReceiver", "find_accumulation"]
@@ -69,7 +69,7 @@ class Accumulation:
 
 
 def find_accumulation(
-    params: Mapping[str, Tensor], spec: PartitionSpec, reduce: Divide, reduce_axes: object
+    params: Mapping[str, Tensor], spec: PartitionSpec, reduce: ReduceBy, reduce_axes: object
 ) -> Accumulation | None:
     """Return the innermost accumulation that decides how a functional_call reduces gradients.
 

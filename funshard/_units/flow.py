@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
-from .._spec.codec import Codec, packed
-from .._spec.division import Divide, Reduction
+from .._spec.codec import Codec, pack_bytes
+from .._spec.division import ReduceBy, Reduction
 from .._spec.host import HOST
 from .._spec.precision import Precision
 from .._spec.unit import Unit
@@ -31,7 +31,7 @@ __all__ = ["encode_at_rest", "gather_unit", "reduce_along", "reduce_unit", "reso
 REDUCE_MEAN = Reduction()
 
 
-def resolve_reduction(by: Divide, axes: Iterable[str] | None, mesh: Mesh, units: Iterable[Unit]) -> Reduction:
+def resolve_reduction(by: ReduceBy, axes: Iterable[str] | None, mesh: Mesh, units: Iterable[Unit]) -> Reduction:
     """How these units' gradients are reduced, over these mesh axes or all.
 
     Raises ValueError for an unknown axis, and, naming the unit, without an axis that it is split over.
@@ -105,7 +105,7 @@ def encode_at_rest(piece: Tensor, unit: Unit) -> Tensor:
             f"unit '{unit.key}' is at rest in {unit.at_rest}, and bytes have no derivative: expected full parameters "
             "without one; detach them, or leave at_rest= out of its P"
         )
-    return packed(unit.at_rest._encode_slice(piece.detach().to(unit.dtype)))[0]
+    return pack_bytes(unit.at_rest._encode_slice(piece.detach().to(unit.dtype)))[0]
 
 
 def reduce_unit(

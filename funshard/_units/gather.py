@@ -7,7 +7,7 @@ import functools
 from torch import Tensor
 
 from .. import _torch
-from .._spec.codec import packed
+from .._spec.codec import pack_bytes
 from .chain import BufferPool, CollectiveChain, RouteTable
 from .host import start_copy_to_device
 
@@ -32,7 +32,7 @@ def _start_collectives(piece: Tensor, key: str, routes: RouteTable, buffers: Buf
     route, steps = routes.by_key[key], routes.steps[key].gather
     if route.codec:
         whole = piece if route.split_axes or route.device else piece.clone()
-        sent, form = (whole, route.form) if route.form else packed(route.codec._encode_slice(piece))
+        sent, form = (whole, route.form) if route.form else pack_bytes(route.codec._encode_slice(piece))
         chain = CollectiveChain(sent, steps)
         chain.decode = functools.partial(route.decode, form=form)
         return chain

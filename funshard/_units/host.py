@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.host import HOST, used_on
+from .._spec.host import HOST, compute_device
 from .._spec.unit import Unit
 from ..collectives._mesh import Mesh
 from ..collectives._ops import PendingResult
@@ -66,7 +66,7 @@ def place_slice(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
         )
     if device is None or piece.is_meta:
         return piece
-    if (used := used_on(unit, mesh)) is None:
+    if (used := compute_device(unit, mesh)) is None:
         return piece.to(device)
     if not _torch.is_eager() or _torch.is_tracked(piece):
         return piece.to(HOST)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec.fits import check_buffers, check_full, check_trained, full_of_unit
-from .._spec.host import check_rests
-from .._spec.spec import PartitionSpec, bound
+from .._spec.checks import check_buffers, check_full, check_trainable, take_full_params
+from .._spec.host import check_host_resident
+from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from ..collectives._mesh import Mesh, ProcessAxis
@@ -51,14 +51,14 @@ def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
         >>> fs.flatten({"weight": torch.arange(8.0).view(2, 4)}, spec)
         {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     check_full(params, spec)
     return {unit.key: flatten_unit(params, unit, spec.padded_numel(unit)) for unit in spec}
 
 
 def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tensor:
     """The buffer of one unit, ``padded`` elements long."""
-    tensors = full_of_unit(params, unit)
+    tensors = take_full_params(params, unit)
     return concat_padded(
         [to_memory_order(t, param).reshape(-1) for t, param in zip(tensors, unit.params, strict=True)], unit, padded
     )
@@ -99,7 +99,7 @@ def unflatten(buffers: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
         {'weight': tensor([[0., 1., 2., 3.],
                 [4., 5., 6., 7.]])}
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     check_buffers(buffers, spec, {unit.key: spec.padded_numel(unit) for unit in spec})
     full = {
         param.name: view
@@ -175,10 +175,10 @@ def param_views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int 
         >>> {name: len(piece) for name, piece in fs.param_views(shards, spec, rank=1).items()}
         {'bias': 0, 'weight': 8}
     """
-    spec = bound(spec)
-    check_trained((unit for unit in spec if unit.key in shards), "param_views")
+    spec = bind_spec(spec)
+    check_trainable((unit for unit in spec if unit.key in shards), "param_views")
     check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec if not unit.at_rest})
-    check_rests(shards, spec)
+    check_host_resident(shards, spec)
     at = rank_coords(spec.bound_mesh, rank)
     return {
         piece.param.name: shards[unit.key][piece.low : piece.high]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._spec.fits import check_trained
+from .._spec.checks import check_trainable
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .flow import scatter_unit
@@ -51,7 +51,7 @@ def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device, rank: in
 
 def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> None:
     """ValueError, naming the unit, unless the tensor is as long as this rank's slice of it, and no bytes of a codec."""
-    check_trained([unit], what)
+    check_trainable([unit], what)
     if tuple(tensor.shape) != (spec.shard_numel(unit),):
         raise ValueError(
             f"unit '{unit.key}': expected this rank's slice of {spec.shard_numel(unit)} elements, got shape "

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._spec.codec import Codec, Form, unpacked
-from .._spec.division import Reduction, division
-from .._spec.host import used_on
+from .._spec.codec import Codec, Form, unpack_bytes
+from .._spec.division import Reduction, choose_division
+from .._spec.host import compute_device
 from .._spec.precision import Dtypes, Precision
 from .._spec.unit import Unit
 from ..collectives._mesh import Mesh
@@ -66,9 +66,9 @@ class Route:
         num_ranks = torch.Size(sizes[name] for name in (*split_axes, *replica_axes)).numel()
         num_slices = torch.Size(mesh[name].size for name in unit.p.axes).numel()
         padded_numel = unit.padded_numel(num_slices)
-        device = used_on(unit, mesh)
+        device = compute_device(unit, mesh)
         has_own_buffer = bool(split_axes) or dtypes.param != dtype or codec is not None or device is not None
-        reduce_op, before, after = division(reduction.by, num_ranks, dtypes.reduce) if unit.numel else ("mean", 1.0, 1.0)
+        reduce_op, before, after = choose_division(reduction.by, num_ranks, dtypes.reduce) if unit.numel else ("mean", 1.0, 1.0)
         return cls(
             padded_numel=padded_numel,
             longest_padding=longest_padding(unit, padded_numel),
@@ -97,7 +97,7 @@ class Route:
     def decode(self, raw: Tensor, form: Form) -> Tensor:
         """Its buffer, from the bytes of all slices, end to end."""
         assert self.codec is not None
-        tensors = unpacked(raw.view(self.num_slices, -1), form)
+        tensors = unpack_bytes(raw.view(self.num_slices, -1), form)
         return self.codec._decode_slices(tensors, self.padded_numel // self.num_slices, self.dtypes.param)
 
     @property

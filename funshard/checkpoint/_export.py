@@ -16,8 +16,8 @@ from torch import Tensor
 from .. import _torch
 from .._sharding.agree import check_ranks_agree, has_peers
 from .._sharding.full import gather_to_first
-from .._spec.fits import check_mapping, check_params, whole_unit
-from .._spec.spec import PartitionSpec, bound
+from .._spec.checks import check_mapping, check_params, find_full_params
+from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._units.layout import unflatten_unit
 from ._files.directory import LOCK
@@ -95,7 +95,7 @@ def export(
         ...     print([file.name for file in path.iterdir()])
         ['model.safetensors']
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     ranks = ranks_of(spec, "checkpoint.export", timeout)
     target = Path(directory).absolute()
 
@@ -207,7 +207,7 @@ def _entries(
         return _Entry(name, own, shape, kind)
 
     for unit in spec:
-        full = whole_unit(params, unit)
+        full = find_full_params(params, unit)
         for i, param in enumerate(unit.params):
             check_holds(params[unit.key] if full is None else full[i], f"parameter '{param.name}'")
             kept = full[i].dtype if full is not None else unit.dtype if unit.at_rest else params[unit.key].dtype
@@ -261,7 +261,7 @@ def _laid_out(name: str, entries: list[_Entry], metadata: Mapping[str, str]) -> 
 
 def _gathered(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> dict[str, Tensor]:
     """The unit's parameters on the mesh's first rank, on the host; on the others nothing, or full ones."""
-    full = whole_unit(params, unit)
+    full = find_full_params(params, unit)
     if full is None:
         buffer = gather_to_first(params[unit.key].detach(), unit, spec.bound_mesh)
         full = [] if buffer is None else unflatten_unit(buffer.cpu(), unit)

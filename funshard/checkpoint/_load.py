@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from .._spec.spec import PartitionSpec, bound
+from .._spec.spec import PartitionSpec, bind_spec
 from ._errors import CheckpointError
 from ._files.manifest import read_manifest
 from ._files.metadata import read_metadata
@@ -67,7 +67,7 @@ def load(
         ...     print(sorted(fs.checkpoint.load(path, two)))
         ['', '1']
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     if only is not None and not isinstance(only, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"checkpoint.load: only: expected the path of a part of the state, as 'params', got {only!r}")
     ranks = ranks_of(spec, "checkpoint.load", timeout)

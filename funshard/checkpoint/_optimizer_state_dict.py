@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._sharding.full import gather_full
-from .._spec.spec import PartitionSpec, bound
+from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._units.layout import rank_coords, slice_pieces, to_memory_order
 from ..optim._elementwise.optimizer import State
@@ -54,7 +54,7 @@ def optimizer_state_dict(
         >>> fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.SGD, lr=0.1, momentum=0.9)["state"]
         {'weight': {'momentum_buffer': tensor([[1., 1., 1., 1., 1., 1., 1., 1.]])}}
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     ranks = ranks_of(spec, "checkpoint.optimizer_state_dict", timeout)
     groups, group_of = group_by_options(spec, options)
 
@@ -107,7 +107,7 @@ def from_optimizer_state_dict(
         >>> fs.checkpoint.from_optimizer_state_dict(found, spec, state)
         {'': {'momentum_buffer': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}}
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     ranks = ranks_of(spec, "checkpoint.from_optimizer_state_dict", timeout)
 
     def read() -> State:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec, bound
+from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.layout import Params
@@ -64,7 +64,7 @@ def read_safetensors(
         ...     print(fs.checkpoint.read_safetensors(path, spec))
         {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     ranks = ranks_of(spec, "checkpoint.read_safetensors", timeout)
 
     def read() -> Params:

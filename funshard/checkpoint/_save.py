@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._spec.spec import PartitionSpec, bound
+from .._spec.spec import PartitionSpec, bind_spec
 from ._errors import CheckpointError, SavedError
 from ._files.planners import Writes
 from ._files.staging import StagingDirectory
@@ -121,7 +121,7 @@ def save(
         ...     print(path.name, fs.checkpoint.load(path, spec))
         step3 {'params': {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}, 'step': 3}
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     if "://" in os.fspath(path):
         raise ValueError(f"checkpoint.save: expected a path in a file system that all ranks see, got {os.fspath(path)!r}")
     if when_busy not in ("wait", "raise"):

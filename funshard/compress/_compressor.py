@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from .._spec.fits import check_mapping, check_trained, whole_unit
-from .._spec.host import HOST, used_on
-from .._spec.spec import PartitionSpec, bound
+from .._spec.checks import check_mapping, check_trainable, find_full_params
+from .._spec.host import HOST, compute_device
+from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._units.flow import reduce_along
 from .._units.layout import Params, flatten_unit
@@ -50,7 +50,7 @@ class Compressor(Generic[S]):
 
 def over_axes(axes: Axes, spec: PartitionSpec) -> tuple[PartitionSpec, tuple[str, ...]]:
     """The bound spec, and the axes in its mesh's order."""
-    spec = bound(spec)
+    spec = bind_spec(spec)
     return spec, spec.bound_mesh.select(axes)
 
 
@@ -73,8 +73,8 @@ def given_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too
                 f"gradient '{name}' is not of a parameter of the spec: expected full gradients by names such as "
                 f"{list(spec.by_name)[:4]}; differentiate with respect to unshard(params, spec)"
             )
-    given = {unit.key: tensors for unit in spec if (tensors := whole_unit(grads, unit)) is not None}
-    check_trained((spec.by_key[key] for key in given), "gradient")
+    given = {unit.key: tensors for unit in spec if (tensors := find_full_params(grads, unit)) is not None}
+    check_trainable((spec.by_key[key] for key in given), "gradient")
     for key, tensors in given.items():
         for param, tensor in zip(spec.by_key[key].params, tensors, strict=True):
             if not (tensor.is_floating_point() or (complex_too and tensor.is_complex())):
@@ -100,7 +100,7 @@ def exactly(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ..
 
 def at_rest(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Tensor:
     """A unit's slice where its shard is: on the host with ``P(offload="params")``."""
-    return piece if used_on(unit, spec.bound_mesh) is None else piece.to(HOST)
+    return piece if compute_device(unit, spec.bound_mesh) is None else piece.to(HOST)
 
 
 def reduced(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:

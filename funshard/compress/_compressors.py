@@ -20,7 +20,7 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec, bound
+from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._units.layout import Params
 from ..collectives._functions import all_to_all, gather_slices
@@ -153,7 +153,7 @@ def cast(dtype: torch.dtype, inner: Compressor[S] | None = None) -> Compressor[S
 
 def _cast(dtype: torch.dtype, inner: Compressor[S]) -> Compressor[S]:
     def reduce(grads: Mapping[str, Tensor], state: S, spec: PartitionSpec) -> tuple[Params, S]:
-        spec = bound(spec)
+        spec = bind_spec(spec)
         given = given_grads(grads, spec)
         shards, state = inner.reduce({name: grad.to(dtype) for name, grad in grads.items()}, state, spec)
         return {key: shard.to(given[key][0].dtype) for key, shard in shards.items()}, state

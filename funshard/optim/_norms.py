@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.host import used_on
-from .._spec.spec import PartitionSpec, bound
+from .._spec.host import compute_device
+from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._units.layout import Params
 from .._units.padding import check_slice, map_elements
@@ -56,7 +56,7 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
     """
     if not p > 0:
         raise ValueError(f"global_norm: expected a positive p, or inf, got {p}")
-    spec = bound(spec)
+    spec = bind_spec(spec)
 
     def power(x: Tensor) -> Tensor:
         return upcast(x).abs() if p == math.inf else upcast(x).abs() ** p
@@ -90,7 +90,7 @@ def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) 
         >>> fs.optim.vdot({"weight": torch.tensor([[1.0, 2.0]])}, {"weight": torch.tensor([[3.0, 4.0]])}, spec)
         tensor(11.)
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     for key in [*a, *b]:
         if key not in a or key not in b:
             raise ValueError(f"vdot: '{key}' is in {'a' if key in a else 'b'} only: expected trees of the same keys")
@@ -161,7 +161,7 @@ def sum_of_squares(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
 
 def norm_of_units(squares: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
     """Return the 2-norm of the whole tensors from each one's `sum_of_squares`."""
-    return _combine_over_ranks(squares, bound(spec), 2.0).sqrt()
+    return _combine_over_ranks(squares, bind_spec(spec), 2.0).sqrt()
 
 
 def _map_tensors(what: str, f: Callable[..., Tensor], key: str, spec: PartitionSpec, *tensors: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _combine_over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: fl
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for key, value in values.items():
         owner = spec.owner(key)
-        used = used_on(owner, spec.bound_mesh) if isinstance(owner, Unit) else None
+        used = compute_device(owner, spec.bound_mesh) if isinstance(owner, Unit) else None
         value = value if used is None else value.to(used)  # what is sent is there
         parts.setdefault(owner.p.axes if isinstance(owner, Unit) else (), []).append(value)
     totals: list[Tensor] = []

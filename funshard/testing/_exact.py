@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._sharding.agree import check_ranks_agree, fingerprint_params, has_peers, report_to_ranks
-from .._spec.fits import full_parameters
-from .._spec.spec import PartitionSpec, bound
+from .._spec.checks import collect_full_params
+from .._spec.spec import PartitionSpec, bind_spec
 from ..collectives._mesh import ProcessAxis
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Loss, Outcome
 
@@ -63,10 +63,10 @@ def assert_exact(
     """
     if order not in (1, 2):
         raise ValueError(f"assert_exact: order: expected 1 or 2, got {order!r}")
-    case = Case(loss, model, bound(spec), batch, method, _on_simulated_ranks(spec))
+    case = Case(loss, model, bind_spec(spec), batch, method, _on_simulated_ranks(spec))
     if not case.simulated and has_peers(case.spec.bound_mesh):  # before anything that ranks with other models would wait in
         with report_to_ranks(case.spec, together=True):
-            values = fingerprint_params(full_parameters(model, case.spec), case.spec)
+            values = fingerprint_params(collect_full_params(model, case.spec), case.spec)
         check_ranks_agree(case.spec, values, hint=VALUES_HINT)
     _check_batch(case)
     tolerance = _choose_tolerance(case.spec) if tolerance is None else tolerance

@@ -19,7 +19,7 @@ from .._call.swap import own_of, restored, this_thread
 from .._sharding.agree import gather_texts
 from .._sharding.sharding import combine, partition, shard
 from .._spec.spec import PartitionSpec
-from .._spec.tree import join
+from .._spec.tree import join_path
 from .._transforms.grad import grad_and_value, hvp
 from .._units.layout import Params, param_views, rank_coords
 from ..collectives._functions import all_reduce
@@ -226,7 +226,7 @@ class Case:
             if isinstance(module, SyncBatchNorm):
                 vars(module)[MESH] = mesh
             if own := own_of(module, "_buffers"):
-                set_buffers(module, {attr: buffers.get(join(path, attr)) for attr in own})
+                set_buffers(module, {attr: buffers.get(join_path(path, attr)) for attr in own})
 
     @property
     def _current_buffers(self) -> Params:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..._spec.spec import PartitionSpec, bound
+from ..._spec.spec import PartitionSpec, bind_spec
 from .._errors import CheckpointError, NewerError
 from .._ranks.ranks import TIMEOUT, ranks_of
 from .manifest import MANIFEST, read_manifest
@@ -101,7 +101,7 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
         step2
     """
     if spec is not None:
-        return ranks_of(bound(spec), "checkpoint.latest", TIMEOUT).on_first(lambda: latest(directory), "checkpoint.latest")
+        return ranks_of(bind_spec(spec), "checkpoint.latest", TIMEOUT).on_first(lambda: latest(directory), "checkpoint.latest")
     for _, path, wrong in reversed(committed(Path(directory))):
         if not wrong:
             return path

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._spec.fits import check_mapping, check_trained
+from ..._spec.checks import check_mapping, check_trainable
 from .._matrices.matrices import Matrices
 from .config import OwnedShapes
 from .state import MatrixState
@@ -30,7 +30,7 @@ def check_step(
                 raise ValueError(f"{what}: unit '{key}' is not in the spec: expected some of {[*spec.by_key][:8]}")
             if key not in params:
                 raise ValueError(f"unit '{key}' has {what} and is not in params: expected some of {[*params][:8]}")
-        check_trained((spec.by_key[key] for key in tree), "update")
+        check_trainable((spec.by_key[key] for key in tree), "update")
         for key in params:
             if key not in tree:
                 raise ValueError(f"unit '{key}' has no {what}: expected those of each of the params, got {[*tree][:8]}")

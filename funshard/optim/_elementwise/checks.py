@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..._spec.fits import check_mapping, check_trained
+from ..._spec.checks import check_mapping, check_trainable
 from .._checks import check_rate
 from .options import OptionRanges
 
@@ -78,7 +78,7 @@ def find_ranges(ranges: Mapping[str, OptionRanges] | None, key: str, tensor: obj
     if key not in ranges:
         raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*ranges][:8]}")
     if frozen := ranges[key].frozen_unit:
-        check_trained([frozen], "update")
+        check_trainable([frozen], "update")
     if tuple(tensor.shape) != (ranges[key].numel,):
         raise ValueError(
             f"unit '{key}': expected a shard of {ranges[key].numel} elements, got shape {list(tensor.shape)}; "

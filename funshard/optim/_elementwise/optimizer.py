@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..._spec.fits import check_mapping
+from ..._spec.checks import check_mapping
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import Params
 from .._checks import check_rate, named_tensors, refuse_shared_memory

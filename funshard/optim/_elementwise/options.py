@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._spec.spec import PartitionSpec, bound
+from ..._spec.spec import PartitionSpec, bind_spec
 from ..._spec.tree import Param
 from ..._spec.unit import Unit
 from ..._units.layout import param_views
@@ -81,7 +81,7 @@ def option_ranges(
 
     Ranges of shards are under unit keys, ranges of single parameters' parts (`param_views`) under parameter names.
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     groups, group_of = group_by_options(spec, options, check)
     is_rank_unknown = rank is None and spec.bound_mesh.is_simulated
     if is_rank_unknown and len(groups) > 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..._spec.host import used_on
+from ..._spec.host import compute_device
 from ..._spec.spec import PartitionSpec
 from ..._units.flow import reduce_along
 from ..._units.layout import Params, from_memory_order, rank_coords, to_memory_order
@@ -110,7 +110,7 @@ class MatrixBatch(NamedTuple):
         return lambda x: x + torch.stack(zeros).sum().to(x.dtype)
 
     def _on_device(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
-        device = used_on(self.matrices[0].unit, self.spec.bound_mesh)
+        device = compute_device(self.matrices[0].unit, self.spec.bound_mesh)
         tensors = [parts[matrix.name] for matrix in self.matrices]
         return tensors if device is None else [x.to(device, non_blocking=True) for x in tensors]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..._spec.spec import PartitionSpec, bound
+from ..._spec.spec import PartitionSpec, bind_spec
 from ..._units.layout import Params, rank_coords
 from .batch import MatrixBatch
 from .owners import Cost, Matrix, Select, assign_owners, batch_matrices, format_table, largest_unit_numel, select_matrices
@@ -193,7 +193,7 @@ def matrices(spec: PartitionSpec, *, select: Select | None = None, cost: Cost | 
         shard=0         1      6              1.00  weight
         no matrices: 1 parameters, 3 elements: bias
     """
-    spec = bound(spec)
+    spec = bind_spec(spec)
     found = select_matrices(spec, select, cost)
     batches = batch_matrices(found, spec)
     names = tuple(tuple(found[i].name for i in group) for group in batches)

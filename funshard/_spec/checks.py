@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from .host import check_rests
+from .host import check_host_resident
 from .spec import PartitionSpec
-from .tree import Param, refuse_compiled
+from .tree import Param, check_not_compiled
 from .unit import Unit
 
 __all__ = [
@@ -17,10 +17,10 @@ __all__ = [
     "check_mapping",
     "check_params",
     "check_shards",
-    "check_trained",
-    "full_of_unit",
-    "full_parameters",
-    "whole_unit",
+    "check_trainable",
+    "collect_full_params",
+    "find_full_params",
+    "take_full_params",
 ]
 
 
@@ -40,7 +40,7 @@ def check_shards(shards: Mapping[str, Tensor], spec: PartitionSpec, *, part: boo
     All of the spec's, or with ``part`` some of them.
     """
     _check_stored(shards, spec, spec, part=part)
-    check_rests(shards, spec)
+    check_host_resident(shards, spec)
     return [unit for unit in spec if unit.key in shards]
 
 
@@ -57,7 +57,7 @@ def _check_stored(shards: Mapping[str, Tensor], spec: PartitionSpec, units: Iter
     check_buffers(shards, spec, lengths, part=part)
 
 
-def check_trained(units: Iterable[Unit], what: str) -> None:
+def check_trainable(units: Iterable[Unit], what: str) -> None:
     """ValueError, naming the unit, where one is at rest in a codec: it is frozen, and bytes have no derivative."""
     for unit in units:
         if unit.at_rest:
@@ -98,7 +98,7 @@ def check_buffers(
 def check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
     """ValueError or TypeError unless there is of each unit the shard, or the full parameters, of a dtype to compute with."""
     check_mapping(params)
-    full = {unit.key: tensors for unit in spec if (tensors := whole_unit(params, unit)) is not None}
+    full = {unit.key: tensors for unit in spec if (tensors := find_full_params(params, unit)) is not None}
     names = {name for key in full for param in spec.by_key[key].params for name in param.names}
     for key in params:
         if key in spec.by_name and key not in names:
@@ -106,7 +106,7 @@ def check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
             raise ValueError(f"parameter '{key}': expected the shard of its unit '{unit}' or its full parameters, got both")
     shards = {key: tensor for key, tensor in params.items() if key not in names} if names else params
     _check_stored(shards, spec, [unit for unit in spec if unit.key not in full])
-    check_rests(shards, spec)
+    check_host_resident(shards, spec)
     for unit in spec:
         for tensor in full[unit.key] if unit.key in full else () if unit.at_rest else (params[unit.key],):
             if tensor.dtype != unit.dtype and not (tensor.is_floating_point() and unit.dtype.is_floating_point):
@@ -117,9 +117,9 @@ def check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
 # --- Full parameters, by name. ---
 
 
-def full_of_unit(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor]:
+def take_full_params(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor]:
     """The parameters of a unit, under any of their names: all of their shapes and of one dtype, or an error."""
-    tensors = [_full(params, param, unit) for param in unit.params]
+    tensors = [_take_full(params, param, unit) for param in unit.params]
     for tensor, param in zip(tensors, unit.params, strict=True):
         if tensor.dtype != tensors[0].dtype:
             raise ValueError(
@@ -129,7 +129,7 @@ def full_of_unit(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor]:
     return tensors
 
 
-def _full(params: Mapping[str, Tensor], param: Param, unit: Unit) -> Tensor:
+def _take_full(params: Mapping[str, Tensor], param: Param, unit: Unit) -> Tensor:
     tensor = next((params[name] for name in param.names if name in params), None)
     if tensor is None:
         raise ValueError(f"parameter '{param.name}' of unit '{unit.key}' is missing: expected {list(param.shape)}, got none")
@@ -143,14 +143,14 @@ def _full(params: Mapping[str, Tensor], param: Param, unit: Unit) -> Tensor:
     return tensor
 
 
-def whole_unit(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor] | None:
+def find_full_params(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor] | None:
     """The unit's full parameters if they are in ``params``, under any of their names, in the place of its buffer.
 
     Raises ValueError, naming the parameter, where only some are, or with another shape.
     """
     if unit.key in params or not any(name in params for param in unit.params for name in param.names):
         return None
-    return [_full(params, param, unit) for param in unit.params]
+    return [_take_full(params, param, unit) for param in unit.params]
 
 
 def check_full(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
@@ -163,20 +163,20 @@ def check_full(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
                 "was the model changed after the spec was made?"
             )
     for unit in spec:
-        full_of_unit(params, unit)
+        take_full_params(params, unit)
 
 
-def full_parameters(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Tensor]:
+def collect_full_params(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Tensor]:
     """The full parameters by name: those of a model, detached, or these themselves; an error unless they fit the spec."""
     if isinstance(model_or_params, nn.Module):
-        return _of_model(model_or_params, spec)
+        return _collect_from_model(model_or_params, spec)
     check_full(model_or_params, spec)
     return dict(model_or_params)
 
 
-def _of_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tensor]:
+def _collect_from_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tensor]:
     for path, module in model.named_modules():
-        refuse_compiled(path, module)
+        check_not_compiled(path, module)
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in named.items():
         if name not in spec.by_name and name not in spec.ignored and not any(tensor is named.get(i) for i in spec.ignored):
