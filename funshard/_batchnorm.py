@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._torch.layers import BatchNorm
-from .collectives._functions import gather_values
+from .collectives._gather_values import gather_values
 from .collectives._mesh import Axes, Mesh
 
 __all__ = ["MESH", "SyncBatchNorm", "convert_sync_batchnorm"]

@@ -6,7 +6,6 @@ from ._functions import (
     all_to_all,
     broadcast,
     gather_slices,
-    gather_values,
     reduce_scatter,
     scatter,
     sum_over,
@@ -14,6 +13,7 @@ from ._functions import (
     unvary,
     vary,
 )
+from ._gather_values import gather_values
 from ._members import axis_rank, global_rank, members
 from ._mesh import Axis, Mesh, ProcessAxis, Simulated
 

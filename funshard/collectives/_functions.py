@@ -24,7 +24,6 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "gather_slices",
-    "gather_values",
     "reduce_scatter",
     "scatter",
     "sum_over",
@@ -55,11 +54,10 @@ def _check_reducible(reduce: str, x: Tensor) -> str:
 
 
 def gather_slices(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
-    """The ranks' shards joined along dimension 0, in rank order. Inverse of `scatter`.
+    """Return the ranks' shards joined along dimension 0, in rank order. Inverse of `scatter`.
 
-    For slices of one whole, such as a parameter's: gradients of the joined tensor are averaged. For values that each rank
-    has computed of its own batch, such as features or losses, that is wrong by the number of ranks, and nothing in a tensor
-    tells the two apart: `gather_values` is the one for those.
+    For slices of one whole, such as a parameter's: gradients of the joined tensor are averaged. Use `gather_values` for values
+    that each rank computes from its own batch, such as features: here their gradients would be wrong by the number of ranks.
 
     Type: ``S[n, ...] -> [N*n, ...]``. Transpose: `reduce_scatter` with the same ``reduce``::
 
@@ -67,7 +65,11 @@ def gather_slices(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str 
         rank 1  b    ->    abc                               def    ->    b+e+h    (each / 3 for the mean)
         rank 2  c          abc                               ghi          c+f+i
 
-    A ``label`` says what is gathered; ranks compare theirs first, here and in derivatives: RuntimeError where they differ.
+    Args:
+        x: This rank's slice, [n, ...].
+        axis: The mesh axis.
+        reduce: Of the transpose: "mean" or "sum".
+        label: What is gathered. Ranks compare theirs first, here and in derivatives: RuntimeError if they differ.
 
     Example:
         >>> import torch, funshard as fs
@@ -80,51 +82,8 @@ def gather_slices(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str 
     return apply(f"gather_{_check_reduce(reduce)}", x, axis, label=label)
 
 
-def gather_values(x: Tensor, axis: Axis) -> Tensor:
-    """The ranks' own values joined along dimension 0, in rank order: features of each rank's batch, say.
-
-    Type: ``[n, ...] -> [N*n, ...]``. Transpose: the sum over ranks of this rank's rows, because what one rank's value does
-    to every rank's loss adds up. Its transpose is ``gather_values`` again::
-
-        rank 0  a          abc                    backward   abc          a+d+g
-        rank 1  b    ->    abc                               def    ->    b+e+h
-        rank 2  c          abc                               ghi          c+f+i
-
-    With it a loss that compares rows of all ranks, such as CLIP's, can be written both ways: every rank the whole loss, or
-    each rank the loss of its own rows against all. The mean over ranks, which is what gradients are of (``reduce="mean"``
-    in `functional_call`), is the loss of the joined batch either way, and so are its gradients, at every order::
-
-        def whole(params, images, texts):  # the same number on all ranks
-            u, v = features(params, images, texts)  # [n, d] each
-            logits = gather_values(u, axis) @ gather_values(v, axis).T  # [N*n, N*n]
-            return cross_entropy(logits, arange(len(logits)))
-
-        def own_rows(params, images, texts):  # another on each rank; 1/N of the products
-            u, v = features(params, images, texts)
-            logits = u @ gather_values(v, axis).T  # [n, N*n]
-            return cross_entropy(logits, arange(len(u)) + axis.rank * len(u))
-
-    With ``reduce="sum"`` both give N times that. With `gather_slices` in its place, made for shards, all gradients of ``whole``
-    are N times too small, and of ``own_rows`` what comes by ``v``.
-
-    Every rank gives the same shape: pad rows that a rank lacks, and mask them. On several mesh axes, one by one, the last
-    (innermost) first. Integers, such as labels, are joined as well.
-
-    Raises ValueError for a 0-dim tensor.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.gather_values(x, mesh["shard"]), 2)
-        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
-        [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
-    """
-    if x.dim() == 0:
-        raise ValueError("gather_values: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
-    return apply("gather_sum", x, axis)
-
-
 def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
-    """Rank r's slice of the mean (or sum) over ranks.
+    """Return rank r's slice of the mean (or sum) over ranks.
 
     Type: ``[N*n, ...] -> S[n, ...]``. Transpose: `gather_slices`, without another factor::
 
@@ -132,7 +91,11 @@ def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str
         rank 1  def    ->    b+e+h    (each / 3 for the mean)
         rank 2  ghi          c+f+i
 
-    Raises ValueError where the axis does not divide dimension 0, TypeError for the mean of integers.
+    Args:
+        x: [N*n, ...]; ValueError if the axis does not divide dimension 0.
+        axis: The mesh axis.
+        reduce: "mean" (TypeError for integers) or "sum".
+        label: As for `gather_slices`.
 
     Example:
         >>> import torch, funshard as fs
@@ -145,13 +108,18 @@ def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str
 
 
 def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
-    """The mean (or sum) over ranks, on every rank: for values that came out of a gather, such as a loss.
+    """Return the mean (or sum) over ranks, on every rank: for values that came out of a gather, such as a loss.
 
     Type: ``[n] -> [n]``. Transpose: itself. So averaging the loss inside ``grad`` changes nothing::
 
         rank 0  a          a+b+c
         rank 1  b    ->    a+b+c    (/ 3 for the mean)
         rank 2  c          a+b+c
+
+    Args:
+        x: [n], the same shape on all ranks.
+        axis: The mesh axis.
+        reduce: "mean" or "sum".
 
     Example:
         >>> import torch, funshard as fs
@@ -163,7 +131,11 @@ def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
 
 
 def sum_over(x: Tensor, mesh: Mesh) -> Tensor:
-    """The sum over all ranks of a mesh, by an `all_reduce` for each of its axes.
+    """Return the sum over all ranks of a mesh, by an `all_reduce` for each of its axes.
+
+    Args:
+        x: [n], the same shape on all ranks.
+        mesh: The mesh.
 
     Example:
         >>> import torch, funshard as fs
@@ -176,10 +148,14 @@ def sum_over(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def sum_shards(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks of values computed from shards alone, on every rank: a differentiable global norm.
+    """Return the sum over ranks of values computed from shards alone: a differentiable global norm.
 
     Type: ``S[n] -> [n]``. Transpose: the mean over ranks, which takes ``[n]`` back to ``S[n]``. The picture is
     `all_reduce`'s.
+
+    Args:
+        x: This rank's values, [n].
+        axis: The mesh axis.
 
     Example:
         >>> import torch, funshard as fs
@@ -191,13 +167,19 @@ def sum_shards(x: Tensor, axis: Axis) -> Tensor:
 
 
 def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
-    """The tensor itself: a replicated parameter on its way into each rank's own computation (DDP's "gather").
+    """Return the tensor itself, on its way into each rank's own computation (DDP's "gather").
 
     Type: ``one value on all ranks -> [n]``. Transpose: the mean (or sum) over ranks, whose transpose is ``vary``::
 
         rank 0  a          a                      backward   g          g+h+i
         rank 1  a    ->    a                                 h    ->    g+h+i   (/ 3)
         rank 2  a          a                                 i          g+h+i
+
+    Args:
+        x: A tensor that is the same on all ranks.
+        axis: The mesh axis.
+        reduce: Of the transpose: "mean" or "sum".
+        label: As for `gather_slices`.
 
     Example:
         >>> import torch, funshard as fs
@@ -210,9 +192,15 @@ def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> 
 
 
 def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
-    """The mean (or sum) over ranks of gradients for one value that all have alike. The transpose of `vary`.
+    """Return the mean (or sum) over ranks of gradients for one value that is the same on all. Transpose of `vary`.
 
     Type: ``[n] -> one value on all ranks``. Transpose: `vary`. The picture is `all_reduce`'s.
+
+    Args:
+        x: This rank's gradient, [n].
+        axis: The mesh axis.
+        reduce: "mean" or "sum".
+        label: As for `gather_slices`.
 
     Example:
         >>> import torch, funshard as fs
@@ -224,7 +212,7 @@ def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -
 
 
 def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:
-    """Rank ``src``'s tensor on every rank.
+    """Return rank ``src``'s tensor on every rank.
 
     Type: ``[n] -> [n]``. Transpose: the sum over ranks at ``src`` and zeros elsewhere::
 
@@ -232,7 +220,10 @@ def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:
         rank 1  b    ->    a                                 h    ->    0
         rank 2  c          a                                 i          0
 
-    Raises ValueError for a ``src`` that is not a rank of the axis.
+    Args:
+        x: [n], the same shape on all ranks.
+        axis: The mesh axis.
+        src: A rank of the axis (otherwise ValueError).
 
     Example:
         >>> import torch, funshard as fs
@@ -246,7 +237,7 @@ def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Slice j of rank i as slice i of rank j. Its own inverse and its own transpose.
+    """Return slice j of rank i as slice i of rank j. Its own inverse and its own transpose.
 
     Type: ``[N*n, ...] -> [N*n, ...]``::
 
@@ -254,7 +245,9 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
         rank 1  def    ->    beh
         rank 2  ghi          cfi
 
-    Raises ValueError where the axis does not divide dimension 0.
+    Args:
+        x: [N*n, ...]; ValueError if the axis does not divide dimension 0.
+        axis: The mesh axis.
 
     Example:
         >>> import torch, funshard as fs
@@ -267,16 +260,18 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
-    """This rank's slice of a tensor that all ranks have alike, copied; no communication. Inverse of `gather_slices`.
+    """Return this rank's slice of a tensor that is the same on all ranks, copied. Inverse of `gather_slices`.
 
-    Type: ``one value on all ranks [N*n, ...] -> S[n, ...]``. Transpose: `gather_slices`::
+    No communication. Type: ``one value on all ranks [N*n, ...] -> S[n, ...]``. Transpose: `gather_slices`::
 
         rank 0  abc          a
         rank 1  abc    ->    b
         rank 2  abc          c
 
-    ``rank`` takes another rank's slice. Raises ValueError where the axis does not divide dimension 0 or the rank is
-    not known.
+    Args:
+        x: [N*n, ...]; ValueError if the axis does not divide dimension 0.
+        axis: The mesh axis.
+        rank: Whose slice, by default this rank's.
 
     Example:
         >>> import torch, funshard as fs

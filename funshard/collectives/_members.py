@@ -11,18 +11,18 @@ __all__ = ["axis_rank", "global_rank", "members"]
 
 
 def members(axis: Axis) -> tuple[int, ...]:
-    """The ranks in the world of all ranks of the axis that this one communicates with along it, itself among them.
+    """Return the ranks in the world of all ranks of the axis that this one communicates with, itself among them.
 
-    In the order of their ranks on the axis, so that ``members(axis)[axis.rank]`` is this process. As torch's
-    ``get_process_group_ranks``. Collectives take ranks on the axis, such as ``src``; this is for the rest of
-    torch.distributed.
+    In the order of their ranks on the axis: ``members(axis)[axis.rank]`` is this process. As torch's
+    ``get_process_group_ranks``, for torch.distributed; collectives here take ranks on the axis.
 
-    >>> from funshard.collectives import Mesh, members
-    >>> members(Mesh.world()["shard"])
-    (0,)
+    Args:
+        axis: A mesh axis with a process group; ValueError for one that is only a size, or simulated.
 
-    Raises ValueError for an axis that is only a size, and for a simulated one: those ranks are all in this process, and
-    count from 0 on their axis alone.
+    Example:
+        >>> from funshard.collectives import Mesh, members
+        >>> members(Mesh.world()["shard"])
+        (0,)
     """
     if isinstance(axis, Simulated):
         raise ValueError(
@@ -40,9 +40,11 @@ def members(axis: Axis) -> tuple[int, ...]:
 
 
 def global_rank(axis: Axis, rank: int) -> int:
-    """The rank in the world of the axis's rank ``rank``. Inverse of `axis_rank`; torch's ``get_global_rank``.
+    """Return the rank in the world of a rank of the axis. Inverse of `axis_rank`; torch's ``get_global_rank``.
 
-    Raises what `members` raises, and ValueError for a rank that the axis does not have.
+    Args:
+        axis: A mesh axis, as for `members`.
+        rank: A rank of the axis (otherwise ValueError).
 
     Example:
         >>> from funshard.collectives import Mesh, global_rank
@@ -56,9 +58,11 @@ def global_rank(axis: Axis, rank: int) -> int:
 
 
 def axis_rank(axis: Axis, global_rank: int) -> int:
-    """The rank on the axis of the world's rank ``global_rank``. Inverse of `global_rank`; torch's ``get_group_rank``.
+    """Return the rank on the axis of a rank of the world. Inverse of `global_rank`; torch's ``get_group_rank``.
 
-    Raises what `members` raises, and ValueError for a rank that is not one of those.
+    Args:
+        axis: A mesh axis, as for `members`.
+        global_rank: One of ``members(axis)`` (otherwise ValueError).
 
     Example:
         >>> from funshard.collectives import Mesh, axis_rank

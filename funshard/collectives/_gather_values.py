@@ -1,0 +1,39 @@
+"""Gather values that each rank computes from its own batch: the transpose is a sum, not the mean of slices."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ._mesh import Axis
+from ._primitive import apply
+
+__all__ = ["gather_values"]
+
+
+def gather_values(x: Tensor, axis: Axis) -> Tensor:
+    """Return the ranks' own values joined along dimension 0, in rank order: features of each rank's batch, say.
+
+    Type: ``[n, ...] -> [N*n, ...]``. Transpose: the sum over ranks of this rank's rows, because what one rank's value does
+    to every rank's loss adds up. Its transpose is ``gather_values`` again::
+
+        rank 0  a          abc                    backward   abc          a+d+g
+        rank 1  b    ->    abc                               def    ->    b+e+h
+        rank 2  c          abc                               ghi          c+f+i
+
+    The loss that compares rows of all ranks may cover all rows on every rank, or each rank's rows against all: the mean over
+    ranks is the loss of the joined batch either way (see `recipes.md`). With `gather_slices` gradients would be too small.
+    On several mesh axes call it for one after the other, the innermost first.
+
+    Args:
+        x: [n, ...], the same shape on all ranks: pad missing rows, and mask them. ValueError for a 0-dim tensor.
+        axis: The mesh axis.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.gather_values(x, mesh["shard"]), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
+    """
+    if x.dim() == 0:
+        raise ValueError("gather_values: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
+    return apply("gather_sum", x, axis)
