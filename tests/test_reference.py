@@ -110,11 +110,8 @@ fs.update_in_backward fs.weight_share fs.checkpoint.Saving.wait fs.checkpoint.cl
 fs.checkpoint.export fs.checkpoint.from_optimizer_state_dict fs.checkpoint.latest fs.checkpoint.load
 fs.checkpoint.optimizer_state_dict fs.checkpoint.per_rank fs.checkpoint.read_safetensors fs.checkpoint.rekey
 fs.checkpoint.save fs.collectives.Mesh.of fs.collectives.Mesh.with_reductions_over fs.collectives.Mesh.select
-fs.collectives.all_reduce fs.collectives.all_to_all fs.collectives.axis_rank fs.collectives.broadcast
-fs.collectives.gather_slices fs.collectives.gather_values fs.collectives.global_rank fs.collectives.members
-fs.collectives.reduce_scatter fs.collectives.scatter fs.collectives.sum_over fs.collectives.sum_shards
-fs.collectives.unvary fs.collectives.vary fs.testing.assert_exact fs.testing.integers_like fs.testing.meshes
-fs.testing.modules fs.testing.policies fs.testing.spmd
+fs.testing.assert_exact fs.testing.integers_like fs.testing.meshes fs.testing.modules fs.testing.policies
+fs.testing.spmd
 """
 """Public functions and methods whose docstrings lack ``Args`` or ``Returns``: take out what is mended."""
 
