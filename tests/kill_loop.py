@@ -126,7 +126,7 @@ def kill(folder: Path, order: random.Random, seconds: float) -> tuple[str, int]:
     assert steps_in(saved) == {saved["step"]} == {int(found.name)}, (steps_in(saved), found, text)
     assert last(text, "over") <= saved["step"] <= last(text, "begun"), (found, text)
     with pytest.MonkeyPatch.context() as patch:  # nobody is left who might have made something just now
-        patch.setattr(directory_file, "JUST_MADE", 0)
+        patch.setattr(directory_file, "LOCK_SECONDS", 0)
         fs.checkpoint.clean(folder, keep=2)
     assert len(os.listdir(folder)) <= 2, (os.listdir(folder), text)
     return f"{signal.Signals(how).name} {who}", saved["step"]

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import funshard as fs
-from funshard.checkpoint._files.planners import Reads, Writes
+from funshard.checkpoint._files.planners import RangeLoadPlanner, RangeSavePlanner
 from funshard.checkpoint._state import boxes as box_file
-from funshard.checkpoint._state.boxes import Box, boxes, check_tiles, cut, share
-from funshard.checkpoint._state.describe import described
-from funshard.checkpoint._state.leaves import Part, Slice
-from funshard.checkpoint._state.tree import leaves
+from funshard.checkpoint._state.boxes import Box, RangeSharer, check_tiles, range_to_boxes, split_range
+from funshard.checkpoint._state.describe import describe
+from funshard.checkpoint._state.leaves import SliceLeaf, TensorRange
+from funshard.checkpoint._state.tree import iter_leaves
 from funshard.collectives import ProcessAxis
 from funshard.testing import integers_like, meshes, modules, policies
 
@@ -33,7 +33,7 @@ def test_boxes_are_the_range(shape: tuple[int, ...], data: st.DataObject) -> Non
     """One after the other, flattened, they are the elements from begin to end, in at most 2 * dims - 1 boxes."""
     tensor = torch.arange(math.prod(shape)).view(shape)
     begin, end = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
-    found = boxes(shape, begin, end)
+    found = range_to_boxes(shape, begin, end)
     for box in found:
         assert all(min(at, n - at - size) >= 0 for at, size, n in zip(box.offsets, box.sizes, shape, strict=True))
     parts = [tensor[tuple(map(slice, o, map(sum, zip(o, s, strict=True))))].reshape(-1) for o, s in found]
@@ -48,12 +48,12 @@ def test_boxes_are_the_range(shape: tuple[int, ...], data: st.DataObject) -> Non
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 5))
 def test_ranges_are_shared_once(lengths: list[int], ranks: int) -> None:
     """Of ranges that several ranks hold each element is written by one of them, and none writes much more than another."""
-    smallest, box_file.SMALLEST = box_file.SMALLEST, 8
+    smallest, box_file.MIN_SHARED_BYTES = box_file.MIN_SHARED_BYTES, 8
     try:
-        dealt = [share() for _ in range(ranks)]
-        taken = [[deal(5, 5 + n, 1, rank, ranks) for n in lengths] for rank, deal in enumerate(dealt)]
+        dealt = [RangeSharer() for _ in range(ranks)]
+        taken = [[deal.share(5, 5 + n, 1, rank, ranks) for n in lengths] for rank, deal in enumerate(dealt)]
     finally:
-        box_file.SMALLEST = smallest
+        box_file.MIN_SHARED_BYTES = smallest
     for i, n in enumerate(lengths):
         every = sorted(itertools.chain(*(mine[i] for mine in taken)))
         assert [begin for begin, _ in every] == [5, *(end for _, end in every[:-1])]
@@ -67,8 +67,8 @@ def test_boxes_that_do_not_tile_are_told(shape: tuple[int, ...], data: st.DataOb
     """As counting each element does: ranges that follow each other tile, and with another box among them they do not."""
     numel = math.prod(shape)
     cuts = sorted({0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=4))})
-    found = [box for begin, end in itertools.pairwise(cuts) for box in boxes(shape, begin, end)]
-    found = data.draw(st.permutations(found or boxes(shape, 0, 0)))
+    found = [box for begin, end in itertools.pairwise(cuts) for box in range_to_boxes(shape, begin, end)]
+    found = data.draw(st.permutations(found or range_to_boxes(shape, 0, 0)))
     check_tiles(shape, found)
     begins, sizes = (data.draw(st.tuples(*(st.integers(0, n) for n in shape))) for _ in range(2))
     changed = [*found, Box(begins, sizes)]
@@ -86,9 +86,9 @@ def test_boxes_that_do_not_tile_are_told(shape: tuple[int, ...], data: st.DataOb
 
 
 def test_what_is_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box_file, "LARGEST", 16)
-    assert cut(3, 12, 4) == [(3, 7), (7, 11), (11, 12)]
-    assert cut(3, 3, 4) == [(3, 3)]
+    monkeypatch.setattr(box_file, "MAX_BOX_BYTES", 16)
+    assert split_range(3, 12, 4) == [(3, 7), (7, 11), (11, 12)]
+    assert split_range(3, 3, 4) == [(3, 3)]
 
 
 def everyone(spec: fs.PartitionSpec, sizes: dict[str, int]) -> list[fs.PartitionSpec]:
@@ -97,14 +97,14 @@ def everyone(spec: fs.PartitionSpec, sizes: dict[str, int]) -> list[fs.Partition
     return [spec.on({name: ProcessAxis(n, r) for (name, n), r in zip(sizes.items(), at, strict=True)}) for at in every]
 
 
-def parts_of(state: State, spec: fs.PartitionSpec, rank: int, ranks: int) -> list[Part]:
-    node, values = described(state, spec)
-    return [p for leaf, x in zip(leaves(node), values, strict=True) for p in leaf.parts(x, spec, rank, ranks)]  # pyright: ignore[reportAttributeAccessIssue]
+def parts_of(state: State, spec: fs.PartitionSpec, rank: int, ranks: int) -> list[TensorRange]:
+    node, values = describe(state, spec)
+    return [p for leaf, x in zip(iter_leaves(node), values, strict=True) for p in leaf.ranges(x, spec, rank, ranks)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def saved(states: list[State], specs: list[fs.PartitionSpec]) -> tuple[Metadata, dict[MetadataIndex, Tensor]]:
     """What all ranks write, without files: the description, and every box by its index."""
-    writes = [Writes(parts_of(x, spec, r, len(specs))) for r, (x, spec) in enumerate(zip(states, specs, strict=True))]
+    writes = [RangeSavePlanner(parts_of(x, spec, r, len(specs))) for r, (x, spec) in enumerate(zip(states, specs, strict=True))]
     plans = [w.create_local_plan() for w in writes]
     _, metadata = writes[0].create_global_plan(plans)
     stored: dict[MetadataIndex, Tensor] = {}
@@ -134,8 +134,8 @@ def check_saved(metadata: Metadata, stored: dict[MetadataIndex, Tensor], full: d
 
 def read(spec: fs.PartitionSpec, rank: int, ranks: int, metadata: Metadata, stored: dict[MetadataIndex, Tensor]) -> fs.Params:
     """What one rank reads of the parameters."""
-    memory = {unit.key: Slice(unit, tuple((p.name,) for p in unit.params), unit.dtype).memory(spec) for unit in spec}
-    reads = Reads(parts_of(memory, spec, rank, ranks))
+    memory = {unit.key: SliceLeaf(unit, tuple((p.name,) for p in unit.params), unit.dtype).allocate(spec) for unit in spec}
+    reads = RangeLoadPlanner(parts_of(memory, spec, rank, ranks))
     reads.set_up_planner({}, metadata)
     for item in reads.create_local_plan().items:
         part = stored[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
@@ -153,7 +153,8 @@ def test_any_ranks_read_what_any_ranks_wrote(model: nn.Module, data: st.DataObje
     if not full:
         return
     chosen = [data.draw(policies(model)) for _ in range(2)]
-    largest, box_file.LARGEST, smallest, box_file.SMALLEST = box_file.LARGEST, 24, box_file.SMALLEST, 24
+    largest, smallest = box_file.MAX_BOX_BYTES, box_file.MIN_SHARED_BYTES
+    box_file.MAX_BOX_BYTES = box_file.MIN_SHARED_BYTES = 24
     try:
         specs, others = (
             everyone(policy(model), dict(data.draw(meshes(max_size=depth(8, 64)))) or {"shard": 1}) for policy in chosen
@@ -166,7 +167,7 @@ def test_any_ranks_read_what_any_ranks_wrote(model: nn.Module, data: st.DataObje
             assert found.keys() == expected.keys()
             assert all(found[key].equal(expected[key]) for key in expected)
     finally:
-        box_file.LARGEST, box_file.SMALLEST = largest, smallest
+        box_file.MAX_BOX_BYTES, box_file.MIN_SHARED_BYTES = largest, smallest
 
 
 @pytest.mark.parametrize(("ranks", "others"), [(64, 3), (3, 64), (64, 64), (1, 64)])

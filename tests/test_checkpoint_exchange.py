@@ -24,8 +24,8 @@ from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P, checkpoint
-from funshard.checkpoint import _export, _read_safetensors
-from funshard.checkpoint._export import DTYPES
+from funshard.checkpoint import _export
+from funshard.checkpoint._files.safetensors_layout import DTYPES, SINGLE
 
 
 def mixed() -> nn.Module:
@@ -559,7 +559,7 @@ def test_without_the_package_its_name_is_said(tmp_path: Path, monkeypatch: pytes
     path = checkpoint.export(tmp_path / "files", fs.shard(model, spec), spec)
     with pytest.raises(ImportError, match=re.escape('pip install "funshard[checkpoint]"')):
         checkpoint.read_safetensors(path, spec)
-    assert _read_safetensors.SINGLE in os.listdir(path)
+    assert SINGLE in os.listdir(path)
 
 
 def test_exchange_between_environments(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import funshard as fs
 from funshard import checkpoint
 from funshard.checkpoint import CheckpointError, _save
 from funshard.checkpoint._files import metadata, regular, staging, writer
-from funshard.checkpoint._files.records import record
+from funshard.checkpoint._files.records import read_record
 
 
 def made(width: int = 5) -> tuple[nn.Module, fs.PartitionSpec]:
@@ -81,7 +81,7 @@ def flipped(path: Path) -> None:
     raw = bytearray(file.read_bytes())
     storage: Any = metadata.read_metadata(path).storage_data
     info = max((info for info in storage.values() if info.relative_path == file.name), key=lambda info: info.length)
-    found = record(lambda at, size: bytes(raw[info.offset + at :][:size]), info.length, check=True)
+    found = read_record(lambda at, size: bytes(raw[info.offset + at :][:size]), info.length, check=True)
     raw[info.offset + found.offset + 2] ^= 64
     file.write_bytes(raw)
 
@@ -180,7 +180,7 @@ def test_a_damaged_one_stays_until_another_is_there(tmp_path: Path, monkeypatch:
         raise fails.pop()
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((os, "rename", renamed) if where == "renamed" else (writer.Writer, "write_data", written)))
+        patch.setattr(*((os, "rename", renamed) if where == "renamed" else (writer.CheckpointWriter, "write_data", written)))
         with pytest.warns(UserWarning, match=OVER), pytest.raises(OSError, match="Input/output error"):
             checkpoint.save(path, params, spec)
     assert {file.name: file.stat().st_size for file in path.iterdir()} == before
@@ -335,7 +335,7 @@ def save_changed(rank: int, path: str, change: str) -> None:
         (
             "type",
             "TypeError",
-            r"rank 1: state 'sampler': expected a tensor, a number.*got builtins\.object; no pickle is written",
+            r"rank 1: state 'sampler': expected a tensor, a number.*got builtins\.object; a checkpoint holds no pickles",
         ),
         ("length", "ValueError", r"rank 1: unit '0' of state 'params\.0': expected this rank's slice, \[\d+\]"),
         ("keys", "ValueError", r"state 'more': expected the same on all ranks, got on rank 0 nothing"),
@@ -357,7 +357,7 @@ def save_changed(rank: int, path: str, change: str) -> None:
         (
             "numpy",
             "TypeError",
-            r"state 'x': .*got numpy\.float64; no pickle is written: save what it is made of, by .*\.item\(\)",
+            r"state 'x': .*got numpy\.float64; a checkpoint holds no pickles: save the parts of the object, by .*\.item\(\)",
         ),
         ("spec", "ValueError", r"the ranks of the mesh .* have different models"),
         (
@@ -406,18 +406,18 @@ def test_simulated_ranks_do_not_save(tmp_path: Path) -> None:
 
 def _fails(rank: int, path: str, where: int, error: str) -> None:
     """One rank's writer fails: no space, a file system that is read-only."""
-    real = writer.Writer.write_data
+    real = writer.CheckpointWriter.write_data
 
     def write_data(self: Any, plan: Any, planner: Any) -> Any:
         if rank == where:
             raise OSError(*{"full": (28, "No space left on device"), "read-only": (30, "Read-only file system")}[error])
         return real(self, plan, planner)
 
-    writer.Writer.write_data = write_data  # pyright: ignore[reportAttributeAccessIssue]
+    writer.CheckpointWriter.write_data = write_data  # pyright: ignore[reportAttributeAccessIssue]
     try:
         write(rank, path, 2)
     finally:
-        writer.Writer.write_data = real
+        writer.CheckpointWriter.write_data = real
 
 
 @pytest.mark.parametrize("where", [0, 1])
@@ -438,12 +438,12 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written by torch's own writer to a device that is full."""
     model, spec = made()
 
-    class Full(writer.Writer):
+    class Full(writer.CheckpointWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
             (Path(self.path) / "__0_0.distcp").symlink_to("/dev/full")
             return super().write_data(plan, planner)
 
-    monkeypatch.setattr(_save, "Writer", Full)
+    monkeypatch.setattr(_save, "CheckpointWriter", Full)
     with pytest.raises(
         (OSError, CheckpointError), match=r"No space left on device|could not be written, with [\d,]+ bytes free"
     ):
@@ -520,7 +520,7 @@ def _lost(rank: int, size: int, port: str, path: str, out: Any, where: str) -> N
     write(rank, f"{path}/1")
     if rank == 1:
         name = "create_local_plan" if where == "plan" else "resolve_data"
-        setattr(_save.Writes, name, lambda *_: os._exit(9))
+        setattr(_save.RangeSavePlanner, name, lambda *_: os._exit(9))
     model, spec = made()
     try:
         checkpoint.save(f"{path}/2", {"params": fs.shard(model, spec), "step": 2}, spec, timeout=20)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import funshard as fs
 from funshard import P
-from funshard.checkpoint._state.describe import described
-from funshard.checkpoint._state.leaves import Leaf, Scalar, Slice
-from funshard.checkpoint._state.tree import leaves
+from funshard.checkpoint._state.describe import describe
+from funshard.checkpoint._state.leaves import Leaf, ScalarLeaf, SliceLeaf
+from funshard.checkpoint._state.tree import iter_leaves
 from funshard.collectives import ProcessAxis
 from funshard.testing import integers_like, modules
 
@@ -40,15 +40,15 @@ def initial(full: Any, spec: fs.PartitionSpec, rank: int, cut: set[str]) -> Any:
 
 def kinds(state: Any, spec: fs.PartitionSpec) -> dict[str, set[type[Leaf]]]:
     """What the slots of each name are taken for."""
-    node, _ = described({"opt": state}, spec)
+    node, _ = describe({"opt": state}, spec)
     out: dict[str, set[type[Leaf]]] = {}
-    for leaf in leaves(node):
-        assert isinstance(leaf, Slice | Scalar)
+    for leaf in iter_leaves(node):
+        assert isinstance(leaf, SliceLeaf | ScalarLeaf)
         out.setdefault(leaf.names[0][0].rpartition(".")[2], set()).add(type(leaf))
     return out
 
 
-RIGHT = {"step": {Scalar}, "exp_avg": {Slice}, "exp_avg_sq": {Slice}}
+RIGHT = {"step": {ScalarLeaf}, "exp_avg": {SliceLeaf}, "exp_avg_sq": {SliceLeaf}}
 
 
 @settings(max_examples=depth(25, 400))
@@ -110,7 +110,7 @@ def test_one_slice_in_a_unit_is_a_slice() -> None:
         return {unit.key: dict(slots) for unit in spec}
 
     two = torch.ones(2)
-    assert kinds(of_each(momentum=two), spec) == {"momentum": {Slice}}
-    assert kinds({unit.key: two for unit in spec}, spec).popitem()[1] == {Slice}
+    assert kinds(of_each(momentum=two), spec) == {"momentum": {SliceLeaf}}
+    assert kinds({unit.key: two for unit in spec}, spec).popitem()[1] == {SliceLeaf}
     with pytest.raises(ValueError, match=r"unit '0' of state 'opt\.0\.a': \[2\] may be"):
         kinds(of_each(b=two, a=two.clone()), spec)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from funshard.checkpoint._files.records import record
-from funshard.checkpoint._files.writer import PIECE, around, write_record
+from funshard.checkpoint._files.records import read_record
+from funshard.checkpoint._files.writer import PIECE_BYTES, make_record_layout, write_record
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool),
@@ -27,7 +27,7 @@ TENSORS: dict[str, Tensor] = {
     "columns": torch.randn(8, 8)[:, 2:4],
     "rows": torch.randn(8, 8)[2:4],
     "one of many": torch.randn(3, 1)[1:2],
-    "in pieces": torch.randn(PIECE // 4 * 2 + 3),
+    "in pieces": torch.randn(PIECE_BYTES // 4 * 2 + 3),
 }
 
 
@@ -52,7 +52,7 @@ def test_torch_reads_it(tmp_path: Path, name: str) -> None:
         assert bits(found).equal(bits(tensor))
         assert found.untyped_storage().nbytes() == tensor.nbytes
     assert zipfile.ZipFile(tmp_path / "x").testzip() is None
-    assert record(lambda at, n: raw[at : at + n], len(raw), check=True).nbytes == tensor.nbytes
+    assert read_record(lambda at, n: raw[at : at + n], len(raw), check=True).nbytes == tensor.nbytes
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -74,7 +74,7 @@ def test_it_is_what_torch_saves(name: str) -> None:
 def test_elements_are_at_a_multiple_of_64_bytes() -> None:
     """As torch has them, so that they can be used where they are mapped."""
     for tensor in map(torch.clone, TENSORS.values()):
-        assert len(around(tensor.dtype, tensor.shape, tensor.stride()).before) % 64 == 0 or not tensor.numel()
+        assert len(make_record_layout(tensor.dtype, tensor.shape, tensor.stride()).before) % 64 == 0 or not tensor.numel()
 
 
 def test_one_who_skips_writing_elsewhere() -> None:

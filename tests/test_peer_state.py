@@ -290,11 +290,11 @@ def test_rekey_refuses_what_is_ambiguous() -> None:
     assert by_id == {"state": {0: {}, 1: {}}, "param_groups": [{"params": [0], "lr": 1}, {"params": [1], "lr": 2}]}
     assert checkpoint.rekey(by_id, names)["state"] == found["state"]
     for match, bad, order in [
-        ("'a' is there twice in names", found, ["a", "a"]),
+        ("'a' is twice in names", found, ["a", "a"]),
         ("'b' is not in names", found, ["a"]),
         ("'c' of names is in no group", found, ["a", "b", "c"]),
         ("names or their numbers, got keys of", {**found, "state": {0: {}, "b": {}}}, names),
-        ("'a' is there twice in param_groups", {**found, "param_groups": [{"params": ["a", "b", "a"]}]}, names),
+        ("'a' is twice in param_groups", {**found, "param_groups": [{"params": ["a", "b", "a"]}]}, names),
     ]:
         with pytest.raises(ValueError, match=match):
             checkpoint.rekey(bad, order)

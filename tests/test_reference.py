@@ -106,12 +106,9 @@ fs.PartitionSpec.ordered fs.PartitionSpec.size fs.PartitionSpec.shard_numel fs.P
 fs.PartitionSpec.padded_numel fs.SyncBatchNorm.forward fs.Unit.padded_numel fs.accumulate fs.combine fs.compile
 fs.convert_sync_batchnorm fs.flatten fs.gather_full fs.init fs.init_buffers fs.module_tree fs.param_views fs.partition
 fs.reduce_grads fs.reduce_mean fs.reshard fs.scatter_full fs.shard fs.skeleton fs.trace_order fs.unflatten fs.unshard
-fs.update_in_backward fs.weight_share fs.checkpoint.Saving.wait fs.checkpoint.clean fs.checkpoint.clean_name
-fs.checkpoint.export fs.checkpoint.from_optimizer_state_dict fs.checkpoint.latest fs.checkpoint.load
-fs.checkpoint.optimizer_state_dict fs.checkpoint.per_rank fs.checkpoint.read_safetensors fs.checkpoint.rekey
-fs.checkpoint.save fs.collectives.Mesh.of fs.collectives.Mesh.with_reductions_over fs.collectives.Mesh.select
-fs.testing.assert_exact fs.testing.integers_like fs.testing.meshes fs.testing.modules fs.testing.policies
-fs.testing.spmd
+fs.update_in_backward fs.weight_share fs.collectives.Mesh.of fs.collectives.Mesh.with_reductions_over
+fs.collectives.Mesh.select fs.testing.assert_exact fs.testing.integers_like fs.testing.meshes fs.testing.modules
+fs.testing.policies fs.testing.spmd
 """
 """Public functions and methods whose docstrings lack ``Args`` or ``Returns``: take out what is mended."""
 

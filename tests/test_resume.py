@@ -25,8 +25,8 @@ from test_examples import launched
 from torch import nn
 
 import funshard as fs
-from funshard.checkpoint._files.planners import Writes
-from funshard.checkpoint._files.writer import Writer
+from funshard.checkpoint._files.planners import RangeSavePlanner
+from funshard.checkpoint._files.writer import CheckpointWriter
 
 
 def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) -> None:
@@ -215,17 +215,17 @@ def _state() -> tuple[fs.PartitionSpec, dict[str, object]]:
 
 def _slow(rank: int, seconds: float) -> Callable[[], None]:
     """Has this rank write slowly until what it gives is called."""
-    write = Writer.write_data
+    write = CheckpointWriter.write_data
 
-    def slowly(self: Writer, plan: Any, planner: Any) -> Any:
+    def slowly(self: CheckpointWriter, plan: Any, planner: Any) -> Any:
         if dist.get_rank() == rank:
             time.sleep(seconds)
         return write(self, plan, planner)
 
-    Writer.write_data = slowly
+    CheckpointWriter.write_data = slowly
 
     def restore() -> None:
-        Writer.write_data = write
+        CheckpointWriter.write_data = write
 
     return restore
 
@@ -268,14 +268,14 @@ def test_ranks_with_other_process_groups(gloo2: Pool, tmp_path: Path) -> None:
 
 def _interrupted(rank: int, folder: str) -> None:
     spec, state = _state()
-    write = Writer.write_data
+    write = CheckpointWriter.write_data
 
     def interrupted(*_: object) -> Any:
-        Writer.write_data = write
+        CheckpointWriter.write_data = write
         raise KeyboardInterrupt
 
     if rank == 0:
-        Writer.write_data = interrupted
+        CheckpointWriter.write_data = interrupted
     with pytest.raises(KeyboardInterrupt if rank == 0 else fs.checkpoint.CheckpointError):
         fs.checkpoint.save(Path(folder, "1"), state, spec, timeout=1.5)
     fs.checkpoint.save(Path(folder, "1"), state, spec, timeout=1.5)
@@ -290,18 +290,18 @@ def test_an_interrupt_on_one_rank(gloo2: Pool, tmp_path: Path) -> None:
 
 def _staging_fails(rank: int, folder: str) -> None:
     spec, state = _state()
-    stage = Writes.stage
+    stage = RangeSavePlanner.stage
 
-    def failing(self: Writes) -> None:
+    def failing(self: RangeSavePlanner) -> None:
         raise MemoryError("no room")
 
     if rank == 1:
-        Writes.stage = failing
+        RangeSavePlanner.stage = failing
     try:
         with pytest.raises(MemoryError, match="rank 1: no room"):
             fs.checkpoint.save(Path(folder, "1"), state, spec, asynchronous=True)
     finally:
-        Writes.stage = stage
+        RangeSavePlanner.stage = stage
     dist.barrier()
     assert os.listdir(folder) == []
 
@@ -313,14 +313,14 @@ def test_staging_fails_on_one_rank(gloo2: Pool, tmp_path: Path) -> None:
 ENDS = """
 import sys, time, torch, torch.distributed as dist, funshard as fs
 from torch import nn
-from funshard.checkpoint._files.writer import Writer
-write = Writer.write_data
+from funshard.checkpoint._files.writer import CheckpointWriter
+write = CheckpointWriter.write_data
 def slowly(self, plan, planner):
     time.sleep(0.5)
     if sys.argv[2] == "fails" and dist.get_rank() == 1:
         raise OSError("disk full")
     return write(self, plan, planner)
-Writer.write_data = slowly
+CheckpointWriter.write_data = slowly
 dist.init_process_group("gloo")
 model = nn.Linear(8, 8)
 spec = fs.policies.whole()(model)

@@ -1,14 +1,11 @@
-"""export: full parameters as safetensors files, which transformers and others load; a unit at a time."""
+"""export: write full parameters as safetensors files, which transformers and others load, a unit at a time."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,34 +18,12 @@ from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._units.layout import unflatten_unit
 from ._files.directory import LOCK
+from ._files.safetensors_layout import INDEX, NAMES, SINGLE, FileLayout, TensorEntry, lay_out_files, make_index
 from ._files.staging import StagingDirectory, find_replaced
-from ._ranks.ranks import TIMEOUT, ranks_of
-from ._state.leaves import check_holds
+from ._ranks.ranks import TIMEOUT, connect_ranks
+from ._state.leaves import check_storable
 
-__all__ = ["DTYPES", "INDEX", "SINGLE", "export"]
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-"""What the files call the dtypes."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+__all__ = ["export"]
 
 
 def export(
@@ -65,27 +40,35 @@ def export(
     dry_run: bool = False,
     timeout: float = TIMEOUT,
 ) -> Path:
-    """Writes the full parameters to a new directory as safetensors files; gives its path back. All ranks take part.
+    """Write the full parameters to a directory as safetensors files. All ranks take part.
 
-    ``model.safetensors``, or where that would be longer than ``shard_bytes`` (of tensors) ``model-00001-of-0000N.safetensors``
-    and so on with ``model.safetensors.index.json``: what ``from_pretrained`` of transformers loads, once
-    ``model.config.save_pretrained(directory)`` has put the rest there. `read_safetensors` is its inverse.
+    The files are what ``from_pretrained`` of transformers loads once ``model.config.save_pretrained(directory)`` has added the
+    rest: ``model.safetensors``, or several files and an index. One rename puts them at ``directory``. The mesh's first rank
+    gathers and writes a unit at a time: its peak memory is that unit, twice over gloo, and the other ranks allocate nothing. A
+    tied parameter is written once, under the first of its names, and a unit at rest in a codec decoded.
 
-    ``params`` are shards, full parameters by name, or both. A unit at a time is gathered to the mesh's first rank, which
-    writes it: its peak is that unit, twice over gloo, and nothing is allocated on the other ranks. A tied parameter is
-    written once, under the name that the model gave it first; a unit at rest in a codec decoded. ``dtype`` is another one for
-    what is floating point.
-    ``buffers`` are the first rank's to add, by name, such as the running statistics that BatchNorm has in its model, and
-    parameters that the spec ignores. ``rename`` gives the names in the files, ``metadata`` goes into their headers beside
-    ``{"format": "pt"}``.
+    Args:
+        directory: A path where nothing is.
+        params: Shards, full parameters by name, or both.
+        spec: The bound spec of the parameters.
+        shard_bytes: The most bytes of tensors in a file.
+        dtype: The dtype of floating point tensors in the files, instead of their own.
+        buffers: Tensors that the first rank adds, by name: the running statistics of BatchNorm, parameters that the spec
+            ignores.
+        rename: A function from the name in the model to the name in the files.
+        metadata: Entries for the headers, beside ``{"format": "pt"}``.
+        overwrite: Whether the directory may exist. The weights of an earlier export in it are replaced, other files stay.
+        dry_run: Whether to only raise the errors that can be known before, such as before the training.
+        timeout: The seconds that ranks wait for a lost rank.
 
-    They are written aside, flushed, and there by one rename. With ``overwrite`` the directory may exist: weights that an
-    earlier export has put there are replaced, all other files stay. ``dry_run`` writes nothing and raises what can be known
-    before: call it with the same arguments before the training whose result is to be exported.
+    Returns:
+        The path of the directory.
 
-    Raises, on every rank and with ``directory`` as it was, FileExistsError where there is something and no ``overwrite``,
-    PermissionError where the directory cannot be made, ValueError or TypeError, naming the unit or tensor, for params that do
-    not fit, for names that are there twice and for a dtype that the format does not have, and what the file system raises.
+    Raises:
+        FileExistsError: If something is at the path, without ``overwrite``.
+        PermissionError: If the directory cannot be made.
+        ValueError: Naming the unit or tensor, for params of another spec, names given twice and dtypes the format has not.
+        TypeError: For values that are no dense tensors. Every rank raises the errors of all, and the directory is unchanged.
 
     Example:
         >>> import tempfile, torch, funshard as fs
@@ -96,10 +79,10 @@ def export(
         ['model.safetensors']
     """
     spec = bind_spec(spec)
-    ranks = ranks_of(spec, "checkpoint.export", timeout)
+    ranks = connect_ranks(spec, "checkpoint.export", timeout)
     target = Path(directory).absolute()
 
-    def planned() -> list[_File]:
+    def plan() -> list[FileLayout]:
         if ranks.rank == 0:
             _check_target(target, overwrite=overwrite)
         check_mapping(buffers or {})
@@ -111,9 +94,9 @@ def export(
         header = {"format": "pt", **(metadata or {})}
         if wrong := next((key for key, value in header.items() if not isinstance(value, str)), None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"metadata '{wrong}': expected a string, got {type(header[wrong]).__name__}")
-        return _files(list(_entries(params, spec, dtype, buffers or {}, rename or str)), shard_bytes, header)
+        return lay_out_files(list(_iter_entries(params, spec, dtype, buffers or {}, rename or str)), shard_bytes, header)
 
-    files = ranks.together(planned, "checkpoint.export")
+    files = ranks.run(plan, "checkpoint.export")
     if has_peers(spec.bound_mesh):
         check_ranks_agree(
             spec, asked=tuple(f"shard of unit '{key}' {params[key].dtype}" for key in spec.by_key if key in params)
@@ -124,18 +107,20 @@ def export(
 
     def begin() -> None:
         nonlocal staging
-        staging = StagingDirectory(target, carried=_is_foreign if overwrite else None)
+        staging = StagingDirectory(target, is_carried=_is_foreign if overwrite else None)
         for file in files:
             (staging.directory / file.name).write_bytes(file.header)
 
     try:
-        ranks.on_first(begin, "checkpoint.export")
+        ranks.run_on_first(begin, "checkpoint.export")
         with torch.no_grad():
             for unit in spec:
-                full = _gathered(params, unit, spec)
-                ranks.on_first(lambda full=full: _write(staging, files, full), "checkpoint.export")
-                del full  # before the next one is gathered
-            ranks.on_first(lambda: _close(staging, files, _others(params, spec, buffers or {})), "checkpoint.export")
+                full = _gather(params, unit, spec)
+                ranks.run_on_first(lambda full=full: _write(staging, files, full), "checkpoint.export")
+                del full  # before the next unit is gathered
+            ranks.run_on_first(
+                lambda: _finish(staging, files, _extra_tensors(params, spec, buffers or {})), "checkpoint.export"
+            )
     except BaseException:
         if staging is not None:
             staging.abandon()
@@ -144,7 +129,7 @@ def export(
 
 
 def _check_target(target: Path, *, overwrite: bool) -> None:
-    """Raise what would end the export when it has been written: FileExistsError or PermissionError."""
+    """Check that a directory can be put at the path. Raises FileExistsError or PermissionError otherwise."""
     try:
         find_replaced(target, any_directory=overwrite)
     except FileExistsError as error:
@@ -156,111 +141,58 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def _is_foreign(name: str) -> bool:
-    """Whether a file of this name in a directory of weights is none that `export` writes."""
+    """Return whether `export` does not write files of this name."""
     return name not in (SINGLE, INDEX, LOCK) and not re.fullmatch(r"model-\d{5,}-of-\d{5,}\.safetensors", name)
 
 
-# --- What is where in which file. ---
+# --- The tensors to write. ---
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor of a file. ``own`` is its name in the model."""
-
-    name: str
-    own: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _File:
-    """A file, and where in it each tensor is, by its name in the model."""
-
-    name: str
-    header: bytes
-    places: Mapping[str, tuple[int, _Entry]]
-    size: int
-
-
-def _entries(
+def _iter_entries(
     params: Mapping[str, Tensor],
     spec: PartitionSpec,
     dtype: torch.dtype | None,
     buffers: Mapping[str, Tensor],
     rename: Callable[[str], str],
-) -> Iterator[_Entry]:
+) -> Iterator[TensorEntry]:
+    """Yield the entries of all tensors, checked."""
     seen: dict[str, str] = {}
 
-    def entry(own: str, shape: tuple[int, ...], kept: torch.dtype) -> _Entry:
-        kind = dtype if dtype is not None and kept.is_floating_point else kept
-        name = rename(own)
-        if kind not in NAMES:
-            raise ValueError(f"'{own}': expected a dtype that safetensors has, got {kind}")
+    def make_entry(model_name: str, shape: tuple[int, ...], own: torch.dtype) -> TensorEntry:
+        stored = dtype if dtype is not None and own.is_floating_point else own
+        name = rename(model_name)
+        if stored not in NAMES:
+            raise ValueError(f"'{model_name}': expected a dtype that safetensors has, got {stored}")
         if name in seen:
-            raise ValueError(f"'{own}' and '{seen[name]}' would both be '{name}' in the files: expected one name for each")
-        seen[name] = own
-        return _Entry(name, own, shape, kind)
+            raise ValueError(
+                f"'{model_name}' and '{seen[name]}' would both be '{name}' in the files: expected one name for each"
+            )
+        seen[name] = model_name
+        return TensorEntry(name, model_name, shape, stored)
 
     for unit in spec:
         full = find_full_params(params, unit)
         for i, param in enumerate(unit.params):
-            check_holds(params[unit.key] if full is None else full[i], f"parameter '{param.name}'")
-            kept = full[i].dtype if full is not None else unit.dtype if unit.at_rest else params[unit.key].dtype
-            yield entry(param.name, param.shape, kept)
-    for name, tensor in _others(params, spec, buffers).items():
+            check_storable(params[unit.key] if full is None else full[i], f"parameter '{param.name}'")
+            own = full[i].dtype if full is not None else unit.dtype if unit.at_rest else params[unit.key].dtype
+            yield make_entry(param.name, param.shape, own)
+    for name, tensor in _extra_tensors(params, spec, buffers).items():
         if name in spec.by_name:
             raise ValueError(f"buffers: '{name}' is a parameter of the spec: expected others")
-        check_holds(tensor, f"'{name}'")
-        yield entry(name, tuple(tensor.shape), tensor.dtype)
+        check_storable(tensor, f"'{name}'")
+        yield make_entry(name, tuple(tensor.shape), tensor.dtype)
 
 
-def _others(params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is in no unit, and whole on every rank."""
+def _extra_tensors(params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that are in no unit, and full on every rank."""
     return {name: params[name] for name in spec.ignored if name in params} | dict(buffers)
 
 
-def _files(entries: list[_Entry], shard_bytes: int, metadata: Mapping[str, str]) -> list[_File]:
-    groups: list[list[_Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if groups[-1] and size + entry.nbytes > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(entry)
-        size += entry.nbytes
-    n = len(groups)
-    names = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
-    return [_laid_out(name, group, metadata) for name, group in zip(names, groups, strict=True)]
+# --- Their bytes, on the first rank. ---
 
 
-def _laid_out(name: str, entries: list[_Entry], metadata: Mapping[str, str]) -> _File:
-    """Its header: the format is eight bytes of length, JSON, and the tensors' bytes without gaps.
-
-    By our own hands, since the library takes all tensors of a file at once. As it does, the widest dtypes come first, so that
-    each tensor begins at a multiple of its elements' size.
-    """
-    at, described = 0, dict[str, Any](__metadata__=dict(metadata))
-    places: dict[str, tuple[int, _Entry]] = {}
-    for entry in sorted(entries, key=lambda e: -e.dtype.itemsize):
-        offsets = [at, at := at + entry.nbytes]
-        described[entry.name] = {"dtype": NAMES[entry.dtype], "shape": [*entry.shape], "data_offsets": offsets}
-        places[entry.own] = offsets[0], entry
-    text = json.dumps(described).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return _File(name, header, {own: (len(header) + low, e) for own, (low, e) in places.items()}, len(header) + at)
-
-
-# --- Its bytes, on the first rank. ---
-
-
-def _gathered(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> dict[str, Tensor]:
-    """The unit's parameters on the mesh's first rank, on the host; on the others nothing, or full ones."""
+def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> dict[str, Tensor]:
+    """Return the unit's parameters on the host of the mesh's first rank. Other ranks get none, or those given in full."""
     full = find_full_params(params, unit)
     if full is None:
         buffer = gather_to_first(params[unit.key].detach(), unit, spec.bound_mesh)
@@ -268,30 +200,28 @@ def _gathered(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> 
     return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
 
 
-def _write(staging: StagingDirectory | None, files: list[_File], tensors: Mapping[str, Tensor]) -> None:
+def _write(staging: StagingDirectory | None, files: list[FileLayout], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to their places in the files."""
     assert staging is not None
     for file in files:
-        if own := [name for name in tensors if name in file.places]:
+        if names := [name for name in tensors if name in file.entries]:
             with (staging.directory / file.name).open("r+b") as opened:
-                for name in own:
-                    offset, entry = file.places[name]
+                for name in names:
+                    offset, entry = file.entries[name]
                     opened.seek(offset)
-                    dense = tensors[name].to("cpu", entry.dtype).contiguous()  # alive for as long as its memory is read
+                    dense = tensors[name].to("cpu", entry.dtype).contiguous()  # alive while its memory is read
                     opened.write(_torch.host_bytes(dense))
 
 
-def _close(staging: StagingDirectory | None, files: list[_File], others: Mapping[str, Tensor]) -> None:
-    """What is left, and all of it to its place."""
+def _finish(staging: StagingDirectory | None, files: list[FileLayout], extra: Mapping[str, Tensor]) -> None:
+    """Write the extra tensors and the index, flush all files and publish the directory."""
     assert staging is not None
-    _write(staging, files, others)
+    _write(staging, files, extra)
     sizes = {file.name: file.size for file in files}
     if len(files) > 1:
-        entries = [(entry, file) for file in files for _, entry in file.places.values()]
-        total = sum(entry.nbytes for entry, _ in entries)
-        content = {"metadata": {"total_size": total}, "weight_map": {entry.name: file.name for entry, file in entries}}
-        text = json.dumps(content, indent=2).encode()
-        (staging.directory / INDEX).write_bytes(text)
-        sizes[INDEX] = len(text)
+        index = make_index(files)
+        (staging.directory / INDEX).write_bytes(index)
+        sizes[INDEX] = len(index)
     for name in sizes:
         with (staging.directory / name).open("r+b") as file:
             os.fsync(file.fileno())

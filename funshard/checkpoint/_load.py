@@ -1,31 +1,26 @@
-"""load: a checkpoint as the state of another world size, mesh and policy; each rank reads what it needs."""
+"""load: read a checkpoint as a state of any spec; each rank reads what its slices overlap with."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch import Tensor
 
 from .._spec.spec import PartitionSpec, bind_spec
 from ._errors import CheckpointError
 from ._files.manifest import read_manifest
 from ._files.metadata import read_metadata
-from ._files.planners import Reads
-from ._files.reader import Reader
-from ._ranks.ranks import TIMEOUT, Ranks, ranks_of
-from ._rekey import clean_name
-from ._state.boxes import Box, check_tiles
-from ._state.describe import described
-from ._state.json_tree import check_ranks, part_of, plain_values, read_tree
-from ._state.leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, all_alike
-from ._state.tree import Node, Units, build, leaves, parameters
+from ._files.stored_tensors import StoredTensors
+from ._ranks.ranks import TIMEOUT, Ranks, connect_ranks
+from ._state.describe import describe
+from ._state.json_tree import check_rank_count, iter_plain_values, select_part, tree_from_json
+from ._state.leaves import OwnedLeaf, ScalarLeaf, SliceLeaf, StoredLeaf, TensorLeaf, TensorRange, ValueLeaf, is_uniform
+from ._state.tree import Node, build_state, iter_leaves, make_units_node, parameter_slice
 
 __all__ = ["load"]
 
@@ -39,24 +34,33 @@ def load(
     check: bool = True,
     timeout: float = TIMEOUT,
 ) -> Any:
-    """The state that `save` wrote to the directory ``path``, sharded by this spec: other policy, mesh, `P` and world size.
+    """Return the state that `save` wrote to a directory, sharded by this spec.
 
-    Each rank reads what overlaps with its slices, in boxes of at most 16 MiB, into the result's own memory. Tensors are on
-    the mesh's device if they were on the accelerator, or else on the host. What was `per_rank` comes back without it.
+    The policy, the mesh, `P` and the number of ranks may differ from those of the save. Each rank reads what overlaps with its
+    slices, in boxes of at most 16 MiB, into the result's own memory. Pickles in the files are read as data: nothing in them is
+    imported or called.
 
-    ``only`` is the path of a part of the state, such as ``"params"`` or ``"opt.ema"``: that part is what comes back, and the
-    rest is not read. ``like`` is a state of the structure that is wanted, of which only shapes, dtypes and keys are looked at
-    (tensors may be on the meta device): it is needed for containers of the caller's own classes, and for checkpoints that
-    others wrote. Those of FSDP1, FSDP2 and DDP by torch.distributed.checkpoint are read by their parameters' names:
-    ``load(path, spec, only="model")`` gives the shards of what was saved as ``{"model": state_dict}``, and
-    ``like={"model": params, "optim": {"state": opt_state}}`` its optimizer's state too. The prefixes of wrappers are left out.
+    The checkpoints of FSDP1, FSDP2 and DDP by torch.distributed.checkpoint are read by the names of their parameters, without
+    the prefixes of wrappers. ``only="model"`` returns the shards of what was saved as ``{"model": state_dict}``, and
+    ``like={"model": params, "optim": {"state": opt_state}}`` the optimizer's state too.
 
-    No pickle is run: torch's description of the files is read by the names of its data classes alone, tensors with
-    ``weights_only``. With ``check`` the checksum of each record that is read is compared.
+    Args:
+        path: The directory of the checkpoint.
+        spec: A bound spec, all ranks of whose mesh call this.
+        only: The path of a part of the state to read, such as ``"params"`` or ``"opt.ema"``.
+        like: A state with the structure, shapes and dtypes of the result; tensors may be on the meta device. It is needed for
+            containers of the caller's own classes and for optimizer states that other programs wrote.
+        check: Whether to compare the checksums of the records that are read.
+        timeout: The seconds that ranks wait for a lost rank.
 
-    Raises, on every rank, FileNotFoundError where there is no checkpoint; ValueError, naming the parameter, for one that is
-    only in the checkpoint or the spec, and for another shape or dtype; CheckpointError, naming tensor and file, for what is
-    damaged.
+    Returns:
+        The state, or the part of it. Tensors are on the mesh's device if they were on an accelerator, else on the host. What
+        was marked by `per_rank` comes back without the mark.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: Naming the parameter, for one that only the checkpoint or the spec has, or of another shape or dtype.
+        CheckpointError: Naming tensor and file, for damage. Every rank raises the errors of all.
 
     Example:
         >>> import tempfile, torch, funshard as fs
@@ -70,134 +74,128 @@ def load(
     spec = bind_spec(spec)
     if only is not None and not isinstance(only, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"checkpoint.load: only: expected the path of a part of the state, as 'params', got {only!r}")
-    ranks = ranks_of(spec, "checkpoint.load", timeout)
-    directory = Path(path)
-    node, found, stored = ranks.together(lambda: _wanted(directory, spec, only, like, ranks), "checkpoint.load")
-    return ranks.together(lambda: _loaded(directory, node, found, stored, spec, ranks, check=check), "checkpoint.load")
+    ranks = connect_ranks(spec, "checkpoint.load", timeout)
+    loader = ranks.run(lambda: _Loader(Path(path), spec, ranks, only, like), "checkpoint.load")
+    return ranks.run(lambda: loader.read(check=check), "checkpoint.load")
 
 
-def _loaded(
-    directory: Path, node: Node, found: Mapping[str, Any], stored: _Stored, spec: PartitionSpec, ranks: Ranks, *, check: bool
-) -> Any:
-    kept = list(leaves(node))
-    values: list[Any] = [None] * len(kept)
-    with torch.no_grad():
-        for some in _rounds(kept):
-            memory = {i: _memory(kept[i], spec, stored, ranks) for i in some}
-            parts = [part for i in some for part in _parts(kept[i], memory[i], spec, stored, ranks)]
-            _read(directory, parts, stored, check=check)
-            for i in some:
-                values[i] = _settled(kept[i], memory.pop(i), spec, found)
-    return build(node, iter(values))
+class _Loader:
+    """Finds the tree to read in a checkpoint, checks that the files have its leaves, and reads them."""
 
-
-def _rounds(kept: Sequence[Leaf]) -> Iterator[list[int]]:
-    """What is read together: what is encoded afterwards a unit at a time, all else at once."""
-    yield [i for i, leaf in enumerate(kept) if not (isinstance(leaf, Slice) and leaf.encoded)]
-    yield from ([i] for i, leaf in enumerate(kept) if isinstance(leaf, Slice) and leaf.encoded)
-
-
-def _read(directory: Path, parts: Sequence[Part], stored: _Stored, *, check: bool) -> None:
-    """Read, as torch.distributed.checkpoint.load does."""
-    reads, reader = Reads(parts), Reader(directory, check=check)
-    reads.set_up_planner({}, stored.metadata)
-    reader.set_up_storage_reader(stored.metadata, is_coordinator=True)
-    reader.read_data(reads.create_local_plan(), reads).wait()
-
-
-# --- What is wanted, and whether it is there. ---
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """The tensors of a checkpoint: the keys that they have there, which are their names with the prefixes of wrappers."""
-
-    metadata: Metadata
-    _checked: set[str] = dataclasses.field(default_factory=set)
-
-    def key(self, names: Sequence[str]) -> str | None:
-        """The key of the first of these names that is there."""
-        every = self.metadata.state_dict_metadata
-        return next((key for name in names for key in (name, self._clean.get(name)) if key is not None and key in every), None)
-
-    @functools.cached_property
-    def _clean(self) -> dict[str, str]:
-        """Keys by their clean names, where these are no others' names."""
-        out: dict[str, str] = {}
-        for key in self.metadata.state_dict_metadata:
-            out[clean_name(key)] = "" if clean_name(key) in out else key
-        return {name: key for name, key in out.items() if key}
-
-    def shape(self, names: Sequence[str], shape: Sequence[int] | None, dtype: torch.dtype) -> tuple[int, ...]:
-        """Of a stored tensor; ValueError unless it is there, of this shape, dtype and whole."""
-        key = self.key(names)
-        tensor = None if key is None else self.metadata.state_dict_metadata[key]
-        if key is None or not isinstance(tensor, TensorStorageMetadata):
-            raise ValueError(f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape or ())} {dtype}, got none")
-        if (shape is not None and tuple(tensor.size) != tuple(shape)) or tensor.properties.dtype != dtype:
-            raise ValueError(
-                f"tensor '{names[0]}': expected {list(shape or ())} {dtype}, got {list(tensor.size)} {tensor.properties.dtype} "
-                "in the checkpoint: was another model saved?"
-            )
-        self._check_chunks(key, tensor)
-        return tuple(tensor.size)
-
-    def _check_chunks(self, key: str, tensor: TensorStorageMetadata) -> None:
-        """Check, once, that a tensor's chunks tile it and that each is in a file; CheckpointError otherwise."""
-        if key in self._checked:
-            return
-        try:
-            check_tiles(tensor.size, (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks))
-        except ValueError as error:
-            raise CheckpointError(f"tensor '{key}' of the checkpoint is damaged: {error}") from error
-        storage: Any = self.metadata.storage_data
-        for chunk in tensor.chunks:
-            if MetadataIndex(key, chunk.offsets) not in storage:
-                raise CheckpointError(
-                    f"tensor '{key}' of the checkpoint is damaged: its piece at {[*chunk.offsets]} is in none of the files"
-                )
-        self._checked.add(key)
-
-    def shape_of(self, leaf: Whole) -> tuple[int, ...]:
-        """The same of one that all ranks have alike, or, with a row for each that saved it, each its own."""
-        shape = self.shape([leaf.name], None if leaf.own else leaf.shape, leaf.dtype)
-        if leaf.own and (not shape or shape[1:] != leaf.shape):
-            raise ValueError(
-                f"tensor '{leaf.name}' is each rank's own: expected [ranks, {str([*leaf.shape])[1:]} in the checkpoint, got "
-                f"{[*shape]}: was another state saved?"
-            )
-        return shape
-
-
-def _wanted(
-    directory: Path, spec: PartitionSpec, only: str | None, like: Any, ranks: Ranks
-) -> tuple[Node, dict[str, Any], _Stored]:
-    """``(the tree that is to be read, the plain values, the tensors)``."""
-    manifest = read_manifest(directory)  # with a checksum of the other
-    stored = _Stored(read_metadata(directory))
-    path = tuple(only.split(".")) if only else ()
-    found = dict(plain_values(manifest.state, ranks.rank)) if manifest else {}
-    if like is not None:
-        node, _ = described(like, spec, path, wanted=True)
-    elif manifest:
-        node = read_tree(part_of(manifest.state, only or ""), spec, ranks.rank, ranks.size, path)
-    else:
-        node = Units(only or "", {unit.key: parameters(unit, path) for unit in spec}, whole=True)  # a state_dict of others
-    for leaf in leaves(node):
-        if isinstance(leaf, Value):
-            found[leaf.name] = _plain(leaf, found)
+    def __init__(self, directory: Path, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any) -> None:
+        self._spec, self._ranks = spec, ranks
+        manifest = read_manifest(directory)  # also checks the metadata's checksum
+        self._stored = StoredTensors(directory, read_metadata(directory))
+        path = tuple(only.split(".")) if only else ()
+        saved = dict(iter_plain_values(manifest.state, ranks.rank)) if manifest else {}
+        if like is not None:
+            self._node, _ = describe(like, spec, path, is_template=True)
+        elif manifest:
+            self._node = tree_from_json(select_part(manifest.state, only or ""), spec, ranks.rank, ranks.size, path)
         else:
-            _check(leaf, stored, ranks)
-    return node, found, stored
+            children: dict[str, Node] = {unit.key: parameter_slice(unit, path) for unit in spec}  # another program's state_dict
+            self._node = make_units_node(only or "", children, is_complete=True)
+        leaves = list(iter_leaves(self._node))
+        self._leaves = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, ValueLeaf)}
+        self._values = [_find_value(leaf, saved) if isinstance(leaf, ValueLeaf) else None for leaf in leaves]
+        for leaf in self._leaves.values():
+            self._check(leaf)
+
+    def _check(self, leaf: StoredLeaf) -> None:
+        """Check that the files have the tensors of a leaf."""
+        match leaf:
+            case TensorLeaf():
+                shape = self._stored.check_leaf(leaf)
+                if leaf.is_per_rank and not leaf.is_averaged:
+                    check_rank_count(leaf.name, shape[0], self._ranks.size)
+            case OwnedLeaf():
+                self._stored.check_tensor(leaf.names, leaf.shape, leaf.dtype)
+            case SliceLeaf() | ScalarLeaf():
+                shapes = (p.shape for p in leaf.params) if isinstance(leaf, SliceLeaf) else itertools.repeat(())
+                for shape, names in zip(shapes, leaf.names, strict=False):
+                    self._stored.check_tensor(names, shape, leaf.dtype)
+
+    def read(self, *, check: bool) -> Any:
+        """Read the leaves, and return the state."""
+        with torch.no_grad():
+            for numbers in self._iter_rounds():
+                memory = {i: self._allocate(self._leaves[i]) for i in numbers}
+                parts = [part for i in numbers for part in self._iter_ranges(self._leaves[i], memory[i])]
+                self._stored.read(parts, check=check)
+                for i in numbers:
+                    self._values[i] = self._to_state(self._leaves[i], memory.pop(i))
+        return build_state(self._node, iter(self._values))
+
+    def _iter_rounds(self) -> Iterator[list[int]]:
+        """Yield the numbers of leaves to read together: all but encoded slices, and each of these alone to save memory."""
+        is_encoded = {i: isinstance(leaf, SliceLeaf) and leaf.is_encoded for i, leaf in self._leaves.items()}
+        yield [i for i in self._leaves if not is_encoded[i]]
+        yield from ([i] for i in self._leaves if is_encoded[i])
+
+    def _allocate(self, leaf: StoredLeaf) -> Tensor:
+        """Return memory to read a leaf into."""
+        match leaf:
+            case SliceLeaf():
+                return leaf.allocate(self._spec)
+            case OwnedLeaf():
+                return leaf.allocate()
+            case ScalarLeaf():
+                return torch.empty(len(leaf.names), dtype=leaf.dtype, device="cpu")
+            case TensorLeaf():
+                shape = self._stored.check_leaf(leaf)
+                has_own_row = leaf.is_per_rank and shape[0] == self._ranks.size
+                try:
+                    return torch.empty(shape[1:] if has_own_row else shape, dtype=leaf.dtype, device="cpu")
+                except RuntimeError as error:
+                    raise CheckpointError(
+                        f"tensor '{leaf.name}': expected to have memory for {[*shape]} {leaf.dtype}"
+                    ) from error
+
+    def _iter_ranges(self, leaf: StoredLeaf, memory: Tensor) -> Iterator[TensorRange]:
+        """Yield the ranges of stored tensors that a leaf's memory is read from, by their keys."""
+        match leaf:
+            case SliceLeaf() | OwnedLeaf():
+                parts = leaf.ranges(memory, self._spec, self._ranks.rank, self._ranks.size)
+            case ScalarLeaf():
+                pairs = enumerate(leaf.names)
+                parts = (TensorRange(names[0], names[1:], (), (), 0, memory[i : i + 1], 0, 1) for i, names in pairs)
+            case TensorLeaf():
+                is_row = leaf.is_per_rank and memory.dim() == len(leaf.shape)
+                shape, begin = (
+                    (*((self._ranks.size,) if is_row else ()), *memory.shape),
+                    self._ranks.rank * memory.numel() * is_row,
+                )
+                parts = [TensorRange(leaf.name, (), shape, tuple(range(len(shape))), begin, memory.view(-1), 0, 1)]
+        for part in parts:
+            key = self._stored.find_key([part.name, *part.aliases])
+            assert key is not None
+            yield part._replace(name=key)
+
+    def _to_state(self, leaf: StoredLeaf, memory: Tensor) -> Tensor:
+        """Return what was read for a leaf as the state has it."""
+        if isinstance(leaf, SliceLeaf):
+            return leaf.to_state(memory, self._spec)
+        if isinstance(leaf, ScalarLeaf):
+            if not is_uniform(memory):
+                raise ValueError(
+                    f"unit '{leaf.unit.key}': expected one '{leaf.names[0][0]}' for all of its parameters, got "
+                    f"{memory.unique().tolist()[:4]}; choose units whose parameters have taken as many steps"
+                )
+            memory = memory[0].clone()
+        elif isinstance(leaf, TensorLeaf) and memory.dim() > len(leaf.shape):  # saved by another number of ranks
+            memory = memory.mean(0)
+        device = self._spec.bound_mesh.device
+        return memory.to(device) if leaf.is_accelerated and device else memory
 
 
-def _plain(leaf: Value, found: Mapping[str, Any]) -> Any:
+def _find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
+    """Return the saved plain value of a leaf, which all parameters of its unit have."""
     values: dict[str, Any] = {}
     for own, *aliases in leaf.names or ((leaf.name,),):
-        there = [found[name] for name in (own, *aliases) if name in found]
-        if not there:
+        found = [saved[name] for name in (own, *aliases) if name in saved]
+        if not found:
             raise ValueError(f"state '{own}' is no plain value in the checkpoint: expected like= without it")
-        values[own] = there[0]
+        values[own] = found[0]
     (first, value), *others = values.items()
     for own, other in others:
         if repr(other) != repr(value):
@@ -206,84 +204,3 @@ def _plain(leaf: Value, found: Mapping[str, Any]) -> Any:
                 "choose units whose parameters have the same"
             )
     return value
-
-
-def _check(leaf: Slice | Scalar | Whole | Owned, stored: _Stored, ranks: Ranks) -> None:
-    if isinstance(leaf, Whole):
-        shape = stored.shape_of(leaf)
-        if leaf.own and not leaf.averaged:
-            check_ranks(leaf.name, shape[0], ranks.size)
-        return
-    if isinstance(leaf, Owned):
-        stored.shape(leaf.names, leaf.shape, leaf.dtype)
-        return
-    shapes = (p.shape for p in leaf.params) if isinstance(leaf, Slice) else itertools.repeat(())
-    for shape, names in zip(shapes, leaf.names, strict=False):
-        stored.shape(names, shape, leaf.dtype)
-
-
-# --- Memory for it. ---
-
-
-def _memory(leaf: Leaf, spec: PartitionSpec, stored: _Stored, ranks: Ranks) -> Any:
-    match leaf:
-        case Value():
-            return None
-        case Slice():
-            return leaf.memory(spec)
-        case Owned():
-            return leaf.memory()
-        case Scalar():
-            return torch.empty(len(leaf.names), dtype=leaf.dtype, device="cpu")
-        case Whole():
-            shape = stored.shape_of(leaf)
-            own = leaf.own and shape[0] == ranks.size
-            try:
-                return torch.empty(shape[1:] if own else shape, dtype=leaf.dtype, device="cpu")
-            except RuntimeError as error:
-                raise CheckpointError(f"tensor '{leaf.name}': expected to have memory for {[*shape]} {leaf.dtype}") from error
-
-
-def _parts(leaf: Leaf, memory: Any, spec: PartitionSpec, stored: _Stored, ranks: Ranks) -> Iterator[Part]:
-    match leaf:
-        case Value():
-            return
-        case Slice():
-            parts = leaf.parts(memory, spec, ranks.rank, ranks.size)
-        case Owned():
-            parts = leaf.parts(memory)
-        case Scalar():
-            named = enumerate(leaf.names)
-            parts = (Part(names[0], names[1:], (), (), 0, memory[i : i + 1], 0, 1) for i, names in named)
-        case Whole():
-            row = leaf.own and memory.dim() == len(leaf.shape)
-            shape, begin = (*((ranks.size,) if row else ()), *memory.shape), ranks.rank * memory.numel() * row
-            parts = [Part(leaf.name, (), shape, tuple(range(len(shape))), begin, memory.view(-1), 0, 1)]
-    for part in parts:
-        key = stored.key([part.name, *part.aliases])
-        assert key is not None
-        yield part._replace(name=key)
-
-
-def _settled(leaf: Leaf, memory: Any, spec: PartitionSpec, found: Mapping[str, Any]) -> Any:
-    """What was read, as it is in the state."""
-    device = spec.bound_mesh.device
-    match leaf:
-        case Value():
-            return found[leaf.name]
-        case Slice():
-            return leaf.closed(memory, spec)
-        case Scalar():
-            if not all_alike(memory):
-                raise ValueError(
-                    f"unit '{leaf.unit.key}': expected one '{leaf.names[0][0]}' for all of its parameters, got "
-                    f"{memory.unique().tolist()[:4]}; choose units whose parameters have taken as many steps"
-                )
-            one = memory[0].clone()
-            return one.to(device) if leaf.accelerated and device else one
-        case Owned():
-            return memory.to(device) if leaf.accelerated and device else memory
-        case Whole():
-            if memory.dim() > len(leaf.shape):  # of other ranks
-                memory = memory.mean(0)
-            return memory.to(device) if leaf.accelerated and device else memory

@@ -1,4 +1,4 @@
-"""read_safetensors: files of full parameters as shards; each rank reads its slices of them."""
+"""read_safetensors: read files of full parameters as shards; each rank reads its slices."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.layout import Params
 from ._errors import CheckpointError
-from ._export import DTYPES, INDEX, SINGLE
 from ._files.manifest import is_plain_name
-from ._files.planners import boxed
+from ._files.planners import iter_boxes
 from ._files.regular import read_regular
-from ._ranks.ranks import TIMEOUT, ranks_of
+from ._files.safetensors_layout import DTYPES, INDEX, SINGLE
+from ._ranks.ranks import TIMEOUT, connect_ranks
 from ._rekey import clean_name
-from ._state.leaves import Part
-from ._state.tree import parameters
+from ._state.leaves import TensorRange
+from ._state.tree import parameter_slice
 
 __all__ = ["read_safetensors"]
 
@@ -41,20 +41,29 @@ def read_safetensors(
     cast: bool = False,
     timeout: float = TIMEOUT,
 ) -> Params:
-    """The shards of the parameters in safetensors files. Inverse of `export`.
+    """Return the shards of the parameters in safetensors files. Inverse of `export`.
 
-    ``path`` is a file, an index (``.json``), or a directory with ``model.safetensors`` or ``model.safetensors.index.json``, as
-    transformers and `export` write them; of both transformers reads the first, and so does this. Every rank sees the files,
-    and reads of each tensor the range that lies in its slice, straight into the result's memory: no full tensor is made.
+    Every rank sees the files. It reads of each tensor the range in its slice, straight into the result's memory: no full tensor
+    is made. A tied parameter may have any of its names, or several with the same values. Parameters that the spec ignores are
+    not read.
 
-    ``rename(name in the files)`` is the name in the model, None for what is not wanted, such as buffers. By default the
-    prefixes of wrappers are left out (`clean_name`). A tied parameter may be there under any of its names, or several, if
-    its values are the same. Parameters that the spec ignores are not read. With ``cast`` floating point tensors of another
-    dtype become the spec's.
+    Args:
+        path: A file, an index (``.json``), or a directory with ``model.safetensors`` or ``model.safetensors.index.json``. If a
+            directory has both, the first is read, as in transformers.
+        spec: A bound spec, all ranks of whose mesh call this.
+        rename: A function from the name in the files to the name in the model, or to None for a tensor to pass over, such as a
+            buffer. The default is `clean_name`, which removes the prefixes of wrappers.
+        cast: Whether to convert floating point tensors to the spec's dtypes.
+        timeout: The seconds that ranks wait for a lost rank.
 
-    Raises, on every rank and before anything is returned, FileNotFoundError where there is no such file, ValueError, naming
-    the parameter, for one that is only in the files or only in the spec, and for another shape or dtype; CheckpointError,
-    naming the file, for what is damaged or cut short; ImportError without the package safetensors.
+    Returns:
+        The shards, by unit key.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: Naming the parameter, for one that only the files or the spec have, or of another shape or dtype.
+        CheckpointError: Naming the file, for one that is damaged or cut short. Every rank raises the errors of all.
+        ImportError: Without the package safetensors.
 
     Example:
         >>> import tempfile, torch, funshard as fs
@@ -65,87 +74,82 @@ def read_safetensors(
         {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}
     """
     spec = bind_spec(spec)
-    ranks = ranks_of(spec, "checkpoint.read_safetensors", timeout)
+    ranks = connect_ranks(spec, "checkpoint.read_safetensors", timeout)
 
     def read() -> Params:
         with ExitStack() as stack, torch.no_grad():
-            stored = _checked(_stored(Path(path), stack, rename or clean_name), Path(path), spec, cast=cast)
-            return {unit.key: _read(unit, stored, spec, ranks.rank, ranks.size) for unit in spec}
+            stored = _open_tensors(Path(path), stack, rename or clean_name)
+            _check_tensors(stored, Path(path), spec, cast=cast)
+            return {unit.key: _read_unit(unit, stored, spec, ranks.rank, ranks.size) for unit in spec}
 
-    return ranks.together(read, "checkpoint.read_safetensors")
+    return ranks.run(read, "checkpoint.read_safetensors")
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A tensor in a file. ``key`` is its name there, ``slices`` gives parts of it without reading the others."""
+class _FileTensor:
+    """A tensor in an open file."""
 
     file: Path
     key: str
+    """Its name in the file."""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    slices: Callable[[tuple[slice, ...]], Tensor]
+    read: Callable[[tuple[slice, ...]], Tensor]
+    """A function that reads a part of it."""
 
 
-# --- What is in the files. ---
+# --- Open the files. ---
 
 
-def _opener() -> tuple[Callable[..., Any], type[Exception]]:
-    """``(safe_open, its error)`` of the package, which checks that header and file fit and maps the file."""
+def _import_safe_open() -> tuple[Callable[..., Any], type[Exception]]:
+    """Return ``safe_open`` of the package, which maps a file and checks its header, and the error that it raises."""
     try:
         package: Any = importlib.import_module("safetensors")
     except ImportError as error:
-        raise ImportError(
-            'checkpoint.read_safetensors needs the package safetensors: pip install "funshard[checkpoint]"'
-        ) from error
+        hint = 'pip install "funshard[checkpoint]"'
+        raise ImportError(f"checkpoint.read_safetensors needs the package safetensors: {hint}") from error
     return package.safe_open, package.SafetensorError
 
 
-def _stored(path: Path, stack: ExitStack, rename: Callable[[str], str | None]) -> dict[str, _Stored]:
-    """The tensors of the files by their names in the model, for as long as the stack lives."""
-    safe_open, damage = _opener()
-    out: dict[str, _Stored] = {}
+def _open_tensors(path: Path, stack: ExitStack, rename: Callable[[str], str | None]) -> dict[str, _FileTensor]:
+    """Return the tensors of the files by their names in the model. The stack closes the files."""
+    safe_open, damage = _import_safe_open()
+    out: dict[str, _FileTensor] = {}
     keys: set[str] = set()
-    for file, wanted in _files(path).items():
-        with _explained(file, damage):
+    for file, wanted in _list_files(path).items():
+        with _explain_damage(file, damage):
             opened = stack.enter_context(safe_open(file, framework="pt"))
-            there = list(opened.keys())
-            if missing := sorted(wanted - {*there}):
+            names = list(opened.keys())
+            if missing := sorted(wanted - {*names}):
                 raise CheckpointError(f"{file}: tensor '{missing[0]}' is not in it: expected it there, as the index says")
-            for key in there:
+            for key in names:
                 if key in keys:
                     raise CheckpointError(f"{file}: tensor '{key}' is in another file too: expected it once")
                 keys.add(key)
                 if (name := rename(key)) is None:
                     continue
                 if name in out:
-                    raise ValueError(
-                        f"'{key}' and '{out[name].key}' are both '{name}' in the model: expected one name for each"
-                    )
-                out[name] = _described(file, key, opened)
+                    both = f"'{key}' and '{out[name].key}'"
+                    raise ValueError(f"{both} are both '{name}' in the model: expected one name for each")
+                out[name] = _open_tensor(file, key, opened)
     return out
 
 
-def _described(file: Path, key: str, opened: Any) -> _Stored:
+def _open_tensor(file: Path, key: str, opened: Any) -> _FileTensor:
     found = opened.get_slice(key)
     dtype = DTYPES.get(found.get_dtype())
     if dtype is None:
         raise ValueError(f"tensor '{key}': expected one of the dtypes {[*DTYPES]}, got {found.get_dtype()}")
     shape = tuple(found.get_shape())
-
-    def slices(where: tuple[slice, ...]) -> Tensor:
-        return found[where] if where else opened.get_tensor(key)
-
-    return _Stored(file, key, shape, dtype, slices)
+    return _FileTensor(file, key, shape, dtype, lambda where: found[where] if where else opened.get_tensor(key))
 
 
-def _files(path: Path) -> dict[Path, set[str]]:
-    """The files, and what should be in each."""
-    if path.is_dir():  # as transformers: an index beside the one file is of an earlier save
+def _list_files(path: Path) -> dict[Path, set[str]]:
+    """Return the files, and the tensors that the index names in each."""
+    if path.is_dir():  # as transformers: an index beside the one file belongs to an earlier save
         path = path / SINGLE if (path / SINGLE).is_file() or not (path / INDEX).is_file() else path / INDEX
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: expected a file of safetensors, an index of such, or a directory with '{SINGLE}' or one"
-        )
+        raise FileNotFoundError(f"{path}: expected a file of safetensors, an index, or a directory with '{SINGLE}' or an index")
     if path.suffix != ".json":
         return {path: set()}
     out: dict[Path, set[str]] = {}
@@ -160,8 +164,8 @@ def _files(path: Path) -> dict[Path, set[str]]:
 
 
 @contextlib.contextmanager
-def _explained(file: Path, damage: type[Exception]) -> Generator[None]:
-    """Damage as a CheckpointError that names the file."""
+def _explain_damage(file: Path, damage: type[Exception]) -> Generator[None]:
+    """Raise damage as a CheckpointError that names the file."""
     if not file.is_file():
         raise CheckpointError(f"{file}: expected this file, which the index names, got none")
     if not file.stat().st_size:
@@ -172,35 +176,35 @@ def _explained(file: Path, damage: type[Exception]) -> Generator[None]:
         raise CheckpointError(f"{file}: damaged, cut short, or no file of safetensors: {error}") from error
 
 
-# --- Whether it is what the spec wants. ---
+# --- Check them against the spec. ---
 
 
-def _checked(stored: Mapping[str, _Stored], path: Path, spec: PartitionSpec, *, cast: bool) -> Mapping[str, _Stored]:
+def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: PartitionSpec, *, cast: bool) -> None:
+    """Check that the files have the spec's parameters and no others. Raises ValueError otherwise."""
     for unit in spec:
         for param in unit.params:
-            found = _of(param, stored)
+            found = _find_tensors(param, stored)
             if not found:
                 raise ValueError(
                     f"parameter '{param.name}' of unit '{unit.key}' is not in {path}: expected {list(param.shape)} "
                     f"{param.dtype}, got {len(stored)} tensors such as {sorted(stored)[:3]}; rename= maps their names"
                 )
             for one in found:
-                _check(one, param, unit, cast=cast)
+                _check_tensor(one, param, unit, cast=cast)
     for name in stored:
         if name not in spec.by_name and name not in spec.ignored:
             raise ValueError(
                 f"tensor '{name}' of {stored[name].file} is no parameter of the spec: expected names such as "
-                f"{list(spec.by_name)[:3]}; rename= maps names, and gives None for what is not wanted, such as buffers"
+                f"{list(spec.by_name)[:3]}; rename= maps names, and gives None for tensors to pass over, such as buffers"
             )
-    return stored
 
 
-def _of(param: Param, stored: Mapping[str, _Stored]) -> list[_Stored]:
-    """The parameter under each of its names that is there."""
+def _find_tensors(param: Param, stored: Mapping[str, _FileTensor]) -> list[_FileTensor]:
+    """Return the tensors of a parameter, under each of its names."""
     return [stored[name] for name in param.names if name in stored]
 
 
-def _check(stored: _Stored, param: Param, unit: Unit, *, cast: bool) -> None:
+def _check_tensor(stored: _FileTensor, param: Param, unit: Unit, *, cast: bool) -> None:
     where = f"parameter '{param.name}' of unit '{unit.key}'"
     if stored.shape != param.shape:
         raise ValueError(f"{where}: expected shape {list(param.shape)}, got {list(stored.shape)} in {stored.file}")
@@ -210,38 +214,37 @@ def _check(stored: _Stored, param: Param, unit: Unit, *, cast: bool) -> None:
         raise ValueError(f"{where}: expected {param.dtype}, got {stored.dtype} in {stored.file}{hint}")
 
 
-# --- This rank's slices of it. ---
+# --- Read this rank's slices. ---
 
 
-def _read(unit: Unit, stored: Mapping[str, _Stored], spec: PartitionSpec, rank: int, ranks: int) -> Tensor:
-    leaf = parameters(unit)
-    memory = leaf.memory(spec)
-    for part in leaf.parts(memory, spec, rank, ranks):
-        first, *others = _of(spec.by_name[part.name][1], stored)
-        for view, values in _boxes(part, first):
+def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpec, rank: int, ranks: int) -> Tensor:
+    leaf = parameter_slice(unit)
+    memory = leaf.allocate(spec)
+    for part in leaf.ranges(memory, spec, rank, ranks):
+        first, *others = _find_tensors(spec.by_name[part.name][1], stored)
+        for view, values in _read_boxes(part, first):
             view.copy_(values)
         for other in others:
             _compare(part, other, first)
-    return leaf.closed(memory, spec)
+    return leaf.to_state(memory, spec)
 
 
-def _boxes(part: Part, stored: _Stored) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the part's range covers: of the memory for it and of the file, box by box."""
-    if not len(part.data):
-        return
-    for box, view in boxed(part, part.begin, part.begin + len(part.data)):
-        where = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-        yield view, stored.slices(where)
+def _read_boxes(part: TensorRange, stored: _FileTensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, for each box of a range, the memory for it and the values in the file."""
+    for box, view in iter_boxes(part, part.begin, part.begin + len(part.data)) if len(part.data) else ():
+        where = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
+        yield view, stored.read(where)
 
 
-def _compare(part: Part, other: _Stored, first: _Stored) -> None:
-    for (_, values), (_, expected) in zip(_boxes(part, other), _boxes(part, first), strict=True):
-        if values.dtype != expected.dtype or not torch.equal(_bits(values), _bits(expected)):
+def _compare(part: TensorRange, other: _FileTensor, first: _FileTensor) -> None:
+    """Check that two tensors of one tied parameter have the same values in a range."""
+    for (_, values), (_, expected) in zip(_read_boxes(part, other), _read_boxes(part, first), strict=True):
+        if values.dtype != expected.dtype or not torch.equal(_view_bytes(values), _view_bytes(expected)):
             raise ValueError(
                 f"'{other.key}' and '{first.key}' are one tied parameter: expected the same values, got others; leave one out, "
                 "by a rename= that gives None"
             )
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _view_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)

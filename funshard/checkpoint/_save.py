@@ -1,4 +1,4 @@
-"""save: a state of sharded and other values to a directory, by all ranks in parallel."""
+"""save: write a state to a directory, by all ranks in parallel."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._spec.spec import PartitionSpec, bind_spec
 from ._errors import CheckpointError, SavedError
-from ._files.planners import Writes
+from ._files.planners import RangeSavePlanner
 from ._files.staging import StagingDirectory
-from ._files.writer import Writer
-from ._ranks.ranks import TIMEOUT, Ranks, ranks_of
-from ._state.summary import Planned, planned
+from ._files.writer import CheckpointWriter
+from ._ranks.ranks import TIMEOUT, Ranks, connect_ranks
+from ._state.summary import StateSummary, summarize_state
 
 __all__ = ["Saving", "save"]
 
 
 class Saving:
-    """A checkpoint that is being written, or was."""
+    """A checkpoint that is being written, or was.
+
+    Attributes:
+        path: The path of the checkpoint once it is complete.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,11 +39,11 @@ class Saving:
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the save has ended, with or without an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Where the checkpoint is, when it is there. Raises the error that it ended with, on every rank."""
+        """Return the checkpoint's path once the save has ended. Raises the error of the save, on every rank."""
         if self._thread is not None:
             self._thread.join()
         _pending.discard(self)
@@ -53,8 +57,8 @@ class Saving:
                 write()
             except BaseException as error:
                 self._error = error
-                if not threading.main_thread().is_alive():  # nobody will ask
-                    _tell()
+                if not threading.main_thread().is_alive():  # the exit handler may have run before
+                    _print_unclaimed_errors()
 
         self._thread = threading.Thread(target=run, name="funshard.checkpoint")  # not a daemon: the process waits for it
         _pending.add(self)
@@ -62,12 +66,12 @@ class Saving:
 
 
 _pending: set[Saving] = set()
-"""What was started asynchronously and nobody has waited for."""
+"""The asynchronous saves that nothing has waited for."""
 
 
 @atexit.register
-def _tell() -> None:
-    """What has gone wrong that nobody has asked for: the process ends."""
+def _print_unclaimed_errors() -> None:
+    """Print the errors of saves that nothing has waited for, when the process ends."""
     for saving in [saving for saving in _pending if saving._error is not None]:
         _pending.discard(saving)
         ended = "is there, after an error" if isinstance(saving._error, SavedError) else "was not saved"
@@ -84,33 +88,34 @@ def save(
     when_busy: Literal["wait", "raise"] = "wait",
     timeout: float = TIMEOUT,
 ) -> Saving:
-    """Writes a state to the directory ``path``, by all ranks of the spec's mesh in parallel, each byte once.
+    """Write a state to the directory ``path``, by all ranks of the spec's mesh in parallel, each byte once.
 
-    ``state`` is any pytree of dicts, lists, tuples, named tuples and optree's registered classes. A mapping in it by the keys
-    of units is taken for sharded: parameters, an optimizer's state, averages. What it holds is stored under the model's own
-    parameter names, ``{path in the state}.{parameter}.{path in the unit's state}``, as whole tensors for every reader of
-    torch.distributed.checkpoint (DCP): each slice as the N-d boxes that it covers, tied parameters under all of their names.
-    All else all ranks must have alike, and it is stored once: tensors, numbers, strings, bytes, None. What is each rank's
-    own is said by `per_rank`. Tensors are read, not changed; no gradient is kept. Units at rest in a codec are made anew
-    from the model that was frozen, and leave with `partition`.
+    The files are those of torch.distributed.checkpoint (DCP), and any reader of it sees whole tensors under the model's own
+    names, ``{path in the state}.{parameter}.{path in the unit's state}``. ``funshard.json`` beside them has the structure and
+    the plain values. A checkpoint appears at ``path`` by one rename: completely or not at all. See ``checkpoints.md``.
 
-    The files are DCP's; ``funshard.json`` beside them has the state's structure and plain values. They are written into a
-    directory aside, checked, flushed, and renamed to ``path`` as the last thing: a checkpoint is there as a whole or not at
-    all, and none that is whole is written over. One that `latest` passes over as damaged gives up its place, with a warning:
-    when the new one is there: a loop that went on from the one before comes by the same step again. What goes wrong on one
-    rank is an error on all of them: so is a rank that is lost, for which the others wait ``timeout`` seconds, and twice as long
-    for one that does not come at all.
+    Args:
+        path: A path where nothing is, on a file system that all ranks see. A checkpoint there that `latest` passes over as
+            damaged is replaced, with a warning.
+        state: A pytree of dicts, lists, tuples, named tuples and optree's registered classes. A mapping by the keys of units
+            is sharded: parameters, an optimizer's state, averages. All ranks have equal values in the rest, which is stored
+            once: tensors, numbers, strings, bytes, None. `per_rank` marks what is each rank's own. Parameters at rest in a
+            codec are left out, by `partition`.
+        spec: The bound spec of the slices.
+        asynchronous: Whether to return after this rank's share is copied to host memory. A thread writes it, over a process
+            group of its own, while training goes on. Wait for it before ``destroy_process_group``.
+        when_busy: Whether a save before the end of the last one waits for it, or raises CheckpointError.
+        timeout: The seconds that ranks wait for a lost rank. They wait twice as long for one that never calls this.
 
-    ``asynchronous`` returns when this rank's share is copied to memory of the host; a thread writes it, over a process group
-    of its own, while training goes on, also in place. `Saving.wait` gives the path or the error; otherwise an error comes up
-    at the next `save`. A save before the last one has ended waits for it, or with ``when_busy="raise"`` raises
-    CheckpointError. The process does not end before it is written; wait for it before ``destroy_process_group``.
+    Returns:
+        The save, whose ``wait()`` returns the path or raises its error. Without a ``wait``, the next `save` raises it.
 
-    Raises FileExistsError where there is anything else at ``path``, ValueError, naming unit and leaf, for a slice that is not
-    of this spec and mesh and for what ranks have differently, TypeError for what is none of the above, CheckpointError for
-    what fails while it is written: on every rank, and nothing new is at ``path`` then. Two errors can come when it is there
-    already, and say so or that a rank was lost: where the rename cannot be flushed, and where a rank is lost that waits for
-    the end. `latest` knows.
+    Raises:
+        FileExistsError: If anything else is at ``path``.
+        ValueError: Naming unit and leaf, for a slice of another spec or mesh, and for values that differ between ranks.
+        TypeError: For a value that cannot be saved.
+        CheckpointError: For a failure while the files are written. Every rank raises the errors of all, and nothing new is at
+            ``path``, except if only the last flush fails or a rank is lost that waits for the end; the error says so.
 
     Example:
         >>> import tempfile, torch, funshard as fs
@@ -126,34 +131,35 @@ def save(
         raise ValueError(f"checkpoint.save: expected a path in a file system that all ranks see, got {os.fspath(path)!r}")
     if when_busy not in ("wait", "raise"):
         raise ValueError(f"checkpoint.save: when_busy: expected 'wait' or 'raise', got {when_busy!r}")
-    ranks = ranks_of(spec, "checkpoint.save", timeout)
-    writing = ranks.in_background() if asynchronous else ranks
+    ranks = connect_ranks(spec, "checkpoint.save", timeout)
+    writing = ranks.with_background_group() if asynchronous else ranks
     target = Path(path).absolute()
     saving = Saving(target)
-    begun = _Begun()
+    resources = _SaveResources()
 
-    def begin() -> Planned:
-        _last_one_over(when_busy)
-        plan = planned(state, spec, ranks)
-        begun.writes = plan.writes
-        begun.staging = StagingDirectory(target, over_damaged=True) if ranks.rank == 0 else None
+    def begin() -> StateSummary:
+        _finish_last(when_busy)
+        summary = summarize_state(state, spec, ranks)
+        resources.planner = RangeSavePlanner(summary.ranges)
+        resources.staging = StagingDirectory(target, over_damaged=True) if ranks.rank == 0 else None
         if asynchronous:
-            plan.writes.stage()
-        return plan
+            resources.planner.stage()
+        return summary
 
-    def said(plan: Planned) -> tuple[str, str, Any]:
-        return os.fspath(path), str(begun.staging and begun.staging.directory), plan.said()
+    def message(summary: StateSummary) -> tuple[str, str, Any]:
+        return os.fspath(path), str(resources.staging and resources.staging.directory), summary.message()
 
     def write() -> None:
-        with begun.or_undone():
-            _write(directory, plan.writes, tree, begun.staging, writing)
-            plan.writes.ended()
+        assert resources.planner is not None
+        with resources.release_on_error():
+            _write(directory, resources.planner, tree, resources.staging, writing)
+            resources.planner.release()
 
-    with begun.or_undone():
-        plan, told = ranks.heard(begin, "checkpoint.save", said)
-        _check_paths([theirs for theirs, *_ in told])
-        tree = plan.agreed([theirs for *_, theirs in told], ranks)
-        directory = Path(told[0][1])
+    with resources.release_on_error():
+        summary, messages = ranks.run_and_exchange(begin, "checkpoint.save", message)
+        _check_paths([theirs for theirs, *_ in messages])
+        tree = summary.check_agreement([theirs for *_, theirs in messages], ranks)
+        directory = Path(messages[0][1])
     if asynchronous:
         saving._start(write)
     else:
@@ -161,26 +167,28 @@ def save(
     return saving
 
 
-class _Begun:
-    """What a save has taken until it ends."""
+class _SaveResources:
+    """The memory and the directory that a save uses until it ends."""
 
     def __init__(self) -> None:
-        self.writes: Writes | None = None
+        self.planner: RangeSavePlanner | None = None
         self.staging: StagingDirectory | None = None
 
     @contextlib.contextmanager
-    def or_undone(self) -> Generator[None]:
+    def release_on_error(self) -> Generator[None]:
+        """Release the memory and remove the directory if the block raises."""
         try:
             yield
         except BaseException:
-            if self.writes is not None:
-                self.writes.ended()
+            if self.planner is not None:
+                self.planner.release()
             if self.staging is not None:
                 self.staging.abandon()
             raise
 
 
-def _last_one_over(when_busy: str) -> None:
+def _finish_last(when_busy: str) -> None:
+    """Wait for the last save, or raise CheckpointError if it is still being written."""
     for saving in list(_pending):
         if when_busy == "raise" and not saving.done():
             raise CheckpointError(f"the save to {saving.path} is still being written: expected its end; call its wait()")
@@ -194,19 +202,19 @@ def _check_paths(paths: list[str]) -> None:
         )
 
 
-def _write(directory: Path, writes: Writes, tree: Any, staging: StagingDirectory | None, ranks: Ranks) -> None:
-    """Each rank writes its file, and tells the first what is where in it, which describes and commits it."""
-    writer = Writer(directory, ranks.rank)
+def _write(directory: Path, planner: RangeSavePlanner, tree: Any, staging: StagingDirectory | None, ranks: Ranks) -> None:
+    """Write this rank's file. The first rank then writes the metadata of all files, and commits the directory."""
+    writer = CheckpointWriter(directory, ranks.rank)
 
     def write() -> tuple[SavePlan, list[WriteResult]]:
-        plan = writes.create_local_plan()
-        return plan, writer.write_data(plan, writes).wait()
+        plan = planner.create_local_plan()
+        return plan, writer.write_data(plan, planner).wait()
 
-    def commit(told: list[tuple[SavePlan, list[WriteResult]]]) -> None:
+    def commit(every: list[tuple[SavePlan, list[WriteResult]]]) -> None:
         assert staging is not None
-        plans, metadata = writes.create_global_plan([plan for plan, _ in told])
+        plans, metadata = planner.create_global_plan([plan for plan, _ in every])
         writer.prepare_global_plan(plans)
-        writer.finish(metadata, [results for _, results in told])
-        staging.commit(tree, writer.written)
+        writer.finish(metadata, [results for _, results in every])
+        staging.commit(tree, writer.sizes)
 
-    ranks.ended_by_first(write, commit, "checkpoint.save", unless_saved="nothing was saved")
+    ranks.run_and_finish(write, commit, "checkpoint.save", unless_saved="nothing was saved")

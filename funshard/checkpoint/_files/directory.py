@@ -1,4 +1,4 @@
-"""The checkpoints in a directory: the latest one, what is wrong with the others, and what may go."""
+"""The checkpoints in a directory: find the latest one, find damaged ones, and remove old ones."""
 
 from __future__ import annotations
 
@@ -16,46 +16,47 @@ from pathlib import Path
 
 from ..._spec.spec import PartitionSpec, bind_spec
 from .._errors import CheckpointError, NewerError
-from .._ranks.ranks import TIMEOUT, ranks_of
+from .._ranks.ranks import TIMEOUT, connect_ranks
 from .manifest import MANIFEST, read_manifest
 
-__all__ = ["LOCK", "NEW", "clean", "committed", "find_damage", "is_directory", "latest", "staging_path"]
+__all__ = ["LOCK", "NEW_SUFFIX", "clean", "find_damage", "is_directory", "latest", "list_committed", "make_staging_path"]
 
-ASIDE = ".partial"
-"""How the name of a directory ends that is being written, or was when its writer ended."""
-NEW = ".new"
-"""How it ends until the directory is locked."""
-OWN_NAMES = re.compile(rf"\..+\.[0-9a-f]{{12}}({re.escape(ASIDE)}|{re.escape(NEW)})", re.DOTALL)
-"""The names that `staging_path` makes; other directories may have similar ones."""
-JUST_MADE = 60
-"""Seconds that this may take."""
+PARTIAL_SUFFIX = ".partial"
+"""The suffix of a staging directory."""
+NEW_SUFFIX = ".new"
+"""The suffix of a staging directory until it is locked."""
+STAGING_NAME = re.compile(rf"\..+\.[0-9a-f]{{12}}({re.escape(PARTIAL_SUFFIX)}|{re.escape(NEW_SUFFIX)})", re.DOTALL)
+"""The names that `make_staging_path` makes; other directories may have similar ones."""
+LOCK_SECONDS = 60
+"""The most seconds between the creation of a staging directory and its lock."""
 LOCK = ".lock"
+"""The file of a staging directory that its writer keeps locked."""
 
 
 def is_directory(path: Path) -> bool:
-    """Whether it is one itself: a link, such as to the best checkpoint, is its maker's."""
+    """Return whether a path is a directory and not a link to one, which belongs to whoever made it."""
     return path.is_dir() and not path.is_symlink()
 
 
-def staging_path(path: Path) -> Path:
-    """A new name beside the path: of what is to be there, and of what no longer is."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{ASIDE}")
+def make_staging_path(path: Path) -> Path:
+    """Return a new path beside this one, for a directory to be renamed to it, or one that was moved away from it."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{PARTIAL_SUFFIX}")
 
 
-def committed(directory: Path) -> list[tuple[tuple[float, int], Path, str]]:
-    """Return ``(order, path, what is wrong)`` of what `save` has put into a directory, the oldest first.
+def list_committed(directory: Path) -> list[tuple[tuple[float, int], Path, str]]:
+    """Return ``(order, path, damage)`` of the checkpoints that `save` has put into a directory, the oldest first.
 
-    What is wrong is "" for a checkpoint that is whole, as far as the sizes of its files say. The order is the sequence and,
-    since two jobs may give the same one to two checkpoints, the time of the manifest; that of a damaged one is infinity.
+    The damage is "" if all files have their sizes. The order is the sequence number, and then the time of the manifest, since
+    two jobs may give two checkpoints one number. The order of a damaged manifest is infinity.
     """
     found: list[tuple[tuple[float, int], Path, str]] = []
     for path in directory.iterdir() if directory.is_dir() else ():
-        if not is_directory(path) or OWN_NAMES.fullmatch(path.name):
+        if not is_directory(path) or STAGING_NAME.fullmatch(path.name):
             continue
         try:
             if manifest := read_manifest(path):
                 order = manifest.sequence, (path / MANIFEST).stat().st_mtime_ns
-                found.append((order, path, _wrong_file(path, manifest.files)))
+                found.append((order, path, _find_wrong_file(path, manifest.files)))
         except (CheckpointError, OSError) as error:
             if os.path.lexists(path / MANIFEST):
                 found.append(((math.inf, 0), path, str(error)))
@@ -63,19 +64,20 @@ def committed(directory: Path) -> list[tuple[tuple[float, int], Path, str]]:
 
 
 def find_damage(path: Path) -> str:
-    """What is wrong with a checkpoint that `save` has written there, as far as `latest` looks; "" with anything else."""
+    """Return the damage of a checkpoint that `save` has written, as far as `latest` looks for it; "" for any other path."""
     try:
         manifest = read_manifest(path)
     except NewerError:
         return ""
     except CheckpointError as error:
         return str(error)
-    except OSError:  # nobody knows
+    except OSError:  # unknown
         return ""
-    return _wrong_file(path, manifest.files) if manifest else ""
+    return _find_wrong_file(path, manifest.files) if manifest else ""
 
 
-def _wrong_file(path: Path, sizes: Mapping[str, int]) -> str:
+def _find_wrong_file(path: Path, sizes: Mapping[str, int]) -> str:
+    """Return the damage of the first file that is missing or has another size."""
     for name, size in sizes.items():
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
@@ -84,11 +86,18 @@ def _wrong_file(path: Path, sizes: Mapping[str, int]) -> str:
 
 
 def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None) -> Path | None:
-    """The checkpoint in the directory that was saved last and is whole; None if there is none.
+    """Return the last checkpoint that `save` has completed in a directory, or None if there is none.
 
-    Only what `save` has finished counts, and no link to it, in the order in which it did, whatever names and clocks say. One
-    whose files are missing or cut short is passed over with a warning. With a spec, whose ranks all call this, it is what the
-    first of them finds; without one each looks for itself.
+    The order is that in which the saves ended, whatever names and clocks say. Links do not count. The function passes over a
+    checkpoint whose files are missing or cut short, with a warning.
+
+    Args:
+        directory: The directory that has the checkpoints' directories.
+        spec: A bound spec. All of its ranks call this, and return what the first one finds. Without a spec, each caller looks
+            for itself.
+
+    Returns:
+        The path of the checkpoint, for `load`, or None.
 
     Example:
         >>> import tempfile, torch, funshard as fs
@@ -101,19 +110,31 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
         step2
     """
     if spec is not None:
-        return ranks_of(bind_spec(spec), "checkpoint.latest", TIMEOUT).on_first(lambda: latest(directory), "checkpoint.latest")
-    for _, path, wrong in reversed(committed(Path(directory))):
-        if not wrong:
+        return connect_ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT).run_on_first(
+            lambda: latest(directory), "checkpoint.latest"
+        )
+    for _, path, damage in reversed(list_committed(Path(directory))):
+        if not damage:
             return path
-        warnings.warn(f"checkpoint.latest: passed over a damaged checkpoint: {wrong}", stacklevel=2)
+        warnings.warn(f"checkpoint.latest: passed over a damaged checkpoint: {damage}", stacklevel=2)
     return None
 
 
 def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
-    """Removes all but the ``keep`` last whole checkpoints in the directory, and what saves that were cut short have left.
+    """Remove all but the last ``keep`` complete checkpoints in a directory, and what interrupted saves have left.
 
-    Gives back what it has removed. What another process is writing stays, and so do damaged checkpoints, links, and what
-    `save` has not written. On several ranks call it on one. ValueError for ``keep < 1``.
+    Damaged checkpoints, links, directories that `save` has not written and those that another process is writing stay. Call
+    it on one rank.
+
+    Args:
+        directory: The directory that has the checkpoints' directories.
+        keep: The number of checkpoints to keep.
+
+    Returns:
+        The paths that were removed.
+
+    Raises:
+        ValueError: For ``keep < 1``.
 
     Example:
         >>> import tempfile, torch, funshard as fs
@@ -128,34 +149,34 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
     if keep < 1:
         raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
     directory = Path(directory)
-    good = [path for _, path, wrong in committed(directory) if not wrong]
+    complete = [path for _, path, damage in list_committed(directory) if not damage]
     removed: list[Path] = []
-    for path in good[:-keep]:
-        moved = staging_path(path)
-        with contextlib.suppress(FileNotFoundError):  # another process cleans too
-            os.rename(path, moved)  # at once, so that nobody takes a half of it for a checkpoint
+    for path in complete[:-keep]:
+        moved = make_staging_path(path)
+        with contextlib.suppress(FileNotFoundError):  # another process may clean too
+            os.rename(path, moved)  # so that no reader takes a half of it for a checkpoint
             shutil.rmtree(moved, ignore_errors=True)
             removed.append(path)
     for path in directory.iterdir() if directory.is_dir() else ():
-        if is_directory(path) and OWN_NAMES.fullmatch(path.name) and _is_left_over(path):
+        if is_directory(path) and STAGING_NAME.fullmatch(path.name) and _is_left_over(path):
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed
 
 
 def _is_left_over(path: Path) -> bool:
-    """Whether nobody writes it any more."""
-    if path.name.endswith(NEW):
+    """Return whether the writer of a staging directory has ended."""
+    if path.name.endswith(NEW_SUFFIX):
         with contextlib.suppress(FileNotFoundError):
-            return time.time() - path.stat().st_mtime > JUST_MADE
-    return path.name.endswith(ASIDE) and not _is_locked(path / LOCK)
+            return time.time() - path.stat().st_mtime > LOCK_SECONDS
+    return path.name.endswith(PARTIAL_SUFFIX) and not _is_locked(path / LOCK)
 
 
 def _is_locked(lock: Path) -> bool:
     try:
         handle = os.open(lock, os.O_RDWR)
     except FileNotFoundError:
-        return False  # of a checkpoint that `clean` has begun to remove
+        return False  # a checkpoint that `clean` has begun to remove
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,4 +1,4 @@
-"""funshard.json, the manifest of a checkpoint: written, read, and checked as a whole when it is read."""
+"""The manifest of a checkpoint, funshard.json: written, read, and checked completely when it is read."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from .._errors import CheckpointError, DamagedError, NewerError
-from .._state.json_schema import check_fields, check_tree, refuse
+from .._state.json_schema import check_fields, check_tree, raise_damaged
 from .regular import checksum, read_regular
 
-__all__ = ["LAST", "MANIFEST", "METADATA", "Manifest", "is_plain_name", "read_manifest", "write_manifest"]
+__all__ = ["MANIFEST", "MAX_SEQUENCE", "METADATA", "Manifest", "is_plain_name", "read_manifest", "write_manifest"]
 
 MANIFEST = "funshard.json"
-"""What torch's description does not say: the state's structure, its plain values, which checkpoint this is, and checksums."""
+"""The name of the manifest: it has the state's structure, its plain values, the checkpoint's sequence number and checksums."""
 METADATA = ".metadata"
-"""torch's name of the file that says what is in the others."""
+"""The name of torch's metadata file, which says where each tensor is in the other files."""
 VERSION = 1
-LARGEST = 1 << 63
-"""More than any file has bytes."""
-LAST = LARGEST - 1
-"""The highest sequence: of checkpoints that have it the time counts alone."""
+SIZE_LIMIT = 1 << 63
+"""More bytes than any file has."""
+MAX_SEQUENCE = SIZE_LIMIT - 1
+"""The highest sequence number: checkpoints that have it are ordered by time alone."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The fields of a checkpoint's manifest, checked."""
+    """The checked fields of a manifest."""
 
     sequence: int
-    """Of those in a directory the last one has the highest."""
+    """The number of the checkpoint: the last one in a directory has the highest."""
     files: Mapping[str, int]
-    """The size of each of the checkpoint's files, by name."""
+    """The size of each file in bytes, by name."""
     metadata: int
-    """The checksum of torch's description."""
+    """The checksum of torch's metadata file."""
     state: Any
-    """The tree of the state, as `written_tree` gives it."""
+    """The JSON tree of the state, as `tree_to_json` returns it."""
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -46,9 +46,9 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint, or None if `save` did not write it.
+    """Return the manifest of a checkpoint, or None if the directory has none, as when `save` did not write it.
 
-    Raises CheckpointError if the manifest is damaged, or if torch's description is not the one that it was written with.
+    Raises CheckpointError if the manifest is damaged, or if torch's metadata file has another checksum than it says.
     """
     try:
         raw = read_regular(path / MANIFEST)
@@ -65,16 +65,16 @@ def read_manifest(path: Path) -> Manifest | None:
     except ValueError as error:
         raise CheckpointError(f"{path}: its file '{MANIFEST}' is damaged: {error}") from error
     try:
-        own = checksum(read_regular(path / METADATA))
+        metadata = checksum(read_regular(path / METADATA))
     except (FileNotFoundError, DamagedError):
-        own = None
-    if own != found.metadata:
+        metadata = None
+    if metadata != found.metadata:
         raise CheckpointError(f"{path}: its file '{METADATA}' is damaged or missing")
     return found
 
 
 def _parse(raw: bytes) -> Manifest:
-    """Return what the file holds. Raises ValueError, NewerError or RecursionError for anything but a manifest."""
+    """Return the manifest in the bytes of a file. Raises ValueError, NewerError or RecursionError for other bytes."""
     outer = json.loads(raw.decode())
     check_fields(outer, {"crc32": int, "content": str}, "the file")
     if checksum(outer["content"].encode()) != outer["crc32"]:
@@ -84,15 +84,15 @@ def _parse(raw: bytes) -> Manifest:
     if (version := content["version"]) > VERSION:
         raise NewerError(f"of version {version}, expected at most {VERSION}: use a newer funshard")
     check_fields(content, {"sequence": int, "files": dict, "metadata": int, "state": dict}, "the content")
-    if not 0 < content["sequence"] <= LAST:
-        refuse("field 'sequence'", "a number from 1 on, of at most 63 bits", content["sequence"])
+    if not 0 < content["sequence"] <= MAX_SEQUENCE:
+        raise_damaged("field 'sequence'", "a number from 1 on, of at most 63 bits", content["sequence"])
     for name, size in content["files"].items():
-        if not is_plain_name(name) or type(size) is not int or not 0 <= size < LARGEST:
-            refuse("field 'files'", "files of the directory and their sizes", {name: size})
+        if not is_plain_name(name) or type(size) is not int or not 0 <= size < SIZE_LIMIT:
+            raise_damaged("field 'files'", "files of the directory and their sizes", {name: size})
     check_tree(content["state"])
     return Manifest(**{name: content[name] for name in Manifest.__dataclass_fields__})
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether this is the name of a file in a directory, and of no other place."""
+    """Return whether a name is that of a file in the same directory, and not a path to another."""
     return type(name) is str and name.isprintable() and name not in ("", "..") and PurePath(name).name == name

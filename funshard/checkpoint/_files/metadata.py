@@ -1,4 +1,4 @@
-"""torch's description of a checkpoint, `.metadata`: a pickle, read as data and checked as a whole."""
+"""torch's metadata file of a checkpoint, `.metadata`: a pickle, which is read as data and checked completely."""
 
 from __future__ import annotations
 
@@ -30,28 +30,19 @@ __all__ = ["StorageInfo", "read_metadata"]
 
 DCP = f"{dcp.__name__}."
 STORAGE_INFO, LAYOUT = f"{filesystem.__name__}._StorageInfo", f"{serialization.__name__}._get_layout"
-NAMES = {STORAGE_INFO, LAYOUT, "torch.Size", "collections.OrderedDict", "builtins.getattr"} | {
-    f"{DCP}{name}"
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
+CLASSES = "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata"
+NAMES = {STORAGE_INFO, LAYOUT, "torch.Size", "collections.OrderedDict", "builtins.getattr", f"{DCP}_MEM_FORMAT_ENCODING"} | {
+    f"{DCP}{name}" for name in CLASSES.split()
 }
-"""What a description may name. Early releases of Python 3.11 write a member of an enumeration as ``getattr(enum, name)``."""
+"""The names that a metadata file may have. Early releases of Python 3.11 pickle an enum member as ``getattr(enum, name)``."""
 PATHS = re.compile(r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path")
-"""The checkpoint's own path; Python 3.13 keeps the classes in ``pathlib._local``."""
-LARGEST = 1 << 63
+"""The classes of the checkpoint's own path; Python 3.13 keeps them in ``pathlib._local``."""
+SIZE_LIMIT = 1 << 63
 
 
 @dataclass(frozen=True)
 class StorageInfo:
-    """Where torch has put an item: the fields of its own private class that are needed."""
+    """Where torch has stored a chunk: the needed fields of torch's private class of this name."""
 
     relative_path: str
     offset: int
@@ -59,13 +50,13 @@ class StorageInfo:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return torch's description of the checkpoint in a directory, of which nothing is run.
+    """Return torch's metadata of the checkpoint in a directory, without running anything in the file.
 
-    Every part of it that is used is new, of torch's own classes and checked. Raises FileNotFoundError where there is none, and
-    CheckpointError for one that is damaged or asks for more than data.
+    The result is built of torch's own classes, from checked parts. Raises FileNotFoundError if there is no file, and
+    CheckpointError for one that is damaged or names anything but data.
     """
     try:
-        return _metadata(read_pickle(read_regular(path / METADATA), _check_name))
+        return _parse_metadata(read_pickle(read_regular(path / METADATA), _check_name))
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path}: expected a checkpoint, which has a file '{METADATA}'; is it a directory of several?"
@@ -80,106 +71,106 @@ def _check_name(name: str) -> None:
         raise DamagedError(f"it asks for {name}, which is no description of tensors: it is not loaded")
 
 
-# --- What is in it. ---
+# --- The objects of the file. ---
 
 
-def _metadata(found: Any) -> Metadata:
-    state = _state(found, f"{DCP}Metadata")
+def _parse_metadata(found: Any) -> Metadata:
+    state = _get_fields(found, f"{DCP}Metadata")
     tensors: dict[str, Any] = {}
-    known: dict[int, Any] = {}  # tied parameters share one description
-    for name, entry in _dict(state, "state_dict_metadata").items():
+    known: dict[int, Any] = {}  # tied parameters share one entry
+    for name, entry in _get_dict(state, "state_dict_metadata").items():
         if type(name) is not str:
-            _refuse("the name of a tensor", name)
+            _raise_damaged("the name of a tensor", name)
         if id(entry) not in known:
-            known[id(entry)] = _entry(entry, name)
+            known[id(entry)] = _parse_entry(entry, name)
         tensors[name] = known[id(entry)]
     storage: dict[MetadataIndex, StorageInfo] = {}
-    for key, info in _dict(state, "storage_data").items():
-        index = _index(key)
+    for key, info in _get_dict(state, "storage_data").items():
+        index = _parse_index(key)
         if index in storage:
-            _refuse(f"each chunk of '{index.fqn}' once", f"two at {list(index.offset or ())}")
-        storage[index] = _info(info)
+            _raise_damaged(f"each chunk of '{index.fqn}' once", f"two at {list(index.offset or ())}")
+        storage[index] = _parse_info(info)
     return Metadata(tensors, storage_data=storage)
 
 
-def _entry(found: Any, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+def _parse_entry(found: Any, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
     if type(found) is PickledObject and found.name == f"{DCP}BytesStorageMetadata":
         return BytesStorageMetadata()
-    state = _state(found, f"{DCP}TensorStorageMetadata")
-    size = _sizes(state.get("size"))
+    state = _get_fields(found, f"{DCP}TensorStorageMetadata")
+    size = _parse_shape(state.get("size"))
     chunks = state.get("chunks")
     if type(chunks) is not list:
-        _refuse(f"the chunks of '{name}'", chunks)
+        _raise_damaged(f"the chunks of '{name}'", chunks)
     out: list[ChunkStorageMetadata] = []
     for chunk in chunks:
-        box = _state(chunk, f"{DCP}ChunkStorageMetadata")
-        offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
+        box = _get_fields(chunk, f"{DCP}ChunkStorageMetadata")
+        offsets, sizes = _parse_shape(box.get("offsets")), _parse_shape(box.get("sizes"))
         if not len(offsets) == len(sizes) == len(size):
-            _refuse(f"chunks of '{name}' with {len(size)} dimensions", f"one of {list(sizes)} at {list(offsets)}")
+            _raise_damaged(f"chunks of '{name}' with {len(size)} dimensions", f"one of {list(sizes)} at {list(offsets)}")
         out.append(ChunkStorageMetadata(offsets, sizes))
-    return TensorStorageMetadata(TensorProperties(dtype=_dtype(state.get("properties"))), size, out)
+    return TensorStorageMetadata(TensorProperties(dtype=_parse_dtype(state.get("properties"))), size, out)
 
 
-def _dtype(properties: Any) -> torch.dtype:
-    state = properties.state if _is(properties, f"{DCP}TensorProperties") else None
+def _parse_dtype(properties: Any) -> torch.dtype:
+    state = properties.state if _is_object(properties, f"{DCP}TensorProperties") else None
     named = state[0] if type(state) is tuple and state else None
     dtype = getattr(torch, named.dotted[6:], None) if type(named) is PickledName else None
     if not isinstance(dtype, torch.dtype):
-        _refuse("a tensor's properties, its dtype first", state)
+        _raise_damaged("a tensor's properties, its dtype first", state)
     return dtype
 
 
-def _index(found: Any) -> MetadataIndex:
-    state = _state(found, f"{DCP}MetadataIndex")
+def _parse_index(found: Any) -> MetadataIndex:
+    state = _get_fields(found, f"{DCP}MetadataIndex")
     name, offset = state.get("fqn"), state.get("offset")
     if type(name) is not str:
-        _refuse("the name of a tensor", name)
-    return MetadataIndex(name, None if offset is None else _sizes(offset))
+        _raise_damaged("the name of a tensor", name)
+    return MetadataIndex(name, None if offset is None else _parse_shape(offset))
 
 
-def _info(found: Any) -> StorageInfo:
-    state = _state(found, STORAGE_INFO)
+def _parse_info(found: Any) -> StorageInfo:
+    state = _get_fields(found, STORAGE_INFO)
     file: Any = state.get("relative_path")
     if not is_plain_name(file):
-        _refuse("a file of the checkpoint's directory", file)
+        _raise_damaged("a file of the checkpoint's directory", file)
     if state.get("transform_descriptors"):
-        _refuse(f"bytes in '{file}' as torch.save writes them", f"transformed ones, {state['transform_descriptors']}")
-    return StorageInfo(file, _size(state.get("offset")), _size(state.get("length")))
+        _raise_damaged(f"bytes in '{file}' as torch.save writes them", f"transformed ones, {state['transform_descriptors']}")
+    return StorageInfo(file, _parse_size(state.get("offset")), _parse_size(state.get("length")))
 
 
-# --- Parts of these. ---
+# --- Their fields. ---
 
 
-def _refuse(expected: str, found: Any) -> NoReturn:
+def _raise_damaged(expected: str, found: Any) -> NoReturn:
     got = found if isinstance(found, str) else getattr(found, "name", reprlib.repr(found))
     raise DamagedError(f"expected {expected}, got {got}")
 
 
-def _is(found: Any, name: str) -> bool:
+def _is_object(found: Any, name: str) -> bool:
     return type(found) is PickledObject and found.name == name
 
 
-def _state(found: Any, name: str) -> dict[Any, Any]:
-    """Return the fields of an object of this class."""
-    if not _is(found, name) or type(found.state) is not dict:
-        _refuse(f"an object of {name}", found)
+def _get_fields(found: Any, name: str) -> dict[Any, Any]:
+    """Return the fields of a pickled object of this class."""
+    if not _is_object(found, name) or type(found.state) is not dict:
+        _raise_damaged(f"an object of {name}", found)
     return found.state
 
 
-def _dict(state: dict[Any, Any], name: str) -> dict[Any, Any]:
+def _get_dict(state: dict[Any, Any], name: str) -> dict[Any, Any]:
     if type(found := state.get(name)) is not dict:
-        _refuse(f"a dict as '{name}'", found)
+        _raise_damaged(f"a dict as '{name}'", found)
     return found
 
 
-def _sizes(found: Any) -> torch.Size:
-    values = found.args[0] if _is(found, "torch.Size") and len(found.args) == 1 else found
+def _parse_shape(found: Any) -> torch.Size:
+    values = found.args[0] if _is_object(found, "torch.Size") and len(found.args) == 1 else found
     if type(values) not in (tuple, list):
-        _refuse("a shape", values)
-    return torch.Size([_size(value) for value in values])
+        _raise_damaged("a shape", values)
+    return torch.Size([_parse_size(value) for value in values])
 
 
-def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < LARGEST:
-        _refuse("a number that is no less than 0", value)
+def _parse_size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < SIZE_LIMIT:
+        _raise_damaged("a number that is no less than 0", value)
     return value

@@ -1,4 +1,4 @@
-"""Pickles, read as data: nothing that they name is imported, and nothing is called."""
+"""Read pickles as data: the reader imports and calls nothing that they name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["PERSISTENT", "PickledName", "PickledObject", "read_pickle"]
 
 T = TypeVar("T")
 PERSISTENT = "persistent id"
-"""The name of an object that the pickle leaves to its reader, by the identity that is its argument."""
+"""The name of an object that a pickle refers to by a persistent id, which is its argument."""
 
 
 class PickledName:
-    """A class or function that a pickle names, with its module."""
+    """The dotted name of a class or function in a pickle."""
 
     __slots__ = ("dotted",)
 
@@ -26,7 +26,7 @@ class PickledName:
 
 
 class PickledObject:
-    """An object of a pickle: the name of what makes it, the arguments for that, and its state, if it has one."""
+    """An object in a pickle: the name and arguments of the function that would make it, and its state or None."""
 
     __slots__ = ("args", "name", "state")
 
@@ -36,24 +36,30 @@ class PickledObject:
         self.name, self.args, self.state = name, args, None
 
     def set_state(self, state: Any) -> None:
-        """Give it the state that the pickle has for it. Raises DamagedError the second time."""
+        """Set the state that the pickle has for the object. Raises DamagedError if it has two."""
         if self.state is not None:
             raise DamagedError(f"{self.name} has two states")
         self.state = state
 
 
 def read_pickle(raw: bytes, check_name: Callable[[str], None]) -> Any:
-    """Return what a pickle holds: lists, tuples, dicts, plain values, and `PickledName` and `PickledObject` for the others.
+    """Return the data of a pickle: lists, tuples, dicts, plain values, `PickledName` and `PickledObject`.
 
-    It takes the opcodes that pickle writes for such data from protocol 2 on. Keys are strings, numbers or objects, the latter
-    by identity: no hash or comparison recurses. Time and memory are linear in the length. ``check_name`` raises for a
-    name, such as ``torch.Size``, that the pickle may not have. Raises DamagedError for what is no such pickle.
+    The reader takes the opcodes that pickle writes for such data from protocol 2 on. Keys are strings, numbers or objects,
+    and objects are compared by identity: no hash or comparison recurses. Time and memory are linear in the length.
+
+    Args:
+        raw: The pickle.
+        check_name: A function that raises DamagedError for a name, such as ``torch.Size``, that the pickle may not have.
+
+    Raises:
+        DamagedError: For bytes that are no such pickle.
     """
     try:
         return _read(raw, check_name)
     except DamagedError:
         raise
-    except Exception as error:  # of builtin types alone: too short, or operands of another type
+    except Exception as error:  # only builtin errors: the pickle is too short, or operands have another type
         raise DamagedError(f"no pickle of plain data: {type(error).__name__}: {error}") from error
 
 
@@ -68,10 +74,10 @@ TUPLE, TUPLES = pickle.TUPLE[0], {pickle.TUPLE1[0]: 1, pickle.TUPLE2[0]: 2, pick
 CONSTANTS = {pickle.NONE[0]: None, pickle.NEWTRUE[0]: True, pickle.NEWFALSE[0]: False, pickle.EMPTY_TUPLE[0]: ()}
 EMPTY_LIST, EMPTY_DICT = pickle.EMPTY_LIST[0], pickle.EMPTY_DICT[0]
 INTEGERS = {pickle.BININT[0]: (4, True), pickle.BININT2[0]: (2, False)}
-"""Bytes, and whether they have a sign."""
+"""For each opcode, the bytes of the integer and whether it is signed."""
 STRINGS = {pickle.SHORT_BINUNICODE[0]: 1, pickle.BINUNICODE[0]: 4, pickle.BINUNICODE8[0]: 8}
 BYTES = {pickle.SHORT_BINBYTES[0]: 1, pickle.BINBYTES[0]: 4, pickle.BINBYTES8[0]: 8}
-"""The bytes of the length that comes first."""
+"""For each opcode, the bytes of the length that precedes the content."""
 ORDERED = "collections.OrderedDict"
 KEYS = (str, int, PickledObject)
 
@@ -82,27 +88,27 @@ def _read(raw: bytes, check_name: Callable[[str], None]) -> Any:
     memo: dict[int, Any] = {}
     at = 0
 
-    def number(size: int, signed: bool = False) -> int:
+    def read_integer(size: int, signed: bool = False) -> int:
         nonlocal at
         at += size
         return int.from_bytes(raw[at - size : at], "little", signed=signed)
 
-    def taken(size: int) -> bytes:
+    def read(size: int) -> bytes:
         nonlocal at
         at += size
         return raw[at - size : at]
 
-    def line() -> str:
-        return taken(raw.index(b"\n", at) + 1 - at)[:-1].decode()
+    def read_line() -> str:
+        return read(raw.index(b"\n", at) + 1 - at)[:-1].decode()
 
-    def marked() -> list[Any]:
+    def pop_marked() -> list[Any]:
         mark = marks.pop()
         items = stack[mark:]
         del stack[mark:]
         return items
 
     push = stack.append
-    while True:  # the end of the bytes is an IndexError; frequent opcodes come first
+    while True:  # the end of the bytes raises IndexError; frequent opcodes come first
         code = raw[at]
         at += 1
         if code == MEMOIZE:
@@ -125,44 +131,44 @@ def _read(raw: bytes, check_name: Callable[[str], None]) -> Any:
         elif code == MARK:
             marks.append(len(stack))
         elif code == SETITEMS:
-            items = marked()
+            items = pop_marked()
             _set_items(stack[-1], items)
         elif code == BUILD:
             state = stack.pop()
             stack[-1].set_state(state)
         elif code == LONG_BINGET:
-            push(memo[number(4)])
+            push(memo[read_integer(4)])
         elif code in INTEGERS:
-            push(number(*INTEGERS[code]))
+            push(read_integer(*INTEGERS[code]))
         elif code in STRINGS:
-            push(taken(number(STRINGS[code])).decode("utf-8", "surrogatepass"))
+            push(read(read_integer(STRINGS[code])).decode("utf-8", "surrogatepass"))
         elif code == APPEND:
             item = stack.pop()
             stack[-1].append(item)
         elif code == APPENDS:
-            items = marked()
+            items = pop_marked()
             stack[-1].extend(items)
         elif code == TUPLE:
-            push(tuple(marked()))
+            push(tuple(pop_marked()))
         elif code == EMPTY_LIST:
             push([])
         elif code == SETITEM:
             items = [stack.pop(-2), stack.pop()]
             _set_items(stack[-1], items)
         elif code == LONG1:
-            push(number(number(1), signed=True))
+            push(read_integer(read_integer(1), signed=True))
         elif code in (GLOBAL, STACK_GLOBAL):
-            names = (line(), line()) if code == GLOBAL else (stack.pop(-2), stack.pop())
+            names = (read_line(), read_line()) if code == GLOBAL else (stack.pop(-2), stack.pop())
             push(PickledName(".".join(names)))
             check_name(stack[-1].dotted)
         elif code == BINPUT:
-            memo[number(1)] = stack[-1]
+            memo[read_integer(1)] = stack[-1]
         elif code == LONG_BINPUT:
-            memo[number(4)] = stack[-1]
+            memo[read_integer(4)] = stack[-1]
         elif code == BINFLOAT:
-            push(struct.unpack(">d", taken(8))[0])
+            push(struct.unpack(">d", read(8))[0])
         elif code in BYTES:
-            push(taken(number(BYTES[code])))
+            push(read(read_integer(BYTES[code])))
         elif code == BINPERSID:
             push(PickledObject(PERSISTENT, (stack.pop(),)))
         elif code == FRAME:
@@ -177,12 +183,12 @@ def _read(raw: bytes, check_name: Callable[[str], None]) -> Any:
 
 
 def _set_items(target: dict[Any, Any], items: list[Any]) -> None:
-    """Set keys and values of a dict. An object as a key is one by identity."""
+    """Set keys and values of a dict. Objects as keys are compared by identity."""
     if len(items) % 2 or type(target) is not dict:
-        raise DamagedError("no pairs for a dict")
+        raise DamagedError("expected pairs of keys and values for a dict")
     for key, value in zip(items[::2], items[1::2], strict=True):
         if type(key) not in KEYS:
             raise DamagedError(f"expected a string, a number or an object as a key, got {type(key).__name__}")
         if key in target:
-            raise DamagedError("a key is there twice")
+            raise DamagedError("a dict has a key twice")
         target[key] = value

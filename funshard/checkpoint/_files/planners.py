@@ -1,11 +1,11 @@
-"""What torch.distributed.checkpoint is asked to write and read: the boxes of this rank's parts of every stored tensor."""
+"""Planners for torch.distributed.checkpoint: which boxes of every stored tensor this rank writes and reads."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,73 +29,88 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from .._state.boxes import Box, boxes, check_tiles, cut, share
-from .._state.leaves import Part
+from .._state.boxes import Box, RangeSharer, check_tiles, range_to_boxes, split_range
+from .._state.leaves import TensorRange
 
-__all__ = ["Reads", "Writes"]
+__all__ = ["RangeLoadPlanner", "RangeSavePlanner", "check_chunks", "iter_boxes"]
 
 
-def boxed(part: Part, begin: int, end: int) -> list[tuple[Box, Tensor]]:
-    """Some of a part's range, as boxes of the tensor with views of the memory for them."""
+def iter_boxes(part: TensorRange, begin: int, end: int) -> Iterator[tuple[Box, Tensor]]:
+    """Yield elements ``begin`` to ``end`` of a range as boxes of the tensor, with views of the memory for them."""
     shape = [part.shape[d] for d in part.order]
     back = [part.order.index(d) for d in range(len(part.order))]
-    out: list[tuple[Box, Tensor]] = []
     at = begin - part.begin
-    for box in boxes(shape, begin, end):
+    for box in range_to_boxes(shape, begin, end):
         view = part.data[at : at + box.numel].view(box.sizes).permute(back)
-        out.append((Box(tuple(box.offsets[d] for d in back), tuple(box.sizes[d] for d in back)), view))
+        yield Box(tuple(box.offsets[d] for d in back), tuple(box.sizes[d] for d in back)), view
         at += box.numel
-    return out
 
 
-class Writes(SavePlanner):
-    """Writes this rank's share of some parts, every element by one of those ranks that hold it."""
+def check_chunks(tensor: TensorStorageMetadata) -> None:
+    """Check that the chunks of a stored tensor tile it. Raises ValueError otherwise."""
+    check_tiles(tensor.size, (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks))
 
-    def __init__(self, parts: Iterable[Part]) -> None:
-        shares = share()
-        self._room: Tensor | None = None
+
+def _check_written(name: str, tensor: TensorStorageMetadata) -> None:
+    """Check that the chunks that all ranks write of a tensor tile it."""
+    try:
+        check_chunks(tensor)
+    except ValueError as error:
+        raise ValueError(f"'{name}', of all ranks: {error}") from error
+
+
+def _make_chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+class RangeSavePlanner(SavePlanner):
+    """Plans the writes of this rank's share of some ranges: one of the ranks that hold an element writes it."""
+
+    def __init__(self, parts: Iterable[TensorRange]) -> None:
+        sharer = RangeSharer()
+        self._memory: Tensor | None = None
         self._items: dict[MetadataIndex, tuple[WriteItem, Tensor]] = {}
         self._aliases: dict[str, tuple[str, ...]] = {}
         for part in parts:
             if part.aliases:
                 self._aliases[part.name] = part.aliases
             size = part.data.dtype.itemsize
-            for low, high in shares(part.begin, part.begin + len(part.data), size, part.holder, part.holders):
-                for begin, end in cut(low, high, size):
-                    for box, view in boxed(part, begin, end):
+            for low, high in sharer.share(part.begin, part.begin + len(part.data), size, part.holder, part.holders):
+                for begin, end in split_range(low, high, size):
+                    for box, view in iter_boxes(part, begin, end):
                         self._add(part, box, view)
 
-    def _add(self, part: Part, box: Box, view: Tensor) -> None:
-        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    def _add(self, part: TensorRange, box: Box, view: Tensor) -> None:
+        chunk = _make_chunk(box)
         index = MetadataIndex(part.name, chunk.offsets)
         data = TensorWriteData(chunk, TensorProperties(dtype=view.dtype), torch.Size(part.shape))
         self._items[index] = WriteItem(index, WriteItemType.SHARD, tensor_data=data), view
 
     def stage(self) -> None:
-        """Copy what is to be written to memory of the host, where nothing that follows changes it.
+        """Copy the tensors to memory of the host, so that later changes to them are not saved.
 
-        The memory is kept for the next time: new memory costs more than the copy.
+        The next save uses the memory again: to allocate it costs more than the copy.
         """
-        room = _room(sum(_aligned(view.nbytes) for _, view in self._items.values()), self._devices())
+        memory = _allocate_staging(sum(_align(view.nbytes) for _, view in self._items.values()), self._devices())
         at = 0
         for index, (item, view) in self._items.items():
-            staged = room[at : at + view.nbytes].view(view.dtype).view(view.shape)
-            at += _aligned(view.nbytes)
+            staged = memory[at : at + view.nbytes].view(view.dtype).view(view.shape)
+            at += _align(view.nbytes)
             self._items[index] = item, staged.copy_(view, non_blocking=True)
-        self._room = room
+        self._memory = memory
         for device in self._devices():
             torch.get_device_module(device).synchronize(device)
 
-    def ended(self) -> None:
-        """Nothing of it is written any more."""
+    def release(self) -> None:
+        """Drop the tensors, and leave the staging memory to the next save."""
         self._items.clear()
-        if self._room is not None:
-            _staging[:] = [self._room]
+        if self._memory is not None:
+            _staging_memory[:] = [self._memory]
 
     def _devices(self) -> set[torch.device]:
         return {view.device for _, view in self._items.values() if view.device.type != "cpu"}
 
-    # What torch.distributed.checkpoint calls.
+    # The methods that torch.distributed.checkpoint calls.
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         pass
@@ -121,39 +136,31 @@ class Writes(SavePlanner):
         return self._items[write_item.index][1]
 
 
-def _check_written(name: str, tensor: TensorStorageMetadata) -> None:
-    """Check that what all ranks write of a tensor tiles it."""
-    try:
-        check_tiles(tensor.size, (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks))
-    except ValueError as error:
-        raise ValueError(f"'{name}', of all ranks: {error}") from error
+_staging_memory: list[Tensor] = []
+"""The staging memory of a save that has ended, if there is one."""
 
 
-_staging: list[Tensor] = []
-"""Memory of a save that has ended, if it was staged."""
+def _allocate_staging(nbytes: int, devices: set[torch.device]) -> Tensor:
+    """Return host memory of at least so many bytes that nothing else uses, pinned for copies from a device."""
+    memory = _staging_memory.pop() if _staging_memory else None
+    if memory is None or len(memory) < nbytes or (devices and not memory.is_pinned()):
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=bool(devices))
+    return memory
 
 
-def _room(nbytes: int, devices: set[torch.device]) -> Tensor:
-    """So many bytes of the host, pinned if they come from a device, of which nobody else knows."""
-    room = _staging.pop() if _staging else None
-    if room is None or len(room) < nbytes or (devices and not room.is_pinned()):
-        room = torch.empty(nbytes, dtype=torch.uint8, pin_memory=bool(devices))
-    return room
-
-
-def _aligned(nbytes: int) -> int:
+def _align(nbytes: int) -> int:
     return nbytes + -nbytes % 16
 
 
-class Reads(LoadPlanner):
-    """Reads some parts: of each stored tensor those of its boxes that overlap with them."""
+class RangeLoadPlanner(LoadPlanner):
+    """Plans the reads of some ranges: of each stored tensor, the chunks that overlap with them."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[TensorRange]) -> None:
         self._chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
         self._views: dict[str, list[Tensor]] = defaultdict(list)
         for part in parts:
-            for box, view in boxed(part, part.begin, part.begin + len(part.data)):
-                self._chunks[part.name].append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+            for box, view in iter_boxes(part, part.begin, part.begin + len(part.data)):
+                self._chunks[part.name].append(_make_chunk(box))
                 self._views[part.name].append(view)
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
@@ -174,10 +181,10 @@ class Reads(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        raise AssertionError("tensors alone are read")
+        raise AssertionError("expected reads of tensors, got one of bytes")
 
     def resolve_bytes(self, read_item: Any) -> io.BytesIO:
-        raise AssertionError("tensors alone are read")
+        raise AssertionError("expected reads of tensors, got one of bytes")
 
     def resolve_tensor(self, read_item: Any) -> Tensor:
         view = self._views[read_item.dest_index.fqn][read_item.dest_index.index]

@@ -1,10 +1,10 @@
-"""The files of torch.distributed.checkpoint, read without running what is in them, and checked."""
+"""Read and check the files of torch.distributed.checkpoint without running anything in them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,14 +18,14 @@ from torch.futures import Future
 from ... import _torch
 from .._errors import CheckpointError, DamagedError
 from .metadata import read_metadata
-from .records import Record, record
+from .records import Record, read_record
 from .regular import checksum, open_regular
 
-__all__ = ["Reader"]
+__all__ = ["CheckpointReader"]
 
 
-class Reader(FileSystemReader):
-    """Reads what a plan asks for and checks it; CheckpointError, naming tensor and file, for what is damaged."""
+class CheckpointReader(FileSystemReader):
+    """Reads and checks the items of a plan. Raises CheckpointError, naming tensor and file, for damaged ones."""
 
     def __init__(self, path: Path, *, check: bool) -> None:
         super().__init__(path)
@@ -33,7 +33,7 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if kwargs.get("rank") is not None:
-            raise FileNotFoundError(f"{self.path}: no description of one rank")
+            raise FileNotFoundError(f"{self.path}: expected the metadata of all ranks, got a request for one rank's")
         return read_metadata(Path(self.path))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -45,30 +45,34 @@ class Reader(FileSystemReader):
         for item in plan.items:
             info: Any = self.storage_data[item.storage_index]
             wanted.setdefault((info.relative_path, info.offset, info.length), []).append(item)
-        with _Files(Path(self.path)) as files:
+        file, opened = None, ""
+        with ExitStack() as stack:
             for (name, offset, length), items in sorted(wanted.items(), key=lambda pair: pair[0]):
-                with _explained(items[0].storage_index.fqn, name):
-                    self._read(files.opened(name), offset, length, items, planner)
+                with _explain_damage(items[0].storage_index.fqn, name):
+                    if file is None or name != opened:  # one open file at a time
+                        stack.close()
+                        file, opened = stack.enter_context(open_regular(Path(self.path) / name)), name
+                    self._read_chunk(file, offset, length, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, file: BinaryIO, offset: int, length: int, items: list[ReadItem], planner: LoadPlanner) -> None:
-        """Read what some items want of one chunk, which is one tensor in a file."""
+    def _read_chunk(self, file: BinaryIO, offset: int, length: int, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """Read the parts of one chunk, a tensor in a file, that some items ask for."""
         if offset + length > os.fstat(file.fileno()).st_size:
             raise DamagedError("it was cut short")
-        found = record(lambda at, size: _exactly(file, offset + at, size), length, check=self._check)
+        found = read_record(lambda at, size: _read_exactly(file, offset + at, size), length, check=self._check)
         for item in items:
             self._check_chunk(found, item.storage_index)
         dense = torch.empty_strided(found.shape, found.stride, device="meta").is_contiguous()
         for item in items:
             target = planner.resolve_tensor(item)
-            if dense and tuple(item.lengths) == found.shape and _takes(target, found):  # as most: no memory in between
-                self._into(target, file, offset, found)
+            if dense and tuple(item.lengths) == found.shape and _has_layout(target, found):  # most items: no buffer in between
+                self._read_into(target, file, offset, found)
                 planner.commit_tensor(item, target)
                 continue
             raw = torch.empty(found.nbytes, dtype=torch.uint8)
-            self._into(raw, file, offset, found)
+            self._read_into(raw, file, offset, found)
             part = raw.view(found.dtype).as_strided(found.shape, found.stride, found.start)
             for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dim, start, size)
@@ -76,13 +80,14 @@ class Reader(FileSystemReader):
             planner.commit_tensor(item, target)
 
     def _check_chunk(self, found: Record, index: MetadataIndex) -> None:
-        """Check that a tensor in a file is the chunk that the description has there."""
+        """Check that a tensor in a file has the shape and dtype that the metadata says."""
         tensor = self._tensors[index.fqn]
         expected = tuple(tensor.chunks[index.index].sizes), tensor.properties.dtype
         if (found.shape, found.dtype) != expected:
             raise DamagedError(f"expected {[*expected[0]]} {expected[1]} there, got {[*found.shape]} {found.dtype}")
 
-    def _into(self, memory: Tensor, file: BinaryIO, offset: int, found: Record) -> None:
+    def _read_into(self, memory: Tensor, file: BinaryIO, offset: int, found: Record) -> None:
+        """Read a record's bytes into memory, and check them."""
         if not found.nbytes:
             return
         raw = _torch.host_bytes(memory)
@@ -96,35 +101,13 @@ class Reader(FileSystemReader):
             raise DamagedError("its checksum is not what was written")
 
 
-def _takes(target: Tensor, found: Record) -> bool:
-    """Whether the bytes of the record are what is to be in this memory."""
-    alike = target.dtype == found.dtype and target.nbytes == found.nbytes
-    return alike and target.is_contiguous() and target.device.type == "cpu"
+def _has_layout(target: Tensor, found: Record) -> bool:
+    """Return whether the record's bytes can be read straight into a tensor."""
+    is_same = target.dtype == found.dtype and target.nbytes == found.nbytes
+    return is_same and target.is_contiguous() and target.device.type == "cpu"
 
 
-class _Files:
-    """Files of a directory, one open at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._name = path, ""
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def opened(self, name: str) -> BinaryIO:
-        """Return the file of this name, open."""
-        if self._file is None or name != self._name:
-            self.__exit__()
-            self._name, self._file = name, open_regular(self._path / name)
-        return self._file
-
-
-def _exactly(file: BinaryIO, offset: int, size: int) -> bytes:
+def _read_exactly(file: BinaryIO, offset: int, size: int) -> bytes:
     file.seek(offset)
     raw = b""
     while len(raw) < size and (more := file.read(size - len(raw))):
@@ -135,8 +118,8 @@ def _exactly(file: BinaryIO, offset: int, size: int) -> bytes:
 
 
 @contextmanager
-def _explained(tensor: str, file: str) -> Generator[None]:
-    """Damage as a CheckpointError that names the tensor and the file."""
+def _explain_damage(tensor: str, file: str) -> Generator[None]:
+    """Raise damage as a CheckpointError that names the tensor and the file."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,4 +1,8 @@
-"""What torch.save wrote of one tensor: where its bytes are in a file, and their checksum. Nothing in it is run."""
+"""Find the bytes of the one tensor that torch.save wrote, and their checksum, without running anything in the file.
+
+``torch.load(map_location="meta", weights_only=True)`` gives the offsets too, on torch 2.11 to 2.15, but not the checksum. And
+it calls the functions that it allows with the arguments of the file: a pickle of 25 bytes allocates 2 GiB as a bytearray.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +20,22 @@ import torch
 from .._errors import DamagedError
 from .pickles import PERSISTENT, PickledName, PickledObject, read_pickle
 
-__all__ = ["Record", "record"]
+__all__ = ["Record", "read_record"]
 
 V2, V3, PARAMETER = REBUILDS = [
     f"{'.'.join(('torch', '_utils'))}.{name}" for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
 ]
-"""The functions that files name: nothing of them is used."""
-MEMBERS = 64
-"""Records of a ZIP file with one tensor at most: torch writes seven."""
-LARGEST = 1 << 63
-HEAD, TAIL = 2048, 4096
-"""Bytes at the begin and at the end in which a file of one tensor has everything else."""
+"""The functions that rebuild a tensor, by which a pickle says what its arguments are. They are not called."""
+MAX_MEMBERS = 64
+"""The most members of a ZIP file with one tensor: torch writes seven."""
+SIZE_LIMIT = 1 << 63
+HEAD_BYTES, TAIL_BYTES = 2048, 4096
+"""The beginning and the end of a ZIP file of one tensor, in which everything but the elements lies."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A tensor in a file: its elements are ``shape`` and ``stride`` of the ``nbytes`` bytes at ``offset``."""
+    """Where a tensor is in a file: its elements have ``shape`` and ``stride`` in the ``nbytes`` bytes at ``offset``."""
 
     offset: int
     nbytes: int
@@ -40,19 +44,25 @@ class Record:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
-    """Of the first element, in elements."""
+    """The offset of the first element in these bytes, in elements."""
 
 
-def record(read: Callable[[int, int], bytes], length: int, *, check: bool) -> Record:
-    """Return the record in what torch.save wrote, of so many bytes, of which ``read(offset, length)`` gives some.
+def read_record(read: Callable[[int, int], bytes], length: int, *, check: bool) -> Record:
+    """Return where the tensor is in a ZIP file that torch.save wrote, without reading its elements.
 
-    Raises `DamagedError` for what is anything else, or has other checksums but that of the tensor itself, which is not read.
+    Args:
+        read: A function from an offset and a length to the bytes there.
+        length: The bytes of the ZIP file.
+        check: Whether to compare the checksums of the other members.
+
+    Raises:
+        DamagedError: For bytes that torch.save did not write for one tensor.
     """
     try:
-        found = _record(_View(read, length), check=check)
+        found = _find_record(_BufferedEnds(read, length), check=check)
     except (DamagedError, OSError):
         raise
-    except Exception as error:  # of zipfile, on bytes that are no ZIP file: of a dozen classes
+    except Exception as error:  # zipfile raises a dozen classes of errors for bytes that are no ZIP file
         raise DamagedError(f"{type(error).__name__}: {error}") from error
     last = sum((size - 1) * step for size, step in zip(found.shape, found.stride, strict=True)) + found.start
     if math.prod(found.shape) and (last + 1) * found.dtype.itemsize > found.nbytes:
@@ -62,18 +72,18 @@ def record(read: Callable[[int, int], bytes], length: int, *, check: bool) -> Re
     return found
 
 
-def _record(view: _View, *, check: bool) -> Record:
+def _find_record(view: _BufferedEnds, *, check: bool) -> Record:
     with zipfile.ZipFile(view) as archive:
         every = archive.infolist()
         members = {info.filename.partition("/")[2]: info for info in every}
-        if len(every) > MEMBERS or len(members) < len(every):
-            raise DamagedError(f"it has {len(every)} records, of which some have one name or are no part of a tensor")
+        if len(every) > MAX_MEMBERS or len(members) < len(every):
+            raise DamagedError(f"it has {len(every)} records, with equal names or too many for one tensor")
         for name, info in members.items():
             if info.compress_type != zipfile.ZIP_STORED:
                 raise DamagedError(f"its record '{name}' is compressed")
             if check and not name.startswith("data/"):
-                archive.read(info)  # which compares the checksum
-        dtype, key, start, shape, stride = _described(archive.read(members["data.pkl"]))
+                archive.read(info)  # compares the checksum
+        dtype, key, start, shape, stride = _parse_tensor(archive.read(members["data.pkl"]))
         if members.get("byteorder") is not None and archive.read(members["byteorder"]) != b"little":
             raise DamagedError("its bytes are in another order than this machine's")
     info = members[f"data/{key}"]
@@ -82,13 +92,13 @@ def _record(view: _View, *, check: bool) -> Record:
     return Record(info.header_offset + 30 + name + extra, info.file_size, info.CRC, dtype, shape, stride, start)
 
 
-class _View(io.RawIOBase):
-    """The bytes as a file, of which the begin and the end are read once."""
+class _BufferedEnds(io.RawIOBase):
+    """A file whose beginning and end are read once."""
 
     def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
         self._read, self._length, self._at = read, length, 0
-        self._from = max(length - TAIL, 0)
-        self._head, self._tail = read(0, min(length, HEAD)), read(self._from, length - self._from)
+        self._tail_begin = max(length - TAIL_BYTES, 0)
+        self._head, self._tail = read(0, min(length, HEAD_BYTES)), read(self._tail_begin, length - self._tail_begin)
 
     def seekable(self) -> bool:
         return True
@@ -107,13 +117,13 @@ class _View(io.RawIOBase):
         return at
 
     def read(self, size: int = -1) -> bytes:
-        there = max(self._length - self._at, 0)
-        size = there if size < 0 else min(size, there)
+        available = max(self._length - self._at, 0)
+        size = available if size < 0 else min(size, available)
         at, self._at = self._at, self._at + size
         if at + size <= len(self._head):
             return self._head[at : at + size]
-        if at >= self._from:
-            return self._tail[at - self._from : at - self._from + size]
+        if at >= self._tail_begin:
+            return self._tail[at - self._tail_begin : at - self._tail_begin + size]
         return self._read(at, size)
 
 
@@ -131,11 +141,9 @@ _DTYPES = {
     "LongStorage": torch.int64,
     "ShortStorage": torch.int16,
 }
-"""The types of elements that have a storage class of their own in files; the others are named by `_v3`."""
-
-
+"""The dtypes of the storage classes that files name; ``_rebuild_tensor_v3`` names any other dtype."""
 STORAGES = re.compile(r"torch(\.storage)?\.(\w+Storage)")
-"""A class of storages."""
+"""The name of a storage class."""
 
 
 def _check_name(name: str) -> None:
@@ -144,8 +152,8 @@ def _check_name(name: str) -> None:
         raise DamagedError(f"it asks for {name}, which is no part of a tensor: it is not loaded")
 
 
-def _described(raw: bytes) -> tuple[torch.dtype, str, int, tuple[int, ...], tuple[int, ...]]:
-    """Return ``(dtype, key, start, shape, stride)`` of the one tensor that torch.save has described."""
+def _parse_tensor(raw: bytes) -> tuple[torch.dtype, str, int, tuple[int, ...], tuple[int, ...]]:
+    """Return ``(dtype, key, start, shape, stride)`` of the tensor in a pickle of torch.save; ``key`` names its member."""
     found = read_pickle(raw, _check_name)
     while type(found) is PickledObject and found.name == PARAMETER:
         found = found.args[0]
@@ -167,6 +175,6 @@ def _described(raw: bytes) -> tuple[torch.dtype, str, int, tuple[int, ...], tupl
     if not isinstance(dtype, torch.dtype):
         raise DamagedError(f"its elements are of an unknown type, {cls.dotted}")
     numbers = (start, *shape, *stride)
-    if len(shape) != len(stride) or any(type(number) is not int or not 0 <= number < LARGEST for number in numbers):
+    if len(shape) != len(stride) or any(type(number) is not int or not 0 <= number < SIZE_LIMIT for number in numbers):
         raise DamagedError(f"expected a place, a shape and steps, got {reprlib.repr((start, shape, stride))}")
     return dtype, key, start, tuple(shape), tuple(stride)

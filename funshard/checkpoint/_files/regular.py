@@ -1,4 +1,4 @@
-"""Bytes of files that somebody else may have written: regular files alone are opened, and damage has its own error."""
+"""Read files that somebody else may have written: only regular files are opened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 try:
-    from isal.isal_zlib import crc32 as checksum  # by instructions made for it: six times as fast
+    from isal.isal_zlib import crc32 as checksum  # uses CRC instructions: six times as fast as zlib
 except ImportError:
     from zlib import crc32 as checksum
 
@@ -20,7 +20,7 @@ __all__ = ["checksum", "open_regular", "read_regular"]
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file, or a link to one, without a buffer.
 
-    Raises FileNotFoundError if there is none, and DamagedError for anything else: a FIFO would wait for a writer, and a device
+    Raises FileNotFoundError if there is none, and DamagedError for other files: a FIFO would wait for a writer, and a device
     may never end.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -31,6 +31,6 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file. Raises as `open_regular`."""
+    """Return the content of a regular file. Raises the errors of `open_regular`."""
     with open_regular(path) as file:
         return file.read()

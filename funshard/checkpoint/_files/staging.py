@@ -1,4 +1,4 @@
-"""The directory in which a checkpoint is written: locked, checked, flushed, and at its path by one rename."""
+"""The directory that a checkpoint is written to: locked, checked, flushed, and renamed to its path."""
 
 from __future__ import annotations
 
@@ -14,58 +14,64 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError, SavedError
-from .directory import LOCK, NEW, committed, find_damage, is_directory, staging_path
-from .manifest import LAST, MANIFEST, METADATA, Manifest, write_manifest
+from .directory import LOCK, NEW_SUFFIX, find_damage, is_directory, list_committed, make_staging_path
+from .manifest import MANIFEST, MAX_SEQUENCE, METADATA, Manifest, write_manifest
 from .regular import checksum, read_regular
 
 __all__ = ["StagingDirectory", "find_replaced"]
 
 
 class StagingDirectory:
-    """A directory beside ``path``, locked for as long as its writer lives, that `publish` renames to ``path``.
+    """A directory beside ``path``, locked while its writer lives, that `publish` renames to ``path``.
 
-    What it may replace there is `find_replaced`'s; of a directory that it replaces ``carried`` says by name what to take over.
+    `find_replaced` says what it may replace there.
+
+    Args:
+        path: The final path.
+        over_damaged: Whether it may replace a damaged checkpoint.
+        is_carried: For a directory that may replace any directory, a function that says of a file name whether to take the
+            file over from the one replaced.
     """
 
-    def __init__(self, path: Path, *, over_damaged: bool = False, carried: Callable[[str], bool] | None = None) -> None:
-        self.path, self._over_damaged, self._carried = path.absolute(), over_damaged, carried
-        if wrong := self._find_replaced():
-            warnings.warn(f"checkpoint.save: takes the place of a damaged checkpoint: {wrong}", stacklevel=2)
+    def __init__(self, path: Path, *, over_damaged: bool = False, is_carried: Callable[[str], bool] | None = None) -> None:
+        self.path, self._over_damaged, self._is_carried = path.absolute(), over_damaged, is_carried
+        if damage := self._find_replaced():
+            warnings.warn(f"checkpoint.save: takes the place of a damaged checkpoint: {damage}", stacklevel=2)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.directory = staging_path(self.path)
+        self.directory = make_staging_path(self.path)
         self._lock: int | None = None
-        new = self.directory.with_suffix(NEW)
+        new = self.directory.with_suffix(NEW_SUFFIX)
         try:
             new.mkdir()
             self._lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR)
-            with contextlib.suppress(OSError):  # a file system without locks: `clean` leaves what it cannot lock
+            with contextlib.suppress(OSError):  # a file system without locks: `clean` keeps what it cannot lock
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
-            os.rename(new, self.directory)  # nobody sees it unlocked
+            os.rename(new, self.directory)  # only now do others see it
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             self._unlock()
             raise
 
-    def commit(self, tree: Any, written: Mapping[str, int]) -> None:
-        """Write the manifest of a checkpoint whose files have these sizes, and `publish` it."""
-        known = (number for (number, _), *_ in committed(self.path.parent) if number < math.inf)
-        sequence = min(1 + int(max(known, default=0)), LAST)  # after all that are there now: writing may have taken long
+    def commit(self, tree: Any, sizes: Mapping[str, int]) -> None:
+        """Write the manifest of a checkpoint with this JSON tree and files of these sizes, and `publish` it."""
+        known = (number for (number, _), *_ in list_committed(self.path.parent) if number < math.inf)
+        sequence = min(1 + int(max(known, default=0)), MAX_SEQUENCE)  # after all that exist now: writes take long
         metadata = checksum(read_regular(self.directory / METADATA))
-        write_manifest(self.directory, Manifest(sequence, dict(written), metadata, tree))
-        for name in (METADATA, MANIFEST):  # when both are written: the first flush takes what a journal has of the other too
+        write_manifest(self.directory, Manifest(sequence, dict(sizes), metadata, tree))
+        for name in (METADATA, MANIFEST):  # after both are written: one flush of a journal takes both
             _flush(self.directory / name)
-        self.publish(written)
+        self.publish(sizes)
 
-    def publish(self, written: Mapping[str, int]) -> None:
-        """Rename the directory to its path, whole and flushed. ``written`` are the sizes that its files should have.
+    def publish(self, sizes: Mapping[str, int]) -> None:
+        """Check the sizes of the files, flush the directory and rename it to its path.
 
-        Raises SavedError for what fails when it is there, anything else before.
+        Raises SavedError for a failure after the rename, and other errors before it.
         """
-        for name, size in written.items():
+        for name, size in sizes.items():
             if (got := (self.directory / name).stat().st_size) != size:
                 raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
-        if self._carried is not None and is_directory(self.path):
-            _carry_over(self.path, self.directory, self._carried)
+        if self._is_carried is not None and is_directory(self.path):
+            _carry_over(self.path, self.directory, self._is_carried)
         _flush(self.directory)
         replaced = None if self._find_replaced() is None else self._move_replaced()
         try:
@@ -74,7 +80,7 @@ class StagingDirectory:
             if replaced is not None:
                 with contextlib.suppress(OSError):
                     os.rename(replaced, self.path)
-            self._find_replaced()  # what has come in the meantime
+            self._find_replaced()  # raises for what has come in the meantime
             raise
         try:
             _flush(self.path.parent)
@@ -84,27 +90,27 @@ class StagingDirectory:
                 f"after a power failure: {error}"
             ) from error
         finally:
-            with contextlib.suppress(OSError):  # an empty file that nobody reads
+            with contextlib.suppress(OSError):  # an empty file that has no reader
                 (self.path / LOCK).unlink(missing_ok=True)
             self._unlock()
             if replaced is not None:
                 shutil.rmtree(replaced, ignore_errors=True)
 
     def _find_replaced(self) -> str | None:
-        return find_replaced(self.path, over_damaged=self._over_damaged, any_directory=self._carried is not None)
+        return find_replaced(self.path, over_damaged=self._over_damaged, any_directory=self._is_carried is not None)
 
     def _move_replaced(self) -> Path:
-        """Move what is at the path aside, until this process or `clean` removes it; return where it is."""
-        moved = staging_path(self.path)
+        """Move what is at the path to a staging path, for this process or `clean` to remove, and return that path."""
+        moved = make_staging_path(self.path)
         os.rename(self.path, moved)
-        if self._carried is None and not find_damage(moved):  # another has come in the meantime
+        if self._is_carried is None and not find_damage(moved):  # a complete one has come in the meantime
             os.rename(moved, self.path)
             self._find_replaced()
         return moved
 
     def abandon(self) -> None:
-        """Take away what was written, if it has not been published."""
-        for _ in range(10):  # another rank, which does not know of it yet, may just put its file there
+        """Remove the directory, if it has not been published."""
+        for _ in range(10):  # another rank, which does not know of the error yet, may just create its file there
             shutil.rmtree(self.directory, ignore_errors=True)
             if not self.directory.exists():
                 break
@@ -114,31 +120,31 @@ class StagingDirectory:
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
-            with contextlib.suppress(OSError):  # it is closed, and so unlocked, also then
+            with contextlib.suppress(OSError):  # also closes and unlocks it if it raises
                 os.close(lock)
 
 
 def find_replaced(path: Path, *, over_damaged: bool = False, any_directory: bool = False) -> str | None:
-    """Return what is wrong with what is at a path and may be replaced, "" if nothing is; None where nothing is there.
+    """Return the damage of the directory at a path that may be replaced, "" if it has none, or None if nothing is there.
 
-    That is a damaged checkpoint where ``over_damaged``, and each directory where ``any_directory``, but never a link.
-    Raises FileExistsError for all else.
+    With ``over_damaged``, a damaged checkpoint may be replaced, with ``any_directory`` every directory, but never a link.
+    Raises FileExistsError for anything else at the path.
     """
     if not os.path.lexists(path) or (is_directory(path) and not any(path.iterdir())):
         return None
     if is_directory(path):
         if any_directory:
             return ""
-        if over_damaged and (wrong := find_damage(path)):
-            return wrong
+        if over_damaged and (damage := find_damage(path)):
+            return damage
     raise FileExistsError(
         f"{path}: expected a path where nothing is, such as one with the number of the step in its name; a checkpoint "
         "that is whole is never written over"
     )
 
 
-def _carry_over(source: Path, target: Path, carried: Callable[[str], bool]) -> None:
-    """Put some of a directory's entries, by name, into another one too: by hard links, where the file system has them."""
+def _carry_over(source: Path, target: Path, is_carried: Callable[[str], bool]) -> None:
+    """Link entries of a directory, chosen by name, into another one, or copy them if the file system has no hard links."""
 
     def link(old: str, new: str) -> None:
         try:
@@ -148,7 +154,7 @@ def _carry_over(source: Path, target: Path, carried: Callable[[str], bool]) -> N
 
     for entry in os.scandir(source):
         new = target / entry.name
-        if not carried(entry.name) or os.path.lexists(new):
+        if not is_carried(entry.name) or os.path.lexists(new):
             continue
         if entry.is_dir(follow_symlinks=False):
             shutil.copytree(entry.path, new, symlinks=True, copy_function=link)

@@ -1,4 +1,4 @@
-"""A few bytes from every rank of a process group to every other one, through the store, within a time limit."""
+"""Exchange a few bytes between all ranks of a process group, through its store, within a time limit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from typing import Any
 
 from ... import _torch
 
-__all__ = ["exchange"]
+__all__ = ["exchange_through_store"]
 
 
-def exchange(value: str, group: str, rank: int, size: int, timeout: timedelta) -> list[str]:
-    """Return the value of every rank of the process group, in the order of its ranks.
+def exchange_through_store(value: str, group: str, rank: int, size: int, timeout: timedelta) -> list[str]:
+    """Return the value of every rank of a process group, in the order of its ranks.
 
-    ``group`` is the group's name, the same on its ranks and no other group's; ``rank`` is this rank of its ``size``. No
-    collective is started: a rank that does not come leaves none behind that would wait for it longer than ``timeout``. The
-    first rank collects the values and answers each rank under a name that the rank has just drawn. So a call that has failed
-    on some ranks leaves nothing that the next one could take for an answer.
+    The function starts no collective, which would wait for a missing rank longer than ``timeout``. The first rank collects the
+    values and answers each rank under a name that this rank has just drawn. So a call that has failed on some ranks leaves
+    nothing that the next call could take for an answer.
 
-    Raises RuntimeError if a rank did not come in time.
+    Args:
+        value: This rank's value.
+        group: The group's name, equal on its ranks and different from that of any other group.
+        rank: The number of this rank in the group.
+        size: The number of ranks in the group.
+        timeout: The time after which a missing rank is an error.
+
+    Raises:
+        RuntimeError: If a rank did not call this in time.
     """
     found: list[list[str]] = []
     errors: list[BaseException] = []
@@ -33,8 +40,8 @@ def exchange(value: str, group: str, rank: int, size: int, timeout: timedelta) -
         except BaseException as error:
             errors.append(error)
 
-    # The store's own time limit does not end a wait for the process that has the store, if that one is stopped: a thread can
-    # be left behind.
+    # The store's own time limit does not end a wait for the process that has the store if that process is stopped: so a
+    # thread waits, which can be left behind.
     thread = threading.Thread(target=run, name="funshard.checkpoint.exchange", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds() + GRACE)
@@ -46,30 +53,30 @@ def exchange(value: str, group: str, rank: int, size: int, timeout: timedelta) -
 
 
 GRACE = 2.0
-"""Seconds for an exchange that has failed in time to say so."""
+"""Seconds that an exchange has to report its failure after the time limit."""
 
 
 def _run_exchange(value: str, group: str, rank: int, size: int, timeout: timedelta) -> list[str]:
     store, prefix, name = _torch.default_store(), f"funshard/checkpoint/{group}", uuid.uuid4().hex
-    asking, own = [f"{prefix}/from/{i}" for i in range(size)], f"{prefix}/to/{name}"
-    asked = json.dumps([name, value])
-    store.set(asking[rank], asked)
+    requests, answer = [f"{prefix}/from/{i}" for i in range(size)], f"{prefix}/to/{name}"
+    own = json.dumps([name, value])
+    store.set(requests[rank], own)
     try:
         if rank == 0:
-            names, values = zip(*map(json.loads, _collect(store, asking, timeout)), strict=True)
+            names, values = zip(*map(json.loads, _collect(store, requests, timeout)), strict=True)
             for each in names:
                 store.set(f"{prefix}/to/{each}", json.dumps(values))
-        store.wait([own], timeout)
+        store.wait([answer], timeout)
     except RuntimeError:
-        store.compare_set(asking[rank], asked, "")  # whoever comes too late waits for this rank's next call
+        store.compare_set(requests[rank], own, "")  # a late rank then waits for this rank's next call
         raise
-    answer = json.loads(store.get(own))
-    store.delete_key(own)
-    return answer
+    values = json.loads(store.get(answer))
+    store.delete_key(answer)
+    return values
 
 
 def _collect(store: Any, keys: list[str], timeout: timedelta) -> list[bytes]:
-    """The values of these keys when none is empty any more, which they are left as."""
+    """Wait until no key has an empty value, return the values, and set all keys to empty ones."""
     end = time.monotonic() + timeout.total_seconds()
     while True:
         store.wait(keys, timedelta(seconds=max(0.001, end - time.monotonic())))

@@ -1,4 +1,4 @@
-"""Flat ranges of a tensor as the N-d boxes that they cover, and who writes which part of what several ranks hold."""
+"""Divide flat ranges of tensors into N-d boxes, and among the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -8,70 +8,70 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "boxes", "check_tiles", "cut", "share"]
+__all__ = ["Box", "RangeSharer", "check_tiles", "range_to_boxes", "split_range"]
 
-LARGEST = 16 << 20
-"""Bytes of a box at most: what is read and checked at once. Readers of a part of a box read all of it."""
-SMALLEST = 1 << 20
-"""Bytes under which a range is not divided among the ranks that hold it: a box has some 1,500 bytes of its own."""
+MAX_BOX_BYTES = 16 << 20
+"""The most bytes of a box, which is read and checked at once: a reader of a part of a box reads all of it."""
+MIN_SHARED_BYTES = 1 << 20
+"""A range is divided among its holders into parts of at least so many bytes: a box has about 1,500 bytes of overhead."""
 PRIME = (1 << 61) - 1
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it begins and how long it is, in each dimension."""
+    """A rectangular part of a tensor: its offset and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
 
-def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """The boxes of elements ``begin`` to ``end`` of a tensor in row-major order; one after the other they are that range.
+def range_to_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """Return the boxes that elements ``begin`` to ``end`` of a tensor in row-major order consist of, in this order.
 
-    At most ``2 * len(shape) - 1`` of them. A tensor without elements, or dimensions, is one box.
+    There are at most ``2 * len(shape) - 1``. A tensor without elements or dimensions is one box.
 
-    >>> [tuple(box) for box in boxes([3, 4], 2, 12)]
+    >>> [tuple(box) for box in range_to_boxes([3, 4], 2, 12)]
     [((0, 2), (1, 2)), ((1, 0), (2, 4))]
     """
     if not math.prod(shape):
         return [Box((0,) * len(shape), tuple(shape))]
-    return list(_boxes(tuple(shape), begin, end))
+    return list(_iter_boxes(tuple(shape), begin, end))
 
 
-def _boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+def _iter_boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
     if begin == end:
         return
     if len(shape) < 2:
         yield Box((begin,), (end - begin,)) if shape else Box((), ())
         return
     row = math.prod(shape[1:])
-    first, last = -(-begin // row), end // row  # the rows that are whole
-    if first > last:  # a part of one row
-        yield from _in_row(shape, last, begin, end)
+    first, last = -(-begin // row), end // row  # the complete rows
+    if first > last:  # within one row
+        yield from _boxes_in_row(shape, last, begin, end)
         return
-    yield from _in_row(shape, first - 1, begin, first * row)
+    yield from _boxes_in_row(shape, first - 1, begin, first * row)
     if first < last:
         yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-    yield from _in_row(shape, last, last * row, end)
+    yield from _boxes_in_row(shape, last, last * row, end)
 
 
-def _in_row(shape: tuple[int, ...], at: int, begin: int, end: int) -> Iterator[Box]:
-    start = at * math.prod(shape[1:])
-    for box in _boxes(shape[1:], begin - start, end - start):
-        yield Box((at, *box.offsets), (1, *box.sizes))
+def _boxes_in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[Box]:
+    start = row * math.prod(shape[1:])
+    for box in _iter_boxes(shape[1:], begin - start, end - start):
+        yield Box((row, *box.offsets), (1, *box.sizes))
 
 
 def check_tiles(shape: Sequence[int], pieces: Iterable[Box]) -> None:
-    """Check that boxes tile a tensor: every element is in exactly one of them. Raises ValueError that says what is wrong.
+    """Check that boxes tile a tensor: every element is in exactly one of them. Raises ValueError otherwise.
 
-    In linear time, by the lemma of Schwartz and Zippel. The mixed difference of a sum of boxes is a sum over their corners,
-    and determines it. With a random number mod a prime for each coordinate of each dimension, a box becomes the product over
-    dimensions of (number of its begin - number of its end), and boxes that tile the tensor add up to its own product. Others
-    do so for one draw in 2 ** 55.
+    The check takes linear time, by the Schwartz-Zippel lemma. The mixed difference of a sum of boxes is a sum over their
+    corners, and determines the sum. Each coordinate of each dimension gets a random number mod a prime. A box becomes the
+    product over dimensions of (number of its begin - number of its end), and boxes that tile the tensor add up to the
+    tensor's own product. Other boxes do so for one draw in 2 ** 55.
     """
     numbers = [defaultdict[int, int](lambda: secrets.randbelow(PRIME)) for _ in shape]
 
@@ -96,27 +96,27 @@ def check_tiles(shape: Sequence[int], pieces: Iterable[Box]) -> None:
         raise ValueError("its pieces overlap")
 
 
-def cut(begin: int, end: int, itemsize: int) -> list[tuple[int, int]]:
-    """The range in parts of at most `LARGEST` bytes."""
-    step = max(LARGEST // itemsize, 1)
+def split_range(begin: int, end: int, itemsize: int) -> list[tuple[int, int]]:
+    """Return a range of elements as ranges of at most `MAX_BOX_BYTES` bytes."""
+    step = max(MAX_BOX_BYTES // itemsize, 1)
     return [(at, min(at + step, end)) for at in range(begin, end, step)] or [(begin, end)]
 
 
-class share:  # noqa: N801  a function that remembers
-    """Deals ranges that each of some ranks holds out among them, evenly, in the same way on each of them."""
+class RangeSharer:
+    """Divides ranges evenly among the ranks that hold them, in the same way on each of these ranks."""
 
     def __init__(self) -> None:
-        self._dealt: dict[int, list[int]] = {}  # bytes, for each of so many ranks
+        self._shares: dict[int, list[int]] = {}  # by number of holders, the bytes that each of them writes
 
-    def __call__(self, begin: int, end: int, itemsize: int, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """What the rank writes of the next range that all ``ranks`` hold: those who write least are next."""
-        dealt = self._dealt.setdefault(ranks, [0] * ranks)
+    def share(self, begin: int, end: int, itemsize: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """Return what ``rank`` writes of the next range that ``ranks`` ranks hold: those with the fewest bytes come first."""
+        shares = self._shares.setdefault(ranks, [0] * ranks)
         length = end - begin
-        parts = max(1, min(ranks, length * itemsize // SMALLEST))
+        parts = max(1, min(ranks, length * itemsize // MIN_SHARED_BYTES))
         mine: list[tuple[int, int]] = []
-        for i, who in enumerate(reversed(sorted(range(ranks), key=dealt.__getitem__)[:parts])):  # later parts are longer
+        for i, holder in enumerate(reversed(sorted(range(ranks), key=shares.__getitem__)[:parts])):  # later parts are longer
             low, high = begin + length * i // parts, begin + length * (i + 1) // parts
-            dealt[who] += (high - low) * itemsize
-            if who == rank:
+            shares[holder] += (high - low) * itemsize
+            if holder == rank:
                 mine.append((low, high))
         return mine

@@ -1,4 +1,4 @@
-"""The containers of a state: what is in them, how they are made of it, and how a file names those that need no ``like``."""
+"""The containers of a state: their children, how to build them, and their names in a file."""
 
 from __future__ import annotations
 
@@ -13,54 +13,73 @@ from ...averaging import Averaging
 from ...compress._powersgd import PowerSGD
 from ...loss_scale import LossScale
 from ...optim import MatrixState
-from .leaves import from_json, to_json
+from .plain_values import plain_from_json, plain_to_json
 
-__all__ = ["FACTORIES", "Container", "Made", "contained", "is_container", "maker", "named", "opened", "to_file"]
+__all__ = [
+    "FACTORIES",
+    "MAPPINGS",
+    "SEQUENCES",
+    "TUPLES",
+    "Builder",
+    "Container",
+    "container_to_json",
+    "file_entries",
+    "get_builder",
+    "get_fields",
+    "get_kind",
+    "is_container",
+    "open_container",
+]
 
-Made = Callable[[list[Any]], Any]
+Builder = Callable[[list[Any]], Any]
+"""A function from the children of a container to the container."""
 SEQUENCES = {cls.__name__: cls for cls in (list, tuple, deque)}
 MAPPINGS = {cls.__name__: cls for cls in (dict, OrderedDict, defaultdict, Counter)}
 TUPLES = {cls.__name__: cls for cls in (Averaging, LossScale, MatrixState, PowerSGD)}
+STORED_FIELDS = {MatrixState: ("step", "slices", "owned", "rest")}
+"""The names of fields in files, for classes whose attributes were renamed since version 0.1."""
 NAMED = SEQUENCES | MAPPINGS | TUPLES
-"""What a file can name: exactly these classes, and none that inherits from them."""
+"""The classes that a file can name: exactly these, not their subclasses."""
 FACTORIES = {cls.__name__: cls for cls in (bool, bytes, dict, float, int, list, set, str, tuple, OrderedDict, Counter, deque)}
-"""Of a defaultdict, beside None."""
+"""The default factories of a defaultdict that a file can name, besides None."""
 
 
 class Container(NamedTuple):
-    """What is in a container: ``kind`` is its name in a file, "" for one that has none, ``of`` what else makes it one."""
+    """The parts of a container."""
 
     kind: str
-    of: Any
+    """Its name in a file, or "" if a file has none."""
+    argument: Any
+    """The length limit of a deque or the name of a defaultdict's factory."""
     entries: tuple[Any, ...]
     children: list[Any]
-    make: Made
+    build: Builder
 
 
 def is_container(value: Any) -> bool:
-    """Whether something is in it that a state has by itself; None is a plain value."""
+    """Return whether a state takes a value apart; None is a plain value."""
     return type(value) is Counter or not (value is None or optree.tree_is_leaf(value, namespace=NAMESPACE))
 
 
-def opened(value: Any) -> Container:
-    """What is in a container."""
-    kind, of = named(value)
+def open_container(value: Any) -> Container:
+    """Return the parts of a container."""
+    kind, argument = get_kind(value)
     if kind in MAPPINGS:
         entries, children = tuple(value), list(value.values())
     elif kind in SEQUENCES:
         entries, children = tuple(range(len(value))), list(value)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         cls: Any = type(value)
-        return Container(kind, of, tuple(cls._fields), list(value), lambda children: cls(*children))
+        return Container(kind, argument, get_fields(cls), list(value), lambda children: cls(*children))
     else:
         unknown: Any = value
         children, metadata, entries, unflatten = optree.tree_flatten_one_level(unknown, namespace=NAMESPACE)
-        return Container(kind, of, tuple(entries), list(children), lambda children: unflatten(metadata, children))
-    return Container(kind, of, entries, children, maker(kind, of, entries))
+        return Container(kind, argument, tuple(entries), list(children), lambda children: unflatten(metadata, children))
+    return Container(kind, argument, entries, children, get_builder(kind, argument, entries))
 
 
-def named(value: Any) -> tuple[str, Any]:
-    """``(kind, of)`` of a container."""
+def get_kind(value: Any) -> tuple[str, Any]:
+    """Return ``(kind, argument)`` of a container."""
     cls = type(value)
     if NAMED.get(cls.__name__) is not cls:
         return "", None
@@ -72,44 +91,50 @@ def named(value: Any) -> tuple[str, Any]:
     return cls.__name__, None
 
 
-def maker(kind: str, of: Any, entries: Sequence[Any]) -> Made:
-    """How a container that a file has named is made of its children."""
+def get_fields(cls: Any) -> tuple[str, ...]:
+    """Return the names that the fields of a named tuple have in files."""
+    fields: tuple[str, ...] = cls._fields
+    return STORED_FIELDS.get(cls, fields)
+
+
+def get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
+    """Return the function that builds a container that a file can name."""
     match kind:
         case "list":
             return list
         case "tuple":
             return tuple
         case "deque":
-            return lambda xs: deque(xs, of)
+            return lambda xs: deque(xs, argument)
         case "dict" | "OrderedDict":
             cls: Any = MAPPINGS[kind]
             return lambda xs: cls(zip(entries, xs, strict=True))
         case "Counter":
             return lambda xs: Counter(dict(zip(entries, xs, strict=True)))
         case "defaultdict":
-            factory: Callable[[], Any] | None = FACTORIES[of] if of else None
+            factory: Callable[[], Any] | None = FACTORIES[argument] if argument else None
             return lambda xs: defaultdict(factory, zip(entries, xs, strict=True))
         case _:
             return lambda xs: TUPLES[kind](*xs)
 
 
-# --- In a file. ---
+# --- As JSON. ---
 
 
-def to_file(kind: str, of: Any, entries: Iterable[Any], children: list[Any]) -> dict[str, Any]:
-    """A container of what is already as in a file. TypeError for a key that is no plain value."""
-    more = {} if of is None else {"of": of}
+def container_to_json(kind: str, argument: Any, entries: Iterable[Any], children: list[Any]) -> dict[str, Any]:
+    """Return the JSON data of a container from that of its children. Raises TypeError for a key that is no plain value."""
+    more = {} if argument is None else {"of": argument}
     if kind in SEQUENCES:
         return {kind: children} | more
-    named = [to_json(entry, "a key of a dict") if kind else str(entry) for entry in entries]
-    return {kind or "other": [list(pair) for pair in zip(named, children, strict=True)]} | more
+    keys = [plain_to_json(entry, "a key of a dict") if kind else str(entry) for entry in entries]
+    return {kind or "other": [list(pair) for pair in zip(keys, children, strict=True)]} | more
 
 
-def contained(data: Any) -> list[tuple[Any, Any]] | None:
-    """``(entry, child)`` of what `to_file` gives; None for anything else."""
+def file_entries(data: Any) -> list[tuple[Any, Any]] | None:
+    """Return ``(entry, child)`` for the children of a container in JSON data, or None if the data is a leaf."""
     (kind, content), *_ = data.items()
     if kind in SEQUENCES:
         return list(enumerate(content))
     if kind in NAMED or kind == "other":
-        return [(from_json(entry), child) for entry, child in content]
+        return [(plain_from_json(entry), child) for entry, child in content]
     return None

@@ -1,9 +1,9 @@
-"""A state as a tree of `Leaf`: which parts of it are sharded like the spec's units, and under which names they are stored."""
+"""Describe a state as a tree: which parts are sharded like the spec's units, and under which names they are stored."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,25 +17,42 @@ from ..._spec.tree import NAMESPACE, Param
 from ...compress._powersgd import PowerSGD
 from ...optim import MatrixState
 from ...optim._option_numbers import find_option_numbers, is_slice
-from .containers import FACTORIES, is_container, named, opened
-from .leaves import DEEPEST, Owned, Scalar, Slice, Value, Whole, is_plain, to_json
-from .tree import Branch, Node, Place, Units, dict_of, matrix_state, stored_names
+from .containers import FACTORIES, get_kind, is_container, open_container
+from .leaves import OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
+from .matrix_state import FALLBACK
+from .plain_values import is_plain, plain_to_json
+from .tree import (
+    MAX_DEPTH,
+    ContainerNode,
+    Node,
+    StatePath,
+    make_dict_node,
+    make_matrix_state_node,
+    make_units_node,
+    stored_names,
+)
 
-__all__ = ["PerRank", "described", "per_rank"]
+__all__ = ["PerRank", "describe", "per_rank"]
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """What `per_rank` gives."""
+    """The mark that `per_rank` puts around a part of a state."""
 
     tree: Any
 
 
 def per_rank(tree: Any) -> PerRank:
-    """What is each rank's own, such as the state of its random numbers, in a state for `save`: it is stored for every rank.
+    """Mark a part of a state for `save` as each rank's own, so that it is stored for every rank.
 
-    Of the same structure and shapes on all ranks: what has others on each goes as a string, ``json.dumps(...)``. It comes
-    back, without this, on as many of them; on another number `load` raises ValueError.
+    `load` returns the part of this rank, without the mark, on as many ranks as saved it.
+
+    Args:
+        tree: The part, such as the state of random numbers. All ranks give the same structure and shapes; a part whose
+            structure differs can be given as a string, ``json.dumps(...)``.
+
+    Returns:
+        The marked part, for a state that `save` is given.
 
     Example:
         >>> import torch, funshard as fs
@@ -44,115 +61,137 @@ def per_rank(tree: Any) -> PerRank:
     return PerRank(tree)
 
 
-def described(state: Any, spec: PartitionSpec, path: tuple[str, ...] = (), *, wanted: bool = False) -> tuple[Node, list[Any]]:
-    """``(the tree of the state, what its leaves are)``, in one order; ``path`` is what it is a part of.
+def describe(
+    state: Any, spec: PartitionSpec, path: tuple[str, ...] = (), *, is_template: bool = False
+) -> tuple[Node, list[Any]]:
+    """Return the tree of a state, and the values of its leaves in the order of `iter_leaves`.
 
-    Raises ValueError, naming the unit, for a slice of another length than the spec's, TypeError for what cannot be saved; but
-    for a container that no file can name, if the state is only what is ``wanted``.
+    Args:
+        state: The state, or the part of one at ``path``.
+        spec: The spec that slices belong to.
+        path: The path of the part.
+        is_template: Whether the state is `load`'s ``like``, which may have containers that no file can name.
+
+    Raises:
+        ValueError: Naming the unit, for a slice of another length than the spec's.
+        TypeError: For a value that cannot be saved.
     """
     values: list[Any] = []
-    return _Describing(spec, values, wanted=wanted).node(state, path, own=False), values
+    return _Describer(spec, values, is_template=is_template).describe(state, path, is_per_rank=False), values
 
 
-class _Describing:
-    def __init__(self, spec: PartitionSpec, values: list[Any], *, wanted: bool) -> None:
-        self._spec, self._values, self._wanted = spec, values, wanted
+class _Describer:
+    """Describes the parts of a state and collects the values of their leaves."""
 
-    def node(self, value: Any, path: tuple[str, ...], *, own: bool, averaged: bool = False) -> Node:
+    def __init__(self, spec: PartitionSpec, values: list[Any], *, is_template: bool) -> None:
+        self._spec, self._values, self._is_template = spec, values, is_template
+
+    def describe(self, value: Any, path: tuple[str, ...], *, is_per_rank: bool, is_averaged: bool = False) -> Node:
+        """Return the node of a part of the state."""
         if isinstance(value, PerRank):
-            return self.node(value.tree, path, own=True)
-        if isinstance(value, Mapping) and not own and (units := self._units(value, path)):
-            # of optimizers of matrices what is no matrix has other optimizers' state
-            other = {key: x.fallback.get(key, {}) if isinstance(x, MatrixState) else x for key, x in value.items()}
-            numbers = find_option_numbers(other, [key for key in value if key in units], self._spec, path)
+            return self.describe(value.tree, path, is_per_rank=True)
+        if isinstance(value, Mapping) and not is_per_rank and (units := self._unit_keys(value, path)):
+            # In the state of an optimizer by matrix, only parameters that are no matrices have numbers for each option.
+            elementwise = {key: x.fallback.get(key, {}) if isinstance(x, MatrixState) else x for key, x in value.items()}
+            numbers = find_option_numbers(elementwise, [key for key in value if key in units], self._spec, path)
             children = {
-                key: self._of_unit(child, Place(self._spec.by_key[key], path, numbers))
+                key: self._describe_unit(child, StatePath(self._spec.by_key[key], path, numbers))
                 if key in units
-                else self.node(child, (*path, str(key)), own=own)
+                else self.describe(child, (*path, str(key)), is_per_rank=is_per_rank)
                 for key, child in value.items()
             }
-            kind, of = self._named(value, path)
-            return Units(".".join(path), children, len(units) == len(self._spec), kind or "dict", of)
+            kind, argument = self._check_container(value, path)
+            is_complete = len(units) == len(self._spec)
+            return make_units_node(".".join(path), children, is_complete=is_complete, kind=kind or "dict", argument=argument)
         if is_container(value):
-            self._named(value, path)
-            found = opened(value)
-            nodes: list[Node] = []
-            for entry, child in zip(found.entries, found.children, strict=True):
-                mean = isinstance(value, PowerSGD) and entry == "error"
-                nodes.append(self.node(child, (*path, str(entry)), own=own or mean, averaged=averaged or mean))
-            return Branch(found.kind, found.of, found.entries, tuple(nodes), found.make)
+
+            def describe_child(entry: Any, child: Any) -> Node:
+                is_error = isinstance(value, PowerSGD) and entry == "error"
+                flags = {"is_per_rank": is_per_rank or is_error, "is_averaged": is_averaged or is_error}
+                return self.describe(child, (*path, str(entry)), **flags)
+
+            return self._describe_container(value, path, describe_child)
         self._values.append(value)
         name = ".".join(path)
         if isinstance(value, Tensor):
-            return Whole(name, tuple(value.shape), value.dtype, _torch.is_accelerator(value.device), own, averaged)
-        to_json(value, name)
-        return Value(name, value, own)
+            on_device = _torch.is_accelerator(value.device)
+            return TensorLeaf(name, tuple(value.shape), value.dtype, on_device, is_per_rank, is_averaged)
+        plain_to_json(value, name)
+        return ValueLeaf(name, value, is_per_rank)
 
-    def _of_unit(self, value: Any, place: Place) -> Node:
-        """What a mapping has at the key of a unit, or a part of that."""
+    def _describe_container(
+        self, value: Any, path: tuple[str, ...], describe_child: Callable[[Any, Any], Node]
+    ) -> ContainerNode:
+        """Return the node of a container, whose children ``describe_child(entry, child)`` describes."""
+        self._check_container(value, path)
+        found = open_container(value)
+        children = tuple(map(describe_child, found.entries, found.children))
+        return ContainerNode(found.kind, found.argument, found.entries, children, found.build)
+
+    def _describe_unit(self, value: Any, path: StatePath) -> Node:
+        """Return the node of a unit's entry in a mapping by units, or of a part of it."""
         if isinstance(value, MatrixState):
-            return self._of_matrices(value, place)
+            return self._describe_matrix_state(value, path)
         if is_container(value):
-            self._named(value, place.full)
-            found = opened(value)
-            named = zip(found.entries, found.children, strict=True)
-            nodes = tuple(self._of_unit(child, place.at(str(entry))) for entry, child in named)
-            return Branch(found.kind, found.of, found.entries, nodes, found.make)
+            return self._describe_container(
+                value, path.error_path, lambda entry, child: self._describe_unit(child, path.child(str(entry)))
+            )
         self._values.append(value)
-        unit, names = place.unit, place.names
+        unit, names = path.unit, path.names
         if not isinstance(value, Tensor):
-            to_json(value, ".".join(place.full))
-            return Value(names[0][0], value, names=names)
-        if value.dim() == 0 or id(value) in place.numbers:
-            return Scalar(unit, names, value.dtype, _torch.is_accelerator(value.device))
-        leaf = Slice(unit, names, value.dtype, of=place.of, alone=place.alone)
-        if value.shape != (leaf.length(self._spec),) if leaf.alone else not is_slice(value, unit, self._spec):
-            length, dtype = (leaf.length(self._spec), value.dtype) if leaf.alone else self._spec.stored(unit)
+            plain_to_json(value, ".".join(path.error_path))
+            return ValueLeaf(names[0][0], value, names=names)
+        if value.dim() == 0 or id(value) in path.numbers:
+            return ScalarLeaf(unit, names, value.dtype, _torch.is_accelerator(value.device))
+        leaf = SliceLeaf(unit, names, value.dtype, subset=path.subset, is_compact=path.is_compact)
+        if value.shape != (leaf.numel(self._spec),) if leaf.is_compact else not is_slice(value, unit, self._spec):
+            length, dtype = (leaf.numel(self._spec), value.dtype) if leaf.is_compact else self._spec.stored(unit)
             raise ValueError(
-                f"unit '{unit.key}' of state '{'.'.join(place.full)}': expected this rank's slice, "
+                f"unit '{unit.key}' of state '{'.'.join(path.error_path)}': expected this rank's slice, "
                 f"[{length}] {dtype}, or a number, got {list(value.shape)} {value.dtype}; was it made with another spec or "
                 "mesh?"
             )
-        encoded = unit.at_rest is not None and value.dtype == torch.uint8
-        return replace(leaf, dtype=unit.dtype, encoded=True) if encoded else leaf
+        is_encoded = unit.at_rest is not None and value.dtype == torch.uint8
+        return replace(leaf, dtype=unit.dtype, is_encoded=True) if is_encoded else leaf
 
-    def _of_matrices(self, state: MatrixState, place: Place) -> Branch:
-        """Of an optimizer of matrices: slices that hold matrices alone, what their owners have, and the rest's."""
-        params = {param.name: param for param in place.unit.params}
+    def _describe_matrix_state(self, state: MatrixState, path: StatePath) -> ContainerNode:
+        """Return the node of an optimizer's state by matrix: slices and owned tensors of matrices, and the fallback's."""
+        params = {param.name: param for param in path.unit.params}
         matrices = tuple(params[name] for name in state.owned)
-        step = self._of_unit(state.step, place.at("step"))
-        of = place._replace(of=matrices)
-        slices = {slot: self._of_unit(x, of.at("slices", slot)) for slot, x in state.slices.items()}
+        step = self._describe_unit(state.step, path.child("step"))
+        of_matrices = path._replace(subset=matrices)
+        slices = {slot: self._describe_unit(x, of_matrices.child("slices", slot)) for slot, x in state.slices.items()}
         owned = {
-            name: dict_of({slot: self._owned(x, params[name], place.at("owned", slot)) for slot, x in values.items()})
+            name: make_dict_node(
+                {slot: self._describe_owned(x, params[name], path.child("owned", slot)) for slot, x in values.items()}
+            )
             for name, values in state.owned.items()
         }
-        rest: dict[str, Node] = {}
+        fallback: dict[str, Node] = {}
         for entry, child in state.fallback.items():
-            alone = entry in params
-            where = place._replace(of=(params[entry],), alone=True) if alone else place
-            rest[entry] = self._of_unit(child, where.at("rest"))
-        return matrix_state(step, slices, owned, rest)
+            of_entry = path._replace(subset=(params[entry],), is_compact=True) if entry in params else path
+            fallback[entry] = self._describe_unit(child, of_entry.child(FALLBACK))
+        return make_matrix_state_node(step, slices, owned, fallback)
 
-    def _owned(self, value: Tensor, param: Param, place: Place) -> Owned:
+    def _describe_owned(self, value: Tensor, param: Param, path: StatePath) -> OwnedLeaf:
         self._values.append(value)
-        (names,) = stored_names([param], place.path, place.slot)
-        here = value.dim() == 0 or len(value) > 0
-        shape = tuple(value.shape if here else value.shape[1:])
-        return Owned(names, shape, value.dtype, _torch.is_accelerator(value.device), here)
+        (names,) = stored_names([param], path.path, path.slot)
+        is_here = value.dim() == 0 or len(value) > 0
+        shape = tuple(value.shape if is_here else value.shape[1:])
+        return OwnedLeaf(names, shape, value.dtype, _torch.is_accelerator(value.device), is_here)
 
-    def _units(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> frozenset[str]:
-        """The keys of units that the mapping has, if it is sharded like them.
+    def _unit_keys(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> frozenset[str]:
+        """Return the keys of units in a mapping that is sharded like them, or none.
 
-        So is one that has nothing for any of its units, as plain SGD's state.
+        A mapping whose units all have an empty dict, as the state of SGD without momentum, counts as sharded.
         """
         keys = [key for key in value if isinstance(key, str) and key in self._spec.by_key]
         if keys and len(keys) == len(value) and all(type(value[key]) is dict and not value[key] for key in keys):
             return frozenset(keys)
         found = [(key, tensor) for key in keys for tensor in optree.tree_leaves(value[key], namespace=NAMESPACE)]
         vectors = [(key, tensor) for key, tensor in found if isinstance(tensor, Tensor) and tensor.dim() == 1]
-        matrices = any(isinstance(value[key], MatrixState) for key in keys)
-        if matrices or any(is_slice(tensor, self._spec.by_key[key], self._spec) for key, tensor in vectors):
+        has_matrices = any(isinstance(value[key], MatrixState) for key in keys)
+        if has_matrices or any(is_slice(tensor, self._spec.by_key[key], self._spec) for key, tensor in vectors):
             return frozenset(keys)
         if vectors and len(keys) == len(value) and all(isinstance(value[key], Tensor) for key in keys):
             key, tensor = vectors[0]
@@ -163,19 +202,21 @@ class _Describing:
             )
         return frozenset()
 
-    def _named(self, value: Any, path: tuple[str, ...]) -> tuple[str, Any]:
-        """As `named`. TypeError for a container that no file can hold, ValueError for one too deep in others."""
-        if len(path) >= DEEPEST and not self._wanted:
-            raise ValueError(f"state '{'.'.join(path[:8])}...': expected at most {DEEPEST} containers in each other, got more")
-        kind, of = named(value)
-        if bad := [key for key in value if not is_plain(key)] if isinstance(value, Mapping) and not self._wanted else []:
+    def _check_container(self, value: Any, path: tuple[str, ...]) -> tuple[str, Any]:
+        """Return `get_kind` of a container. Raises TypeError if no file can hold it, ValueError if it is nested too deep."""
+        if len(path) >= MAX_DEPTH and not self._is_template:
+            raise ValueError(
+                f"state '{'.'.join(path[:8])}...': expected at most {MAX_DEPTH} containers in each other, got more"
+            )
+        kind, argument = get_kind(value)
+        if bad := [key for key in value if not is_plain(key)] if isinstance(value, Mapping) and not self._is_template else []:
             raise TypeError(
                 f"state '{'.'.join(path)}': expected keys that are strings, numbers, bytes or None, got {bad[0]!r} "
                 f"({type(bad[0]).__name__})"
             )
-        if not kind and type(value) is defaultdict and not self._wanted:
+        if not kind and type(value) is defaultdict and not self._is_template:
             raise TypeError(
                 f"state '{'.'.join(path)}': expected a defaultdict of one of {', '.join(FACTORIES)}, which a file can name, "
                 f"got one of {value.default_factory!r}: save dict(...) of it"
             )
-        return kind, of
+        return kind, argument

@@ -1,4 +1,4 @@
-"""What the tree of a state in a file may be: checked once when it is read, so that nothing that follows meets anything else."""
+"""Check the JSON tree of a state once when it is read, so that the code that uses it meets no other data."""
 
 from __future__ import annotations
 
@@ -7,180 +7,183 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .._errors import DamagedError
-from .containers import FACTORIES, MAPPINGS, SEQUENCES, TUPLES
-from .leaves import DEEPEST, from_json
-from .matrix_state import MATRIX, REST
+from .containers import FACTORIES, MAPPINGS, SEQUENCES, TUPLES, get_fields
+from .matrix_state import FALLBACK, MATRIX
+from .plain_values import plain_from_json
+from .tree import MAX_DEPTH
 
-__all__ = ["check_fields", "check_tree", "refuse"]
+__all__ = ["check_fields", "check_tree", "raise_damaged"]
 
 Path = tuple[str, ...]
-LARGEST = 1 << 63
-"""No tensor has as many elements."""
+MAX_NUMEL = 1 << 63
+"""More than any size of a tensor."""
 
 
-def refuse(where: str, expected: str, found: object) -> NoReturn:
-    """Raise DamagedError that says what was expected and what is there."""
+def raise_damaged(where: str, expected: str, found: object) -> NoReturn:
+    """Raise DamagedError that says what was expected and what was found."""
     raise DamagedError(f"{where}: expected {expected}, got {reprlib.repr(found)}")
 
 
 def check_fields(data: Any, fields: dict[str, type], where: str) -> None:
-    """Check that a dict has these fields, of exactly these types. Raises DamagedError otherwise."""
+    """Check that data is a dict with these fields, of exactly these types. Raises DamagedError otherwise."""
     if type(data) is not dict:
-        refuse(where, "an object", data)
+        raise_damaged(where, "an object", data)
     for name, cls in fields.items():
         if name not in data:
-            refuse(where, f"a field '{name}'", [*data])
+            raise_damaged(where, f"a field '{name}'", [*data])
         if type(data[name]) is not cls:
-            refuse(f"{where}: field '{name}'", f"one of type {cls.__name__}", data[name])
+            raise_damaged(f"{where}: field '{name}'", f"one of type {cls.__name__}", data[name])
 
 
 def check_tree(data: Any, path: Path = ()) -> None:
-    """Check a tree of `written_tree`. Raises DamagedError, naming the path in the state, for anything else."""
-    kind, content = _node(data, path)
+    """Check that data is a tree of `tree_to_json`. Raises DamagedError, with the path in the state, otherwise."""
+    kind, content = _open_node(data, path)
     if _is_container(data, path):
-        for entry, child in _entries(data, path):
+        for entry, child in _check_entries(data, path):
             check_tree(child, (*path, str(entry)))
     elif kind == "units":
         _check_units(content, path)
     elif kind == "tensor":
-        shape, dtype, *flags = _items(content, 5, path)
+        shape, dtype, *flags = _check_items(content, 5, path)
         _check_tensor(shape, dtype, flags, path)
     elif kind == "values":
         if type(content) is not list or not content:
-            refuse(_where(path), "the values of all ranks", content)
+            raise_damaged(_format_path(path), "the values of all ranks", content)
         for value in content:
-            _plain(value, path)
+            _check_plain(value, path)
     elif kind == "value":
-        _plain(content, path)
+        _check_plain(content, path)
     else:
-        refuse(_where(path), "a container or a leaf", kind)
+        raise_damaged(_format_path(path), "a container or a leaf", kind)
 
 
 def _check_slot(data: Any, path: Path) -> None:
-    """Check what a file has for one parameter, or a part of it."""
-    kind, content = _node(data, path)
+    """Check the data of one parameter in a unit's state, or of a part of it."""
+    kind, content = _open_node(data, path)
     if _is_container(data, path):
-        for entry, child in _entries(data, path):
+        for entry, child in _check_entries(data, path):
             _check_slot(child, (*path, str(entry)))
     elif kind == MATRIX:
-        step, slices, owned = _items(content, 3, path)
+        step, slices, owned = _check_items(content, 3, path)
         _check_slot(step, path)
         for part in (slices, owned):
             if not _is_container(part, path):
-                refuse(_where(path), "a container", part)
+                raise_damaged(_format_path(path), "a container", part)
         _check_slot(slices, path)
-        for entry, child in _entries(owned, path):
-            _, leaf = _node(child, (*path, str(entry)), "owned")
-            shape, dtype, flag = _items(leaf, 3, path)
+        for entry, child in _check_entries(owned, path):
+            _, leaf = _open_node(child, (*path, str(entry)), "owned")
+            shape, dtype, flag = _check_items(leaf, 3, path)
             _check_tensor(shape, dtype, [flag], path)
-    elif kind == REST:
-        for part in _items(content, 2, path):
+    elif kind == FALLBACK:
+        for part in _check_items(content, 2, path):
             _check_slot(part, path)
     elif kind == "scalar":
-        dtype, flag = _items(content, 2, path)
+        dtype, flag = _check_items(content, 2, path)
         _check_tensor([], dtype, [flag], path)
     elif kind == "slice":
         _check_tensor([], content, [], path)
     elif kind == "value":
-        _plain(content, path)
+        _check_plain(content, path)
     else:
-        refuse(_where(path), "a container or a leaf of a unit", kind)
+        raise_damaged(_format_path(path), "a container or a leaf of a unit", kind)
 
 
 def _check_units(data: Any, path: Path) -> None:
-    where = _where(path)
+    where = _format_path(path)
     check_fields(data, {"whole": bool, "params": list, "rest": list}, where)
-    kind, of = data.get("kind", "dict"), data.get("of")
+    kind = data.get("kind", "dict")
     if type(kind) is not str or kind not in MAPPINGS:
-        refuse(where, f"one of {', '.join(MAPPINGS)}", kind)
-    _check_of(kind, of, path)
+        raise_damaged(where, f"one of {', '.join(MAPPINGS)}", kind)
+    _check_argument(kind, data.get("of"), path)
     known: set[str] = set()
     for param in data["params"]:
-        names, dtype, slot = _items(param, 3, path)
+        names, dtype, slot = _check_items(param, 3, path)
         if type(names) is not list or not names or any(type(name) is not str for name in names):
-            refuse(where, "the names of a parameter", names)
+            raise_damaged(where, "the names of a parameter", names)
         if known & {*names}:
-            refuse(where, "each parameter once", names)
+            raise_damaged(where, "each parameter once", names)
         known |= {*names}
-        _plain({"dtype": dtype}, path)
+        _check_plain({"dtype": dtype}, path)
         _check_slot(slot, (*path, names[0]))
-    for entry, child in _pairs(data["rest"], path):
+    for entry, child in _check_pairs(data["rest"], path):
         check_tree(child, (*path, str(entry)))
 
 
-# --- Parts of both. ---
+# --- Parts of trees and slots. ---
 
 
-def _where(path: Path) -> str:
+def _format_path(path: Path) -> str:
     return f"state '{'.'.join(path)[:200]}'"
 
 
-def _node(data: Any, path: Path, wanted: str = "") -> tuple[str, Any]:
-    """Return the kind and the content of a node."""
-    if len(path) > DEEPEST:
-        refuse(_where(path), f"at most {DEEPEST} containers in each other", "more")
+def _open_node(data: Any, path: Path, wanted: str = "") -> tuple[str, Any]:
+    """Return the kind and the content of a node, which is of the kind ``wanted`` if that is given."""
+    if len(path) > MAX_DEPTH:
+        raise_damaged(_format_path(path), f"at most {MAX_DEPTH} containers in each other", "more")
     if type(data) is not dict or not data or {*[*data][1:]} - {"of"}:
-        refuse(_where(path), "an object of one kind", data)
+        raise_damaged(_format_path(path), "an object of one kind", data)
     kind, content = next(iter(data.items()))
     if wanted and kind != wanted:
-        refuse(_where(path), wanted, kind)
+        raise_damaged(_format_path(path), wanted, kind)
     return kind, content
 
 
 def _is_container(data: Any, path: Path) -> bool:
-    kind, _ = _node(data, path)
+    kind, _ = _open_node(data, path)
     return kind in SEQUENCES or kind in MAPPINGS or kind in TUPLES or kind == "other"
 
 
-def _entries(data: dict[str, Any], path: Path) -> list[tuple[Any, Any]]:
-    """Return what is in a container."""
+def _check_entries(data: dict[str, Any], path: Path) -> list[tuple[Any, Any]]:
+    """Return ``(entry, child)`` for the children of a container."""
     kind, content = next(iter(data.items()))
-    _check_of(kind, data.get("of"), path)
+    _check_argument(kind, data.get("of"), path)
     if kind in SEQUENCES:
         if type(content) is not list:
-            refuse(_where(path), "a list", content)
+            raise_damaged(_format_path(path), "a list", content)
         return [*enumerate(content)]
-    pairs = _pairs(content, path)
-    if kind in TUPLES and (names := tuple(entry for entry, _ in pairs)) != TUPLES[kind]._fields:
-        refuse(_where(path), f"the fields {TUPLES[kind]._fields} of {kind}", names)
+    pairs = _check_pairs(content, path)
+    if kind in TUPLES and (names := tuple(entry for entry, _ in pairs)) != get_fields(TUPLES[kind]):
+        raise_damaged(_format_path(path), f"the fields {get_fields(TUPLES[kind])} of {kind}", names)
     return pairs
 
 
-def _pairs(content: Any, path: Path) -> list[tuple[Any, Any]]:
+def _check_pairs(content: Any, path: Path) -> list[tuple[Any, Any]]:
+    """Return ``(entry, child)`` pairs with distinct plain entries."""
     if type(content) is not list:
-        refuse(_where(path), "a list of pairs", content)
-    pairs = [(_plain(entry, path), child) for entry, child in (_items(pair, 2, path) for pair in content)]
+        raise_damaged(_format_path(path), "a list of pairs", content)
+    pairs = [(_check_plain(entry, path), child) for entry, child in (_check_items(pair, 2, path) for pair in content)]
     if len({entry for entry, _ in pairs}) < len(pairs):
-        refuse(_where(path), "each key once", [entry for entry, _ in pairs])
+        raise_damaged(_format_path(path), "each key once", [entry for entry, _ in pairs])
     return pairs
 
 
-def _check_of(kind: str, of: Any, path: Path) -> None:
-    """Check what else makes a container what it is."""
-    is_length = kind == "deque" and type(of) is int and 0 <= of < LARGEST
-    is_factory = kind == "defaultdict" and type(of) is str and of in FACTORIES
-    if of is not None and not is_length and not is_factory:
-        refuse(_where(path), f"nothing else of a {kind} than that", of)
+def _check_argument(kind: str, argument: Any, path: Path) -> None:
+    """Check the argument of a container, as in `Container`."""
+    is_length = kind == "deque" and type(argument) is int and 0 <= argument < MAX_NUMEL
+    is_factory = kind == "defaultdict" and type(argument) is str and argument in FACTORIES
+    if argument is not None and not is_length and not is_factory:
+        raise_damaged(_format_path(path), f"no other argument of a {kind}", argument)
 
 
-def _items(data: Any, count: int, path: Path) -> Sequence[Any]:
+def _check_items(data: Any, count: int, path: Path) -> Sequence[Any]:
+    """Return a list of ``count`` items."""
     if type(data) is not list or len(data) != count:
-        refuse(_where(path), f"a list of {count}", data)
+        raise_damaged(_format_path(path), f"a list of {count}", data)
     return data
 
 
 def _check_tensor(shape: Any, dtype: Any, flags: Sequence[Any], path: Path) -> None:
-    if type(shape) is not list or any(type(size) is not int or not 0 <= size < LARGEST for size in shape):
-        refuse(_where(path), "a shape", shape)
+    if type(shape) is not list or any(type(size) is not int or not 0 <= size < MAX_NUMEL for size in shape):
+        raise_damaged(_format_path(path), "a shape", shape)
     if type(dtype) is not dict or [*dtype] != ["dtype"]:
-        refuse(_where(path), "a dtype", dtype)
-    _plain(dtype, path)
+        raise_damaged(_format_path(path), "a dtype", dtype)
+    _check_plain(dtype, path)
     if any(type(flag) is not bool for flag in flags):
-        refuse(_where(path), "true or false", flags)
+        raise_damaged(_format_path(path), "true or false", flags)
 
 
-def _plain(value: Any, path: Path) -> Any:
+def _check_plain(value: Any, path: Path) -> Any:
     try:
-        return from_json(value)
+        return plain_from_json(value)
     except DamagedError as error:
-        raise DamagedError(f"{_where(path)}: {error}") from error
+        raise DamagedError(f"{_format_path(path)}: {error}") from error

@@ -1,4 +1,4 @@
-"""The state of an optimizer of matrices in a file: for each parameter what it has, whatever units and owners there are."""
+"""The state of an optimizer by matrix as JSON: an entry for each parameter, whatever units and owners there are."""
 
 from __future__ import annotations
 
@@ -8,61 +8,75 @@ from typing import Any
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import Param
 from ...optim import Matrices, matrices
-from .containers import contained
-from .leaves import Owned, from_json
-from .tree import Branch, Node, Place, dict_of, matrix_state
+from .containers import file_entries
+from .leaves import OwnedLeaf
+from .plain_values import plain_from_json
+from .tree import ContainerNode, Node, StatePath, make_dict_node, make_matrix_state_node
 
-__all__ = ["MATRIX", "REST", "owners", "read_of_matrices", "written_of_matrices"]
+__all__ = ["FALLBACK", "MATRIX", "matrix_state_from_json", "matrix_state_to_json", "saved_matrices"]
 
-MATRIX, REST = "matrix", "rest"
-"""In files, what a parameter is: a matrix, with ``[step, slices, owned]``, or not, with ``[step, state of the fallback]``."""
+MATRIX = "matrix"
+"""The entry of a matrix: ``[step, slices, owned]``."""
+FALLBACK = "rest"
+"""The entry of another parameter: ``[step, the state of the fallback optimizer]``."""
 
 
-def written_of_matrices(node: Branch, param: Param, written: Callable[[Node], Any]) -> Any:
-    """What a unit's `MatrixState` has for one of its parameters, as JSON."""
+def matrix_state_to_json(node: ContainerNode, param: Param, to_json: Callable[[Node], Any]) -> Any:
+    """Return the JSON data of one parameter in a unit's `MatrixState`."""
     step, *others = node.children
-    slices, owned, rest = (x for x in others if isinstance(x, Branch))
+    slices, owned, fallback = (x for x in others if isinstance(x, ContainerNode))
     if param.name in owned.entries:
         own = owned.children[owned.entries.index(param.name)]
-        return {MATRIX: [written(step), written(slices), written(own)]}
-    at = rest.entries.index(param.name) if param.name in rest.entries else 0  # that of the unit
-    return {REST: [written(step), written(rest.children[at])]}
+        return {MATRIX: [to_json(step), to_json(slices), to_json(own)]}
+    i = fallback.entries.index(param.name) if param.name in fallback.entries else 0  # the entry of the whole unit
+    return {FALLBACK: [to_json(step), to_json(fallback.children[i])]}
 
 
-def owners(saved: Mapping[str, Any], spec: PartitionSpec) -> Matrices:
-    """The matrices of a file, by the names of the spec's parameters, on the spec's mesh with owners as `matrices` chooses."""
+def saved_matrices(saved: Mapping[str, Any], spec: PartitionSpec) -> Matrices:
+    """Return the matrices in JSON data by parameter name, with the owners that `matrices` chooses on the spec's mesh."""
     return matrices(spec, select=lambda name, param: MATRIX in saved.get(name, {}))
 
 
-def read_of_matrices(saved: Mapping[str, Any], place: Place, known: Matrices, read: Callable[[Any, Place], Node]) -> Branch:
-    """A unit's `MatrixState`, of what a file has for its parameters. Inverse of `written_of_matrices`.
+def matrix_state_from_json(
+    saved: Mapping[str, Any], path: StatePath, known: Matrices, from_json: Callable[[Any, StatePath], Node]
+) -> ContainerNode:
+    """Return the node of a unit's `MatrixState`. Inverse of `matrix_state_to_json` for all parameters of the unit.
 
-    Raises ValueError, naming them, for two parameters of the unit that have different state.
+    Args:
+        saved: The JSON data by the names of the unit's parameters.
+        path: The path of the unit's state.
+        known: The matrices of all units, with their owners.
+        from_json: The function that makes a node of JSON data at a path.
+
+    Raises:
+        ValueError: Naming them, for two parameters of the unit that have different kinds of state.
     """
-    params = {param.name: param for param in place.unit.params}
+    params = {param.name: param for param in path.unit.params}
     chosen = tuple(param for name, param in params.items() if MATRIX in saved[name])
-    rest = tuple(param for name, param in params.items() if REST in saved[name])
+    others = tuple(param for name, param in params.items() if FALLBACK in saved[name])
     (step, *_), *_ = (content for one in saved.values() for content in one.values())
     slices: dict[str, Node] = {}
     if chosen:
-        of = place._replace(of=chosen)
-        found = read(place.alike({p.name: saved[p.name][MATRIX][1] for p in chosen}), of.at("slices"))
-        assert isinstance(found, Branch)
+        data = path.common_value({p.name: saved[p.name][MATRIX][1] for p in chosen})
+        found = from_json(data, path._replace(subset=chosen).child("slices"))
+        assert isinstance(found, ContainerNode)
         slices = dict(zip(found.entries, found.children, strict=True))
-    owned = {p.name: _owned(saved[p.name][MATRIX][2], p, place, known._is_owner(p.name)) for p in chosen}
-    others: dict[str, Node] = {}
+    owned = {p.name: _owned_from_json(saved[p.name][MATRIX][2], p, path, known._is_owner(p.name)) for p in chosen}
+    fallback: dict[str, Node] = {}
     if chosen:
-        for param in rest:
-            others[param.name] = read(saved[param.name][REST][1], place._replace(of=(param,), alone=True).at("rest"))
+        for param in others:
+            of_param = path._replace(subset=(param,), is_compact=True)
+            fallback[param.name] = from_json(saved[param.name][FALLBACK][1], of_param.child(FALLBACK))
     else:
-        others[place.unit.key] = read(place.alike({p.name: saved[p.name][REST][1] for p in rest}), place.at("rest"))
-    return matrix_state(read(step, place.at("step")), slices, owned, others)
+        data = path.common_value({p.name: saved[p.name][FALLBACK][1] for p in others})
+        fallback[path.unit.key] = from_json(data, path.child(FALLBACK))
+    return make_matrix_state_node(from_json(step, path.child("step")), slices, owned, fallback)
 
 
-def _owned(data: Any, param: Param, place: Place, here: bool) -> Branch:
+def _owned_from_json(data: Any, param: Param, path: StatePath, is_here: bool) -> ContainerNode:
     leaves: dict[str, Node] = {}
-    for slot, child in contained(data) or ():
-        shape, dtype, accelerated = child["owned"]
-        (names,) = place._replace(of=(param,)).at("owned", slot).names
-        leaves[slot] = Owned(names, tuple(shape), from_json(dtype), accelerated, here)
-    return dict_of(leaves)
+    for slot, child in file_entries(data) or ():
+        shape, dtype, is_accelerated = child["owned"]
+        (names,) = path._replace(subset=(param,)).child("owned", slot).names
+        leaves[slot] = OwnedLeaf(names, tuple(shape), plain_from_json(dtype), is_accelerated, is_here)
+    return make_dict_node(leaves)

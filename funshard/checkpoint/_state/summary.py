@@ -1,10 +1,10 @@
-"""What a rank writes of a state, once all ranks agree on what it is."""
+"""Summarize what a rank writes of a state, and check that all ranks agree on it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -12,95 +12,94 @@ from torch import Tensor
 
 from ..._sharding.agree import fingerprint
 from ..._spec.spec import PartitionSpec
-from .._files.planners import Writes
 from .._ranks.ranks import Ranks
-from .describe import described
-from .json_tree import written_tree
-from .leaves import Leaf, Owned, Part, Scalar, Slice, Value, Whole, check_holds, names_of, to_json
-from .tree import Node, containers, leaves
+from .describe import describe
+from .json_tree import tree_to_json
+from .leaves import Leaf, OwnedLeaf, SliceLeaf, TensorLeaf, TensorRange, ValueLeaf, check_storable, leaf_names
+from .plain_values import plain_to_json
+from .tree import ContainerNode, Node, iter_leaves, walk
 
-__all__ = ["Planned", "planned"]
+__all__ = ["StateSummary", "summarize_state"]
 
-Said: TypeAlias = tuple[str, dict[str, Any], dict[str, tuple[str, int, int]]]
+RankMessage: TypeAlias = tuple[str, dict[str, Any], dict[str, tuple[str, int, int]]]
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What a rank has to write of a state, and what it says of it to the others."""
+class StateSummary:
+    """The parts of a state that this rank can write, and what the ranks compare of the state."""
 
     spec: PartitionSpec
     node: Node
-    writes: Writes
-    alike: dict[str, str]
-    """What all ranks must have alike, by name."""
-    own: dict[str, Any]
+    ranges: list[TensorRange] = field(default_factory=list)
+    """The ranges of stored tensors that this rank holds."""
+    common: dict[str, str] = field(default_factory=dict)
+    """A text for each name that must be equal on all ranks."""
+    per_rank: dict[str, Any] = field(default_factory=dict)
     """The plain values that are each rank's own, by name."""
-    held: dict[str, tuple[str, int, int]]
-    """Of what several ranks hold, by name: the unit, which slice this rank has, and a digest of it."""
+    replicas: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    """For each slice that several ranks hold, by name: the unit's key, the slice's number, and a digest of its values."""
 
-    def said(self) -> Said:
-        """What all ranks hear of it."""
-        return hashlib.sha256(json.dumps(self.alike).encode()).hexdigest(), self.own, self.held
+    def message(self) -> RankMessage:
+        """Return what the other ranks need of the summary."""
+        return hashlib.sha256(json.dumps(self.common).encode()).hexdigest(), self.per_rank, self.replicas
 
-    def agreed(self, told: list[Said], ranks: Ranks) -> Any:
-        """The structure of the state, if all ranks say the same; or else ValueError on all of them."""
-        if any(digest != told[0][0] for digest, *_ in told):
-            _raise_difference(ranks.gather(self.alike))
-        _check_replicas([held for *_, held in told])
-        owns = {name: [values[name] for _, values, _ in told] for name in self.own}
-        return written_tree(self.node, self.spec, owns)
+    def check_agreement(self, messages: list[RankMessage], ranks: Ranks) -> Any:
+        """Return the JSON tree of the state. Raises ValueError, on every rank, if the messages of the ranks disagree."""
+        if any(digest != messages[0][0] for digest, *_ in messages):
+            _raise_difference(ranks.gather(self.common))
+        _check_replicas([replicas for *_, replicas in messages])
+        every = {name: [values[name] for _, values, _ in messages] for name in self.per_rank}
+        return tree_to_json(self.node, self.spec, every)
+
+    def _add(self, leaf: Leaf, value: Any, ranks: Ranks) -> None:
+        name = leaf_names(leaf)[0]
+        if isinstance(value, Tensor):
+            check_storable(value, f"state '{name}'")
+        if isinstance(leaf, ValueLeaf):
+            if leaf.is_per_rank:
+                self.common[name] = "each rank's own, no tensor"
+                self.per_rank[name] = leaf.value
+            else:
+                self.common[name] = json.dumps(plain_to_json(leaf.value, name))
+            return
+        match leaf:
+            case SliceLeaf():
+                self.common[name] = f"slices {leaf.dtype} of unit '{leaf.unit.key}'"
+                if leaf.is_encoded:
+                    raise ValueError(
+                        f"unit '{leaf.unit.key}' is at rest in {leaf.unit.at_rest}, encoded from the frozen model: "
+                        "expected a state without it; save fs.partition(params, spec)[0]"
+                    )
+                if self.spec.size(leaf.unit) < ranks.size:
+                    self.replicas[name] = leaf.unit.key, leaf.slice_index(self.spec), int(fingerprint(value.detach()))
+            case TensorLeaf(is_per_rank=True):
+                self.common[name] = f"each rank's own, of one shape on all, {list(leaf.shape)} {leaf.dtype}"
+            case OwnedLeaf():
+                self.common[name] = f"of one rank, {list(leaf.shape)} {leaf.dtype}"
+            case _:
+                self.common[name] = f"{list(value.shape)} {value.dtype} of digest {int(fingerprint(value.detach())):x}"
+        self.ranges.extend(leaf.ranges(value, self.spec, ranks.rank, ranks.size))
 
 
-def planned(state: Any, spec: PartitionSpec, ranks: Ranks) -> Planned:
-    """What this rank has to write. ValueError, TypeError for a state that cannot be saved."""
-    node, values = described(state, spec)
-    parts: list[Part] = []
-    alike: dict[str, str] = dict(containers(node))
-    own: dict[str, Any] = {}
-    held: dict[str, tuple[str, int, int]] = {}
+def summarize_state(state: Any, spec: PartitionSpec, ranks: Ranks) -> StateSummary:
+    """Return the summary of a state on this rank. Raises ValueError or TypeError for a state that cannot be saved."""
+    node, values = describe(state, spec)
+    summary = StateSummary(spec, node)
+    for path, found in walk(node):
+        if isinstance(found, ContainerNode):
+            argument = "" if found.argument is None else f" of {found.argument}"
+            summary.common[path] = f"a container, {found.kind or 'of a class of its own'}{argument}"
     with torch.no_grad():
-        for leaf, value in zip(leaves(node), values, strict=True):
-            if isinstance(value, Tensor):
-                check_holds(value, f"state '{names_of(leaf)[0]}'")
-            _add(leaf, value, spec, ranks, parts, alike, own)
-            if isinstance(leaf, Slice) and spec.size(leaf.unit) < ranks.size:
-                held[leaf.names[0][0]] = leaf.unit.key, leaf.index(spec), int(fingerprint(value.detach()))
-        _refuse_twice([name for leaf in leaves(node) for name in names_of(leaf)])
-        return Planned(spec, node, Writes(parts), alike, own, held)
+        for leaf, value in zip(iter_leaves(node), values, strict=True):
+            summary._add(leaf, value, ranks)
+    _check_distinct([name for leaf in iter_leaves(node) for name in leaf_names(leaf)])
+    return summary
 
 
-def _add(
-    leaf: Leaf, value: Any, spec: PartitionSpec, ranks: Ranks, parts: list[Part], alike: dict[str, str], own: dict[str, Any]
-) -> None:
-    match leaf:
-        case Value(name, own=True):
-            alike[name] = "each rank's own, no tensor"
-            own[name] = value
-        case Value(name):
-            alike[name] = json.dumps(to_json(value, name))
-        case Slice():
-            alike[leaf.names[0][0]] = f"slices {leaf.dtype} of unit '{leaf.unit.key}'"
-            if leaf.encoded:
-                raise ValueError(
-                    f"unit '{leaf.unit.key}' is at rest in {leaf.unit.at_rest}, which is made of the model that it was frozen "
-                    "with: expected a state without it; save fs.partition(params, spec)[0]"
-                )
-            parts += leaf.parts(value, spec, ranks.rank, ranks.size)
-        case Whole(own=True):
-            alike[leaf.name] = f"each rank's own, of one shape on all, {list(leaf.shape)} {leaf.dtype}"
-            parts += leaf.parts(value, spec, ranks.rank, ranks.size)
-        case Owned():
-            alike[leaf.names[0]] = f"of one rank, {list(leaf.shape)} {leaf.dtype}"
-            parts += leaf.parts(value)
-        case Whole() | Scalar():
-            name = leaf.name if isinstance(leaf, Whole) else leaf.names[0][0]
-            alike[name] = f"{list(value.shape)} {value.dtype} of digest {int(fingerprint(value.detach())):x}"
-            parts += leaf.parts(value, spec, ranks.rank, ranks.size)
-
-
-def _raise_difference(told: list[dict[str, str]]) -> None:
-    for name in dict.fromkeys(name for one in told for name in one):
-        texts = [one.get(name, "nothing") for one in told]
+def _raise_difference(every: list[dict[str, str]]) -> None:
+    """Raise ValueError for the first name whose text differs between the ranks."""
+    for name in dict.fromkeys(name for one in every for name in one):
+        texts = [one.get(name, "nothing") for one in every]
         if rank := next((rank for rank, text in enumerate(texts) if text != texts[0]), 0):
             raise ValueError(
                 f"state '{name}': expected the same on all ranks, got on rank 0 {texts[0]}, on rank {rank} {texts[rank]}; wrap "
@@ -109,21 +108,21 @@ def _raise_difference(told: list[dict[str, str]]) -> None:
             )
 
 
-def _check_replicas(told: list[dict[str, tuple[str, int, int]]]) -> None:
-    """ValueError, naming the unit, where replicas have drifted apart: each writes a part of what all of them hold."""
-    for name in told[0]:
+def _check_replicas(every: list[dict[str, tuple[str, int, int]]]) -> None:
+    """Check that replicas are equal, since each writes a part. Raises ValueError, naming the unit, otherwise."""
+    for name in every[0]:
         first: dict[int, tuple[int, int]] = {}
-        for rank, held in enumerate(told):
-            key, index, digest = held[name]
-            before, expected = first.setdefault(index, (rank, digest))
+        for rank, replicas in enumerate(every):
+            key, index, digest = replicas[name]
+            other, expected = first.setdefault(index, (rank, digest))
             if digest != expected:
                 raise ValueError(
                     f"unit '{key}' of state '{name}': expected the same on all replicas, got others on rank {rank} than on "
-                    f"rank {before}; average them first, as by fs.averaging.average"
+                    f"rank {other}; average them first, as by fs.averaging.average"
                 )
 
 
-def _refuse_twice(names: list[str]) -> None:
+def _check_distinct(names: list[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:

@@ -1,4 +1,4 @@
-"""The tree that a state is described by: its nodes, where in it something is, its leaves, and the state made of them."""
+"""The nodes of a state's tree, the paths of what lies in it, and the state that is built of its leaves."""
 
 from __future__ import annotations
 
@@ -9,146 +9,152 @@ from typing import Any, NamedTuple
 from ..._spec.tree import Param
 from ..._spec.unit import Unit
 from ...optim import MatrixState
-from .containers import Made, maker
-from .leaves import Leaf, Slice
+from .containers import Builder, get_builder, get_fields
+from .leaves import Leaf, SliceLeaf
 
 __all__ = [
-    "Branch",
+    "MAX_DEPTH",
+    "ContainerNode",
     "Node",
-    "Place",
-    "Units",
-    "build",
-    "containers",
-    "dict_of",
-    "leaves",
-    "matrix_state",
-    "parameters",
+    "StatePath",
+    "UnitsNode",
+    "build_state",
+    "iter_leaves",
+    "make_container_node",
+    "make_dict_node",
+    "make_matrix_state_node",
+    "make_units_node",
+    "parameter_slice",
     "stored_names",
+    "walk",
 ]
 
+MAX_DEPTH = 100
+"""The most containers inside each other that a state may have, since `load` builds them by recursion."""
+
 
 @dataclass(frozen=True)
-class Branch:
-    """A container: its children, how it is made of them, and ``kind`` and ``of`` as in `Container`."""
+class ContainerNode:
+    """A container: its children, how it is built of them, and ``kind`` and ``argument`` as in `Container`."""
 
     kind: str
-    of: Any
+    argument: Any
     entries: tuple[Any, ...]
     children: tuple[Node, ...]
-    make: Made
+    build: Builder
 
 
 @dataclass(frozen=True)
-class Units:
-    """A mapping by the keys of units. ``children`` are of keys of units and of others, ``whole`` whether of all units.
-
-    ``kind`` and ``of`` are as in `Container`; it comes back as a dict if a file has no name for it.
-    """
+class UnitsNode(ContainerNode):
+    """A mapping by the keys of units, and perhaps other keys. It comes back as a dict if a file has no name for its class."""
 
     prefix: str
-    children: Mapping[str, Node]
-    whole: bool
-    kind: str = "dict"
-    of: Any = None
+    """Its path in the state."""
+    is_complete: bool
+    """Whether it has all units of the spec."""
 
 
-Node = Branch | Units | Leaf
+Node = ContainerNode | Leaf
 
 
-class Place(NamedTuple):
-    """Where in a state something is that belongs to a unit."""
+class StatePath(NamedTuple):
+    """The path of a part of a unit's state."""
 
     unit: Unit
     path: tuple[str, ...]
-    """Of the mapping by units."""
+    """The path of the mapping by units."""
     numbers: frozenset[int] = frozenset()
-    """As `numbers_in` gives them."""
+    """The ids of tensors that are numbers for each group of options, as `find_option_numbers` returns them."""
     slot: tuple[str, ...] = ()
-    """In what the mapping has for the unit."""
-    of: tuple[Param, ...] | None = None
-    """To which of the unit's parameters it belongs, if not to all."""
-    alone: bool = False
-    """Whether it is what lies in the slice of one of them."""
+    """The path within the unit's entry of the mapping."""
+    subset: tuple[Param, ...] | None = None
+    """The parameters that the part belongs to, or None for all of the unit's."""
+    is_compact: bool = False
+    """As in `SliceLeaf`."""
 
     @property
     def params(self) -> tuple[Param, ...]:
-        """To which it belongs."""
-        return self.unit.params if self.of is None else self.of
+        """The parameters that the part belongs to."""
+        return self.unit.params if self.subset is None else self.subset
 
     @property
-    def full(self) -> tuple[str, ...]:
-        """The path for an error."""
+    def error_path(self) -> tuple[str, ...]:
+        """The path for an error: of the unit's key, not of its parameters."""
         return (*self.path, self.unit.key, *self.slot)
-
-    def at(self, *entries: str) -> Place:
-        """Deeper in it."""
-        return self._replace(slot=(*self.slot, *entries))
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
-        """Under which it is stored, for each of the parameters."""
+        """For each of the parameters, the names under which the part is stored."""
         return stored_names(self.params, self.path, self.slot)
 
-    def alike(self, found: Mapping[str, Any]) -> Any:
-        """What a file has for parameters of the unit, by name; ValueError unless it is the same for all of them."""
-        (first, one), *others = found.items()
+    def child(self, *entries: str) -> StatePath:
+        """Return the path of an entry in this part."""
+        return self._replace(slot=(*self.slot, *entries))
+
+    def common_value(self, found: Mapping[str, Any]) -> Any:
+        """Return the JSON data that all of the unit's parameters have. Raises ValueError where they differ."""
+        (first, value), *others = found.items()
         where = f"state '{'.'.join(self.path)}'" if self.path else "the state"
         for name, other in others:
-            if repr(other) != repr(one):  # by which NaN is NaN
+            if repr(other) != repr(value):  # by repr, NaN equals NaN
                 raise ValueError(
                     f"unit '{self.unit.key}' of {where}: expected one kind of state for all of its parameters, got others for "
                     f"'{name}' than for '{first}'; choose units that do not mix them"
                 )
-        return one
+        return value
 
 
-def dict_of(children: Mapping[str, Node]) -> Branch:
-    """A dict."""
-    return Branch("dict", None, tuple(children), tuple(children.values()), maker("dict", None, tuple(children)))
+def make_container_node(kind: str, argument: Any, children: Mapping[Any, Node]) -> ContainerNode:
+    """Return the node of a container that a file can name, of its children by entry."""
+    entries = tuple(children)
+    return ContainerNode(kind, argument, entries, tuple(children.values()), get_builder(kind, argument, entries))
 
 
-def matrix_state(step: Node, slices: Mapping[str, Node], owned: Mapping[str, Node], rest: Mapping[str, Node]) -> Branch:
-    """What an optimizer of matrices has for a unit."""
-    children = (step, dict_of(slices), dict_of(owned), dict_of(rest))
-    return Branch("MatrixState", None, MatrixState._fields, children, maker("MatrixState", None, MatrixState._fields))
+def make_dict_node(children: Mapping[str, Node]) -> ContainerNode:
+    """Return the node of a dict."""
+    return make_container_node("dict", None, children)
+
+
+def make_units_node(
+    prefix: str, children: Mapping[str, Node], *, is_complete: bool, kind: str = "dict", argument: Any = None
+) -> UnitsNode:
+    """Return the node of a mapping by the keys of units."""
+    return UnitsNode(**vars(make_container_node(kind, argument, children)), prefix=prefix, is_complete=is_complete)
+
+
+def make_matrix_state_node(
+    step: Node, slices: Mapping[str, Node], owned: Mapping[str, Node], fallback: Mapping[str, Node]
+) -> ContainerNode:
+    """Return the node of a unit's `MatrixState`."""
+    children = (step, make_dict_node(slices), make_dict_node(owned), make_dict_node(fallback))
+    return make_container_node(MatrixState.__name__, None, dict(zip(get_fields(MatrixState), children, strict=True)))
 
 
 def stored_names(params: Iterable[Param], path: Sequence[str], slot: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """The names under which what belongs to parameters is stored, for each of them."""
+    """Return, for each parameter, the names under which a part of its state is stored."""
     return tuple(tuple(".".join((*path, name, *slot)) for name in param.names) for param in params)
 
 
-def parameters(unit: Unit, path: Sequence[str] = ()) -> Slice:
-    """The unit's parameters, as the part of a state at this path."""
-    return Slice(unit, stored_names(unit.params, path, ()), unit.dtype, unit.at_rest is not None)
+def parameter_slice(unit: Unit, path: Sequence[str] = ()) -> SliceLeaf:
+    """Return the leaf of the unit's parameters, as the part of a state at this path."""
+    return SliceLeaf(unit, stored_names(unit.params, path, ()), unit.dtype, unit.at_rest is not None)
 
 
-def leaves(node: Node) -> Iterator[Leaf]:
-    """In the order of `described`."""
-    if isinstance(node, Branch):
-        for child in node.children:
-            yield from leaves(child)
-    elif isinstance(node, Units):
-        for child in node.children.values():
-            yield from leaves(child)
-    else:
-        yield node
+def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Node]]:
+    """Yield ``(path, node)`` of a node and of all nodes below it, depth first."""
+    yield ".".join(path), node
+    if isinstance(node, ContainerNode):
+        for entry, child in zip(node.entries, node.children, strict=True):
+            yield from walk(child, (*path, str(entry)))
 
 
-def containers(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """``(path, what it is)`` of every container."""
-    if not isinstance(node, Branch | Units):
-        return
-    yield ".".join(path), f"a container, {node.kind or 'of a class of its own'}" + ("" if node.of is None else f" of {node.of}")
-    children = zip(node.entries, node.children, strict=True) if isinstance(node, Branch) else node.children.items()
-    for entry, child in children:
-        yield from containers(child, (*path, str(entry)))
+def iter_leaves(node: Node) -> Iterator[Leaf]:
+    """Yield the leaves in the order of the values that `describe` returns."""
+    return (found for _, found in walk(node) if not isinstance(found, ContainerNode))
 
 
-def build(node: Node, values: Iterator[Any]) -> Any:
-    """The state of these leaves. Inverse of `described`, but for `per_rank`, which is taken off."""
-    if isinstance(node, Branch):
-        return node.make([build(child, values) for child in node.children])
-    if isinstance(node, Units):
-        return maker(node.kind, node.of, tuple(node.children))([build(child, values) for child in node.children.values()])
+def build_state(node: Node, values: Iterator[Any]) -> Any:
+    """Return the state that has these values as leaves. Inverse of `describe`, without `per_rank`."""
+    if isinstance(node, ContainerNode):
+        return node.build([build_state(child, values) for child in node.children])
     return next(values)
