@@ -146,7 +146,7 @@ class OffloadHooks(SavedTensorHooks):
         if not (type(packed) is tuple or isinstance(packed, Tensor)) or not self.is_moved(tensor):
             return packed
         inner = _torch.unwrap(tensor)
-        start, stop = _span(inner)
+        start, stop = _storage_span(inner)
         whole = inner.untyped_storage().nbytes() // inner.itemsize
         if 2 * (stop - start) >= whole:
             start, stop = 0, whole
@@ -163,7 +163,7 @@ class OffloadHooks(SavedTensorHooks):
         inner = _torch.unwrap(tensor)
         if not self.target.is_source(inner.device) or any(_torch.storage_id(inner) in held for held in self.held):
             return False
-        start, stop = _span(inner)
+        start, stop = _storage_span(inner)
         if (stop - start) * inner.itemsize < max(self.target.at_least, 1):
             return False
         if self._level and (inner.requires_grad or _torch.current_level() > self._level):  # a level below records it
@@ -184,7 +184,7 @@ class OffloadHooks(SavedTensorHooks):
 _WHO = "offload: what is offloaded", "none inside of it; offload what is inside of the transform"
 
 
-def _span(x: Tensor) -> tuple[int, int]:
+def _storage_span(x: Tensor) -> tuple[int, int]:
     """Return the first element of its storage that a tensor views, and the one after the last."""
     start = int(x.storage_offset())
     if not x.numel():

@@ -107,7 +107,7 @@ def per_sample_grads(
 
     buffers = {unit.key: gather_unit(params[unit.key], unit, mesh) for unit in units}
     probes = {unit.key: _zero_probe(params[unit.key]) for unit in units}
-    with contextlib.nullcontext() if compiled else RefusedFunctions({REGISTER_HOOK: _HOOK}):
+    with contextlib.nullcontext() if compiled else RefusedFunctions({REGISTER_HOOK: _HOOK_MESSAGE}):
         squares: Mapping[str, Tensor] = vmap_samples(torch.func.grad(probed_loss), probes)
     buffers.clear()
     norms = torch.stack(list(squares.values())).sum(0).sqrt()
@@ -127,7 +127,7 @@ def per_sample_grads(
     return {key: (g / total).to(g.dtype) for key, g in grads.items()}
 
 
-_HOOK = (
+_HOOK_MESSAGE = (
     "per_sample_grads(clip=): a module's forward calls tensor.register_hook, which one of the two passes does not know: "
     "expected an autograd.Function that changes the gradient, or no clip"
 )

@@ -13,15 +13,15 @@ import functools
 import threading
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..._spec.spec import PartitionSpec
 from ...collectives._mesh import Mesh, Simulated
-from .adapters import BY_CLASS, FUNCTION, LOCAL, TUPLE, Contents, ObjectAdapter, Part, ordered_elements, part_of, refill
-from .stateful_adapters import GENERATORS, ITERATOR, MODULE, NUMPY_GENERATOR, SIMULATED_RANKS, find_simulated_ranks
+from .adapters import ADAPTERS, Contents, ObjectAdapter, Part, ordered_elements, part_of, refill
+from .stateful_adapters import NUMPY_ADAPTER, STATEFUL_ADAPTERS, find_simulated_ranks
 
 __all__ = ["find_adapter"]
 
@@ -30,27 +30,26 @@ def find_adapter(obj: Any) -> ObjectAdapter | None:
     """Return the adapter of an object; None for a constant."""
     if isinstance(obj, types.FunctionType):
         is_ours = str(obj.__globals__.get("__name__", "")).partition(".")[0] in ("funshard", "torch")
-        return None if is_ours else FUNCTION
+        return None if is_ours else ADAPTERS[types.FunctionType]
     if isinstance(obj, PartitionSpec | Mesh | Simulated):
-        return SIMULATED_RANKS if find_simulated_ranks(obj) else None
+        return STATEFUL_ADAPTERS[Simulated] if find_simulated_ranks(obj) else None
     return _find_by_class(type(obj))
 
 
 @functools.lru_cache(maxsize=4096)
 def _find_by_class(cls: type) -> ObjectAdapter | None:
     if issubclass(cls, nn.Module):
-        return MODULE
-    if issubclass(cls, tuple):
-        return TUPLE
-    if adapter := BY_CLASS.get(cls) or GENERATORS.get(cls):
+        return STATEFUL_ADAPTERS[nn.Module]
+    for base in (tuple, threading.local):
+        if issubclass(cls, base):
+            return ADAPTERS[base]
+    if adapter := ADAPTERS.get(cls) or STATEFUL_ADAPTERS.get(cls):
         return adapter
-    if issubclass(cls, threading.local):
-        return LOCAL
     if hasattr(cls, "__next__") and not cls.__dictoffset__:  # an iterator of C
-        return ITERATOR
+        return STATEFUL_ADAPTERS[Iterator]
     package, _, module = cls.__module__.partition(".")
     if package == "numpy" and cls.__name__ == "Generator":
-        return NUMPY_GENERATOR
+        return NUMPY_ADAPTER
     opaque = package in _OPAQUE_PACKAGES or (package == "torch" and module.partition(".")[0] != "distributions")
     return None if opaque or issubclass(cls, enum.Enum | type) else _make_adapter(cls)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
@@ -18,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-__all__ = ["BY_CLASS", "FUNCTION", "LOCAL", "PLAIN_TYPES", "TUPLE", "Contents", "ObjectAdapter", "OpaqueState", "Part"]
+__all__ = ["ADAPTERS", "PLAIN_TYPES", "Contents", "ObjectAdapter", "OpaqueState", "Part"]
 __all__ += ["ordered_elements", "part_of", "read_cell", "refill"]
 
 Part = tuple[list[Any], list[Any]]
@@ -90,19 +91,12 @@ def _make_tuple(cls: Any, contents: Contents) -> Any:
     return cls._make(values) if hasattr(cls, "_make") else cls(values)
 
 
-TUPLE = ObjectAdapter(lambda obj: [(list(range(len(obj))), list(tuple.__iter__(obj)))], _make_tuple, get_context=type)
-
-
 def _view_adapter(make: Callable[[Any], Any]) -> ObjectAdapter:
     """Return the adapter of a view of a dict, which refers to the dict but has no attribute for it."""
     return ObjectAdapter(lambda view: [(["mapping"], gc.get_referents(view)[:1])], lambda _, contents: make(contents[0][1][0]))
 
 
 _VIEWS: list[Any] = [getattr(base, name) for base in (dict, OrderedDict) for name in ("keys", "values", "items")]
-LOCAL = ObjectAdapter(
-    lambda obj: [part_of(vars(obj))], lambda obj, contents: refill(vars(obj), contents[0]), lambda cls: cls.__new__(cls), type
-)
-"""threading.local: a run sees the attributes of its own thread."""
 
 
 def _make_partial(cls: Any, contents: Contents) -> Any:
@@ -128,9 +122,6 @@ def _make_function(context: Any, contents: Contents) -> Any:
     return function
 
 
-FUNCTION = ObjectAdapter(_read_function, _make_function, get_context=lambda f: (f.__code__, f.__globals__, f.__name__))
-
-
 def read_cell(cell: Any) -> Contents:
     """Return what is in the cell of a closure, if it is set."""
     try:
@@ -144,7 +135,8 @@ def _fill_cell(cell: Any, contents: Contents) -> None:
         cell.cell_contents = value
 
 
-BY_CLASS: dict[type, ObjectAdapter] = {
+ADAPTERS: dict[type, ObjectAdapter] = {
+    tuple: ObjectAdapter(lambda obj: [(list(range(len(obj))), list(tuple.__iter__(obj)))], _make_tuple, get_context=type),
     frozenset: ObjectAdapter(
         lambda obj: [(list(range(len(obj))), ordered_elements(obj))],
         lambda cls, contents: cls(contents[0][1]),
@@ -153,6 +145,9 @@ BY_CLASS: dict[type, ObjectAdapter] = {
     types.MethodType: ObjectAdapter(
         lambda obj: [(["__func__", "__self__"], [obj.__func__, obj.__self__])],
         lambda _, contents: types.MethodType(*contents[0][1]),
+    ),
+    types.FunctionType: ObjectAdapter(
+        _read_function, _make_function, get_context=lambda f: (f.__code__, f.__globals__, f.__name__)
     ),
     types.CellType: ObjectAdapter(read_cell, _fill_cell, lambda _: types.CellType()),
     functools.partial: ObjectAdapter(
@@ -167,8 +162,14 @@ BY_CLASS: dict[type, ObjectAdapter] = {
     ),
     types.MappingProxyType: _view_adapter(types.MappingProxyType),
     **{type(make(make.__objclass__())): _view_adapter(make) for make in _VIEWS},
+    threading.local: ObjectAdapter(  # a run sees the attributes of its own thread
+        lambda obj: [part_of(vars(obj))],
+        lambda obj, contents: refill(vars(obj), contents[0]),
+        lambda cls: cls.__new__(cls),
+        type,
+    ),
     WeakKeyDictionary: ObjectAdapter(
         lambda obj: [part_of(obj)], lambda obj, contents: refill(obj, contents[0]), lambda _: WeakKeyDictionary[Any, Any]()
     ),
 }
-"""The adapters of these classes, not of their subclasses."""
+"""The adapters of these classes; of their subclasses only for tuple and threading.local."""

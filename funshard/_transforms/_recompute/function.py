@@ -129,8 +129,8 @@ class RecomputedFunction:
         for x, version, path in zip(xs, versions, self._paths, strict=True):
             if _torch.version(x) != version:
                 raise RuntimeError(
-                    f"{self.name} changed a tensor in place that it was handed: {path}; expected it as it was, for it runs "
-                    "again: change a copy of it"
+                    f"{self.name} changed in place a tensor that it was given: {path}; expected it unchanged, because the "
+                    "function runs again; change a copy"
                 )
         if self._first is None:
             self._changed = outcome.find_changed(self._snapshot)
@@ -216,7 +216,7 @@ class RecomputedFunction:
                 if self._answers is None and _differentiates_operand(_torch.unwrap(result), xs):
                     raise RuntimeError(
                         f"{self.name} calls requires_grad_() on one of its arguments, or a tensor in its memory, and {path} "
-                        "depends on that: in a run without a graph its derivatives are not to be told from others; expected "
+                        "depends on that: a run without a graph cannot tell its derivatives from others; expected "
                         "the gradient by torch.func.grad, as of forces: torch.func.grad(self.energy)(x)"
                     )
                 raise RuntimeError(

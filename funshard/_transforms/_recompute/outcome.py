@@ -144,5 +144,5 @@ def _describe(token: Token, outcome: RunOutcome) -> str:
     if kind == CONSTANT:
         return repr(x) if isinstance(x, int | float | str | None) else f"a {type(x).__name__}"
     if kind == TENSOR:
-        return "one of the tensors it was handed" if x[0] else f"a tensor of shape {list(outcome.layouts[x[1]][1])}"
-    return "an object it was handed" if x[0] else f"a new {outcome.classes[x[1]].__name__}"
+        return "one of the tensors it was given" if x[0] else f"a tensor of shape {list(outcome.layouts[x[1]][1])}"
+    return "an object it was given" if x[0] else f"a new {outcome.classes[x[1]].__name__}"

@@ -112,8 +112,8 @@ class _SavedResult:
 
 def _changed_error(name: str, op: _torch.OpOverload, how: str = "") -> RuntimeError:
     return RuntimeError(
-        f"{name}: what {op} made is saved, and was changed in place afterwards{how}: expected it as it was made; do not save "
-        "this operator, or change a copy of what it made"
+        f"{name}: the result of {op} is saved, and was changed in place afterwards{how}: expected it unchanged; do not save "
+        "this operator, or change a copy of its result"
     )
 
 

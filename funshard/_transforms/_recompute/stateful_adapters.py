@@ -18,8 +18,8 @@ from ..._spec.spec import PartitionSpec
 from ...collectives._mesh import Mesh, Simulated
 from .adapters import Contents, ObjectAdapter, OpaqueState, part_of
 
-__all__ = ["CALL_ATTRIBUTES", "GENERATORS", "ITERATOR", "MODULE", "NUMPY_GENERATOR", "SIMULATED_RANKS"]
-__all__ += ["find_simulated_ranks", "read_module_state", "set_attributes"]
+__all__ = ["CALL_ATTRIBUTES", "NUMPY_ADAPTER", "STATEFUL_ADAPTERS", "find_simulated_ranks"]
+__all__ += ["read_module_state", "set_attributes"]
 
 CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH)
 """The attributes of a module that functional_call replaces."""
@@ -46,31 +46,19 @@ def set_attributes(module: nn.Module, new: Mapping[str, Any], but: tuple[str, ..
     attributes.update((name, value) for name, value in new.items() if name not in but)
 
 
-MODULE = ObjectAdapter(
-    _read_module,
-    lambda module, contents: set_attributes(module, dict(zip(*contents[0], strict=True))),
-    make_empty=lambda module: module,
-    get_context=lambda module: module,
-)
-"""A run gets the caller's module itself, with other attributes for its length."""
-
-
-def _position(obj: Any) -> object:
+def _iterator_position(obj: Any) -> object:
     """Return something that changes when the iterator moves on; None if nothing can be seen."""
     if isinstance(obj, types.GeneratorType):
         return obj.gi_frame.f_lasti if obj.gi_frame else -1
     if hasattr(obj, "__length_hint__"):
         return operator.length_hint(obj)
     if isinstance(obj, zip | enumerate | map | filter):
-        return tuple(_position(inner) if hasattr(inner, "__next__") else str(inner) for inner in obj.__reduce__()[1])
+        return tuple(_iterator_position(inner) if hasattr(inner, "__next__") else str(inner) for inner in obj.__reduce__()[1])
     return repr(obj)  # as of itertools.count
 
 
 def _refuse_copy(_: Any) -> Any:
     raise TypeError("it cannot be wound back")
-
-
-ITERATOR = ObjectAdapter(lambda obj: [(["position"], [OpaqueState(_position(obj))])], lambda obj, contents: None, _refuse_copy)
 
 
 def _generator_adapter(
@@ -87,21 +75,12 @@ def _generator_adapter(
     return ObjectAdapter(lambda generator: [(["state"], [OpaqueState(get_state(generator))])], fill, make, get_context)
 
 
-NUMPY_GENERATOR = _generator_adapter(
+NUMPY_ADAPTER = _generator_adapter(
     lambda g: (type(g), type(g.bit_generator)),
     lambda classes: classes[0](classes[1]()),
     lambda g: pickle.dumps(g.bit_generator.state),
     lambda g, state: setattr(g.bit_generator, "state", pickle.loads(state)),
 )
-GENERATORS = {
-    torch.Generator: _generator_adapter(
-        lambda g: g.device, torch.Generator, torch.Generator.get_state, torch.Generator.set_state
-    ),
-    random.Random: _generator_adapter(
-        lambda _: None, lambda _: random.Random(), random.Random.getstate, random.Random.setstate
-    ),
-}
-"""The adapters of these classes, not of their subclasses."""
 
 
 def find_simulated_ranks(obj: PartitionSpec | Mesh | Simulated) -> list[Tensor]:
@@ -131,4 +110,23 @@ def _read_ranks(obj: Any) -> Contents:
     return [(list(range(len(ranks))), ranks)]
 
 
-SIMULATED_RANKS = ObjectAdapter(_read_ranks, _replace_ranks, get_context=lambda obj: obj)
+STATEFUL_ADAPTERS: dict[type, ObjectAdapter] = {
+    # a run gets the caller's module itself, with other attributes for its length
+    nn.Module: ObjectAdapter(
+        _read_module,
+        lambda module, contents: set_attributes(module, dict(zip(*contents[0], strict=True))),
+        make_empty=lambda module: module,
+        get_context=lambda module: module,
+    ),
+    Iterator: ObjectAdapter(
+        lambda obj: [(["position"], [OpaqueState(_iterator_position(obj))])], lambda obj, contents: None, _refuse_copy
+    ),
+    Simulated: ObjectAdapter(_read_ranks, _replace_ranks, get_context=lambda obj: obj),
+    torch.Generator: _generator_adapter(
+        lambda g: g.device, torch.Generator, torch.Generator.get_state, torch.Generator.set_state
+    ),
+    random.Random: _generator_adapter(
+        lambda _: None, lambda _: random.Random(), random.Random.getstate, random.Random.setstate
+    ),
+}
+"""The adapters of modules, iterators of C, simulated ranks and what contains these, and two classes of generators."""
