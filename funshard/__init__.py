@@ -76,12 +76,7 @@ from ._transforms.grad import grad, grad_and_value, hvp
 from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
 from ._units.layout import Params, flatten, param_views, unflatten
-from .policies import (
-    Policy,
-    by_path,
-    by_size,
-    by_type,
-)
+from .policies import Policy, by_path, by_size, by_type
 
 if _typing.TYPE_CHECKING:
     from . import checkpoint

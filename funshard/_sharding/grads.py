@@ -64,13 +64,17 @@ def reduce_grads(
 def reduce_mean(grads: Mapping[str, Tensor], spec: PartitionSpec, weight: float | Tensor) -> Params:
     """Return ``sum_r w_r g_r / sum_r w_r`` in slices: the mean over all samples if ranks have different numbers of them.
 
-    ``grads`` are this rank's full gradients by parameter name, of the mean over its own samples or tokens, and ``weight``
-    is how many these are: a number, or a scalar tensor. A rank without any takes part with weight 0, whatever its
-    gradients are, NaN too; without any samples at all the result is zeros. One all-reduce of a scalar for each axis, and
-    `reduce_grads`. What ``Join`` of torch.distributed.algorithms approximates. To reduce while backward runs, multiply the
-    loss by `weight_share` instead and call functional_call with ``reduce="sum"``.
+    What ``Join`` of torch.distributed.algorithms approximates. Sends a scalar for each axis, and what `reduce_grads` sends. To
+    reduce while backward runs, multiply the loss by `weight_share` and call functional_call with ``reduce="sum"``.
 
-    Raises what `reduce_grads` raises.
+    Args:
+        grads: This rank's full gradients by parameter name, of the mean over its own samples or tokens.
+        spec: The spec of the shards.
+        weight: This rank's number of samples, a number or a scalar tensor. With weight 0 the rank takes part and its gradients
+            do not count, NaN included. If all weights are 0 the result is zeros.
+
+    Raises:
+        ValueError: As `reduce_grads` does.
 
     Example:
         >>> import torch, funshard as fs
@@ -88,6 +92,10 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
     """Return ``w / sum_r w_r``, this rank's share of the total weight, or 0 if that is 0; a scalar in float32 at least.
 
     A loss that is the mean over this rank's samples, times this, and ``reduce="sum"``, is the mean over all ranks' samples.
+
+    Args:
+        weight: This rank's number of samples or tokens, a number or a scalar tensor.
+        spec: The spec, whose mesh has the ranks.
 
     Example:
         >>> import torch, funshard as fs

@@ -228,7 +228,13 @@ def partition(
 
 
 def combine(*parts: Mapping[str, Tensor]) -> Params:
-    """Merge disjoint dicts into one. Inverse of `partition`. Raises ValueError for a key that is in two of them.
+    """Return the union of disjoint dicts. Inverse of `partition`.
+
+    Args:
+        parts: Dicts by unit key or parameter name.
+
+    Raises:
+        ValueError: For a key that is in two of them.
 
     Example:
         >>> import torch, funshard as fs

@@ -16,11 +16,16 @@ __all__ = ["spmd"]
 def spmd(fn: Callable[..., Any], size: int | Mapping[str, int]) -> Callable[..., Any]:
     """Run ``fn`` on every rank of a simulated mesh, in one process: ``spmd(fn, 4)(xs)[r] == fn(mesh, xs[r])`` on rank r.
 
-    ``fn`` takes the mesh (bind specs to it with ``.on(mesh)``) and this rank's arguments; tensors among the arguments
-    of ``spmd(...)`` have the ranks in dimension 0, row by row for a mesh of several axes, and so have the results.
-    ``size`` is the size of one axis "shard", or axis names with sizes. Everything that torch.func offers works inside
-    and outside. Close over what all ranks share. Random numbers are each rank's own; a vmap of your own inside has the
-    ``randomness`` that you give it, and with ``chunk_size`` it cannot be an axis (ValueError).
+    torch.func's transforms work inside and outside. Close over what all ranks share. Random numbers are each rank's own; a
+    vmap inside has the ``randomness`` that you give it, and with ``chunk_size`` it cannot be an axis (ValueError).
+
+    Args:
+        fn: A function of the mesh, to which it binds specs with ``.on(mesh)``, and this rank's arguments.
+        size: The size of one axis "shard", or axis names with sizes.
+
+    Returns:
+        A function of the same arguments without the mesh. Tensors in its arguments and results have the ranks in dimension 0,
+        row by row for a mesh of several axes.
 
     >>> import funshard as fs
     >>> fs.testing.spmd(lambda mesh, x: fs.collectives.gather_slices(x, mesh["shard"]), 2)(torch.tensor([[1], [2]]))

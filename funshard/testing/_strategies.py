@@ -24,6 +24,11 @@ __all__ = ["assert_exact", "integers_like", "meshes", "modules", "policies", "sp
 def integers_like(model: nn.Module, seed: int = 0, high: int = 4) -> Params:
     """Return small whole numbers in the shapes and dtypes of a model's parameters, by name: their sums are exact.
 
+    Args:
+        model: Only shapes and dtypes are read.
+        seed: The seed of the numbers.
+        high: The largest magnitude.
+
     Example:
         >>> import torch, funshard as fs
         >>> params = fs.testing.integers_like(torch.nn.Linear(2, 1))
@@ -66,6 +71,15 @@ def modules(
 
     Each maps a 0-dim tensor to a 0-dim tensor, by sums and products: exact on small whole numbers.
 
+    Args:
+        max_depth: The most levels of modules below the root.
+        tied: Whether modules are shared and parameters tied.
+        frozen: Whether some parameters do not require gradients.
+        dtype: The dtype of all parameters.
+
+    Returns:
+        A hypothesis strategy.
+
     Example:
         >>> from hypothesis import given
         >>> import funshard as fs
@@ -104,6 +118,12 @@ def modules(
 def policies(model: nn.Module) -> SearchStrategy[Policy]:
     """Draw random policies for a model: of every kind, and of random paths with random `P`.
 
+    Args:
+        model: The model that the policies fit.
+
+    Returns:
+        A hypothesis strategy.
+
     Example:
         >>> import torch, funshard as fs
         >>> from hypothesis import given
@@ -135,6 +155,12 @@ def _unify_aliases(model: nn.Module, paths: Mapping[str, P]) -> dict[str, P]:
 
 def meshes(max_size: int = 5) -> SearchStrategy[dict[str, int]]:
     """Draw random mesh shapes: ("shard",), or ("replicate", "shard") for HSDP.
+
+    Args:
+        max_size: The largest size of a mesh of one axis.
+
+    Returns:
+        A hypothesis strategy.
 
     Example:
         >>> from hypothesis import given
