@@ -14,11 +14,11 @@ from .._spec.division import ReduceBy
 from .._spec.spec import PartitionSpec, bind_spec
 from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
-from .in_place import Runs
-from .plan import Parts, Plan
-from .weights import check_as_many, scaled_by, scales_of, wide
+from .in_place import MicrobatchRunner
+from .plan import AccumulationPlan, GradSums
+from .weights import check_weight_count, make_loss_scales, scale_loss, to_sum_dtype
 
-__all__ = ["accumulate", "batches_of"]
+__all__ = ["accumulate", "split_first_batch"]
 
 
 def accumulate(
@@ -69,47 +69,51 @@ def accumulate(
     weights or negative ones, axes that do not fit, a functional_call of these shards with another spec or with a reduction
     of its own, and what `grad_and_value` raises.
     """
-    plan = Plan.of(params, bind_spec(spec), keep, has_aux, reduce, reduce_axes)
-    batches, known = batches_of(microbatches)
+    plan = AccumulationPlan.make(params, bind_spec(spec), keep, has_aux, reduce, reduce_axes)
+    batches, known = split_first_batch(microbatches)
     if weights is not None and known is microbatches:
-        check_as_many(weights, len(known))
+        check_weight_count(weights, len(known))
     plan = dataclasses.replace(plan, in_place=not is_differentiated_outside((params, weights, known)))
-    scales = None if weights is None else scales_of(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
-    parts = (_in_place if plan.in_place else _recorded)(f, plan, batches, scales)
+    scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
+    parts = (_accumulate_in_place if plan.in_place else _accumulate_recorded)(f, plan, batches, scales)
     if scales is not None:
-        check_as_many(scales, len(parts.values))
-    value = plan.value(parts.values, scales)
-    return plan.grads(parts, scales), ((value, parts.auxes) if has_aux else value)
+        check_weight_count(scales, len(parts.values))
+    value = plan.combine_values(parts.values, scales)
+    return plan.finish_grads(parts, scales), ((value, parts.auxes) if has_aux else value)
 
 
-def _in_place(f: Callable[..., Any], plan: Plan, batches: Iterable[Any], scales: Tensor | None) -> Parts:
-    """What the micro-batches give where nobody differentiates it: gradients are added up in the place of the first ones."""
-    runs = Runs(f, plan)
+def _accumulate_in_place(
+    f: Callable[..., Any], plan: AccumulationPlan, batches: Iterable[Any], scales: Tensor | None
+) -> GradSums:
+    """Run the micro-batches by plain autograd, which nothing differentiates, and add up gradients in place."""
+    runs = MicrobatchRunner(f, plan)
     for i, batch in enumerate(batches):
         runs.backward(runs.forward(batch, i, scales))
     return runs.parts
 
 
-def _recorded(f: Callable[..., Any], plan: Plan, batches: Iterable[Any], scales: Tensor | None) -> Parts:
-    """What the micro-batches give as data flow, for whoever differentiates, batches or records it."""
+def _accumulate_recorded(
+    f: Callable[..., Any], plan: AccumulationPlan, batches: Iterable[Any], scales: Tensor | None
+) -> GradSums:
+    """Run the micro-batches as data flow, which transforms can differentiate, batch or record."""
 
     def one(given: Params, entered: Params, batch: Any, i: int) -> tuple[Tensor, tuple[Any, ...]]:
-        with plan.within(given, entered):
-            loss, aux = plan.loss(f, given, batch)
-        return (loss if scales is None else scaled_by(loss, scales, i)), ((loss, aux) if plan.has_aux else (loss,))
+        with plan.make_context(given, entered):
+            loss, aux = plan.run_loss(f, given, batch)
+        return (loss if scales is None else scale_loss(loss, scales, i)), ((loss, aux) if plan.has_aux else (loss,))
 
-    parts, entered = Parts(), plan.entered(plan.params)
+    parts, entered = GradSums(), plan.make_replacements(plan.params)
     for i, batch in enumerate(batches):
         grads, (_, (value, *aux)) = torch.func.grad_and_value(one, (0, 1), has_aux=True)(plan.params, entered, batch, i)
         for sums, new in zip((parts.own, parts.through), grads, strict=True):
-            sums |= {key: sums[key] + wide(grad) if key in sums else wide(grad) for key, grad in new.items()}
+            sums |= {key: sums[key] + to_sum_dtype(grad) if key in sums else to_sum_dtype(grad) for key, grad in new.items()}
         parts.values.append(value)
         parts.auxes.extend(aux)
     return parts
 
 
-def batches_of(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
-    """The micro-batches, and those of them that are known before the first one runs: all, or of a generator one."""
+def split_first_batch(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
+    """Return the micro-batches, and those known before the first one runs: all of a list, the first of a generator."""
     if isinstance(microbatches, list | tuple):
         first: Any = microbatches
         rest: Iterable[Any] = ()

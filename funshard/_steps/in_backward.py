@@ -18,10 +18,10 @@ from .._spec.unit import Unit
 from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
 from ..optim._norms import check_max_norm, global_norm, norm_of_units, scale_to_norm, sum_of_squares
-from .accumulate import accumulate, batches_of
-from .in_place import Runs, added, entered_as
-from .plan import Parts, Plan
-from .weights import check_as_many, scales_of
+from .accumulate import accumulate, split_first_batch
+from .in_place import MicrobatchRunner, add_grad, replacement_key
+from .plan import AccumulationPlan, GradSums
+from .weights import check_weight_count, make_loss_scales
 
 __all__ = ["StepResult", "update_in_backward"]
 
@@ -58,7 +58,7 @@ def update_in_backward(
     clip: Literal["exact", "previous"] = "exact",
     norm: Tensor | None = None,
 ) -> StepResult:
-    """The params and state after ``update`` with the gradients of `accumulate`, of which few are ever alive.
+    """Return params and state after ``update`` with the gradients of `accumulate`, of which few are alive at a time.
 
     While the backward of the last micro-batch runs, each unit's gradient is updated with once it is complete, and let go:
     besides those that `functional_call` has ``in_flight`` and the one that backward computes none is alive, and with one
@@ -99,26 +99,26 @@ def update_in_backward(
         raise ValueError("update_in_backward: norm is that of the step before: expected max_norm= and clip='previous' with it")
     if max_norm is not None:
         check_max_norm("update_in_backward", max_norm)
-    plan = Plan.of(params, bind_spec(spec), "shards", has_aux, reduce, reduce_axes)
+    plan = AccumulationPlan.make(params, bind_spec(spec), "shards", has_aux, reduce, reduce_axes)
     _check_state(state, plan.params)
-    batches, known = batches_of(microbatches)
+    batches, known = split_first_batch(microbatches)
     if weights is not None and known is microbatches:
-        check_as_many(weights, len(known))
+        check_weight_count(weights, len(known))
     if is_differentiated_outside((params, state, weights, known)):
         how: dict[str, Any] = {"weights": weights, "has_aux": has_aux, "reduce": reduce, "reduce_axes": reduce_axes}
         grads, value = accumulate(f, params, batches, spec=plan.spec, **how)
         now = None if max_norm is None else global_norm(grads, plan.spec)
-        grads = _clipped(grads, max_norm, now if clip == "exact" else norm)
-        new = {key: _step(update, key, g, state, params) for key, g in grads.items()}
-        return _stepped(plan, new, value, now)
-    scales = None if weights is None else scales_of(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
-    return _in_place(update, f, plan, state, batches, scales, max_norm, clip, norm)
+        grads = _clip(grads, max_norm, now if clip == "exact" else norm)
+        new = {key: _update_unit(update, key, g, state, params) for key, g in grads.items()}
+        return _make_result(plan, new, value, now)
+    scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
+    return _step_in_place(update, f, plan, state, batches, scales, max_norm, clip, norm)
 
 
-def _in_place(
+def _step_in_place(
     update: Update,
     f: Callable[..., Any],
-    plan: Plan,
+    plan: AccumulationPlan,
     state: Mapping[str, Any],
     batches: Iterable[Any],
     scales: Tensor | None,
@@ -126,17 +126,17 @@ def _in_place(
     clip: str,
     norm: Tensor | None,
 ) -> StepResult:
-    """The step where nobody differentiates it."""
+    """Run the step by plain autograd, which nothing differentiates."""
     rest = iter(batches)
     batch, following = next(rest), next(rest, _NONE)
-    runs = Runs(f, dataclasses.replace(plan, single=following is _NONE))
+    runs = MicrobatchRunner(f, dataclasses.replace(plan, single=following is _NONE))
     while following is not _NONE:
         runs.backward(runs.forward(batch, len(runs.parts.values), scales))
         batch, following = following, next(rest, _NONE)
-    last = _Last(runs, scales)
+    last = _LastBackward(runs, scales)
     loss = runs.forward(batch, len(runs.parts.values), scales, last)
     if scales is not None:
-        check_as_many(scales, len(runs.parts.values))
+        check_weight_count(scales, len(runs.parts.values))
     new: dict[str, tuple[Tensor, Any]] = {}
     squares: Params = {}
 
@@ -145,7 +145,7 @@ def _in_place(
             squares[key] = sum_of_squares(key, grad, plan.spec)
 
     def stepped(key: str, grad: Tensor) -> None:
-        new[key] = _step(update, key, _clipped({key: grad}, max_norm, by)[key], state, plan.params)
+        new[key] = _update_unit(update, key, _clip({key: grad}, max_norm, by)[key], state, plan.params)
 
     with torch.no_grad():
         if max_norm is not None and clip == "exact":
@@ -157,101 +157,103 @@ def _in_place(
         else:
             last.backward(loss, lambda key, grad: (measured(key, grad), stepped(key, grad)))
             norm = None if max_norm is None else norm_of_units(squares, plan.spec)
-    value = plan.value(runs.parts.values, scales)
-    return _stepped(plan, new, (value, runs.parts.auxes) if plan.has_aux else value, norm)
+    value = plan.combine_values(runs.parts.values, scales)
+    return _make_result(plan, new, (value, runs.parts.auxes) if plan.has_aux else value, norm)
 
 
-def _stepped(plan: Plan, new: Mapping[str, tuple[Tensor, Any]], value: Any, norm: Tensor | None) -> StepResult:
-    """In the order of the params."""
+def _make_result(plan: AccumulationPlan, new: Mapping[str, tuple[Tensor, Any]], value: Any, norm: Tensor | None) -> StepResult:
+    """Return the result in the order of the params."""
     return StepResult({key: new[key][0] for key in plan.params}, {key: new[key][1] for key in plan.params}, value, norm)
 
 
 _NONE = object()
 
 
-class _Last:
+class _LastBackward:
     """The backward of the last micro-batch: each unit's gradient goes on when all that is part of it is there."""
 
-    def __init__(self, runs: Runs, scales: Tensor | None) -> None:
+    def __init__(self, runs: MicrobatchRunner, scales: Tensor | None) -> None:
         self._runs, self._plan, self._scales = runs, runs.plan, scales
         self._sums = runs.parts  # of the micro-batches before
         self._use: Callable[[str, Tensor], object] | None = None
         self._uses: Counter[str] = Counter()  # of each unit in the graph, that backward has not come to
-        self._under_way: Counter[str] = Counter()
-        self._late: set[str] = set()  # units whose gradients are complete where backward ends
-        self._left: dict[str, Unit] = {}
+        self._in_flight: Counter[str] = Counter()
+        self._incomplete: set[str] = set()  # units whose gradients are complete where backward ends
+        self._remaining: dict[str, Unit] = {}
 
     def backward(self, loss: Tensor, use: Callable[[str, Tensor], object], *, retain_graph: bool = False) -> None:
         """Hand each unit's gradient on. Where the graph is retained the sums are, too, for the backward to come."""
         self._use, self._keeps = use, retain_graph
-        self._left = {unit.key: unit for unit in self._plan.spec if unit.key in self._plan.params}
-        self._runs.parts = Parts()
-        self._late = set()
-        handles = list(self._watched(loss))
+        self._remaining = {unit.key: unit for unit in self._plan.spec if unit.key in self._plan.params}
+        self._runs.parts = GradSums()
+        self._incomplete = set()
+        handles = list(self._watch(loss))
         try:
             self._runs.backward(loss, retain_graph=retain_graph)
         finally:
             for handle in handles:
                 handle.remove()
             self._runs.parts, of_last = self._sums, self._runs.parts
-        for key in list(self._left):
+        for key in list(self._remaining):
             self._finish(key, of_last)
 
-    def _watched(self, loss: Tensor) -> Iterator[Any]:
+    def _watch(self, loss: Tensor) -> Iterator[Any]:
         """Watch every use of a unit in the graph of the loss."""
         leaves = {id(x): key for key, x in self._runs.given.items()}
         self._uses.clear()
         for node, following in _torch.iter_nodes(loss):
             uses = [enters(other, i, self) for other, i in following]
             for other, _ in following:
-                if (key := leaves.get(id(getattr(other, "variable", None)))) is not None and entered_as(node) is None:
-                    self._late.add(key)
-                if (key := entered_as(other)) is not None and enters(node, 0, self) is None:
-                    self._late.add(key)
+                if (key := leaves.get(id(getattr(other, "variable", None)))) is not None and replacement_key(node) is None:
+                    self._incomplete.add(key)
+                if (key := replacement_key(other)) is not None and enters(node, 0, self) is None:
+                    self._incomplete.add(key)
             if some := [(j, key) for j, key in enumerate(uses) if key is not None]:
                 self._uses.update(key for _, key in some)
-                yield node.register_hook(lambda grads, _, some=some: self._used(some, grads))
+                yield node.register_hook(lambda grads, _, some=some: self._on_use(some, grads))
 
-    def _used(self, uses: Sequence[tuple[int, str]], grads: Sequence[Tensor | None]) -> None:
+    def _on_use(self, uses: Sequence[tuple[int, str]], grads: Sequence[Tensor | None]) -> None:
         for j, key in uses:
             self._uses[key] -= 1
             if grads[j] is not None:
-                self._late.add(key)
-            self._look(key)
+                self._incomplete.add(key)
+            self._finish_if_complete(key)
 
     def expect(self, key: str) -> None:
-        """Part of a unit's gradient is on its way."""
-        self._under_way[key] += 1
+        """Count a part of a unit's gradient that is being reduced."""
+        self._in_flight[key] += 1
 
     def receive(self, key: str, grad: Tensor) -> None:
-        """It is there."""
+        """Add that part, and hand the gradient on if it is complete."""
         self._runs.check(key)
-        self._under_way[key] -= 1
-        added(self._runs.parts.through, key, grad)
-        self._look(key)
+        self._in_flight[key] -= 1
+        add_grad(self._runs.parts.through, key, grad)
+        self._finish_if_complete(key)
 
-    def _look(self, key: str) -> None:
-        if not (self._uses[key] or self._under_way[key] or key in self._late):
+    def _finish_if_complete(self, key: str) -> None:
+        if not (self._uses[key] or self._in_flight[key] or key in self._incomplete):
             self._finish(key, self._runs.parts)
 
-    def _finish(self, key: str, of_last: Parts) -> None:
-        """Hand a unit's gradient on: that of all micro-batches."""
-        unit = self._left.pop(key)
-        whole = Parts()
+    def _finish(self, key: str, of_last: GradSums) -> None:
+        """Hand a unit's gradient of all micro-batches on."""
+        unit = self._remaining.pop(key)
+        whole = GradSums()
         for mine, sums, last in zip(
             (whole.own, whole.through), (self._sums.own, self._sums.through), (of_last.own, of_last.through), strict=True
         ):
             if key in sums:
                 mine[key] = sums[key].clone() if self._keeps else sums.pop(key)
             if key in last:
-                added(mine, key, last.pop(key))
+                add_grad(mine, key, last.pop(key))
         assert self._use is not None
         with torch.no_grad():
-            self._use(key, self._plan.grad(unit, whole, len(self._sums.values), self._scales))
+            self._use(key, self._plan.finish_grad(unit, whole, len(self._sums.values), self._scales))
 
 
-def _step(update: Update, key: str, grad: Tensor, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-    """The new shard and state of one unit."""
+def _update_unit(
+    update: Update, key: str, grad: Tensor, state: Mapping[str, Any], params: Mapping[str, Tensor]
+) -> tuple[Tensor, Any]:
+    """Return the new shard and state of one unit."""
     new, states = update({key: grad}, {key: state[key]}, {key: params[key]})
     for what, tree in (("param", new), ("state", states)):
         if not isinstance(tree, Mapping) or key not in tree:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -259,8 +261,8 @@ def _step(update: Update, key: str, grad: Tensor, state: Mapping[str, Any], para
     return new[key], states[key]
 
 
-def _clipped(grads: Params, max_norm: float | Tensor | None, norm: Tensor | None) -> Params:
-    """These gradients, of a whole one of this norm; as they are where one of the two is not known."""
+def _clip(grads: Params, max_norm: float | Tensor | None, norm: Tensor | None) -> Params:
+    """Clip parts of a gradient whose norm is given; return them as they are without a norm or a maximum."""
     return grads if max_norm is None or norm is None else scale_to_norm(grads, max_norm, norm)
 
 

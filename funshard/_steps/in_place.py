@@ -1,4 +1,4 @@
-"""Micro-batches one after the other by plain autograd, whose gradients are added up as they arrive."""
+"""Micro-batches one after the other by plain autograd; gradients are added up as they arrive."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ from .._transforms.error_hints import add_hints
 from .._transforms.grad import is_differentiated_outside
 from .._units.accumulation import Accumulation, GradReceiver
 from .._units.layout import Params
-from .plan import Parts, Plan
-from .weights import scaled_by, widest
+from .plan import AccumulationPlan, GradSums
+from .weights import scale_loss, sum_dtype
 
-__all__ = ["Runs", "added", "entered_as"]
+__all__ = ["MicrobatchRunner", "add_grad", "replacement_key"]
 
 
-class Runs:
-    """Runs of a loss on the shards of a plan, and the sums of what they give."""
+class MicrobatchRunner:
+    """Runs a loss on the shards of a plan, and adds up values and gradients."""
 
-    def __init__(self, f: Callable[..., Any], plan: Plan) -> None:
+    def __init__(self, f: Callable[..., Any], plan: AccumulationPlan) -> None:
         self._f, self.plan = f, plan
         self._within: Accumulation | None = None
-        self._sums = _Sums()
+        self._sums = _SumReceiver()
         with torch.no_grad():
             shards = {key: p.detach() for key, p in plan.params.items()}
-            entered = plan.entered(shards)
-        self.given = {key: _leaf(x, self._sums, key) for key, x in shards.items()}
+            entered = plan.make_replacements(shards)
+        self.given = {key: _make_leaf(x, self._sums, key) for key, x in shards.items()}
         with torch.enable_grad():  # known to come from the shards, for a backward inside of the loss
             any_ = next(iter(self.given.values()), None)
-            self.entered = {k: _Entered.apply(self.given.get(k, any_), x, self._sums, k) for k, x in entered.items()}
+            self.entered = {k: _Replacement.apply(self.given.get(k, any_), x, self._sums, k) for k, x in entered.items()}
 
     @property
-    def parts(self) -> Parts:
-        """Where gradients are added up."""
+    def parts(self) -> GradSums:
+        """The sums of gradients, and the values so far."""
         return self._sums.parts
 
     @parts.setter
-    def parts(self, parts: Parts) -> None:
+    def parts(self, parts: GradSums) -> None:
         self._sums.parts = parts
 
     def forward(self, batch: Any, i: int, scales: Tensor | None, receiver: GradReceiver | None = None) -> Tensor:
-        """The loss of a micro-batch, scaled. Gradients go to the sums, or to ``receiver`` where a unit's is reduced."""
+        """Return the scaled loss of a micro-batch. Reduced gradients go to ``receiver``, or else to the sums."""
         if i and is_differentiated_outside(batch):
             raise ValueError(
                 f"accumulate: micro-batch {i} requires grad and the first one does not: expected all of them or none; "
                 "give a list"
             )
-        within = self.plan.within(self.given, self.entered, receiver or self._sums)
+        within = self.plan.make_context(self.given, self.entered, receiver or self._sums)
         with within, torch.enable_grad():
             self._sums.in_loss = True
-            loss, aux = self.plan.loss(self._f, self.given, batch)
+            loss, aux = self.plan.run_loss(self._f, self.given, batch)
             self._sums.in_loss = False
             self.parts.values.append(loss.detach())
             self.parts.auxes.append(pytree.tree_map_only(Tensor, Tensor.detach, aux))
-            loss = loss if scales is None else scaled_by(loss, scales, i)
+            loss = loss if scales is None else scale_loss(loss, scales, i)
         self._within = within  # only now: after an error in the loss no backward would end this cycle
         return loss
 
     def check(self, key: str) -> None:
-        """Raises RuntimeError for a gradient that comes while the loss runs, and would be counted with its own."""
+        """Raise RuntimeError for a gradient that arrives while the loss runs: it would be counted twice."""
         self._sums.check(key)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """The gradients of the loss that `forward` gave last, added to the sums."""
+        """Add the gradients of the loss that `forward` returned last to the sums."""
         within, self._within = self._within, None  # it knows the receiver, which knows this object
         assert within is not None
         leaves = [*self.given.values()]
@@ -82,11 +82,11 @@ class Runs:
             self._within = within
 
 
-class _Sums:
+class _SumReceiver:
     """Adds up what has been reduced, unit by unit, while the rest of backward runs."""
 
     def __init__(self) -> None:
-        self.parts = Parts()
+        self.parts = GradSums()
         self.in_loss = False
 
     def check(self, key: str) -> None:
@@ -98,33 +98,33 @@ class _Sums:
             )
 
     def expect(self, key: str) -> None:
-        """It is told when it is there."""
+        """Do nothing: `receive` takes the gradient."""
 
     def receive(self, key: str, grad: Tensor) -> None:
-        """Part of a unit's gradient."""
+        """Add part of a unit's gradient."""
         self.check(key)
-        added(self.parts.through, key, grad)
+        add_grad(self.parts.through, key, grad)
 
 
-def _leaf(x: Tensor, sums: _Sums, key: str) -> Tensor:
-    """A shard for plain autograd, whose gradients are added to the sums as they arrive."""
+def _make_leaf(x: Tensor, sums: _SumReceiver, key: str) -> Tensor:
+    """Return a leaf of a shard's values. Its gradients are added to the sums as they arrive."""
 
     def arrived(x: Tensor) -> None:
         grad, x.grad = x.grad, None
         if grad is not None:
             sums.check(key)
-            added(sums.parts.own, key, grad, owned=False)
+            add_grad(sums.parts.own, key, grad, owned=False)
 
     x = x.detach().requires_grad_()
     x.register_post_accumulate_grad_hook(arrived)
     return x
 
 
-class _Entered(_torch.Function):
-    """What stands in the place of a shard in functional_call. Its gradient is added to the sums, and goes no further."""
+class _Replacement(_torch.Function):
+    """What functional_call uses instead of a shard. Its gradient is added to the sums, and goes no further."""
 
     @staticmethod
-    def forward(shard: Tensor, value: Tensor, sums: _Sums, key: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(shard: Tensor, value: Tensor, sums: _SumReceiver, key: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return value.data  # no view: Dynamo could not make one of it that is a Function's result
 
     @staticmethod
@@ -137,19 +137,19 @@ class _Entered(_torch.Function):
         ctx.sums.check(ctx.key)
         if grad is not None:
             with torch.no_grad():
-                added(ctx.sums.parts.through, ctx.key, grad, owned=False)
+                add_grad(ctx.sums.parts.through, ctx.key, grad, owned=False)
         return None, None, None, None
 
 
-def entered_as(node: object) -> str | None:
-    """The key of what entered by this node of a graph, if it is one that `Runs` made."""
-    return cast("Any", node).key if isinstance(getattr(node, "sums", None), _Sums) else None
+def replacement_key(node: object) -> str | None:
+    """Return the key of the replacement that this node of a graph made, None for other nodes."""
+    return cast("Any", node).key if isinstance(getattr(node, "sums", None), _SumReceiver) else None
 
 
-def added(sums: Params, key: str, grad: Tensor, *, owned: bool = True) -> None:
-    """Add a gradient to a sum. The first one becomes it, or, unless it is ``owned`` by nobody else, a copy of it."""
+def add_grad(sums: Params, key: str, grad: Tensor, *, owned: bool = True) -> None:
+    """Add a gradient to a sum. The first one becomes the sum; unless it is ``owned``, a copy of it does."""
     if key in sums:
         sums[key].add_(grad)
     else:
         grad = grad if owned else grad.clone(memory_format=torch.contiguous_format)
-        sums[key] = grad.to(widest(grad.dtype))
+        sums[key] = grad.to(sum_dtype(grad.dtype))

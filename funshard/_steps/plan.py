@@ -1,4 +1,4 @@
-"""What an accumulation adds up, and what it reduces at the end."""
+"""The sums of an accumulation, and its reduction at the end."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .._transforms.grad import check_differentiable, split_loss
 from .._units.accumulation import Accumulation, GradReceiver
 from .._units.flow import gather_unit, reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit, unflatten_unit
-from .weights import wide, widest
+from .weights import sum_dtype, to_sum_dtype
 
-__all__ = ["Parts", "Plan"]
+__all__ = ["AccumulationPlan", "GradSums"]
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What micro-batches have given so far, the gradients added up."""
+class GradSums:
+    """Sums of gradients, and the values of the micro-batches so far."""
 
     own: Params = dataclasses.field(default_factory=dict)
     """Of the shards, but not through functional_call: penalties."""
@@ -39,8 +39,8 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How gradients are added up, and what is left to reduce at the end."""
+class AccumulationPlan:
+    """How gradients are added up and reduced."""
 
     params: Params
     spec: PartitionSpec
@@ -53,7 +53,7 @@ class Plan:
     """Whether there is one micro-batch alone, whose reductions may all be behind its backward."""
 
     @classmethod
-    def of(
+    def make(
         cls,
         params: Mapping[str, Tensor],
         spec: PartitionSpec,
@@ -61,8 +61,8 @@ class Plan:
         has_aux: bool,
         reduce: ReduceBy,
         over: Iterable[str] | None,
-    ) -> Plan:
-        """A checked one."""
+    ) -> AccumulationPlan:
+        """Check the arguments and make a plan."""
         if keep not in ("shards", "full"):
             raise ValueError(f"accumulate: keep: expected 'shards' or 'full', got {keep!r}")
         units = check_shards(params, spec, part=True)
@@ -73,8 +73,8 @@ class Plan:
         reduction = resolve_reduction(reduce, over, spec.bound_mesh, units)
         return cls(dict(params), spec, keep == "full", has_aux, reduction)
 
-    def entered(self, shards: Params) -> Params:
-        """What enters functional_call in the place of these shards: what they are gathered to, or themselves."""
+    def make_replacements(self, shards: Params) -> Params:
+        """Return what functional_call uses instead of these shards: full parameters for ``keep="full"``, else the shards."""
         if not self.full:
             return dict(shards)
         mesh, out = self.spec.bound_mesh, {}
@@ -84,18 +84,18 @@ class Plan:
         return out
 
     @property
-    def later(self) -> bool:
+    def is_deferred(self) -> bool:
         """Whether units are reduced over the axes that they are not split over at the end alone."""
         return self.in_place and not self.full and not self.single
 
-    def within(self, given: Params, entered: Params, receiver: GradReceiver | None = None) -> Accumulation:
-        """The context of a run of the loss."""
-        partial = Reduction(self.reduction.by, frozenset()) if self.later else self.reduction
+    def make_context(self, given: Params, entered: Params, receiver: GradReceiver | None = None) -> Accumulation:
+        """Return the context for a run of the loss."""
+        partial = Reduction(self.reduction.by, frozenset()) if self.is_deferred else self.reduction
         thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
         return Accumulation(self.spec, given, entered, partial, self.reduction, thread, receiver)
 
-    def loss(self, f: Callable[..., Any], given: Params, batch: Any) -> tuple[Tensor, Any]:
-        """The loss of a micro-batch, and what comes with it. ValueError where ``f`` hooks a shard, whose calls bypass it."""
+    def run_loss(self, f: Callable[..., Any], given: Params, batch: Any) -> tuple[Tensor, Any]:
+        """Return the loss of a micro-batch and its aux. ValueError if ``f`` hooks a shard: calls bypass the hook."""
         loss = split_loss(f(dict(given), batch), self.has_aux)
         if not torch.compiler.is_compiling() and (hooked := [key for key, x in given.items() if _torch.has_hooks(x)]):
             raise ValueError(
@@ -104,9 +104,9 @@ class Plan:
             )
         return loss
 
-    def value(self, values: Sequence[Tensor], scales: Tensor | None) -> Tensor:
-        """This rank's mean or sum."""
-        by, all_ = self.reduction.by, torch.stack([wide(value) for value in values])
+    def combine_values(self, values: Sequence[Tensor], scales: Tensor | None) -> Tensor:
+        """Return this rank's mean or sum of the losses."""
+        by, all_ = self.reduction.by, torch.stack([to_sum_dtype(value) for value in values])
         if scales is not None:
             all_ = torch.where(scales == 0, 0, all_ * scales)
         if by == "mean":
@@ -115,35 +115,35 @@ class Plan:
             count = 1.0 if by == "sum" else by
         return (all_.sum() / count).to(values[0].dtype)
 
-    def grads(self, parts: Parts, scales: Tensor | None) -> Params:
-        """The gradients of the shards, with what is left to reduce reduced. What has been added up is let go."""
-        out = {unit.key: self.grad(unit, parts, len(parts.values), scales) for unit in self._units()}
+    def finish_grads(self, parts: GradSums, scales: Tensor | None) -> Params:
+        """Reduce what is left, and return the gradients of the shards. The sums are freed."""
+        out = {unit.key: self.finish_grad(unit, parts, len(parts.values), scales) for unit in self._units()}
         return {key: out[key] for key in self.params}
 
-    def grad(self, unit: Unit, parts: Parts, count: int, scales: Tensor | None) -> Tensor:
-        """That of one unit's, after so many micro-batches."""
+    def finish_grad(self, unit: Unit, parts: GradSums, count: int, scales: Tensor | None) -> Tensor:
+        """Return the gradient of one unit's shard after ``count`` micro-batches."""
         mean = self.reduction.by == "mean"
         count = count if mean else 1
         shard = self.params[unit.key]
-        grad = self._reduced(unit, parts.through, shard, count)
+        grad = self._reduce(unit, parts.through, shard, count)
         if (own := parts.own.pop(unit.key, None)) is not None:
             own = own / count
             share = scales.mean() if mean and scales is not None else None  # of the weights, beside that of a rank on average
             grad = grad + (own if share is None else torch.where(share == 0, 0, own / share))
         return grad.to(shard.dtype)
 
-    def _reduced(self, unit: Unit, through: Params, shard: Tensor, count: int) -> Tensor:
+    def _reduce(self, unit: Unit, through: Params, shard: Tensor, count: int) -> Tensor:
         mesh, p, by = self.spec.bound_mesh, unit.p, self.reduction.by
         if self.full:
-            full = {x.name: _taken(through, x.name, shard, x.shape) for x in unit.params}
+            full = {x.name: _pop_sum(through, x.name, shard, x.shape) for x in unit.params}
             grad, reduction = flatten_unit(full, unit, self.spec.padded_numel(unit)), self.reduction
             del full
         else:
-            grad = _taken(through, unit.key, shard, shard.shape)
+            grad = _pop_sum(through, unit.key, shard, shard.shape)
             rest = [name for name, axis in mesh.axes if axis.size > 1 and name not in p.axes and self.reduction.includes(name)]
             reduction = Reduction("mean" if by == "mean" else "sum", frozenset(rest))
             unit = dataclasses.replace(unit, p=dataclasses.replace(p, axis=None))  # its slice is a buffer for the rest
-            if not rest or not self.later:
+            if not rest or not self.is_deferred:
                 return grad / count
         dtypes = (p.precision or Precision())._resolve(shard.dtype)
         return reduce_unit((grad / count).to(dtypes.reduce), unit, mesh, reduction, p.precision, shard.dtype)
@@ -152,7 +152,7 @@ class Plan:
         return (unit for unit in self.spec if unit.key in self.params)
 
 
-def _taken(sums: Params, key: str, like: Tensor, shape: Sequence[int]) -> Tensor:
-    """A sum, no longer held there; zeros where nothing was added."""
-    total, dtype = sums.pop(key, None), widest(like.dtype)
+def _pop_sum(sums: Params, key: str, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Take a sum out of ``sums``; zeros if nothing was added."""
+    total, dtype = sums.pop(key, None), sum_dtype(like.dtype)
     return like.new_zeros(shape, dtype=dtype) if total is None else total.to(dtype)

@@ -14,11 +14,13 @@ from .._spec.division import Reduction
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh
 
-__all__ = ["check_as_many", "scaled_by", "scales_of", "wide", "widest"]
+__all__ = ["check_weight_count", "make_loss_scales", "scale_loss", "sum_dtype", "to_sum_dtype"]
 
 
-def scales_of(weights: Sequence[float | Tensor], params: Mapping[str, Tensor], mesh: Mesh, reduction: Reduction) -> Tensor:
-    """By what each micro-batch's loss is multiplied: its weight, over that of a micro-batch of any rank on average for a mean.
+def make_loss_scales(
+    weights: Sequence[float | Tensor], params: Mapping[str, Tensor], mesh: Mesh, reduction: Reduction
+) -> Tensor:
+    """Return the factor of each micro-batch's loss: its weight; for a mean over the average weight of all ranks' micro-batches.
 
     Raises TypeError or ValueError for what is no weight. A tensor whose value the host cannot read without waiting for it
     makes all scales NaN instead.
@@ -34,7 +36,7 @@ def scales_of(weights: Sequence[float | Tensor], params: Mapping[str, Tensor], m
         if not 0 <= weight < math.inf:
             raise ValueError(f"accumulate: weight {i}: expected a finite number from 0 on, got {float(weight)}")
     like = next(iter(params.values()), None)
-    dtype = torch.float32 if like is None or like.is_complex() else widest(like.dtype)
+    dtype = torch.float32 if like is None or like.is_complex() else sum_dtype(like.dtype)
     device = mesh.device if like is None else like.device
     each = torch.stack([torch.as_tensor(weight, device=device).to(dtype) for weight in weights])
     each = torch.where((each >= 0).all() & (each < math.inf).all(), each, math.nan)
@@ -47,24 +49,24 @@ def scales_of(weights: Sequence[float | Tensor], params: Mapping[str, Tensor], m
     return torch.where(total == 0, 0, each * (ranks * len(weights)) / total)
 
 
-def scaled_by(loss: Tensor, scales: Tensor, i: int) -> Tensor:
-    """The i-th micro-batch's loss by its scale; 0 where that is 0. ValueError where there is none."""
+def scale_loss(loss: Tensor, scales: Tensor, i: int) -> Tensor:
+    """Return the loss of micro-batch ``i`` times its scale; 0 if that is 0, also for NaN. ValueError if it has none."""
     if i >= len(scales):
         raise ValueError(f"accumulate: expected a weight for each micro-batch, got {len(scales)} and one more micro-batch")
     return torch.where(scales[i] == 0, 0, loss * scales[i])
 
 
-def check_as_many(weights: Sequence[Any] | Tensor, count: int) -> None:
-    """ValueError unless there is a weight for each of so many micro-batches."""
+def check_weight_count(weights: Sequence[Any] | Tensor, count: int) -> None:
+    """Raise ValueError unless there is a weight for each of ``count`` micro-batches."""
     if len(weights) != count:
         raise ValueError(f"accumulate: expected a weight for each of {count} micro-batches, got {len(weights)}")
 
 
-def widest(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add up in: this one, or float32."""
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to add up in: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def wide(x: Tensor) -> Tensor:
-    """The tensor in the dtype to add up in."""
-    return x.to(widest(x.dtype))
+def to_sum_dtype(x: Tensor) -> Tensor:
+    """Return the tensor in the dtype to add up in."""
+    return x.to(sum_dtype(x.dtype))
