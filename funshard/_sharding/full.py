@@ -28,14 +28,16 @@ def gather_full(
 ) -> Params:
     """Return the full parameters by name, gathered unit by unit, each a tensor of its own without gradient.
 
-    As summon_full_params. In the order of ``model.named_parameters()``, which torch.func.jvp compares.
+    As summon_full_params, in the order of ``model.named_parameters()``. `scatter_full` writes them back.
 
-    With ``rank0_only`` the mesh's first rank alone gets them, by a gather that allocates nothing elsewhere; the others
-    get ``{}``. With ``offload_to_cpu`` each unit goes to host memory before the next is gathered, so that the peak on
-    the device is one unit. `scatter_full` writes them back. Works for anything sharded like the parameters: gradients,
-    optimizer state; and for a part of the units (`partition`).
+    Args:
+        shards: Anything sharded like the parameters, or a part of it: gradients, optimizer state.
+        spec: The spec of the shards.
+        rank0_only: Only the mesh's first rank gets them; the others get ``{}`` and allocate nothing.
+        offload_to_cpu: Move each unit to host memory before the next is gathered: the device holds one unit.
 
-    Raises ValueError as `unshard` does, and for ``rank0_only`` on a simulated mesh, where all ranks run as one.
+    Raises:
+        ValueError: As `unshard`, and for ``rank0_only`` on a simulated mesh, where all ranks run as one.
 
     Example:
         >>> import torch, funshard as fs
@@ -80,13 +82,17 @@ def _clone_params(buffer: Tensor, unit: Unit) -> Params:
 
 
 def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src: int = 0) -> Params:
-    """Return the shards of the full parameters on rank ``src`` of the mesh; the other ranks give None.
+    """Return the shards of the full parameters on one rank. Inverse of ``gather_full(..., rank0_only=True)``.
 
-    Only slices travel: a scatter over the sharded axes, a broadcast over the replicated ones. The shards have the
-    spec's dtypes and the mesh's device. Inverse of ``gather_full(..., rank0_only=True)``.
+    Only slices travel: a scatter over the sharded axes, a broadcast over the replicated ones.
 
-    Raises ValueError on *every* rank if what ``src`` holds does not fit the spec; nothing has been sent by then but
-    the message that says so.
+    Args:
+        full: On rank ``src`` the full parameters by name; None on the others.
+        spec: The spec of the shards, which have its dtypes and its mesh's device.
+        src: A rank of the mesh.
+
+    Raises:
+        ValueError: On *every* rank if the parameters do not fit the spec, before any of them is sent.
 
     Example:
         >>> import torch, funshard as fs

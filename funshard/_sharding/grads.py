@@ -22,18 +22,21 @@ __all__ = ["reduce_grads", "reduce_mean", "weight_share"]
 def reduce_grads(
     grads: Mapping[str, Tensor], spec: PartitionSpec, *, reduce_axes: Iterable[str] | None = None, reduce: ReduceBy = "mean"
 ) -> Params:
-    """Return the gradients of the shards, by unit key: the mean over ranks of each rank's own gradients, in slices.
+    """Return the gradients of the shards, by unit key: the mean over ranks of each rank's own gradients.
 
-    Differentiate with respect to ``unshard(params, spec)`` as often as you like, add up, and reduce once: ``no_sync``.
-    ``grads`` are full gradients by parameter name, all of a unit's or none of them. ``reduce_axes`` are the mesh axes to reduce
-    over, by default all. Gradients that were reduced over some axes, here or in functional_call, are given by unit key and can
-    be reduced over the others later: HSDP with one all-reduce for many micro-batches. They are reduced in the dtype that the
-    unit's `Precision` says, and returned in their own. Differentiable.
+    Differentiate with respect to ``unshard(params, spec)`` as often as you like, add up, and reduce once: ``no_sync``. The
+    result equals the gradients of functional_call. They are reduced in the dtype of the unit's `Precision`, and returned in
+    their own. Differentiable.
 
-    Equal to the gradients of functional_call, where that reduces. ``reduce`` is "mean", "sum", or what to divide the sum by.
+    Args:
+        grads: Full gradients by parameter name, all of a unit's or none. Or, by unit key, gradients that were reduced over some
+            axes and are now reduced over others: HSDP with one all-reduce for many micro-batches.
+        spec: The spec of the parameters.
+        reduce_axes: The mesh axes to reduce over, by default all.
+        reduce: "mean", "sum", or the number to divide the sum by.
 
-    Raises ValueError, naming the path, for gradients that do not fit the spec, unknown axes, and axes of which a unit is
-    split over one that is missing, or, given by unit key, over one that is there; before any communication.
+    Raises:
+        ValueError: For gradients or axes that do not fit the spec, naming the path, before any communication.
 
     Example:
         >>> import torch, funshard as fs

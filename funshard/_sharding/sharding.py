@@ -33,21 +33,23 @@ def shard(
 ) -> Params:
     """Return this rank's 1-D slice of every unit, by unit key. Inverse of `unshard`.
 
-    From a module, whose parameters it copies and leaves alone, or from full parameters by name (then differentiable,
-    its transpose gathers). On the device of the mesh, or with ``P(offload="params")`` in memory of the host, pinned for that
-    device; ``spec.shard_numel(unit)`` elements of the tensors' own dtype. Of a unit at rest in a codec (`P`) they are its
-    bytes, of this slice alone. With an unbound spec the whole world is one axis "shard". ``rank`` gives another rank's
-    shards, counted over the mesh row by row.
+    Each rank takes its slice from its own values, so all must have the same: use one seed before the model is built. The ranks
+    compare a digest of every parameter's bits first, by one small all-gather; not inside a transform or a compiler. The slices
+    are on the mesh's device, or with ``P(offload="params")`` in pinned host memory. A unit at rest in a codec (`P`) has bytes.
 
-    Each rank takes its slice from what it holds itself, so all must hold the same: seed them alike before the model is
-    built. Where the mesh has other processes and no rank is given, they compare a digest of every parameter's bits
-    first, which is one pass over them and one small all-gather; not inside a transform or a compiler.
-    ``check_values=False`` leaves the values out, for what is meant to differ. With ``src`` rank ``src`` of the mesh sends
-    its values, a unit at a time, in the spec's dtypes and without a graph (`scatter_full`); what the others hold is not
-    looked at, and may be on the meta device.
+    Args:
+        model_or_params: A module, whose parameters are copied, or full parameters by name: then differentiable, and the
+            transpose gathers.
+        spec: The spec. An unbound one is on all ranks, as one axis "shard".
+        rank: The rank whose shards to return, counted over the mesh row by row; this one by default.
+        src: The rank that sends its values to all others, unit by unit (`scatter_full`); the others' may be on the meta device.
+        check_values: Whether ranks compare their values, or only their specs.
 
-    Raises ValueError, naming the parameter, as `flatten` does; and, where ranks compare, on every rank: if their specs
-    differ, if a parameter does, with the ranks where, or if one of them has an error of its own.
+    Returns:
+        By unit key ``spec.shard_numel(unit)`` elements of the parameters' own dtype.
+
+    Raises:
+        ValueError: As `flatten`, naming the parameter; on every rank, if specs or values of ranks differ.
 
     Example:
         >>> import torch, funshard as fs
@@ -111,14 +113,18 @@ def unshard(
 ) -> Params:
     """Return the full parameters by name, as views of one buffer per unit. Inverse of `shard`.
 
-    Differentiable at every order: the gradient of a shard is its slice of the mean over ranks of the full gradients,
-    of their sum with ``reduce="sum"``, or of that over a number. In the shards' own dtype, both ways; of a unit at rest in
-    a codec what is decoded, in the parameters' own dtype, a constant. Where nothing is
-    to be gathered (``P()``, one rank) the buffer is a copy of the shard, which takes memory once one of the two is written to.
-    ``shards`` may be a part of them (`partition`). ``units`` are the keys of units to gather, by default all that are given;
-    an ignored parameter passes through.
+    Differentiable at every order. Without a gather (``P()``, one rank) the buffer is a copy of the shard, which takes memory
+    once one of the two is written to. A unit at rest in a codec is decoded, and a constant.
 
-    Raises ValueError, naming the unit, for shards that do not fit the spec, before any communication.
+    Args:
+        shards: Slices by unit key, all of them or a part (`partition`). Ignored parameters pass through.
+        spec: The spec of the shards.
+        units: Keys of the units to gather; by default all that are given.
+        reduce: The gradient of a shard is its slice of the "mean" over ranks of the full gradients, their "sum", or their sum
+            over a number.
+
+    Raises:
+        ValueError: For shards that do not fit the spec, naming the unit, before any communication.
 
     Example:
         >>> import torch, funshard as fs
@@ -154,9 +160,12 @@ def _copy_lazily(buffer: Tensor) -> Tensor:
 def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: PartitionSpec) -> Params:
     """Return ``shard(unshard(shards, spec), new_spec)`` without holding all parameters: for another policy or mesh.
 
-    A gathered unit lives from the first new unit that needs it to the last, so between equal units the peak is one
-    unit. Of a part of the units (`partition`) come the new units that it makes. Raises ValueError unless both specs cover
-    the same parameters, and the part all of each new unit or nothing of it: naming one that is only in one of them.
+    A gathered unit lives from the first new unit that needs it to the last: between equal units the peak is one unit.
+
+    Args:
+        shards: Slices by unit key, all of them or the parts of some new units (`partition`).
+        spec: The spec of the shards.
+        new_spec: Another spec of the same parameters (otherwise ValueError).
 
     Example:
         >>> import torch, funshard as fs
@@ -199,12 +208,17 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
 def partition(
     params: Mapping[str, Tensor], spec: PartitionSpec, predicate: Callable[[Unit | Param], bool] | None = None
 ) -> tuple[Params, Params]:
-    """Split params into ``(trainable, frozen)``. Inverse of `combine`.
+    """Return ``(trainable, frozen)``. Inverse of `combine`.
 
-    Shards are split by ``predicate(unit)``, full parameters by ``predicate(param)``; by default what has
-    ``requires_grad`` is trainable. Parameters that the spec ignores are frozen. Differentiate with respect to the first
-    and combine inside the loss. Raises ValueError for a key that is neither a unit nor a parameter of the spec, and for a
-    unit at rest in a codec that is to be trainable.
+    Differentiate with respect to the first and combine inside the loss. Parameters that the spec ignores are frozen.
+
+    Args:
+        params: Shards by unit key, or full parameters by name.
+        spec: Their spec.
+        predicate: Which units or parameters are trainable; by default those with ``requires_grad``.
+
+    Raises:
+        ValueError: For a key that is neither a unit nor a parameter, and for a trainable unit at rest in a codec.
 
     Example:
         >>> import torch, funshard as fs

@@ -25,25 +25,30 @@ _SKELETONS: WeakSet[nn.Module] = WeakSet()
 def skeleton(model: M) -> M:
     """Return a copy of the model with its parameters on the meta device: the same shapes, dtypes and ties, but no values.
 
-    ``requires_grad`` is kept. After `shard`, ``model = skeleton(model)`` frees the full parameters; every call takes the
-    skeleton instead of the model. Called by itself, on anything but the meta device, it raises RuntimeError. Buffers are the
-    model's own tensors, including those outside the state_dict, which ``model.to("meta")`` would lose. Everything else is
-    copied, as by ``copy.deepcopy``; the model does not change.
+    After `shard`, ``model = skeleton(model)`` frees the full parameters; every call takes the skeleton instead of the model.
+    Called by itself, on anything but the meta device, it raises RuntimeError.
 
-    >>> import torch, funshard as fs
-    >>> model = torch.nn.Linear(2, 1)
-    >>> spec = fs.policies.whole()(model)
-    >>> params = fs.shard(model, spec)
-    >>> bare = fs.skeleton(model)
-    >>> bare.weight.device, bare.weight.shape
-    (device(type='meta'), torch.Size([1, 2]))
-    >>> x = torch.ones(3, 2)
-    >>> torch.equal(fs.functional_call(bare, params, (x,), spec=spec), model(x))
-    True
+    Args:
+        model: Does not change. The copy has its ``requires_grad`` and its very buffers, including those outside the state_dict,
+            which ``model.to("meta")`` would lose. Everything else is copied, as by ``copy.deepcopy``.
 
-    Raises TypeError, naming the module, for a ScriptModule, a compiled one, a parameter of another type than nn.Parameter,
-    and for what cannot be copied; ValueError for a hook or forward that holds a module or a parameter of the model, which
-    a copy would share, and for a buffer or another tensor of a module that is in a parameter's memory.
+    Raises:
+        TypeError: For a ScriptModule, a compiled module, a parameter of another type than nn.Parameter, and for what cannot be
+            copied, naming the module.
+        ValueError: For a hook or forward that holds a module or a parameter of the model, which a copy would share, and for a
+            buffer or another tensor of a module that is in a parameter's memory.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Linear(2, 1)
+        >>> spec = fs.policies.whole()(model)
+        >>> params = fs.shard(model, spec)
+        >>> bare = fs.skeleton(model)
+        >>> bare.weight.device, bare.weight.shape
+        (device(type='meta'), torch.Size([1, 2]))
+        >>> x = torch.ones(3, 2)
+        >>> torch.equal(fs.functional_call(bare, params, (x,), spec=spec), model(x))
+        True
     """
     tree = module_tree(model)
     memo: dict[int, Any] = {}
