@@ -92,10 +92,10 @@ def gathered(matrices: fs.optim.Matrices) -> tuple[Callable[..., Any], Update]:
         momentum, of_rest = state
         of_rest = rest(others(grads), of_rest, others(params))[1]
         parts = fs.param_views(params, spec)  # writing into them writes into the slices
-        for key in (key for key in params if matrices.names(key)):
+        for key in dict.fromkeys(matrix.unit.key for matrix in matrices.chosen):
             momentum[key].lerp_(grads[key], 1 - MOMENTUM)
             whole = fs.unshard({key: grads[key].lerp(momentum[key], MOMENTUM)}, spec)
-            for name in matrices.names(key):
+            for name in (matrix.name for matrix in matrices.chosen if matrix.unit.key == key):
                 direction = fs.optim.orthogonal(whole[name]).flatten()[own[name]]
                 parts[name].mul_(1 - LR * DECAY).sub_(direction, alpha=LR * scale(whole[name]))
         return params, (momentum, of_rest)
