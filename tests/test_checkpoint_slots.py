@@ -27,6 +27,11 @@ def ranks_of(spec: fs.PartitionSpec, size: int) -> list[fs.PartitionSpec]:
 
 
 def initial(full: Any, spec: fs.PartitionSpec, rank: int, cut: set[str]) -> Any:
+    """What `declared` gives as plain dicts, as users' own states are."""
+    return {key: dict(values) for key, values in declared(full, spec, rank, cut).items()}
+
+
+def declared(full: Any, spec: fs.PartitionSpec, rank: int, cut: set[str]) -> Any:
     """AdamW's state on one rank, where some parameters are not decayed."""
     init, _ = fs.optim.from_torch(
         torch.optim.AdamW,
@@ -61,6 +66,7 @@ def test_numbers_are_told_from_slices(model: nn.Module, size: int, align: int, d
     cut = data.draw(st.sets(st.sampled_from(sorted(full))))
     p, each = P("shard", align=align), {type(module) for module in model.modules()}
     specs = ranks_of(data.draw(st.sampled_from([fs.policies.whole(p), fs.by_type(*each, p=p)]))(model), size)
+    assert all(kinds(declared(full, spec, rank, cut), spec) == RIGHT for rank, spec in enumerate(specs))
     states = [initial(full, spec, rank, cut) for rank, spec in enumerate(specs)]
     if all(specs[0].shard_numel(unit) <= len(unit.params) for unit in specs[0]):
         assert len({refused_or_right(state, spec) for state, spec in zip(states, specs, strict=True)}) == 1

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import _torch
 from .._sharding.full import gather_full
 from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.unit_state import UnitState, replace_values
 from .._units.layout import rank_coords, slice_pieces, to_memory_order
 from ..optim._elementwise.optimizer import State
 from ..optim._elementwise.options import ParamOptions, group_by_options
@@ -184,8 +185,9 @@ class _UnitConverter:
         """Yield ``(slot, slice)``, or ``(slot, a number for each group of options)``. Raises ValueError for other shapes."""
         length, groups = self._spec.shard_numel(self.unit), len(self._groups)
         for name, tensor in slots.items():
-            is_stacked = groups > 1 and tensor.shape == (groups,)
-            is_slice = tensor.shape == (length,)
+            is_number = name in slots.numbers if isinstance(slots, UnitState) else None  # None: the shape tells
+            is_stacked = is_number is not False and groups > 1 and tensor.shape == (groups,)
+            is_slice = is_number is not True and tensor.shape == (length,)
             if is_stacked == is_slice and tensor.dim():
                 numbers = "a number" if groups == 1 else f"a number for each of its {groups} different options"
                 raise ValueError(
@@ -237,7 +239,7 @@ class _UnitConverter:
                 out[slot] = torch.stack([self._read_number(slot, number, {group}, own) for group, number in pairs])
             else:
                 out[slot] = self._read_number(slot, value[0], {*self._groups}, own)
-        return out
+        return replace_values(initial, out)
 
     def _read_slice(self, slot: str, initial: Tensor, own: Mapping[str, Any]) -> Tensor:
         """Return this rank's slice of the full tensors, with the initial values of parameters that have none."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._spec.spec import PartitionSpec
 from .._spec.tree import NAMESPACE
 from .._spec.unit import Unit
+from .._spec.unit_state import UnitState
 
 __all__ = ["find_option_numbers", "is_slice"]
 
@@ -40,7 +41,11 @@ def find_option_numbers(
     told: dict[tuple[Any, ...], set[bool]] = defaultdict(set)  # of a slot, by units where it can be one thing only
     open_: list[tuple[Unit, tuple[Any, ...], Tensor]] = []
     for unit in map(spec.by_key.__getitem__, keys):
-        paths, leaves = (f(state[unit.key], namespace=NAMESPACE) for f in (optree.tree_paths, optree.tree_leaves))
+        of_unit = state[unit.key]
+        if isinstance(of_unit, UnitState):
+            found |= {id(of_unit[name]) for name in of_unit.numbers}
+            continue
+        paths, leaves = (f(of_unit, namespace=NAMESPACE) for f in (optree.tree_paths, optree.tree_leaves))
         slots = [(slot, x) for slot, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor) and x.dim() < 2]
         vectors = [(slot, x) for slot, x in slots if x.dim()]
         short = [id(x) for _, x in vectors if 1 < len(x) <= len(unit.params)]

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from ..._spec.spec import PartitionSpec
+from ..._spec.unit_state import UnitState
 from ...collectives._mesh import Mesh, Simulated
 from .adapters import ADAPTERS, Contents, ObjectAdapter, Part, ordered_elements, part_of, refill
 from .stateful_adapters import NUMPY_ADAPTER, STATEFUL_ADAPTERS, find_simulated_ranks
@@ -45,6 +46,8 @@ def _find_by_class(cls: type) -> ObjectAdapter | None:
             return ADAPTERS[base]
     if adapter := ADAPTERS.get(cls) or STATEFUL_ADAPTERS.get(cls):
         return adapter
+    if cls is UnitState:
+        return _make_adapter(cls)
     if hasattr(cls, "__next__") and not cls.__dictoffset__:  # an iterator of C
         return STATEFUL_ADAPTERS[Iterator]
     package, _, module = cls.__module__.partition(".")

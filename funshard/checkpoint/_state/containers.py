@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import optree
 
 from ..._spec.tree import NAMESPACE
+from ..._spec.unit_state import UnitState
 from ...averaging import Averaging
 from ...compress._powersgd import PowerSGD
 from ...loss_scale import LossScale
@@ -34,7 +35,7 @@ __all__ = [
 Builder = Callable[[list[Any]], Any]
 """A function from the children of a container to the container."""
 SEQUENCES = {cls.__name__: cls for cls in (list, tuple, deque)}
-MAPPINGS = {cls.__name__: cls for cls in (dict, OrderedDict, defaultdict, Counter)}
+MAPPINGS = {cls.__name__: cls for cls in (dict, OrderedDict, defaultdict, Counter, UnitState)}
 TUPLES = {cls.__name__: cls for cls in (Averaging, LossScale, MatrixState, PowerSGD)}
 STORED_FIELDS = {MatrixState: ("step", "slices", "owned", "rest")}
 """The names of fields in files, for classes whose attributes were renamed since version 0.1."""
@@ -83,6 +84,8 @@ def get_kind(value: Any) -> tuple[str, Any]:
     cls = type(value)
     if NAMED.get(cls.__name__) is not cls:
         return "", None
+    if isinstance(value, UnitState):
+        return "UnitState", sorted(value.numbers)
     if cls is deque:
         return "deque", value.maxlen
     if cls is defaultdict and (factory := value.default_factory) is not None:
@@ -109,6 +112,8 @@ def get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
         case "dict" | "OrderedDict":
             cls: Any = MAPPINGS[kind]
             return lambda xs: cls(zip(entries, xs, strict=True))
+        case "UnitState":
+            return lambda xs: UnitState(zip(entries, xs, strict=True), of)
         case "Counter":
             return lambda xs: Counter(dict(zip(entries, xs, strict=True)))
         case "defaultdict":

@@ -14,6 +14,7 @@ from torch import Tensor
 from ... import _torch
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import NAMESPACE, Param
+from ..._spec.unit_state import UnitState
 from ...compress._powersgd import PowerSGD
 from ...optim import MatrixState
 from ...optim._option_numbers import find_option_numbers, is_slice
@@ -186,7 +187,7 @@ class _Describer:
         A mapping whose units all have an empty dict, as the state of SGD without momentum, counts as sharded.
         """
         keys = [key for key in value if isinstance(key, str) and key in self._spec.by_key]
-        if keys and len(keys) == len(value) and all(type(value[key]) is dict and not value[key] for key in keys):
+        if keys and len(keys) == len(value) and all(type(value[key]) in (dict, UnitState) and not value[key] for key in keys):
             return frozenset(keys)
         found = [(key, tensor) for key in keys for tensor in optree.tree_leaves(value[key], namespace=NAMESPACE)]
         vectors = [(key, tensor) for key, tensor in found if isinstance(tensor, Tensor) and tensor.dim() == 1]

@@ -161,7 +161,8 @@ def _check_argument(kind: str, argument: Any, path: Path) -> None:
     """Check the argument of a container, as in `Container`."""
     is_length = kind == "deque" and type(argument) is int and 0 <= argument < MAX_NUMEL
     is_factory = kind == "defaultdict" and type(argument) is str and argument in FACTORIES
-    if argument is not None and not is_length and not is_factory:
+    is_numbers = kind == "UnitState" and type(argument) is list and all(type(name) is str for name in argument)
+    if (argument is not None or kind == "UnitState") and not (is_length or is_factory or is_numbers):
         raise_damaged(_format_path(path), f"no other argument of a {kind}", argument)
 
 

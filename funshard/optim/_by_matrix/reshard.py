@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..._spec.division import Reduction
 from ..._spec.unit import Unit
+from ..._spec.unit_state import UnitState
 from ..._units.flow import gather_unit, scatter_unit
 from ..._units.host import place_slice
 from ..._units.layout import Params, flatten_unit, unflatten_unit
@@ -144,6 +145,8 @@ def _build_state(unit: Unit, olds: Mapping[str, _GatheredState], old: Matrices, 
         for name, x in found.items():
             part = x if piece is None else new._slice_layout(unit.key).select(piece, name)
             fallback.setdefault(name, {})[slot] = part.clone()  # a number of its own: what is donated is written
+    if any(isinstance(values, UnitState) for state, *_ in olds.values() for values in state.fallback.values()):
+        fallback = {name: UnitState(values, numbers.intersection(values)) for name, values in fallback.items()}
     return MatrixState(_common_number(steps, f"the step of '{unit.key}'"), slices, owned, fallback)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ... import _torch
 from ..._spec.checks import check_mapping
 from ..._spec.spec import PartitionSpec
+from ..._spec.unit_state import UnitState, replace_values
 from ..._units.layout import Params
 from .._checks import check_rate, named_tensors, refuse_shared_memory
 from .checks import (
@@ -122,11 +123,10 @@ def _init_state(config: ElementwiseConfig, params: Mapping[str, Tensor]) -> Stat
             for group, piece in split_by_options(tensor.detach(), unit_ranges)
             if is_updated(tensor)
         ]
-        state[key] = join_ranges(tensor, unit_ranges, parts, config.scalars) if parts else {}
+        values = join_ranges(tensor, unit_ranges, parts, config.scalars) if parts else {}
         if _torch.is_pinned(tensor):  # as what it is kept beside
-            state[key] = {
-                name: value if name in config.scalars else copy_like(tensor, value) for name, value in state[key].items()
-            }
+            values = {name: x if name in config.scalars else copy_like(tensor, x) for name, x in values.items()}
+        state[key] = UnitState(values, config.scalars.intersection(values))
     return state
 
 
@@ -142,6 +142,7 @@ def _update(
     ranges = {key: find_ranges(config.ranges, key, tensor) for key, tensor in params.items()}
     ranges = {key: unit_ranges for key, unit_ranges in ranges.items() if is_updated(params[key])}
     check_fits(grads, state, params, ranges, config.names, config.scalars)
+    before = state
     state = {key: {name: expand_numbers(t, ranges.get(key)) for name, t in values.items()} for key, values in state.items()}
     refuse_lost_rates(config.cls, tensor_options(config, lr), differentiable=config.differentiable)
     if not config.differentiable:
@@ -159,7 +160,10 @@ def _update(
         new = stream_update(step, (grads, state, params), streamed_keys, config.device, donate=config.donate, keep=keep)
         others = partial(_drop_keys, frozenset(streamed_keys))
         more = _update(config._replace(device=None), others(grads), others(state), others(params), lr=lr)
-        return {key: {**new[0], **more[0]}[key] for key in params}, {key: {**new[1], **more[1]}[key] for key in state}
+        new_state = {**new[1], **more[1]}
+        return {key: {**new[0], **more[0]}[key] for key in params}, {
+            key: replace_values(values, new_state[key]) for key, values in before.items()
+        }
 
     shared_by = config.spec if config.differentiable else None  # torch's groups are not cut for what nobody differentiates
     shared = SharedOptions(shared_by)
@@ -225,7 +229,7 @@ def _update(
         if _torch.is_eager():
             new_params |= {key: _torch.take_storage(new_params[key]) for key in ranges}
             new_state = {key: {n: _torch.take_storage(t) for n, t in values.items()} for key, values in new_state.items()}
-    return new_params, new_state
+    return new_params, {key: replace_values(values, new_state[key]) for key, values in before.items()}
 
 
 def _drop_keys(keys: frozenset[str], tree: Mapping[str, Tree]) -> dict[str, Tree]:
