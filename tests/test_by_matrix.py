@@ -224,18 +224,22 @@ def test_parameters_without_dimensions_or_elements_are_resharded() -> None:
 
 
 def test_counts_that_may_be_slices_are_not_resharded() -> None:
-    """Of a unit that has as many options as elements nothing says which is which."""
+    """Of a unit that has as many options as elements nothing says which is which, unless the state declares it."""
     model = nn.LayerNorm(1)
 
     def options(name: str, param: Any) -> dict[str, float]:
         return {"weight_decay": 0.0} if name == "bias" else {}
 
-    def resharded(align: int) -> Any:
+    def resharded(align: int, *, declared: bool = False) -> Any:
         first, second = (fs.policies.whole(fs.P("shard", align=n))(model).on({"shard": 1}) for n in (align, 8))
         before, after = fs.optim.matrices(first), fs.optim.matrices(second)
         init, _ = fs.optim.muon(before, fallback=fs.optim.from_torch(torch.optim.AdamW, spec=first, options=options))
-        return fs.optim.reshard(init(fs.shard(model, first)), before, after)
+        state = init(fs.shard(model, first))
+        if not declared:
+            state = {key: x._replace(fallback={k: dict(v) for k, v in x.fallback.items()}) for key, x in state.items()}
+        return fs.optim.reshard(state, before, after)
 
+    assert resharded(1, declared=True)[""].fallback[""]["exp_avg"].shape == (16,)
     assert resharded(3)[""].fallback[""]["exp_avg"].shape == (16,)  # two parameters, aligned
     with pytest.raises(ValueError, match=r"unit '' of state 'fallback.*': \[2\] may be this rank's slice, or numbers.*align"):
         resharded(1)
