@@ -113,7 +113,7 @@ def get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
             cls: Any = MAPPINGS[kind]
             return lambda xs: cls(zip(entries, xs, strict=True))
         case "UnitState":
-            return lambda xs: UnitState(zip(entries, xs, strict=True), of)
+            return lambda xs: UnitState(zip(entries, xs, strict=True), argument)
         case "Counter":
             return lambda xs: Counter(dict(zip(entries, xs, strict=True)))
         case "defaultdict":
