@@ -17,6 +17,7 @@ from fuzz_modules import PIECES, WIDTH
 from models import unchanged
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jvp, vjp
+from torch.overrides import TorchFunctionMode
 
 import funshard as fs
 from funshard import P
@@ -181,9 +182,30 @@ def by_jvp(f: Loss, p: Params, v: Params) -> Result:
     return {}, list(jvp(f, (p,), (v,)))
 
 
+class NoGradRecorder(TorchFunctionMode):
+    """Notes whether a function of torch is called where gradients are off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_used = False
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        self.is_used |= not torch.is_grad_enabled()
+        return func(*args, **(kwargs or {}))
+
+
 def by_hvp(f: Loss, p: Params, v: Params) -> Result:
-    """By reverse mode: torch's jvp differentiates what is computed under no_grad, and a gradient of a gradient does not."""
-    return vjp(grad(f), p)[1](v)[0], []
+    """By torch's jvp, or by reverse mode alone where forward uses no_grad, which torch's jvp ignores.
+
+    A pullback is linear, and its own pullback the derivative of the gradient: not its transpose, where gradients are masked.
+    """
+    with NoGradRecorder() as recorder:
+        f(p)
+    if not recorder.is_used:
+        return jvp(grad(f), (p,), (v,))[1], []
+    pullback = vjp(grad(f), p)[1]
+    zeros = {key: torch.zeros_like(t) for key, t in p.items()}
+    return dense(vjp(lambda u: pullback(u)[0], zeros)[1](v)[0]), []
 
 
 def along_by(g: Callable[..., Any]) -> Callable[[Loss, Params, Params], Result]:
