@@ -54,7 +54,7 @@ from . import averaging, codecs, collectives, compress, loss_scale, optim, polic
 from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from ._call.buffers import BufferWarning
 from ._call.call import functional_call
-from ._call.order import trace_order
+from ._call.trace_order import trace_order
 from ._compiled.step import compile
 from ._init.init import init, init_buffers
 from ._sharding.full import gather_full, scatter_full

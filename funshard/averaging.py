@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._spec.spec import PartitionSpec, bind_spec
 from ._spec.unit import Unit
-from ._units.joining import BUCKET_BYTES, Bucket, OpenBuckets
+from ._units.buckets import BUCKET_BYTES, Bucket, OpenBuckets
 from ._units.layout import Params
 from .collectives._functions import all_reduce
 from .collectives._mesh import Axes, Axis, Mesh

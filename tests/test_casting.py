@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import funshard as fs
 from funshard import Codec, P, Precision
-from funshard._call.casting import cast_around, cast_back, cast_floats
+from funshard._call.casting import cast_back, cast_floats, wrap_in_casts
 from funshard._spec.division import Reduction, choose_division, divide_factors
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -145,7 +145,7 @@ def test_cast_around(param: torch.dtype | None, output: torch.dtype | None, give
         seen.extend((a.first.dtype, b.dtype, n.dtype))
         return {"out": a.first.to(BF16), "n": n}
 
-    run = cast_around(forward, Precision(param=param, output=output, cast_inputs=cast_inputs))
+    run = wrap_in_casts(forward, Precision(param=param, output=output, cast_inputs=cast_inputs))
     assert run.__doc__ == forward.__doc__
     out = run(Data(torch.ones(2, dtype=given), 1), b=torch.ones(2, dtype=F64), n=torch.ones(2, dtype=torch.int32))
     casts = param if cast_inputs else None
@@ -158,18 +158,18 @@ def test_cast_around(param: torch.dtype | None, output: torch.dtype | None, give
 def test_outputs_are_restored(wrap: Any, given: torch.dtype) -> None:
     """To the dtype of the first floating point input."""
     x = wrap(torch.ones(2, dtype=given))
-    out = cast_around(lambda a, b: torch.ones(2), Precision(param=F32, restore_outputs=True))(x, torch.ones(2, dtype=F64))
+    out = wrap_in_casts(lambda a, b: torch.ones(2), Precision(param=F32, restore_outputs=True))(x, torch.ones(2, dtype=F64))
     assert out.dtype == given
 
 
 @pytest.mark.parametrize("wrap", [lambda x: Data(3, x), lambda x: Frozen(x, x), lambda x: pack_sequence([x])])
 def test_outputs_are_restored_from_dataclasses(wrap: Any) -> None:
-    run = cast_around(lambda a: torch.ones(2, dtype=BF16), Precision(param=BF16, restore_outputs=True))
+    run = wrap_in_casts(lambda a: torch.ones(2, dtype=BF16), Precision(param=BF16, restore_outputs=True))
     assert run(wrap(torch.ones(2))).dtype == F32
 
 
 def test_outputs_stay_where_no_input_is_floating() -> None:
-    run = cast_around(lambda a: torch.ones(2, dtype=BF16), Precision(param=BF16, restore_outputs=True))
+    run = wrap_in_casts(lambda a: torch.ones(2, dtype=BF16), Precision(param=BF16, restore_outputs=True))
     assert run(torch.ones(2, dtype=torch.int64)).dtype == BF16
 
 
@@ -193,9 +193,9 @@ def test_shards_are_those_of_every_precision(shapes: list[tuple[int, int]]) -> N
 
 def test_nothing_around_without_precision() -> None:
     forward = lambda x: x  # noqa: E731
-    assert cast_around(forward, None) is forward
+    assert wrap_in_casts(forward, None) is forward
     x = torch.ones(2, dtype=F64)
-    assert cast_around(forward, Precision())(x) is x
+    assert wrap_in_casts(forward, Precision())(x) is x
 
 
 # --- buffers ---

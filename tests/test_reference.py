@@ -104,7 +104,7 @@ TO_MEND = """
 fs.ModuleTree.nodes fs.ModuleTree.dominators fs.ModuleTree.without fs.PartitionSpec.owner fs.PartitionSpec.on
 fs.PartitionSpec.ordered fs.PartitionSpec.size fs.PartitionSpec.shard_numel fs.PartitionSpec.stored
 fs.PartitionSpec.padded_numel fs.SyncBatchNorm.forward fs.Unit.padded_numel fs.accumulate fs.compile
-fs.convert_sync_batchnorm fs.flatten fs.init fs.init_buffers fs.module_tree fs.param_views fs.trace_order fs.unflatten
+fs.convert_sync_batchnorm fs.init fs.init_buffers fs.module_tree
 fs.update_in_backward fs.collectives.Mesh.of fs.collectives.Mesh.with_reductions_over fs.collectives.Mesh.select
 fs.testing.assert_exact
 """

@@ -25,7 +25,7 @@ from torch.func import grad, jvp
 
 import funshard as fs
 from funshard import P, _torch
-from funshard._call.watch import Watch
+from funshard._call.write_watch import WriteWatch
 
 Tree = Mapping[str, Tensor]
 Loss = Callable[[Tree], Tensor]
@@ -322,16 +322,16 @@ def test_kernels_that_might_write_do_not_count() -> None:
     assert out.isnan().any()
     unit = next(iter(spec))
     buffer = torch.zeros(unit.numel).double()
-    watch = Watch(unit, (buffer,))
+    watch = WriteWatch(unit, (buffer,))
     before = _torch.lazy_clone(buffer)
     buffer.data_ptr()
     assert not _torch.shares_memory(buffer, before)
-    assert watch.written() is None
+    assert watch.find_write() is None
     watch.views = [torch.zeros(1).double(), *buffer[1:].split(1)]  # as weight.data = other leaves it
-    assert watch.written() == f"parameter '{unit.params[0].name}'", "also where a kernel might have written"
+    assert watch.find_write() == f"parameter '{unit.params[0].name}'", "also where a kernel might have written"
     watch.views = ()
     buffer.data[-1] = 1
-    assert watch.written() == f"parameter '{unit.params[-1].name}'"
+    assert watch.find_write() == f"parameter '{unit.params[-1].name}'"
     assert buffer[-1] == 0, "it has its values again"
 
 

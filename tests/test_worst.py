@@ -35,7 +35,7 @@ from worst import Misuse, watched
 
 import funshard as fs
 from funshard import P, _torch
-from funshard._call.schedule import Visit
+from funshard._call.gathered_unit import GatheredUnit
 from funshard._units.chain import BufferPool, CollectiveChain
 from funshard._units.reductions import ReductionQueue
 from funshard.collectives import _ops as ops
@@ -269,14 +269,14 @@ def gathered_buffers_are_used_again_too_early() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shards_change_under_way() -> Iterator[None]:
-    gather = Visit._gather
+    gather = GatheredUnit.unshard
 
-    def mutant(self: Visit) -> None:
+    def mutant(self: GatheredUnit) -> None:
         gather(self)
         with _torch.below_transforms():
             self.shard.mul_(2).div_(4)
 
-    with mock.patch.object(Visit, "_gather", mutant):
+    with mock.patch.object(GatheredUnit, "unshard", mutant):
         yield
 
 

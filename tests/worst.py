@@ -346,7 +346,7 @@ class Worst(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-STARTERS = ("_gather", "reduce_split", "_reduce_bucket", "gather_unit", "reduce_unit")
+STARTERS = ("unshard", "reduce_split", "_reduce_bucket", "gather_unit", "reduce_unit")
 """The functions of funshard that start a unit's collectives. No other frame is asked for its locals, which would hold them."""
 
 

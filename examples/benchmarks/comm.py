@@ -15,7 +15,7 @@ Two modes differ from "fs" in how the gradient is taken or where: "fs torch.func
 is on a mesh of 2 replicas. FSDP2 is `fully_shard` on each block and on the root. "bf16" gathers and computes in bf16 and
 reduces in float32; its "copied" is beyond the plain step in float32, so casts of activations are in it.
 
-``--buckets`` is where BUCKET_BYTES in funshard/_units/joining.py comes from: from that size on, more bytes in one all-reduce
+``--buckets`` is where BUCKET_BYTES in funshard/_units/buckets.py comes from: from that size on, more bytes in one all-reduce
 make it hardly any faster.
 """
 

@@ -1,4 +1,4 @@
-"""A model's buffers in a functional_call: copies on write; what is thrown away is said, what is given is written back."""
+"""A model's buffers in a functional_call: lazy copies that are thrown away with a warning, or given ones that are updated."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .._spec.spec import abridge
 from .._spec.tree import join_path
 from .._torch.layers import NormWithStatistics
 from .casting import cast_back, cast_floats
-from .swap import own_of
+from .module_state import own_tensors
 
 __all__ = [
     "BufferWarning",
-    "copy_of",
+    "copy_buffer",
     "install_buffers",
-    "put_back",
     "running_statistics",
     "set_buffers",
-    "warn_of_lost",
-    "warn_of_lost_while_tracing",
+    "warn_discarded",
+    "warn_discarded_in_graph",
+    "write_back",
 ]
 
 
@@ -33,20 +33,20 @@ class BufferWarning(UserWarning):
     """Forward changed buffers, such as BatchNorm's running statistics, and the call threw the changes away."""
 
 
-_TOLD: WeakSet[nn.Module] = WeakSet()
+_WARNED: WeakSet[nn.Module] = WeakSet()
 """The models whose users have been told: once for each, whatever the filters of warnings."""
 
 
-def warn_of_lost(model: nn.Module, names: Sequence[str], stacklevel: int) -> None:
-    """Warn, once for a model, that these of its buffers were changed in vain."""
-    if names and model not in _TOLD:
-        _TOLD.add(model)
+def warn_discarded(model: nn.Module, names: Sequence[str], stacklevel: int) -> None:
+    """Warn, once for a model, that the call throws away the changes of these buffers."""
+    if names and model not in _WARNED:
+        _WARNED.add(model)
         _warn(names, stacklevel + 1)
 
 
 @_torch.assume_constant
-def warn_of_lost_while_tracing(names: tuple[str, ...]) -> None:
-    """The same inside torch.compile, which comes here when it traces, so once for each graph."""
+def warn_discarded_in_graph(names: tuple[str, ...]) -> None:
+    """Warn of the same inside torch.compile, which comes here when it traces, so once for each graph."""
     if names:
         _warn(names, 2)
 
@@ -64,7 +64,7 @@ def _warn(names: Sequence[str], stacklevel: int) -> None:
 
 
 def running_statistics(model: nn.Module) -> Iterator[str]:
-    """The names of the buffers that the model's normalisation layers change when they run in training mode."""
+    """Yield the names of the buffers that the model's normalisation layers change in training mode."""
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, NormWithStatistics) and module.training and module.track_running_stats:
             yield from (join_path(path, name) for name in module._buffers)
@@ -72,7 +72,7 @@ def running_statistics(model: nn.Module) -> Iterator[str]:
 
 @_torch.allow_in_graph
 @has_side_effect
-def put_back(given: Tensor, now: Tensor) -> None:
+def write_back(given: Tensor, now: Tensor) -> None:
     """Write a buffer's new values into the given one, inside torch.compile.
 
     There a gradient is torch.func's, which refuses ``add_`` to a tensor from outside, such as BatchNorm's count of batches.
@@ -81,10 +81,11 @@ def put_back(given: Tensor, now: Tensor) -> None:
     _torch.overwrite(given, now)
 
 
-def copy_of(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of a buffer, which costs nothing until forward writes to it, as to few; not where a vmap or tracing sees it.
+def copy_buffer(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a buffer that costs nothing until forward writes to it, as it does to few.
 
-    Nor of one with an element at several places, as vmap expands them: its copy on write could not be written to.
+    The copy is a real one where a vmap or tracing would see it, and for a buffer with an element at several places, as vmap
+    expands them: its lazy copy could not be written to.
     """
     buffer = _torch.unwrap_dead(buffer)  # forward has left it there inside of transforms
     seen = torch.compiler.is_compiling() or _torch.is_traced() or _torch.is_batched(buffer)
@@ -109,14 +110,21 @@ def install_buffers(
     *,
     valued: bool = True,
 ) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], list[str]], dict[str, nn.Module]]:
-    """Give every module its own ``_buffers``: the given ones, copies on write of the rest.
+    """Give every module its own ``_buffers``: the given ones, lazy copies of the rest.
 
-    Two functions come back: one reads the given ones, another names the copies that were changed since. The third result is
-    the normalisation layers that have buffers, by path. ``dtypes`` says to what floating point buffers of the module at a
-    path are cast; they are read back in their own.
+    Args:
+        modules: The modules by all their paths.
+        buffers: The given ones, by name.
+        dtypes: Maps a module's path to the dtype that its floating point buffers are cast to.
+        valued: Whether the parameters have values.
 
-    ValueError for one on the meta device among ``valued`` parameters: torch indexes, and multiplies matrices, by what has no
-    values without a word, and the result is memory that nobody wrote to.
+    Returns:
+        A function that reads the given buffers back, in their own dtypes; a function that names the copies that were changed;
+        the normalisation layers that have buffers, by path.
+
+    Raises:
+        ValueError: For a buffer on the meta device among ``valued`` parameters. torch indexes and multiplies matrices by what
+            has no values without a word, and the result is memory that nobody wrote to.
     """
     given = dict(buffers or {})
     copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
@@ -126,7 +134,7 @@ def install_buffers(
     empty: dict[str, Tensor] = {}
     normalized: dict[str, nn.Module] = {}
     for path, module in modules.items():
-        own = own_of(module, "_buffers")
+        own = own_tensors(module, "_buffers")
         if not own:  # as most
             continue
         if isinstance(module, NormWithStatistics):
@@ -142,7 +150,7 @@ def install_buffers(
             elif original is not None and mine[attr] is original and not original.is_meta:
                 dtype = cast if cast and original.is_floating_point() else original.dtype
                 if (original, dtype) not in copies:
-                    copies[original, dtype] = copy_of(original, dtype)
+                    copies[original, dtype] = copy_buffer(original, dtype)
                 mine[attr] = copies[original, dtype]
                 copied.append((name, module, attr, copies[original, dtype]))
             elif original is not None and original.is_meta and valued:
@@ -158,14 +166,14 @@ def install_buffers(
         set_buffers(module, mine)
 
     def now() -> dict[str, Tensor]:
-        found = [(name, own_of(module, "_buffers").get(attr), before, used) for name, module, attr, before, used in placed]
+        found = [(name, own_tensors(module, "_buffers").get(attr), before, used) for name, module, attr, before, used in placed]
         return {name: cast_back(buffer, before, used) for name, buffer, before, used in found if buffer is not None}
 
     def changed() -> list[str]:
         moved = {
             (module, attr): name
             for name, module, attr, copy in copied
-            if own_of(module, "_buffers").get(attr) is not copy or _torch.version(copy)
+            if own_tensors(module, "_buffers").get(attr) is not copy or _torch.version(copy)
         }
         # The kernels of BatchNorm do not tell the version of its statistics, but its module counts.
         counted = {module for module, attr in moved if attr == "num_batches_tracked"}

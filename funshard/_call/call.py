@@ -6,22 +6,17 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .._spec.checks import check_params
 from .._spec.division import ReduceBy
-from .._spec.spec import PartitionSpec, bind_spec
-from .._transforms.error_hints import add_argument_hints, add_hints, as_call_arguments, check_materialized
-from .._units.accumulation import find_accumulation
-from .._units.flow import resolve_reduction
-from . import in_graph
-from .buffers import warn_of_lost
-from .options import CallOptions
+from .._spec.spec import PartitionSpec
+from .._transforms.error_hints import add_argument_hints, add_hints
+from . import compiled_call
+from .buffers import warn_discarded
+from .entry import check_call
 from .running import Call
+from .schedule import CallOptions
 from .stale_statistics import check_statistics
-from .swap import Place
-from .unreduced import check_reduced
 
 __all__ = ["functional_call"]
 
@@ -86,38 +81,19 @@ def functional_call(
         >>> fs.functional_call(model, params, (torch.ones(2),), spec=spec)
         tensor([6.])
     """
-    spec = bind_spec(spec)
-    check_params(params, spec)
-    accumulation = find_accumulation(params, spec, reduce, reduce_axes)
-    receiver = None
-    if accumulation:
-        params, reduction, receiver = accumulation.replace(params)
-    else:
-        reduction = resolve_reduction(reduce, reduce_axes, spec.bound_mesh, (unit for unit in spec if unit.key in params))
-    _check_count("prefetch", prefetch, 0)
-    _check_count("in_flight", in_flight, 1)
-    given = as_call_arguments(args, kwargs)
-    if torch.compiler.is_compiling():
-        return in_graph.run(model, params, *given, spec, buffers, method, reduction, check_order)
-    place = Place.of(model, spec)
-    check_materialized(model, params, spec, given)
-    check_reduced(params, model, spec, stacklevel=2)
-    call = Call(place, params, spec, reduction, CallOptions(prefetch, in_flight, check_order), receiver)
+    options = CallOptions(prefetch, in_flight, check_order)
+    inputs = check_call(model, params, args, kwargs, spec, reduce, reduce_axes, options, stacklevel=2)
+    if inputs.place is None:
+        return compiled_call.run(model, inputs, buffers, method)
+    call = Call(inputs.place, inputs.params, inputs.spec, inputs.reduction, options, inputs.receiver)
     try:
-        out = call.run(*given, buffers, method)
+        out = call.run(inputs.args, inputs.kwargs, buffers, method)
     except (TypeError, AttributeError, RuntimeError) as error:
-        add_argument_hints(error, params, spec, args, given)
+        add_argument_hints(error, inputs.params, inputs.spec, args, (inputs.args, inputs.kwargs))
         raise add_hints(error, model)  # noqa: B904 - the same one
-    warn_of_lost(model, call.lost, stacklevel=2)
+    warn_discarded(model, call.discarded_buffers, stacklevel=2)
     if call.normalized:
         check_statistics(model, call.normalized, buffers or (), stacklevel=2)
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
     return out
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a whole number, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}")

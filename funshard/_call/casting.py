@@ -1,27 +1,28 @@
-"""What a `Precision` casts around and inside of a module: inputs, outputs, buffers."""
+"""The casts of a `Precision` around and inside a module, and the other attributes that a call sets in modules."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
+from .._batchnorm import MESH, SyncBatchNorm
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 
-__all__ = ["buffer_dtypes", "cast_around", "cast_back", "cast_floats", "cast_params", "casts"]
+__all__ = ["buffer_dtypes", "cast_back", "cast_floats", "cast_params", "has_casts", "module_overrides", "wrap_in_casts"]
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    """The pytree with its floating point tensors in this dtype; None for no change. Looks into dataclasses as well."""
+    """Return the pytree with its floating point tensors in this dtype; None for no change. It looks into dataclasses."""
     return tree if dtype is None else _map_floats(lambda x: x.to(dtype), tree)
 
 
@@ -42,14 +43,14 @@ def _map_floats(fn: Callable[[Tensor | PackedSequence], Tensor | PackedSequence]
     return pytree.tree_map(one, tree)
 
 
-def casts(precision: Precision) -> bool:
-    """Whether anything is cast around a module: not where the precision is about gathers, reductions or buffers alone."""
+def has_casts(precision: Precision) -> bool:
+    """Return whether a precision casts around a module, and not only in gathers, reductions or buffers."""
     return precision.restore_outputs or any((precision.output, precision.cast_inputs and precision.param))
 
 
-def cast_around(forward: Callable[..., Any], precision: Precision | None) -> Callable[..., Any]:
-    """A module's forward, or another method, with its inputs and outputs cast."""
-    if precision is None or not casts(precision):
+def wrap_in_casts(forward: Callable[..., Any], precision: Precision | None) -> Callable[..., Any]:
+    """Return a module's forward, or another method, with its inputs and outputs cast."""
+    if precision is None or not has_casts(precision):
         return forward
 
     @functools.wraps(forward)
@@ -63,7 +64,7 @@ def cast_around(forward: Callable[..., Any], precision: Precision | None) -> Cal
 
 
 def _first_dtype(tree: Any) -> torch.dtype | None:
-    """That of the first floating point tensor."""
+    """Return the dtype of the first floating point tensor."""
     dtypes: list[torch.dtype] = []
 
     def note(x: Tensor | PackedSequence) -> Tensor | PackedSequence:
@@ -75,13 +76,13 @@ def _first_dtype(tree: Any) -> torch.dtype | None:
 
 
 def cast_params(tensors: Sequence[Tensor], unit: Unit) -> Sequence[Tensor]:
-    """A unit's full parameters as they are computed with."""
+    """Return a unit's full parameters in the dtype to compute with."""
     precision = unit.p.precision
     return [x.to(precision._resolve(x.dtype).param) for x in tensors] if precision else tensors
 
 
 def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:
-    """To what the floating point buffers of the module at a path are cast, if they are: as the nearest unit around it says."""
+    """Return a function from a module's path to the dtype of its floating point buffers, which the nearest unit says."""
     places = spec.places
 
     def dtype(path: str) -> torch.dtype | None:
@@ -94,8 +95,22 @@ def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:
 
 
 def cast_back(now: Tensor, before: Tensor, cast: Tensor) -> Tensor:
-    """A buffer after a call that had it ``cast``, in its own dtype again: what did not change is exactly as before."""
+    """Return a buffer after a call that had it ``cast``, in its own dtype: what did not change is exactly as before."""
     if cast.dtype == before.dtype or now.dtype != cast.dtype:
         return now
     wide = now.to(before.dtype)
     return torch.where(now == before.to(now.dtype), before, wide) if now.shape == before.shape else wide
+
+
+def module_overrides(modules: Mapping[str, nn.Module], spec: PartitionSpec, path: str) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield what a call sets in modules beside parameters and buffers: the module, an attribute's name, and the value.
+
+    Casts around forward, and the mesh of layers that take statistics over ranks. Each is to be set before the next is asked
+    for. The casts around the module at ``path`` are left to its caller.
+    """
+    for module in modules.values():
+        if isinstance(module, SyncBatchNorm):
+            yield module, MESH, spec.bound_mesh
+    for at, p in spec.places.items():
+        if p.precision and has_casts(p.precision) and at in modules and at != path:
+            yield modules[at], "forward", wrap_in_casts(modules[at].forward, p.precision)

@@ -1,13 +1,13 @@
-"""The four ways in which a call has its units, and which of them a call takes: `choose`.
+"""The four ways in which a call has its units; `choose_mode` takes one of them.
 
 | mode | when | gathers | what autograd keeps of a weight | reductions |
 |---|---|---|---|---|
 | `Scheduled` | process groups; no transform, or one torch.func.grad | ahead of use | how to have it again | behind backward |
 | `Stacked` | several of grad, vjp, jvp | where used | the same, for each level | where the gradient is |
-| `Flow` | vmap, simulated ranks, forward mode, recording | where used | the weight | where the gradient is |
-| in_graph.py | inside torch.compile | the whole tree at once | what the compiler likes | where the compiler likes |
+| `DataFlow` | vmap, simulated ranks, forward mode, recording | where used | the weight | where the gradient is |
+| compiled_call.py | inside torch.compile | the whole tree at once | what the compiler likes | where the compiler likes |
 
-In all of them a unit is `Gathered` when its module is entered, and let go when that is left.
+In all of them a unit is in use from when its module is entered until that is left: `UnitInUse`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,33 @@ from .._units.accumulation import GradReceiver
 from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit
 from .casting import cast_params
-from .nested import Nested
-from .options import CallOptions
-from .schedule import Schedule, Visit
-from .watch import Watch
+from .gathered_unit import GatheredUnit
+from .schedule import CallOptions, Schedule
+from .stacked_gathers import StackedGathers
+from .write_watch import WriteWatch
 
-__all__ = ["Flow", "Gathered", "Mode", "Scheduled", "Stacked", "choose", "given"]
+__all__ = ["DataFlow", "Mode", "Scheduled", "Stacked", "UnitInUse", "choose_mode", "units_given_full"]
 
 
-class Gathered:
-    """A unit that is there: its parameters, the transforms it was gathered under, and its visit if the schedule has it."""
+class UnitInUse:
+    """A unit whose parameters forward may read: a mode of the call has gathered it, or the caller gave it in full."""
 
-    __slots__ = ("frees", "level", "storage", "unit", "views", "visit", "watch")
+    __slots__ = ("gathered_unit", "level", "reshard", "storage", "unit", "views", "watch")
 
     def __init__(
-        self, unit: Unit, views: Sequence[Tensor], watch: Watch, *, frees: bool, level: int, visit: Visit | None = None
+        self,
+        unit: Unit,
+        views: Sequence[Tensor],
+        watch: WriteWatch,
+        *,
+        reshard: bool,
+        level: int,
+        gathered_unit: GatheredUnit | None = None,
     ) -> None:
-        self.unit, self.views, self.watch, self.visit, self.level, self.frees = unit, views, watch, visit, level, frees
+        self.unit, self.views, self.watch = unit, views, watch
+        self.reshard = reshard
+        self.level = level  # of transforms that it was gathered under
+        self.gathered_unit = gathered_unit  # where the schedule has gathered it
         self.storage = 0  # of the buffer, where saved tensors in it are to be replaced
 
 
@@ -56,48 +66,54 @@ class Mode(Protocol):
     live: dict[int, RestorableBuffer] | None
     """The buffers whose saved views are replaced, by storage; None where autograd keeps what it saves."""
 
-    def gather(self, unit: Unit) -> Gathered:
-        """The unit, there."""
+    def gather(self, unit: Unit) -> UnitInUse:
+        """Return the gathered unit."""
         ...
 
-    def leave(self, gathered: Gathered, *, keep: bool) -> None:
-        """Let go of it, or leave its buffer to backward."""
+    def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
+        """End the use of a unit: free its buffer, or leave that to backward."""
         ...
 
     def end_forward(self) -> None:
-        """No more units are needed."""
+        """Free what was gathered and not used."""
         ...
 
     def check_forward(self) -> None:
-        """Have ranks compare what forward has gathered, if that was not compared before each gather."""
+        """Have ranks compare what forward has gathered, unless that was compared before each gather."""
         ...
 
 
-def choose(
+def choose_mode(
     params: Mapping[str, Tensor],
     spec: PartitionSpec,
     reduction: Reduction,
     options: CallOptions,
     receiver: GradReceiver | None,
     *,
-    again: bool,
+    is_recomputing: bool,
     replaces: bool,
-) -> Scheduled | Stacked | Flow:
-    """The mode of a call that is not compiled. ``receiver`` takes gradients as they are reduced.
+) -> Scheduled | Stacked | DataFlow:
+    """Return the mode of a call that is not compiled.
 
-    Not ``again``: what runs is itself run again for its derivatives, which need keep nothing. Unless it ``replaces`` what
-    autograd saves, that stays: a checkpoint around the call does so itself.
+    Args:
+        params: The parameters of the call.
+        spec: Their spec.
+        reduction: How gradients are reduced.
+        options: How far gathers and reductions may be ahead and behind.
+        receiver: Takes gradients as they are reduced.
+        is_recomputing: Whether this is a run of a recomputed module, which need keep nothing for derivatives.
+        replaces: Whether saved weights are replaced. A checkpoint around the call would do that itself.
     """
-    if _schedulable(params, spec):
-        schedule = Schedule(params, _sharded(params, spec), reduction, options, receiver)
+    if _is_schedulable(params, spec):
+        schedule = Schedule(params, _sharded_part(params, spec), reduction, options, receiver)
         return Scheduled(schedule, params, spec, reduction, replaces)
-    if again and replaces and torch.is_grad_enabled() and _nestable(spec):
+    if not is_recomputing and replaces and torch.is_grad_enabled() and _is_stackable(spec):
         return Stacked(params, spec, reduction, options.check_order)
-    return Flow(params, spec, reduction, options.check_order)
+    return DataFlow(params, spec, reduction, options.check_order)
 
 
-def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
-    """Whether gathers and reductions may run ahead and behind: nothing batches them or differentiates them twice."""
+def _is_schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
+    """Return whether gathers and reductions may run ahead and behind: nothing batches them or differentiates them twice."""
     if _torch.in_forward_ad() or not _torch.can_replace_saved_tensors():
         return False
     if spec.bound_mesh.is_simulated:
@@ -107,8 +123,8 @@ def _schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
     )
 
 
-def _nestable(spec: PartitionSpec) -> bool:
-    """Whether what the transforms that run save can be gathered again by each of them."""
+def _is_stackable(spec: PartitionSpec) -> bool:
+    """Return whether each of the transforms that run can gather again what it saves."""
     return (
         _torch.current_level() > 0
         and not spec.bound_mesh.is_simulated
@@ -117,36 +133,36 @@ def _nestable(spec: PartitionSpec) -> bool:
     )
 
 
-def _sharded(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:
-    """The part of the spec whose units ``params`` holds as shards."""
+def _sharded_part(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:
+    """Return the part of the spec whose units ``params`` holds as shards."""
     keys = spec.by_key.keys() & params.keys()
     return spec if len(keys) == len(spec) else spec._restrict("", keys)
 
 
-def given(params: Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Gathered]:
-    """The units whose full parameters are in ``params``, by key: nothing gathers them, and no mode knows of them."""
+def units_given_full(params: Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, UnitInUse]:
+    """Return the units whose full parameters are in ``params``, by key: nothing gathers them, and no mode knows of them."""
     full = ((unit, find_full_params(params, unit)) for unit in spec if unit.key not in params)
     return {
-        unit.key: Gathered(unit, cast_params(views, unit), Watch(unit, views), frees=unit.p.reshard, level=0)
+        unit.key: UnitInUse(unit, cast_params(views, unit), WriteWatch(unit, views), reshard=unit.p.reshard, level=0)
         for unit, views in full
         if views
     }
 
 
-class Flow:
-    """Gathers that are nodes of the graph, where a unit is used."""
+class DataFlow:
+    """Gathers as nodes of the graph, where a unit is used."""
 
     live: dict[int, RestorableBuffer] | None = None
 
     def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, check_order: bool) -> None:
         self.params, self.spec, self._reduction, self._check_order = params, spec, reduction, check_order
 
-    def gather(self, unit: Unit) -> Gathered:
-        """The unit, gathered as data flow."""
-        return self._gathered(unit, self._buffer(unit, self._way(unit)))
+    def gather(self, unit: Unit) -> UnitInUse:
+        """Return the unit, gathered as data flow."""
+        return self._in_use(unit, self._buffer(unit, self._gather_function(unit)))
 
-    def _way(self, unit: Unit) -> Callable[[Tensor], Tensor]:
-        """From the unit's shard to its buffer, differentiable."""
+    def _gather_function(self, unit: Unit) -> Callable[[Tensor], Tensor]:
+        """Return the differentiable function from the unit's shard to its buffer."""
         # not this mode, which what is in a graph would hold
         mesh, reduction, check_order = self.spec.bound_mesh, self._reduction, self._check_order
         return lambda shard: gather_unit(shard, unit, mesh, reduction, unit.p.precision, check_order=check_order)
@@ -157,39 +173,39 @@ class Flow:
             buffer = buffer.clone()  # forward may write to it, and so to its tangent, which is the caller's
         return buffer
 
-    def _gathered(self, unit: Unit, buffer: Tensor) -> Gathered:
-        watch = Watch(unit, (buffer,))
-        return Gathered(unit, unflatten_unit(buffer, unit), watch, frees=unit.p.reshard, level=_torch.current_level())
+    def _in_use(self, unit: Unit, buffer: Tensor) -> UnitInUse:
+        watch = WriteWatch(unit, (buffer,))
+        return UnitInUse(unit, unflatten_unit(buffer, unit), watch, reshard=unit.p.reshard, level=_torch.current_level())
 
-    def leave(self, gathered: Gathered, *, keep: bool) -> None:
-        """Whoever still holds the buffer decides."""
+    def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
+        """Forget the buffer; whoever still holds it decides how long it lives."""
         if self.live:
-            self.live.pop(gathered.storage, None)
+            self.live.pop(in_use.storage, None)
 
     def end_forward(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no gather is under way."""
 
     def check_forward(self) -> None:
-        """Every gather was compared before it started."""
+        """Do nothing: every gather was compared before it started."""
 
 
-class Stacked(Flow):
-    """The same, and what each level saves of a weight is how it gathers that again."""
+class Stacked(DataFlow):
+    """Data flow where each level of transforms saves how to gather a weight again, instead of the weight."""
 
     def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, check_order: bool) -> None:
         super().__init__(params, spec, reduction, check_order)
         self._level = _torch.current_level()
-        self._nested = Nested()
+        self._nested = StackedGathers()
         self.live = self._nested.live
 
-    def gather(self, unit: Unit) -> Gathered:
-        """The unit, gathered as data flow and known to the levels' graphs."""
-        way = self._way(unit)
+    def gather(self, unit: Unit) -> UnitInUse:
+        """Return the unit, gathered as data flow and known to the levels' graphs."""
+        way = self._gather_function(unit)
         buffer = self._buffer(unit, way)
-        gathered = self._gathered(unit, buffer)
+        gathered = self._in_use(unit, buffer)
         shard = self.params[unit.key]
         if unit.p.reshard and not _torch.shares_storage(buffer, shard) and _torch.current_level() == self._level:
-            gathered.storage = self._nested.gathered(unit.key, shard, buffer, way)
+            gathered.storage = self._nested.add(unit.key, shard, buffer, way)
         return gathered
 
 
@@ -209,36 +225,37 @@ class Scheduled:
         self.live: dict[int, RestorableBuffer] | None = None
         if torch.is_grad_enabled() and schedule.routes.has_resharded_units and replaces:
             self.live = {}
-        self._flow = Flow(self.params, spec, reduction, schedule.check_order)
+        self._flow = DataFlow(self.params, spec, reduction, schedule.check_order)
 
-    def gather(self, unit: Unit) -> Gathered:
-        """The unit, with the next ones under way; inside of a transform that began in forward, as data flow."""
-        if not self.is_here():
+    def gather(self, unit: Unit) -> UnitInUse:
+        """Return the unit, with the next ones under way; inside a transform that began in forward, gather it as data flow."""
+        if not self.is_at_call_level():
             return self._flow.gather(unit)
-        visit = self.schedule.visit(unit)
-        watch = Watch(unit, (visit.buffer,))
-        views = visit.parameters(self.params[unit.key])
-        gathered = Gathered(unit, views, watch, frees=visit.route.reshard_after_forward, level=self._level, visit=visit)
-        if visit.route.reshard_after_forward and self.live is not None:
-            gathered.storage = _torch.storage_id(visit.buffer)
-            self.live[gathered.storage] = visit
-        return gathered
+        gathered = self.schedule.gather(unit)
+        watch = WriteWatch(unit, (gathered.buffer,))
+        views = gathered.parameters(self.params[unit.key])
+        reshard = gathered.route.reshard_after_forward
+        in_use = UnitInUse(unit, views, watch, reshard=reshard, level=self._level, gathered_unit=gathered)
+        if reshard and self.live is not None:
+            in_use.storage = _torch.storage_id(gathered.buffer)
+            self.live[in_use.storage] = gathered
+        return in_use
 
-    def is_here(self) -> bool:
-        """Whether what runs is in the transforms of the call, and in no other."""
+    def is_at_call_level(self) -> bool:
+        """Return whether the running code is in the transforms of the call, and in no other."""
         return _torch.current_level() == self._level
 
-    def leave(self, gathered: Gathered, *, keep: bool) -> None:
-        """Its buffer is let go, or is backward's where that may ask for it."""
+    def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
+        """End the use of a unit: free its buffer, or hand it to backward where that may ask for it."""
         if self.live:
-            self.live.pop(gathered.storage, None)
-        if gathered.visit:
-            gathered.visit.leave(keep=keep and gathered.storage != 0)
+            self.live.pop(in_use.storage, None)
+        if in_use.gathered_unit:
+            in_use.gathered_unit.reshard(keep_for_backward=keep and in_use.storage != 0)
 
     def end_forward(self) -> None:
-        """What was gathered for nothing is let go."""
+        """Free what was gathered and not used."""
         self.schedule.end_forward()
 
     def check_forward(self) -> None:
         """Have ranks compare what forward has gathered."""
-        self.schedule.check_forward()
+        self.schedule.order_check.check_forward()

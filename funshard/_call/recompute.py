@@ -1,10 +1,15 @@
-"""A module that runs again for its derivatives: what it is made of is an argument, in every run the same."""
+"""A module with P(remat=...): backward runs it again, with everything that it is made of as arguments.
+
+    Call -> recompute_module -> call_recomputed (_transforms/_recompute) -> ModuleRun -> Call.make_inner -> forward
+
+The first run and the ones of backward are calls of their own, on the module's part of the model.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,52 +20,58 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import number_views, run_unrecorded
-from .._transforms._recompute.stateful_adapters import CALL_ATTRIBUTES
+from .._transforms._recompute.stateful_adapters import CALL_ATTRIBUTES, set_attributes
 from .._units.layout import Params, unflatten_unit
-from .buffers import copy_of
-from .schedule import Visit
-from .swap import Attributes, Parameters, Place
+from .bound_module import BoundModule, Replaced
+from .buffers import copy_buffer
+from .gathered_unit import GatheredUnit
+from .module_state import ModuleAttributes
 
-__all__ = ["Inside", "Replaced", "params_of", "recomputed", "replaced"]
+if TYPE_CHECKING:
+    from .running import Call
+
+__all__ = ["recompute_module"]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-Replaced = dict[tuple[str, str], Any]
-"""By path and attribute what forward itself has put in the place of a module's parameters."""
-Inside = Callable[[Attributes, Mapping[str, Tensor], PartitionSpec, Params, Replaced, Args, Kwargs], tuple[Any, list[str]]]
-"""``inside(attributes, params, spec, buffers, replaced, args, kwargs)``: a run of the module with these insides. It gives
-the result and the names of the parameters that were read, and updates the dicts of buffers and of replaced parameters."""
 
 
-def recomputed(
-    inside: Inside,
-    place: Place,
-    before: Attributes,
-    params: Mapping[str, Tensor],
+def recompute_module(
+    outer: Call,
+    place: BoundModule,
     spec: PartitionSpec,
-    visits: Sequence[Visit],
+    before: ModuleAttributes,
+    gathered: Sequence[GatheredUnit],
     args: Args,
     kwargs: Kwargs,
-    remat: bool | Remat,
 ) -> Any:
-    """The result of the module at this place, of which only the arguments are kept, and what can be reached from them.
+    """Return the result of a module that backward runs again. Only its arguments are kept, and what its remat saves.
 
-    And what ``remat`` says. ``before`` are the attributes of the model before the call that runs, ``visits`` its own units
-    where the schedule has gathered them. What the first run changes in its arguments, in the modules' attributes and buffers,
-    and in the place of parameters, is changed once; another run finds it as the first one did.
+    What the first run changes in its arguments, in the modules' attributes and buffers, and in place of parameters, is changed
+    once; another run finds it as the first one did.
+
+    Args:
+        outer: The call that the module runs in.
+        place: The module.
+        spec: The units in it.
+        before: The attributes of the model before ``outer``.
+        gathered: The module's own units, where the schedule has gathered them.
+        args: The module's positional arguments.
+        kwargs: Its keyword arguments.
+
     """
     buffers: dict[Tensor, list[str]] = {}
     for path, module in place.modules.items():
         for attr, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.setdefault(buffer, []).append(join_path(path, attr))
-    remat = remat if isinstance(remat, Remat) else Remat()
-    run = _Runs(inside, place, before, list(buffers.values()), visits)
-    given = replaced(place, before)
+    remat = outer.spec.places[place.path].remat
+    run = _ModuleRun(outer, place, before, list(buffers.values()), gathered)
+    given = place.replaced_parameters(before)
     now = dict(given)
     roots: dict[str, Any] = {
-        "its parameters": params,
-        "its buffers": [copy_of(buffer, buffer.dtype) for buffer in buffers],
+        "its parameters": place.params_of(spec, outer.mode.params),
+        "its buffers": [copy_buffer(buffer, buffer.dtype) for buffer in buffers],
         "its spec": spec,
         "what was put in the place of its parameters": now,
         "forward": {path: before[module]["forward"] for path, module in place.modules.items() if "forward" in before[module]},
@@ -68,7 +79,13 @@ def recomputed(
         "kwargs": kwargs,
         **{f"module '{path}'": module for path, module in place.modules.items()},
     }
-    out, written = call_recomputed(run, f"module '{place.path}' with P(remat=True)", roots, place.owned, remat=remat)
+    out, written = call_recomputed(
+        run,
+        f"module '{place.path}' with P(remat=True)",
+        roots,
+        place.owned,
+        remat=remat if isinstance(remat, Remat) else Remat(),
+    )
     for i, (buffer, is_new) in written.items():
         before_it = list(buffers)[i]
         # a vmap around has batched all results, and can only write those into what it has batched
@@ -87,39 +104,24 @@ def recomputed(
     return out
 
 
-def replaced(place: Place, before: Attributes) -> Replaced:
-    """What forward has put in the place of parameters until now."""
-    out: Replaced = {}
-    for path, module in place.modules.items():
-        now = module._parameters
-        if isinstance(now, Parameters):
-            out |= {(path, attr): tensor for attr, tensor in now.put(before[module]["_parameters"]).items()}
-    return out
-
-
-def params_of(place: Place, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The shards, or full parameters, of these units, and the ignored parameters."""
-    names = [name for unit in spec for name in (unit.key, *(name for param in unit.params for name in param.names))]
-    params = {name: given[name] for name in names if name in given}
-    for name in spec.ignored:
-        path, _, attr = name.rpartition(".")
-        if path in place.modules and (tensor := place.modules[path]._parameters.get(attr)) is not None:
-            params[name] = tensor
-    return params
-
-
-class _Runs:
-    """The module as a function of all that it is made of. ``buffers`` are the names of each of its buffers."""
+class _ModuleRun:
+    """The module as a function of everything that it is made of. ``buffers`` are the names of each of its buffers."""
 
     def __init__(
-        self, inside: Inside, place: Place, before: Attributes, buffers: list[list[str]], visits: Sequence[Visit]
+        self,
+        outer: Call,
+        place: BoundModule,
+        before: ModuleAttributes,
+        buffers: list[list[str]],
+        gathered: Sequence[GatheredUnit],
     ) -> None:
-        self._inside, self._place, self.buffers = inside, place, buffers
+        self._outer, self._place, self.buffers = outer, place, buffers
         self._parameters = {module: before[module].get("_parameters") for module in place.owned}  # a traced one has none
         self._first, self._last = True, False
         self._level = _torch.current_level()
-        self._visits = visits
-        self._leases = [visit.lease_for_rerun() for visit in visits]  # a backward that nobody comes back to runs it with these
+        self._gathered_units = gathered
+        # a backward that nobody comes back to runs it with these
+        self._leases = [one.lease_for_recompute() for one in gathered]
         self._read: list[str] = []
         self._written: dict[int, bool] = {}
         self.told: set[int] = set()
@@ -136,19 +138,19 @@ class _Runs:
         kwargs: Kwargs,
         *_: nn.Module,
     ) -> tuple[Any, dict[int, tuple[Tensor, bool]]]:
-        copies = [copy_of(buffer, buffer.dtype) for buffer in given]
+        copies = [copy_buffer(buffer, buffer.dtype) for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
         now = {name: copy for copy, names in zip(copies, self.buffers, strict=True) for name in names}
         own: dict[nn.Module, dict[str, Any]] = {
             self._place.modules[path]: {"forward": forward} for path, forward in forwards.items()
         }
-        attributes: Attributes = {
+        attributes: ModuleAttributes = {
             module: {name: value for name, value in vars(module).items() if name not in CALL_ATTRIBUTES}
             | ({} if parameters is None else {"_parameters": parameters, "_buffers": module._buffers})
             | own.get(module, {})
             for module, parameters in self._parameters.items()
         }
-        out, used = self._inside(attributes, self._gathered(params), spec, now, replaced, args, kwargs)
+        out, used = self._run(attributes, self._gathered(params), spec, now, replaced, args, kwargs)
         first, self._first = self._first, False
         written = {
             i: now[names[0]] is not copy
@@ -164,8 +166,31 @@ class _Runs:
         self._check(used, written, now)
         return out, {i: (now[self.buffers[i][0]], is_new) for i, is_new in self._written.items()}
 
+    def _run(
+        self,
+        attributes: ModuleAttributes,
+        params: Mapping[str, Tensor],
+        spec: PartitionSpec,
+        buffers: Params,
+        replaced: Replaced,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> tuple[Any, list[str]]:
+        """Return the result of one run, and the names of the parameters that it read; update buffers and replaced ones."""
+        place = self._place
+        call = self._outer.make_inner(place, params, spec)
+        with call.installed(buffers, attributes):
+            for (path, attr), tensor in replaced.items():
+                place.modules[path]._parameters[attr] = tensor
+            out = place.modules[place.path].forward(*args, **kwargs)
+            replaced.update(call.replaced_parameters(attributes))
+            after = {module: dict(vars(module)) for module in place.owned}
+        for module, new in after.items():
+            set_attributes(module, new)
+        return out, sorted(call.used_parameters or ())
+
     def _check(self, used: list[str], written: Mapping[int, bool], now: Params) -> None:
-        """RuntimeError for a run that reads other parameters or writes other buffers than the first one."""
+        """Raise RuntimeError for a run that reads other parameters or writes other buffers than the first one."""
         name = f"module '{self._place.path}' with P(remat=True)"
         if used != self._read:
             differ = sorted(set(used) ^ set(self._read))
@@ -187,30 +212,30 @@ class _Runs:
                 )
 
     def _gathered(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The full parameters in the place of the shards that the schedule gathers, in the first and in the last run."""
+        """Return full parameters instead of the shards that the schedule gathers, in the first and in the last run."""
         params = dict(params)
-        for visit in self._visits if self._first or self._last else ():
-            shard = params.pop(visit.unit.key)
+        for gathered in self._gathered_units if self._first or self._last else ():
+            shard = params.pop(gathered.unit.key)
             if self._last:
-                views = run_unrecorded(visit.parameters_again, shard)
+                views = run_unrecorded(gathered.parameters_in_backward, shard)
             else:
-                buffer = visit.buffer
+                buffer = gathered.buffer
                 if shard.requires_grad:  # the first run has a graph, which the parameters are to be asked for as well
                     buffer = _OfShard.apply(buffer, shard)
-                views = unflatten_unit(buffer, visit.unit)
-            names = (param.name for param in visit.unit.params)
-            params |= zip(names, number_views(views, visit.unit.key, shard), strict=True)
+                views = unflatten_unit(buffer, gathered.unit)
+            names = (param.name for param in gathered.unit.params)
+            params |= zip(names, number_views(views, gathered.unit.key, shard), strict=True)
         return params
 
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
-        """For the run that plain autograd's backward makes: gathered ahead, reduced behind."""
+        """Within this, plain autograd's backward makes the last run: units are gathered ahead and reduced behind."""
         if not self._leases:
             yield
             return
         self._last = True
         try:
-            with self._visits[0].schedule.part_of_backward():
+            with self._gathered_units[0].schedule.backward.inner_run():
                 yield
         finally:
             self._last = False
@@ -229,7 +254,7 @@ class _OfShard(_torch.Function):
 
 
 def _may_be_written(buffer: Tensor, copy: Tensor) -> bool:
-    """Whether a kernel may have written to the copy of a buffer without telling its version."""
+    """Return whether a kernel may have written to the copy of a buffer without telling its version."""
     if _torch.current_level():
         return _torch.is_batched(copy)
     return not (_torch.is_strided(buffer) and _torch.is_strided(copy) and _torch.shares_memory(buffer, copy))

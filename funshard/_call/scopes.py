@@ -1,12 +1,12 @@
-"""Which units are gathered while forward runs, and when they are let go.
+"""Which units are gathered while forward runs, and when they are freed.
 
-A unit is gathered when its module is entered (or, used from outside, when first touched) and let go when the module that
-was running then is left. Letting go is dropping a reference: nothing is ever resized or freed by hand, so whatever user
-code still holds stays readable.
+A unit is gathered when its module is entered (or, used from outside, when first touched), and freed when the module that
+was running then is left. To free is to drop the reference: nothing is ever resized, so what user code still holds stays
+readable.
 
-What would hold the buffer until backward is autograd, which saves weights. Saved-tensor hooks put in their place how to
-have them again: this view of that unit. When backward asks for it, the unit is gathered again, once, and let go when the
-gradient of its buffer is complete, which is also when that gradient is reduce-scattered.
+Autograd, which saves weights, would hold the buffer until backward. Saved-tensor hooks keep instead which view of which unit
+was saved (saved_weights.py). When backward asks for it, the unit is gathered again, once, and freed when the gradient of its
+buffer is complete, which is also when that gradient is reduce-scattered.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms._recompute.function import recomputing_names
 from .._transforms._recompute.saved_results import number_views, run_unrecorded
-from .modes import Gathered, Mode, given
-from .resting import Resting
-from .watch import written_error
+from .activation_offload import ActivationOffload
+from .modes import Mode, UnitInUse, units_given_full
+from .write_watch import write_error
 
-__all__ = ["Scopes"]
+__all__ = ["UnitScopes"]
 
 
-class Scopes:
-    """The gathered units of one call, each in the run of a module that it was gathered in; the first scope is the call's."""
+class UnitScopes:
+    """The units in use in one call, each in the run of a module that it was gathered in; the first scope is the call's own."""
 
-    def __init__(self, mode: Mode, params: Mapping[str, Tensor], spec: PartitionSpec, rests: Resting | None) -> None:
+    def __init__(self, mode: Mode, params: Mapping[str, Tensor], spec: PartitionSpec, rests: ActivationOffload | None) -> None:
         self._mode, self._rests = mode, rests
         self._differentiable, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.hook = self._outer = _torch.current_pack_hook()  # the first is what replaces saved tensors while forward runs
         self._outer_reentrant = _torch.count_reentrant_checkpoints()
         self._inside = recomputing_names()
-        self.active = given(params, spec)
-        self._scopes: list[list[Gathered]] = [[]]
-        self._pending: list[Gathered] = []  # left, but not freed before the next gather, in case the forward ends here
+        self.active = units_given_full(params, spec)
+        self._scopes: list[list[UnitInUse]] = [[]]
+        self._pending: list[UnitInUse] = []  # left, but not freed before the next gather, in case the forward ends here
         self._written: tuple[Unit, str] | None = None  # a parameter that forward has written to
 
-    def gather(self, unit: Unit) -> Gathered:
-        """The unit, gathered now or still alive."""
+    def gather(self, unit: Unit) -> UnitInUse:
+        """Return the unit; gather it unless it is in use."""
         if recomputing_names() != self._inside:
             raise RuntimeError(
                 f"unit '{unit.key}' is read inside of {recomputing_names()[-1]}, which does not own it: there it would have no "
@@ -60,14 +60,14 @@ class Scopes:
             return gathered
         self.free(self._pending)
         if self._written:
-            raise written_error(*self._written)
+            raise write_error(*self._written)
         probe = torch.is_inference_mode_enabled() and not self._inference
         # a gather under no_grad or in inference mode must serve uses outside of it
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
             gathered = run_unrecorded(self._mode.gather, unit)
         gathered.watch.views = number_views(gathered.views, unit.key, self._mode.params.get(unit.key))
-        if self._rests and not gathered.frees:
-            self._rests.hold(gathered.views)
+        if self._rests and not gathered.reshard:
+            self._rests.exclude(gathered.views)
         self.active[unit.key] = gathered
         self._scopes[-1].append(gathered)
         return gathered
@@ -81,10 +81,10 @@ class Scopes:
                 "parameters, not with these: expected none; checkpoint the functional_call as a whole"
             )
 
-    def free(self, many: list[Gathered], *, keep_for_backward: bool = False) -> None:
-        """Let go of these, or leave their buffers to backward."""
+    def free(self, many: list[UnitInUse], *, keep_for_backward: bool = False) -> None:
+        """End the use of these units: free their buffers, or leave them to backward."""
         for gathered in many:
-            if (what := gathered.watch.written()) and not self._written:
+            if (what := gathered.watch.find_write()) and not self._written:
                 self._written = gathered.unit, what
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]
@@ -93,7 +93,7 @@ class Scopes:
         many.clear()
 
     def enter(self, units: list[Unit]) -> None:
-        """A module's run begins: its units are gathered, and what is gathered from here on is freed where it ends."""
+        """Begin a module's run: gather its units. What is gathered from here on is freed where the run ends."""
         self._scopes.append([])
         try:
             for unit in units:
@@ -103,17 +103,17 @@ class Scopes:
             raise
 
     def leave(self) -> None:
-        """The run that was entered last has ended."""
+        """End the run that was entered last."""
         for gathered in self._scopes.pop():
-            (self._pending if gathered.frees else self._scopes[0]).append(gathered)
+            (self._pending if gathered.reshard else self._scopes[0]).append(gathered)
 
-    def innermost(self) -> list[Gathered]:
-        """What was gathered in the run that was entered last."""
+    def innermost(self) -> list[UnitInUse]:
+        """Return the units gathered in the run that was entered last."""
         return self._scopes[-1]
 
     @contextlib.contextmanager
     def forward(self) -> Generator[None]:
-        """Within this, forward runs; what is gathered afterwards is let go. RuntimeError if it wrote to a parameter."""
+        """Within this, forward runs; all units are freed afterwards. Raise RuntimeError if forward wrote to a parameter."""
         cause: Exception | None = None
         interrupted = True
         try:
@@ -130,4 +130,4 @@ class Scopes:
             self.free(self._scopes[0], keep_for_backward=True)
             self.free(list(self.active.values()))
             if self._written and not interrupted:
-                raise written_error(*self._written) from cause
+                raise write_error(*self._written) from cause

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # arguments of operators
 
 from .. import _torch
-from .._call.buffers import copy_of
-from .._call.swap import restored, this_thread
+from .._call.buffers import copy_buffer
+from .._call.module_state import calling_thread, restore_modules
 from .slots import Initialiser, Slot
 
 __all__ = ["InitOutcome", "InitSandbox"]
@@ -32,7 +32,7 @@ class InitOutcome(NamedTuple):
 class InitSandbox:
     """A model with stand-ins for its tensors: slots are on the meta device, other tensors are copied on write.
 
-    Create it within `restored` of the whole model, which puts the model's own tensors back.
+    Create it within `restore_modules` of the whole model, which puts the model's own tensors back.
     """
 
     def __init__(self, model: nn.Module, slots: Mapping[int, Slot], seed: int, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class InitSandbox:
                 own: dict[str, Tensor | None] = vars(module)[kind]
                 for tensor in own.values():
                     if tensor is not None and id(tensor) not in put:
-                        copy = copy_of(tensor.detach(), tensor.dtype)
+                        copy = copy_buffer(tensor.detach(), tensor.dtype)
                         put[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if kind == "_parameters" else copy
                 vars(module)[kind] = {attr: None if x is None else put[id(x)] for attr, x in own.items()}
 
@@ -61,7 +61,7 @@ class InitSandbox:
         modules |= {f"{slot.name} {i}": module for slot in put for i, module in enumerate(slot.modules)}
         own_memory = {_torch.storage_id(x): slot for slot, x in put.items() if not slot.uses_nan}
         watch, error = _SlotWatch({**self._storages, **own_memory}), None
-        with restored(modules, this_thread()):
+        with restore_modules(modules, calling_thread()):
             placed: list[tuple[dict[str, Tensor | None], str, Tensor, Slot]] = []
             for module in dict.fromkeys(modules.values()):
                 for kind in KINDS:

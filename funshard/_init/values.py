@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._call.swap import restored, this_thread
+from .._call.module_state import calling_thread, restore_modules
 from .sandbox import InitSandbox
 from .slots import InitFn, Initialiser, Slot, find_initialisers, find_slots, format_slots
 
@@ -29,7 +29,7 @@ def open_values(model: nn.Module, init_fn: InitFn | None, seed: int, device: tor
     devices = [device] if _torch.is_accelerator(device) else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"))
-        stack.enter_context(restored(dict(model.named_modules(remove_duplicate=False)), this_thread()))
+        stack.enter_context(restore_modules(dict(model.named_modules(remove_duplicate=False)), calling_thread()))
         if torch.get_default_device().type == "meta":  # as within `with torch.device("meta")`, where the model was made
             stack.enter_context(device)
         with _torch.below_transforms():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._call.schedule import enters
+from .._call.schedule import find_entered_unit
 from .._spec.division import ReduceBy
 from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
@@ -202,11 +202,11 @@ class _LastBackward:
         leaves = {id(x): key for key, x in self._runs.given.items()}
         self._uses.clear()
         for node, following in _torch.iter_nodes(loss):
-            uses = [enters(other, i, self) for other, i in following]
+            uses = [find_entered_unit(other, i, self) for other, i in following]
             for other, _ in following:
                 if (key := leaves.get(id(getattr(other, "variable", None)))) is not None and replacement_key(node) is None:
                     self._incomplete.add(key)
-                if (key := replacement_key(other)) is not None and enters(node, 0, self) is None:
+                if (key := replacement_key(other)) is not None and find_entered_unit(node, 0, self) is None:
                     self._incomplete.add(key)
             if some := [(j, key) for j, key in enumerate(uses) if key is not None]:
                 self._uses.update(key for _, key in some)

@@ -30,9 +30,9 @@ StartStep = Callable[[Tensor, Tensor | None], PendingResult]
 
 
 class BufferPool:
-    """Buffers that were let go, for the next to be filled: the fewer are allocated, the fewer pages fault.
+    """Freed buffers, for the next gather to fill: the fewer are allocated, the fewer pages fault.
 
-    Only one that nothing else holds is written over. Other devices than the CPU have allocators that do this.
+    Only a buffer that nothing else holds is written over. Other devices than the CPU have allocators that do this.
     """
 
     def __init__(self, *, margins: bool = False) -> None:
@@ -40,12 +40,12 @@ class BufferPool:
         self._margins = margins
 
     def give(self, buffer: Tensor) -> None:
-        """A buffer that is no longer needed."""
+        """Add a buffer that is no longer needed."""
         if buffer.device.type == "cpu":
             self._spare.append(buffer)
 
     def take(self, numel: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """A buffer of so many elements of this dtype, on another tensor's device, with anything in it.
+        """Return a buffer of so many elements of this dtype, on another tensor's device, with anything in it.
 
         With ``margins`` it has room for tags on both sides, on the CPU.
         """
@@ -61,7 +61,7 @@ class BufferPool:
         return buffer.as_strided_((numel,), (1,), margin)  # a view would hold it, and it would never be taken again
 
     def clear(self) -> None:
-        """Keep none, nor those of collectives that nobody wants any more."""
+        """Drop all buffers, and wait for the collectives that nobody wants any more."""
         self._spare.clear()
         if sys.exc_info()[0] is None:
             wait_unclaimed()
@@ -90,11 +90,10 @@ def wait_unclaimed() -> None:
 
 
 class CollectiveChain:
-    """Collectives one after the other, the next started when the one before is waited for. The first starts at once.
+    """Collectives one after the other: the next starts when the one before is waited for. The first starts at once.
 
-    Made and waited for beneath all transforms.
-
-    ``own`` is where the result of the last one goes, for the ops that `start_op` can give one.
+    To be made and waited for below all transforms. ``own`` is where the result of the last one goes, for the ops that
+    `start_op` can give one.
     """
 
     copy: _torch.AsyncCopy | None = None
@@ -109,7 +108,7 @@ class CollectiveChain:
         self.advance()
 
     def advance(self) -> None:
-        """Wait for the one that is under way and start the next."""
+        """Wait for the collective that is under way and start the next."""
         with _torch.below_autograd():
             if self._finish is not None:
                 finish, self._finish = self._finish, None
@@ -120,11 +119,11 @@ class CollectiveChain:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there is one to wait for."""
+        """Whether a collective is under way."""
         return self._finish is not None
 
     def result(self) -> Tensor:
-        """Wait for all of them."""
+        """Wait for all of them and return the result."""
         while self._finish is not None:
             self.advance()
         if self.copy is not None:
@@ -150,7 +149,7 @@ class RouteSteps(NamedTuple):
 
     @classmethod
     def for_route(cls, route: Route, mesh: Mesh, tag: UnitTag | None = None) -> RouteSteps:
-        """Over the mesh's process groups. With a ``tag`` ranks compare what they send."""
+        """Return the steps over the mesh's process groups. With a ``tag`` ranks compare what they send."""
         split, rest = ([_group(mesh[name]) for name in names] for names in (route.split_axes, route.replica_axes))
         slices = [_reduce_step(f"scatter_{route.reduce_op}", axis, tag) for axis in split]
         sums = [_reduce_step(f"unvary_{route.reduce_op}", axis) for axis in rest]
@@ -227,7 +226,7 @@ def _reduce_step(op: str, axis: ProcessAxis, tag: UnitTag | None = None) -> Star
 
 
 def _add_division(steps: list[StartStep], route: Route) -> tuple[StartStep, ...]:
-    """The steps with divisions before the first and after the last, in place, and a cast at the end.
+    """Return the steps with divisions before the first and after the last, in place, and a cast at the end.
 
     NCCL's PREMUL_SUM would divide as it sends, but functional collectives name an op by a string, which has no place for its
     factor: "Unrecognized reduce_op: premul_sum" in torch 2.11 to 2.13.

@@ -32,9 +32,10 @@ REDUCE_MEAN = Reduction()
 
 
 def resolve_reduction(by: ReduceBy, axes: Iterable[str] | None, mesh: Mesh, units: Iterable[Unit]) -> Reduction:
-    """How these units' gradients are reduced, over these mesh axes or all.
+    """Return how these units' gradients are reduced, over these mesh axes or all.
 
-    Raises ValueError for an unknown axis, and, naming the unit, without an axis that it is split over.
+    Raises:
+        ValueError: For an unknown axis and, naming the unit, without an axis that it is split over.
     """
     reduction = Reduction.of(by, None if axes is None else mesh.select(axes))
     if reduction.over is None:
@@ -49,7 +50,7 @@ def resolve_reduction(by: ReduceBy, axes: Iterable[str] | None, mesh: Mesh, unit
 
 
 def scatter_unit(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
-    """This rank's (or ``rank``'s) slice of a unit's full buffer that all ranks have alike. Inverse of `gather_unit`."""
+    """Return this rank's (or ``rank``'s) slice of a unit's full buffer, equal on all ranks. Inverse of `gather_unit`."""
     if rank is not None:
         at = rank_coords(mesh, rank)
         for name in unit.p.axes:
@@ -69,12 +70,19 @@ def gather_unit(
     *,
     check_order: bool = False,
 ) -> Tensor:
-    """The full buffer of a unit from each rank's slice of it; its gradient is the reduced slice.
+    """Return the full buffer of a unit from each rank's slice of it; its gradient is the reduced slice.
 
-    Gathers over the axes of ``unit.p``, and over the other axes of the mesh the buffer is replicated: FSDP, HSDP and
-    DDP are this one function. In backward the gradient is reduce-scattered first and all-reduced as a slice. With a
-    ``precision`` the buffer is in the dtype to compute in, and gradients are reduced in theirs. To ``check_order``, ranks
-    compare which unit they are about to gather, and in derivatives to reduce: RuntimeError where they differ.
+    Gathers over the axes of ``unit.p``; over the other axes of the mesh the buffer is replicated. FSDP, HSDP and DDP are this
+    one function. In backward the gradient is reduce-scattered first and all-reduced as a slice.
+
+    Args:
+        piece: This rank's slice.
+        unit: The unit.
+        mesh: The mesh that it is sharded on.
+        reduction: How its gradient is reduced.
+        precision: The dtypes of the buffer and of the reduction.
+        check_order: Whether ranks compare which unit they are about to gather, and in derivatives to reduce: RuntimeError where
+            they differ.
     """
     route = Route.for_unit(unit, mesh, reduction, precision, piece.dtype)
     label = f"unit '{unit.key}'" if check_order else ""
@@ -97,7 +105,7 @@ def gather_unit(
 
 
 def encode_at_rest(piece: Tensor, unit: Unit) -> Tensor:
-    """A slice as `shard` gives it: itself, or the bytes of what it is at rest in. RuntimeError where that has a derivative."""
+    """Return a slice as `shard` gives it: itself, or its bytes in the codec. Raise RuntimeError if it has a derivative."""
     if not unit.at_rest:
         return piece
     if _torch.is_tracked(piece):
@@ -118,7 +126,7 @@ def reduce_unit(
     *,
     check_order: bool = False,
 ) -> Tensor:
-    """This rank's slice of the reduced full buffers of a unit, in this dtype. The transpose of `gather_unit`."""
+    """Return this rank's slice of the reduced full buffers of a unit, in this dtype. The transpose of `gather_unit`."""
     dtype = dtype or buffer.dtype
     label = f"unit '{unit.key}'" if check_order else ""
     route = Route.for_unit(unit, mesh, reduction, precision, dtype)
@@ -133,7 +141,7 @@ def reduce_unit(
 def reduce_along(
     buffer: Tensor, split: Sequence[Axis], rest: Sequence[Axis], op: Literal["mean", "sum"], label: str = ""
 ) -> Tensor:
-    """A buffer reduced: to a slice along some axes, and as that slice along the rest."""
+    """Reduce a buffer: to a slice along the split axes, and as that slice along the rest."""
     for axis in split:
         buffer = reduce_scatter(buffer, axis, reduce=op, label=label)
     for axis in rest:
@@ -186,7 +194,7 @@ def _gathered(piece: Tensor, split: Sequence[Axis], label: str) -> Tensor:
 
 
 def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: torch.dtype, label: str) -> Tensor:
-    """The slices of all ranks, each encoded where it is and decoded everywhere."""
+    """Gather the slices of all ranks, each encoded where it is and decoded everywhere."""
     rows = [_gathered(x[None], split, label) for x in codec._encode_slice(piece)]
     if all(axis.size == 1 for axis in split):  # nothing was gathered, and decode may give what it is given
         rows = [x.clone() for x in rows]

@@ -1,4 +1,4 @@
-"""The gather of one unit under way: from this rank's slice to its buffer, by way of its device and of what it is encoded in."""
+"""The gather of one unit under way: from this rank's slice to its buffer, through copies to the device and codecs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["start_gather"]
 
 
 def start_gather(shard: Tensor, key: str, routes: RouteTable, buffers: BufferPool) -> CollectiveChain:
-    """The gather of the unit of this key, started. To be called beneath all transforms."""
+    """Start to gather the unit of this key. To be called below all transforms."""
     route = routes.by_key[key]
     if not routes.has_groups and _torch.is_fake(shard):  # shapes can be computed
         return CollectiveChain(shard.new_empty(route.padded_numel, dtype=route.dtypes.param, device=route.device), ())

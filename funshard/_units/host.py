@@ -1,4 +1,4 @@
-"""Between the host and the device: units that rest on the host on their way to be used, and what is to rest there.
+"""Copies between the host and the device, of units that live in host memory.
 
 A tensor is cast on that side on which it is the larger, so that fewer bytes are copied.
 """
@@ -20,7 +20,7 @@ __all__ = ["host_copy_step", "move", "place_slice", "start_copy_to_device", "sta
 
 
 def move(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
-    """A tensor on the device, or where it is, in this dtype; differentiable. Only a copy to the host is waited for."""
+    """Return a tensor on the device, or where it is, in this dtype; differentiable. Only a copy to the host is waited for."""
     if device is None:
         return x.to(dtype)
     early = dtype.itemsize < x.dtype.itemsize
@@ -29,7 +29,7 @@ def move(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
 
 
 def start_copy_to_device(shard: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, _torch.AsyncCopy]:
-    """``(a shard on the device, its copy under way)``: in this dtype where that is the smaller one, or else in its own."""
+    """Return a shard on the device and its copy under way: in this dtype where that is the smaller one, else in its own."""
     if dtype.itemsize < shard.itemsize:
         shard = _torch.allocate_like(shard, HOST, dtype=dtype, beside=device).copy_(shard)
     there = _torch.allocate_like(shard, device)
@@ -37,7 +37,7 @@ def start_copy_to_device(shard: Tensor, device: torch.device, dtype: torch.dtype
 
 
 def host_copy_step(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], PendingResult]:
-    """The last step of a chain, in this dtype to pinned memory of the host, where `_torch.synchronize_copies` waits for it."""
+    """Return the last step of a chain: a copy to pinned host memory in this dtype. `_torch.synchronize_copies` waits for it."""
 
     def step(x: Tensor, own: Tensor | None) -> PendingResult:
         x = x.to(dtype)
@@ -54,9 +54,10 @@ def host_copy_step(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Pend
 
 
 def place_slice(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
-    """A slice of a unit where it is to rest: on the mesh's device, or in memory of the host, pinned, by one copy.
+    """Return a slice of a unit where it is kept: on the mesh's device, or in pinned host memory, by one copy.
 
-    ValueError, naming the unit, where it is to rest on the host and nothing says which device it is used on.
+    Raises:
+        ValueError: Naming the unit, where it is kept on the host and nothing says which device it is used on.
     """
     device = mesh.device
     if device is None and "params" in unit.p.offloads and _torch.is_accelerator(piece.device):
@@ -74,9 +75,9 @@ def place_slice(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
 
 
 def start_copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """A copy on the CPU, to be called when it is wanted: from CUDA through pinned memory, and only the call waits for it.
+    """Return a function that gives a copy on the CPU: from CUDA through pinned memory, and only that function waits for it.
 
-    What is on the CPU is no copy.
+    A tensor on the CPU is not copied.
     """
     if not tensor.is_cuda:
         there = tensor.cpu()

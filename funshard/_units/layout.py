@@ -37,13 +37,19 @@ Params = dict[str, Tensor]
 
 
 def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
-    """One padded 1-D buffer per unit: its parameters one after the other, each in its own memory order. Inverse of `unflatten`.
+    """Return one padded 1-D buffer per unit: its parameters end to end, each in its memory order. Inverse of `unflatten`.
 
-    ``params`` are full tensors under any of their names. The buffers' length is ``spec.padded_numel(unit)``, the
-    padding (``unit.parts``, and what comes after them) is zeros, their dtype is the tensors' own. Differentiable; copies.
+    Args:
+        params: The full parameters, under any of their names.
+        spec: Their spec.
 
-    Raises ValueError, naming the parameter, for one that is missing, unknown, of another shape, or of another dtype
-    than the rest of its unit.
+    Returns:
+        By unit key, buffers of ``spec.padded_numel(unit)`` elements in the tensors' own dtype, with zeros for padding. They are
+        copies; differentiable.
+
+    Raises:
+        ValueError: Naming the parameter, for one that is missing, unknown, of another shape, or of another dtype than the rest
+            of its unit.
 
     Example:
         >>> import torch, funshard as fs
@@ -57,7 +63,7 @@ def flatten(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
 
 
 def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tensor:
-    """The buffer of one unit, ``padded`` elements long."""
+    """Return the buffer of one unit, ``padded`` elements long."""
     tensors = take_full_params(params, unit)
     return concat_padded(
         [to_memory_order(t, param).reshape(-1) for t, param in zip(tensors, unit.params, strict=True)], unit, padded
@@ -65,32 +71,40 @@ def flatten_unit(params: Mapping[str, Tensor], unit: Unit, padded: int) -> Tenso
 
 
 def concat_padded(pieces: Sequence[Tensor], unit: Unit, padded: int) -> Tensor:
-    """The buffer of one unit from a piece for each parameter, with zeros between them."""
+    """Return the buffer of one unit from a piece for each parameter, with zeros between them."""
     zeros = pieces[0].new_zeros(longest_padding(unit, padded) or 1)  # torch makes no float4 tensor of 0 zeros
     return torch.cat(insert_padding(pieces, unit, padded, zeros))
 
 
 def insert_padding(pieces: Iterable[Tensor], unit: Unit, padded: int, zeros: Tensor) -> list[Tensor]:
-    """What is a unit's buffer once it is joined: a piece for each parameter, and of `widest` zeros what is between them."""
+    """Return what to concatenate for a unit's buffer: a piece for each parameter, and parts of ``zeros`` between them."""
     rest = iter(pieces)
     out = [zeros[:size] if param is None else next(rest) for size, param in unit.parts]
     return [*out, zeros[: padded - unit.span]] if padded > unit.span else out
 
 
 def longest_padding(unit: Unit, padded: int) -> int:
-    """Elements of the longest padding in a unit's buffer."""
+    """Return the elements of the longest padding in a unit's buffer."""
     return max(padded - unit.span, *(size for size, param in unit.parts if param is None), 0)
 
 
 def to_memory_order(tensor: Tensor, param: Param) -> Tensor:
-    """A parameter, or its gradient, with its elements in the order of the buffer."""
+    """Return a parameter, or its gradient, with its elements in the order of the buffer."""
     return tensor.permute(param.order) if param.permuted else tensor
 
 
 def unflatten(buffers: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
-    """The full parameters, by name, as *views* of the units' buffers. Inverse of `flatten`.
+    """Return the full parameters, by name, as *views* of the units' buffers. Inverse of `flatten`.
 
-    Raises ValueError, naming the unit, for one that is missing, unknown or of another length.
+    Args:
+        buffers: By unit key, the buffers of ``spec.padded_numel(unit)`` elements.
+        spec: Their spec.
+
+    Returns:
+        The parameters, in the model's order.
+
+    Raises:
+        ValueError: Naming the unit, for one that is missing, unknown or of another length.
 
     Example:
         >>> import torch, funshard as fs
@@ -110,7 +124,7 @@ def unflatten(buffers: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
 
 
 def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:
-    """The unit's parameters, in the order of ``unit.params``, as views of its buffer (padded or not).
+    """Return the unit's parameters, in the order of ``unit.params``, as views of its buffer (padded or not).
 
     One split: a slice per parameter would make as many full-size zero buffers in the backward pass.
     """
@@ -123,14 +137,14 @@ def unflatten_unit(buffer: Tensor, unit: Unit) -> list[Tensor]:
 
 
 def from_memory_order(piece: Tensor, param: Param) -> Tensor:
-    """A parameter from its elements in the order of the buffer, as a view. Inverse of `to_memory_order`."""
+    """Return a parameter from its elements in the order of the buffer, as a view. Inverse of `to_memory_order`."""
     if not param.permuted:
         return piece.view(param.shape)
     return piece.view([param.shape[d] for d in param.order]).permute([param.order.index(d) for d in range(len(param.order))])
 
 
 def slice_index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
-    """Which slice of the unit the rank at these mesh coordinates owns."""
+    """Return which slice of the unit the rank at these mesh coordinates owns."""
     at = 0
     for name in unit.p.axes:
         i = mesh.names.index(name)
@@ -139,9 +153,10 @@ def slice_index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
 
 
 def rank_coords(mesh: Mesh, rank: int | None) -> tuple[int, ...]:
-    """The mesh coordinates of a rank counted row by row; of this process for None.
+    """Return the mesh coordinates of a rank counted row by row; of this process for None.
 
-    Raises ValueError where there is no such rank, or where it is not known which rank this is.
+    Raises:
+        ValueError: Where there is no such rank, or where it is not known which rank this is.
     """
     sizes = [axis.size for _, axis in mesh.axes]
     if rank is None:
@@ -161,12 +176,20 @@ def rank_coords(mesh: Mesh, rank: int | None) -> tuple[int, ...]:
 
 
 def param_views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None = None) -> Params:
-    """The 1-D piece of every parameter that lies in this rank's slice, possibly empty, as a *view* of the shard.
+    """Return the 1-D piece of every parameter that lies in this rank's slice, possibly empty, as a *view* of the shard.
 
-    By parameter name; elements are in the parameter's memory order (``Param.order``). ``rank`` is the rank on the mesh
-    (row-major) whose shards these are; this process's by default. What per-parameter weight decay, masks and
-    inspection need: writing into a piece writes into the shard; the padding is in none. Units at rest in a codec have none:
-    ValueError where one is given.
+    For weight decay per parameter, masks and inspection. Writing into a piece writes into the shard; the padding is in none.
+
+    Args:
+        shards: By unit key, the slices that `shard` gives.
+        spec: Their spec.
+        rank: The rank on the mesh (row-major) whose shards these are; this process's by default.
+
+    Returns:
+        By parameter name the pieces, with elements in the parameter's memory order (``Param.order``).
+
+    Raises:
+        ValueError: For a unit at rest in a codec, which has no pieces.
 
     Example:
         >>> import torch, funshard as fs
@@ -201,7 +224,7 @@ class Piece(NamedTuple):
 
 
 def slice_pieces(unit: Unit, spec: PartitionSpec, at: Sequence[int]) -> Iterator[Piece]:
-    """What of each of the unit's parameters lies in the slice of the rank at these coordinates of the spec's mesh."""
+    """Yield the part of each of the unit's parameters in the slice of the rank at these coordinates of the spec's mesh."""
     length = spec.shard_numel(unit)
     begin = slice_index(unit, spec.bound_mesh, at) * length
     start = 0

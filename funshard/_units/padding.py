@@ -50,7 +50,7 @@ def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device, rank: in
 
 
 def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> None:
-    """ValueError, naming the unit, unless the tensor is as long as this rank's slice of it, and no bytes of a codec."""
+    """Raise ValueError, naming the unit, unless the tensor has the shape of this rank's slice and is not in a codec."""
     check_trainable([unit], what)
     if tuple(tensor.shape) != (spec.shard_numel(unit),):
         raise ValueError(
@@ -65,7 +65,7 @@ def _concat_ranges(piece: Tensor, ranges: Ranges) -> Tensor:
 
 
 def _parameter_ranges(spec: PartitionSpec) -> dict[str, Ranges]:
-    """By unit key where parameters lie in this rank's slice, neighbours as one range; at least one, if an empty one."""
+    """Return by unit key where parameters lie in this rank's slice: neighbours as one range, and at least one range."""
     mesh = spec.bound_mesh
     anywhere = (0,) * len(mesh.axes)
     out: dict[str, Ranges] = {}

@@ -1,4 +1,4 @@
-"""Gradients on their way to being reduced, while the rest of backward runs."""
+"""The reductions of gradients that are under way while the rest of backward computes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._spec.unit import Unit
 from .accumulation import GradReceiver
-from .chain import BufferPool, CollectiveChain, RouteSteps, StartStep
-from .joining import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBuckets
+from .buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBuckets
+from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable, StartStep
+from .layout import insert_padding, to_memory_order
 from .route import Route
 
-__all__ = ["ReductionQueue"]
+__all__ = ["ReductionQueue", "flat_pieces"]
 
 _Kind = tuple[torch.dtype, torch.dtype, torch.device | None]
 """What replicated units that are reduced together have in common: dtypes reduced and of the shards, and where they are used."""
 
 
 class ReductionQueue:
-    """What one call's backward reduces: split units one by one, replicated ones in buckets.
+    """The reductions of one call's backward: split units one by one, replicated ones in buckets.
 
-    ``in_flight`` is how many split units' whole gradients may be under way. Where there is a ``receiver``, it gets what is
-    reduced, and no more units', or buckets, wait for each other than may be under way; without, all is kept to the end.
+    ``in_flight`` is how many split units' whole gradients may be under way. A ``receiver`` gets gradients as they are reduced,
+    and no more units or buckets wait for each other than may be under way. Without one, all are kept to the end.
     """
 
     def __init__(self, in_flight: int, buffers: BufferPool, receiver: GradReceiver | None = None) -> None:
@@ -39,12 +41,33 @@ class ReductionQueue:
         self._full_buckets: list[tuple[Bucket, CollectiveChain]] = []
         self._open_buckets: OpenBuckets[_Kind] = OpenBuckets()
         self._steps: dict[_Kind, Sequence[StartStep]] = {}  # which replicated units of a kind share
+        self._zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # padding for all units, as nobody writes to it
 
     def begin_backward(self, task: int) -> None:
-        """What follows is of the run of backward of this number; what another one left, that did not end, is forgotten."""
+        """Begin the run of backward of this number, and drop what another one left that did not end."""
         if self._task != task:
             self._task = task
             self._reset()
+
+    def reduce(self, unit: Unit, grads: Sequence[Tensor | None], shard: Tensor, routes: RouteTable) -> None:
+        """Start to reduce a unit's gradient, given by parameter. To be called below all transforms."""
+        route, steps = routes.by_key[unit.key], routes.steps[unit.key]
+        zeros = self._padding(route, shard, routes) if route.longest_padding else shard
+        pieces = flat_pieces(unit, grads, route, shard, zeros)
+        if route.split_axes:
+            self.reduce_split(unit.key, pieces, route, steps)
+        elif steps.reduce:
+            self.reduce_replicated(unit.key, pieces, route, steps)
+        else:
+            buffer = _torch.concat_flat(pieces, pieces[0].new_empty(route.padded_numel, dtype=route.dtypes.reduce))
+            self.add_unreduced(unit.key, buffer.to(route.shard_dtype))
+
+    def _padding(self, route: Route, like: Tensor, routes: RouteTable) -> Tensor:
+        at = route.device or like.device, route.dtypes.param
+        if at not in self._zeros:
+            longest = max(route.longest_padding for route in routes.by_key.values())
+            self._zeros[at] = like.new_zeros(longest, dtype=route.dtypes.param, device=route.device)
+        return self._zeros[at]
 
     def reduce_split(self, key: str, pieces: Sequence[Tensor], route: Route, steps: RouteSteps) -> None:
         """Start to reduce a unit's gradient, given in pieces, to slices. Older ones move on by a step."""
@@ -63,7 +86,7 @@ class ReductionQueue:
             self._host_copies.append(chain)
 
     def _advance_host_copies(self, key: str, route: Route) -> None:
-        """What leaves for the host moves on by a step, so that no more than the last ones are still on the device."""
+        """Advance the chains that copy to the host, so that no more than the last gradients are still on the device."""
         if route.device is not None:
             self._on_host[key] = route
         if not self._host_copies:
@@ -75,7 +98,7 @@ class ReductionQueue:
         self._host_copies = [chain for chain in self._host_copies if chain.is_pending]
 
     def add_unreduced(self, key: str, grad: Tensor) -> None:
-        """A unit's gradient that nobody else has a part of."""
+        """Add a unit's gradient that no other rank has a part of."""
         self._report_finished(self._in_flight)
         self._add_chain(key, CollectiveChain(grad, ()))
 
@@ -85,7 +108,7 @@ class ReductionQueue:
             self._receiver.expect(key)
 
     def _report_finished(self, most: int) -> None:
-        """Hand on what is there, and have no more than so many units, and buckets, on their way; if there is somebody to."""
+        """Hand what is finished to the receiver, if any, and wait until at most so many units and buckets are under way."""
         if not self._receiver:
             return
         while self._slices and (len(self._slices) > most or not self._slices[0][1].is_pending):
@@ -96,7 +119,7 @@ class ReductionQueue:
             self._report(bucket.split(self._wait_chain(chain)), self._receiver)
 
     def _wait_chain(self, chain: CollectiveChain) -> Tensor:
-        """Wait for what is handed on, and hold it no longer."""
+        """Wait for a result, and hold it no longer."""
         self._host_copies = [other for other in self._host_copies if other is not chain]
         return chain.result()
 
@@ -105,14 +128,14 @@ class ReductionQueue:
             receiver.receive(key, grad)
 
     def _on_final_device(self, parts: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Reduced gradients; those that went to the host are there, for which it waits once, in the shards' dtypes."""
+        """Return reduced gradients in the shards' dtypes; wait once for those that are copied to the host."""
         routes = {key: self._on_host[key] for key, _ in parts if key in self._on_host}
         for device in {route.device for route in routes.values()}:
             _torch.synchronize_copies(device)
         return [(key, grad.to(routes[key].shard_dtype) if key in routes else grad) for key, grad in parts]
 
     def reduce_replicated(self, key: str, pieces: Sequence[Tensor], route: Route, steps: RouteSteps) -> None:
-        """Put a unit's gradient, which every rank keeps whole, into the bucket of its kind; reduce that once it is full."""
+        """Put the gradient of a unit that every rank keeps whole into the bucket of its kind; reduce a full bucket."""
         self._advance_host_copies(key, route)
         kind = route.dtypes.reduce, route.shard_dtype, route.device
         self._steps[kind] = steps.reduce
@@ -132,7 +155,7 @@ class ReductionQueue:
             self._host_copies.append(chain)
 
     def wait_all(self) -> dict[str, Tensor]:
-        """Wait for everything that this run of backward started: the gradients by unit key, summed over visits."""
+        """Wait for everything that this run of backward started. Return gradients by unit key, summed over its gathers."""
         for kind, bucket in self._open_buckets.unfilled():
             self._reduce_bucket(bucket, kind)
         self._report_finished(0)
@@ -145,3 +168,14 @@ class ReductionQueue:
         for key, grad in there:
             out[key] = out[key] + grad if key in out else grad
         return out
+
+
+def flat_pieces(unit: Unit, grads: Sequence[Tensor | None], route: Route, like: Tensor, zeros: Tensor) -> list[Tensor]:
+    """Return the pieces that join to the gradient of a unit's buffer, from the gradients of its parameters."""
+    pieces = [
+        like.new_zeros(param.numel, dtype=route.dtypes.param, device=route.device)
+        if grad is None
+        else to_memory_order(grad, param).contiguous()
+        for grad, param in zip(grads, unit.params, strict=True)
+    ]
+    return insert_padding(pieces, unit, route.padded_numel, zeros)

@@ -1,4 +1,4 @@
-"""How a unit travels between ranks, as plain data. Two interpret it: data flow (flow.py), and chains under way (chain.py)."""
+"""How a unit travels between ranks, as plain data. Data flow (flow.py) and chains under way (chain.py) interpret it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class Route:
 
     @classmethod
     def for_unit(cls, unit: Unit, mesh: Mesh, reduction: Reduction, precision: Precision | None, dtype: torch.dtype) -> Route:
-        """That of a unit whose shard has this dtype. Axes of one rank do not count; what has no elements stays where it is."""
+        """Return the route of a unit whose shard has this dtype.
+
+        Axes of one rank do not count, and a unit without elements stays where it is.
+        """
         dtype = unit.dtype if unit.at_rest else dtype
         dtypes = (precision or Precision())._resolve(dtype)
         codec = unit.at_rest or (precision.codec if precision and dtype.is_floating_point and unit.numel else None)
@@ -89,20 +92,20 @@ class Route:
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """The dtype of a reduced slice when it leaves the device where it was reduced: the shard's, or one that is smaller."""
+        """The dtype in which a reduced slice leaves the device: the shard's, or the smaller one of the reduction."""
         if self.device is None:
             return self.shard_dtype
         return min(self.shard_dtype, self.dtypes.reduce, key=lambda dtype: dtype.itemsize)
 
     def decode(self, raw: Tensor, form: Form) -> Tensor:
-        """Its buffer, from the bytes of all slices, end to end."""
+        """Return the unit's buffer from the bytes of all slices, end to end."""
         assert self.codec is not None
         tensors = unpack_bytes(raw.view(self.num_slices, -1), form)
         return self.codec._decode_slices(tensors, self.padded_numel // self.num_slices, self.dtypes.param)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the collectives by themselves are the way: nothing is cast, divided or copied."""
+        """Whether collectives alone make the route: nothing is cast, divided or copied."""
         return (
             self.dtypes == (self.shard_dtype, self.shard_dtype)
             and self.divide_before == self.divide_after == 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._units.joining import Bucket
+from .._units.buckets import Bucket
 from .._units.layout import Params, flatten_unit, unflatten_unit
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Axes

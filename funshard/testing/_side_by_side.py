@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._batchnorm import MESH, SyncBatchNorm
 from .._call.buffers import set_buffers
 from .._call.call import functional_call
-from .._call.swap import own_of, restored, this_thread
+from .._call.module_state import calling_thread, own_tensors, restore_modules
 from .._sharding.agree import gather_texts
 from .._sharding.sharding import combine, partition, shard
 from .._spec.spec import PartitionSpec
@@ -208,7 +208,7 @@ class Case:
         """Let the model change itself, and restore its attributes and parameters afterwards."""
         values = clone_tensors({name: p.detach() for name, p in self.model.named_parameters()})
         try:
-            with restored(self._modules, this_thread()), fixed_seed(seed, self.devices), torch.enable_grad():
+            with restore_modules(self._modules, calling_thread()), fixed_seed(seed, self.devices), torch.enable_grad():
                 yield
         finally:
             for name, own in self.model.named_parameters():
@@ -225,7 +225,7 @@ class Case:
         for path, module in self._modules.items():
             if isinstance(module, SyncBatchNorm):
                 vars(module)[MESH] = mesh
-            if own := own_of(module, "_buffers"):
+            if own := own_tensors(module, "_buffers"):
                 set_buffers(module, {attr: buffers.get(join_path(path, attr)) for attr in own})
 
     @property

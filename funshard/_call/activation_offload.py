@@ -1,7 +1,7 @@
-"""What the units of a call have rest on the host: `offload` around the modules of those that say so.
+"""P(offload="activations"): the modules of a call whose saved tensors live in host memory.
 
-The innermost unit decides: the model's own ``P(offload="activations")`` is for what none of the others saves, and a unit in it
-that does not say so keeps what it saves. An `offload` around the call is for all of them that do not say so.
+The innermost unit decides. The model's own ``P(offload="activations")`` holds for what no other unit saves, and a unit in it
+that does not say so keeps what it saves on the device. An `offload` around the call holds for all units that say nothing.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from .._spec.tree import is_within
 from .._transforms.offload import OffloadHooks, OffloadTarget, can_offload, constant_storages, find_offload_hooks, storage_ids
 from .._transforms.saved_tensors import RestorableBuffer, SavedTensorHooks
 
-__all__ = ["Resting", "hooks_around", "resting"]
+__all__ = ["ActivationOffload", "choose_hooks", "choose_offload"]
 
 Live = dict[int, RestorableBuffer] | None
-TO = OffloadTarget()
+DEFAULT_OFFLOAD = OffloadTarget()
 
 
-class Resting:
-    """Which modules of a call have what they save on the host, and what they do not save so: what the call holds anyway."""
+class ActivationOffload:
+    """The modules of a call that offload what they save, and the tensors that the call holds anyway and that stay."""
 
     def __init__(self, own: frozenset[str], around: OffloadHooks | None, params: Mapping[str, Tensor]) -> None:
         self._own, self._around = own, around
         self._held = storage_ids(params.values())
 
-    def hold(self, tensors: Iterable[Tensor]) -> None:
-        """These stay where they are for the length of the call."""
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Leave these tensors where they are for the length of the call."""
         self._held |= storage_ids(tensors)
 
-    def to(self, path: str) -> OffloadTarget | None:
-        """Where the module at this path has what it saves."""
-        return TO if path in self._own else self._around.target if self._around else None
+    def target(self, path: str) -> OffloadTarget | None:
+        """Return where the module at this path keeps what it saves, None for the device."""
+        return DEFAULT_OFFLOAD if path in self._own else self._around.target if self._around else None
 
     def hooks(
         self, path: str, live: Live, module: nn.Module | None = None, args: Any = (), kwargs: Any = None
     ) -> SavedTensorHooks:
-        """What a run of this module is to be in."""
-        to = self.to(path)
+        """Return the saved-tensor hooks for a run of this module."""
+        to = self.target(path)
         if to is None:
             return SavedTensorHooks({} if live is None else live)
         held = self._held, storage_ids(module.buffers() if module else ()), constant_storages(args, kwargs)
         return OffloadHooks({} if live is None else live, to, (*(self._around.held if self._around else ()), *held))
 
     def install(self, modules: Mapping[str, nn.Module], root: str, paths: Iterable[str], live: Live) -> None:
-        """Put it around the forward of these modules, in which there are no others than the root."""
+        """Put the hooks around the forward of each of these modules but the root."""
         for path in paths:
             if path in modules and path != root and any(is_within(path, own) for own in self._own):
                 vars(modules[path])["forward"] = self._around_forward(path, modules[path], live)
@@ -68,26 +68,26 @@ class Resting:
         return run
 
 
-def resting(
-    params: Mapping[str, Tensor], spec: PartitionSpec, outer: Callable[..., object] | None, *, again: bool
-) -> Resting | None:
-    """What rests where in a call, None for nothing. ``outer`` packs what is saved around it.
+def choose_offload(
+    params: Mapping[str, Tensor], spec: PartitionSpec, outer: Callable[..., object] | None, *, is_recomputing: bool
+) -> ActivationOffload | None:
+    """Return what a call offloads, None for nothing. ``outer`` packs what is saved around the call.
 
-    Not ``again``: what runs is itself run again for its derivatives, and what it saves then is soon read.
+    In a run of a recomputed module, which ``is_recomputing``, backward soon reads what is saved.
     """
-    own = spec._compute_once(_offloaded)
+    own = spec._compute_once(_offloaded_paths)
     around = find_offload_hooks(outer)
     if not own and around is None:
         return None
-    return Resting(own if again else own - {""}, around, params) if can_offload() else None
+    return ActivationOffload(own - {""} if is_recomputing else own, around, params) if can_offload() else None
 
 
-def _offloaded(spec: PartitionSpec) -> frozenset[str]:
+def _offloaded_paths(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(path for path, p in spec.places.items() if "activations" in p.offloads)
 
 
-def hooks_around(live: Live, rests: Resting | None) -> SavedTensorHooks | None:
-    """What all of a call's forward is to be in, None for nothing. ``live`` are the buffers whose views are replaced."""
-    if rests is not None and rests.to("") is not None:
+def choose_hooks(live: Live, rests: ActivationOffload | None) -> SavedTensorHooks | None:
+    """Return the saved-tensor hooks of a call's forward, None for none. ``live`` are the buffers whose views are replaced."""
+    if rests is not None and rests.target("") is not None:
         return rests.hooks("", live)
     return None if live is None else SavedTensorHooks(live)

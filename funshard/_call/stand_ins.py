@@ -1,8 +1,8 @@
 """Parameters that a module reaches past its own attributes, such as ``self.weights = [self.linear.weight]``.
 
-A call replaces what is in ``_parameters``; a list or another object of the module still holds the model's own tensor, whose
-values are those from before training, or none. For the length of the call such tensors give way to stand-ins that raise an
-error where forward computes with them. What forward does not read, or makes anew as nn.LSTM does, is no error.
+A call replaces what is in ``_parameters``. A list or another object of the module still holds the model's own tensor, whose
+values are those from before training, or none. For the length of the call stand-ins replace such tensors and raise an error
+where forward computes with them. What forward does not read, or makes itself as nn.LSTM does, is no error.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from torch import Tensor, nn
 from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
-from .swap import CONTAINERS, Place, own_of
+from .bound_module import BoundModule
+from .module_state import MODULE_CONTAINERS, own_tensors
 
-__all__ = ["Unreplaced"]
+__all__ = ["StandIns"]
 
 
-class Unreplaced:
+class StandIns:
     """Stand-ins for the model's own parameters in other attributes of its modules.
 
-    The attributes of the modules are the caller's to put back; what is replaced in other objects is `restore`'s.
+    The caller restores the attributes of the modules; `restore` restores other objects.
     """
 
-    def __init__(self, place: Place, spec: PartitionSpec, given: Mapping[str, Tensor]) -> None:
+    def __init__(self, place: BoundModule, spec: PartitionSpec, given: Mapping[str, Tensor]) -> None:
         self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._names: Mapping[int, str] | None = None  # of the parameters that the call replaces, by storage
-        known, model = spec._compute_once(_known), place.modules[place.path]
+        known, model = spec._compute_once(_known_holders), place.modules[place.path]
         if (held := known.get(model)) == []:
             return
         self._names = _by_storage(place, spec, given)
@@ -42,40 +43,40 @@ class Unreplaced:
         for path, attr in _attributes(place.modules) if held is None else held:
             attributes, before = vars(place.modules[path]), len(self._undo)
             value = attributes.get(attr)
-            attributes[attr] = self._replaced(value, join_path(path, attr))
+            attributes[attr] = self._replace(value, join_path(path, attr))
             if attributes[attr] is not value or len(self._undo) > before:
                 found.append((path, attr))
         if held is None:
             known[model] = found
 
     def restore(self) -> None:
-        """Put back what was replaced in objects, but for what forward has written since."""
+        """Restore what was replaced in objects, but for what forward has written since."""
         for attributes, attr, before, now in self._undo:
             if attributes.get(attr) is now:
                 attributes[attr] = before
 
-    def _replaced(self, value: Any, where: str, *, inside: bool = False) -> Any:
-        """The value, or a copy of the container, with stand-ins; ``inside`` of an object no other object is looked into."""
-        if type(value) in _ATOMS or isinstance(value, nn.Module | type):
+    def _replace(self, value: Any, where: str, *, inside: bool = False) -> Any:
+        """Return the value, or a copy of the container, with stand-ins; ``inside`` an object, look into no other object."""
+        if type(value) in _ATOMIC_TYPES or isinstance(value, nn.Module | type):
             return value
         if isinstance(value, Tensor):
-            return self._stand_in(value, where)
+            return self._make_stand_in(value, where)
         if id(value) not in self._seen:
             self._seen[id(value)] = value  # a container may hold itself
             if isinstance(value, _CONTAINERS):
-                self._seen[id(value)] = self._copied(value, where, inside=inside)
+                self._seen[id(value)] = self._copy_container(value, where, inside=inside)
             elif not inside and (attributes := _attributes_of(value)):
                 for attr, before in list(attributes.items()):
-                    now = self._replaced(before, f"{where}.{attr}", inside=True)
+                    now = self._replace(before, f"{where}.{attr}", inside=True)
                     if now is not before:
                         attributes[attr] = now
                         self._undo.append((attributes, attr, before, now))
         return self._seen[id(value)]
 
-    def _copied(self, value: Any, where: str, *, inside: bool) -> Any:
-        """A copy of a container with stand-ins in it, or itself where there is none."""
+    def _copy_container(self, value: Any, where: str, *, inside: bool) -> Any:
+        """Return a copy of a container with stand-ins in it, or itself where there is none."""
         items = list(dict.items(value)) if isinstance(value, dict) else list(enumerate(value))
-        new = {k: self._replaced(x, f"{where}[{k!r}]", inside=inside) for k, x in items}
+        new = {k: self._replace(x, f"{where}[{k!r}]", inside=inside) for k, x in items}
         changed = {k: new[k] for k, x in items if new[k] is not x}
         if not changed:
             return value
@@ -87,7 +88,7 @@ class Unreplaced:
             out[k] = x
         return out
 
-    def _stand_in(self, tensor: Tensor, where: str) -> Tensor:
+    def _make_stand_in(self, tensor: Tensor, where: str) -> Tensor:
         inner = _torch.unwrap(tensor)
         name = self._names.get(_torch.storage_id(inner)) if self._names and inner.layout is torch.strided else None
         if name is None or isinstance(tensor, _torch.StandIn):
@@ -100,30 +101,30 @@ class Unreplaced:
         )
 
 
-def _known(spec: PartitionSpec) -> WeakKeyDictionary[nn.Module, list[tuple[str, str]]]:
-    """By model which attributes of its modules hold parameters: looked for in the first call with a spec."""
+def _known_holders(spec: PartitionSpec) -> WeakKeyDictionary[nn.Module, list[tuple[str, str]]]:
+    """Return a place to record, by model, which attributes hold parameters: found in the first call with a spec."""
     return WeakKeyDictionary()
 
 
 def _attributes(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, str]]:
-    """All attributes of these modules but for those of nn.Module itself, each once."""
+    """Return all attributes of these modules but those of nn.Module itself, each once."""
     once = {module: path for path, module in reversed(list(modules.items()))}
     return [(path, attr) for module, path in once.items() for attr in vars(module) if attr not in _NN_MODULES]
 
 
-def _by_storage(place: Place, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[int, str]:
-    """The names of the model's parameters that the call replaces, by storage."""
+def _by_storage(place: BoundModule, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[int, str]:
+    """Return the names of the model's parameters that the call replaces, by storage."""
     ignored = {name for name in spec.ignored if name in given}
     return {
         _torch.storage_id(tensor): name
         for path, module in place.modules.items()
-        for attr, tensor in own_of(module, "_parameters").items()
+        for attr, tensor in own_tensors(module, "_parameters").items()
         if tensor is not None and ((name := join_path(path, attr)) in ignored or attr in place.owned[module])
     }
 
 
 def _attributes_of(value: object) -> dict[str, Any] | None:
-    """The attributes of an object of a class that is not torch's or Python's own; None for another."""
+    """Return the attributes of an object, None unless its class is a user's own."""
     cls = type(value)
     if not cls.__dictoffset__ or cls.__module__.partition(".")[0] in ("builtins", "torch", "funshard"):
         return None
@@ -134,5 +135,5 @@ def _attributes_of(value: object) -> dict[str, Any] | None:
 
 
 _CONTAINERS = (list, tuple, dict, deque, set, frozenset)
-_NN_MODULES = {*CONTAINERS, "_parameters", "training", "forward"}
-_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
+_NN_MODULES = {*MODULE_CONTAINERS, "_parameters", "training", "forward"}
+_ATOMIC_TYPES = frozenset({int, float, bool, str, bytes, complex, type(None)})

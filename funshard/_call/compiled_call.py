@@ -1,4 +1,4 @@
-"""functional_call inside torch.compile: all is gathered as data flow, and the compiler decides what lives how long."""
+"""functional_call inside torch.compile: units are gathered as data flow, and the compiler decides what lives how long."""
 
 from __future__ import annotations
 
@@ -13,32 +13,22 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._spec.checks import find_full_params
-from .._spec.division import Reduction
 from .._spec.remat import ALL, Remat
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
 from .._transforms._recompute.regions import is_collecting_regions, mark_region
 from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit
-from .buffers import put_back, running_statistics, warn_of_lost_while_tracing
-from .casting import buffer_dtypes, cast_around, cast_back, cast_floats, cast_params, casts
-from .fittings import fittings
+from .buffers import running_statistics, warn_discarded_in_graph, write_back
+from .casting import buffer_dtypes, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
+from .entry import CallInputs
 
 __all__ = ["run"]
 
 
-def run(
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    spec: PartitionSpec,
-    buffers: dict[str, Tensor] | None,
-    method: str | None,
-    reduction: Reduction,
-    check_order: bool,
-) -> Any:
-    """What `functional_call` gives, its arguments checked."""
+def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None, method: str | None) -> Any:
+    """Run `functional_call` where torch.compile traces it."""
+    spec, params, reduction, check_order = inputs.spec, inputs.params, inputs.reduction, inputs.options.check_order
     _check_casts_inside(spec)  # not on entering the context: Dynamo of torch 2.11 loses the error
     full: dict[str, Tensor] = {}
     for unit in spec:
@@ -62,16 +52,16 @@ def run(
         cast = cast_floats(x, dtypes(name.rpartition(".")[0]))
         now[name] = copies[x] if cast is x and x in copies else cast
     tensors |= now
-    with _torch.reparametrize(model, tensors), _fitted(model, spec):
-        run = cast_around(getattr(model, method) if method else model, spec.places[""].precision)
-        out = _region_around(run, "", spec)(*args, **kwargs)
+    with _torch.reparametrize(model, tensors), _overridden(model, spec):
+        run = wrap_in_casts(getattr(model, method) if method else model, spec.places[""].precision)
+        out = _wrap_in_region(run, "", spec)(*inputs.args, **inputs.kwargs)
     if buffers is None:
-        warn_of_lost_while_tracing(tuple(name for name, x in now.items() if name in moving or tensors[name] is not x))
+        warn_discarded_in_graph(tuple(name for name, x in now.items() if name in moving or tensors[name] is not x))
         return out
     for name, x in before.items():
         after = tensors[name]
         if x in copies and after is copies[x]:
-            put_back(x, after)
+            write_back(x, after)
         elif after is not x:
             buffers[name] = cast_back(after, x, now[name])
     return out
@@ -79,21 +69,21 @@ def run(
 
 def _check_casts_inside(spec: PartitionSpec) -> None:
     for path, p in spec.places.items():
-        if path and p.precision and casts(p.precision) and not _torch.FORWARD_CAN_BE_REPLACED:
+        if path and p.precision and has_casts(p.precision) and not _torch.FORWARD_CAN_BE_REPLACED:
             raise NotImplementedError(
                 f"unit '{path}' has a Precision: inside torch.compile, torch {torch.__version__} can cast around the whole "
                 "model only: expected torch 2.13, or a Precision for whole(P(...)) and for no other unit"
             )
 
 
-def _regions(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Iterator[tuple[nn.Module, str, Any]]:
+def _recomputed_regions(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Iterator[tuple[nn.Module, str, Any]]:
     for path in spec.recomputed if _torch.FORWARD_CAN_BE_REPLACED and is_collecting_regions() else ():
         if path:
-            yield modules[path], "forward", _region_around(modules[path].forward, path, spec)
+            yield modules[path], "forward", _wrap_in_region(modules[path].forward, path, spec)
 
 
-def _region_around(forward: Callable[..., Any], path: str, spec: PartitionSpec) -> Callable[..., Any]:
-    """A module's forward, as a region of what is traced where it is to run again."""
+def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec) -> Callable[..., Any]:
+    """Return a module's forward, traced as a region where it is to be recomputed."""
     if path not in spec.recomputed:
         return forward
     remat = spec.places[path].remat
@@ -108,11 +98,11 @@ def _region_around(forward: Callable[..., Any], path: str, spec: PartitionSpec) 
 
 
 @contextlib.contextmanager
-def _fitted(model: nn.Module, spec: PartitionSpec) -> Generator[None]:
-    """Within this, the modules have their `fittings`, and those that run again are regions."""
+def _overridden(model: nn.Module, spec: PartitionSpec) -> Generator[None]:
+    """Within this, the modules have their `module_overrides`, and those that are recomputed are regions."""
     before: list[tuple[nn.Module, str, Any]] = []
     modules = dict(model.named_modules(remove_duplicate=False))
-    for module, name, value in itertools.chain(fittings(modules, spec, ""), _regions(modules, spec)):
+    for module, name, value in itertools.chain(module_overrides(modules, spec, ""), _recomputed_regions(modules, spec)):
         before.append((module, name, module.__dict__.get(name)))
         setattr(module, name, value)
     try:

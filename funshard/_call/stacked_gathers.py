@@ -1,10 +1,10 @@
-"""Weights that stacks of transforms save, gathered again by each of their backwards.
+"""Weights that stacks of transforms save, gathered again by the backward of each transform.
 
 Under several torch.func transforms, or one around plain autograd, a saved weight is a tensor of one level, and its value is
-one of the level below, with a graph or a tangent there. The note in its place says which view of which unit it was at which
-level. The backward of that level gathers the unit's shard once more as the level below sees it, so the gather is a part of
-what is differentiated there: exact at every order. No gradient tells when the last use has been made, so the units that were
-gathered last stay, and no others.
+one of the level below, with a graph or a tangent there. What is kept instead says which view of which unit it was at which
+level. The backward of that level gathers the unit's shard once more as the level below sees it. So the gather is a part of
+what is differentiated there, exactly, at every order. No gradient tells when the last use is over, so only the units that
+were gathered last stay.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from torch import Tensor
 
 from .. import _torch
 from .._transforms.saved_tensors import RestorableBuffer, TensorRestorer, hook_running_node
-from .again import ALIVE, check_unmodified
+from .saved_weights import MAX_UNSHARDED_IN_BACKWARD, check_unmodified
 
-__all__ = ["Nested"]
+__all__ = ["StackedGathers"]
 
 
-class Nested:
-    """The gathers of one call that its backwards make again."""
+class StackedGathers:
+    """The gathers of one call that the backwards of its transforms repeat."""
 
     def __init__(self) -> None:
         self.live: dict[int, RestorableBuffer] = {}  # by storage: what pack recognises
         self._count = itertools.count()
-        self._recent: deque[tuple[int, int, Tensor]] = deque(maxlen=ALIVE)  # by number: what is in it must not hold this
+        # by number: what is in it must not hold this
+        self._recent = deque[tuple[int, int, Tensor]](maxlen=MAX_UNSHARDED_IN_BACKWARD)
         self.keys = _torch.dispatch_keys()
         with _torch.below_transforms():
             empty = torch.empty(0)
         levels = range(1, _torch.current_level() + 1)
         self._levels = [_torch.wrap_at_level(empty, level) for level in levels]  # to know when each is over
 
-    def gathered(self, key: str, shard: Tensor, buffer: Tensor, gather: Callable[[Tensor], Tensor]) -> int:
-        """The buffer of the unit of this key is there. Gives its storage, by which to say that it is left."""
+    def add(self, key: str, shard: Tensor, buffer: Tensor, gather: Callable[[Tensor], Tensor]) -> int:
+        """Add the gathered buffer of the unit of this key. Return its storage, by which it is removed from ``live``."""
         storage = _torch.storage_id(_torch.unwrap(buffer))
-        self.live[storage] = _Gather(self, key, next(self._count), shard, buffer.dtype, gather)
+        self.live[storage] = _RepeatableGather(self, key, next(self._count), shard, buffer.dtype, gather)
         return storage
 
-    def recent(self, gather: _Gather, level: int) -> Tensor:
-        """The buffer as a level sees it, gathered again if it is not among the last ones."""
+    def recent_buffer(self, gather: _RepeatableGather, level: int) -> Tensor:
+        """Return the buffer as a level sees it, gathered again unless it is among the last ones."""
         for *which, buffer in self._recent:
             if which == [gather.number, level]:
                 return buffer
@@ -53,28 +54,28 @@ class Nested:
         return buffer
 
     def is_over(self, level: int) -> bool:
-        """Whether the transform of this level has ended, as when the pullback of a vjp runs."""
+        """Return whether the transform of this level has ended, as when the pullback of a vjp runs."""
         return level > 0 and _torch.is_dead(self._levels[level - 1])
 
 
-class _Gather:
-    """A gather that can be made again as any level sees it."""
+class _RepeatableGather:
+    """A gather that can be repeated as any level sees it."""
 
     def __init__(
-        self, call: Nested, key: str, number: int, shard: Tensor, dtype: torch.dtype, gather: Callable[[Tensor], Tensor]
+        self, call: StackedGathers, key: str, number: int, shard: Tensor, dtype: torch.dtype, gather: Callable[[Tensor], Tensor]
     ) -> None:
         self._key, self.number, self.dtype = key, number, dtype
         self._call, self._shard, self._gather = call, shard, gather
         self._version = _torch.version(shard)
 
     def unshard_again(self, level: int) -> Tensor:
-        """The buffer as a level sees it; RuntimeError if the shard has been modified in place since."""
+        """Gather the buffer as a level sees it. Raise RuntimeError if the shard was modified in place since."""
         check_unmodified(self._key, self._shard, self._version)
         with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
             return self._gather(_torch.unwrap_to_level(self._shard, level))
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> TensorRestorer | None:
-        """How to have this view of the buffer again, that the graph of a level saves."""
+        """Return what the graph of a level keeps instead of this view of the buffer, None to keep the view."""
         level = _torch.level_of(tensor)
         if level < 0:
             return None
@@ -86,7 +87,7 @@ class _Gather:
     ) -> Tensor:
         over = self._call.is_over(level)
         below = max(followed, default=-1)
-        buffer = self._call.recent(self, below)
+        buffer = self._call.recent_buffer(self, below)
         if torch.is_grad_enabled():
             hook_running_node({_torch.storage_id(_torch.unwrap(buffer)): self}, 0 if over else level)
         with _torch.at_level(below), torch.set_grad_enabled(below >= 0):

@@ -1,4 +1,4 @@
-"""Small tensors that are reduced as one: which wait for which others, how they are joined and taken apart."""
+"""Buckets of small tensors that are reduced as one."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Bucket:
             self.add(key, [tensor.reshape(-1)], tensor.numel())
 
     def add(self, key: str, pieces: Sequence[Tensor], numel: int) -> None:
-        """Another tensor, of so many elements."""
+        """Add a tensor of so many elements."""
         self.keys.append(key)
         self.pieces += pieces
         self._lengths.append(numel)
         self.numel += numel
 
     def concat(self) -> Tensor:
-        """All of them, one after the other, of one dtype. Differentiable; a single piece is itself."""
+        """Return all of them, one after the other, of one dtype. Differentiable; a single piece is returned itself."""
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
 
     def split(self, total: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What became of each, by key, as 1-D views of what became of the joined tensor."""
+        """Return the parts of the reduced bucket, by key, as 1-D views."""
         return zip(self.keys, total.split(self._lengths) if len(self.keys) > 1 else [total], strict=True)
 
 
@@ -53,12 +53,12 @@ class OpenBuckets(Generic[Kind]):
         self._filling: dict[Kind, Bucket] = {}
 
     def add(self, kind: Kind, key: str, pieces: Sequence[Tensor], numel: int, most: float) -> Bucket | None:
-        """Put a tensor into the bucket of its kind. Gives that, to be reduced, if it has ``most`` elements now."""
+        """Put a tensor into the bucket of its kind. Return that bucket, to be reduced, if it has ``most`` elements now."""
         if (bucket := self._filling.get(kind)) is None:
             bucket = self._filling[kind] = Bucket()
         bucket.add(key, pieces, numel)
         return self._filling.pop(kind) if bucket.numel >= most else None
 
     def unfilled(self) -> ItemsView[Kind, Bucket]:
-        """Those that are still not full, with their kinds."""
+        """Return the buckets that are still not full, with their kinds."""
         return self._filling.items()

@@ -1,8 +1,8 @@
-"""Whether forward writes into the parameters that it reads, which are copies or the caller's own.
+"""Does forward write into the parameters that it reads, which are gathered copies or the caller's own?
 
-A gathered buffer is let go and gathered again, so what is written into it would be lost for backward; a buffer that is the
-caller's own shard is not to be changed at all. Versions do not tell: ``weight.data.clamp_()`` leaves them as they are. So
-what forward reads is watched by a copy on write, which costs nothing until somebody writes.
+A gathered buffer is freed and gathered again, so a write into it would be lost for backward; a buffer that is the caller's
+own shard must not be changed at all. Versions do not tell: ``weight.data.clamp_()`` leaves them as they are. So a lazy copy
+watches what forward reads: it costs nothing until somebody writes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .. import _torch
 from .._spec.unit import Unit
 from .._units.layout import unflatten_unit
 
-__all__ = ["Watch", "written_error"]
+__all__ = ["WriteWatch", "write_error"]
 
 
-class Watch:
-    """The values of one unit's parameters from here on: in one buffer, or each by itself.
+class WriteWatch:
+    """The values of one unit's parameters when the watch began: in one buffer, or each by itself.
 
     ``views`` are the parameters where they are views of the buffer, which ``weight.data = other`` would take elsewhere.
     """
@@ -34,21 +34,21 @@ class Watch:
         with _torch.below_transforms():
             self._watched = [(x, _torch.lazy_clone(x), _torch.version(x)) for x in bases if _can_be_copied(x)]
 
-    def written(self) -> str | None:
-        """What has been written to since, and has its values of before again; None if nothing has."""
+    def find_write(self) -> str | None:
+        """Return what has been written to since, None if nothing has. The values of before are restored."""
         moved = any(_torch.version(now) != version for now, _, version in self._watched)
         if not moved and all(_torch.shares_memory(now, before) for now, before, _ in self._watched):
-            return self._taken()
+            return self._find_replaced()
         with _torch.below_transforms():
             changed = [not _equal(now, before) for now, before, _ in self._watched]
-            what = self._name(changed) if moved or any(changed) else None
+            what = self._describe(changed) if moved or any(changed) else None
             for (now, before, _), differs in zip(self._watched, changed, strict=True):
                 if differs:
                     now.copy_(before)
-        return what or self._taken()
+        return what or self._find_replaced()
 
-    def _taken(self) -> str | None:
-        """A parameter that is no view of the buffer any more."""
+    def _find_replaced(self) -> str | None:
+        """Return a parameter that is no view of the buffer any more."""
         if not self._watched or not self.views or _torch.is_wrapped(self.views[0]):  # then all of them are
             return None
         storages = {_torch.storage_id(now) for now, _, _ in self._watched}
@@ -57,7 +57,7 @@ class Watch:
                 return f"parameter '{self._unit.params[i].name}'"
         return None
 
-    def _name(self, changed: list[bool]) -> str:
+    def _describe(self, changed: list[bool]) -> str:
         names = [param.name for param in self._unit.params]
         if len(changed) == 1 and self._watched[0][0].dim() == 1:  # a buffer, and no vmap has batched it
             now, before = (unflatten_unit(some, self._unit) for some in self._watched[0][:2])
@@ -72,12 +72,12 @@ def _can_be_copied(x: Tensor) -> bool:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Bit by bit, NaN among them."""
+    """Return whether two tensors are equal bit by bit, NaN included."""
     return torch.equal(a, b) or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
-def written_error(unit: Unit, what: str) -> RuntimeError:
-    """What to raise where `Watch.written` has found something."""
+def write_error(unit: Unit, what: str) -> RuntimeError:
+    """Return the error for what `WriteWatch.find_write` has found."""
     return RuntimeError(
         f"{what} of unit '{unit.key}' was changed in place in forward: expected it left alone, since what is "
         "gathered is let go again and what was given is yours; compute with a new tensor (w = self.weight.clamp(-1, 1)), or "

@@ -1,4 +1,4 @@
-"""trace_order: in which order forward uses its units, found on shapes alone."""
+"""trace_order: the order in which forward uses its units, found on shapes alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .. import _torch
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec, check_spec
 from .._transforms.error_hints import as_call_arguments
+from .bound_module import BoundModule
 from .modes import Scheduled
-from .options import CallOptions
 from .running import Call
-from .swap import Place
+from .schedule import CallOptions
 
 __all__ = ["trace_order"]
 
@@ -28,14 +28,24 @@ def trace_order(
     *,
     method: str | None = None,
 ) -> tuple[str, ...]:
-    """The keys of the units in the order in which the forward of ``model`` gathers them, for `PartitionSpec.ordered`.
+    """Return the keys of the units in the order in which the model's forward gathers them, for `PartitionSpec.ordered`.
 
-    Runs the forward once on shapes alone: nothing is computed, gathered or sent, the parameters are not read, and the
-    model is left as it was. It may be on the meta device, and the spec's mesh does not matter: what is gathered counts as on
-    the accelerator that the model's buffers, its parameters or the arguments are on, the first that are. A unit is named
-    once for each time that it is gathered. ``args``, ``kwargs`` and ``method`` are those of `functional_call`.
+    Runs the forward once on shapes alone: nothing is computed, gathered or sent, the parameters are not read, and the model
+    stays as it was. A unit is named once for each time that it is gathered.
 
-    Raises RuntimeError where forward depends on the values of tensors: then give the order by hand, or none.
+    Args:
+        model: The module, which may be on the meta device. Units count as gathered on the accelerator that the model's buffers,
+            its parameters or the arguments are on, the first that are.
+        spec: Its spec; the mesh does not matter.
+        args: The positional arguments of `functional_call`.
+        kwargs: Its keyword arguments.
+        method: The name of the method that it calls.
+
+    Returns:
+        The keys of the units.
+
+    Raises:
+        RuntimeError: Where forward depends on the values of tensors: then give the order by hand, or none.
 
     Example:
         >>> import torch, funshard as fs
@@ -58,7 +68,7 @@ def trace_order(
         named = dict(model.named_parameters(remove_duplicate=False))
         params |= {name: fake(named[name]) for name in spec.ignored if name in named}
         positional, keywords = pytree.tree_map_only(Tensor, fake, given)
-        call = Call(Place.of(model, spec), params, spec, Reduction(), CallOptions(prefetch=0, check_order=False))
+        call = Call(BoundModule.bind(model, spec), params, spec, Reduction(), CallOptions(prefetch=0, check_order=False))
         assert isinstance(call.mode, Scheduled)
         schedule = call.mode.schedule
         try:
@@ -68,4 +78,4 @@ def trace_order(
                 f"trace_order: expected a forward that runs on shapes alone, got {type(error).__name__}: {error}; "
                 "if it depends on the values of tensors, give the order of the units to spec.ordered by hand"
             ) from error
-    return tuple(key for key in schedule.visited if schedule.routes.by_key[key].split_axes)
+    return tuple(key for key in schedule.gathered_keys if schedule.routes.by_key[key].split_axes)

@@ -1,0 +1,126 @@
+"""The entry of a functional_call: every check of its arguments, before anything is communicated or computed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .._spec.checks import check_params, find_full_params
+from .._spec.division import ReduceBy, Reduction
+from .._spec.spec import PartitionSpec, bind_spec
+from .._transforms.error_hints import as_call_arguments, check_materialized
+from .._units.accumulation import GradReceiver, find_accumulation
+from .._units.flow import resolve_reduction
+from ..collectives._mesh import ProcessAxis
+from .bound_module import BoundModule
+from .schedule import CallOptions
+
+__all__ = ["CallInputs", "check_call"]
+
+_WARNED: WeakSet[nn.Module] = WeakSet()
+"""The models whose users have been warned: once for each, whatever the filters of warnings."""
+
+
+class CallInputs(NamedTuple):
+    """The arguments of a functional_call that fit the model and each other."""
+
+    spec: PartitionSpec
+    """The spec, bound to a mesh."""
+    params: Mapping[str, Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reduction: Reduction
+    receiver: GradReceiver | None
+    """The accumulation that takes gradients while backward runs."""
+    options: CallOptions
+    place: BoundModule | None
+    """The model's modules; None inside torch.compile."""
+
+
+def check_call(
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    args: object,
+    kwargs: Mapping[str, object] | None,
+    spec: PartitionSpec,
+    reduce: ReduceBy,
+    reduce_axes: Iterable[str] | None,
+    options: CallOptions,
+    stacklevel: int,
+) -> CallInputs:
+    """Check the arguments of a functional_call, and return what it runs on.
+
+    Inside torch.compile the model is not compared with the spec.
+    """
+    spec = bind_spec(spec)
+    check_params(params, spec)
+    accumulation, receiver = find_accumulation(params, spec, reduce, reduce_axes), None
+    if accumulation:
+        params, reduction, receiver = accumulation.replace(params)
+    else:
+        reduction = resolve_reduction(reduce, reduce_axes, spec.bound_mesh, (unit for unit in spec if unit.key in params))
+    _check_count("prefetch", options.prefetch, 0)
+    _check_count("in_flight", options.in_flight, 1)
+    given, place = as_call_arguments(args, kwargs), None
+    if not torch.compiler.is_compiling():
+        place = BoundModule.bind(model, spec)
+        check_materialized(model, params, spec, given)
+        _check_reduced(model, params, spec, stacklevel + 1)
+    return CallInputs(spec, params, *given, reduction, receiver, options, place)
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def _check_reduced(model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, stacklevel: int) -> None:
+    """Refuse the model's own parameters where they are differentiated on several ranks; warn, once, of copies of them.
+
+    Nothing reduces the gradients of full parameters, so each rank would train alone. `unshard` gives neither: there the
+    caller has said who reduces. Its results are known by their layout, since all parameters of a unit are views of one
+    buffer. A unit of a single parameter does not tell, and is passed over; so is what was computed, as by an inner step.
+    """
+    ranks = torch.Size(size for _, size in spec.bound_mesh.sizes).numel()
+    full = [] if ranks == 1 else [unit for unit in spec if unit.key not in params and unit.requires_grad]
+    named = dict(model.named_parameters(remove_duplicate=False)) if full else {}
+    for unit in full:
+        tensors = find_full_params(params, unit) or []
+        for param, tensor in zip(unit.params, tensors, strict=True):
+            if _torch.is_tracked(tensor) and _torch.storage_id(_torch.unwrap(tensor)) == _torch.storage_id(named[param.name]):
+                raise ValueError(
+                    f"parameter '{param.name}' is the model's own, and with full parameters no gradient is reduced: on "
+                    f"{ranks} ranks each would train alone; expected fs.shard(model, spec), or fs.unshard(params, spec) with "
+                    "fs.reduce_grads on the gradients"
+                )
+        as_stored = all(tensor.dtype == unit.dtype for tensor in tensors)  # others were cast, as for mixed precision by hand
+        if as_stored and _are_copies(tensors) and _on_processes(spec) and model not in _WARNED:
+            _WARNED.add(model)
+            warnings.warn(
+                f"functional_call: parameter '{unit.params[0].name}' is given in full and differentiated, and no gradient of "
+                f"full parameters is reduced: each of {ranks} ranks would train alone; expected fs.shard(model, spec), or "
+                "fs.unshard(params, spec) with fs.reduce_grads on the gradients; filter this warning if your own code "
+                "reduces them",
+                stacklevel=stacklevel + 1,
+            )
+
+
+def _are_copies(tensors: Sequence[Tensor]) -> bool:
+    """Return whether each of these leaves that are differentiated lies in memory of its own."""
+    return (
+        len({_torch.storage_id(_torch.unwrap(tensor)) for tensor in tensors}) > 1
+        and any(map(_torch.is_tracked, tensors))
+        and all(map(_torch.is_leaf, tensors))
+    )
+
+
+def _on_processes(spec: PartitionSpec) -> bool:
+    return any(isinstance(axis, ProcessAxis) and axis.name for _, axis in spec.bound_mesh.axes)

@@ -1,0 +1,182 @@
+"""The state of a model's modules during a call, and how it is restored: parameters, buffers, attributes."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._spec.tree import join_path
+from .._spec.unit import Unit
+
+__all__ = [
+    "MODEL_LOCK",
+    "MODULE_CONTAINERS",
+    "GatheringParameters",
+    "ModuleAttributes",
+    "calling_thread",
+    "own_tensors",
+    "restore_modules",
+]
+
+ModuleAttributes = dict[nn.Module, dict[str, Any]]
+"""Of each module what ``vars`` gives."""
+
+_CONTAINER_TYPES = (dict, set)
+MODULE_CONTAINERS = tuple(
+    name for name, value in vars(nn.Module()).items() if isinstance(value, _CONTAINER_TYPES) and name != "_parameters"
+)
+"""Where nn.Module keeps hooks, submodules and buffers, which forward may change in place (transformers 5 adds hooks)."""
+
+MODEL_LOCK = threading.RLock()
+"""Held while a call changes or restores a model: other threads find it as it was, or with `GatheringParameters`."""
+
+
+def calling_thread(caller: int | None = None) -> int:
+    """Return the number of this thread. A thread of autograd's own counts as ``caller``, whose backward it runs."""
+    return caller if caller and isinstance(threading.current_thread(), threading._DummyThread) else threading.get_ident()
+
+
+class GatheringParameters(dict[str, Any]):
+    """A module's ``_parameters`` for the length of a call in a thread: reading one gathers its unit."""
+
+    __slots__ = ("_owned", "_read", "path", "thread")
+
+    def __init__(
+        self,
+        original: Mapping[str, Tensor | None],
+        owned: Mapping[str, tuple[Unit, int]],
+        read: Callable[[Unit, int], Tensor],
+        thread: int,
+        path: str,
+    ) -> None:
+        super().__init__(original)
+        self._owned, self._read, self.thread, self.path = owned, read, thread, path
+
+    def __getitem__(self, name: str) -> Any:
+        owned = self._owned.get(name)
+        return super().__getitem__(name) if owned is None else self._read(*owned)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter) and value.requires_grad and super().get(name) is None:
+            raise _created_in_forward(f"parameter '{join_path(self.path, name)}'")
+        self._disown(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._disown(name)
+        super().__delitem__(name)
+
+    def _disown(self, name: str) -> None:
+        if name in self._owned:  # which all calls share
+            self._owned = {other: at for other, at in self._owned.items() if other != name}
+
+    def __iter__(self) -> Iterator[str]:  # overriding it keeps dict(self) from copying the originals underneath
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401  that would call itself
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def replaced_by_forward(self, original: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        """Return what has been set here since; nothing is gathered for that."""
+        own = ((name, super(GatheringParameters, self).__getitem__(name)) for name in self if name not in self._owned)
+        return {name: value for name, value in own if value is not original.get(name, self)}
+
+
+def _created_in_forward(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} is made in forward: a call puts the model back as it was, so it would be made again in each call and never "
+        "trained; expected all of them made before the spec, in __init__ or by running the model once"
+    )
+
+
+@contextlib.contextmanager
+def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[ModuleAttributes]:
+    """Within this, modules may be changed; afterwards every attribute is what it was before. Yield the attributes of before.
+
+    Raises:
+        RuntimeError: Naming the module, where another thread has one in a call, and where a module with trained parameters of
+            its own was added.
+    """
+    added: list[nn.Module] = []
+    with MODEL_LOCK:
+        for path, module in modules.items():
+            if isinstance(now := vars(module).get("_parameters"), GatheringParameters) and now.thread != thread:
+                raise RuntimeError(
+                    f"module '{path}' is in a functional_call of another thread: expected one at a time, since what a module "
+                    "reads is put into it meanwhile; give each thread a model of its own, or hold a lock around the call"
+                )
+        before: ModuleAttributes = {}
+        contents: dict[int, tuple[Any, Any]] = {}  # of each container that is not empty, by its id: itself, and a copy
+        scripted: dict[nn.Module, dict[str, Tensor | None]] = {}
+        for module in modules.values():
+            if module in before:
+                continue
+            before[module] = attributes = vars(module)
+            object.__setattr__(module, "__dict__", attributes.copy())
+            contents |= {id(one): (one, one.copy()) for one in _nonempty_containers(attributes)}
+            if isinstance(module, torch.jit.ScriptModule):  # whose own code asks no mapping of Python's
+                scripted[module] = own_tensors(module, "_parameters") | own_tensors(module, "_buffers")
+    try:
+        yield before
+    finally:
+        with MODEL_LOCK:
+            for module, attributes in before.items():
+                for name, tensor in scripted.get(module, {}).items():
+                    setattr(module, name, tensor)
+                object.__setattr__(module, "__dict__", attributes)
+                for container in _nonempty_containers(attributes):
+                    if id(container) not in contents:
+                        added += _new_trained_modules(container, ())
+                        container.clear()
+            for container, content in contents.values():
+                if container != content:
+                    added += _new_trained_modules(container, content)
+                    container.clear()
+                    container.update(content)
+    for module in added:
+        if module not in before:
+            raise _created_in_forward(f"module {type(module).__name__}, which has parameters to train,")
+
+
+def _new_trained_modules(container: Any, before: Iterable[Any]) -> Iterator[nn.Module]:
+    """Yield the modules that were added to a module's dict of submodules and that have trained parameters."""
+    if isinstance(container, dict):
+        new = [x for name, x in container.items() if isinstance(x, nn.Module) and name not in before]
+        yield from (x for x in new if any(p.requires_grad for p in x.parameters()))
+
+
+def _nonempty_containers(attributes: dict[str, Any]) -> Sequence[Any]:
+    """Return the containers among a module's attributes that are not empty."""
+    try:
+        containers = _get_containers(attributes)
+    except KeyError:
+        containers = [attributes.get(name) for name in MODULE_CONTAINERS]
+    return [one for one in containers if isinstance(one, _CONTAINER_TYPES) and one] if any(containers) else ()
+
+
+_get_containers: Callable[[dict[str, Any]], Sequence[Any]] = operator.itemgetter(*MODULE_CONTAINERS)
+
+
+def own_tensors(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
+    """Return a module's ``_parameters`` or ``_buffers`` to be read; nothing is gathered for that."""
+    mapping = vars(module).get(kind)
+    if type(mapping) is dict:  # as they are, outside of calls
+        return mapping
+    if isinstance(module, torch.jit.ScriptModule):  # a traced one has none in its __dict__
+        return dict(getattr(module, kind).items())
+    return dict(dict.items(mapping or {}))

@@ -1,0 +1,78 @@
+"""Do all ranks start the same collectives? A call records what it starts, and ranks compare that between them.
+
+Ranks compare the gathers of forward when forward ends, and look at the result when backward begins. The end of backward
+compares the rest. Slices that carry tags (collectives/_tag.py) are compared by each gather itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from .. import _torch
+from ..collectives._sequence import CollectiveSequence, SequenceCheck
+from .chain import RouteTable
+
+__all__ = ["OrderCheck"]
+
+
+class OrderCheck:
+    """The comparison of the collectives of one call and of its backward."""
+
+    def __init__(self, routes: RouteTable, shards: Mapping[str, Tensor]) -> None:
+        self._routes, self._shards = routes, shards
+        is_real = not _torch.is_traced() and not any(map(_torch.is_fake, shards.values()))
+        self._sequence = CollectiveSequence() if routes.needs_order_check and is_real else None
+        self._pending: list[SequenceCheck] = []  # of forward
+        self._is_forward = True
+        self.has_backward = False  # whether a backward will end in the call's shards
+
+    def record_gather(self, key: str) -> None:
+        """Record that the gather of this unit was started."""
+        if self._sequence is None:
+            return
+        steps = self._routes.steps[key]
+        tagged = steps.has_tags and self._shards[key].device.type == "cpu"
+        self._sequence.record(steps.gather_groups, f"the gather of unit '{key}'", tagged=tagged)
+        if not (self._is_forward or self.has_backward):  # no end of backward will be seen
+            self._finish(self._start())
+
+    def record_reduction(self, key: str) -> None:
+        """Record that the reduction of this unit is about to start."""
+        self.finish_forward()
+        if self._sequence is not None:
+            self._sequence.record(self._routes.steps[key].reduce_groups, f"the reduction of unit '{key}'", tagged=False)
+
+    def check_forward(self) -> None:
+        """Compare what forward has gathered. Backward looks at the result; without a backward it is waited for here.
+
+        Tagged gathers were compared when they ended. The end of backward compares them once more, with what follows.
+        """
+        self._is_forward = False
+        checks = self._start(tagged=not self.has_backward)
+        if self.has_backward:
+            self._pending = checks
+        else:
+            self._finish(checks)
+
+    def finish_forward(self) -> None:
+        """Raise RuntimeError where ranks have gathered different units in forward."""
+        if self._pending:
+            self._finish(self._pending)
+
+    def check_backward(self) -> None:
+        """Compare everything that was started, at the end of backward."""
+        self._finish(self._pending + self._start())
+
+    def _start(self, *, tagged: bool = True) -> list[SequenceCheck]:
+        if self._sequence is None:
+            return []
+        error = "ranks ran different units, and were given each other's values: what this call computed is wrong"
+        with _torch.below_transforms(), _torch.below_autograd():
+            return self._sequence.start_checks(error, tagged=tagged)
+
+    def _finish(self, checks: list[SequenceCheck]) -> None:
+        with _torch.below_transforms(), _torch.below_autograd():
+            while checks:
+                checks.pop().finish()
