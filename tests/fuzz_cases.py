@@ -203,7 +203,9 @@ def by_hvp(f: Loss, p: Params, v: Params) -> Result:
         f(p)
     if not recorder.is_used:
         return jvp(grad(f), (p,), (v,))[1], []
-    pullback = vjp(grad(f), p)[1]
+    first, pullback = vjp(grad(f), p)
+    if any(t.is_sparse for t in first.values()):
+        raise NotImplementedError("a sparse gradient has no derivative")
     zeros = {key: torch.zeros_like(t) for key, t in p.items()}
     return dense(vjp(lambda u: pullback(u)[0], zeros)[1](v)[0]), []
 
