@@ -45,18 +45,20 @@ def calling_thread(caller: int | None = None) -> int:
 class GatheringParameters(dict[str, Any]):
     """A module's ``_parameters`` for the length of a call in a thread: reading one gathers its unit."""
 
-    __slots__ = ("_owned", "_read", "path", "thread")
+    __slots__ = ("_is_view", "_owned", "_owned_at_first", "_read", "path", "thread")
 
     def __init__(
         self,
         original: Mapping[str, Tensor | None],
         owned: Mapping[str, tuple[Unit, int]],
         read: Callable[[Unit, int], Tensor],
+        is_view: Callable[[Unit, int, object], bool],
         thread: int,
         path: str,
     ) -> None:
         super().__init__(original)
-        self._owned, self._read, self.thread, self.path = owned, read, thread, path
+        self._owned = self._owned_at_first = owned
+        self._read, self._is_view, self.thread, self.path = read, is_view, thread, path
 
     def __getitem__(self, name: str) -> Any:
         owned = self._owned.get(name)
@@ -65,6 +67,10 @@ class GatheringParameters(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and value.requires_grad and super().get(name) is None:
             raise _created_in_forward(f"parameter '{join_path(self.path, name)}'")
+        owned = self._owned_at_first.get(name)
+        if owned is not None and self._is_view(*owned, value):  # put back, as by an inner functional_call at its end
+            self._owned = {**self._owned, name: owned}
+            return
         self._disown(name)
         super().__setitem__(name, value)
 

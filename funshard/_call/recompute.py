@@ -183,7 +183,7 @@ class _ModuleRun:
             for (path, attr), tensor in replaced.items():
                 place.modules[path]._parameters[attr] = tensor
             out = place.modules[place.path].forward(*args, **kwargs)
-            replaced.update(call.replaced_parameters(attributes))
+            replaced.update(place.replaced_parameters(attributes))
             after = {module: dict(vars(module)) for module in place.owned}
         for module, new in after.items():
             set_attributes(module, new)

@@ -21,7 +21,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.accumulation import GradReceiver
 from .activation_offload import choose_hooks, choose_offload
-from .bound_module import BoundModule, Replaced
+from .bound_module import BoundModule
 from .buffers import install_buffers
 from .casting import buffer_dtypes, module_overrides, wrap_in_casts
 from .modes import Scheduled, choose_mode
@@ -114,7 +114,9 @@ class Call:
             if owned is None or isinstance(module, torch.jit.ScriptModule):
                 continue
             attributes = vars(module)
-            attributes["_parameters"] = GatheringParameters(attributes["_parameters"], owned, read, self.thread, path)
+            attributes["_parameters"] = GatheringParameters(
+                attributes["_parameters"], owned, read, self.is_view, self.thread, path
+            )
             if attributes.get("sparse") is True:  # nn.Embedding's: gradients go into a buffer, where zeros are as dear
                 attributes["sparse"] = False
         for name in self.spec.ignored:
@@ -146,11 +148,10 @@ class Call:
         """Return the call in which a module of this one is recomputed."""
         return Call(place, params, spec, self.reduction, self.options, is_recomputing=True, thread=self.thread)
 
-    def replaced_parameters(self, before: ModuleAttributes) -> Replaced:
-        """Return what forward has set in place of parameters, but for those that it has set back."""
-        views = {id(view) for gathered in self.scopes.active.values() for view in gathered.views}
-        found = self.place.replaced_parameters(before)
-        return {where: tensor for where, tensor in found.items() if id(tensor) not in views}
+    def is_view(self, unit: Unit, i: int, tensor: object) -> bool:
+        """Return whether a tensor is the unit's i-th parameter as it is gathered now."""
+        gathered = self.scopes.active.get(unit.key)
+        return gathered is not None and gathered.views[i] is tensor
 
     def _wrap_in_scope(self, forward: Callable[..., Any], units: list[Unit]) -> Callable[..., Any]:
         @functools.wraps(forward)
