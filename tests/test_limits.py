@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -139,3 +140,21 @@ def test_optimizers_on_slices_are_as_far_from_themselves_as_the_table_says(name:
     whole = update_of(name, w, h).flatten()
     parts = torch.cat([update_of(name, *both).flatten() for both in zip(cut(w), cut(h), strict=True)])
     assert round(float((parts - whole).norm() / whole.norm()), 2) == DISTANCES[name]
+
+
+def test_hvp_by_reverse_mode_is_the_transposed_product() -> None:
+    """Another one than by forward mode only where gradients are masked: torch leaves out those of `padding_idx`."""
+    torch.manual_seed(0)
+    for padding, is_equal in ((None, True), (0, False)):
+        model = nn.Sequential(nn.Embedding(5, 4, padding_idx=padding), nn.Linear(4, 4)).double()
+        spec = fs.policies.whole()(model)
+        params, v = fs.shard(model, spec), fs.random_like(fs.shard(model, spec), spec, 1)
+        loss = functools.partial(_sine_of_tokens, model, spec)
+        forward, backward = (fs.hvp(loss, params, v, forward=forward)[""] for forward in (True, False))
+        assert torch.allclose(forward, backward) is is_equal
+        torch.testing.assert_close(forward, torch.func.jvp(torch.func.grad(loss), (params,), (v,))[1][""])
+        torch.testing.assert_close(backward, torch.func.vjp(torch.func.grad(loss), params)[1](v)[0][""])
+
+
+def _sine_of_tokens(model: nn.Module, spec: fs.PartitionSpec, params: fs.Params) -> Tensor:
+    return fs.functional_call(model, params, torch.tensor([0, 1, 2]), spec=spec).sin().sum()
