@@ -65,7 +65,7 @@ def test_peers() -> None:
 @pytest.mark.skipif(not shutil.which("g++") and not os.environ.get("CXX"), reason="inductor needs a C++ compiler")
 def test_peers_compiled() -> None:
     """Compiled modes run when asked for; a base that is not asked for has no column."""
-    modes = ["plain", "plain compiled", *depth([], ["FSDP2 compiled"]), "fs", "fs compiled"]
+    modes = ["plain", *depth([], ["plain compiled", "FSDP2 compiled"]), "fs", "fs compiled"]
     flags = f"{PEERS} --ranks {depth(1, 2)}"  # each compiles for itself
     _, result = run("peers", flags.replace("plain,DDP,FSDP2,fs", f"'{','.join(modes)}'"))
     assert list(result["figures"]) == modes

@@ -394,7 +394,7 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     for mine, other in (("muon", "shampoo"), ("shampoo", "muon"), ("soap", "muon"), ("muon", "soap of one side")):
         with pytest.raises(ValueError, match=r"state of unit '.*expected .*was it made"):
             every[mine][1](grads, every[other][0](params), params)
-    with pytest.raises(TypeError, match="expected a MatrixState, got dict; make it by init"):
+    with pytest.raises(TypeError, match="expected a MatrixState, got UnitState; make it by init"):
         every["muon"][1](grads, fs.optim.from_torch(torch.optim.AdamW)[0](params), params)
     assert_close(params, before, rtol=0, atol=0)
 

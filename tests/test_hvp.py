@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, each, some
+from depth import depth, each, pairs, some
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -332,6 +332,7 @@ CONSTANTS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+@pairs
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True)], ids=str)
 @pytest.mark.parametrize("what", CONSTANTS)

@@ -84,13 +84,13 @@ def nodes(f, x):
 
 
 assert "_primitive" in nodes(gathered, x)
-assert "put_back" in nodes(running, x[0])
+assert "write_back" in nodes(running, x[0])
 """
 
 GRADIENTS = """
 found = nodes(step, x)
 assert "_travel" in found, found
-assert "_probed" in nodes(samples, x[0])
+assert "_add_probe" in nodes(samples, x[0])
 """
 
 ORDERS = {

@@ -213,6 +213,7 @@ def test_no_more_than_an_elementwise_step(axes: str) -> None:
         assert beyond(blocks(24, 32), axes) <= 0
 
 
+@each
 @pytest.mark.parametrize("rank", [0, 7])
 @pytest.mark.parametrize("axes", AXES)
 def test_at_most_two_units_beyond_a_donated_elementwise_step(axes: str, rank: int) -> None:
