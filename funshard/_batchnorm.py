@@ -56,7 +56,17 @@ class SyncBatchNorm(BatchNorm):
         self.axes = axes
 
     def forward(self, input: Tensor) -> Tensor:
-        """The input, normalised."""
+        """Return the input, normalised by channel.
+
+        Args:
+            input: ``[samples, num_features, ...]``, this rank's samples, of which there may be none.
+
+        Returns:
+            A tensor of the input's shape and dtype.
+
+        Raises:
+            ValueError: For an input of other channels or dimensions, and in training for one value per channel on one rank.
+        """
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ValueError(
                 f"SyncBatchNorm: expected an input [samples, {self.num_features}, ...], got shape {list(input.shape)}"
@@ -107,18 +117,26 @@ class SyncBatchNorm(BatchNorm):
 
 
 def convert_sync_batchnorm(model: nn.Module, *, axes: Axes = None) -> nn.Module:
-    """The model with a `SyncBatchNorm` in the place of every BatchNorm: torch.nn.SyncBatchNorm.convert_sync_batchnorm.
+    """Return the model with a `SyncBatchNorm` instead of every BatchNorm.
 
-    The given model stays as it is. The new one has its own modules, and the same parameters and buffers (the very tensors),
-    under the same names. ``axes`` are the mesh axes to take statistics over, all by default.
+    Args:
+        model: Any module. It does not change.
+        axes: The mesh axes to take statistics over, all by default.
 
-    >>> import torch, funshard as fs
-    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    >>> [type(module).__name__ for module in fs.convert_sync_batchnorm(model)]
-    ['Linear', 'SyncBatchNorm']
+    Returns:
+        A model with modules of its own, and with the same parameters and buffers (the same tensors) under the same names.
 
-    Raises ValueError, naming the path, for a BatchNorm with a forward of its own, which would be lost, and for one whose
-    parameters are not initialised yet.
+    Raises:
+        ValueError: For a BatchNorm with a forward of its own, which would be lost, and for one whose parameters are not
+            initialised yet. The error names its path.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        >>> [type(module).__name__ for module in fs.convert_sync_batchnorm(model)]
+        ['Linear', 'SyncBatchNorm']
+
+    Source: ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``.
     """
     tensors = [*model.parameters(), *model.buffers()]
     made: dict[nn.Module, nn.Module] = {}

@@ -95,7 +95,14 @@ class PartitionSpec:
         return made
 
     def owner(self, key: str) -> Unit | Param:
-        """The unit of this key, or else the parameter of this name. Raises ValueError where there is neither."""
+        """Return the unit with this key, or else the parameter with this name.
+
+        Args:
+            key: A unit's key, or a parameter's name in the model.
+
+        Raises:
+            ValueError: If there is neither.
+        """
         if key in self.by_key:
             return self.by_key[key]
         if key in self.by_name:
@@ -117,19 +124,21 @@ class PartitionSpec:
         reductions: DeviceMesh | Mesh | None = None,
         submesh: bool = False,
     ) -> PartitionSpec:
-        """This spec on a mesh: a `DeviceMesh`, or axis names with their sizes where no rank is to talk to another.
+        """Return this spec on a mesh.
 
-        ``reductions`` is a second mesh over the same ranks whose process groups functional_call reduces gradients over:
-        on NCCL, backward's gathers then overlap with them. Two groups' kernels wait for each other's ranks on the device: they
-        can deadlock where ranks start them in different orders (programs that differ) or where both do not fit on it at once
-        (``CUDA_DEVICE_MAX_CONNECTIONS=1``, too few free multiprocessors), as NCCL says of concurrent communicators.
+        Args:
+            mesh: A `DeviceMesh`, or axis names with their sizes if no rank communicates with another one.
+            reductions: A second mesh over the same ranks, whose process groups functional_call reduces gradients over. On NCCL,
+                backward's gathers then overlap with reductions. Each group's kernels wait on the device for other ranks. They
+                can deadlock if ranks start them in different orders, or if both do not fit on the device at once
+                (``CUDA_DEVICE_MAX_CONNECTIONS=1``, too few free multiprocessors): see NCCL on concurrent communicators.
+            submesh: Whether the mesh has only some ranks of the process group on purpose, such as one axis of a larger mesh.
+                Without it, `checkpoint` and the norms of `optim` refuse such a mesh: other ranks may hold other parts of the
+                model, which a norm or checkpoint over this mesh does not have.
 
-        ``submesh`` says that the mesh is meant to have only some ranks of the process group, such as one axis of a larger
-        mesh. `checkpoint` and the norms of `optim` refuse such a mesh without it: ranks beside the mesh may hold other parts
-        of the model, and neither a norm nor a checkpoint over this mesh has those.
-
-        Raises ValueError, naming the unit, for an axis that the mesh does not have, and for another second mesh; and what
-        makes no mesh is a ValueError or TypeError that says so.
+        Raises:
+            ValueError: For an axis of a unit that the mesh does not have, and for a second mesh that does not fit.
+            TypeError: For an object that is not a mesh.
         """
         axes = Mesh.of(mesh) if reductions is None else Mesh.of(mesh).with_reductions_over(Mesh.of(reductions))
         if submesh:
@@ -142,12 +151,14 @@ class PartitionSpec:
         return dataclasses.replace(self, mesh=axes, sizes=axes.sizes)
 
     def ordered(self, names: Iterable[str]) -> PartitionSpec:
-        """This spec with the order in which forward uses its units: gathers run ahead by it, and not by the units' names.
+        """Return this spec with the order in which forward uses its units, which prefetches follow; `trace_order` finds it.
 
-        ``names`` are unit keys, a key once for each time that the unit is gathered; units that are not named are
-        gathered when they are used. A wrong order costs time, never correctness. `trace_order` finds it.
+        Args:
+            names: Keys of units, once for each time that the unit is gathered. Other units are gathered when they are used. A
+                wrong order costs time, never correctness. Without an order, prefetches follow the units' names.
 
-        Raises ValueError for a name that is not a unit.
+        Raises:
+            ValueError: For a name that is not a unit.
         """
         runs = tuple(names)
         for name in runs:
@@ -174,20 +185,36 @@ class PartitionSpec:
         return spec.mesh or Mesh.of(dict(spec.sizes or ()))
 
     def size(self, unit: Unit) -> int:
-        """In how many slices the unit's buffer is split."""
+        """Return the number of slices that a unit's buffer is split into.
+
+        Args:
+            unit: A unit of this spec.
+        """
         return self.bound._compute_once(_count_slices, unit.p)
 
     def shard_numel(self, unit: Unit) -> int:
-        """Elements of one rank's slice of the unit, padding included: the same on every rank."""
+        """Return the number of elements of one rank's slice of a unit, padding included: the same on every rank.
+
+        Args:
+            unit: A unit of this spec.
+        """
         return unit.padded_numel(size := self.size(unit)) // size
 
     def stored(self, unit: Unit) -> tuple[int, torch.dtype]:
-        """Length and dtype of what `shard` gives of the unit: `shard_numel` elements, or the bytes of what is at rest."""
+        """Return the length and dtype of the slice that `shard` returns for a unit.
+
+        Args:
+            unit: A unit of this spec. The length is `shard_numel`, or the number of bytes if the unit has a codec ``at_rest``.
+        """
         bound = self.bound
         return bound._compute_once(_stored_by_key)[unit.key] if bound.by_key.get(unit.key) is unit else _stored_of(unit, bound)
 
     def padded_numel(self, unit: Unit) -> int:
-        """Elements of the whole padded buffer of the unit."""
+        """Return the number of elements of a unit's whole buffer, padding included.
+
+        Args:
+            unit: A unit of this spec.
+        """
         return unit.padded_numel(self.size(unit))
 
     def __copy__(self) -> PartitionSpec:

@@ -103,7 +103,11 @@ class ModuleTree:
         return (self.path, *self.aliases)
 
     def nodes(self) -> Iterator[ModuleTree]:
-        """This node and all below it, parents first, as ``nn.Module.modules`` gives them."""
+        """Yield this node and all nodes below it, parents first.
+
+        Yields:
+            Each module once, in the order of ``nn.Module.modules``.
+        """
         yield self
         for child in self.children:
             yield from child.nodes()
@@ -119,10 +123,16 @@ class ModuleTree:
         return tuple({p.name: p for node in self.nodes() for p in node.params}.values())
 
     def dominators(self, item: Param | ModuleTree) -> tuple[str, ...]:
-        """Paths of the modules through which every way from the root to the parameter or module leads, outermost first.
+        """Return the modules that every way from the root to a parameter or module goes through.
 
-        The last one is the lowest common ancestor of the modules that share the parameter; for a parameter inside a
-        shared module it is inside that module, however often the module is used.
+        The last one is the lowest common ancestor of the modules that share the parameter. For a parameter inside a shared
+        module it is inside that module, however often the module is used.
+
+        Args:
+            item: A parameter or module of this tree.
+
+        Returns:
+            The modules' paths, outermost first.
         """
         chains = [self._chain(name) for name in item.names]
         common = set(chains[0]).intersection(*chains[1:])
@@ -133,9 +143,16 @@ class ModuleTree:
         return [self.canonical[".".join(parts[:i])] for i in range(len(parts) + 1)]
 
     def without(self, modules: Callable[[ModuleTree], bool], params: Callable[[Param], bool]) -> ModuleTree:
-        """The tree less the chosen subtrees and parameters, whose names it carries in ``ignored``.
+        """Return the tree without the chosen subtrees and parameters, and with their names in ``ignored``.
 
-        A parameter or module that a chosen subtree shares with the rest goes from everywhere.
+        A parameter or module that a chosen subtree shares with other modules is removed from those too.
+
+        Args:
+            modules: Whether to remove a module, and with it all that is below it.
+            params: Whether to remove a parameter.
+
+        Returns:
+            A new tree; this one does not change.
         """
         chosen = {node.path for node in self.nodes() if modules(node)}
 
@@ -171,10 +188,17 @@ optree.register_pytree_node(ModuleTree, _flatten_node, _unflatten_node, namespac
 
 
 def module_tree(model: nn.Module | ModuleTree) -> ModuleTree:
-    """The tree of a module, from its structure alone (a meta-device module gives an equal tree); a tree as it is.
+    """Return the tree of a module, from its structure alone.
 
-    Raises TypeError for what is no ``nn.Module`` and for what torch.compile made of one, ValueError for a module that
-    contains itself and for a lazy parameter that has no shape yet.
+    Args:
+        model: A module, on any device: on the meta device it gives an equal tree. A `ModuleTree` is returned as it is.
+
+    Returns:
+        The root of the tree.
+
+    Raises:
+        TypeError: For an object that is not an ``nn.Module``, and for the result of torch.compile.
+        ValueError: For a module that contains itself, and for a lazy parameter that has no shape yet.
 
     Example:
         >>> import torch, funshard as fs

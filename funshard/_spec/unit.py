@@ -146,7 +146,11 @@ class Unit:
         object.__setattr__(self, "span", span)
 
     def padded_numel(self, slices: int) -> int:
-        """Elements of the buffer where it is split into so many slices, padding included."""
+        """Return the number of elements of the unit's whole buffer, padding included.
+
+        Args:
+            slices: The number of slices that the buffer is split into.
+        """
         return -(-self.span // (slices * self.align)) * self.align * slices
 
     @property

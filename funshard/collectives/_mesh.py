@@ -73,7 +73,13 @@ class Mesh:
 
     @staticmethod
     def of(mesh: DeviceMesh | Mesh | Mapping[str, int | Axis]) -> Mesh:
-        """Make a Mesh from a `DeviceMesh`, or from axis names with sizes. An unnamed 1-D DeviceMesh has the axis "shard".
+        """Make a Mesh from a `DeviceMesh`, or from axis names with sizes.
+
+        Args:
+            mesh: A DeviceMesh (if it is 1-D and unnamed, its axis is "shard"), axis names with sizes, or a Mesh.
+
+        Returns:
+            The mesh; a Mesh as it is.
 
         Raises:
             ValueError: For several unnamed dimensions, ranks that do not rise along each of them, a mesh that this process is
@@ -107,8 +113,11 @@ class Mesh:
     def with_reductions_over(self, other: Mesh) -> Mesh:
         """Return this mesh with another one's process groups for reductions.
 
+        Args:
+            other: A mesh of the same axes, with process groups of its own.
+
         Raises:
-            ValueError: Unless both have the same axes, and the other one has process groups of its own.
+            ValueError: If the axes differ, or an axis has the same process group in both.
         """
         if self.sizes != other.sizes:
             raise ValueError(f"reductions: expected a mesh of the same axes {dict(self.sizes)}, got {dict(other.sizes)}")
@@ -212,7 +221,14 @@ class Mesh:
         return any(isinstance(axis, Simulated) for _, axis in self.axes)
 
     def select(self, axes: Iterable[str] | None) -> tuple[str, ...]:
-        """Return the names of some axes, of one, or of all (None), in the mesh's order. ValueError for an unknown one."""
+        """Return the names of some axes, in the mesh's order.
+
+        Args:
+            axes: Names of axes, one name, or None for all.
+
+        Raises:
+            ValueError: For an unknown name.
+        """
         names = self.names if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
         for name in names:
             if name not in self.names:
