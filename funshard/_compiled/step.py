@@ -40,34 +40,41 @@ def compile(
     fullgraph: bool = True,
     **others: Any,
 ) -> Step:
-    """A training step, compiled whole: ``torch.compile(step)`` at the memory and with the overlap of functional_call.
+    """Compile a training step whole: ``torch.compile(step)`` with the memory and overlap of `functional_call`.
 
-    ``step`` takes parameters, optimizer state and a batch, takes gradients of a loss over `functional_call` by
-    `grad_and_value` or torch.func's, and returns what it computes. It runs under no_grad, so its results have no graph.
-    Units with ``P(reshard=True)`` are gathered again for backward, ``prefetch`` gathers start ahead of their use and
-    ``in_flight`` reductions are waited for late, as in `functional_call`. What `remat` and ``P(remat=...)`` are around is
-    computed again for its derivatives, but for what is to be saved and for random numbers.
+    The step runs under no_grad, so its results have no graph. See ``examples/guide/transforms.md``, "Compiled".
 
-    ``donate_argnums`` says which positional arguments are given away: the step's results are written into their tensors, which
-    are what is returned. Their memory is used again, and **after the call the donated tensors hold the new values**.
-    The i-th donated argument goes with the first result that no other has taken and that has its tree, shapes and
-    dtypes; results are the elements of a returned tuple, or the one thing returned. Other results must not be views of
-    donated tensors: clone them.
+    Args:
+        step: Takes parameters, optimizer state and a batch, computes gradients of a loss over `functional_call` by
+            `grad_and_value` or torch.func's, and returns any results.
+        donate_argnums: The positional arguments that the step may overwrite. The results are written into their tensors:
+            **after the call the donated tensors hold the new values**. The i-th donated argument takes the first free result
+            (an element of a returned tuple, or the one result) of its tree, shapes and dtypes. Clone other results that are
+            views of donated tensors.
+        prefetch: The number of gathers to start ahead of their use, as in `functional_call`.
+        in_flight: The number of reductions to wait for late, as in `functional_call`.
+        backend: "inductor", "aot_eager" (runs the graph without a compiler, for tests), or a function of an FX graph of ATen
+            operators and its inputs that returns a callable.
+        mode: As in torch.compile.
+        options: Inductor's options.
+        fullgraph: Whether a graph break is an error.
+        **others: Other options of torch.compile.
 
-    >>> import torch, funshard as fs
-    >>> halve = fs.compile(lambda params: {key: p / 2 for key, p in params.items()}, donate_argnums=0, backend="aot_eager")
-    >>> given = {"w": torch.tensor([2.0])}
-    >>> halve(given)
-    {'w': tensor([1.])}
-    >>> given
-    {'w': tensor([1.])}
+    Returns:
+        A function with the arguments and results of ``step``.
 
-    ``backend`` is "inductor", "aot_eager" (the graph as it is, without a compiler: for tests), or a function of an FX
-    graph of ATen operators and its inputs that returns what runs it. ``mode`` and ``options`` are torch.compile's and
-    inductor's; so are ``others``.
+    Raises:
+        ValueError: At the call: for a donated argument that no result fits, that is given twice, that overlaps another one in
+            memory or that another result contains; and for names to save that a `remat` does not have.
 
-    Raises ValueError where a donated argument has no result to go with, is given twice, overlaps another one in memory, or is
-    seen in another result, and for names to save of which a remat has none.
+    Example:
+        >>> import torch, funshard as fs
+        >>> halve = fs.compile(lambda params: {key: p / 2 for key, p in params.items()}, donate_argnums=0, backend="aot_eager")
+        >>> given = {"w": torch.tensor([2.0])}
+        >>> halve(given)
+        {'w': tensor([1.])}
+        >>> given
+        {'w': tensor([1.])}
     """
     given_away = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     compiler = _Backend(backend, prefetch, in_flight, {**_options(mode), **(options or {})})

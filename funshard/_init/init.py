@@ -33,36 +33,38 @@ def init(
 ) -> Params:
     """Initialise a model on the meta device unit by unit, and return the shards of its parameters, as `shard` does.
 
-    >>> import torch, funshard as fs
-    >>> with torch.device("meta"):
-    ...     model = torch.nn.Linear(2, 1)
-    >>> spec = fs.policies.whole()(model)
-    >>> params = fs.init(model, spec, seed=0)
-    >>> fs.functional_call(model, params, (torch.ones(3, 2),), spec=spec).shape
-    torch.Size([3, 1])
+    Each rank makes every unit whole, for its slice of it. At once it holds its slices, one unit, and at most a unit's size of
+    what an initialiser writes to in other units. It sends only a digest.
+    See ``examples/guide/recipes.md``, "A model that does not fit", for initialisers.
 
-    Slices of the parameters' own dtypes, where `shard` puts them, unit by unit: no more is held at once than this rank's
-    slices, one unit, and what one initialiser writes to of other units, itself no larger than a unit. Every rank makes
-    every unit whole, for its slice of it, and sends nothing but a digest; the model stays on the meta device, as it is.
-    Buffers are `init_buffers`'s, and parameters that the spec ignores the caller's.
+    Args:
+        model: A model on the meta device. It does not change. For its buffers: `init_buffers`.
+        spec: The units. Parameters that it ignores are the caller's to make.
+        init_fn: Initialises a module, as ``model._init_weights`` of transformers does, and may depend on nothing but the
+            module. Called with every module, children first; by default modules run their ``reset_parameters``.
+        seed: ``torch.initial_seed()`` by default. Values depend on it, on names in the model and on the kind of device, not on
+            mesh, policy or rank. The random states of torch are the same afterwards.
+        rank: As in `shard`.
+        device: Where the values are made: the mesh's device by default, or else the CPU, where they stay if the mesh has none.
+        check_values: Whether ranks compare what they made, as in `shard`.
 
-    Modules initialise themselves, children before parents and each once, as by ``nn.Module.apply``: by their
-    ``reset_parameters`` (nn.MultiheadAttention by its own), or by ``init_fn(module)`` instead, which is called with every
-    module, such as ``model._init_weights`` of transformers. A tied parameter has what the last of its modules gives it.
-    An initialiser may also change what is in other modules: then it has their values, and they are held together. It runs
-    without gradients, on the meta device first, to see what it needs, and then as often as that is made: it must
-    depend on nothing but the module, and what it notes there is gone.
+    Returns:
+        By unit key this rank's slice, in the parameters' own dtypes.
 
-    A value depends on ``seed`` and on names in the model: each module's initialiser begins with torch's default generators
-    seeded from ``seed`` and the module's path, so any mesh, policy and rank has the same bits, and what else is in the model
-    changes nothing. On another kind of device torch draws other numbers. By default ``seed`` is ``torch.initial_seed()``,
-    what was last given to ``torch.manual_seed``; random states are as before afterwards. ``device`` is where the values
-    are made: that of the mesh by default, or else the CPU, where they stay if the mesh names none. ``rank`` and
-    ``check_values`` are `shard`'s: ranks compare their seeds first, and in the end what they have made.
+    Raises:
+        ValueError: For a parameter that is not on the meta device (`shard` takes those) or that no initialiser fills, for
+            initialisers that reach over more than a unit, and if ranks differ in spec, seed or values. It names the path.
+        RuntimeError: If an initialiser fails. It names the module.
+        TypeError: For a wrong ``init_fn`` or ``seed``.
 
-    Raises ValueError, naming the path, for a parameter that is not on the meta device (`shard` takes those), one that no
-    initialiser gives values or not all, initialisers that reach over more than a unit, and a spec, seed or values in which
-    ranks differ; RuntimeError, naming the module, where an initialiser fails; TypeError for what is no init_fn or seed.
+    Example:
+        >>> import torch, funshard as fs
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(2, 1)
+        >>> spec = fs.policies.whole()(model)
+        >>> params = fs.init(model, spec, seed=0)
+        >>> fs.functional_call(model, params, (torch.ones(3, 2),), spec=spec).shape
+        torch.Size([3, 1])
     """
     spec = bind_spec(spec)
     mesh = spec.bound_mesh
@@ -140,18 +142,19 @@ def init_buffers(
 ) -> dict[str, Tensor]:
     """Return the buffers of a model on the meta device, by name, as functional_call takes them in ``buffers=``.
 
-    Those that have no values get them as parameters do by `init`, from the same arguments: BatchNorm's statistics by
-    ``reset_parameters``, the rotary frequencies of transformers by ``init_fn=model._init_weights``. The others are copied.
-    Also those that the state_dict leaves out; on the device of the mesh, or on ``device``. Nothing is sent.
+    Initialisers make those without values, as `init` makes parameters: ``reset_parameters`` makes BatchNorm's statistics,
+    ``init_fn=model._init_weights`` the rotary frequencies of transformers. The others are copied. Nothing is sent.
 
-    >>> import torch, funshard as fs
-    >>> with torch.device("meta"):
-    ...     norm = torch.nn.BatchNorm1d(2)
-    >>> fs.init_buffers(norm, fs.policies.whole()(norm))["running_var"]
-    tensor([1., 1.])
+    Args:
+        model: A model on the meta device. Buffers that its state_dict leaves out are also made.
+        spec: The spec, for its mesh and its units.
+        init_fn: As in `init`.
+        seed: As in `init`.
+        device: Where the buffers are: the mesh's device by default.
 
-    Raises what `init` does, naming the buffer: one that is computed in a constructor alone, such as a mask, has to be made
-    there on another device, ``torch.ones(n, n, device="cpu")``.
+    Raises:
+        ValueError, RuntimeError, TypeError: As `init`, naming the buffer. Make one that only a constructor computes, such as
+            a mask, on another device there: ``torch.ones(n, n, device="cpu")``.
 
     Example:
         >>> import torch, funshard as fs

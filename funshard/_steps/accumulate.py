@@ -33,41 +33,43 @@ def accumulate(
     reduce: ReduceBy = "mean",
     reduce_axes: Iterable[str] | None = None,
 ) -> tuple[Params, Any]:
-    """``(grads, value)``, or ``(grads, (value, auxes))``: those of the mean of ``f(params, microbatch)``, one after the other.
+    """Compute the gradients and the value of the mean of ``f(params, microbatch)`` over all micro-batches and ranks.
 
     Equal to `grad_and_value` of that mean, at every order, in the memory of one micro-batch and a sum of gradients.
-    ``params`` are shards, some or all of them (`partition`, and close over the rest), and ``f`` gives the loss of one
-    micro-batch of this rank, or ``(loss, aux)``, by `functional_call` with this spec. ``auxes`` is a list.
+    See ``examples/guide/recipes.md``, "Accumulation", for when gradients are reduced.
 
-    With ``keep="shards"`` each micro-batch is reduced as its backward runs, and slices are added up, in float32 at least; on
-    a mesh ("replicate", "shard") over the axes that a unit is split over, and over the others once, at the end. With
-    ``keep="full"`` each unit is gathered once and reduced once for all micro-batches, and all full parameters and
-    gradients are alive: ``no_sync``. Gradients are reduced in the dtype that the unit's `Precision` says, and come in the
-    shards' own. A functional_call of other parameters than those that ``f`` is given, as of what it computes from them,
-    or inside of `remat`, gathers and reduces for itself over all axes. Under another transform, or in torch.compile, "shards"
-    reduces each micro-batch over all axes.
+    Args:
+        f: Returns the scalar loss of one micro-batch of this rank, or ``(loss, aux)``, by `functional_call` with this spec.
+        params: Shards, some or all (`partition`).
+        microbatches: A list or generator. With "shards" all ranks need equally many, or they wait for each other for ever.
+            With "full" they do not: each rank's mean is over its own, and with weights all micro-batches count alike.
+        spec: The spec of the shards.
+        keep: "shards" reduces each micro-batch in its backward and adds up slices, in float32 at least. "full" gathers and
+            reduces each unit once, with all full parameters and gradients in memory (``no_sync``).
+        weights: A number or scalar tensor for each micro-batch, such as its number of tokens, for the mean by weight:
+            ``sum_ri w_ri g_ri / sum_ri w_ri``. A loss of weight 0 counts for nothing, even NaN; it must not divide by 0.
+            If the host cannot read an invalid weight without waiting, every result is NaN.
+        has_aux: Whether ``f`` returns ``(loss, aux)``.
+        reduce: "mean" or "sum" over the micro-batches of all ranks, or a divisor of that sum; not in `functional_call`.
+        reduce_axes: The mesh axes to reduce over, as in `functional_call`, and not there.
 
-    ``weights`` are how much each micro-batch counts, such as its number of tokens: numbers, or scalar tensors. Then all is
-    the mean by weight over the micro-batches of all ranks, ``sum_ri w_ri g_ri / sum_ri w_ri`` (one all-reduce of a scalar
-    for each axis), and ``value`` is that of this rank's own. A loss of weight 0 counts for nothing, NaN neither, as
-    cross_entropy's where all is ignored; but do not divide by 0 in it, which makes NaN of a gradient of 0. A weight that is
-    negative or not finite is a ValueError; where the host cannot read it without waiting, everything is NaN.
+    Returns:
+        ``(grads, value)``, or ``(grads, (value, auxes))``: gradients in the shards' shapes and dtypes, this rank's own
+        value, reduced alike, and a list.
 
-    ``reduce`` is "mean", or "sum", of all micro-batches of all ranks, or what to divide that sum by; ``value`` is this
-    rank's mean or sum, divided likewise. ``reduce_axes`` are the mesh axes to reduce over, as in `functional_call`. Both are
-    said here and not there. ``microbatches`` may be a generator. With "shards" all ranks must have as many of them, or they
-    wait for each other for ever; with "full" they need not: a rank's mean is of its own, and with weights all count alike.
+    Raises:
+        ValueError, TypeError: For params that are not shards of the spec, no micro-batch, weights that do not fit or are
+            negative or not finite, wrong axes, a functional_call of these shards with another spec or with a reduction of
+            its own, and as `grad_and_value`.
 
-    >>> import torch, funshard as fs
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> spec = fs.policies.whole()(model)
-    >>> loss = lambda params, x: fs.functional_call(model, params, x, spec=spec).sum()
-    >>> fs.accumulate(loss, fs.shard(model, spec), torch.tensor([[[1.0, 2.0]], [[3.0, 6.0]]]).unbind(), spec=spec)[0][""][:2]
-    tensor([2., 4.])
-
-    Raises ValueError or TypeError for params that are not shards of the spec, no micro-batch, another number of
-    weights or negative ones, axes that do not fit, a functional_call of these shards with another spec or with a reduction
-    of its own, and what `grad_and_value` raises.
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> spec = fs.policies.whole()(model)
+        >>> loss = lambda params, x: fs.functional_call(model, params, x, spec=spec).sum()
+        >>> microbatches = torch.tensor([[[1.0, 2.0]], [[3.0, 6.0]]]).unbind()
+        >>> fs.accumulate(loss, fs.shard(model, spec), microbatches, spec=spec)[0][""][:2]
+        tensor([2., 4.])
     """
     plan = AccumulationPlan.make(params, bind_spec(spec), keep, has_aux, reduce, reduce_axes)
     batches, known = split_first_batch(microbatches)

@@ -60,38 +60,41 @@ def update_in_backward(
 ) -> StepResult:
     """Return params and state after ``update`` with the gradients of `accumulate`, of which few are alive at a time.
 
-    While the backward of the last micro-batch runs, each unit's gradient is updated with once it is complete, and let go:
-    besides those that `functional_call` has ``in_flight`` and the one that backward computes none is alive, and with one
-    micro-batch (``[batch]``) nor are sums. Equal to `accumulate`, `optim.clip_by_global_norm` and ``update``, for an update
-    that treats each unit by itself, as those of `optim.from_torch`: ``update(grads, state, params)`` is called with dicts of
-    one unit, and ``state`` has its unit's keys. Nothing that is given is changed, unless the update does
-    (``from_torch(donate=True)``, which needs no second set of params and states): then an error in backward leaves them
-    half updated.
+    The backward of the last micro-batch updates each unit once its gradient is complete, and frees the gradient. Equal to
+    `accumulate`, `optim.clip_by_global_norm` and ``update``. See ``examples/guide/recipes.md``, "Updates in backward".
 
-    A unit's gradient that does not come by `functional_call` alone (a penalty on the shards, one that is computed from them,
-    modules inside of a recomputed one that are units of their own) is complete where backward ends. So are all under another
-    transform, or in torch.compile, whose derivatives the update has to have. Over axes that a unit is not split over,
-    several micro-batches' gradients are reduced once, as each is complete.
+    Args:
+        update: ``update(grads, state, params)``, called with dicts of one unit; it treats each unit by itself, as those of
+            `optim.from_torch` do. With ``donate=True`` it overwrites: an error in backward leaves params half updated.
+        f: As in `accumulate`, like the other arguments that are not described here.
+        params: Shards, some or all.
+        state: The optimizer's state, with the units' keys.
+        microbatches: One batch is ``[batch]``: then no sum of gradients is alive either.
+        spec: The spec of the shards.
+        weights: As in `accumulate`.
+        has_aux: As in `accumulate`.
+        reduce: As in `accumulate`.
+        reduce_axes: As in `accumulate`.
+        max_norm: The norm to clip by. A norm that is not finite is the caller's to check, before the next step.
+        clip: "exact" runs backward twice, first for the norm of the whole gradient. "previous" clips by ``norm``.
+        norm: The norm that the step before returned, or None in the first step, which does not clip.
 
-    To clip by ``max_norm`` needs the norm of the whole gradient before the first update: ``clip="exact"`` runs backward twice,
-    at first for the norm alone; ``clip="previous"`` takes ``norm``, the one that the step before gave, and in the first
-    step, where that is None, does not clip. As in `optim.clip_by_global_norm` a norm that is not finite is yours to look at,
-    here before the next step. Other arguments are those of `accumulate`.
+    Raises:
+        ValueError, TypeError: As `accumulate`, and for a unit without state, an update that does not return its unit, and
+            arguments of clipping that do not fit.
 
-    After ``_apply_optimizer_in_backward`` (torch.distributed.optim) and GaLore's and LOMO's updates by unit (Lv et al.,
-    Full Parameter Fine-tuning for Large Language Models with Limited Resources, 2023).
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> spec = fs.policies.whole()(model)
+        >>> loss = lambda params, x: fs.functional_call(model, params, x, spec=spec).sum()
+        >>> init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
+        >>> params = {"": torch.zeros(8)}
+        >>> fs.update_in_backward(update, loss, params, init(params), [torch.tensor([[1.0, 2.0]])], spec=spec).params[""][:2]
+        tensor([-1., -2.])
 
-    >>> import torch, funshard as fs
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> spec = fs.policies.whole()(model)
-    >>> loss = lambda params, x: fs.functional_call(model, params, x, spec=spec).sum()
-    >>> init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
-    >>> params = {"": torch.zeros(8)}
-    >>> fs.update_in_backward(update, loss, params, init(params), [torch.tensor([[1.0, 2.0]])], spec=spec).params[""][:2]
-    tensor([-1., -2.])
-
-    Raises what `accumulate` raises, and ValueError or TypeError for a unit without state, an update that does not give its
-    unit, and arguments of clipping that do not fit.
+    Source: ``_apply_optimizer_in_backward`` (torch.distributed.optim); the updates by unit of GaLore and LOMO (Lv et al., Full
+    Parameter Fine-tuning for Large Language Models with Limited Resources, 2023).
     """
     if clip not in ("exact", "previous"):
         raise ValueError(f"update_in_backward: clip: expected 'exact' or 'previous', got {clip!r}")

@@ -36,30 +36,33 @@ def assert_exact(
 ) -> None:
     """Check that the loss and its derivatives on shards equal those of plain autograd on the whole model.
 
-    ``loss(call, batch)`` is a rank's scalar loss. ``call(*args, **kwargs)`` is the model, or with ``method`` another of its
-    methods: the model itself in one run, `functional_call` on shards in the other. Compared are each rank's loss, its
-    buffers after forward, and the gradients, with the mean over ranks of the plain ones; with ``order=2`` also a
-    Hessian-vector product. Model, buffers and random state are afterwards what they were.
+    Compares each rank's loss, its buffers after forward, and the gradients with the plain ones' mean over ranks. The whole
+    model must fit on the device of the batch. Model, buffers and random state are the same afterwards.
 
-    On these ranks, each with a ``batch`` of its own, where the spec is unbound or bound to process groups. Where it is
-    bound to sizes, ``spec.on({"shard": 4})``, on simulated ranks (`spmd`): tensors in ``batch`` have the ranks in
-    dimension 0. The whole model has to fit, on the device of the batch.
+    Args:
+        loss: ``loss(call, batch)``, a rank's scalar loss; ``call(*args, **kwargs)`` is the model, whole or on shards.
+        model: The whole model, with the values to compare at.
+        spec: Unbound, or bound to process groups: runs on these ranks. Bound to sizes, ``spec.on({"shard": 4})``: runs on
+            simulated ranks (`spmd`).
+        batch: Each rank's own; for simulated ranks, tensors have the ranks in dimension 0.
+        order: 1, or 2 to compare also a Hessian-vector product.
+        method: The model's method that ``call`` runs, instead of the model itself.
+        seed: For dropout, the same on both sides, and for the vector.
+        tolerance: Relative to the largest element of each tensor. By default 1e-9 in float64 (``model.double()`` shows most),
+            1e-4 in float32, and more where a `Precision` computes in less; a lossy codec needs one.
 
-    ``tolerance`` is relative to the largest element of each tensor: 1e-9 in float64 (``model.double()`` shows most), 1e-4
-    in float32, and more where a `Precision` computes in less; a lossy codec needs one. ``seed`` is for dropout, the same
-    on both sides, and for the vector.
+    Raises:
+        AssertionError: On every rank; it names the first parameter that differs, and by how much. It says if the plain model
+            differs from itself when it runs again (an impure forward) or with another seed (a random one), and if the
+            rounding of a dtype may explain all. Also if ranks run other units than the first one.
+        ValueError: For another ``order``, a batch that does not fit the simulated mesh, and real ranks that differ.
+        RuntimeError: For a forward that simulated ranks (torch.vmap) cannot run. It names the module.
 
-    >>> import torch, funshard as fs
-    >>> model = torch.nn.Linear(3, 2)
-    >>> spec = fs.policies.whole()(model).on({"shard": 4})
-    >>> fs.testing.assert_exact(lambda call, x: call(x).pow(2).mean(), model, spec, torch.randn(4, 5, 3), order=2)
-
-    Raises AssertionError, on every rank, that names the first parameter that differs and by how much. It says so if the
-    plain model differs from itself: when run again (an impure forward: nothing can be compared), or with another seed (a
-    random one: the sharded run may have drawn other numbers); and if all may be the rounding of a dtype that forward
-    computes in, in part; AssertionError as well where ranks run other units than the first one does. ValueError for another
-    ``order``, a simulated mesh that the batch does not fit, and real ranks whose specs or parameters differ. RuntimeError,
-    naming the module, for a forward that simulated ranks, which are torch.vmap's, cannot run.
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Linear(3, 2)
+        >>> spec = fs.policies.whole()(model).on({"shard": 4})
+        >>> fs.testing.assert_exact(lambda call, x: call(x).pow(2).mean(), model, spec, torch.randn(4, 5, 3), order=2)
     """
     if order not in (1, 2):
         raise ValueError(f"assert_exact: order: expected 1 or 2, got {order!r}")
