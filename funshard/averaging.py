@@ -287,7 +287,7 @@ def _mean_over(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _together(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], Bucket]]:
-    """What to reduce in one go, and over which axes: large tensors alone, small ones of the same axes, dtype and device."""
+    """Yield the buckets to reduce and their axes: a large tensor alone, small ones by axes, dtype and device."""
     small: OpenBuckets[tuple[tuple[str, ...], torch.dtype, torch.device]] = OpenBuckets()
     for key in sorted(over):  # in whatever order a rank has them
         x, names = params[key], over[key]

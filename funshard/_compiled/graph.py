@@ -58,7 +58,7 @@ def annotate(node: Node, **notes: object) -> None:
 
 
 def annotation(node: Node, key: str) -> Any:
-    """What was written on the node under this key, None for nothing."""
+    """Return the node's annotation under this key, None if the node has none."""
     return node.meta.get("custom", {}).get(key)
 
 
@@ -68,7 +68,7 @@ def is_annotated(node: Node) -> bool:
 
 
 def regions_of(node: Node) -> tuple[int, ...]:
-    """The numbers of the regions that it is in, the outermost first."""
+    """Return the numbers of the regions that contain the node, the outermost first."""
     return tuple(
         sorted(int(key.removeprefix(REGION_PREFIX)) for key in node.meta.get("custom", {}) if key.startswith(REGION_PREFIX))
     )
@@ -118,7 +118,7 @@ def mutates(node: Node) -> bool:
 
 
 def writes(node: Node) -> list[Node]:
-    """What it writes to."""
+    """Return the nodes that the operator of this node writes to."""
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return []
     arguments = node.target._schema.arguments
@@ -166,7 +166,7 @@ def gathered_units(graph: Graph) -> list[GatherNodes]:
 
 
 def reach(nodes: Iterable[Node], further: Callable[[Node], Iterable[Node]]) -> list[Node]:
-    """The nodes that are reached by going further from these, without these."""
+    """Return the nodes that are reachable from ``nodes`` by repeated calls of ``further``."""
     seen: dict[Node, None] = {}
     front = list(nodes)
     while front:

@@ -80,7 +80,7 @@ class GraphSchedule(CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> object:
-        """The cache looks at a graph's code, not at the notes on its nodes, which decide what is gathered again."""
+        """Return the cache key of this pass: the cache sees a graph's code, but not the annotations that the pass reads."""
         return (
             get_hash_for_files((__file__, graph_file.__file__, operators.__file__, recompute_file.__file__)),
             self.notes,

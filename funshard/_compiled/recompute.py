@@ -52,7 +52,7 @@ def _keep(node: Node, regions: Iterable[int]) -> None:
 
 
 def _maker(node: Node) -> Node:
-    """What has made the memory that it is a view of."""
+    """Return the node that allocated the memory of which this node is a view."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
@@ -79,7 +79,7 @@ def recompute(graph: Graph) -> None:
 
 
 def _regions(graph: Graph, phases: Mapping[Node, int]) -> dict[Node, tuple[int, ...]]:
-    """The regions of each node. What the compiler has put in the place of others is where all is that reads it in its phase."""
+    """Return the regions of each node; a node of the compiler's is in the regions common to its users in its phase."""
     found: dict[Node, tuple[int, ...]] = {}
     for node in reversed(graph.nodes):
         regions = regions_of(node)
@@ -158,7 +158,7 @@ class _Depth:
 
 
 def _kept(run: _Run, run_of: Mapping[Node, _Run], phases: Mapping[Node, int]) -> set[Node]:
-    """What of a run is there for all that follows: by choice, because it cannot be had again, or as others hold it anyway."""
+    """Return the nodes of a run whose values stay in memory: by choice, because they are not pure, or for other users."""
     kept: set[Node] = set()
     for node in run.nodes:
         others = (x for x in node.users if run_of.get(x) is not run)

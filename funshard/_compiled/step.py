@@ -110,7 +110,7 @@ def compile(
 
 
 def _run(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, **kwargs: Any) -> tuple[Any, str]:
-    """The step's results, in the donated tensors where they have one; and what is wrong, for `compiled` to raise."""
+    """Run the step and return its results, written into the donated tensors, and an error message for `compiled` to raise."""
     with torch.no_grad():
         out = step(*args, **kwargs)
         results = list(out) if isinstance(out, tuple) else [out]

@@ -12,7 +12,7 @@ __all__ = ["build"]
 
 
 def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> PartitionSpec:
-    """The spec in which each parameter belongs to the longest selected path above all its uses.
+    """Return the spec in which each parameter belongs to the longest selected path above all its uses.
 
     ``root`` is the `P` of the leftovers; with None nothing may be left. Raises ValueError, naming the path, for a path
     that matches no module, a module selected under two paths with different `P`, and an uncovered parameter.
@@ -49,7 +49,7 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
 
 
 def _units(path: str, p: P, params: list[Param]) -> Iterator[Unit]:
-    """The params of one path as units of one dtype and one requires_grad, with a suffix where there are several."""
+    """Yield the units of one path's parameters, one per dtype and requires_grad, with a suffix if there are several."""
     groups: dict[tuple[str, bool], list[Param]] = {}
     for param in sorted(params, key=lambda param: param.sort_key):
         groups.setdefault((str(param.dtype).removeprefix("torch."), param.requires_grad), []).append(param)

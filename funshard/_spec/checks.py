@@ -35,7 +35,7 @@ def check_mapping(params: object, what: str = "params") -> None:
 
 
 def check_shards(shards: Mapping[str, Tensor], spec: PartitionSpec, *, part: bool = False) -> list[Unit]:
-    """The units of which these are shards; ValueError or TypeError, naming the unit, for what `shard` does not give.
+    """Return the units of these shards; raise ValueError or TypeError, naming the unit, unless `shard` gives such shards.
 
     All of the spec's, or with ``part`` some of them.
     """
@@ -118,7 +118,7 @@ def check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
 
 
 def take_full_params(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor]:
-    """The parameters of a unit, under any of their names: all of their shapes and of one dtype, or an error."""
+    """Return the parameters of a unit, found under any of their names, after a check of their shapes and dtype."""
     tensors = [_take_full(params, param, unit) for param in unit.params]
     for tensor, param in zip(tensors, unit.params, strict=True):
         if tensor.dtype != tensors[0].dtype:
@@ -144,7 +144,7 @@ def _take_full(params: Mapping[str, Tensor], param: Param, unit: Unit) -> Tensor
 
 
 def find_full_params(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor] | None:
-    """The unit's full parameters if they are in ``params``, under any of their names, in the place of its buffer.
+    """Return the unit's full parameters if ``params`` has them, under any of their names, instead of its buffer; else None.
 
     Raises ValueError, naming the parameter, where only some are, or with another shape.
     """
@@ -167,7 +167,7 @@ def check_full(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
 
 
 def collect_full_params(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Tensor]:
-    """The full parameters by name: those of a model, detached, or these themselves; an error unless they fit the spec."""
+    """Return the full parameters by name, from a model (detached) or a mapping, after a check that they fit the spec."""
     if isinstance(model_or_params, nn.Module):
         return _collect_from_model(model_or_params, spec)
     check_full(model_or_params, spec)

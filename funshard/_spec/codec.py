@@ -60,7 +60,7 @@ class Codec:
         return f"Codec({', '.join(names)})"
 
     def _encode_slice(self, piece: Tensor) -> tuple[Tensor, ...]:
-        """What is sent of a slice. TypeError if that is anything but tensors."""
+        """Encode a slice; raise TypeError unless the codec returns a tuple of tensors."""
         tensors = self.encode(piece)
         if not isinstance(tensors, tuple) or not all(isinstance(x, Tensor) for x in tensors) or not tensors:  # pyright: ignore[reportUnnecessaryIsInstance]
             got = type(tensors).__name__ if tensors != () else "an empty one"
@@ -115,7 +115,7 @@ def pack_bytes(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
 
 
 def unpack_bytes(raw: Tensor, form: Form) -> list[Tensor]:
-    """The tensors, as views; of many at once where the bytes have dimensions before the last. Inverse of `pack_bytes`."""
+    """Return the tensors in these bytes as views, batched over leading dimensions of the bytes. Inverse of `pack_bytes`."""
     tensors: list[Tensor] = []
     start = 0
     for dtype, shape in form:

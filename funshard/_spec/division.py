@@ -22,7 +22,7 @@ class Reduction(NamedTuple):
 
     @classmethod
     def of(cls, by: ReduceBy, over: Iterable[str] | None = None) -> Reduction:
-        """A checked one.
+        """Check the arguments and return a `Reduction`.
 
         Raises ValueError for a name that is neither "mean" nor "sum" and a number that is not positive and finite.
         """
@@ -52,7 +52,7 @@ def divide_factors(total: float) -> tuple[float, float]:
 
 
 def choose_division(by: ReduceBy, ranks: int, dtype: torch.dtype) -> tuple[Literal["mean", "sum"], float, float]:
-    """``(collective, before, after)``: what collectives in this dtype take, and what is divided by before and after them.
+    """Return ``(collective, before, after)``: the reduction in this dtype and the divisors before and after it.
 
     Float16 in two parts, everything else once: ``_get_gradient_divide_factors`` of FSDP2, but that float64 needs no care.
     """

@@ -23,7 +23,7 @@ def is_host(device: torch.device) -> bool:
 
 
 def compute_device(unit: Unit, mesh: Mesh) -> torch.device | None:
-    """The device to which a unit is copied to be used, where it rests on the host; None where it is used where it rests.
+    """Return the device to which a host-resident unit is copied for use, None for a unit that is used where it is stored.
 
     It is the mesh's own. A mesh that does not say on which device it computes leaves units where they are.
     """

@@ -57,7 +57,7 @@ class Precision:
         return f"Precision({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
     def _resolve(self, original: torch.dtype) -> Dtypes:
-        """The dtypes for parameters of this one: as given, ``reduce`` as ``param`` if only that is, else the original.
+        """Return the dtypes for parameters of dtype ``original``; ``reduce`` defaults to ``param``, and that to ``original``.
 
         What is not floating point stays as it is. The rule of ``FlatParamHandle._init_param_reduce_dtypes``.
 

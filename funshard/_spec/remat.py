@@ -111,7 +111,7 @@ def _count_required_args(save: Callable[..., Any]) -> int:
 
 
 def _policy_of(context_fn: Callable[[], Any]) -> Callable[..., Any]:
-    """The policy of torch.utils.checkpoint.create_selective_checkpoint_contexts."""
+    """Return the policy given to torch.utils.checkpoint.create_selective_checkpoint_contexts."""
     contexts = context_fn()
     policy = getattr(contexts[0], "policy_fn", None) if isinstance(contexts, tuple) and contexts else None
     if policy is None:

@@ -114,7 +114,7 @@ class PartitionSpec:
         return {name: full[name] for name in dict.fromkeys((*self.names, *full)) if name in full}
 
     def _restrict(self, path: str, keys: Iterable[str]) -> PartitionSpec:
-        """The part of this spec for the insides of one of its modules, which uses the units of these keys."""
+        """Return the part of this spec for the submodule at ``path``, which uses the units of these keys."""
         return self._compute_once(_restrict, path, frozenset(keys))
 
     def on(
@@ -173,7 +173,7 @@ class PartitionSpec:
 
     @property
     def bound(self) -> PartitionSpec:
-        """This spec on its mesh; an unbound one on the world as one axis "shard" (one rank without a process group)."""
+        """The spec on its mesh; an unbound one on the world as one axis "shard" (one rank without a process group)."""
         if self.mesh is not None or self.sizes is not None:
             return self
         return self._compute_once(PartitionSpec.on, Mesh.world())
@@ -273,7 +273,7 @@ def bind_spec(spec: object) -> PartitionSpec:
 
 
 def check_spec(spec: object) -> PartitionSpec:
-    """A spec as it is. TypeError for a policy, and anything else."""
+    """Return the spec unchanged; raise TypeError for a policy or any other type."""
     if isinstance(spec, PartitionSpec):
         return spec
     if callable(spec) and not isinstance(spec, torch.nn.Module | type):
@@ -282,6 +282,6 @@ def check_spec(spec: object) -> PartitionSpec:
 
 
 def abridge(paths: Mapping[str, object], most: int = 8) -> str:
-    """A few of the paths, to show."""
+    """Format the first few paths for an error message."""
     names = [repr(path) for path in paths]
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

@@ -20,7 +20,7 @@ MIN_MERGED_ROWS = 3
 
 
 def format_line(spec: PartitionSpec) -> str:
-    """A spec in one line: how many units of how many parameters and elements, on what."""
+    """Format a spec in one line: the numbers of its units, parameters and elements, and its mesh."""
     units = len(spec.units)
     params, numel = sum(len(unit.params) for unit in spec.units), sum(unit.numel for unit in spec.units)
     where = "unbound" if spec.sizes is None else _format_sizes(spec.sizes)
@@ -32,7 +32,7 @@ def _format_sizes(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def format_table(spec: PartitionSpec) -> str:
-    """A spec as a table: path, `P`, parameters, elements, padding and bytes per rank of every unit, and their totals.
+    """Format a spec as a table: path, `P`, parameters, elements, padding and bytes per rank of every unit, and totals.
 
     Units that are alike but for numbers in their paths share a row, with how many they are before what each has:
     ``layers.{0..31}``.
@@ -61,7 +61,7 @@ def format_table(spec: PartitionSpec) -> str:
 
 
 def _world_sizes() -> tuple[tuple[str, int], ...]:
-    """The axes of the world; one rank where its process group is still to come: printing raises nothing."""
+    """Return the axes of the world, or one axis of one rank before the process group exists, so that printing never raises."""
     try:
         return Mesh.world().sizes
     except RuntimeError:
@@ -69,7 +69,7 @@ def _world_sizes() -> tuple[tuple[str, int], ...]:
 
 
 def _merge_rows(rows: dict[str, tuple[str, ...]]) -> list[tuple[str, int, tuple[str, ...]]]:
-    """The name of each row, how many units are in it, and its cells: units in their order, those alike at the first one."""
+    """Return the name, number of units and cells of each row; similar units share the row of the first one."""
     alike: dict[tuple[object, ...], list[str]] = {}
     for key, cells in rows.items():
         shape = tuple(None if part.isdecimal() else part for part in _split_key(key))
@@ -82,12 +82,12 @@ def _merge_rows(rows: dict[str, tuple[str, ...]]) -> list[tuple[str, int, tuple[
 
 
 def _split_key(key: str) -> list[str]:
-    """A unit's key in pieces, with what stands between them."""
+    """Split a unit's key at ``.`` and ``:``, and keep the separators."""
     return re.split("([.:])", key)
 
 
 def _common_name(keys: Sequence[str]) -> str | None:
-    """The name that stands for all of these, which differ in numbers only; None where no such name does."""
+    """Return one name for keys that differ in numbers only, None if no such name covers exactly these keys."""
     values = [set(part) for part in zip(*map(_split_key, keys), strict=True)]
     if len(keys) != math.prod(len(some) for some in values):
         return None

@@ -19,7 +19,7 @@ NAMESPACE = "funshard"
 
 
 def natural_key(path: str) -> tuple[tuple[int, int, str], ...]:
-    """The sort key in which ``blocks.2`` comes before ``blocks.10``."""
+    """Return the sort key that puts ``blocks.2`` before ``blocks.10``."""
     return tuple((0, int(c), "") if c.isdecimal() else (1, 0, c) for c in path.split("."))
 
 

@@ -65,7 +65,7 @@ class LevelFunction(_SingleLevelFunction):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """What ``forward`` gives, with a node."""
+        """Return the result of ``forward`` with an autograd node."""
         before = get_single_level_autograd_function_allowed()
         set_single_level_autograd_function_allowed(True)
         try:
@@ -152,7 +152,7 @@ _EARLY = 2**62
 
 
 def current_graph_task() -> int:
-    """The number of the running backward pass, -1 outside of one. Pinned by ``test_graph_task``."""
+    """Return the number of the running backward pass, -1 outside of one. Pinned by ``test_graph_task``."""
     return torch._C._current_graph_task_id()
 
 
@@ -242,7 +242,7 @@ def pop_saved_tensor_hooks() -> None:
 
 
 def current_pack_hook() -> Callable[[Tensor], object] | None:
-    """The pack function of the innermost saved-tensor hooks, None where there are none.
+    """Return the pack function of the innermost saved-tensor hooks, None without such hooks.
 
     functional_call must not come between torch.utils.checkpoint and its tensors, and must see one that begins inside
     it. Pinned by ``test_checkpoint_is_seen_by_its_hooks``.

@@ -26,14 +26,14 @@ FUNC_GRADIENT = _autograd_grad
 
 
 def compile_fx(*args: Any, **options: Any) -> Any:
-    """What inductor makes of a graph. It is imported here, where somebody asks for it."""
+    """Compile a graph with inductor, which is imported only when this function is called."""
     from torch._inductor import compile_fx as inductor
 
     return inductor.compile_fx(*args, **options)
 
 
 def original_op(node: Node) -> Any:
-    """The operator that the program ran where this node, or the compiler's parts in its place, now stand.
+    """Return the operator of the program that the compiler decomposed into this node, or the node's own operator.
 
     Its metadata has a copy of the operator, which is not equal to it. Pinned by ``test_operators_that_were_taken_apart``.
     """

@@ -30,7 +30,7 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What was compiled stays so within it; torch.utils.checkpoint's modes say the same."""
+        """Return True: compiled functions stay compiled under this mode, as under torch.utils.checkpoint's modes."""
         return True
 
 
@@ -53,7 +53,7 @@ def is_pure_op(op: OpOverload) -> bool:
 
 
 def mutated_args(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The arguments that an operator changes in place. Pinned with the last."""
+    """Yield the tensor arguments that an operator mutates. Pinned with the last."""
     for i, name in _writes(op):
         value = args[i] if i is not None and i < len(args) else kwargs.get(name)
         yield from (x for x in (value if isinstance(value, list | tuple) else (value,)) if isinstance(x, Tensor))

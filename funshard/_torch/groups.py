@@ -21,7 +21,7 @@ if dist.is_available() and not dist.is_initialized():
 
 
 def default_store() -> Store:
-    """The key-value store over which the default process group was made. Pinned by ``test_default_store``."""
+    """Return the key-value store of the default process group. Pinned by ``test_default_store``."""
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 

@@ -15,7 +15,7 @@ NormWithStatistics = _NormBase
 
 
 def find_reset(module: nn.Module) -> Callable[[], object] | None:
-    """What initialises a module by its own account. Pinned by ``test_layers_that_reset_themselves``."""
+    """Return the module's own initialisation method, or None. Pinned by ``test_layers_that_reset_themselves``."""
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset) and isinstance(module, nn.MultiheadAttention | nn.Transformer):
         reset = module._reset_parameters

@@ -76,7 +76,7 @@ def can_replace_saved_tensors() -> bool:
 
 
 def unwrap(tensor: Tensor) -> Tensor:
-    """The plain tensor inside the wrappers of all transforms: the one that has a storage."""
+    """Return the plain tensor, which has a storage, inside the wrappers of all transforms."""
     while is_wrapped(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
@@ -88,12 +88,12 @@ is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 
 
 def level_of(tensor: Tensor) -> int:
-    """The level of the transform that the tensor belongs to, 0 for none, -1 for one that has ended."""
+    """Return the level of the transform that the tensor belongs to, 0 for none, -1 for one that has ended."""
     return _functorch.maybe_get_level(tensor) if is_wrapped(tensor) else 0
 
 
 def unwrap_to_level(tensor: Tensor, level: int) -> Tensor:
-    """The tensor as this level sees it: without the wrappers of those above, or of those that have ended."""
+    """Return the tensor as this level sees it: without the wrappers of higher levels and of transforms that have ended."""
     while level_of(tensor) > max(level, 0) or is_dead(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
@@ -110,7 +110,7 @@ def dispatch_keys() -> DispatchKeys:
 
 
 def tracking_levels(tensor: Tensor, keys: DispatchKeys) -> frozenset[int]:
-    """The levels below its own at which a derivative follows the tensor: 0 is plain autograd's.
+    """Return the levels below the tensor's own at which autograd or forward AD tracks the tensor; 0 is plain autograd.
 
     ``detach`` ends all of them, ``.data`` that of its own level alone, ``no_grad`` those of reverse mode: what it gives a
     view of says that it requires grad and has no graph. Where autograd saves tensors, the levels below cannot be asked
@@ -162,12 +162,12 @@ def at_level(target: int) -> Generator[None]:
 
 
 def wrap_at_level(tensor: Tensor, level: int) -> Tensor:
-    """A constant of this level, 0 for none: as a graph's saved tensor it keeps what the levels below know of it."""
+    """Wrap the tensor as a constant of this level (0: none); a saved tensor keeps its derivatives at lower levels."""
     return _functorch._wrap_for_grad(tensor, level) if level else tensor
 
 
 def wrap_for_ended_level(tensor: Tensor) -> Tensor:
-    """The same for a level that has ended: the wrapper is another one's that ends here, and gives way to what is inside."""
+    """Wrap the tensor for a level that has ended, in the wrapper of a new level that ends at once."""
     with grad_increment_nesting() as level:
         return _functorch._wrap_for_grad(tensor, level)
 
@@ -221,7 +221,7 @@ def unwrap_untracked(tensor: Tensor) -> Tensor:
 
 
 def unwrap_dead(tensor: Tensor) -> Tensor:
-    """The tensor inside of the wrappers of transforms that have ended: operators see through one of them, not through two.
+    """Return the tensor inside the wrappers of ended transforms: operators see through one such wrapper, not through two.
 
     Pinned by ``test_what_has_ended_twice``.
     """
@@ -270,12 +270,12 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def unwrap_level(tensor: Tensor) -> Tensor:
-    """The tensor as the transform below sees it: without the outermost wrapper of a running torch.func.grad."""
+    """Return the tensor without the outermost wrapper of a running torch.func.grad."""
     return _functorch.get_unwrapped(tensor) if _functorch.is_gradtrackingtensor(tensor) else tensor
 
 
 def detach_level(tensor: Tensor) -> Tensor:
-    """The same values with the graph of the running torch.func.grad cut off, or that of plain autograd outside of it.
+    """Detach the tensor from the graph of the running torch.func.grad only, or of plain autograd outside of one.
 
     ``detach`` inside a transform cuts those of all levels. Pinned by ``test_without_graph_cuts_one_level``.
     """

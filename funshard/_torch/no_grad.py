@@ -56,5 +56,5 @@ class NoGradInForwardMode(TorchFunctionMode):
 
 
 def _constant(x: Any, given: list[Any]) -> Any:
-    """A result without derivatives; one that is an argument, as of what writes in place, is itself."""
+    """Detach a result, unless the result is itself one of the arguments, as with operators that write in place."""
     return x.detach() if isinstance(x, Tensor) and not any(x is other for other in given) else x

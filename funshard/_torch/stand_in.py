@@ -22,7 +22,7 @@ class StandIn(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, message: str) -> StandIn:
-        """A stand-in for the tensor; ``message`` is the error's."""
+        """Return a stand-in for the tensor, whose use raises an error with this message."""
         made = Tensor._make_subclass(cls, _EMPTY)  # as nn.Parameter is made, whatever mode there is
         made._original, made._message = tensor, message
         made._is_param = isinstance(tensor, torch.nn.Parameter)  # what isinstance asks for  # pyright: ignore[reportAttributeAccessIssue]

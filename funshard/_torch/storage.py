@@ -39,7 +39,7 @@ __all__ = [
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host, to read and write, for as long as the tensor lives: without NumPy."""
+    """Return the memory of a contiguous host tensor as a writable view, valid while the tensor lives, without NumPy."""
     return (
         memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
         if tensor.nbytes
@@ -108,7 +108,7 @@ _ONE_HOLDER = _holders(torch.empty(1))
 
 
 def lazy_clone(tensor: Tensor) -> Tensor:
-    """A copy that shares the tensor's memory until one of the two is written to, by whatever means: ``.data`` as well.
+    """Return a copy that shares the tensor's memory until one of the two is written to, also through ``.data``.
 
     It costs less than a microsecond. Memory that torch did not allocate is copied at once. Pinned, with
     `shares_memory`, by ``test_copies_on_write``.
@@ -155,7 +155,7 @@ class _Donated(Tensor):
 
 
 def take_storage(tensor: Tensor) -> Tensor:
-    """A tensor with the memory of this one, which from then on is a RuntimeError to use. Pinned by ``test_taken_over``."""
+    """Move the tensor's memory to a new tensor; later use of the old one raises RuntimeError. Pinned by ``test_taken_over``."""
     new = tensor.detach().requires_grad_(tensor.requires_grad)
     with torch.no_grad():
         tensor.set_()  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -186,17 +186,17 @@ def shares_memory(tensor: Tensor, copy: Tensor) -> bool:
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """The process group of that name, as the functional collectives find it. Pinned by ``test_groups_by_name``."""
+    """Return the process group of this name, as the functional collectives find it. Pinned by ``test_groups_by_name``."""
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
 def backend_name(name: str, device: torch.device) -> str:
-    """What moves a device's tensors in the process group of that name: "gloo", "nccl", ... Pinned with `resolve_group`."""
+    """Return the backend of a group for a device's tensors: "gloo", "nccl", ... Pinned with `resolve_group`."""
     return resolve_group(name)._get_backend(device).name()
 
 
 def bound_device(group: dist.ProcessGroup) -> torch.device | None:
-    """The device that ``init_process_group(device_id=...)`` bound the group to. Pinned by ``test_bound_device``."""
+    """Return the device that ``init_process_group(device_id=...)`` bound the group to. Pinned by ``test_bound_device``."""
     return getattr(group, "bound_device_id", None)
 
 
@@ -212,7 +212,7 @@ def version(tensor: Tensor) -> int:
 
 
 def make_version_probe(tensor: Tensor) -> Tensor:
-    """A tensor without memory whose `version` is this one's: to see a change in place of what is no longer there.
+    """Return a tensor without memory that shares this one's `version`, to detect in-place changes after a release.
 
     Pinned by ``test_counter``.
     """

@@ -60,7 +60,7 @@ class AsyncCopy:
         return contextlib.nullcontext() if self._beside is None else self._beside
 
     def wait(self) -> None:
-        """What the device is told to compute from here on comes after the copy."""
+        """Make the device's later computations wait for the copy."""
         if self._done is None:
             return
         self._computes.wait_event(self._done)
@@ -75,7 +75,7 @@ class AsyncCopy:
 
 
 def synchronize_copies(device: torch.device | None = None) -> None:
-    """The host waits until what it was sent from the device is there; without a device for all copies, both ways."""
+    """Block the host until copies from this device to the host are complete; without a device, all copies both ways."""
     if device is None:
         for stream in _STREAMS:
             stream.synchronize()

@@ -37,7 +37,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors have shapes and no data.
+    """Return a mode in which tensors have shapes and no data.
 
     Pinned, as `is_fake`, by ``test_trace_order_names_what_forward_gathers``.
     """
@@ -63,7 +63,7 @@ def is_eager() -> bool:
 
 
 def annotate_graph(**notes: object) -> contextlib.AbstractContextManager[None]:
-    """A context in which torch.compile writes these notes on the nodes of what it traces, under ``meta["custom"]``.
+    """Return a context in which torch.compile writes these notes on the nodes that it traces, under ``meta["custom"]``.
 
     Pinned by ``test_every_phase_gathers_what_was_let_go``.
     """
@@ -130,7 +130,7 @@ Pinned by ``test_casts_inside_of_a_compiled_call``.
 
 
 def reparametrize(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-    """What torch.func.functional_call runs a module in; by itself it serves methods other than forward as well.
+    """Return the context of torch.func.functional_call, which also serves methods other than forward.
 
     Afterwards the dict holds what the module then had in their places.
 

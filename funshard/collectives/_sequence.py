@@ -134,7 +134,7 @@ def is_comparable(group: str) -> bool:
 
 
 def _host_group_of(name: str) -> HostGroup:
-    """The hosts of a process group's ranks, which compare over it. They connect when they first do."""
+    """Return the host group of a process group's ranks; its hosts connect at the first comparison."""
     groups = host_groups()
     key = "sequence", name
     if key not in groups:

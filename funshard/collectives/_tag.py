@@ -132,6 +132,6 @@ def has_margins(x: Tensor) -> bool:
 
 
 def widen(piece: Tensor, *, before: bool) -> Tensor:
-    """A flat piece at the edge of a buffer with margins, with the place of a tag before it or behind it."""
+    """Extend a flat piece at the edge of a buffer with margins by the space of a tag before or behind the piece."""
     k = tag_length(piece)
     return piece.as_strided((piece.numel() + k,), (1,), piece.storage_offset() - (k if before else 0))

@@ -49,13 +49,13 @@ class Compressor(Generic[S]):
 
 
 def over_axes(axes: Axes, spec: PartitionSpec) -> tuple[PartitionSpec, tuple[str, ...]]:
-    """The bound spec, and the axes in its mesh's order."""
+    """Return the bound spec, and the axes in the order of its mesh."""
     spec = bind_spec(spec)
     return spec, spec.bound_mesh.select(axes)
 
 
 def other_axes(over: tuple[str, ...], spec: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes that are not these."""
+    """Return the mesh axes that are not in ``over``."""
     return tuple(name for name in spec.bound_mesh.names if name not in over)
 
 
@@ -65,7 +65,7 @@ def size_of(axes: Iterable[str], spec: PartitionSpec) -> int:
 
 
 def given_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too: bool = False) -> dict[str, list[Tensor]]:
-    """The units' gradients, in the order of their parameters, by unit key; an error for what is not a gradient."""
+    """Return each unit's gradients by unit key, in the order of its parameters; raise for an invalid gradient."""
     check_mapping(grads)
     for name in grads:
         if name not in spec.by_name and name not in spec.ignored:
@@ -88,23 +88,23 @@ def given_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too
 
 
 def buffer_of(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
-    """The unit's padded buffer of its gradients."""
+    """Return the padded buffer of the unit's gradients."""
     names = [param.name for param in unit.params]
     return flatten_unit(dict(zip(names, tensors, strict=True)), unit, spec.padded_numel(unit))
 
 
 def exactly(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
-    """This rank's slice of the mean over these axes, without compression."""
+    """Return this rank's slice of the mean over these axes, without compression."""
     return at_rest(sliced(reduced(buffer, unit, spec, over), unit, spec, other_axes(over, spec)), unit, spec)
 
 
 def at_rest(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Tensor:
-    """A unit's slice where its shard is: on the host with ``P(offload="params")``."""
+    """Move a unit's slice to the device of its shard: the host with ``P(offload="params")``."""
     return piece if compute_device(unit, spec.bound_mesh) is None else piece.to(HOST)
 
 
 def reduced(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
-    """The mean over some axes: a slice along those of them that the unit is split over. With `sliced` a rank's own slice."""
+    """Return the mean over some axes, sliced along those that split the unit; `sliced` then gives the rank's own slice."""
     if not unit.numel:
         return buffer
     mesh = spec.bound_mesh
@@ -118,7 +118,7 @@ def reduced(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ..
 
 
 def outermost(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
-    """The slices of a unit's buffer reordered so that it is split over these axes first."""
+    """Reorder the slices of a unit's buffer so that these axes split the buffer first."""
     order = sorted(range(len(unit.p.axes)), key=lambda i: unit.p.axes[i] not in over)
     if order == sorted(order):
         return buffer
@@ -127,7 +127,7 @@ def outermost(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, 
 
 
 def sliced(buffer: Tensor, unit: Unit, spec: PartitionSpec, axes: tuple[str, ...]) -> Tensor:
-    """This rank's slice, along some axes of the unit, of what all ranks have alike or of its own."""
+    """Return this rank's slice of a buffer along some axes of the unit."""
     for name in unit.p.axes:
         if name in axes:
             buffer = scatter(buffer, spec.bound_mesh[name])

@@ -215,7 +215,7 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
 
 
 def _from_all(pieces: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
-    """What all ranks have for this one, ``[ranks, ...]``: ``pieces[i]`` is for the owner of slice i of the unit."""
+    """Return the pieces of all ranks for this rank, ``[ranks, ...]``: ``pieces[i]`` is for the owner of slice i of the unit."""
     mesh = spec.bound_mesh
     pieces = pieces.unsqueeze(1)
     for axis in (mesh[name] for name in unit.p.axes if name in over):

@@ -90,7 +90,7 @@ def powersgd(
         raise ValueError(f"compress.powersgd: expected a rank of at least 1, got {rank}")
 
     def shapes(unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> dict[str, Shape]:
-        """The matrices of the unit that are worth compressing."""
+        """Return the shapes and ranks of the unit's matrices that are worth compressing."""
         if not unit.requires_grad:
             return {}
         if _as_buffer(unit, batched, over):
@@ -167,7 +167,7 @@ def _approximated(
 
 
 def _summed(tensors: Params, over: tuple[str, ...], spec: PartitionSpec) -> Params:
-    """The sums over ranks, sent together."""
+    """Sum the tensors over ranks, as one flat message."""
     if not sum(x.numel() for x in tensors.values()):
         return tensors
     bucket = Bucket(tensors.items())
@@ -198,7 +198,7 @@ def _orthogonal(matrices: Params) -> Params:
 
 
 def _drawn(like: Params, seed: int, step: Tensor) -> Params:
-    """Normal numbers in these shapes: a function of seed and step alone, by arithmetic on tensors, on every device."""
+    """Return normal random numbers in these shapes: a function of seed and step alone, the same on every device."""
     if not like:
         return {}
     names = sorted(like)
@@ -213,7 +213,7 @@ def _drawn(like: Params, seed: int, step: Tensor) -> Params:
 
 
 def _mix(x: N) -> N:
-    """A permutation of 32-bit numbers that looks random: lowbias32 of C. Wellons' hash-prospector."""
+    """Permute 32-bit numbers pseudo-randomly: lowbias32 of C. Wellons' hash-prospector."""
     x = x & 0xFFFFFFFF
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
@@ -226,7 +226,7 @@ def _as_buffer(unit: Unit, batched: bool, over: tuple[str, ...]) -> bool:
 
 
 def _pieces(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec, over: tuple[str, ...], batched: bool) -> Params:
-    """What is compressed, reduced exactly over the other axes: the unit's buffer by its key, or its parameters by name."""
+    """Return the tensors to compress, reduced exactly over the other axes: the unit's buffer by key, or parameters by name."""
     rest = other_axes(over, spec)
     if rest or batched:
         buffer = reduced(buffer_of(tensors, unit, spec), unit, spec, rest)

@@ -50,7 +50,7 @@ class TensorRange(NamedTuple):
 
 @dataclass(frozen=True)
 class SliceLeaf:
-    """This rank's slice of a unit: a range of each of its parameters."""
+    """A rank's slice of a unit: a range of each of its parameters."""
 
     unit: Unit
     names: tuple[tuple[str, ...], ...]
