@@ -63,7 +63,7 @@ def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = N
         tensor([2., 2., 2., 2., 2., 2., 2., 2.])
     """
     spec = bind_spec(spec)
-    return _mean(params, _over(params, spec, axes), spec.bound_mesh)
+    return _mean(params, _averaging_axes(params, spec, axes), spec.bound_mesh)
 
 
 def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = None) -> Params:
@@ -122,7 +122,7 @@ def periodic(
             f"periodic: expected a period of 1 or more and warmup_steps of 0 or more, got {period} and {warmup_steps}"
         )
     spec = bind_spec(spec)
-    over = _over(params, spec, axes)
+    over = _averaging_axes(params, spec, axes)
     after = int(state.step) - warmup_steps
     due = after >= 0 and after % period == 0
     return _mean(params, over if due else {}, spec.bound_mesh), Averaging(state.step + 1)
@@ -174,7 +174,7 @@ def hierarchical(
                 f"hierarchical: level {i}: expected axes with all of {sorted(inner)}, got {axes!r}; add {sorted(missing)}"
             )
         last, inner = period, inner.union(names)
-    over = [_over(params, spec, axes) for _, axes in levels]
+    over = [_averaging_axes(params, spec, axes) for _, axes in levels]
     step = int(state.step)
     due = [tensors for (period, _), tensors in zip(levels, over, strict=True) if step >= warmup_steps and step % period == 0]
     return _mean(params, due[-1] if due else {}, spec.bound_mesh), Averaging(state.step + 1)
@@ -246,7 +246,7 @@ def _averaged(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _over(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict[str, tuple[str, ...]]:
+def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict[str, tuple[str, ...]]:
     """By key, for what there is to average, the mesh axes to do it over."""
     mesh = spec.bound_mesh
     chosen = mesh.select(axes)
@@ -269,7 +269,7 @@ def _over(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict
 
 def _mean(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]], mesh: Mesh) -> Params:
     out = dict(params)
-    for names, bucket in _together(params, over):
+    for names, bucket in _to_buckets(params, over):
         mean = first = bucket.concat()
         on_host = first.device.type == "cpu" and mesh.device_type not in (None, "cpu")  # as P(offload="params") has shards
         mean = mean.to(mesh.device) if on_host else mean
@@ -286,7 +286,7 @@ def _mean_over(x: Tensor, axis: Axis) -> Tensor:
     return all_reduce(x / axis.size, axis, reduce="sum") if x.dtype == torch.float16 else all_reduce(x, axis)
 
 
-def _together(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], Bucket]]:
+def _to_buckets(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], Bucket]]:
     """Yield the buckets to reduce and their axes: a large tensor alone, small ones by axes, dtype and device."""
     small: OpenBuckets[tuple[tuple[str, ...], torch.dtype, torch.device]] = OpenBuckets()
     for key in sorted(over):  # in whatever order a rank has them

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree  # the tree of what models return
 from ._spec.host import compute_device
 from ._spec.spec import PartitionSpec, bind_spec
 from ._units.layout import Params
-from ._units.padding import map_elements
+from ._units.padding import map_unpadded
 from .collectives._functions import sum_over
 
 __all__ = ["LossScale", "init", "scale", "select", "unscale", "update"]
@@ -102,7 +102,7 @@ def _has_bad(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
     unit = spec.by_key.get(key)
     if unit is None or grad.shape != (spec.shard_numel(unit),):
         return (~torch.isfinite(grad)).any()
-    return map_elements(lambda g: ~torch.isfinite(g), unit, spec, grad).any()
+    return map_unpadded(lambda g: ~torch.isfinite(g), unit, spec, grad).any()
 
 
 def update(

@@ -28,7 +28,7 @@ _COMPARED: WeakSet[nn.Module] = WeakSet()
 """The models whose statistics have been compared with the initial values: once for each, since that waits for a device."""
 
 _UPDATED_ELSEWHERE: WeakKeyDictionary[nn.Module, dict[str, tuple[int, int]]] = WeakKeyDictionary()
-"""For models trained with ``buffers=``: the `_state` of their own statistics at the first such call, by name."""
+"""For models trained with ``buffers=``: the `_statistics_version` of their own statistics at the first such call, by name."""
 
 
 def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: Collection[str], stacklevel: int) -> None:
@@ -49,11 +49,11 @@ def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: C
             elif not layer.training and name not in given:
                 read[name] = layer
     if updated and model not in _UPDATED_ELSEWHERE:
-        _UPDATED_ELSEWHERE[model] = {name: _state(name, layer) for name, layer in updated.items()}
+        _UPDATED_ELSEWHERE[model] = {name: _statistics_version(name, layer) for name, layer in updated.items()}
     if not read:
         return
     before = _UPDATED_ELSEWHERE.get(model, {})
-    stale = [name for name, layer in read.items() if name in before and before[name] == _state(name, layer)]
+    stale = [name for name, layer in read.items() if name in before and before[name] == _statistics_version(name, layer)]
     why = "training calls were given others in buffers=, updated those, and left these as they were"
     if not stale and model not in _COMPARED and not _torch.is_traced():
         _COMPARED.add(model)
@@ -75,7 +75,7 @@ def _statistics(path: str, layer: nn.Module) -> Iterator[str]:
     return (join_path(path, attr) for attr in ("running_mean", "running_var") if layer._buffers.get(attr) is not None)
 
 
-def _state(name: str, layer: nn.Module) -> tuple[int, int]:
+def _statistics_version(name: str, layer: nn.Module) -> tuple[int, int]:
     """Return what changes where the statistics do. Kernels of BatchNorm do not move their version, but the layer counts."""
     tensor, count = layer._buffers[name.rpartition(".")[2]], layer._buffers.get("num_batches_tracked")
     return id(tensor), sum(_torch.version(x) for x in (tensor, count) if x is not None)

@@ -24,7 +24,7 @@ __all__ = [
     "assembles",
     "gathered_units",
     "is_annotated",
-    "is_light",
+    "is_cheap",
     "is_view",
     "mutates",
     "phases_of",
@@ -95,7 +95,7 @@ def starts(node: Node) -> bool:
     return _op(node).startswith("_c10d_functional.") and not waits(node)
 
 
-def is_light(node: Node) -> bool:
+def is_cheap(node: Node) -> bool:
     """Whether it is a view or a cast: worth doing again rather than keeping."""
     return is_view(node) or _op(node).startswith(_CASTS)
 
@@ -109,7 +109,7 @@ def assembles(node: Node) -> bool:
     """Whether it may be between a gradient and its reduction, and be done as early as that."""
     tags = getattr(node.target, "tags", ())
     pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return is_light(node) or pointwise or _op(node).startswith(_ASSEMBLES)
+    return is_cheap(node) or pointwise or _op(node).startswith(_ASSEMBLES)
 
 
 def mutates(node: Node) -> bool:
@@ -153,11 +153,11 @@ def gathered_units(graph: Graph) -> list[GatherNodes]:
     found: list[GatherNodes] = []
     for node in graph.nodes:
         from_given = bool(node.all_input_nodes) and given.issuperset(node.all_input_nodes)
-        if node.op in ("placeholder", "get_attr") or (from_given and (is_light(node) or _gathers(node) or waits(node))):
+        if node.op in ("placeholder", "get_attr") or (from_given and (is_cheap(node) or _gathers(node) or waits(node))):
             given.add(node)
         if node not in given or not waits(node) or not _gathers(node.all_input_nodes[0]):
             continue
-        views = reach([node], lambda n: [user for user in n.users if is_light(user)])
+        views = reach([node], lambda n: [user for user in n.users if is_cheap(user)])
         uses = {user for view in (node, *views) for user in view.users} - set(views)
         if not all(_gathers(use) for use in uses):  # else it is one of several axes
             makes = reach([node], lambda n: [m for m in n.all_input_nodes if m.op == "call_function"])

@@ -13,10 +13,10 @@ from ..collectives import _ops as ops
 from ..collectives._sequence import check_sequence, is_comparable
 from .graph import UNIT, annotation, mutates, starts
 
-__all__ = ["compare_order", "own_operators"]
+__all__ = ["compare_order", "use_own_operators"]
 
 
-def own_operators(graph: Graph, when_needed: set[Node], assemblies: Iterable[list[Node]]) -> None:
+def use_own_operators(graph: Graph, when_needed: set[Node], assemblies: Iterable[list[Node]]) -> None:
     """Put them where the plain ones cost memory: for gathers at their turn, and where the input of a reduction is assembled."""
     joined = list(assemblies)
     for node in graph.nodes:

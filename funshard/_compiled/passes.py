@@ -32,7 +32,7 @@ from .graph import (
     annotation,
     assembles,
     gathered_units,
-    is_light,
+    is_cheap,
     mutates,
     phases_of,
     reach,
@@ -72,11 +72,11 @@ class GraphSchedule(CustomGraphPass):
         """Change the graph."""
         recompute(graph)
         _regather(graph)
-        _read_first(graph)
+        _clone_overwritten_inputs(graph)
         order = _Order(graph, self.prefetch, self.in_flight)
         order.apply()
         operators.compare_order(graph)
-        operators.own_operators(graph, order.when_needed, order.assembly.values())
+        operators.use_own_operators(graph, order.when_needed, order.assembly.values())
         graph.lint()
 
     def uuid(self) -> object:
@@ -132,7 +132,7 @@ class _UnshardAgain:
         return self.copies[node]
 
 
-def _read_first(graph: Graph) -> None:
+def _clone_overwritten_inputs(graph: Graph) -> None:
     """Clone an input that is written to, where another is to get its old values, before the first is written to.
 
     torch 2.13: inductor drops the program's own clone. Pinned by ``test_donated_values_move``.
@@ -232,7 +232,7 @@ class _Order:
 
     def land(self, start: Node) -> None:
         """Wait for a reduction, and do what else needs its input (on gloo: add this rank's own part), which ends there."""
-        views = reach(self.assembly[start], lambda node: [n for n in node.users if is_light(n)])
+        views = reach(self.assembly[start], lambda node: [n for n in node.users if is_cheap(n)])
         held = {*self.assembly[start], *views}
         for wait in filter(waits, start.users):
             self.add(wait)

@@ -121,7 +121,7 @@ def _run(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, 
             old, tree = pytree.tree_flatten(args[i])
             for j, result in enumerate(results):
                 new, other = pytree.tree_flatten(result)
-                if j not in taken and tree == other and all(map(_fits, old, new)):
+                if j not in taken and tree == other and all(map(_can_write_into, old, new)):
                     break
             else:
                 return out, f"compile: donated argument {i}: expected a result with its tree, shapes and dtypes, got none"
@@ -134,7 +134,7 @@ def _run(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, 
     return (tuple(results) if isinstance(out, tuple) else results[0]), ""
 
 
-def _fits(old: Any, new: Any) -> bool:
+def _can_write_into(old: Any, new: Any) -> bool:
     return isinstance(new, Tensor) and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
 
 

@@ -83,7 +83,7 @@ def init(
         check_ranks_agree(spec, asked=(f"init(seed={number})",))
     digest = None
     with report_to_ranks(spec, together), open_values(model, init_fn, number, where) as values:
-        slots = {name: slot for slot in values.slots for name in _owned_names(slot, spec)}
+        slots = {name: slot for slot in values.slots for name in _unit_param_name(slot, spec)}
         values.check_reached(slots.values())
         while True:
             try:
@@ -183,7 +183,7 @@ def init_buffers(
     return {name: made[id(tensor)] for name, tensor in named.items() if tensor is not None}
 
 
-def _owned_names(slot: Slot, spec: PartitionSpec) -> tuple[str, ...]:
+def _unit_param_name(slot: Slot, spec: PartitionSpec) -> tuple[str, ...]:
     owned = spec.by_name.get(slot.name) if slot.param else None
     return () if owned is None else (owned[1].name,)
 

@@ -88,12 +88,12 @@ def skeleton(model: M) -> M:
             f"skeleton: {type(model).__name__} does not copy as it is: expected a plain copy.deepcopy of its modules"
         )
     if not is_skeleton(model):  # which the copy would have twice
-        bare.register_forward_pre_hook(_refuse_call, with_kwargs=True)
+        bare.register_forward_pre_hook(_forbid_direct_call, with_kwargs=True)
     _SKELETONS.add(bare)
     return bare
 
 
-def _refuse_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _forbid_direct_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise RuntimeError where a skeleton is called by itself: some kernels of torch compute with what has no values."""
     if type(vars(module)["_parameters"]) is not dict or not any(param.is_meta for param in module.parameters()):
         return  # in a functional_call, ours or torch's

@@ -17,7 +17,7 @@ from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
-from ..optim._norms import check_max_norm, global_norm, norm_of_units, scale_to_norm, sum_of_squares
+from ..optim._norms import check_max_norm, global_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
 from .accumulate import accumulate, split_first_batch
 from .in_place import MicrobatchRunner, add_grad, replacement_key
 from .plan import AccumulationPlan, GradSums
@@ -153,13 +153,13 @@ def _step_in_place(
     with torch.no_grad():
         if max_norm is not None and clip == "exact":
             last.backward(loss, measured, retain_graph=True)
-            norm = norm_of_units(squares, plan.spec)
+            norm = global_norm_from_squares(squares, plan.spec)
         by = norm
         if clip == "exact":
             last.backward(loss, stepped)
         else:
             last.backward(loss, lambda key, grad: (measured(key, grad), stepped(key, grad)))
-            norm = None if max_norm is None else norm_of_units(squares, plan.spec)
+            norm = None if max_norm is None else global_norm_from_squares(squares, plan.spec)
     value = plan.combine_values(runs.parts.values, scales)
     return _make_result(plan, new, (value, runs.parts.auxes) if plan.has_aux else value, norm)
 

@@ -54,13 +54,13 @@ def is_pure_op(op: OpOverload) -> bool:
 
 def mutated_args(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensor arguments that an operator mutates. Pinned with the last."""
-    for i, name in _writes(op):
+    for i, name in _mutated_arg_slots(op):
         value = args[i] if i is not None and i < len(args) else kwargs.get(name)
         yield from (x for x in (value if isinstance(value, list | tuple) else (value,)) if isinstance(x, Tensor))
 
 
 @functools.cache
-def _writes(op: OpOverload) -> tuple[tuple[int | None, str], ...]:
+def _mutated_arg_slots(op: OpOverload) -> tuple[tuple[int | None, str], ...]:
     if not op._schema.is_mutable:
         return ()
     return tuple(

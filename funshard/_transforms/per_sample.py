@@ -23,7 +23,7 @@ from .._units.layout import Params, concat_padded, unflatten_unit
 from ..collectives._functions import broadcast, sum_over
 from ..collectives._mesh import Simulated
 from ._recompute.ambient import AmbientState
-from ._recompute.autograd_queries import REGISTER_HOOK, RefusedFunctions
+from ._recompute.autograd_queries import REGISTER_HOOK, ForbiddenFunctions
 from .error_hints import as_call_arguments
 from .grad import grad
 
@@ -107,7 +107,7 @@ def per_sample_grads(
 
     buffers = {unit.key: gather_unit(params[unit.key], unit, mesh) for unit in units}
     probes = {unit.key: _zero_probe(params[unit.key]) for unit in units}
-    with contextlib.nullcontext() if compiled else RefusedFunctions({REGISTER_HOOK: _HOOK_MESSAGE}):
+    with contextlib.nullcontext() if compiled else ForbiddenFunctions({REGISTER_HOOK: _HOOK_MESSAGE}):
         squares: Mapping[str, Tensor] = vmap_samples(torch.func.grad(probed_loss), probes)
     buffers.clear()
     norms = torch.stack(list(squares.values())).sum(0).sqrt()

@@ -93,7 +93,7 @@ def gather_unit(
         piece = move(piece, route.device, piece.dtype)
         return route.decode(_gathered(piece, split, label) if split else piece.clone(), route.form)
     if route.codec:
-        value = _sent(route.codec, move(piece.detach(), route.device, piece.dtype), split, route.dtypes.param, label)
+        value = _gather_encoded(route.codec, move(piece.detach(), route.device, piece.dtype), split, route.dtypes.param, label)
         return _travel(piece, value, *_constants(route, mesh, label), True)
     if not route.is_plain:
         return _travel(piece, None, *_constants(route, mesh, label), True)
@@ -193,7 +193,7 @@ def _gathered(piece: Tensor, split: Sequence[Axis], label: str) -> Tensor:
     return piece
 
 
-def _sent(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: torch.dtype, label: str) -> Tensor:
+def _gather_encoded(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: torch.dtype, label: str) -> Tensor:
     """Gather the slices of all ranks, each encoded where it is and decoded everywhere."""
     rows = [_gathered(x[None], split, label) for x in codec._encode_slice(piece)]
     if all(axis.size == 1 for axis in split):  # nothing was gathered, and decode may give what it is given

@@ -13,12 +13,12 @@ from .._spec.unit import Unit
 from .flow import scatter_unit
 from .layout import rank_coords, slice_pieces
 
-__all__ = ["check_slice", "map_elements", "padding_mask"]
+__all__ = ["check_slice", "map_unpadded", "padding_mask"]
 
 Ranges = tuple[tuple[int, int], ...]
 
 
-def map_elements(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *slices: Tensor) -> Tensor:
+def map_unpadded(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *slices: Tensor) -> Tensor:
     """Apply an elementwise ``f`` to slices of a unit and leave the padding out, whatever its values are.
 
     Args:

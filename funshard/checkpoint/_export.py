@@ -119,7 +119,7 @@ def export(
                 ranks.run_on_first(lambda full=full: _write(staging, files, full), "checkpoint.export")
                 del full  # before the next unit is gathered
             ranks.run_on_first(
-                lambda: _finish(staging, files, _extra_tensors(params, spec, buffers or {})), "checkpoint.export"
+                lambda: _finish(staging, files, _unsharded_tensors(params, spec, buffers or {})), "checkpoint.export"
             )
     except BaseException:
         if staging is not None:
@@ -176,14 +176,14 @@ def _iter_entries(
             check_storable(params[unit.key] if full is None else full[i], f"parameter '{param.name}'")
             own = full[i].dtype if full is not None else unit.dtype if unit.at_rest else params[unit.key].dtype
             yield make_entry(param.name, param.shape, own)
-    for name, tensor in _extra_tensors(params, spec, buffers).items():
+    for name, tensor in _unsharded_tensors(params, spec, buffers).items():
         if name in spec.by_name:
             raise ValueError(f"buffers: '{name}' is a parameter of the spec: expected others")
         check_storable(tensor, f"'{name}'")
         yield make_entry(name, tuple(tensor.shape), tensor.dtype)
 
 
-def _extra_tensors(params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unsharded_tensors(params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that are in no unit, and full on every rank."""
     return {name: params[name] for name in spec.ignored if name in params} | dict(buffers)
 

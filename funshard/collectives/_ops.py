@@ -99,11 +99,11 @@ def _return_output(out: Tensor) -> Tensor:
     return out
 
 
-def _gather(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+def _all_gather(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
     if own is not None and own.itemsize == 1:
         x = x.to(own.dtype)
     if x.dtype != torch.uint8 and (not x.is_floating_point() or x.itemsize == 1):  # gloo lacks int16 and 8-bit floats
-        raw = _gather(x.contiguous().view(torch.uint8), context, None if own is None else own.view(torch.uint8))
+        raw = _all_gather(x.contiguous().view(torch.uint8), context, None if own is None else own.view(torch.uint8))
         return raw.then(lambda out: out.view(x.dtype))
     x = x.contiguous()
     if own is None:
@@ -263,9 +263,9 @@ class _Op:
 
 
 OPS: dict[str, _Op] = {
-    "gather_mean": _Op(_gather, _gather_stack, "scatter_mean"),
+    "gather_mean": _Op(_all_gather, _gather_stack, "scatter_mean"),
     "scatter_mean": _Op(_make_scatter(mean=True), _scatter_stack(mean=True), "gather_mean"),
-    "gather_sum": _Op(_gather, _gather_stack, "scatter_sum"),
+    "gather_sum": _Op(_all_gather, _gather_stack, "scatter_sum"),
     "scatter_sum": _Op(_make_scatter(mean=False), _scatter_stack(mean=False), "gather_sum"),
     "reduce_mean": _Op(_make_all_reduce("avg"), _mean_stack, "reduce_mean"),
     "reduce_sum": _Op(_make_all_reduce("sum"), _sum_stack, "reduce_sum"),

@@ -13,7 +13,7 @@ from .._spec.host import compute_device
 from .._spec.spec import PartitionSpec, bind_spec
 from .._spec.unit import Unit
 from .._units.layout import Params
-from .._units.padding import check_slice, map_elements
+from .._units.padding import check_slice, map_unpadded
 from ..collectives._functions import gather_slices, sum_shards
 from ..collectives._mesh import check_spans_world
 
@@ -21,7 +21,7 @@ __all__ = [
     "check_max_norm",
     "clip_by_global_norm",
     "global_norm",
-    "norm_of_units",
+    "global_norm_from_squares",
     "scale_to_norm",
     "sum_of_squares",
     "upcast",
@@ -154,12 +154,12 @@ def scale_to_norm(tree: Mapping[str, Tensor], max_norm: float | Tensor, norm: Te
 
 
 def sum_of_squares(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
-    """Return this rank's part of the squared 2-norm of one unit or parameter. `norm_of_units` combines several."""
+    """Return this rank's part of the squared 2-norm of one unit or parameter. `global_norm_from_squares` combines several."""
     elements = _map_tensors("norm", lambda x: x, key, spec, grad)
     return torch.linalg.vector_norm(elements, dtype=torch.promote_types(grad.dtype, torch.float32)) ** 2
 
 
-def norm_of_units(squares: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
+def global_norm_from_squares(squares: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
     """Return the 2-norm of the whole tensors from each one's `sum_of_squares`."""
     return _combine_over_ranks(squares, bind_spec(spec), 2.0).sqrt()
 
@@ -171,7 +171,7 @@ def _map_tensors(what: str, f: Callable[..., Tensor], key: str, spec: PartitionS
         return f(*tensors)
     for tensor in tensors:
         check_slice(tensor, owner, spec, what)
-    return map_elements(f, owner, spec, *tensors)
+    return map_unpadded(f, owner, spec, *tensors)
 
 
 def _combine_over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0) -> Tensor:

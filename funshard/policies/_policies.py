@@ -63,10 +63,10 @@ def always(p: P = SHARD) -> Policy:
         ['0', '1']
     """
     check_p("always", p)
-    return NamedPolicy(format_call("always", p=p), functools.partial(_build_selected, _select_owners, p))
+    return NamedPolicy(format_call("always", p=p), functools.partial(_build_selected, _p_if_has_params, p))
 
 
-def _select_owners(p: P, node: ModuleTree) -> P | None:
+def _p_if_has_params(p: P, node: ModuleTree) -> P | None:
     return p if node.params else None
 
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .adapters import read_cell
 
-__all__ = ["QUERY_GETTERS", "REGISTER_HOOK", "RefusedFunctions", "find_autograd_queries"]
+__all__ = ["QUERY_GETTERS", "REGISTER_HOOK", "ForbiddenFunctions", "find_autograd_queries"]
 
 REGISTER_HOOK: Callable[..., Any] = torch.Tensor.register_hook
 """``tensor.register_hook``, which changes the gradient of one level."""
@@ -36,7 +36,7 @@ _CACHE_SIZE = 4096
 _CACHE: dict[tuple[frozenset[types.CodeType], frozenset[type]], frozenset[str]] = {}
 
 
-class RefusedFunctions(TorchFunctionMode):
+class ForbiddenFunctions(TorchFunctionMode):
     """Refuse functions of tensors within this context, except the queries of torch and of this library.
 
     Args:

@@ -20,7 +20,7 @@ from ... import _torch
 from ..._spec.remat import Remat
 from ..._torch import DATA
 from .ambient import AmbientState, context_variables, set_context_variables
-from .autograd_queries import QUERY_GETTERS, REGISTER_HOOK, RefusedFunctions, find_autograd_queries
+from .autograd_queries import QUERY_GETTERS, REGISTER_HOOK, ForbiddenFunctions, find_autograd_queries
 from .outcome import RunOutcome
 from .reachable import TENSOR, ReachableObjects
 from .saved_results import SavedResults
@@ -194,7 +194,7 @@ class RecomputedFunction:
         if not self._in_stack:
             return contextlib.nullcontext()
         end = f"which in a stack of transforms means one of them, and not the same one when {self.name} runs again"
-        return RefusedFunctions(
+        return ForbiddenFunctions(
             {
                 DATA: f"{self.name} reads tensor.data, {end}: expected tensor.detach(), which means all of them",
                 **{

@@ -158,7 +158,7 @@ def _update(
         keep = frozenset[str]() if config.defaults.get("fused") or config.defaults.get("capturable") else config.scalars
         step = partial(_update, config._replace(device=None, donate=True), lr=lr)
         new = stream_update(step, (grads, state, params), streamed_keys, config.device, donate=config.donate, keep=keep)
-        others = partial(_drop_keys, frozenset(streamed_keys))
+        others = partial(_without_keys, frozenset(streamed_keys))
         more = _update(config._replace(device=None), others(grads), others(state), others(params), lr=lr)
         new_state = {**new[1], **more[1]}
         return {key: {**new[0], **more[0]}[key] for key in params}, {
@@ -232,5 +232,5 @@ def _update(
     return new_params, {key: replace_values(values, new_state[key]) for key, values in before.items()}
 
 
-def _drop_keys(keys: frozenset[str], tree: Mapping[str, Tree]) -> dict[str, Tree]:
+def _without_keys(keys: frozenset[str], tree: Mapping[str, Tree]) -> dict[str, Tree]:
     return {key: value for key, value in tree.items() if key not in keys}
