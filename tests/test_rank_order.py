@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from depth import each
 from parity import numbers
-from ranks import Pool
+from ranks import Pool, launch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -214,6 +214,39 @@ def test_ranks_that_have_made_different_numbers_of_groups(gloo4: Pool, tmp_path:
     gloo4.stop()  # none of these groups is there yet
     gloo4.run(with_more_groups, str(tmp_path))
     gloo4.stop()  # whose ranks have different numbers of process groups
+
+
+EVALUATION = """
+import time
+import torch, torch.distributed as dist
+from torch import nn
+import funshard as fs
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.ModuleDict({key: nn.Linear(6, 6) for key in "abc"})
+model.forward = lambda x, route: [x := model[key](x) for key in route][-1]
+spec = fs.by_type(nn.Linear)(model)
+params, rank = fs.shard(model, spec), dist.get_rank()
+try:
+    with torch.no_grad():
+        fs.functional_call(model, params, (torch.ones(2, 6), "ac" if rank == 1 else "ab"), spec=spec, prefetch=0)
+    print("a value on rank", rank)
+except RuntimeError as error:
+    print("rank", rank, error, flush=True)
+    time.sleep(2)  # the others have time to go on
+    raise
+"""
+
+
+def test_no_rank_returns_values_where_one_between_others_ran_another_unit(tmp_path: Path) -> None:
+    """Only rank 1 sees it in the gather of the last unit; the others find out when forward ends."""
+    script = tmp_path / "evaluation.py"
+    script.write_text(EVALUATION)
+    with pytest.raises(AssertionError, match="exit codes") as raised:
+        launch(4, script)
+    assert "rank 1 ranks gather or reduce different units" in str(raised.value)
+    assert "a value on rank" not in str(raised.value)
 
 
 def test_buffers_with_margins_are_taken_again() -> None:
