@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 import funshard as fs
-from funshard._spec.unit_state import UnitState
+from funshard.optim import UnitState
 
 
 class Counting(torch.optim.Optimizer):
@@ -38,14 +41,17 @@ class Scales(nn.Module):
         self.w = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(8)])
 
 
+def options(name: str, param: Any) -> dict[str, float]:
+    return {"lr": 0.1 + int(name.split(".")[-1])}
+
+
+def initial(param: Tensor) -> dict[str, Tensor]:
+    return {"count": torch.zeros(()), "sum": torch.zeros_like(param)}
+
+
 def stepped() -> tuple[fs.PartitionSpec, dict[str, Any]]:
     spec = fs.policies.whole(fs.P("shard", align=1))(Scales()).on({"shard": 1})
-    init, update = fs.optim.from_torch(
-        Counting,
-        spec=spec,
-        options=lambda name, param: {"lr": 0.1 + int(name.split(".")[-1])},
-        initial=lambda p: {"count": torch.zeros(()), "sum": torch.zeros_like(p)},
-    )
+    init, update = fs.optim.from_torch(Counting, spec=spec, options=options, initial=initial)
     params = {"": torch.arange(8.0)}
     _, state = update(params, init(params), params)
     return spec, state
@@ -93,12 +99,120 @@ def test_functions_of_trees_keep_the_declaration() -> None:
         assert_close(new[""]["sum"], 2 * state[""]["sum"])
 
 
-def test_a_pickle_is_a_plain_dict() -> None:
-    """torch.load(weights_only=True) reads no other classes; such a state is read by its shapes."""
+def by_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        lambda state: pickle.loads(pickle.dumps(state)),
+        by_file,
+        copy.deepcopy,
+        lambda state: {key: copy.copy(x) for key, x in state.items()},
+        lambda state: {key: x.copy() for key, x in state.items()},
+        lambda state: {key: x | {"sum": 1 * x["sum"]} for key, x in state.items()},
+    ],
+    ids=["pickle", "torch.load", "deepcopy", "copy", "method", "union"],
+)
+def test_copies_keep_the_declaration(duplicate: Any) -> None:
+    """So that tree_map goes over a state and its copy."""
     _, state = stepped()
-    found = pickle.loads(pickle.dumps(state))
-    assert type(found[""]) is dict
-    assert_close(found[""]["count"], state[""]["count"])
+    found = duplicate(state)
+    assert type(found[""]) is UnitState
+    for library in (pytree, optree):
+        added: Any = library.tree_map(torch.add, state, found)
+        assert added[""].numbers == {"count"}
+        assert_close({**added[""]}, {name: 2 * x for name, x in state[""].items()})
+
+
+@pytest.mark.parametrize("library", [pytree, optree])
+def test_states_of_one_tree_map_have_one_declaration(library: Any) -> None:
+    """A plain dict, or another declaration, is refused by name; a state that is made of it is not, in any order of names."""
+    _, state = stepped()
+    plain = dict(reversed(state[""].items()))
+    for other in (plain, UnitState(plain, ["count", "sum"])):
+        with pytest.raises(ValueError, match=r"UnitState|frozenset\(\{'count'\}\)"):
+            library.tree_map(torch.add, state, {"": other})
+    added = library.tree_map(torch.add, state, {"": UnitState(plain, ["count"])})
+    assert_close(added[""]["sum"], 2 * plain["sum"])
+    assert_close(added[""]["count"], 2 * plain["count"])
+    with pytest.raises(ValueError, match=r"expected numbers among \['sum', 'count'\], got 'step'"):
+        UnitState(plain, ["step"])  # it is 'count' here
+
+
+def test_both_of_torchs_trees_know_a_state() -> None:
+    """The one in C++ is imported on demand, in a process of its own here."""
+    code = """
+import torch, torch.utils._cxx_pytree as tree
+import funshard as fs
+state = {"": fs.optim.UnitState({"count": torch.ones(()), "sum": torch.ones(3)}, ["count"])}
+assert tree.tree_map(torch.neg, state)[""].numbers == {"count"}
+"""
+    for lines in (code, "import funshard" + code):
+        subprocess.run([sys.executable, "-c", lines], check=True)
+
+
+def test_a_state_of_another_spec_is_refused(tmp_path: Path) -> None:
+    """Its slices have another length: they are no tensors that all ranks have alike."""
+    model = nn.Linear(4, 3)
+    one, other = (fs.policies.whole(fs.P("shard", align=n))(model).on({"shard": 1}) for n in (1, 16))
+    init, _ = fs.optim.from_torch(torch.optim.AdamW)
+    with pytest.raises(
+        ValueError, match=r"unit '' of state 'opt.*exp_avg': expected this rank's slice, \[32\].*another spec"
+    ):
+        fs.checkpoint.save(tmp_path / "a", {"opt": init(fs.shard(model, one))}, other)
+
+
+def test_a_state_of_numbers_alone_is_stored_by_parameter(tmp_path: Path) -> None:
+    """So that another policy loads it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    one, other = (policy(model).on({"shard": 1}) for policy in (fs.policies.whole(), fs.by_type(nn.Linear)))
+    fs.checkpoint.save(tmp_path / "a", {"": UnitState({"count": torch.tensor(3)}, ["count"])}, one)
+    found = fs.checkpoint.load(tmp_path / "a", other)
+    assert found == {key: {"count": torch.tensor(3)} for key in ("0", "1")}
+
+
+def test_a_state_dict_of_torch_reads_the_declaration() -> None:
+    """As many options as elements: the declaration tells, and a plain dict is refused as by `save`."""
+    spec, state = stepped()
+    init, _ = fs.optim.from_torch(Counting, spec=spec, options=options, initial=initial)
+    found = fs.checkpoint.optimizer_state_dict(state, spec, Counting, options=options)
+    assert_close(found["state"]["w.3"], {"count": torch.tensor(1.0), "sum": torch.tensor([3.0])})
+    fresh = init({"": torch.zeros(8)})
+    again = fs.checkpoint.from_optimizer_state_dict(found, spec, fresh, options=options)
+    assert pytree.tree_structure(again) == pytree.tree_structure(state)
+    assert_close(again[""]["count"], state[""]["count"])
+    with pytest.raises(ValueError, match="may be this rank's slice, or numbers"):
+        fs.checkpoint.optimizer_state_dict({"": dict(state[""])}, spec, Counting, options=options)
+    wrong = {"": UnitState({**state[""], "sum": torch.zeros(7)}, ["count"])}
+    with pytest.raises(ValueError, match=r"'sum' of unit '': expected this rank's slice, \[8\], or .* 8 .*, got \[7\]"):
+        fs.checkpoint.optimizer_state_dict(wrong, spec, Counting, options=options)
+
+
+@pytest.mark.parametrize("is_differentiated", [False, True])
+def test_numbers_are_no_padding(is_differentiated: bool) -> None:
+    """Where an update leaves padding alone, numbers of several options are not taken for elements."""
+    spec = fs.policies.whole(fs.P("shard", align=4))(nn.LayerNorm(1)).on({"shard": 1})
+    init, update = fs.optim.from_torch(
+        torch.optim.AdamW, spec=spec, options=lambda name, _: {"eps": 0.5 + len(name)}, differentiable=is_differentiated
+    )
+    params = {"": torch.ones(spec.shard_numel(spec.by_key[""]))}
+    _, state = update(params, init(params), params)
+    assert state[""]["step"].tolist() == [1.0, 1.0]
+
+
+def test_donated_memory_keeps_the_declaration() -> None:
+    init, update = fs.optim.from_torch(torch.optim.AdamW, donate=True)
+    params = {"": torch.ones(4)}
+    state = init(params)
+    where = state[""]["exp_avg"].data_ptr()
+    new = update({"": torch.ones(4)}, state, params)[1][""]
+    assert new.numbers == {"step"}  # pyright: ignore[reportAttributeAccessIssue]
+    assert new["exp_avg"].data_ptr() == where
 
 
 def test_an_update_returns_what_it_was_given() -> None:

@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import optree
+import torch
 from torch.utils import _pytree as pytree  # the tree of torch.func and torch.compile
 
 __all__ = ["UnitState", "replace_values"]
 
-T = TypeVar("T")
 
-
-class UnitState(dict[str, T]):
+class UnitState(dict[str, Any]):
     """The elementwise state of a unit by name: a dict that declares which of its values are numbers. All others are slices.
 
     It is a pytree node whose declaration is static, so that `torch.func`, `torch.compile` and ``tree_map`` see plain tensors.
-    It pickles as a plain dict, which ``torch.load(weights_only=True)`` reads.
+    ``tree_map`` over several states needs the same declaration in all of them, and refuses a plain dict: make one of it first.
+    Copies, pickles and ``torch.load(weights_only=True)`` keep the declaration; pickles need funshard imported.
+
+    Args:
+        values: The tensors by name, such as a plain dict of an older checkpoint.
+        numbers: The names of tensors that are numbers: [], or [n] with one for each of the unit's different options.
+
+    Raises:
+        ValueError: A number has no value.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> plain = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(8)}
+        >>> fs.optim.UnitState(plain, numbers=["step"]).numbers
+        frozenset({'step'})
     """
 
+    __module__ = "funshard.optim"  # pickles name it
     __slots__ = ("numbers",)
     numbers: frozenset[str]
+    """The names of the values that are numbers."""
 
-    def __init__(self, values: Iterable[tuple[str, T]] | Mapping[str, T], numbers: Iterable[str]) -> None:
+    def __init__(self, values: Iterable[tuple[str, Any]] | Mapping[str, Any], numbers: Iterable[str]) -> None:
         super().__init__(values)
         self.numbers = frozenset(numbers)
+        for name in self.numbers:
+            if name not in self:
+                raise ValueError(f"UnitState: expected numbers among {[*self]}, got '{name}'")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+        return UnitState, (dict(self), sorted(self.numbers))
 
-    def __copy__(self) -> UnitState[T]:
+    def copy(self) -> UnitState:
+        """Return a new state of the same tensors."""
         return UnitState(self, self.numbers)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnitState[T]:
-        return UnitState(((name, copy.deepcopy(x, memo)) for name, x in self.items()), self.numbers)
+    def __or__(self, other: Mapping[str, Any]) -> UnitState:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return UnitState({**self, **other}, self.numbers)
 
 
 def replace_values(old: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,17 +64,19 @@ def replace_values(old: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 _Context = tuple[tuple[str, ...], frozenset[str]]
 
 
-def _unflatten(values: Iterable[Any], context: Any) -> UnitState[Any]:
+def _unflatten(values: Iterable[Any], context: Any) -> UnitState:
     names, numbers = context
     return UnitState(zip(names, values, strict=True), numbers)
 
 
 def _flatten(state: Any) -> tuple[list[Any], _Context]:
-    return [*state.values()], (tuple(state), state.numbers)
+    names = tuple(sorted(state))  # in any order of insertion states have the same structure, as dicts do
+    return [state[name] for name in names], (names, state.numbers)
 
 
 def _flatten_with_keys(state: Any) -> tuple[list[tuple[Any, Any]], _Context]:
-    return [(pytree.MappingKey(name), x) for name, x in state.items()], (tuple(state), state.numbers)
+    values, context = _flatten(state)
+    return [(pytree.MappingKey(name), x) for name, x in zip(context[0], values, strict=True)], context
 
 
 pytree.register_pytree_node(
@@ -64,9 +84,12 @@ pytree.register_pytree_node(
 )
 _register: Any = optree.register_pytree_node
 _everywhere: Any = getattr(optree, "registry").__GLOBAL_NAMESPACE  # noqa: B009
-_register(
-    UnitState,
-    lambda state: (*_flatten(state), tuple(state)),
-    lambda context, values: _unflatten(values, context),
-    namespace=_everywhere,
-)
+
+
+def _flatten_with_entries(state: Any) -> tuple[list[Any], _Context, tuple[str, ...]]:
+    values, context = _flatten(state)
+    return values, context, context[0]
+
+
+_register(UnitState, _flatten_with_entries, lambda context, values: _unflatten(values, context), namespace=_everywhere)
+torch.serialization.add_safe_globals([UnitState])

@@ -13,11 +13,13 @@ from torch import Tensor
 from .. import _torch
 from .._sharding.full import gather_full
 from .._spec.spec import PartitionSpec, bind_spec
-from .._spec.unit_state import UnitState, replace_values
+from .._spec.unit import Unit
+from .._spec.unit_state import replace_values
 from .._units.layout import rank_coords, slice_pieces, to_memory_order
 from ..optim._elementwise.optimizer import State
 from ..optim._elementwise.options import ParamOptions, group_by_options
 from ..optim._elementwise.streaming import copy_like
+from ..optim._option_numbers import find_option_numbers
 from ._ranks.ranks import TIMEOUT, connect_ranks
 from ._rekey import StateDict, clean_name
 
@@ -72,7 +74,7 @@ def optimizer_state_dict(
     def describe() -> tuple[list[StateDict], dict[str, _UnitConverter], str]:
         given = [{"params": [torch.empty(0)], **group} for group in groups]
         param_groups = optimizer_class(given, **defaults).state_dict()["param_groups"]
-        converters = {key: _UnitConverter(key, spec, group_of) for key in state}
+        converters = _make_converters(state, spec, group_of)
         lines = [f"{name}: {_slot_signature(slot)}" for key in state for name, slot in converters[key].iter_slots(state[key])]
         return param_groups, converters, hashlib.sha256(json.dumps(lines).encode()).hexdigest()
 
@@ -130,7 +132,7 @@ def from_optimizer_state_dict(
     def read() -> State:
         _, group_of = group_by_options(spec, options)
         states, known = _states_by_name(found, spec)
-        converters = {key: _UnitConverter(key, spec, group_of) for key in init_state}
+        converters = _make_converters(init_state, spec, group_of)
         wanted = {param.name for converter in converters.values() for param in converter.unit.params}
         if unknown := [name for name in states if name not in wanted]:
             raise ValueError(f"parameter '{unknown[0]}' has a state, expected one of those of init_state: {sorted(wanted)[:3]}")
@@ -170,31 +172,38 @@ def _states_by_name(found: Mapping[str, Any], spec: PartitionSpec) -> tuple[dict
     return states, {own_name(key) for group in found.get("param_groups", ()) for key in group["params"]} | {*states}
 
 
-class _UnitConverter:
-    """Converts the state of one unit to states by parameter name, and back."""
-
-    def __init__(self, key: str, spec: PartitionSpec, group_of: Mapping[str, int]) -> None:
+def _make_converters(
+    state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec, group_of: Mapping[str, int]
+) -> dict[str, _UnitConverter]:
+    """Return a converter for each unit of a state. Raises ValueError for a key that is no unit of the spec."""
+    for key in state:
         if key not in spec.by_key:
             raise ValueError(
                 f"unit '{key}' is not in the spec: expected some of {list(spec.by_key)[:8]}; is the state another's?"
             )
-        self.unit, self._spec, self._group_of = spec.by_key[key], spec, group_of
+    numbers = find_option_numbers(state, state, spec, (), group_of)
+    return {key: _UnitConverter(spec.by_key[key], spec, group_of, numbers) for key in state}
+
+
+class _UnitConverter:
+    """Converts the state of one unit to states by parameter name, and back."""
+
+    def __init__(self, unit: Unit, spec: PartitionSpec, group_of: Mapping[str, int], numbers: frozenset[int]) -> None:
+        self.unit, self._spec, self._group_of, self._numbers = unit, spec, group_of, numbers
         self._groups = list(dict.fromkeys(group_of[param.name] for param in self.unit.params))  # as numbers are stacked
 
     def iter_slots(self, slots: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | list[Tensor]]]:
         """Yield ``(slot, slice)``, or ``(slot, a number for each group of options)``. Raises ValueError for other shapes."""
         length, groups = self._spec.shard_numel(self.unit), len(self._groups)
         for name, tensor in slots.items():
-            is_number = name in slots.numbers if isinstance(slots, UnitState) else None  # None: the shape tells
-            is_stacked = is_number is not False and groups > 1 and tensor.shape == (groups,)
-            is_slice = is_number is not True and tensor.shape == (length,)
-            if is_stacked == is_slice and tensor.dim():
+            is_number = not tensor.dim() or id(tensor) in self._numbers
+            if tensor.dim() and tensor.shape != ((groups,) if is_number else (length,)):
                 numbers = "a number" if groups == 1 else f"a number for each of its {groups} different options"
                 raise ValueError(
                     f"'{name}' of unit '{self.unit.key}': expected this rank's slice, [{length}], or {numbers}, got "
                     f"{list(tensor.shape)}; was it made with other options, or another spec or mesh?"
                 )
-            yield name, tensor if is_slice and tensor.dim() else [*tensor] if is_stacked else [tensor] * groups
+            yield name, ([*tensor] if tensor.dim() else [tensor] * groups) if is_number else tensor
 
     def to_names(self, slots: Mapping[str, Tensor], *, rank0_only: bool, offload_to_cpu: bool) -> dict[str, dict[str, Tensor]]:
         """Return the state of each of the unit's parameters, without those that were never stepped, as torch has it."""

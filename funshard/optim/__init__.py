@@ -1,5 +1,6 @@
 """Optimizers as pure functions over shards: torch's, and optimizers of whole matrices; norms and clipping."""
 
+from .._spec.unit_state import UnitState
 from ._by_matrix.muon import muon, orthogonal
 from ._by_matrix.optimizer import MatrixOptimizer, by_matrix
 from ._by_matrix.reshard import reshard
@@ -18,6 +19,7 @@ __all__ = [
     "MatrixState",
     "Optimizer",
     "State",
+    "UnitState",
     "by_matrix",
     "clip_by_global_norm",
     "from_torch",

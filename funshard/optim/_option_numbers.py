@@ -1,4 +1,4 @@
-"""Which vectors in the states of units are slices, and which hold one number for each of the options of a unit."""
+"""Which tensors in the states of units are slices, and which hold one number for each of the options of a unit."""
 
 from __future__ import annotations
 
@@ -29,13 +29,27 @@ def is_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec) -> bool:
 
 
 def find_option_numbers(
-    state: Mapping[str, Any], keys: Iterable[str], spec: PartitionSpec, path: Sequence[str]
+    state: Mapping[str, Any],
+    keys: Iterable[str],
+    spec: PartitionSpec,
+    path: Sequence[str],
+    group_of: Mapping[str, int] | None = None,
 ) -> frozenset[int]:
-    """Return the ids of vectors that hold numbers, one for each of the unit's options, as `optim.from_torch` has them.
+    """Return the ids of tensors that are numbers, one for each of the unit's options, as `optim.from_torch` has them.
 
-    A unit has at most as many options as parameters, and most slices are longer. Where both have one length, a unit without any
-    0-D number decides; then the same slot of other units; then the names that torch's optimizers use. ValueError, naming the
-    slot, if nothing decides.
+    A `UnitState` declares them. Shapes tell them in other states, which are of users' own ``(init, update)`` or of an older
+    version: a unit has at most as many options as parameters, and most slices are longer. Where both have one length, a unit
+    without any 0-D number decides; then the same slot of other units; then the names that torch's optimizers use.
+
+    Args:
+        state: The state by unit key.
+        keys: The units to look at.
+        spec: The spec of the state.
+        path: The path of the state, for errors.
+        group_of: Which options each parameter has, if that is known.
+
+    Raises:
+        ValueError: Naming the slot, if nothing decides.
     """
     found: set[int] = set()
     told: dict[tuple[Any, ...], set[bool]] = defaultdict(set)  # of a slot, by units where it can be one thing only
@@ -48,9 +62,11 @@ def find_option_numbers(
         paths, leaves = (f(of_unit, namespace=NAMESPACE) for f in (optree.tree_paths, optree.tree_leaves))
         slots = [(slot, x) for slot, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor) and x.dim() < 2]
         vectors = [(slot, x) for slot, x in slots if x.dim()]
-        short = [id(x) for _, x in vectors if 1 < len(x) <= len(unit.params)]
+        groups = len({group_of[param.name] for param in unit.params}) if group_of else None
+        lengths = range(2, len(unit.params) + 1) if groups is None else range(groups, groups + 1)
+        short = [id(x) for _, x in vectors if len(x) in lengths and len(x) > 1]
         numbers = {id(x) for _, x in vectors if id(x) in short and not is_slice(x, unit, spec)}
-        if len(numbers) == len(vectors):  # slices of another spec
+        if groups is None and len(numbers) == len(vectors):  # slices of another spec
             numbers = set[int]()
         found |= numbers
         for slot, x in slots:
@@ -67,7 +83,8 @@ def find_option_numbers(
             raise ValueError(
                 f"unit '{unit.key}' of state '{'.'.join(map(str, (*path, unit.key, *slot)))}': [{len(x)}] may be this rank's "
                 f"slice, or numbers of parameters with different options, of which the unit has {len(unit.params)}: expected a "
-                f"slice that is longer; give the unit fs.P(align={len(unit.params) + 1}), or more"
+                f"slice that is longer; give the unit fs.P(align={len(unit.params) + 1}), or more, or declare its numbers: "
+                "fs.optim.UnitState(state, numbers)"
             )
         if said == {True}:
             found.add(id(x))

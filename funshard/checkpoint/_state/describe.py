@@ -184,15 +184,17 @@ class _Describer:
     def _unit_keys(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> frozenset[str]:
         """Return the keys of units in a mapping that is sharded like them, or none.
 
-        A mapping whose units all have an empty dict, as the state of SGD without momentum, counts as sharded.
+        A `UnitState` or a `MatrixState` declares it. Otherwise a slice tells; a mapping whose units all have an empty dict, as
+        the state of SGD without momentum, counts as sharded.
         """
         keys = [key for key in value if isinstance(key, str) and key in self._spec.by_key]
-        if keys and len(keys) == len(value) and all(type(value[key]) in (dict, UnitState) and not value[key] for key in keys):
+        if any(isinstance(value[key], UnitState | MatrixState) for key in keys):
+            return frozenset(keys)
+        if keys and len(keys) == len(value) and all(type(value[key]) is dict and not value[key] for key in keys):
             return frozenset(keys)
         found = [(key, tensor) for key in keys for tensor in optree.tree_leaves(value[key], namespace=NAMESPACE)]
         vectors = [(key, tensor) for key, tensor in found if isinstance(tensor, Tensor) and tensor.dim() == 1]
-        has_matrices = any(isinstance(value[key], MatrixState) for key in keys)
-        if has_matrices or any(is_slice(tensor, self._spec.by_key[key], self._spec) for key, tensor in vectors):
+        if any(is_slice(tensor, self._spec.by_key[key], self._spec) for key, tensor in vectors):
             return frozenset(keys)
         if vectors and len(keys) == len(value) and all(isinstance(value[key], Tensor) for key in keys):
             key, tensor = vectors[0]

@@ -223,7 +223,8 @@ def _update(
         warn_zero_gradients(config.cls, grads, new_state, masks)
     for key, mask in masks.items():
         new_params[key] = torch.where(mask, params[key], new_params[key])
-        new_state[key] = {n: torch.where(mask, state[key][n], t) if t.dim() else t for n, t in new_state[key].items()}
+        kept = {n: torch.where(mask, state[key][n], t) for n, t in new_state[key].items() if n not in config.scalars}
+        new_state[key] = {**new_state[key], **kept}
     if config.donate:  # torch 2.13: fused kernels do not count, and autograd would take stale values for fresh ones
         torch.autograd.graph.increment_version([new_params[key] for key in ranges])
         if _torch.is_eager():
