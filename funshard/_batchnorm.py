@@ -143,7 +143,7 @@ def convert_sync_batchnorm(model: nn.Module, *, axes: Axes = None) -> nn.Module:
     converted = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     for path, module in list(converted.named_modules()):
         if isinstance(module, BatchNorm):
-            made[module] = _converted(path, module, axes)
+            made[module] = _convert_layer(path, module, axes)
     for module in list(converted.modules()):
         for name, child in module._modules.items():
             if child in made:
@@ -151,7 +151,7 @@ def convert_sync_batchnorm(model: nn.Module, *, axes: Axes = None) -> nn.Module:
     return made.get(converted, converted)
 
 
-def _converted(path: str, module: BatchNorm, axes: Axes) -> SyncBatchNorm:
+def _convert_layer(path: str, module: BatchNorm, axes: Axes) -> SyncBatchNorm:
     if type(module).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
         raise ValueError(
             f"module '{path}' of {type(module).__name__} has a forward of its own, which would be lost: expected one of "

@@ -110,8 +110,8 @@ class _FromInt8:
     block: int
 
     def __call__(self, codes: Tensor, absmax: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        wide = _wide(absmax.dtype)  # rounded once: in 16 bits twice would be a whole step off
-        return _scaled(codes.to(wide) / 127, absmax.to(wide), self.block).to(dtype or like.dtype)
+        wide = _widen_dtype(absmax.dtype)  # rounded once: in 16 bits twice would be a whole step off
+        return _scale_blocks(codes.to(wide) / 127, absmax.to(wide), self.block).to(dtype or like.dtype)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class _ToNF4:
         packed = (pairs[:, 0] * 16 + pairs[:, 1])[: (len(x) + 1) // 2]
         if not self.double_quant:
             return packed, absmax, x.new_empty(len(x), 0)
-        absmax = absmax.to(_wide(x.dtype))
+        absmax = absmax.to(_widen_dtype(x.dtype))
         mean = (absmax / max(len(absmax), 1)).sum()  # of which the sum does not overflow
         return packed, *_ToInt8(_SCALES)(absmax - mean), mean, x.new_empty(len(x), 0)
 
@@ -149,24 +149,24 @@ class _FromNF4:
         # a copy of so few bytes does not wait for the device
         pairs = torch.tensor(_PAIRS, dtype=dtype).to(packed.device, non_blocking=True)
         values = F.embedding(packed.to(torch.int32), pairs).flatten()[: len(like)]
-        return _scaled(values, absmax.to(dtype), self.block)
+        return _scale_blocks(values, absmax.to(dtype), self.block)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _widen_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
 def _ratios(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """``(x / absmax in float32 at least, [blocks, block], zeros at the end; absmax, [blocks])``."""
+    """Return ``x / absmax`` in float32 at least, [blocks, block], with zeros at the end; and ``absmax``, [blocks]."""
     rows = F.pad(x, (0, -len(x) % block)).view(-1, block)
     absmax = rows.abs().amax(1)
     absmax = torch.where(absmax.isfinite(), absmax, torch.nan)
-    wide = _wide(x.dtype)
+    wide = _widen_dtype(x.dtype)
     return (rows.to(wide) / absmax.to(wide)[:, None]).nan_to_num(0.0), absmax
 
 
-def _scaled(values: Tensor, absmax: Tensor, block: int) -> Tensor:
-    """Each block times its absmax. Writes to ``values`` where no block is broken off."""
+def _scale_blocks(values: Tensor, absmax: Tensor, block: int) -> Tensor:
+    """Return each block times its absmax. Writes to ``values`` where no block is broken off."""
     numel = len(values)
     if numel % block:
         return (F.pad(values, (0, -numel % block)).view(-1, block) * absmax[:, None]).flatten()[:numel]

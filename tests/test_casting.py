@@ -461,4 +461,4 @@ def test_division_by_a_number_is_of_the_sum(ranks: int, dtype: torch.dtype, by: 
 @pytest.mark.parametrize("by", ["avg", 0, -1.0, float("inf"), float("nan"), True])
 def test_reductions_that_are_none(by: Any) -> None:
     with pytest.raises(ValueError, match=r"^reduce: expected 'mean', 'sum' or a positive number to divide the sum by, got"):
-        Reduction.of(by)
+        Reduction.make(by)

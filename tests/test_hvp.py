@@ -143,7 +143,7 @@ THIRD = {
 @pytest.mark.parametrize("transform", THIRD)
 def test_codecs_on_simulated_meshes(transform: str, axis: Any, remat: bool) -> None:
     """Tangents of what was sent, also where all ranks of an axis have the same shards."""
-    policy = fs.by_type(nn.Linear, p=P(axis, precision=POLICIES["sent"](PLAIN).places["0"].precision, remat=remat))
+    policy = fs.by_type(nn.Linear, p=P(axis, precision=POLICIES["sent"](PLAIN).by_path["0"].precision, remat=remat))
 
     def rank(mesh: Any, x: Tensor) -> fs.Params:
         spec = policy(PLAIN).on(mesh)

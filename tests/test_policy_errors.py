@@ -123,7 +123,7 @@ def test_fields_of_the_wrong_type_name_the_module() -> None:
 def test_names_that_look_like_patterns() -> None:
     """A component that is a module's very name matches it, and is more literal than one that only matches."""
     model = nn.ModuleDict({"[z]": nn.Linear(2, 2), "z": nn.Linear(2, 2), "*": nn.Linear(2, 2), "a?": nn.Linear(2, 2)})
-    assert set(fs.by_path({"[z]": fs.P("a")})(model).places) == {"", "[z]", "z"}
+    assert set(fs.by_path({"[z]": fs.P("a")})(model).by_path) == {"", "[z]", "z"}
     chosen = dict(fs.by_path({"[z]": fs.P("a"), "z": fs.P("b"), "*": fs.P("c")})(model).selected)
     assert {path: p.axis for path, p in chosen.items()} == {"": "c", "[z]": "a", "z": "b", "*": "c", "a?": "c"}
     assert dict(fs.by_path({"[[]z]": fs.P("a")})(model).selected).keys() == {"[z]"}

@@ -454,9 +454,9 @@ def test_what_is_derived_belongs_to_one_spec() -> None:
     one = spec.on({"shard": 2})
     unit = one.units[0]
     assert one.size(unit) == 2
-    assert one._made
+    assert one._cache
     for other, size in ((one.on({"shard": 8}), 8), (one.ordered([""]), 2), (pickle.loads(pickle.dumps(one)), 2)):
-        assert not other._made
+        assert not other._cache
         assert other.size(unit) == size
     assert one.size(unit) == 2
     assert spec.on({"shard": 2}) == one

@@ -973,7 +973,7 @@ def test_a_stand_in() -> None:
     """It is made in any mode, answers questions about the tensor that it stands for, and computes nothing."""
 
     def check(x: Tensor) -> Tensor:
-        stands = _torch.StandIn.of(x, "the message")
+        stands = _torch.StandIn.replace(x, "the message")
         assert stands.shape == x.shape
         assert stands.dtype is x.dtype
         assert len(stands) == stands.size(0) == 2
@@ -994,8 +994,8 @@ def test_a_stand_in() -> None:
     torch.func.vmap(check)(torch.ones(3, 2))
     with _torch.fake_mode():
         check(torch.ones(2))
-    assert isinstance(_torch.StandIn.of(nn.Parameter(torch.ones(2)), ""), nn.Parameter)
-    assert not isinstance(_torch.StandIn.of(torch.ones(2), ""), nn.Parameter)
+    assert isinstance(_torch.StandIn.replace(nn.Parameter(torch.ones(2)), ""), nn.Parameter)
+    assert not isinstance(_torch.StandIn.replace(torch.ones(2), ""), nn.Parameter)
 
 
 LATE = """

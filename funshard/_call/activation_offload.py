@@ -83,11 +83,11 @@ def choose_offload(
 
 
 def _offloaded_paths(spec: PartitionSpec) -> frozenset[str]:
-    return frozenset(path for path, p in spec.places.items() if "activations" in p.offloads)
+    return frozenset(path for path, p in spec.by_path.items() if "activations" in p.offloads)
 
 
-def choose_hooks(live: Live, rests: ActivationOffload | None) -> SavedTensorHooks | None:
+def choose_hooks(live: Live, offload: ActivationOffload | None) -> SavedTensorHooks | None:
     """Return the saved-tensor hooks of a call's forward, None for none. ``live`` are the buffers whose views are replaced."""
-    if rests is not None and rests.target("") is not None:
-        return rests.hooks("", live)
+    if offload is not None and offload.target("") is not None:
+        return offload.hooks("", live)
     return None if live is None else SavedTensorHooks(live)

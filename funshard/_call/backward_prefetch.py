@@ -1,4 +1,4 @@
-"""Where backward is among the units that forward has resharded, and which units it gathers ahead."""
+"""The position of backward among the units that forward resharded, and the gathers ahead of it."""
 
 from __future__ import annotations
 

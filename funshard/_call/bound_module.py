@@ -17,7 +17,7 @@ from .module_state import MODEL_LOCK, GatheringParameters, ModuleAttributes, own
 __all__ = ["BoundModule", "Replaced"]
 
 Replaced = dict[tuple[str, str], Any]
-"""By path and attribute the tensors that forward itself has set in place of a module's parameters."""
+"""The tensors, by path and attribute, that forward has set in place of a module's parameters."""
 
 Owned = dict[nn.Module, Mapping[str, tuple[Unit, int]]]
 """For each module the unit and position in it of its own parameters, by attribute."""
@@ -82,9 +82,9 @@ def _find_modules(module: nn.Module, path: str) -> dict[str, nn.Module]:
 
 
 def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned:
-    places = spec._compute_once(_places_by_path)
+    owners = spec._compute_once(_owners_by_path)
     parameters = {path: own_tensors(module, "_parameters") for path, module in modules.items()}
-    for path, mine in places.items():
+    for path, mine in owners.items():
         own = parameters.get(path, {})
         for attr, (unit, i) in mine.items():
             tensor, shape = own.get(attr), unit.params[i].shape
@@ -96,7 +96,7 @@ def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned
                 )
     owned: Owned = {}
     for path, module in modules.items():
-        mine = places.get(path, _NOTHING_OWNED)
+        mine = owners.get(path, _NOTHING_OWNED)
         owned[module] = {**owned[module], **mine} if module in owned else mine
     ignored = (name.rpartition(".") for name in spec.ignored)
     left = {id(parameters[path].get(attr)) for path, _, attr in ignored if path in modules}
@@ -114,11 +114,11 @@ def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned
 _NOTHING_OWNED: Mapping[str, tuple[Unit, int]] = {}
 
 
-def _places_by_path(spec: PartitionSpec) -> dict[str, dict[str, tuple[Unit, int]]]:
+def _owners_by_path(spec: PartitionSpec) -> dict[str, dict[str, tuple[Unit, int]]]:
     """Return by module path and attribute the unit of every parameter, and its position there."""
-    places: dict[str, dict[str, tuple[Unit, int]]] = {}
+    owners: dict[str, dict[str, tuple[Unit, int]]] = {}
     for unit in spec:
         for i, param in enumerate(unit.params):
-            for path, attr in param.places:
-                places.setdefault(path, {})[attr] = unit, i
-    return places
+            for path, attr in param.locations:
+                owners.setdefault(path, {})[attr] = unit, i
+    return owners

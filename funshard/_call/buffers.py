@@ -34,7 +34,7 @@ class BufferWarning(UserWarning):
 
 
 _WARNED: WeakSet[nn.Module] = WeakSet()
-"""The models whose users have been told: once for each, whatever the filters of warnings."""
+"""The models whose users have been warned: once for each, whatever the filters of warnings."""
 
 
 def warn_discarded(model: nn.Module, names: Sequence[str], stacklevel: int) -> None:

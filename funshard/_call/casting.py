@@ -83,12 +83,11 @@ def cast_params(tensors: Sequence[Tensor], unit: Unit) -> Sequence[Tensor]:
 
 def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:
     """Return a function from a module's path to the dtype of its floating point buffers, which the nearest unit says."""
-    places = spec.places
 
     def dtype(path: str) -> torch.dtype | None:
-        while path not in places:
+        while path not in spec.by_path:
             path = path.rpartition(".")[0]
-        precision = places[path].precision
+        precision = spec.by_path[path].precision
         return precision.buffer if precision else None
 
     return dtype
@@ -111,6 +110,6 @@ def module_overrides(modules: Mapping[str, nn.Module], spec: PartitionSpec, path
     for module in modules.values():
         if isinstance(module, SyncBatchNorm):
             yield module, MESH, spec.bound_mesh
-    for at, p in spec.places.items():
+    for at, p in spec.by_path.items():
         if p.precision and has_casts(p.precision) and at in modules and at != path:
             yield modules[at], "forward", wrap_in_casts(modules[at].forward, p.precision)

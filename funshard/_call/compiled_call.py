@@ -53,7 +53,7 @@ def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None,
         now[name] = copies[x] if cast is x and x in copies else cast
     tensors |= now
     with _torch.reparametrize(model, tensors), _overridden(model, spec):
-        run = wrap_in_casts(getattr(model, method) if method else model, spec.places[""].precision)
+        run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""].precision)
         out = _wrap_in_region(run, "", spec)(*inputs.args, **inputs.kwargs)
     if buffers is None:
         warn_discarded_in_graph(tuple(name for name, x in now.items() if name in moving or tensors[name] is not x))
@@ -68,7 +68,7 @@ def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None,
 
 
 def _check_casts_inside(spec: PartitionSpec) -> None:
-    for path, p in spec.places.items():
+    for path, p in spec.by_path.items():
         if path and p.precision and has_casts(p.precision) and not _torch.FORWARD_CAN_BE_REPLACED:
             raise NotImplementedError(
                 f"unit '{path}' has a Precision: inside torch.compile, torch {torch.__version__} can cast around the whole "
@@ -86,7 +86,7 @@ def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec)
     """Return a module's forward, traced as a region where it is to be recomputed."""
     if path not in spec.recomputed:
         return forward
-    remat = spec.places[path].remat
+    remat = spec.by_path[path].remat
     name = f"module '{path}' with P(remat=True)"
 
     @functools.wraps(forward)

@@ -1,4 +1,4 @@
-"""The four ways in which a call has its units; `choose_mode` takes one of them.
+"""The three modes in which a call gathers its units outside of torch.compile; `choose_mode` chooses one.
 
 | mode | when | gathers | what autograd keeps of a weight | reductions |
 |---|---|---|---|---|
@@ -7,7 +7,7 @@
 | `DataFlow` | vmap, simulated ranks, forward mode, recording | where used | the weight | where the gradient is |
 | compiled_call.py | inside torch.compile | the whole tree at once | what the compiler likes | where the compiler likes |
 
-In all of them a unit is in use from when its module is entered until that is left: `UnitInUse`.
+In all modes a unit is in use from when its module is entered until that is left: `UnitInUse`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class UnitInUse:
 
 
 class Mode(Protocol):
-    """How a call has its units."""
+    """The way in which a call gathers and frees its units."""
 
     params: Mapping[str, Tensor]
     """The shards as the call is to use them."""
@@ -167,8 +167,8 @@ class DataFlow:
         mesh, reduction, check_order = self.spec.bound_mesh, self._reduction, self._check_order
         return lambda shard: gather_unit(shard, unit, mesh, reduction, unit.p.precision, check_order=check_order)
 
-    def _buffer(self, unit: Unit, way: Callable[[Tensor], Tensor]) -> Tensor:
-        buffer = way(self.params[unit.key])
+    def _buffer(self, unit: Unit, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        buffer = gather(self.params[unit.key])
         if _torch.in_forward_ad() and self.spec.size(unit) == 1:
             buffer = buffer.clone()  # forward may write to it, and so to its tangent, which is the caller's
         return buffer
@@ -200,12 +200,12 @@ class Stacked(DataFlow):
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, gathered as data flow and known to the levels' graphs."""
-        way = self._gather_function(unit)
-        buffer = self._buffer(unit, way)
+        gather = self._gather_function(unit)
+        buffer = self._buffer(unit, gather)
         gathered = self._in_use(unit, buffer)
         shard = self.params[unit.key]
         if unit.p.reshard and not _torch.shares_storage(buffer, shard) and _torch.current_level() == self._level:
-            gathered.storage = self._nested.add(unit.key, shard, buffer, way)
+            gathered.storage = self._nested.add(unit.key, shard, buffer, gather)
         return gathered
 
 

@@ -25,13 +25,13 @@ __all__ = [
 ]
 
 ModuleAttributes = dict[nn.Module, dict[str, Any]]
-"""Of each module what ``vars`` gives."""
+"""The attributes (``vars``) of each module."""
 
 _CONTAINER_TYPES = (dict, set)
 MODULE_CONTAINERS = tuple(
     name for name, value in vars(nn.Module()).items() if isinstance(value, _CONTAINER_TYPES) and name != "_parameters"
 )
-"""Where nn.Module keeps hooks, submodules and buffers, which forward may change in place (transformers 5 adds hooks)."""
+"""The attributes for hooks, submodules and buffers, which forward may change in place (transformers 5 adds hooks)."""
 
 MODEL_LOCK = threading.RLock()
 """Held while a call changes or restores a model: other threads find it as it was, or with `GatheringParameters`."""

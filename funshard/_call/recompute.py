@@ -58,14 +58,13 @@ def recompute_module(
         gathered: The module's own units, where the schedule has gathered them.
         args: The module's positional arguments.
         kwargs: Its keyword arguments.
-
     """
     buffers: dict[Tensor, list[str]] = {}
     for path, module in place.modules.items():
         for attr, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.setdefault(buffer, []).append(join_path(path, attr))
-    remat = outer.spec.places[place.path].remat
+    remat = outer.spec.by_path[place.path].remat
     run = _ModuleRun(outer, place, before, list(buffers.values()), gathered)
     given = place.replaced_parameters(before)
     now = dict(given)
@@ -90,7 +89,7 @@ def recompute_module(
         before_it = list(buffers)[i]
         # a vmap around has batched all results, and can only write those into what it has batched
         if not is_new and _torch.is_batched(before_it) >= _torch.is_batched(buffer):
-            _torch.overwrite(before_it, buffer, told=i in run.told)
+            _torch.overwrite(before_it, buffer, bump_version=i in run.bumped)
             continue
         for name in run.buffers[i]:
             path, _, attr = name.rpartition(".")
@@ -124,8 +123,8 @@ class _ModuleRun:
         self._leases = [one.lease_for_recompute() for one in gathered]
         self._read: list[str] = []
         self._written: dict[int, bool] = {}
-        self.told: set[int] = set()
-        """The buffers that the first run has changed and said so; others may have changed all the same."""
+        self.bumped: set[int] = set()
+        """The buffers whose version the first run has moved; others may have changed all the same."""
 
     def __call__(
         self,
@@ -150,7 +149,7 @@ class _ModuleRun:
             | own.get(module, {})
             for module, parameters in self._parameters.items()
         }
-        out, used = self._run(attributes, self._gathered(params), spec, now, replaced, args, kwargs)
+        out, used = self._run(attributes, self._insert_gathered(params), spec, now, replaced, args, kwargs)
         first, self._first = self._first, False
         written = {
             i: now[names[0]] is not copy
@@ -159,7 +158,7 @@ class _ModuleRun:
         }
         if first:
             self._read = used
-            self.told = {i for i, is_new in written.items() if not is_new}
+            self.bumped = {i for i, is_new in written.items() if not is_new}
             # kernels write running statistics without telling the version; those that vmap does not batch they refuse
             quiet = (i for i, x in enumerate(copies) if x.is_floating_point() and _may_be_written(given[i], x))
             self._written = dict.fromkeys(quiet, False) | written
@@ -211,7 +210,7 @@ class _ModuleRun:
                     "expected it detached, or in the result of the module"
                 )
 
-    def _gathered(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _insert_gathered(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return full parameters instead of the shards that the schedule gathers, in the first and in the last run."""
         params = dict(params)
         for gathered in self._gathered_units if self._first or self._last else ():
@@ -221,7 +220,7 @@ class _ModuleRun:
             else:
                 buffer = gathered.buffer
                 if shard.requires_grad:  # the first run has a graph, which the parameters are to be asked for as well
-                    buffer = _OfShard.apply(buffer, shard)
+                    buffer = _LinkToShard.apply(buffer, shard)
                 views = unflatten_unit(buffer, gathered.unit)
             names = (param.name for param in gathered.unit.params)
             params |= zip(names, number_views(views, gathered.unit.key, shard), strict=True)
@@ -241,7 +240,7 @@ class _ModuleRun:
             self._last = False
 
 
-class _OfShard(_torch.Function):
+class _LinkToShard(_torch.Function):
     """A gathered buffer in a graph that begins with its shard, and that nobody goes back through."""
 
     @staticmethod

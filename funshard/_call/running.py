@@ -60,9 +60,7 @@ class Call:
         self.mode = choose_mode(params, spec, reduction, options, receiver, is_recomputing=is_recomputing, replaces=replaces)
         self.scopes = UnitScopes(self.mode, params, spec, self.offload)
         self.is_inference = torch.is_inference_mode_enabled()
-        self.used_parameters: set[str] | None = (
-            set() if is_recomputing else None
-        )  # the parameters that a module to be run again has read
+        self.used_parameters: set[str] | None = set() if is_recomputing else None  # what the recomputed module has read
         self.discarded_buffers: list[str] = []  # the buffers that forward has changed and nobody asked for
         self.normalized: Mapping[str, nn.Module] = {}  # the normalisation layers that have buffers, by path
 
@@ -70,7 +68,7 @@ class Call:
         """Call the model, or another of its methods than forward, on the parameters."""
         with self.installed(buffers):
             run = getattr(self.place.modules[""], method or "__call__")
-            return wrap_in_casts(run, self.spec.places[""].precision)(*args, **kwargs)
+            return wrap_in_casts(run, self.spec.by_path[""].precision)(*args, **kwargs)
 
     @contextlib.contextmanager
     def installed(self, buffers: dict[str, Tensor] | None, attributes: ModuleAttributes | None = None) -> Generator[None]:

@@ -1,4 +1,4 @@
-"""What autograd keeps instead of a gathered weight, so that the weight's buffer can be freed between forward and backward.
+"""The views that autograd keeps instead of gathered weights, so that buffers can be freed between forward and backward.
 
     SavedView  --holds-->  BufferLease  --holds-->  GatheredUnit  --knows-->  BufferLease
 
@@ -16,7 +16,7 @@ from .. import _torch
 __all__ = ["MAX_UNSHARDED_IN_BACKWARD", "BufferLease", "SavedView", "check_unmodified"]
 
 MAX_UNSHARDED_IN_BACKWARD = 2
-"""How many units stay gathered in backward where no gradient tells that their last use is over: frozen units, units that the
+"""The number of units that stay gathered in backward where no gradient tells their last use: frozen units, units that the
 backward of a backward reads before it comes back to them, and all units that stacks of transforms read."""
 
 

@@ -34,12 +34,12 @@ __all__ = ["CallOptions", "Schedule", "find_entered_unit"]
 
 
 class CallOptions(NamedTuple):
-    """How far gathers run ahead and reductions behind, and whether ranks compare what they start."""
+    """The options of a schedule: how far gathers run ahead and reductions behind, and whether ranks compare them."""
 
     prefetch: int = 1
-    """Units that are gathered ahead of their use."""
+    """The number of units that are gathered ahead of their use."""
     in_flight: int = 1
-    """Units whose gradients are being reduced."""
+    """The number of units whose gradients may be under reduction at once."""
     check_order: bool = True
     """Whether ranks compare the order of their collectives."""
 

@@ -1,4 +1,4 @@
-"""Which units are gathered while forward runs, and when they are freed.
+"""Scopes: the units that are gathered while forward runs, and the runs of modules that they are freed after.
 
 A unit is gathered when its module is entered (or, used from outside, when first touched), and freed when the module that
 was running then is left. To free is to drop the reference: nothing is ever resized, so what user code still holds stays
@@ -32,8 +32,10 @@ __all__ = ["UnitScopes"]
 class UnitScopes:
     """The units in use in one call, each in the run of a module that it was gathered in; the first scope is the call's own."""
 
-    def __init__(self, mode: Mode, params: Mapping[str, Tensor], spec: PartitionSpec, rests: ActivationOffload | None) -> None:
-        self._mode, self._rests = mode, rests
+    def __init__(
+        self, mode: Mode, params: Mapping[str, Tensor], spec: PartitionSpec, offload: ActivationOffload | None
+    ) -> None:
+        self._mode, self._offload = mode, offload
         self._differentiable, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.hook = self._outer = _torch.current_pack_hook()  # the first is what replaces saved tensors while forward runs
         self._outer_reentrant = _torch.count_reentrant_checkpoints()
@@ -66,8 +68,8 @@ class UnitScopes:
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
             gathered = run_unrecorded(self._mode.gather, unit)
         gathered.watch.views = number_views(gathered.views, unit.key, self._mode.params.get(unit.key))
-        if self._rests and not gathered.reshard:
-            self._rests.exclude(gathered.views)
+        if self._offload and not gathered.reshard:
+            self._offload.exclude(gathered.views)
         self.active[unit.key] = gathered
         self._scopes[-1].append(gathered)
         return gathered

@@ -1,4 +1,4 @@
-"""Whether a call evaluates with running statistics that training has not updated: a warning, once for a model.
+"""The warning, once for a model, of evaluation with running statistics that training has not updated.
 
 A training call with ``buffers=`` updates those, and leaves the model's own as they were. An evaluation without ``buffers=``
 then normalises with the model's own: the initial ones, or those that the model was loaded with before it was trained.

@@ -93,7 +93,7 @@ class StandIns:
         name = self._names.get(_torch.storage_id(inner)) if self._names and inner.layout is torch.strided else None
         if name is None or isinstance(tensor, _torch.StandIn):
             return tensor
-        return _torch.StandIn.of(
+        return _torch.StandIn.replace(
             tensor,
             f"'{where}' is the model's own parameter '{name}', with the values from before training and no gradient: "
             "functional_call replaces a parameter in the module that registers it, and nowhere else; expected forward to read "

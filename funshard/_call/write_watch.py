@@ -1,4 +1,4 @@
-"""Does forward write into the parameters that it reads, which are gathered copies or the caller's own?
+"""Detection of writes by forward into the parameters that it reads: gathered copies, or the caller's own tensors.
 
 A gathered buffer is freed and gathered again, so a write into it would be lost for backward; a buffer that is the caller's
 own shard must not be changed at all. Versions do not tell: ``weight.data.clamp_()`` leaves them as they are. So a lazy copy

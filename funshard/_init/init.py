@@ -1,4 +1,4 @@
-"""init, init_buffers: what a model on the meta device begins with."""
+"""init, init_buffers: the first values of a model on the meta device."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ META = torch.device("meta")
 
 
 class InitOutcome(NamedTuple):
-    """What a run of an initialiser touched and wrote, and how it failed."""
+    """The slots that a run of an initialiser touched and wrote, and its error."""
 
     touched: set[Slot]
     written: set[Slot]
@@ -106,7 +106,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 class _SlotWatch(_torch.DispatchMode):
-    """Which slots operators touch, and to which they write, by their storages."""
+    """A dispatch mode that records which slots operators touch and write, by their storages."""
 
     def __init__(self, storages: Mapping[int, Slot]) -> None:
         super().__init__()

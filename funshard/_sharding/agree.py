@@ -34,7 +34,7 @@ __all__ = [
 
 def _spec_lines(spec: PartitionSpec) -> list[str]:
     """Return what must be equal on all ranks, a line for each parameter."""
-    order = [] if spec.runs is None else [f"order {', '.join(map(repr, spec.runs))}"]
+    order = [] if spec.run_order is None else [f"order {', '.join(map(repr, spec.run_order))}"]
     return order + [
         f"unit '{unit.key}' {unit.p}: parameter '{min(p.names)}' {list(p.shape)} {p.dtype} order={p.order} "
         f"requires_grad={p.requires_grad}"

@@ -20,7 +20,7 @@ from .philox import MASK, philox
 __all__ = ["random_like"]
 
 CHUNK = 1 << 16
-"""How many counters are worked on at once: four elements each, and some 20 times the memory of these for what is between."""
+"""The number of counters drawn at once: four elements each, and some 20 times their memory meanwhile."""
 
 
 def random_like(
@@ -87,7 +87,7 @@ def random_like(
 
 
 Draw = Callable[[Sequence[Tensor], torch.dtype], Tensor]
-"""Four words, ``[counters]`` each, to as many elements, ``[counters, 4]``."""
+"""A function from four words, ``[counters]`` each, to as many elements, ``[counters, 4]``."""
 
 
 class _Range(NamedTuple):

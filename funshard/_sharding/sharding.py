@@ -134,7 +134,7 @@ def unshard(
         {'weight': tensor([[1., 2.]]), 'bias': tensor([3.])}
     """
     spec = bind_spec(spec)
-    mesh, reduction = spec.bound_mesh, Reduction.of(reduce)
+    mesh, reduction = spec.bound_mesh, Reduction.make(reduce)
     given = [unit.key for unit in check_shards(shards, spec, part=True)]
     chosen = given if units is None else tuple(units)
     for key in chosen:

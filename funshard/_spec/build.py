@@ -1,4 +1,4 @@
-"""The spec that a policy's choice makes of a module."""
+"""build: the spec of a module from the paths that a policy selects."""
 
 from __future__ import annotations
 

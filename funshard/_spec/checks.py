@@ -1,4 +1,4 @@
-"""Do these parameters fit the spec? One place that says what is wrong with them, and with which path."""
+"""Checks that parameters fit a spec, whose errors name the path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def check_mapping(params: object, what: str = "params") -> None:
-    """TypeError unless these are a dict of tensors."""
+    """Raise TypeError unless these are a mapping."""
     if not isinstance(params, Mapping):
         hint = "; fs.shard(model, spec) gives them" if isinstance(params, nn.Module) else ""
         raise TypeError(f"{what}: expected a dict of tensors by unit key or parameter name, got {type(params).__name__}{hint}")
@@ -58,7 +58,7 @@ def _check_stored(shards: Mapping[str, Tensor], spec: PartitionSpec, units: Iter
 
 
 def check_trainable(units: Iterable[Unit], what: str) -> None:
-    """ValueError, naming the unit, where one is at rest in a codec: it is frozen, and bytes have no derivative."""
+    """Raise ValueError, naming the unit, where one is at rest in a codec: it is frozen, and bytes have no derivative."""
     for unit in units:
         if unit.at_rest:
             raise ValueError(
@@ -70,7 +70,7 @@ def check_trainable(units: Iterable[Unit], what: str) -> None:
 def check_buffers(
     buffers: Mapping[str, Tensor], spec: PartitionSpec, lengths: Mapping[str, int], *, part: bool = False
 ) -> None:
-    """ValueError or TypeError, naming the unit, unless ``buffers`` are 1-D tensors of these lengths, no more no less.
+    """Raise ValueError or TypeError, naming the unit, unless ``buffers`` are exactly the 1-D tensors of these lengths.
 
     With ``part`` some may be missing.
     """
@@ -96,7 +96,7 @@ def check_buffers(
 
 
 def check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
-    """ValueError or TypeError unless there is of each unit the shard, or the full parameters, of a dtype to compute with."""
+    """Raise ValueError or TypeError unless each unit has its shard or its full parameters, of a dtype to compute with."""
     check_mapping(params)
     full = {unit.key: tensors for unit in spec if (tensors := find_full_params(params, unit)) is not None}
     names = {name for key in full for param in spec.by_key[key].params for name in param.names}
@@ -154,7 +154,7 @@ def find_full_params(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor] |
 
 
 def check_full(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
-    """ValueError or TypeError, naming the parameter, unless these are all of the spec's, a dtype for each unit."""
+    """Raise ValueError or TypeError, naming the parameter, unless these are all of the spec's, one dtype for each unit."""
     check_mapping(params)
     for name in params:
         if name not in spec.by_name and name not in spec.ignored:

@@ -1,4 +1,4 @@
-"""Codec: what is sent of a unit's slice when it is gathered."""
+"""Codec: the encoding of a unit's slices for their gather."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALIGN = 16  # bytes: more than any dtype's
 
 @dataclass(frozen=True, repr=False)
 class Codec:
-    """How slices are sent in a gather: each rank computes with ``decode(*encode(slice))`` of every rank's slice.
+    """An encoding of slices for their gather: each rank computes with ``decode(*encode(slice))`` of every rank's slice.
 
     ``encode`` maps a 1-D slice to a tuple of tensors, of the same shapes and dtypes on every rank; ``decode`` maps these to
     as many elements, in any floating point dtype. Gradients pass straight through. Float8, with a scale for each slice:
@@ -41,9 +41,9 @@ class Codec:
     host, or writes to a tensor that it made), and inside torch.compile, it is called slice by slice. After
     ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of FSDP2's tensor subclasses.
 
-    ``block`` is of how many elements it works in blocks: so that none straddles two parameters or two ranks, what is at
-    rest in it (`P`) starts there. Where ``decode`` takes the ``dtype`` to decode to as a keyword, ``takes_dtype`` says so.
-    ``name`` is what it prints as. `funshard.codecs` has some.
+    ``block`` is the number of elements that it encodes together. Parameters and slices at rest in it (`P`) start at multiples
+    of that, so that no block straddles two of them. ``takes_dtype`` says that ``decode`` takes the ``dtype`` to decode to as a
+    keyword. ``name`` is its printed form. `funshard.codecs` has some.
     """
 
     encode: Callable[[Tensor], tuple[Tensor, ...]]
@@ -68,7 +68,7 @@ class Codec:
         return tensors
 
     def _describe_encoding(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
-        """``(bytes, form)`` of an encoded slice of so many elements: `pack_bytes`'s, from the shapes alone."""
+        """Return ``(number of bytes, form)`` of an encoded slice of so many elements, from shapes alone."""
         if torch.compiler.is_compiling():  # as PartitionSpec._compute_once
             return self._form(numel, dtype)
         if (numel, dtype) not in self._forms:
@@ -86,9 +86,9 @@ class Codec:
         return sum(size + -size % _ALIGN for size in sizes), form
 
     def _decode_slices(self, tensors: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
-        """All slices, of so many elements each, end to end in this dtype, from what was sent of them, stacked in dimension 0.
+        """Return all slices end to end in this dtype, from their encoded tensors stacked in dimension 0.
 
-        ValueError if a slice has another length.
+        Raises ValueError if a slice does not have ``numel`` elements.
         """
         decode = functools.partial(self.decode, dtype=dtype) if self.takes_dtype else self.decode
         rows: Sequence[Tensor] | Tensor | None = None
@@ -104,7 +104,7 @@ class Codec:
 
 
 def pack_bytes(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
-    """``(bytes, form)``: tensors as one of uint8, to be sent at once. Inverse of `unpack_bytes`."""
+    """Return ``(bytes, form)``: the tensors as one of uint8, to be sent at once. Inverse of `unpack_bytes`."""
     parts: list[Tensor] = []
     form: list[tuple[torch.dtype, torch.Size]] = []
     for x in tensors:

@@ -1,4 +1,4 @@
-"""What a reduction over ranks divides by, and over which mesh axes it is."""
+"""Reduction of gradients over ranks: its mesh axes, and the divisors of the sum."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 __all__ = ["ReduceBy", "Reduction", "choose_division", "divide_factors"]
 
 ReduceBy = Literal["mean", "sum"] | float
-"""How gradients are reduced over ranks: to their mean, their sum, or their sum over a number."""
+"""The reduction of gradients over ranks: their mean, their sum, or their sum divided by a number."""
 
 
 class Reduction(NamedTuple):
-    """How gradients become those of shards, and over which mesh axes: None for all of them."""
+    """The reduction that makes gradients of shards, and its mesh axes: None for all of them."""
 
     by: ReduceBy = "mean"
     over: frozenset[str] | None = None
 
     @classmethod
-    def of(cls, by: ReduceBy, over: Iterable[str] | None = None) -> Reduction:
+    def make(cls, by: ReduceBy, over: Iterable[str] | None = None) -> Reduction:
         """Check the arguments and return a `Reduction`.
 
         Raises ValueError for a name that is neither "mean" nor "sum" and a number that is not positive and finite.
@@ -32,12 +32,12 @@ class Reduction(NamedTuple):
         return cls(by, None if over is None else frozenset(over))
 
     def includes(self, axis: str) -> bool:
-        """Whether gradients are reduced over this mesh axis."""
+        """Return whether gradients are reduced over this mesh axis."""
         return self.over is None or axis in self.over
 
 
 def divide_factors(total: float) -> tuple[float, float]:
-    """``(before, after)``, whose product is ``total``: what to divide by before and after a sum over ranks.
+    """Return ``(before, after)``, whose product is ``total``: the divisors before and after a sum over ranks.
 
     The first is a power of two near its square root, so that sums of float16 neither overflow nor vanish: doubled from 1
     on while it divides ``total`` and is below what is left. The rule of ``DefaultState._get_gradient_predivide_factor``.

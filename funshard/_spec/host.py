@@ -1,4 +1,4 @@
-"""Where units rest that do not rest where they are used: ``P(offload="params")``, by what computes on the mesh."""
+"""Units that live in host memory, ``P(offload="params")``, and the device on which they are used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOST = torch.device("cpu")
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether what computes is the host itself: then nothing is copied. Tests of offloading say that it is not."""
+    """Return whether the device is the host itself: then nothing is copied. Tests of offloading replace this."""
     return device.type == HOST.type
 
 
@@ -39,7 +39,7 @@ def _mesh_compute_device(mesh: Mesh) -> torch.device | None:
 
 
 def check_host_resident(shards: Mapping[str, Tensor], spec: PartitionSpec) -> None:
-    """ValueError, naming the unit, for the shard of a unit that rests on the host and is elsewhere."""
+    """Raise ValueError, naming the unit, where the shard of a host-resident unit is on another device."""
     for key, device in spec._compute_once(_host_resident_units):
         if key in shards and (at := shards[key].device).type not in (HOST.type, "meta"):
             raise ValueError(

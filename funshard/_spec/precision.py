@@ -1,4 +1,4 @@
-"""Precision: in which dtypes a unit's values travel and are computed with."""
+"""Precision: the dtypes in which a unit's values are sent and computed with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Dtypes", "Precision"]
 
 
 class Dtypes(NamedTuple):
-    """What a `Precision` says about parameters of one dtype: what they are gathered in, and their gradients reduced in."""
+    """The dtypes in which parameters are gathered and their gradients reduced."""
 
     param: torch.dtype
     reduce: torch.dtype

@@ -1,4 +1,4 @@
-"""Remat: what is kept of a module that runs again for its derivatives."""
+"""Remat: the results that are saved of a module that runs again for its derivatives."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Chosen = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Any], bool]
 
 @dataclass(frozen=True, repr=False)
 class Remat:
-    """That a module runs again for its derivatives, as ``P(remat=True)``, but for what is kept: ``P(remat=Remat(save=...))``.
+    """Recomputation of a module for its derivatives, but for saved results: ``P(remat=Remat(save=...))``.
 
-    What is saved of a run costs its memory, and the operators that made it do not run again for the gradient. ``save`` is
+    A saved result costs its memory, and the operator that made it does not run again for the gradient. ``save`` is
 
     - names that the model gives with `funshard.checkpoint_name` (jax.checkpoint_policies.save_only_these_names);
     - operators, such as ``torch.ops.aten.mm.default``, or a function from an operator to whether it is to be saved;
@@ -71,7 +71,7 @@ class Remat:
         return frozenset(x for x in self.save if isinstance(x, str)) if isinstance(self.save, frozenset) else frozenset()
 
     def _choose_operators(self) -> Chosen:
-        """Which operators one run is to keep. Raises TypeError where a function answers something else than its kind may."""
+        """Return which operators' results one run saves. TypeError where a function returns another type than its kind may."""
         save = self.save
         if not callable(save):
             operators = save or ()
@@ -93,11 +93,11 @@ class Remat:
 
 
 ALL = Remat()
-"""That of ``P(remat=True)``: all runs again."""
+"""The `Remat` of ``P(remat=True)``, which saves nothing."""
 
 
 def _count_required_args(save: Callable[..., Any]) -> int:
-    """How many arguments a function must be given: 1 for one of operators, 2 for a policy, 0 for a context_fn."""
+    """Return the number of required arguments: 1 for a function of operators, 2 for a policy, 0 for a context_fn."""
     wrong = f"Remat: save: expected save(op), policy(ctx, op, *args, **kwargs) or context_fn(), got {save!r}"
     try:
         params = inspect.signature(save).parameters.values()
@@ -122,11 +122,11 @@ def _policy_of(context_fn: Callable[[], Any]) -> Callable[..., Any]:
     return policy
 
 
-def _is_saved(of: Callable[..., Any], answer: object) -> bool:
+def _is_saved(fn: Callable[..., Any], answer: object) -> bool:
     if isinstance(answer, bool):
         return answer
     if answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
         return True
     if answer in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
         return False
-    raise TypeError(f"Remat: save: expected True, False or a CheckpointPolicy to save or recompute from {of!r}, got {answer!r}")
+    raise TypeError(f"Remat: save: expected True, False or a CheckpointPolicy to save or recompute from {fn!r}, got {answer!r}")

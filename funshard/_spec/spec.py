@@ -1,4 +1,4 @@
-"""P, Unit, PartitionSpec: frozen data that says which parameters live together and how they are split."""
+"""PartitionSpec: frozen data that says which parameters live together and how they are split."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Cached = TypeVar("Cached")
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """An immutable map from module path to `P`, and what it makes of one model: its units.
+    """An immutable map from module path to `P`, and the units that it makes of one model.
 
     ``selected`` are the paths that a policy chose, ``root`` is the `P` of what no chosen path owns. Iterating gives
     the units, the same on every rank and in every registration order; ``str(spec)`` is a table of them. Made by a
@@ -37,7 +37,7 @@ class PartitionSpec:
     root: P
     units: tuple[Unit, ...]
     ignored: tuple[str, ...] = ()
-    runs: tuple[str, ...] | None = None
+    run_order: tuple[str, ...] | None = None
     """The keys of the units in the order in which forward uses them, where `ordered` gave one."""
     sizes: tuple[tuple[str, int], ...] | None = None
     mesh: Mesh | None = field(default=None, compare=False, repr=False)
@@ -47,15 +47,15 @@ class PartitionSpec:
     """The units by their keys."""
     by_name: Mapping[str, tuple[Unit, Param]] = field(init=False, compare=False, repr=False)
     """The owner of every parameter, under each of its names."""
-    places: Mapping[str, P] = field(init=False, compare=False, repr=False)
+    by_path: Mapping[str, P] = field(init=False, compare=False, repr=False)
     """The `P` of every module path that is a unit, the root's ``""`` among them."""
-    _made: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = {name: (unit, param) for unit in self.units for param in unit.params for name in param.names}
         object.__setattr__(self, "by_key", {unit.key: unit for unit in self.units})
         object.__setattr__(self, "by_name", names)
-        object.__setattr__(self, "places", {"": self.root, **dict(self.selected)})
+        object.__setattr__(self, "by_path", {"": self.root, **dict(self.selected)})
         if len(self.by_key) < len(self.units):
             keys = [unit.key for unit in self.units]
             raise ValueError(f"two units have the key '{max(keys, key=keys.count)}': expected no ':' in module names")
@@ -75,7 +75,7 @@ class PartitionSpec:
     @property
     def paths(self) -> tuple[str, ...]:
         """The module paths that are units, the root's ``""`` among them."""
-        return tuple(self.places)
+        return tuple(self.by_path)
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -87,12 +87,12 @@ class PartitionSpec:
         return tuple(path for path, p in chosen if p.remat)
 
     def _compute_once(self, make: Callable[..., Cached], *args: Hashable) -> Cached:
-        """``make(self, *args)``, made once for this very spec and kept for as long as it lives. It must not hold the spec."""
+        """Return ``make(self, *args)``, computed once for this object and kept while it lives; it must not hold the spec."""
         if torch.compiler.is_compiling():  # which has no use for it, and would guard it
             return make(self, *args)
-        if (made := self._made.get((make, args))) is None:
-            made = self._made[make, args] = make(self, *args)
-        return made
+        if (cached := self._cache.get((make, args))) is None:
+            cached = self._cache[make, args] = make(self, *args)
+        return cached
 
     def owner(self, key: str) -> Unit | Param:
         """Return the unit with this key, or else the parameter with this name.
@@ -160,16 +160,16 @@ class PartitionSpec:
         Raises:
             ValueError: For a name that is not a unit.
         """
-        runs = tuple(names)
-        for name in runs:
+        run_order = tuple(names)
+        for name in run_order:
             if name not in self.by_key:
                 raise ValueError(f"ordered: '{name}' is not a unit: expected some of {abridge(self.by_key)}")
-        return dataclasses.replace(self, runs=runs)
+        return dataclasses.replace(self, run_order=run_order)
 
     @property
     def order(self) -> tuple[str, ...]:
         """The keys of the units in the order in which they are gathered ahead: `ordered`'s, or that of their names."""
-        return tuple(self.by_key) if self.runs is None else self.runs
+        return tuple(self.by_key) if self.run_order is None else self.run_order
 
     @property
     def bound(self) -> PartitionSpec:
@@ -225,7 +225,7 @@ class PartitionSpec:
 
     def __getstate__(self) -> dict[str, object]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**fields, "mesh": None, "_made": {}}
+        return {**fields, "mesh": None, "_cache": {}}
 
     def __str__(self) -> str:
         return format_table(self)
@@ -255,12 +255,12 @@ def _restrict(spec: PartitionSpec, path: str, keys: frozenset[str]) -> Partition
         root=dataclasses.replace(spec.root, remat=False),
         units=tuple(unit for unit in spec.units if unit.key in keys),
         ignored=tuple(name for name in spec.ignored if is_within(name, path)),
-        runs=None if spec.runs is None else tuple(key for key in spec.runs if key in keys),
+        run_order=None if spec.run_order is None else tuple(key for key in spec.run_order if key in keys),
     )
 
 
 def bind_spec(spec: object) -> PartitionSpec:
-    """``spec.bound``: what every function that takes a spec begins with.
+    """Return ``spec.bound``, as every function that takes a spec does first.
 
     Raises:
         TypeError: For anything else than a spec.

@@ -1,4 +1,4 @@
-"""How a spec prints: a row for each unit, one row for those that are alike."""
+"""The printed form of a spec: a table with a row for each unit, or for several similar units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["format_line", "format_table"]
 
 HEAD = ("unit", "P", "parameters", "numel", "padding", "bytes per rank")
 MIN_MERGED_ROWS = 3
-"""So many units that differ in a number of their path alone share a row."""
+"""The least number of units, equal but for a number in their paths, that share a row."""
 
 
 def format_line(spec: PartitionSpec) -> str:
@@ -40,15 +40,15 @@ def format_table(spec: PartitionSpec) -> str:
     sizes = spec.sizes or _world_sizes()
     known = all(axis in dict(sizes) for unit in spec.units for axis in unit.p.axes)
     bound = spec.on(dict(sizes)) if known else spec.on({axis: 1 for unit in spec.units for axis in unit.p.axes})
-    of: dict[str, tuple[str, ...]] = {}
+    cells: dict[str, tuple[str, ...]] = {}
     totals = [0, 0, 0, 0]
     for unit in spec.units:
         padding = bound.padded_numel(unit) - unit.numel
         length, dtype = bound.stored(unit)
         counts = [len(unit.params), unit.numel, padding, length * dtype.itemsize]
         totals = [a + b for a, b in zip(totals, counts, strict=True)]
-        of[unit.key] = (str(unit.p), *(f"{c:,}" for c in counts))
-    body = [(name, p, *(f"{n} x {c}" if n > 1 else c for c in counts)) for name, n, (p, *counts) in _merge_rows(of)]
+        cells[unit.key] = (str(unit.p), *(f"{c:,}" for c in counts))
+    body = [(name, p, *(f"{n} x {c}" if n > 1 else c for c in counts)) for name, n, (p, *counts) in _merge_rows(cells)]
     mesh = _format_sizes(sizes) if known else "unbound: as on one rank"
     rows = [HEAD, *body, ("total", mesh, *(f"{c:,}" for c in totals))]
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
@@ -95,7 +95,7 @@ def _common_name(keys: Sequence[str]) -> str | None:
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers, those without a gap as the first and the last one."""
+    """Format rising numbers; those without a gap between them as the first and the last one."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][-1] + 1:

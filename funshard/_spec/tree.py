@@ -24,18 +24,18 @@ def natural_key(path: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def join_path(path: str, name: str) -> str:
-    """``path.name``, or ``name`` where the path is the root's empty one."""
+    """Return ``path.name``, or ``name`` where the path is the root's empty one."""
     return f"{path}.{name}" if path else name
 
 
 def is_within(name: str, path: str) -> bool:
-    """Whether the name is the module path itself or that of something inside it."""
+    """Return whether the name is the module path itself, or that of something inside it."""
     return not path or name == path or name.startswith(f"{path}.")
 
 
 @dataclass(frozen=True)
 class Param:
-    """What is known of a parameter without its values.
+    """A parameter without its values: names, shape, dtype and memory order.
 
     ``name`` is the FQN under which ``named_parameters`` lists it and ``aliases`` are its other FQNs: those of tied
     weights, and those that it has because a module above it is shared. ``order`` lists the dimensions from the largest
@@ -52,9 +52,9 @@ class Param:
     numel: int = field(init=False, compare=False, repr=False)
     """The number of elements."""
     permuted: bool = field(init=False, compare=False, repr=False)
-    """Whether memory order is another than that of the dimensions."""
-    places: tuple[tuple[str, str], ...] = field(init=False, compare=False, repr=False)
-    """Of each FQN the module path and the attribute."""
+    """Whether the memory order differs from the order of the dimensions."""
+    locations: tuple[tuple[str, str], ...] = field(init=False, compare=False, repr=False)
+    """The module path and the attribute of each FQN."""
     names: tuple[str, ...] = field(init=False, compare=False, repr=False)
     """All FQNs, ``name`` first."""
 
@@ -63,7 +63,7 @@ class Param:
         made = {
             "numel": torch.Size(self.shape).numel(),
             "permuted": self.order != tuple(range(len(self.order))),
-            "places": tuple((path, attr) for path, _, attr in (name.rpartition(".") for name in names)),
+            "locations": tuple((path, attr) for path, _, attr in (name.rpartition(".") for name in names)),
             "names": names,
         }
         for field_name, value in made.items():
@@ -253,7 +253,7 @@ def _collect_names(
 
 
 def check_not_compiled(path: str, module: nn.Module, *, in_place: bool = False) -> None:
-    """TypeError for a module that torch.compile made, whose parameters have other names; if asked, for a compiled one too."""
+    """Raise TypeError for the result of torch.compile, and with ``in_place`` for a module that ``.compile()`` changed."""
     if "_orig_mod" in module._modules:
         raise TypeError(
             f"module '{path}' is what torch.compile({type(module._modules['_orig_mod']).__name__}) gives: expected the module "

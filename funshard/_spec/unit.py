@@ -17,15 +17,15 @@ from .tree import Param
 __all__ = ["P", "Unit"]
 
 ALIGN_BYTES = 16
-"""What vectorized kernels, tensor cores and NCCL want of the start of a tensor; FSDP1 aligns to as many (use_orig_params)."""
+"""The alignment of a tensor that vectorized kernels, tensor cores and NCCL need; FSDP1's with use_orig_params."""
 
 OFFLOADS = ("activations", "params")
-"""What of a unit may rest on the host."""
+"""The parts of a unit that may live in host memory."""
 
 
 @dataclass(frozen=True)
 class P:
-    """How one unit's flat buffer lies on the mesh: split over ``axis``, replicated over the other axes.
+    """The layout of one unit's flat buffer on the mesh: split over ``axis``, replicated over the other axes.
 
     Axes mean what they mean in ``jax.sharding.PartitionSpec``. That has one entry for each dimension of an array; a flat
     buffer has one dimension, and its ``P`` also says how the unit is gathered, computed with and kept.
@@ -88,7 +88,7 @@ class P:
 
     @property
     def offloads(self) -> tuple[str, ...]:
-        """What rests on the host, as a tuple."""
+        """The parts of the unit that live in host memory, as a tuple."""
         return () if self.offload is None else (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
 
     @property
@@ -121,9 +121,9 @@ class Unit:
     numel: int = field(init=False, compare=False, repr=False)
     """Elements of the parameters, without padding."""
     align: int = field(init=False, compare=False, repr=False)
-    """Of how many elements the start of every parameter and of every slice is a multiple."""
+    """The number of elements of which every start of a parameter or slice is a multiple."""
     parts: tuple[tuple[int, Param | None], ...] = field(init=False, compare=False, repr=False)
-    """What lies in the buffer, one after the other, and how many elements each is: parameters, and padding (None)."""
+    """The contents of the buffer in order, with their numbers of elements: parameters, and padding (None)."""
     span: int = field(init=False, compare=False, repr=False)
     """Elements up to the end of the last parameter, with the padding before it."""
 
@@ -160,7 +160,7 @@ class Unit:
 
     @property
     def at_rest(self) -> Codec | None:
-        """What its slices are encoded in where they are kept: ``p.at_rest``, of what is frozen and floating point."""
+        """The codec in which its slices are stored: ``p.at_rest`` if it is frozen and floating point, else None."""
         frozen = not self.requires_grad and self.dtype.is_floating_point and any(param.numel for param in self.params)
         return self.p.at_rest if frozen else None
 

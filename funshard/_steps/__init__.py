@@ -1,1 +1,1 @@
-"""How gradients become a step."""
+"""accumulate and update_in_backward: gradients of many micro-batches, and updates while backward runs."""

@@ -30,16 +30,16 @@ Update = Callable[[Params, dict[str, Any], Params], tuple[Mapping[str, Tensor], 
 
 
 class StepResult(NamedTuple):
-    """What a step gives."""
+    """The results of a step: params, state, the value of the loss, and the gradient's norm."""
 
     params: Params
     """The new shards, by unit key."""
     state: dict[str, Any]
     """The new state, by unit key."""
     value: Any
-    """Of the loss, as `accumulate` gives it; with ``has_aux`` ``(value, auxes)``."""
+    """The value of the loss, as `accumulate` returns it; with ``has_aux`` ``(value, auxes)``."""
     norm: Tensor | None
-    """Of the whole gradient before it was clipped; None without ``max_norm``."""
+    """The norm of the whole gradient before it was clipped; None without ``max_norm``."""
 
 
 def update_in_backward(
@@ -143,22 +143,22 @@ def _step_in_place(
     new: dict[str, tuple[Tensor, Any]] = {}
     squares: Params = {}
 
-    def measured(key: str, grad: Tensor) -> None:
+    def measure(key: str, grad: Tensor) -> None:
         if max_norm is not None:
             squares[key] = sum_of_squares(key, grad, plan.spec)
 
-    def stepped(key: str, grad: Tensor) -> None:
+    def step(key: str, grad: Tensor) -> None:
         new[key] = _update_unit(update, key, _clip({key: grad}, max_norm, by)[key], state, plan.params)
 
     with torch.no_grad():
         if max_norm is not None and clip == "exact":
-            last.backward(loss, measured, retain_graph=True)
+            last.backward(loss, measure, retain_graph=True)
             norm = global_norm_from_squares(squares, plan.spec)
         by = norm
         if clip == "exact":
-            last.backward(loss, stepped)
+            last.backward(loss, step)
         else:
-            last.backward(loss, lambda key, grad: (measured(key, grad), stepped(key, grad)))
+            last.backward(loss, lambda key, grad: (measure(key, grad), step(key, grad)))
             norm = None if max_norm is None else global_norm_from_squares(squares, plan.spec)
     value = plan.combine_values(runs.parts.values, scales)
     return _make_result(plan, new, (value, runs.parts.auxes) if plan.has_aux else value, norm)

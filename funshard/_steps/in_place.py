@@ -22,7 +22,7 @@ __all__ = ["MicrobatchRunner", "add_grad", "replacement_key"]
 
 
 class MicrobatchRunner:
-    """Runs a loss on the shards of a plan, and adds up values and gradients."""
+    """The runs of a loss on the shards of a plan, and the sums of their values and gradients."""
 
     def __init__(self, f: Callable[..., Any], plan: AccumulationPlan) -> None:
         self._f, self.plan = f, plan
@@ -83,14 +83,14 @@ class MicrobatchRunner:
 
 
 class _SumReceiver:
-    """Adds up what has been reduced, unit by unit, while the rest of backward runs."""
+    """The sums of gradients that have been reduced, unit by unit, while the rest of backward runs."""
 
     def __init__(self) -> None:
         self.parts = GradSums()
         self.in_loss = False
 
     def check(self, key: str) -> None:
-        """As `Runs.check`."""
+        """Raise RuntimeError for a gradient that arrives while the loss runs, as `MicrobatchRunner.check` says."""
         if self.in_loss:
             raise RuntimeError(
                 f"'{key}': accumulate: backward inside of the loss, whose gradients would be added to those of the loss: "
@@ -109,19 +109,19 @@ class _SumReceiver:
 def _make_leaf(x: Tensor, sums: _SumReceiver, key: str) -> Tensor:
     """Return a leaf of a shard's values. Its gradients are added to the sums as they arrive."""
 
-    def arrived(x: Tensor) -> None:
+    def take_grad(x: Tensor) -> None:
         grad, x.grad = x.grad, None
         if grad is not None:
             sums.check(key)
             add_grad(sums.parts.own, key, grad, owned=False)
 
     x = x.detach().requires_grad_()
-    x.register_post_accumulate_grad_hook(arrived)
+    x.register_post_accumulate_grad_hook(take_grad)
     return x
 
 
 class _Replacement(_torch.Function):
-    """What functional_call uses instead of a shard. Its gradient is added to the sums, and goes no further."""
+    """A tensor that functional_call uses instead of a shard. Its gradient is added to the sums and goes no further."""
 
     @staticmethod
     def forward(shard: Tensor, value: Tensor, sums: _SumReceiver, key: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -31,16 +31,16 @@ class GradSums:
     """Sums of gradients, and the values of the micro-batches so far."""
 
     own: Params = dataclasses.field(default_factory=dict)
-    """Of the shards, but not through functional_call: penalties."""
+    """Gradients of the shards that do not pass through functional_call, such as those of penalties."""
     through: Params = dataclasses.field(default_factory=dict)
-    """Of what entered functional_call: slices by unit key, or full gradients by parameter name."""
+    """Gradients that pass through functional_call: slices by unit key, or full gradients by parameter name."""
     values: list[Tensor] = dataclasses.field(default_factory=list)
     auxes: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class AccumulationPlan:
-    """How gradients are added up and reduced."""
+    """The checked options of an accumulation: how gradients are added up and reduced."""
 
     params: Params
     spec: PartitionSpec
@@ -48,9 +48,9 @@ class AccumulationPlan:
     has_aux: bool
     reduction: Reduction
     in_place: bool = True
-    """Whether nothing around it differentiates."""
+    """Whether nothing around the accumulation differentiates it."""
     single: bool = False
-    """Whether there is one micro-batch alone, whose reductions may all be behind its backward."""
+    """Whether there is only one micro-batch, whose reductions may all run behind its backward."""
 
     @classmethod
     def make(
@@ -85,7 +85,7 @@ class AccumulationPlan:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether units are reduced over the axes that they are not split over at the end alone."""
+        """Whether reductions over the axes that a unit is not split over wait for the end."""
         return self.in_place and not self.full and not self.single
 
     def make_context(self, given: Params, entered: Params, receiver: GradReceiver | None = None) -> Accumulation:

@@ -1,4 +1,4 @@
-"""How much each micro-batch counts."""
+"""The weights of micro-batches, as factors of their losses."""
 
 from __future__ import annotations
 

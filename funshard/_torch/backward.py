@@ -1,4 +1,4 @@
-"""What autograd saves, and which backward runs."""
+"""Private parts of autograd: saved tensors, their hooks, nodes of a graph, and the running backward."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ __all__ = [
 
 
 class Function(torch.autograd.Function):
-    """torch.autograd.Function for those with ``setup_context``, of which ``apply`` asks the signature of forward anew.
+    """A torch.autograd.Function with ``setup_context`` whose ``apply`` does not inspect forward's signature in each call.
 
-    Here that finds it at once: some 40 us less a call. Pinned by ``test_functions_keep_their_signature``.
+    That saves some 40 us a call. Pinned by ``test_functions_keep_their_signature``.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -57,9 +57,9 @@ class Function(torch.autograd.Function):
 
 
 class LevelFunction(_SingleLevelFunction):
-    """An autograd Function of the graph of the running torch.func.grad, or of plain autograd's: nothing below is to know of it.
+    """An autograd Function in the graph of the innermost torch.func.grad alone, or of plain autograd outside of one.
 
-    torch.func takes a torch.autograd.Function down to every level, by a class that it makes anew at each call: 0.3 ms.
+    torch.func applies a torch.autograd.Function at every level, by a class that it makes in each call: 0.3 ms.
     Here ``forward`` runs in the transform, and gives tensors of its level. Pinned by ``test_functions_of_one_level``.
     """
 
@@ -75,11 +75,11 @@ class LevelFunction(_SingleLevelFunction):
 
 
 class HasDtype(Protocol):
-    """What stands for the views of a buffer of this dtype."""
+    """An object with a dtype, such as the entry of a gathered buffer."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The buffer's."""
+        """The dtype of the buffer."""
         ...
 
 
@@ -87,7 +87,7 @@ Buffer = TypeVar("Buffer", bound=HasDtype)
 
 
 def find_viewed_buffer(inner: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
-    """Which of these buffers, by storage, a plain tensor sees by shape, strides and offset alone; None for any other."""
+    """Return the entry, by storage, of the buffer that a plain tensor views by shape, strides and offset alone, or None."""
     if type(inner) is not Tensor or inner.layout is not torch.strided:
         return None
     note = live.get(storage_id(inner))
@@ -97,12 +97,12 @@ def find_viewed_buffer(inner: Tensor, live: Mapping[int, Buffer]) -> Buffer | No
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether `Tensor.register_hook` has been called for it. Pinned by ``test_hooks_of_a_tensor_are_seen``."""
+    """Return whether `Tensor.register_hook` has been called on the tensor. Pinned by ``test_hooks_of_a_tensor_are_seen``."""
     return bool(tensor._backward_hooks)
 
 
 def is_leaf_view(tensor: Tensor) -> bool:
-    """Whether the tensor is what somebody differentiates by, or a view of it; nothing was computed to make it.
+    """Return whether the tensor is a leaf that is differentiated with respect to, or a view of one.
 
     Pinned by ``test_views_of_leaves``.
     """
@@ -125,7 +125,7 @@ Versioned = Tensor | tuple[Tensor, int]
 
 
 def unpack_versioned(kept: Versioned, shape: torch.Size | None = None) -> Tensor:
-    """Return what `pack_versioned` kept, or a probe (for a tensor of this shape), after autograd's check of its version."""
+    """Return the tensor, or probe, that `pack_versioned` kept. Raise RuntimeError if it was modified in place since."""
     tensor, expected = kept if type(kept) is tuple else (cast("Tensor", kept), 0)
     if (now := unwrap(tensor)._version) != expected:
         raise RuntimeError(
@@ -136,10 +136,10 @@ def unpack_versioned(kept: Versioned, shape: torch.Size | None = None) -> Tensor
 
 
 def prioritize_backward(tensors: Iterable[Tensor]) -> None:
-    """Have backward come to all that these were made from as soon as it can.
+    """Let backward run the nodes that made these tensors as early as it can.
 
-    By itself it goes back in the order in which forward ran, so to what was made before all else it comes last, and
-    until then every gradient waits. Pinned by ``test_backward_early``.
+    By default it runs nodes in the reverse order of forward, the first ones last, and until then their gradients wait.
+    Pinned by ``test_backward_early``.
     """
     for tensor in tensors:
         node = tensor.grad_fn
@@ -157,7 +157,7 @@ def current_graph_task() -> int:
 
 
 def is_last_backward(level_: int) -> bool:
-    """Whether the backward that runs is the one that a torch.func.grad of this level ends with.
+    """Return whether the running backward is the one that a torch.func.grad of this level ends with.
 
     It records itself (create_graph) and frees the graph as it goes (no retain_graph), so nobody comes back to it at that
     level. Pinned by ``test_last_backward``.
@@ -167,12 +167,12 @@ def is_last_backward(level_: int) -> bool:
 
 
 def in_python_node() -> bool:
-    """Whether a node of backward runs that Python defines: it may differentiate something itself. Pinned with the last."""
+    """Return whether the running node of backward is defined in Python: it may differentiate something itself."""
     return isinstance(torch._C._current_autograd_node(), BackwardCFunction)
 
 
 def pack_versioned(tensor: Tensor, inner: Tensor) -> Versioned:
-    """Return what saved-tensor hooks keep instead of a tensor, for `unpack_versioned`.
+    """Return the object that saved-tensor hooks keep instead of a tensor, for `unpack_versioned`.
 
     ``inner`` is the tensor from `unwrap`. A node that saves its own output would hold itself, so that output loses its graph;
     autograd adds it again when it unpacks. Of the C++ nodes only the newest can be saving its output; one that Python
@@ -191,14 +191,14 @@ def pack_versioned(tensor: Tensor, inner: Tensor) -> Versioned:
 
 
 RESHARD = "functional_call: forward", "P(reshard=False) for every unit, which replaces none"
-"""Who replaces saved tensors, and what to write for nobody to."""
+"""The code that replaces saved tensors, and how to do without it, for an error."""
 
 
 @contextlib.contextmanager
 def saved_tensor_hooks(
     pack: Callable[[Tensor], object], unpack: Callable[[object], Tensor], *, who: tuple[str, str] = RESHARD
 ) -> Generator[None]:
-    """torch.autograd.graph.saved_tensors_hooks, which torch.func.grad switches off, also inside it.
+    """Install saved-tensor hooks, also inside torch.func.grad, which disables those of torch.autograd.graph.
 
     torch.func forbids the hooks because it has not said what a hook sees (pytorch issue 146036). What it sees is the
     tensor of the level that saves it, which is all that functional_call needs: it takes the storage from `unwrap`, and
@@ -223,9 +223,9 @@ def saved_tensor_hooks(
 
 
 def push_saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[object], Tensor]) -> None:
-    """Saved-tensor hooks for the rest of one node of a backward that is running, to be called from within it.
+    """Install saved-tensor hooks for the rest of the running node of a backward.
 
-    Nothing takes them away: autograd puts thread-local state back after each node. Pinned by
+    autograd restores thread-local state after each node, and so removes them. Pinned by
     ``test_hooks_for_the_rest_of_a_node``.
     """
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:  # pyright: ignore
@@ -234,7 +234,7 @@ def push_saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[
 
 
 def pop_saved_tensor_hooks() -> None:
-    """Take the innermost saved-tensor hooks away, before a node of a backward differentiates something itself.
+    """Remove the innermost saved-tensor hooks, before a node of a backward differentiates something itself.
 
     Pinned by ``test_hooks_of_a_node_can_be_taken_away``.
     """
@@ -252,7 +252,7 @@ def current_pack_hook() -> Callable[[Tensor], object] | None:
 
 
 def count_reentrant_checkpoints() -> int:
-    """How many reentrant torch.utils.checkpoints run their forward here, which leaves no trace but its frame.
+    """Return how many reentrant torch.utils.checkpoints run their forward here; each leaves no trace but its frame.
 
     functional_call must see one that begins inside it. Pinned by ``test_reentrant_checkpoint_is_seen_by_its_frame``.
     """
@@ -265,14 +265,14 @@ def count_reentrant_checkpoints() -> int:
 
 
 DATA: Callable[..., Any] = vars(torch._C.TensorBase)["data"].__get__
-"""What a TorchFunctionMode sees where ``tensor.data`` is read, which cuts the derivative of one level.
+"""The getter of ``tensor.data`` as a TorchFunctionMode sees it: reading it cuts the derivative of one level.
 
 Pinned by ``test_right_or_refused.py``'s modules that read it.
 """
 
 
 def depends_only_on(tensor: Tensor, leaves: Iterable[Tensor]) -> bool:
-    """Return whether all that the tensor's graph begins with are these, or what they are views of. Pinned with `iter_nodes`."""
+    """Return whether the tensor's graph begins with these leaves alone, or with leaves that they are views of."""
     known = {id(_leaf(x)) for x in leaves if x.requires_grad}
     begins = (getattr(node, "variable", None) for node, _ in iter_nodes(tensor))
     if tensor.grad_fn is None:
@@ -284,12 +284,12 @@ def _leaf(x: Tensor) -> Tensor:
     return x if x.grad_fn is None else x.grad_fn.next_functions[0][0].variable  # pyright: ignore
 
 
-def iter_nodes(of: Tensor) -> Iterator[tuple[Any, list[tuple[Any, int]]]]:
-    """Each node of a tensor's graph once, with the nodes whose results it was made from, and which result of these.
+def iter_nodes(tensor: Tensor) -> Iterator[tuple[Any, list[tuple[Any, int]]]]:
+    """Yield each node of a tensor's graph once, with the nodes whose results it takes, and the index of each result.
 
     Pinned by ``test_nodes_of_a_graph``.
     """
-    waiting: list[Any] = [] if of.grad_fn is None else [of.grad_fn]
+    waiting: list[Any] = [] if tensor.grad_fn is None else [tensor.grad_fn]
     seen: set[Any] = set(waiting)
     while waiting:
         node = waiting.pop()

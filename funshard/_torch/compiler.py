@@ -1,4 +1,4 @@
-"""Parts of torch's compilers. They take a second to import, so whoever wants them imports this when it compiles."""
+"""Private parts of torch's compilers, which take a second to import: import this module only to compile."""
 
 from typing import Any
 
@@ -22,7 +22,10 @@ __all__ = [
 ]
 
 FUNC_GRADIENT = _autograd_grad
-"""Where torch.func takes a gradient, in the graph that Dynamo makes. Pinned by ``test_compile.py``'s counts of gathers."""
+"""The function that takes torch.func's gradients in the graph that Dynamo makes.
+
+Pinned by ``test_compile.py``'s counts of gathers.
+"""
 
 
 def compile_fx(*args: Any, **options: Any) -> Any:

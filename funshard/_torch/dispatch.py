@@ -1,4 +1,4 @@
-"""What is dispatched below autograd: operators, and what their schemas say of them."""
+"""Operators below autograd: a dispatch mode, and the properties that their schemas state."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"
 """Namespaces of operators that all ranks run together or not at all."""
 
 IMPURE_OPS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "empty", "new_empty", "empty_like", "_lazy_clone"}
-"""They write running statistics, of which their schemas do not tell, or make what is to be written to."""
+"""Operators that write running statistics, which their schemas hide, or return memory that is to be written to."""
 
 
 @functools.cache
 def is_pure_op(op: OpOverload) -> bool:
-    """Whether all that an operator does is to make new tensors on this rank, which could be had without running it.
+    """Return whether an operator only allocates new results: no views, writes or collectives. It may draw random numbers.
 
     Pinned by ``test_operators_that_make_results``.
     """
@@ -53,7 +53,7 @@ def is_pure_op(op: OpOverload) -> bool:
 
 
 def mutated_args(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensor arguments that an operator mutates. Pinned with the last."""
+    """Yield the tensor arguments that an operator mutates. Pinned with `is_pure_op`."""
     for i, name in _mutated_arg_slots(op):
         value = args[i] if i is not None and i < len(args) else kwargs.get(name)
         yield from (x for x in (value if isinstance(value, list | tuple) else (value,)) if isinstance(x, Tensor))
@@ -72,7 +72,7 @@ def _mutated_arg_slots(op: OpOverload) -> tuple[tuple[int | None, str], ...]:
 
 @functools.cache
 def is_inplace_view(op: OpOverload) -> bool:
-    """Whether an operator that changes its argument leaves the memory as it is: ``t_``, ``squeeze_``. Pinned with the last."""
+    """Return whether an operator changes how its argument views memory, and not the memory: ``t_``, ``squeeze_``."""
     others = torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_
     return torch.Tag.inplace_view in op.tags and op.overloadpacket not in others
 
@@ -100,19 +100,19 @@ def _log_sum_exp(op: OpOverload) -> int | None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it has one storage with strides, as no subclass but a fake tensor does."""
+    """Return whether a tensor has one storage with strides: no subclass but a parameter and a fake tensor does."""
     return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and tensor.layout is torch.strided
 
 
 def detach_in_dispatch(tensor: Tensor) -> Tensor:
-    """Within a dispatch mode: the tensor without its graph, which counts the same versions.
+    """Return the tensor without its graph, with the same version counter. Call it within a dispatch mode.
 
-    As torch.utils.checkpoint keeps what a policy saves. Pinned by ``test_a_dispatch_mode``.
+    torch.utils.checkpoint keeps the tensors that a policy saves in this form. Pinned by ``test_a_dispatch_mode``.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # pyright: ignore[reportPrivateUsage]
         return tensor.detach()
 
 
 def is_graph_retained() -> bool:
-    """Whether the running backward leaves its graph for another one (retain_graph). Pinned by ``test_a_kept_graph``."""
+    """Return whether the running backward retains its graph for another one (retain_graph). Pinned by ``test_a_kept_graph``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore

@@ -1,4 +1,4 @@
-"""Files of torch: what its checkpoints say of where something is."""
+"""Private parts of torch.distributed.checkpoint: the location of an item in its files."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["make_storage_info"]
 
 
 def make_storage_info(file: str, offset: int, length: int) -> Any:
-    """Where an item is, as `torch.distributed.checkpoint.FileSystemReader` wants to be told: by a class of its own.
+    """Return the location of an item in a checkpoint, in the class that torch's FileSystemReader expects.
 
-    It is a part of the format, pickled by its name. Pinned by ``test_stored_at``.
+    The class is a part of the format, pickled by its name. Pinned by ``test_stored_at``.
     """
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # half a second, which only checkpoints need
 

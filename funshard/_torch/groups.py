@@ -1,4 +1,4 @@
-"""What torch.distributed keeps about process groups: their store, a group without a name, and one that imports keep alive."""
+"""Process groups of torch.distributed: the default store, and a gloo backend outside of the registry."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def make_unregistered_gloo(prefix: str, rank: int, size: int, timeout: timedelta
     Its stub lacks the collectives. Pinned by ``test_an_unregistered_gloo_backend``.
 
     Args:
-        prefix: Of its keys in the default group's store: equal on its ranks, and of no other group.
-        rank: This process's, among those of the backend.
+        prefix: The prefix of its keys in the default group's store: equal on its ranks, and of no other group.
+        rank: This process's rank in the backend.
         size: The number of its ranks.
-        timeout: Of the connection and of every collective.
+        timeout: The timeout of the connection and of every collective.
     """
     store = dist.PrefixStore(prefix, default_store())  # pyright: ignore[reportPrivateImportUsage]
     return dist.ProcessGroupGloo(store, rank, size, timeout)

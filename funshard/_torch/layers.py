@@ -1,4 +1,4 @@
-"""What of layers torch.nn has no public name for: classes, and how they are initialised."""
+"""Layers for which torch.nn has no public name: base classes of normalisation, and methods of initialisation."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[
 __all__ = ["BatchNorm", "NormWithStatistics", "find_reset"]
 
 BatchNorm = _BatchNorm
-"""Every BatchNorm of torch. Pinned, as `NormWithStatistics`, by ``test_layers_with_statistics``."""
+"""The base class of every BatchNorm of torch. Pinned, as `NormWithStatistics`, by ``test_layers_with_statistics``."""
 
 NormWithStatistics = _NormBase
-"""Every layer of torch that keeps running statistics."""
+"""The base class of every layer of torch that keeps running statistics."""
 
 
 def find_reset(module: nn.Module) -> Callable[[], object] | None:

@@ -1,4 +1,4 @@
-"""torch.func's stack of transforms, and what each level of it knows of a tensor: torch has no public questions for this."""
+"""torch.func's stack of transforms, and the wrappers that each of its levels puts around a tensor."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = [
 
 
 def current_level() -> int:
-    """How many torch.func transforms are running: 0 outside of all.
+    """Return the number of running torch.func transforms: 0 outside of all.
 
     functional_call must not hand a tensor of a transform that has ended to one that runs on, and `grad` must know
     whether it is nested. Pinned by ``test_level_counts_transforms``.
@@ -57,9 +57,9 @@ def current_level() -> int:
 
 
 def needs_graph() -> bool:
-    """Whether something may come back to what is computed now for its derivative; plain forward-mode AD never does.
+    """Return whether a backward, or a transform, may later differentiate what is computed now.
 
-    In inference mode nothing that it might want is kept.
+    Plain forward-mode AD never does, and inference mode keeps nothing for it.
     """
     if torch.is_inference_mode_enabled():
         return False
@@ -67,7 +67,7 @@ def needs_graph() -> bool:
 
 
 def can_replace_saved_tensors() -> bool:
-    """Whether saved tensors can be replaced: outside of torch.func, or in a single torch.func.grad, vjp or the like.
+    """Return whether saved tensors can be replaced: outside of torch.func, or in a single torch.func.grad or vjp.
 
     Deeper stacks keep what they save. Pinned by ``test_hooks_work_in_one_transform``.
     """
@@ -83,8 +83,7 @@ def unwrap(tensor: Tensor) -> Tensor:
 
 
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
-
-"""Whether the tensor belongs to a transform."""
+"""Whether the tensor is in a wrapper of a transform, running or ended."""
 
 
 def level_of(tensor: Tensor) -> int:
@@ -100,12 +99,11 @@ def unwrap_to_level(tensor: Tensor, level: int) -> Tensor:
 
 
 DispatchKeys = tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]
-
-"""Which dispatch keys are included and excluded in this thread."""
+"""The dispatch keys that a thread includes, and those that it excludes."""
 
 
 def dispatch_keys() -> DispatchKeys:
-    """Those of user code that runs now, for `tracking_levels`."""
+    """Return the dispatch keys of the user code that is running, for `tracking_levels`."""
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
@@ -132,7 +130,7 @@ def _has_graph(tensor: Tensor) -> bool:
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """Whether the innermost forward-mode derivative follows the tensor."""
+    """Return whether the innermost forward-mode derivative follows the tensor."""
     return in_forward_ad() and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
@@ -173,24 +171,24 @@ def wrap_for_ended_level(tensor: Tensor) -> Tensor:
 
 
 def has_only_derivatives() -> bool:
-    """Whether every torch.func transform that runs is a grad, vjp or jvp."""
+    """Return whether every running torch.func transform is a grad, vjp or jvp."""
     kinds = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
     return all(interpreter.key() in kinds for interpreter in retrieve_all_functorch_interpreters())
 
 
 def is_tracked(tensor: Tensor) -> bool:
-    """Whether autograd, torch.func or forward-mode AD follows the tensor. Pinned by ``test_derivatives_are_refused``."""
+    """Return whether autograd, torch.func or forward-mode AD follows the tensor. Pinned by ``test_derivatives_are_refused``."""
     while is_wrapped(tensor):
         if _functorch.is_gradtrackingtensor(tensor):
             return True
         tensor = _functorch.get_unwrapped(tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
         return True
-    return in_forward_ad() and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+    return has_tangent(tensor)
 
 
 def is_leaf(tensor: Tensor) -> bool:
-    """Whether neither autograd nor any transform has computed the tensor. Pinned by ``test_leaves_of_transforms``."""
+    """Return whether neither autograd nor any transform has computed the tensor. Pinned by ``test_leaves_of_transforms``."""
     while is_wrapped(tensor):
         if not tensor.is_leaf:
             return False
@@ -199,13 +197,13 @@ def is_leaf(tensor: Tensor) -> bool:
 
 
 def any_tracked(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether one of these `is_tracked`, or belongs to a transform, running or not; None does not. Pinned with `is_tracked`."""
+    """Return whether one of these `is_tracked`, or is in a wrapper of a transform, running or ended; None is not."""
     follows = torch.is_grad_enabled() or in_forward_ad()  # or else nobody follows but transforms
     return any(x is not None and (is_wrapped(x) or (follows and is_tracked(x))) for x in tensors)
 
 
 def is_dead(tensor: Tensor) -> bool:
-    """Whether the transform that the tensor belongs to has ended. Pinned by ``test_a_pullback_gives_plain_tensors``."""
+    """Return whether the transform that the tensor belongs to has ended. Pinned by ``test_a_pullback_gives_plain_tensors``."""
     return _functorch.is_dead_tensor_wrapper(tensor)
 
 
@@ -231,9 +229,9 @@ def unwrap_dead(tensor: Tensor) -> Tensor:
 
 
 class below_transforms:  # noqa: N801  a context, as torch.no_grad
-    """Without gradients and beneath all transforms, where `unwrap` tensors live.
+    """A context without gradients and outside of all transforms, for tensors that `unwrap` returns.
 
-    What is computed from them inside a transform is wrapped by it and dies with it. Pinned by ``test_beneath``. A class,
+    A transform would wrap what is computed from them, and the result would die with it. Pinned by ``test_beneath``. A class,
     as it is entered some ten times for each unit: a generator takes three times as long.
     """
 
@@ -253,15 +251,15 @@ class below_transforms:  # noqa: N801  a context, as torch.no_grad
 
 
 def below_autograd() -> contextlib.AbstractContextManager[None]:
-    """Where operators go straight to what computes them: the functional collectives' autograd is written in Python.
+    """Return a context in which operators skip autograd, which for functional collectives is written in Python.
 
-    Only `below_transforms`, where nobody differentiates. Pinned by ``test_below_autograd``.
+    Use it only within `below_transforms`, where nobody differentiates. Pinned by ``test_below_autograd``.
     """
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a vmap has batched the tensor. Pinned, as `overwrite`, by ``test_pure_form``."""
+    """Return whether a vmap has batched the tensor. Pinned, as `overwrite`, by ``test_pure_form``."""
     while is_wrapped(tensor):
         if _functorch.is_batchedtensor(tensor):
             return True
@@ -293,5 +291,5 @@ def materialize_zeros(tangent: Tensor) -> Tensor:
 
 
 def in_forward_ad() -> bool:
-    """Whether a torch.autograd.forward_ad level is open. Pinned by ``test_forward_ad_level``."""
+    """Return whether a torch.autograd.forward_ad level is open. Pinned by ``test_forward_ad_level``."""
     return torch.autograd.forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

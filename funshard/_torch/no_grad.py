@@ -1,4 +1,4 @@
-"""torch.no_grad in forward mode, which torch ignores there."""
+"""torch.no_grad in forward-mode AD, where torch itself ignores it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ACTIVE = _Active()
 
 
 class NoGradInForwardMode(TorchFunctionMode):
-    """Within this, what is computed under ``torch.no_grad`` in a torch.func transform is a constant for jvp as well.
+    """A mode in which results under ``torch.no_grad`` in a torch.func transform are constants for jvp, too.
 
     It asks for the mode of gradients at each function of torch and keeps no state: C++ changes that mode, too. A view would
     ask its base for a tangent later, so results are detached. Custom Functions run without it: what runs others' code in one
@@ -32,7 +32,7 @@ class NoGradInForwardMode(TorchFunctionMode):
 
     @staticmethod
     def is_active() -> bool:
-        """Whether this thread is within one, be it switched off for the moment."""
+        """Return whether this thread is within one, even if that is disabled for the moment."""
         return _ACTIVE.count > 0
 
     def __enter__(self) -> NoGradInForwardMode:
@@ -51,10 +51,10 @@ class NoGradInForwardMode(TorchFunctionMode):
             out = func(*args, **kwargs)
             given = [*args, *kwargs.values()]
             if isinstance(out, Tensor):
-                return _constant(out, given)
-            return type(out)(_constant(x, given) for x in out) if type(out) in (list, tuple) else out
+                return _detach_result(out, given)
+            return type(out)(_detach_result(x, given) for x in out) if type(out) in (list, tuple) else out
 
 
-def _constant(x: Any, given: list[Any]) -> Any:
+def _detach_result(x: Any, given: list[Any]) -> Any:
     """Detach a result, unless the result is itself one of the arguments, as with operators that write in place."""
     return x.detach() if isinstance(x, Tensor) and not any(x is other for other in given) else x

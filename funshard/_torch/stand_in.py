@@ -1,4 +1,4 @@
-"""A tensor that stands for another one which must not be used."""
+"""A replacement for a tensor that must not be used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["StandIn"]
 
 
 class StandIn(Tensor):
-    """Stands for a tensor: it answers what does not depend on values, and raises a RuntimeError where it is computed with.
+    """A replacement for a tensor: it has its metadata, and raises a RuntimeError where it is computed with.
 
     Pinned by ``test_a_stand_in``.
     """
@@ -21,7 +21,7 @@ class StandIn(Tensor):
     _message: str
 
     @classmethod
-    def of(cls, tensor: Tensor, message: str) -> StandIn:
+    def replace(cls, tensor: Tensor, message: str) -> StandIn:
         """Return a stand-in for the tensor, whose use raises an error with this message."""
         made = Tensor._make_subclass(cls, _EMPTY)  # as nn.Parameter is made, whatever mode there is
         made._original, made._message = tensor, message

@@ -47,24 +47,24 @@ def host_bytes(tensor: Tensor) -> memoryview:
     )
 
 
-def overwrite(target: Tensor, source: Tensor, *, told: bool = True) -> None:
-    """Put values into a tensor, as kernels do with buffers: torch.func refuses ``copy_`` to what was made outside of it.
+def overwrite(target: Tensor, source: Tensor, *, bump_version: bool = True) -> None:
+    """Write values into a tensor, as kernels do with buffers: torch.func refuses ``copy_`` to what was made outside of it.
 
-    Unless it is to be ``told``, the tensor's version stays, as it does when those kernels write. Where vmap has batched one
+    Without ``bump_version`` the tensor's version stays, as it does when those kernels write. Where vmap has batched one
     of them, ``copy_`` decides. Pinned by ``test_buffers_of_recomputed_modules``.
     """
     if is_batched(target) or is_batched(source):
         target.copy_(source)
         return
     with below_transforms():
-        (unwrap(target) if told else unwrap(target).data).copy_(unwrap(source))
+        (unwrap(target) if bump_version else unwrap(target).data).copy_(unwrap(source))
 
 
 def concat_flat(pieces: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Contiguous tensors end to end in a buffer of any dtype, by one kernel if they have one dtype.
+    """Concatenate contiguous tensors into a flat buffer of any dtype, by one kernel if they have one dtype.
 
-    torch.cat wants them flat, and on CUDA casts them by a kernel each. Only what is recorded is torch.cat, which compilers
-    know. Pinned by ``test_joined``.
+    torch.cat needs flat tensors, and on CUDA casts each by its own kernel. Traced code has torch.cat, which compilers know.
+    Pinned by ``test_joined``.
     """
     some = [piece if piece.dim() else piece.reshape(1) for piece in pieces if piece.numel()]
     if is_traced() or len({piece.dtype for piece in some}) != 1:
@@ -76,8 +76,8 @@ def concat_flat(pieces: Sequence[Tensor], out: Tensor) -> Tensor:
 storage_id: Callable[[Tensor], int] = torch._C._storage_address  # pyright: ignore[reportAttributeAccessIssue]
 """The identity of a live storage, also of fake and meta ones, whose memory has no address.
 
-That of ``untyped_storage()``, which makes a Python object that lives as long as the storage does: more for the garbage
-collector to go through. Pinned by ``test_storage_id``.
+``untyped_storage()`` would make a Python object that lives as long as the storage does: more for the garbage collector
+to visit. Pinned by ``test_storage_id``.
 """
 
 
@@ -87,12 +87,12 @@ def storage_id_of(storage: torch.UntypedStorage) -> int:
 
 
 def shares_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are of one storage, whatever transforms they are wrapped for."""
+    """Return whether two tensors have one storage, inside the wrappers of all transforms."""
     return storage_id(unwrap(a)) == storage_id(unwrap(b))
 
 
 def is_sole_holder(tensor: Tensor) -> bool:
-    """Whether this tensor is all that holds its storage: no view, no other tensor, no Python object.
+    """Return whether nothing else than this tensor holds its storage: no view, no other tensor, no Python object.
 
     A buffer may be written over only then. Pinned by ``test_alone``.
     """
@@ -120,14 +120,14 @@ def lazy_clone(tensor: Tensor) -> Tensor:
 
 
 def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.view(dtype)``, for which torch 2.11 has no batching rule. Pinned by ``test_reinterpreted``."""
+    """Return ``tensor.view(dtype)``, for which torch 2.11 has no batching rule. Pinned by ``test_reinterpreted``."""
     if torch.compiler.is_compiling() or not is_batched(tensor):
         return tensor.view(dtype)
     return _Reinterpreted.apply(tensor, dtype)
 
 
 class _Reinterpreted(torch.autograd.Function):
-    """Bits have no derivative."""
+    """``x.view(dtype)`` with a batching rule, and without a derivative."""
 
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -144,7 +144,7 @@ class _Reinterpreted(torch.autograd.Function):
 
 
 class _Donated(Tensor):
-    """A tensor that was given away."""
+    """A tensor whose memory was moved to another one; its use raises RuntimeError."""
 
     @classmethod
     def __torch_function__(cls, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,12 +164,12 @@ def take_storage(tensor: Tensor) -> Tensor:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether it is no subclass and no wrapper, and has a storage with strides: what `lazy_clone` is for."""
+    """Return whether a tensor has one storage with strides and is no subclass, as `lazy_clone` needs."""
     return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
 def has_internal_overlap(tensor: Tensor) -> bool:
-    """Whether an element is at several places, as vmap expands what it has not batched: nothing can be written there.
+    """Return whether indices share an element, as in a tensor that vmap has expanded: it cannot be written to.
 
     Pinned by ``test_fuzz.py``'s buffers that are read before and after they change.
     """
@@ -178,9 +178,9 @@ def has_internal_overlap(tensor: Tensor) -> bool:
 
 
 def shares_memory(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether neither the tensor nor its `lazy_clone` has been written to; kernels that might write count as well.
+    """Return whether neither the tensor nor its `lazy_clone` was written to, or passed to a kernel that might write.
 
-    Asking for the address by ``data_ptr`` would be one of them.
+    A call of ``data_ptr`` counts as such a kernel.
     """
     return torch._C._data_address(tensor) == torch._C._data_address(copy)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -201,7 +201,7 @@ def bound_device(group: dist.ProcessGroup) -> torch.device | None:
 
 
 def version(tensor: Tensor) -> int:
-    """How often the tensor was modified in place; 0 for inference tensors, which do not count and are not saved."""
+    """Return how often the tensor was modified in place; 0 for inference tensors, which do not count it."""
     inner = unwrap(tensor) if is_wrapped(tensor) else tensor
     try:
         return inner._version

@@ -1,4 +1,4 @@
-"""Copies between a device and the host, beside what the device computes."""
+"""Asynchronous copies between a device and the host."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ __all__ = ["AsyncCopy", "allocate_like", "is_accelerator", "is_pinned", "synchro
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether it has memory of its own, with something in it."""
+    """Return whether the device has its own memory for values: neither the CPU nor the meta device."""
     return device.type not in ("cpu", "meta")
 
 
 def allocate_like(
     like: Tensor, device: torch.device, *, dtype: torch.dtype | None = None, beside: torch.device | None = None
 ) -> Tensor:
-    """Empty memory of this tensor's shape, and dtype if no other is given, on the device.
+    """Return uninitialized memory of a tensor's shape, and by default its dtype, on the device.
 
-    On the host pinned, where the tensor's device, or the one that this memory is ``beside``, wants that.
+    Host memory is pinned if the tensor's device, or the one ``beside``, is an accelerator.
     """
     pinned = device.type == "cpu" and is_accelerator(beside or like.device) and not is_fake(like)
     return torch.empty(like.shape, dtype=dtype or like.dtype, device=device, pin_memory=pinned)
 
 
 class AsyncCopy:
-    """A copy under way from the host to a device or back, which nothing waits for but `wait`.
+    """A running copy from the host to a device or back, in a stream of its own.
 
-    It begins when what the device has been told to compute until now is done, and runs in a stream of its own. Both tensors
-    are made, used and let go where the device computes, and that waits for the copy before any of them is used or let go, by
-    `wait` or at the latest when this object goes. So no record_stream, with which freed memory is free again whenever the
-    host comes to look, and a step's memory is the same each time. The host itself never waits.
+    It starts after the work that is queued on the device. Both tensors are allocated, used and freed in the computing stream,
+    which waits for the copy before that: by `wait`, or at the latest when this object is freed. So no record_stream is needed,
+    which frees memory only when the host next looks, and a step's memory is the same each time. The host never waits.
     """
 
     __slots__ = ("_beside", "_computes", "_done")
@@ -56,7 +55,7 @@ class AsyncCopy:
         self._done = self._beside.record_event()
 
     def after(self) -> contextlib.AbstractContextManager[object]:
-        """Within this the device is told what comes after the copy and not after what it computes."""
+        """Return a context whose work is queued behind the copy, not behind what the device computes."""
         return contextlib.nullcontext() if self._beside is None else self._beside
 
     def wait(self) -> None:
@@ -93,7 +92,7 @@ def _beside(device: torch.device, towards: bool) -> torch.Stream:
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Whether it rests on the host in memory that a device copies by itself; not in a transform and while it is recorded."""
+    """Return whether the tensor is in pinned host memory; False in a transform and while operators are recorded."""
     if tensor.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return not (is_wrapped(tensor) or is_fake(tensor) or is_traced()) and tensor.is_pinned()

@@ -1,4 +1,4 @@
-"""What is recorded, compiled or of shapes alone."""
+"""Tracing: fake tensors, recorded operators, and marks on functions for torch.compile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor has a shape and no data."""
+    """Return whether the tensor has a shape and no data."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
@@ -45,7 +45,7 @@ def fake_mode() -> FakeTensorMode:
 
 
 def is_traced() -> bool:
-    """Whether operators are being recorded, as by make_fx: then everything has to be data flow.
+    """Return whether operators are being recorded, as by make_fx: then everything must be data flow.
 
     Pinned by ``test_fully_shard_compile_graph``.
     """
@@ -53,7 +53,7 @@ def is_traced() -> bool:
 
 
 def is_eager() -> bool:
-    """Whether what runs is neither in a torch.func transform, nor compiled, nor recorded, nor on shapes alone.
+    """Return whether code runs outside of torch.func transforms, compilation, recording and fake tensors.
 
     Pinned by ``test_values_are_compared_where_they_can_be``.
     """
@@ -74,9 +74,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def assume_constant(fn: F) -> F:
-    """torch.compiler.assume_constant_result: torch.compile runs the function while it traces, once for each graph.
+    """Apply torch.compiler.assume_constant_result: torch.compile runs the function as it traces, once for each graph.
 
-    As `allow_in_graph` and `disable_in_graph` without importing Dynamo, which takes longer than torch itself. Pinned by
+    Like `allow_in_graph` and `disable_in_graph` it does not import Dynamo, which takes longer than torch itself. Pinned by
     ``test_said_in_a_compiled_call``.
     """
     fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -84,7 +84,7 @@ def assume_constant(fn: F) -> F:
 
 
 def allow_in_graph(fn: F) -> F:
-    """torch.compiler.allow_in_graph, which Dynamo is told when it comes by. Pinned by tests/test_import.py."""
+    """Apply torch.compiler.allow_in_graph, when Dynamo first traces the function. Pinned by tests/test_import.py."""
 
     @assume_constant
     def known() -> None:
@@ -100,7 +100,7 @@ def allow_in_graph(fn: F) -> F:
 
 
 def disable_in_graph(reason: str) -> Callable[[F], F]:
-    """torch.compiler.disable, asked for when Dynamo comes by. Pinned by tests/test_import.py."""
+    """Return a decorator that applies torch.compiler.disable when Dynamo first traces the function. Pinned with `allow_in_graph`."""
 
     def decorated(fn: F) -> F:
         disabled: dict[None, F] = {}
@@ -122,8 +122,7 @@ def disable_in_graph(reason: str) -> Callable[[F], F]:
 
 
 FORWARD_CAN_BE_REPLACED = TorchVersion(torch.__version__) >= "2.13"
-
-"""Whether Dynamo sees a ``forward`` that is put into a module's ``__dict__`` for a while, and leaves none behind.
+"""Whether Dynamo traces a ``forward`` that a module's ``__dict__`` has for a while, and leaves none behind.
 
 Pinned by ``test_casts_inside_of_a_compiled_call``.
 """

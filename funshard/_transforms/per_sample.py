@@ -232,7 +232,7 @@ def _check_batch(args: tuple[object, ...]) -> int:
 
 
 def _check_privacy(clip: float | None, noise: float | None, reduce: ReduceBy, randomness: str) -> None:
-    Reduction.of(reduce)
+    Reduction.make(reduce)
     if clip is None and reduce != "mean":
         raise ValueError(f"per_sample_grads: expected clip with reduce={reduce!r}: without it nothing is reduced")
     if clip is not None and not clip > 0:

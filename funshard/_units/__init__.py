@@ -1,1 +1,1 @@
-"""One unit: where its parameters lie in its buffer, and how that travels between ranks."""
+"""One unit: the layout of its buffer, and its gathers and reductions between ranks."""

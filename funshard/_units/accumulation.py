@@ -1,4 +1,4 @@
-"""What an accumulation over micro-batches (_steps) decides for the functional_calls in its loss."""
+"""The reductions that an accumulation over micro-batches (_steps) chooses for the functional_calls in its loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._spec.spec import PartitionSpec
 __all__ = ["Accumulation", "GradReceiver", "find_accumulation"]
 
 _ACTIVE: list[Accumulation] = []
-"""Those whose loss or backward runs, of all threads.
+"""The accumulations whose loss or backward runs, of all threads.
 
 The shards of `accumulate` find theirs by identity. What a loss computes from them (``{k: 2 * p}``, a step inside, a recomputed
 function) has no link to them that also holds under torch.func and Dynamo, but must be reduced as `accumulate` says. It is
@@ -26,7 +26,7 @@ no context variable: Dynamo reads none, and autograd's own threads have none.
 
 
 class GradReceiver(Protocol):
-    """Takes reduced gradients while backward runs, instead of at its end."""
+    """A receiver of reduced gradients while backward runs, instead of at its end."""
 
     def expect(self, key: str) -> None:
         """Note that a gradient of this unit is being reduced."""
@@ -45,14 +45,14 @@ class Accumulation:
     shards: Mapping[str, Tensor]
     """The shards, as the loss gets them."""
     replacements: Mapping[str, Tensor]
-    """What a functional_call that takes all of these shards uses instead. Their gradients go there."""
+    """The tensors that a functional_call uses instead of these shards, if it takes all of them, with their gradients."""
     partial_reduction: Reduction
-    """How gradients of the replacements are reduced during backward. accumulate does the rest at its end."""
+    """The reduction of the replacements' gradients in backward. accumulate does the rest at its end."""
     reduction: Reduction
-    """How gradients of everything that the loss computes from its shards are reduced."""
+    """The reduction of the gradients of all that the loss computes from its shards."""
     thread: int
     receiver: GradReceiver | None = None
-    """Takes the gradients of the replacements."""
+    """The receiver of the replacements' gradients."""
 
     def __enter__(self) -> None:
         _ACTIVE.append(self)
@@ -100,7 +100,7 @@ def find_accumulation(
 
 
 def _of_this_thread() -> list[Accumulation]:
-    """Return those of this thread; in one of autograd's own, which runs a checkpoint again, those of all."""
+    """Return this thread's accumulations; in a thread of autograd, which runs a checkpoint again, those of all."""
     if torch.compiler.is_compiling():
         return _ACTIVE
     own = [active for active in _ACTIVE if active.thread == threading.get_ident()]

@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["BUCKET_BYTES", "BUCKET_BYTES_CUDA", "Bucket", "OpenBuckets"]
 
 BUCKET_BYTES = 2**22
-"""Tensors are reduced together once they are so many: see examples/benchmarks/comm.py."""
+"""The size at which a bucket is full and reduced: see examples/benchmarks/comm.py."""
 BUCKET_BYTES_CUDA = 25 * 2**20
 """The same for gradients on CUDA, where a collective costs more to start: DistributedDataParallel's default."""
 
@@ -26,7 +26,7 @@ class Bucket:
         self.pieces: list[Tensor] = []
         self._lengths: list[int] = []
         self.numel = 0
-        """Elements of all of them."""
+        """The number of elements of all of them."""
         for key, tensor in tensors:
             self.add(key, [tensor.reshape(-1)], tensor.numel())
 

@@ -1,4 +1,4 @@
-"""How units travel between ranks: the steps of a spec's gathers and reductions, chains of them, and their buffers."""
+"""Chains of collectives: the steps of a spec's gathers and reductions, and their buffers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .route import Route
 __all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "StartStep", "make_route_table"]
 
 StartStep = Callable[[Tensor, Tensor | None], PendingResult]
-"""Starts one collective of a `CollectiveChain` on a tensor, and writes its result into the second one, if there is one."""
+"""A function that starts one collective on a tensor, and writes the result into the second one, if there is one."""
 
 
 class BufferPool:
@@ -61,7 +61,7 @@ class BufferPool:
         return buffer.as_strided_((numel,), (1,), margin)  # a view would hold it, and it would never be taken again
 
     def clear(self) -> None:
-        """Drop all buffers, and wait for the collectives that nobody wants any more."""
+        """Drop all buffers, and wait for the collectives whose results are no longer referenced."""
         self._spare.clear()
         if sys.exc_info()[0] is None:
             wait_unclaimed()
@@ -72,14 +72,14 @@ class BufferPool:
 
 
 _UNCLAIMED: deque[Tensor | weakref.ref[Tensor]] = deque()
-"""What collectives write to whose chains were let go, or references to it: the process group holds it as long as it needs it.
+"""The outputs of running collectives whose chains were freed, or references to them.
 
-Pinned by ``test_gloo_holds_what_it_writes``.
+The process group holds an output as long as it needs it. Pinned by ``test_gloo_holds_what_it_writes``.
 """
 
 
 def wait_unclaimed() -> None:
-    """Wait for the collectives that nobody wants any more: one that is never waited for keeps its buffers for ever."""
+    """Wait for the collectives whose chains were freed: one that is never waited for keeps its buffers for ever."""
     if not _UNCLAIMED:
         return
     with _torch.below_transforms():
@@ -97,9 +97,9 @@ class CollectiveChain:
     """
 
     copy: _torch.AsyncCopy | None = None
-    """The copy that the first one comes after, if what it is made of was copied."""
+    """The copy of the slice to the device, which comes before the first collective, if there is one."""
     decode: Callable[[Tensor], Tensor] | None = None
-    """What its result is made of what the last one gives, where that is not the same."""
+    """The function from the last collective's output to the result, if they differ."""
     _finish: PendingResult | None = None
 
     def __init__(self, x: Tensor, steps: Iterable[StartStep], own: Tensor | None = None) -> None:
@@ -119,7 +119,7 @@ class CollectiveChain:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a collective is under way."""
+        """Whether a collective is running."""
         return self._finish is not None
 
     def result(self) -> Tensor:
@@ -142,7 +142,7 @@ class RouteSteps(NamedTuple):
     gather: tuple[StartStep, ...]
     reduce: tuple[StartStep, ...]
     gather_groups: tuple[str, ...]
-    """The names of the process groups that the first are on."""
+    """The names of the process groups of ``gather``."""
     reduce_groups: tuple[str, ...]
     has_tags: bool
     """Whether slices in the CPU's memory carry a tag when they are gathered."""
@@ -173,13 +173,13 @@ class RouteTable:
     by_key: dict[str, Route]
     steps: dict[str, RouteSteps]
     gather_positions: tuple[int, ...]
-    """The places in ``spec.order`` of the units that are gathered, or copied, but not those inside of recomputed modules."""
+    """The positions in ``spec.order`` of units that are gathered or copied, except those inside of recomputed modules."""
     has_groups: bool
     """Whether every axis has a process group."""
     needs_order_check: bool
-    """Whether ranks compare what they start: there are others, and it is wanted."""
+    """Whether ranks compare the order of their collectives: it is asked for, and there are other ranks."""
     has_resharded_units: bool
-    """Whether any buffer goes between forward and backward."""
+    """Whether the buffer of any unit is freed between forward and backward."""
 
 
 def make_route_table(
@@ -187,7 +187,7 @@ def make_route_table(
 ) -> RouteTable:
     """Return the routes of a spec's units, whose shards have these dtypes, on its process groups."""
     mesh, recomputed = spec.bound_mesh, spec.recomputed
-    of = {
+    routes = {
         unit.key: Route.for_unit(unit, mesh, reduction, unit.p.precision, dtype)
         for unit, dtype in zip(spec, dtypes, strict=True)
     }
@@ -198,14 +198,14 @@ def make_route_table(
     groups = [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis)]
     connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)
     compares = check_order and connected and all(is_comparable(axis.name) for axis in groups if axis.size > 1)
-    keys = tuple(of)
+    keys = tuple(routes)
     return RouteTable(
-        of,
-        {key: RouteSteps.for_route(of[key], mesh, UnitTag(keys, i) if compares else None) for i, key in enumerate(keys)},
-        tuple(i for i, key in enumerate(spec.order) if (of[key].split_axes or of[key].device) and not inside(key)),
+        routes,
+        {key: RouteSteps.for_route(routes[key], mesh, UnitTag(keys, i) if compares else None) for i, key in enumerate(keys)},
+        tuple(i for i, key in enumerate(spec.order) if (routes[key].split_axes or routes[key].device) and not inside(key)),
         connected,
         compares,
-        any(route.reshard_after_forward for route in of.values()),
+        any(route.reshard_after_forward for route in routes.values()),
     )
 
 

@@ -1,8 +1,8 @@
-"""A unit's buffer between ranks as data flow: gathered, reduced, sliced; differentiable at every order.
+"""Gathers and reductions of a unit's buffer as data flow, differentiable at every order.
 
 Where nothing is cast these are chains of the collectives. With a `Precision`, what is gathered and what is reduced have
-dtypes of their own, but between two nodes of autograd a gradient has the dtype of the value. So then the whole way is one
-linear map with a transpose of its own: shards to what is computed with, and its gradients to those of shards.
+dtypes of their own, but between two nodes of autograd a gradient has the dtype of the value. Then one linear map with its own
+transpose leads from shards to the buffer, and from the buffer's gradient to that of the shards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def resolve_reduction(by: ReduceBy, axes: Iterable[str] | None, mesh: Mesh, unit
     Raises:
         ValueError: For an unknown axis and, naming the unit, without an axis that it is split over.
     """
-    reduction = Reduction.of(by, None if axes is None else mesh.select(axes))
+    reduction = Reduction.make(by, None if axes is None else mesh.select(axes))
     if reduction.over is None:
         return reduction
     for unit in units:
@@ -91,12 +91,12 @@ def gather_unit(
     split, rest = ([mesh[name] for name in names] for names in (route.split_axes, route.replica_axes))
     if route.form:
         piece = move(piece, route.device, piece.dtype)
-        return route.decode(_gathered(piece, split, label) if split else piece.clone(), route.form)
+        return route.decode(_gather_along(piece, split, label) if split else piece.clone(), route.form)
     if route.codec:
         value = _gather_encoded(route.codec, move(piece.detach(), route.device, piece.dtype), split, route.dtypes.param, label)
-        return _travel(piece, value, *_constants(route, mesh, label), True)
+        return _apply_route(piece, value, *_constants(route, mesh, label), True)
     if not route.is_plain:
-        return _travel(piece, None, *_constants(route, mesh, label), True)
+        return _apply_route(piece, None, *_constants(route, mesh, label), True)
     for axis in reversed(rest):
         piece = vary(piece, axis, reduce=route.reduce_op, label=label)
     for axis in reversed(split):
@@ -133,7 +133,7 @@ def reduce_unit(
     if not unit.numel:
         return buffer.new_empty(0, dtype=dtype, device=route.device and HOST)
     if not route.is_plain:
-        return _travel(buffer, None, *_constants(route, mesh, label), False)
+        return _apply_route(buffer, None, *_constants(route, mesh, label), False)
     split, rest = ([mesh[name] for name in names] for names in (route.split_axes, route.replica_axes))
     return reduce_along(buffer, split, rest, route.reduce_op, label)
 
@@ -150,20 +150,20 @@ def reduce_along(
 
 
 class _Constants(NamedTuple):
-    """A route on a mesh as constants and the ranks that vmap simulates, which is what Dynamo can record."""
+    """A route on a mesh as constants, and the ranks that vmap simulates, in a form that Dynamo can record."""
 
     ranks: tuple[Tensor, ...]
     split: tuple[tuple[int, str | None], ...]
-    """Of the axes the sizes and the names of their groups, None for simulated ones."""
-    rest: tuple[tuple[int, str | None], ...]
+    """The sizes of the split axes and the names of their groups, None for simulated ones."""
+    replicas: tuple[tuple[int, str | None], ...]
     op: Literal["mean", "sum"]
     factors: tuple[float, float]
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    """In which parameters are gathered, gradients reduced, and shards kept."""
+    """The dtypes in which parameters are gathered, gradients reduced, and shards kept."""
     device: torch.device | None
-    """To which shards are copied, that rest on the host."""
+    """The device to which host-resident shards are copied."""
     label: str
-    """Of its collectives."""
+    """The label of its collectives."""
 
 
 def _constants(route: Route, mesh: Mesh, label: str) -> _Constants:
@@ -187,7 +187,7 @@ def _axes(
     return [axis(*some) for some in split], [axis(*some) for some in rest]
 
 
-def _gathered(piece: Tensor, split: Sequence[Axis], label: str) -> Tensor:
+def _gather_along(piece: Tensor, split: Sequence[Axis], label: str) -> Tensor:
     for axis in reversed(split):
         piece = gather_slices(piece, axis, label=label)
     return piece
@@ -195,14 +195,14 @@ def _gathered(piece: Tensor, split: Sequence[Axis], label: str) -> Tensor:
 
 def _gather_encoded(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: torch.dtype, label: str) -> Tensor:
     """Gather the slices of all ranks, each encoded where it is and decoded everywhere."""
-    rows = [_gathered(x[None], split, label) for x in codec._encode_slice(piece)]
+    rows = [_gather_along(x[None], split, label) for x in codec._encode_slice(piece)]
     if all(axis.size == 1 for axis in split):  # nothing was gathered, and decode may give what it is given
         rows = [x.clone() for x in rows]
     return codec._decode_slices(rows, len(piece), dtype)
 
 
 @_torch.allow_in_graph
-def _travel(
+def _apply_route(
     x: Tensor,
     value: Tensor | None,
     ranks: tuple[Tensor, ...],
@@ -216,25 +216,25 @@ def _travel(
     gathers: bool,
 ) -> Tensor:
     # One node for Dynamo, as collectives._primitive.
-    param, reduce, shard = dtypes
+    param_dtype, reduce_dtype, shard_dtype = dtypes
 
-    def there(piece: Tensor, *ranks: Tensor) -> Tensor:
-        return _gathered(move(piece, device, param), _axes(ranks, split, rest)[0], label)
+    def gather(piece: Tensor, *ranks: Tensor) -> Tensor:
+        return _gather_along(move(piece, device, param_dtype), _axes(ranks, split, rest)[0], label)
 
-    def back(grad: Tensor, *ranks: Tensor) -> Tensor:
+    def reduce_grad(grad: Tensor, *ranks: Tensor) -> Tensor:
         before, after = factors
-        grad = move(grad, device, reduce)  # which is there, but for a slice that is to be reduced over more axes
+        grad = move(grad, device, reduce_dtype)  # which is there, but for a slice that is to be reduced over more axes
         grad = reduce_along(grad / before if before != 1 else grad, *_axes(ranks, split, rest), op, label)
-        return move(grad / after if after != 1 else grad, device and HOST, shard)
+        return move(grad / after if after != 1 else grad, device and HOST, shard_dtype)
 
-    return _Map.apply(x, value, *((there, back) if gathers else (back, there)), *ranks)
+    return _LinearMap.apply(x, value, *((gather, reduce_grad) if gathers else (reduce_grad, gather)), *ranks)
 
 
 Linear = Callable[..., Tensor]
 
 
-class _Map(_torch.Function):
-    """``linear(x, *ranks)``, with a ``transpose`` that is not autograd's own. Where there is a ``value``, its value is that."""
+class _LinearMap(_torch.Function):
+    """The linear map ``linear(x, *ranks)`` with a given ``transpose``. ``value`` is the result where it is known already."""
 
     @staticmethod
     def forward(x: Tensor, value: Tensor | None, linear: Linear, transpose: Linear, *ranks: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -247,12 +247,12 @@ class _Map(_torch.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        out = _Map.apply(grad, None, ctx.transpose, ctx.linear, *ctx.ranks)
+        out = _LinearMap.apply(grad, None, ctx.transpose, ctx.linear, *ctx.ranks)
         return out, *(None for _ in range(3 + len(ctx.ranks)))
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Map.apply(tangent, None, ctx.linear, ctx.transpose, *ctx.ranks)
+        return _LinearMap.apply(tangent, None, ctx.linear, ctx.transpose, *ctx.ranks)
 
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -264,4 +264,4 @@ class _Map(_torch.Function):
         dims = (0, *in_dims[4:])
         # with memory of its own: a result that sees one element several times can have no tangent
         value = None if value is None else first(value, in_dims[1]).contiguous()
-        return _Map.apply(first(x, in_dims[0]), value, torch.vmap(linear, dims), torch.vmap(transpose, dims), *ranks), 0
+        return _LinearMap.apply(first(x, in_dims[0]), value, torch.vmap(linear, dims), torch.vmap(transpose, dims), *ranks), 0

@@ -77,7 +77,7 @@ def concat_padded(pieces: Sequence[Tensor], unit: Unit, padded: int) -> Tensor:
 
 
 def insert_padding(pieces: Iterable[Tensor], unit: Unit, padded: int, zeros: Tensor) -> list[Tensor]:
-    """Return what to concatenate for a unit's buffer: a piece for each parameter, and parts of ``zeros`` between them."""
+    """Return the tensors to concatenate for a unit's buffer: a piece for each parameter, and parts of ``zeros`` between."""
     rest = iter(pieces)
     out = [zeros[:size] if param is None else next(rest) for size, param in unit.parts]
     return [*out, zeros[: padded - unit.span]] if padded > unit.span else out
@@ -216,11 +216,11 @@ class Piece(NamedTuple):
 
     param: Param
     low: int
-    """Where it begins in the slice, in elements."""
+    """The start in the slice, in elements."""
     high: int
-    """Where it ends there."""
+    """The end in the slice."""
     begin: int
-    """Where it begins in the parameter, in its memory order."""
+    """The start in the parameter, in its memory order."""
 
 
 def slice_pieces(unit: Unit, spec: PartitionSpec, at: Sequence[int]) -> Iterator[Piece]:

@@ -1,4 +1,4 @@
-"""Do all ranks start the same collectives? A call records what it starts, and ranks compare that between them.
+"""The check that all ranks start the same collectives: a call records its own, and ranks compare their records.
 
 Ranks compare the gathers of forward when forward ends, and look at the result when backward begins. The end of backward
 compares the rest. Slices that carry tags (collectives/_tag.py) are compared by each gather itself.

@@ -1,4 +1,4 @@
-"""The reductions of gradients that are under way while the rest of backward computes."""
+"""The reductions of gradients that run while the rest of backward computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .route import Route
 __all__ = ["ReductionQueue", "flat_pieces"]
 
 _Kind = tuple[torch.dtype, torch.dtype, torch.device | None]
-"""What replicated units that are reduced together have in common: dtypes reduced and of the shards, and where they are used."""
+"""The common properties of replicated units in a bucket: dtypes of reduction and shards, and the device of use."""
 
 
 class ReductionQueue:
@@ -162,10 +162,10 @@ class ReductionQueue:
         parts = [(key, chain.result()) for key, chain in self._slices]
         for bucket, chain in self._full_buckets:
             parts += bucket.split(chain.result())
-        there = self._on_final_device(parts)
+        reduced = self._on_final_device(parts)
         self._reset()
         out: dict[str, Tensor] = {}
-        for key, grad in there:
+        for key, grad in reduced:
             out[key] = out[key] + grad if key in out else grad
         return out
 

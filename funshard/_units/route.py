@@ -1,4 +1,4 @@
-"""How a unit travels between ranks, as plain data. Data flow (flow.py) and chains under way (chain.py) interpret it."""
+"""The route of a unit between ranks, as plain data that data flow (flow.py) and chains (chain.py) interpret."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Route"]
 
 @dataclass(frozen=True)
 class Route:
-    """Over which mesh axes a unit is gathered and reduced, in which dtypes, and what its gradients are divided by."""
+    """The mesh axes over which a unit is gathered and reduced, the dtypes, and the divisors of its gradients."""
 
     padded_numel: int
     """Elements of its whole buffer."""
@@ -32,27 +32,27 @@ class Route:
     replica_axes: tuple[str, ...]
     """The other axes that its gradients are reduced over, in that order, as slices."""
     reduce_op: Literal["mean", "sum"]
-    """What collectives take of gradients."""
+    """The result of the collectives that reduce gradients."""
     divide_before: float
-    """What gradients are divided by before the first collective."""
+    """The divisor of gradients before the first collective."""
     divide_after: float
-    """And after the last one."""
+    """The divisor of gradients after the last collective."""
     shard_dtype: torch.dtype
-    """The shard's."""
+    """The dtype of the shard."""
     dtypes: Dtypes
-    """In which it is gathered and computed with, and in which its gradients are reduced."""
+    """The dtypes in which it is gathered and computed with, and in which its gradients are reduced."""
     codec: Codec | None
-    """What is sent is encoded in."""
+    """The codec of the slices that are sent."""
     form: Form | None
-    """How the shard's bytes are what is encoded, where it is at rest in that."""
+    """The form of the encoded slice that the shard's bytes are, if it is at rest in a codec."""
     num_slices: int
-    """How many slices its buffer is."""
+    """The number of slices of its buffer."""
     device: torch.device | None
-    """To which the shard, which rests on the host, is copied to be gathered; None where it is where it is used."""
+    """The device to which a host-resident shard is copied to be gathered; None for one that is used where it is stored."""
     has_own_buffer: bool
     """Whether its buffer is another tensor than the shard."""
     reshard_after_forward: bool
-    """Whether its buffer goes between forward and backward."""
+    """Whether its buffer is freed between forward and backward."""
 
     @classmethod
     def for_unit(cls, unit: Unit, mesh: Mesh, reduction: Reduction, precision: Precision | None, dtype: torch.dtype) -> Route:

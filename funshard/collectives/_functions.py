@@ -1,4 +1,4 @@
-"""Differentiable collectives over a mesh axis, and the axis that is a batch dimension of torch.vmap.
+"""The differentiable collectives over a mesh axis, each with its transpose.
 
 Every primitive is linear and acts on dimension 0. Its derivative is itself, its gradient is its *transpose*, and the
 transpose has a transpose, so each is exact at every order. What the transpose is follows from there being two kinds of
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Reduce = Literal["mean", "sum"]
-"""How values are combined over ranks: to their mean or their sum."""
+"""The combination of values over ranks: their mean or their sum."""
 
 
 def _check_divisible(what: str, x: Tensor, axis: Axis) -> None:

@@ -60,8 +60,15 @@ class HostGroup:
         self._group.gather([rows] if rows else [], [own], options).wait()
         return [*map(pickle.loads, received)]
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        """Replace a tensor by the first rank's, and return it."""
+    def broadcast_object(self, value: object) -> Any:
+        """Return the first rank's value on every rank."""
+        buffer = bytearray(pickle.dumps(value)) if self.rank == 0 else bytearray()
+        length = int(self._broadcast(torch.tensor(len(buffer))))
+        buffer = buffer or bytearray(length)
+        self._broadcast(torch.frombuffer(buffer, dtype=torch.uint8))
+        return pickle.loads(buffer)
+
+    def _broadcast(self, x: Tensor) -> Tensor:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._group.broadcast([x], options).wait()

@@ -44,7 +44,7 @@ class PendingResult:
 
 
 class OpContext(NamedTuple):
-    """Where an op runs: the size and name of a process group, and the root of the ops that have one.
+    """The process group of an op by its size and name, and the root of the ops that have one.
 
     With a ``tag`` ranks on gloo compare which unit they gather or reduce, if the buffer has margins for it.
     """

@@ -1,4 +1,4 @@
-"""Whether all ranks start the same collectives in the same order.
+"""The check that all ranks start the same collectives in the same order.
 
 A process group pairs the n-th collective of one rank with the n-th of every other. Ranks that gather other units of one
 size, or the same units in another order, get each other's slices, without an error from any backend. So ranks compare the
@@ -22,10 +22,10 @@ from .. import _torch
 from ._host_group import HostGroup, host_groups
 from ._tag import REMEDY
 
-TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others' names: as long as torch's own collectives on gloo."""
-
 __all__ = ["CollectiveSequence", "SequenceCheck", "check_sequence", "is_comparable"]
+
+TIMEOUT = timedelta(minutes=30)
+"""The time that a rank waits for the others' names, as long as torch's own collectives on gloo wait."""
 
 
 class CollectiveSequence:
@@ -129,7 +129,7 @@ def check_sequence(names: Sequence[str], group: str, sent: Tensor) -> None:
 
 
 def is_comparable(group: str) -> bool:
-    """Whether a process group has other processes: that of the backend "fake" has a size alone."""
+    """Return whether a process group has other processes: one of the backend "fake" has a size alone."""
     return dist.get_backend(_torch.resolve_group(group)) != "fake"
 
 

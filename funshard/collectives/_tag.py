@@ -1,4 +1,4 @@
-"""What a rank says of the slices that it sends: which of the spec's units they are of.
+"""Tags on the slices that a rank sends, which say which of the spec's units they are of.
 
 On gloo the host waits for every collective, so ranks that send different numbers of units would wait for each other for ever
 before they could compare what they have started (_sequence.py). There 8 bytes travel with a slice. They come from margins
@@ -27,19 +27,19 @@ REMEDY = (
     "Expected the same units in the same order on all ranks: run every unit on every rank (its output times 0 where it is not "
     "wanted), or choose units by numbers that all ranks have alike; check_order=False leaves this out"
 )
-"""What to do where ranks run different units."""
+"""The advice in an error about ranks that run different units."""
 
 
 @dataclass(frozen=True)
 class UnitTag:
-    """The unit of this index among those of these keys."""
+    """The tag of a unit: its index among the keys of its spec's units."""
 
     keys: tuple[str, ...]
     index: int
 
     @functools.cached_property
     def _payload(self) -> bytes:
-        """Other specs' units have other bytes."""
+        """The tag's bytes, which differ from those of other specs' units."""
         return zlib.crc32("\n".join(self.keys).encode()).to_bytes(4, "little") + self.index.to_bytes(4, "little")
 
     def write(self, address: int) -> None:
@@ -119,12 +119,12 @@ class UnitTag:
 
 
 def tag_length(x: Tensor) -> int:
-    """How many elements of this tensor's dtype a tag is."""
+    """Return the number of elements of this tensor's dtype that a tag takes."""
     return _BYTES // x.itemsize
 
 
 def has_margins(x: Tensor) -> bool:
-    """Whether a contiguous tensor lies in its memory with room on both sides, for tags on the CPU."""
+    """Return whether a contiguous CPU tensor has room for tags on both sides of it in its storage."""
     if x.device.type != "cpu":
         return False
     begin = x.storage_offset() * x.itemsize

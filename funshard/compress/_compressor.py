@@ -1,4 +1,4 @@
-"""What compressors have in common: the pair of functions, and what they do with a unit's gradients beside compressing."""
+"""Compressor: the pair of functions, and the handling of a unit's gradients beside compression."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ..collectives._mesh import Axes
 
 __all__ = [
     "Compressor",
-    "at_rest",
-    "buffer_of",
-    "exactly",
-    "given_grads",
+    "bind_axes",
+    "check_grads",
+    "move_axes_first",
+    "move_to_rest",
     "other_axes",
-    "outermost",
-    "over_axes",
-    "reduced",
-    "size_of",
-    "sliced",
+    "rank_count",
+    "reduce_exactly",
+    "reduce_over_axes",
+    "scatter_axes",
+    "to_buffer",
 ]
 
 S = TypeVar("S")
@@ -48,7 +48,7 @@ class Compressor(Generic[S]):
     is not of the spec, is missing from its unit, or has another shape or dtype."""
 
 
-def over_axes(axes: Axes, spec: PartitionSpec) -> tuple[PartitionSpec, tuple[str, ...]]:
+def bind_axes(axes: Axes, spec: PartitionSpec) -> tuple[PartitionSpec, tuple[str, ...]]:
     """Return the bound spec, and the axes in the order of its mesh."""
     spec = bind_spec(spec)
     return spec, spec.bound_mesh.select(axes)
@@ -59,12 +59,12 @@ def other_axes(over: tuple[str, ...], spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(name for name in spec.bound_mesh.names if name not in over)
 
 
-def size_of(axes: Iterable[str], spec: PartitionSpec) -> int:
-    """How many ranks there are over these axes."""
+def rank_count(axes: Iterable[str], spec: PartitionSpec) -> int:
+    """Return the number of ranks over these axes."""
     return math.prod([spec.bound_mesh[name].size for name in axes])
 
 
-def given_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too: bool = False) -> dict[str, list[Tensor]]:
+def check_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too: bool = False) -> dict[str, list[Tensor]]:
     """Return each unit's gradients by unit key, in the order of its parameters; raise for an invalid gradient."""
     check_mapping(grads)
     for name in grads:
@@ -87,37 +87,38 @@ def given_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too
     return given
 
 
-def buffer_of(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
+def to_buffer(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
     """Return the padded buffer of the unit's gradients."""
     names = [param.name for param in unit.params]
     return flatten_unit(dict(zip(names, tensors, strict=True)), unit, spec.padded_numel(unit))
 
 
-def exactly(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
+def reduce_exactly(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
     """Return this rank's slice of the mean over these axes, without compression."""
-    return at_rest(sliced(reduced(buffer, unit, spec, over), unit, spec, other_axes(over, spec)), unit, spec)
+    buffer = reduce_over_axes(buffer, unit, spec, over)
+    return move_to_rest(scatter_axes(buffer, unit, spec, other_axes(over, spec)), unit, spec)
 
 
-def at_rest(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Tensor:
+def move_to_rest(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Tensor:
     """Move a unit's slice to the device of its shard: the host with ``P(offload="params")``."""
     return piece if compute_device(unit, spec.bound_mesh) is None else piece.to(HOST)
 
 
-def reduced(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
-    """Return the mean over some axes, sliced along those that split the unit; `sliced` then gives the rank's own slice."""
+def reduce_over_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
+    """Return the mean over some axes, sliced along those that split the unit; `scatter_axes` slices along the others."""
     if not unit.numel:
         return buffer
     mesh = spec.bound_mesh
-    buffer = outermost(buffer, unit, spec, over)
+    buffer = move_axes_first(buffer, unit, spec, over)
     narrow = buffer.itemsize == 2
     if narrow:  # all of it before the sum, as torch's allreduce and fp16 hooks do, whose results these are
-        buffer = buffer / size_of(over, spec)
+        buffer = buffer / rank_count(over, spec)
     split = [mesh[name] for name in unit.p.axes if name in over]
     rest = [mesh[name] for name in reversed(over) if name not in unit.p.axes]
     return reduce_along(buffer, split, rest, "sum" if narrow else "mean")
 
 
-def outermost(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
+def move_axes_first(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
     """Reorder the slices of a unit's buffer so that these axes split the buffer first."""
     order = sorted(range(len(unit.p.axes)), key=lambda i: unit.p.axes[i] not in over)
     if order == sorted(order):
@@ -126,7 +127,7 @@ def outermost(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, 
     return buffer.unflatten(0, (*sizes, -1)).permute(*order, len(order)).flatten()
 
 
-def sliced(buffer: Tensor, unit: Unit, spec: PartitionSpec, axes: tuple[str, ...]) -> Tensor:
+def scatter_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, axes: tuple[str, ...]) -> Tensor:
     """Return this rank's slice of a buffer along some axes of the unit."""
     for name in unit.p.axes:
         if name in axes:

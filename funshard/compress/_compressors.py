@@ -25,7 +25,17 @@ from .._spec.unit import Unit
 from .._units.layout import Params
 from ..collectives._functions import all_to_all, gather_slices
 from ..collectives._mesh import Axes
-from ._compressor import Compressor, at_rest, buffer_of, exactly, given_grads, other_axes, over_axes, reduced, size_of
+from ._compressor import (
+    Compressor,
+    bind_axes,
+    check_grads,
+    move_to_rest,
+    other_axes,
+    rank_count,
+    reduce_exactly,
+    reduce_over_axes,
+    to_buffer,
+)
 from ._powersgd import PowerSGD, powersgd
 
 __all__ = ["Compressor", "PowerSGD", "cast", "exact", "post_local", "powersgd", "quantize", "switch", "unreduced"]
@@ -50,10 +60,10 @@ def exact(axes: Axes = None) -> Compressor[tuple[()]]:
     """
 
     def reduce(grads: Mapping[str, Tensor], state: tuple[()], spec: PartitionSpec) -> tuple[Params, tuple[()]]:
-        spec, over = over_axes(axes, spec)
-        given = given_grads(grads, spec, complex_too=True)
+        spec, over = bind_axes(axes, spec)
+        given = check_grads(grads, spec, complex_too=True)
         return {
-            key: exactly(buffer_of(given[key], spec.by_key[key], spec), spec.by_key[key], spec, over) for key in given
+            key: reduce_exactly(to_buffer(given[key], spec.by_key[key], spec), spec.by_key[key], spec, over) for key in given
         }, state
 
     return Compressor(lambda spec: (), reduce)
@@ -154,7 +164,7 @@ def cast(dtype: torch.dtype, inner: Compressor[S] | None = None) -> Compressor[S
 def _cast(dtype: torch.dtype, inner: Compressor[S]) -> Compressor[S]:
     def reduce(grads: Mapping[str, Tensor], state: S, spec: PartitionSpec) -> tuple[Params, S]:
         spec = bind_spec(spec)
-        given = given_grads(grads, spec)
+        given = check_grads(grads, spec)
         shards, state = inner.reduce({name: grad.to(dtype) for name, grad in grads.items()}, state, spec)
         return {key: shard.to(given[key][0].dtype) for key, shard in shards.items()}, state
 
@@ -185,14 +195,14 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
         raise ValueError(f"compress.quantize: expected chunks of at least one element, got {chunk}")
 
     def reduce(grads: Mapping[str, Tensor], state: tuple[()], spec: PartitionSpec) -> tuple[Params, tuple[()]]:
-        spec, over = over_axes(axes, spec)
-        given = given_grads(grads, spec)
+        spec, over = bind_axes(axes, spec)
+        given = check_grads(grads, spec)
         shards: Params = {}
         for key, tensors in given.items():
             unit = spec.by_key[key]
-            buffer = reduced(buffer_of(tensors, unit, spec), unit, spec, other_axes(over, spec))
+            buffer = reduce_over_axes(to_buffer(tensors, unit, spec), unit, spec, other_axes(over, spec))
             if not unit.numel:
-                shards[key] = at_rest(buffer, unit, spec)
+                shards[key] = move_to_rest(buffer, unit, spec)
                 continue
             n = spec.shard_numel(unit)
             size = min(chunk or n, n)
@@ -203,12 +213,12 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
             zero = (-low / scale).round().clamp(0, 255)
             data = ((pieces / scale[..., None]).round() + zero[..., None]).clamp(0, 255).to(torch.uint8)
             scales, zeros = _from_all(torch.stack([scale, zero], -1), unit, spec, over).unbind(-1)
-            senders = size_of(over, spec)
+            senders = rank_count(over, spec)
             most = torch.finfo(buffer.dtype).max * (1 - 2**-20) / senders  # half a level beyond the largest may be too much
             limits = torch.where(scales.isfinite(), min(most, torch.finfo(torch.float32).max / senders), torch.inf)[..., None]
             received = _from_all(data, unit, spec, over).float().sub_(zeros[..., None]).mul_(scales[..., None] / senders)
             total = received.clamp(min=-limits, max=limits).sum(0)
-            shards[key] = at_rest(total.flatten()[:n].to(buffer.dtype), unit, spec)
+            shards[key] = move_to_rest(total.flatten()[:n].to(buffer.dtype), unit, spec)
         return shards, state
 
     return Compressor(lambda spec: (), reduce)

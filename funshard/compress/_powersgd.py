@@ -17,16 +17,16 @@ from ..collectives._functions import all_reduce
 from ..collectives._mesh import Axes
 from ._compressor import (
     Compressor,
-    at_rest,
-    buffer_of,
-    exactly,
-    given_grads,
+    bind_axes,
+    check_grads,
+    move_axes_first,
+    move_to_rest,
     other_axes,
-    outermost,
-    over_axes,
-    reduced,
-    size_of,
-    sliced,
+    rank_count,
+    reduce_exactly,
+    reduce_over_axes,
+    scatter_axes,
+    to_buffer,
 )
 
 __all__ = ["PowerSGD", "powersgd"]
@@ -94,7 +94,7 @@ def powersgd(
         if not unit.requires_grad:
             return {}
         if _as_buffer(unit, batched, over):
-            side = math.ceil(math.sqrt(spec.shard_numel(unit) * size_of((a for a in unit.p.axes if a in over), spec)))
+            side = math.ceil(math.sqrt(spec.shard_numel(unit) * rank_count((a for a in unit.p.axes if a in over), spec)))
             sides = {unit.key: (side, side)}
         else:
             sides = {p.name: (p.shape[0], p.numel // p.shape[0]) for p in unit.params if p.shape and p.shape[0]}
@@ -102,16 +102,16 @@ def powersgd(
         return {key: (n, m, r) for key, (n, m, r) in ranked.items() if (n + m) * r * min_compression_rate < n * m}
 
     def init(spec: PartitionSpec) -> PowerSGD:
-        spec, over = over_axes(axes, spec)
+        spec, over = bind_axes(axes, spec)
         step = torch.zeros((), dtype=torch.int64, device=spec.bound_mesh.device)
         every = {key: (shape, unit.dtype) for unit in spec for key, shape in shapes(unit, spec, over).items()}
         zeros = {key: torch.zeros(n, m, dtype=d, device=step.device) for key, ((n, m, _), d) in every.items()}
         like = {key: zeros[key].new_zeros(m, r) for key, ((_, m, r), _) in every.items()}
-        return PowerSGD(step, _drawn(like, seed, step), zeros if error_feedback else {})
+        return PowerSGD(step, _draw_normals(like, seed, step), zeros if error_feedback else {})
 
     def reduce(grads: Mapping[str, Tensor], state: PowerSGD, spec: PartitionSpec) -> tuple[Params, PowerSGD]:
-        spec, over = over_axes(axes, spec)
-        given = given_grads(grads, spec)
+        spec, over = bind_axes(axes, spec)
+        given = check_grads(grads, spec)
         units = {key: shapes(spec.by_key[key], spec, over) for key in given}
         every = {key: shape for unit in units.values() for key, shape in unit.items()}
         _check_state(state, every, error_feedback)
@@ -122,7 +122,7 @@ def powersgd(
             if units[key] or not any(name in over for name in unit.p.axes):
                 pieces[key] = _pieces(tensors, unit, spec, over, batched)
             else:
-                shards[key] = exactly(buffer_of(tensors, unit, spec), unit, spec, spec.bound_mesh.names)
+                shards[key] = reduce_exactly(to_buffer(tensors, unit, spec), unit, spec, spec.bound_mesh.names)
         sent: Params = {}
         q, error = dict(state.q), dict(state.error)
         for dtype in dict.fromkeys(given[key][0].dtype for key in pieces):
@@ -131,12 +131,12 @@ def powersgd(
             if error_feedback:
                 matrices = {name: m + error[name].to(m) for name, m in matrices.items()}
             rest = {name: g for name, g in some.items() if name not in every}
-            low, means, new = _approximated(matrices, {name: q[name].to(m) for name, m in matrices.items()}, rest, over, spec)
+            low, means, new = _approximate(matrices, {name: q[name].to(m) for name, m in matrices.items()}, rest, over, spec)
             if error_feedback:
                 error |= {name: (m - low[name]).to(error[name].dtype) for name, m in matrices.items()}
             q |= {name: x.to(q[name].dtype) for name, x in new.items()}
             sent |= means | {name: x.flatten()[: some[name].numel()].view(some[name].shape) for name, x in low.items()}
-        fresh = _drawn(q, seed, state.step + 1)
+        fresh = _draw_normals(q, seed, state.step + 1)
         for name in every:
             q[name] = torch.where((q[name] == 0).all(0), fresh[name], q[name]) if warm_start else fresh[name]
         for key, parts in pieces.items():
@@ -146,27 +146,27 @@ def powersgd(
                 own = torch.zeros(spec.padded_numel(unit), dtype=torch.bool, device=buffer.device)
                 for view in unflatten_unit(own, unit):
                     view.fill_(True)
-                own = sliced(outermost(own, unit, spec, other_axes(over, spec)), unit, spec, other_axes(over, spec))
+                own = scatter_axes(move_axes_first(own, unit, spec, other_axes(over, spec)), unit, spec, other_axes(over, spec))
                 buffer = torch.where(own, buffer, 0)
-            shards[key] = at_rest(sliced(buffer, unit, spec, over), unit, spec)
+            shards[key] = move_to_rest(scatter_axes(buffer, unit, spec, over), unit, spec)
         return {key: shards[key] for key in given}, PowerSGD(state.step + 1, q, error)
 
     return Compressor(init, reduce)
 
 
-def _approximated(
+def _approximate(
     matrices: Params, q: Params, rest: Params, over: tuple[str, ...], spec: PartitionSpec
 ) -> tuple[Params, Params, Params]:
-    """``(about the mean of the matrices, the mean of the rest, the next q)``, all of one dtype, in two collectives."""
-    size = size_of(over, spec)
+    """Return approximate means of the matrices, means of the rest, and the next q: one dtype, two collectives."""
+    size = rank_count(over, spec)
     start = _orthogonal(q)
-    summed = _summed({k: m @ start[k] for k, m in matrices.items()} | {k: g / size for k, g in rest.items()}, over, spec)
+    summed = _sum_ranks({k: m @ start[k] for k, m in matrices.items()} | {k: g / size for k, g in rest.items()}, over, spec)
     p = _orthogonal({k: summed[k] for k in matrices})
-    q = {k: x / size for k, x in _summed({k: m.mT @ p[k] for k, m in matrices.items()}, over, spec).items()}
+    q = {k: x / size for k, x in _sum_ranks({k: m.mT @ p[k] for k, m in matrices.items()}, over, spec).items()}
     return {k: p[k] @ q[k].mT for k in matrices}, {k: summed[k] for k in rest}, q
 
 
-def _summed(tensors: Params, over: tuple[str, ...], spec: PartitionSpec) -> Params:
+def _sum_ranks(tensors: Params, over: tuple[str, ...], spec: PartitionSpec) -> Params:
     """Sum the tensors over ranks, as one flat message."""
     if not sum(x.numel() for x in tensors.values()):
         return tensors
@@ -197,7 +197,7 @@ def _orthogonal(matrices: Params) -> Params:
     return {k: out[k] for k in matrices}
 
 
-def _drawn(like: Params, seed: int, step: Tensor) -> Params:
+def _draw_normals(like: Params, seed: int, step: Tensor) -> Params:
     """Return normal random numbers in these shapes: a function of seed and step alone, the same on every device."""
     if not like:
         return {}
@@ -221,7 +221,7 @@ def _mix(x: N) -> N:
 
 
 def _as_buffer(unit: Unit, batched: bool, over: tuple[str, ...]) -> bool:
-    """Whether the unit is compressed as one matrix: also where a rank has only a slice of it."""
+    """Return whether the unit is compressed as one matrix: also where a rank has only a slice of it."""
     return batched or any(name not in over for name in unit.p.axes)
 
 
@@ -229,7 +229,7 @@ def _pieces(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec, over: tu
     """Return the tensors to compress, reduced exactly over the other axes: the unit's buffer by key, or parameters by name."""
     rest = other_axes(over, spec)
     if rest or batched:
-        buffer = reduced(buffer_of(tensors, unit, spec), unit, spec, rest)
+        buffer = reduce_over_axes(to_buffer(tensors, unit, spec), unit, spec, rest)
         if _as_buffer(unit, batched, over):
             return {unit.key: buffer}
         tensors = unflatten_unit(buffer, unit)

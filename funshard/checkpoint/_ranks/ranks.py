@@ -6,13 +6,11 @@ import contextlib
 import copy
 import json
 import math
-import pickle
 import weakref
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ... import _torch
@@ -119,16 +117,11 @@ class Ranks:
             return group.gather_object(value)
 
     def broadcast(self, value: T) -> T:
-        """Return the first rank's value on every rank. A False or empty one costs the least."""
+        """Return the first rank's value on every rank."""
         if (group := self.group) is None:
             return value
-        raw = torch.frombuffer(bytearray(pickle.dumps(value) if value else b"\0"), dtype=torch.uint8)
         with self.explain_lost():
-            length = int(group.broadcast(torch.tensor(len(raw) if value else 0)))
-            if not length:
-                return value if self.rank == 0 else type(value)()
-            raw = group.broadcast(raw if self.rank == 0 else torch.empty(length, dtype=torch.uint8))
-        return pickle.loads(bytes(raw.tolist()))
+            return group.broadcast_object(value)
 
     def run(self, function: Callable[[], T], where: str) -> T:
         """Return the function's result on this rank. If it raises on any rank, all ranks raise an error that names the rank."""

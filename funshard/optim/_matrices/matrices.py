@@ -106,7 +106,7 @@ class Matrices:
     def _slice_layout(self, key: str) -> SliceLayout:
         """Return where a unit's parameters lie in this rank's slice."""
         if key not in self._layouts:
-            self._layouts[key] = SliceLayout.of(self.spec.by_key[key], self.spec)
+            self._layouts[key] = SliceLayout.for_unit(self.spec.by_key[key], self.spec)
         return self._layouts[key]
 
     def _is_owner(self, name: str) -> bool:

@@ -30,7 +30,7 @@ class SliceLayout(NamedTuple):
     """``(begin, end)`` in the slice, by parameter name; None for simulated ranks."""
 
     @staticmethod
-    def of(unit: Unit, spec: PartitionSpec) -> SliceLayout:
+    def for_unit(unit: Unit, spec: PartitionSpec) -> SliceLayout:
         """Return the layout of a unit of a bound spec."""
         if spec.bound_mesh.is_simulated:
             return SliceLayout(unit, spec, None)
