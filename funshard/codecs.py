@@ -42,7 +42,7 @@ _MIDDLES = tuple((a + b) / 2 for a, b in itertools.pairwise(NF4))
 _PAIRS = tuple((a, b) for a in NF4 for b in NF4)
 """The two values that each byte stands for."""
 _SCALES = 256
-"""How many scales share one scale of their own, where they are quantized."""
+"""The number of scales that share a second scale, where scales are quantized."""
 
 
 def int8(block: int = 64) -> Codec:

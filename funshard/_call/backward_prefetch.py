@@ -35,7 +35,7 @@ class BackwardPrefetch:
 
     @contextlib.contextmanager
     def inner_run(self) -> Generator[None]:
-        """Within this, backward runs a part of itself as a backward of its own."""
+        """Count the runs of backward inside as parts of the running one."""
         outer, self._outer_task = self._outer_task, self.task()
         try:
             yield

@@ -38,40 +38,34 @@ def functional_call(
 ) -> Any:
     """Call a module on sharded parameters: torch.func.functional_call where ``params`` may be shards.
 
-    Gathers each unit just before its module runs and frees it after. Backward gathers it again, unless it has
-    ``P(reshard=False)`` or is still there, and reduces its gradient as soon as that is complete. Results and derivatives equal
-    those of the module on ``unshard(params, spec)``, at every order and under every torch.func transform. The guide has the
-    details: `ideas.md` on gradients, buffers, memory and schedule, `transforms.md` on stacks of transforms, recomputation and
-    compilation, `limits.md` on what forward may not do.
-
-    All ranks must run the same units in the same order; of one unit each may use other parameters. After the call every
-    attribute of the model is what it was before, also after an error: return what you want to keep.
+    Gathers each unit just before its module runs and frees it after; backward gathers it again and reduces its gradient.
+    Results and derivatives equal those of the module on ``unshard(params, spec)``, at every order and under every torch.func
+    transform. All ranks must run the same units in the same order. After the call, or an error, the model is as before.
+    See ``examples/guide``: `ideas.md`, `transforms.md`, and `limits.md` on what forward may not do.
 
     Args:
         model: The module that the spec was made for. Its own parameters are not read.
-        params: By unit key the slices that `shard` gives. A unit's full parameters may stand under their names instead: then
-            nothing is gathered or reduced for it. Ignored parameters are the model's own if they are not in here.
+        params: Slices by unit key, as `shard` gives them, or a unit's full parameters by name, for which nothing is gathered
+            or reduced. Ignored parameters are the model's own if they are not in here.
         args: The positional arguments as a tuple, or the only one.
         kwargs: The keyword arguments.
         spec: The spec of the slices. An unbound one is on all ranks, as one axis "shard".
-        buffers: Used instead of the model's, and updated. Without them the call works on copies, and a `BufferWarning` names
-            those that forward has changed.
+        buffers: Used instead of the model's, and updated. Without them forward changes copies, with a `BufferWarning`.
         method: The name of a method to call instead of forward.
-        reduce: What gradients are over ranks: their "mean", their "sum", or their sum divided by a number.
-        reduce_axes: The mesh axes to reduce gradients over, or one; all by default. Over the others they stay each rank's own.
-        prefetch: How many units are gathered ahead of their use, in forward and in backward.
-        in_flight: How many units' gradients are reduced while the rest of backward computes.
+        reduce: The reduction of gradients over ranks: "mean", "sum", or a number to divide the sum by.
+        reduce_axes: The mesh axes to reduce gradients over, or one; all by default.
+        prefetch: The number of units that are gathered ahead of their use, in forward and in backward.
+        in_flight: The number of units whose gradients are reduced while the rest of backward computes.
         check_order: Whether ranks compare which units they gather and reduce.
 
     Returns:
         What the module returns.
 
     Raises:
-        ValueError, TypeError: Before any communication, naming the path: for params, buffers, a model or axes that do not fit
-            the spec, for tensors on the meta device, and for the model's own parameters where they are differentiated on
-            several ranks (copies of them give a warning).
-        RuntimeError: If forward changes a parameter in place, computes with one that a list, dict or object holds, or makes
-            one; if ranks run different units; if another thread has the model in a call.
+        ValueError, TypeError: Before any communication, naming the path: for arguments that do not fit the spec, tensors on
+            the meta device, and the model's own parameters where they are differentiated on several ranks.
+        RuntimeError: If forward changes or makes a parameter, or computes with one that a list, dict or object holds; if ranks
+            run different units; if another thread has the model in a call.
 
     Example:
         >>> import torch, funshard as fs

@@ -52,7 +52,7 @@ def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None,
         cast = cast_floats(x, dtypes(name.rpartition(".")[0]))
         now[name] = copies[x] if cast is x and x in copies else cast
     tensors |= now
-    with _torch.reparametrize(model, tensors), _overridden(model, spec):
+    with _torch.reparametrize(model, tensors), _override_modules(model, spec):
         run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""].precision)
         out = _wrap_in_region(run, "", spec)(*inputs.args, **inputs.kwargs)
     if buffers is None:
@@ -98,8 +98,8 @@ def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec)
 
 
 @contextlib.contextmanager
-def _overridden(model: nn.Module, spec: PartitionSpec) -> Generator[None]:
-    """Within this, the modules have their `module_overrides`, and those that are recomputed are regions."""
+def _override_modules(model: nn.Module, spec: PartitionSpec) -> Generator[None]:
+    """Set the modules' `module_overrides`, and make regions of recomputed modules; restore all of them afterwards."""
     before: list[tuple[nn.Module, str, Any]] = []
     modules = dict(model.named_modules(remove_duplicate=False))
     for module, name, value in itertools.chain(module_overrides(modules, spec, ""), _recomputed_regions(modules, spec)):

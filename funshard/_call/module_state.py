@@ -112,7 +112,7 @@ def _created_in_forward(what: str) -> RuntimeError:
 
 @contextlib.contextmanager
 def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[ModuleAttributes]:
-    """Within this, modules may be changed; afterwards every attribute is what it was before. Yield the attributes of before.
+    """Restore every attribute of the modules after they were changed inside. Yield the attributes of before.
 
     Raises:
         RuntimeError: Naming the module, where another thread has one in a call, and where a module with trained parameters of

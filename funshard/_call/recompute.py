@@ -178,7 +178,7 @@ class _ModuleRun:
         """Return the result of one run, and the names of the parameters that it read; update buffers and replaced ones."""
         place = self._place
         call = self._outer.make_inner(place, params, spec)
-        with call.installed(buffers, attributes):
+        with call.install(buffers, attributes):
             for (path, attr), tensor in replaced.items():
                 place.modules[path]._parameters[attr] = tensor
             out = place.modules[place.path].forward(*args, **kwargs)
@@ -228,7 +228,7 @@ class _ModuleRun:
 
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
-        """Within this, plain autograd's backward makes the last run: units are gathered ahead and reduced behind."""
+        """Make the run inside the last one, by plain autograd's backward: units are gathered ahead and reduced behind."""
         if not self._leases:
             yield
             return

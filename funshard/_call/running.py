@@ -66,13 +66,13 @@ class Call:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], buffers: dict[str, Tensor] | None, method: str | None) -> Any:
         """Call the model, or another of its methods than forward, on the parameters."""
-        with self.installed(buffers):
+        with self.install(buffers):
             run = getattr(self.place.modules[""], method or "__call__")
             return wrap_in_casts(run, self.spec.by_path[""].precision)(*args, **kwargs)
 
     @contextlib.contextmanager
-    def installed(self, buffers: dict[str, Tensor] | None, attributes: ModuleAttributes | None = None) -> Generator[None]:
-        """Within this, the modules have gathered parameters, and these attributes if given. Afterwards they are restored."""
+    def install(self, buffers: dict[str, Tensor] | None, attributes: ModuleAttributes | None = None) -> Generator[None]:
+        """Give the modules gathered parameters, and these attributes if any; restore the modules afterwards."""
         hooks = contextlib.nullcontext()
         if (around := choose_hooks(self.mode.live, self.offload)) is not None:
             self.scopes.hook = around.pack

@@ -115,7 +115,7 @@ class UnitScopes:
 
     @contextlib.contextmanager
     def forward(self) -> Generator[None]:
-        """Within this, forward runs; all units are freed afterwards. Raise RuntimeError if forward wrote to a parameter."""
+        """Free all units after the forward that runs inside. Raise RuntimeError if forward wrote to a parameter."""
         cause: Exception | None = None
         interrupted = True
         try:

@@ -33,14 +33,12 @@ def random_like(
 ) -> Params:
     """Return a random vector like the parameters: this rank's slices of one that is the same however they are sharded.
 
-    An element follows from the seed, its parameter's name and its place in the parameter alone. So replicas are alike, the
-    whole vector is the same for every policy and any number of ranks, and padding is zero: the direction of `hvp`, a probe
-    of Hutchinson's estimator, or Lanczos' first vector. ``torch.randn_like`` of shards has another generator on every rank,
-    so that replicas differ, and values in the padding.
+    An element follows from the seed, its parameter's name and its place in the parameter alone, and padding is zero. Use it
+    as the direction of `hvp` or a probe of Hutchinson's estimator. ``torch.randn_like`` of shards fills the padding, and has
+    another generator on every rank, so that replicas differ.
 
     Args:
-        params: This rank's shards by unit key, or full tensors by parameter name; some units or all. Their values do not
-            matter.
+        params: This rank's shards by unit key, or full tensors by parameter name; some or all. Their values are not read.
         spec: Their spec.
         seed: A whole number, or an integer tensor without dimensions, which vmap may batch. The same on all ranks.
         distribution: "normal", with variance 1 (of complex numbers too), or "rademacher": -1 and 1, equally likely.

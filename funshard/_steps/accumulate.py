@@ -39,16 +39,16 @@ def accumulate(
     See ``examples/guide/recipes.md``, "Accumulation", for when gradients are reduced.
 
     Args:
-        f: Returns the scalar loss of one micro-batch of this rank, or ``(loss, aux)``, by `functional_call` with this spec.
+        f: Returns the scalar loss of a micro-batch, or ``(loss, aux)``, by `functional_call` with this spec.
         params: Shards, some or all (`partition`).
-        microbatches: A list or generator. With "shards" all ranks need equally many, or they wait for each other for ever.
-            With "full" they do not: each rank's mean is over its own, and with weights all micro-batches count alike.
+        microbatches: A list or generator. With "shards" all ranks need equally many, or they wait for each other for ever;
+            with "full" each rank's mean is over its own.
         spec: The spec of the shards.
         keep: "shards" reduces each micro-batch in its backward and adds up slices, in float32 at least. "full" gathers and
             reduces each unit once, with all full parameters and gradients in memory (``no_sync``).
         weights: A number or scalar tensor for each micro-batch, such as its number of tokens, for the mean by weight:
-            ``sum_ri w_ri g_ri / sum_ri w_ri``. A loss of weight 0 counts for nothing, even NaN; it must not divide by 0.
-            If the host cannot read an invalid weight without waiting, every result is NaN.
+            ``sum_ri w_ri g_ri / sum_ri w_ri``. A loss of weight 0 does not count, even NaN, but must not divide by 0. An
+            invalid weight that the host cannot read without waiting makes every result NaN.
         has_aux: Whether ``f`` returns ``(loss, aux)``.
         reduce: "mean" or "sum" over the micro-batches of all ranks, or a divisor of that sum; not in `functional_call`.
         reduce_axes: The mesh axes to reduce over, as in `functional_call`, and not there.
@@ -58,9 +58,8 @@ def accumulate(
         value, reduced alike, and a list.
 
     Raises:
-        ValueError, TypeError: For params that are not shards of the spec, no micro-batch, weights that do not fit or are
-            negative or not finite, wrong axes, a functional_call of these shards with another spec or with a reduction of
-            its own, and as `grad_and_value`.
+        ValueError, TypeError: For arguments that do not fit the spec or each other, weights that are negative or not finite,
+            a functional_call of these shards with another spec or its own reduction, and as `grad_and_value`.
 
     Example:
         >>> import torch, funshard as fs

@@ -100,7 +100,7 @@ def allow_in_graph(fn: F) -> F:
 
 
 def disable_in_graph(reason: str) -> Callable[[F], F]:
-    """Return a decorator that applies torch.compiler.disable when Dynamo first traces the function. Pinned with `allow_in_graph`."""
+    """Return a decorator that applies torch.compiler.disable when Dynamo first traces the function."""
 
     def decorated(fn: F) -> F:
         disabled: dict[None, F] = {}
