@@ -1,12 +1,14 @@
 """How much of each law, table and claim a run tests: a part of each by default, the whole with ``pytest --thorough``.
 
-Nothing is left out by default. A law has fewer examples (`depth`, and the profiles of conftest.py), and a test that is marked
+By default a law has fewer examples (`depth`, and the profiles of conftest.py), and a test that is marked
 `pairs` or `each` runs fewer combinations of what it is parametrized by, the same ones every time:
 
     @pairs  # each two values of two parameters are in one case together
     @pytest.mark.parametrize("ranks", [2, 3, 8])
     @pytest.mark.parametrize("strategy", STRATEGIES)
     @pytest.mark.parametrize("way", WAYS)
+
+A test of seconds whose law cheaper tests hold as well is marked `seldom`, and runs by default only if it is asked for by its name.
 
 The others are counted as deselected. They are chosen from what -k or the command line has left: a case that is asked for runs.
 ``pytest --slice K/N`` runs every N-th of the others, beginning with the K-th, and nothing else: CI runs a tenth of them, which
@@ -33,6 +35,8 @@ each = pytest.mark.each
 """Each value of each parameter is in some case."""
 pairs = pytest.mark.pairs
 """Each two values of two parameters are in some case together."""
+seldom = pytest.mark.seldom
+"""Not by default: in one of CI's slices, with --thorough, or alone."""
 TOGETHER = {"each": 1, "pairs": 2}
 
 
@@ -76,7 +80,8 @@ def split(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.
         for mark, together in TOGETHER.items():
             if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker(mark):
                 tables[item.parent.nodeid, item.originalname, together].append(item)
-    left_out: set[pytest.Item] = set()
+    rare = {item for item in items if item.get_closest_marker("seldom")}
+    left_out = rare if len(rare) < len(items) else set()
     for (*_, together), cases in tables.items():
         chosen = covering([_values(case) for case in cases], together)
         left_out |= {*cases} - {cases[i] for i in chosen}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, Sent, gathers, reduce, scatters, world
-from depth import dealt, depth, each
+from depth import dealt, depth, each, seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -270,6 +270,7 @@ def compiled(rank: int, keep: str) -> None:
     torch.testing.assert_close(v, value)
 
 
+@seldom
 @pytest.mark.parametrize("keep", KEEPS)
 def test_compiled(gloo2: Pool, keep: str) -> None:
     """In one graph: what the loss calls inside knows how accumulate reduces."""
@@ -295,6 +296,7 @@ def compiled_loss(rank: int) -> None:
     close(fs.grad(quick)(params, batches[0]), fs.grad(loss)(params, batches[0]))
 
 
+@seldom
 def test_of_a_compiled_loss(gloo2: Pool) -> None:
     """The graph is another one inside of accumulate, where replicas are reduced later and the sum is taken, than outside."""
     gloo2.run(compiled_loss)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import same
-from depth import depth
+from depth import depth, seldom
 from ranks import Pool, launch
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -77,6 +77,7 @@ def test_a_script_that_forgets_its_process_group(tmp_path: Path) -> None:
     assert len(re.findall(r"refused: this process was started as one of 2 \(WORLD_SIZE\)", said)) == 2, said
 
 
+@seldom
 @pytest.mark.parametrize("variable", depth(["SLURM_NTASKS"], ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]))
 def test_started_by_another_launcher_without_a_process_group_is_said_once(variable: str) -> None:
     """srun and mpirun set no WORLD_SIZE; a job of several tasks may run one process, so it is a warning."""

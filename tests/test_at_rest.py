@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from collective_log import Collectives, Sent, world
-from depth import depth, each, pairs
+from depth import depth, each, pairs, seldom
 from hypothesis import given
 from models import EXACT, unchanged
 from parity import MAIN_WAYS, WAYS
@@ -360,6 +360,7 @@ def compiled(rank: int) -> None:
             assert_close(g, grads[key], **EXACT)
 
 
+@seldom
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")
 def test_compiled(gloo2: Pool) -> None:
     gloo2.run(compiled)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from depth import depth
+from depth import depth, seldom
 from ranks import launch
 from torch.utils import _pytree as pytree
 
@@ -62,6 +62,7 @@ def test_peers() -> None:
     assert len({figures[mode]["over plain"] for mode in figures}) > 1
 
 
+@seldom
 @pytest.mark.skipif(not shutil.which("g++") and not os.environ.get("CXX"), reason="inductor needs a C++ compiler")
 def test_peers_compiled() -> None:
     """Compiled modes run when asked for; a base that is not asked for has no column."""
@@ -184,6 +185,7 @@ def test_scale() -> None:
     assert len(rows) == len(figures) == len(table.splitlines()) - 2
 
 
+@seldom
 def test_gpu_runs_without_one() -> None:
     """Every mode on one rank and on a fake group, but for peak memory; funshard copies each gradient once."""
     some = "--modes 'plain,FSDP2,fs,fs keep,fs compiled,fs torch.func'"  # what compiles takes longest
@@ -218,6 +220,7 @@ def test_host() -> None:
     assert "of FSDP2's" in table
 
 
+@seldom
 def test_lora() -> None:
     """Every mode has its figures; the bytes at rest are NF4's, and the losses those of one training."""
     pytest.importorskip("peft")
@@ -232,6 +235,7 @@ def test_lora() -> None:
     assert 0 < abs(figures["fs QLoRA"]["loss"] - figures["fs"]["loss"]) < 0.1
 
 
+@seldom
 def test_memory() -> None:
     """The exact figures are within their limits, and all whole steps, FSDP2's too, train the same model."""
     modes = "shard,remat,save attention,save products,one micro-batch,accumulate shards,AdamW,AdamW in backward,all of it"

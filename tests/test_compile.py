@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import world
-from depth import depth, each, thorough
+from depth import depth, each, seldom, thorough
 from models import build
 from ranks import Pool, launch
 from torch import Tensor, nn
@@ -243,6 +243,7 @@ def test_every_phase_gathers_what_was_let_go() -> None:
     assert [unit for _, unit in read.of("arrive")] == [FIRST, *REST, LAST, *AGAIN]
 
 
+@seldom
 def test_kept_units_are_gathered_once() -> None:
     """With reshard=False, in one graph with the same code but for that; and a replicated model gathers nothing."""
     kept, root, block = graph_of(P("shard", reshard=False))
@@ -430,16 +431,19 @@ def test_training_equals_eager(gloo2: Pool, strategy: str) -> None:
     gloo2.run(trained, depth("chain", "gpt"), strategy, "aot_eager")
 
 
+@seldom
 def test_training_llama_equals_eager(gloo2: Pool) -> None:
     gloo2.run(trained, "llama", "reshard", "aot_eager")
 
 
+@seldom
 @pytest.mark.parametrize("strategy", depth(["hsdp"], ["reshard", "hsdp"]))
 def test_training_on_four_ranks_equals_eager(gloo4: Pool, strategy: str) -> None:
     """All ranks' graphs, which differ on gloo, have their collectives in the same order."""
     gloo4.run(trained, depth("mlp", "gpt"), strategy, "aot_eager")
 
 
+@seldom
 @needs_cpp
 def test_training_by_inductor_equals_eager(gloo2: Pool) -> None:
     gloo2.run(trained, depth("mlp", "gpt32"), "reshard", "inductor")
@@ -523,6 +527,7 @@ def generated(reshard: bool) -> tuple[list[tuple[str, str]], str]:
     return events, body
 
 
+@seldom
 @needs_cpp
 @pytest.mark.usefixtures("no_kernels")
 def test_generated_code_has_the_order_of_the_graph() -> None:
@@ -718,6 +723,7 @@ class Branches(nn.Module):
         return self.b(x) if x.sum() > 0 else x
 
 
+@seldom
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_graph_break_inside_of_a_gradient_says_so() -> None:
     """torch's own words are an internal assertion of its dispatcher."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import world
-from depth import depth, each, thorough
+from depth import depth, each, seldom, thorough
 from live import peak_of
 from ranks import Pool
 from test_compile import IMPORT, Read, common, copies, models, needs_cpp, peak_bytes, recording, same, tokens, training, zeros
@@ -326,6 +326,7 @@ PRODUCTS = frozenset({torch.ops.aten.addmm.default, MM})
 PLAIN, AGAIN, SOME = P("shard"), P("shard", remat=True), P("shard", remat=Remat(PRODUCTS))
 
 
+@seldom
 @units
 def test_units_that_run_again() -> None:
     """Of each block all operators but the last, whose result nobody reads, are there twice; with save= products once."""
@@ -375,6 +376,7 @@ def peak_and_values(backend: str, p: P) -> tuple[int, Any]:
     return peak_bytes(step, params, zeros(params), x), out
 
 
+@seldom
 @units
 @each
 @pytest.mark.parametrize("backend", ["aot_eager", *depth([], [pytest.param("inductor", marks=needs_cpp)])])
@@ -405,6 +407,7 @@ def trained(rank: int, which: str, backend: str) -> None:
         same((got, compiled_value), (expected, value))
 
 
+@seldom
 @units
 @pytest.mark.parametrize("which", depth(["llama"], ["gpt", "llama"]))
 def test_training_equals_eager(gloo2: Pool, which: str) -> None:

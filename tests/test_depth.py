@@ -6,7 +6,7 @@ import argparse
 import itertools
 
 import pytest
-from depth import choose, covering, each, pairs, parse_slice, split, thorough
+from depth import choose, covering, each, pairs, parse_slice, seldom, split, thorough
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +64,18 @@ def test_marks_choose_from_the_cases(request: pytest.FixtureRequest) -> None:
     assert {(case["letter"], case["number"]) for case in seen} == {*itertools.product(LETTERS, NUMBERS)}
     assert {(case["letter"], (case["n"], case["twin"])) for case in seen} == {*itertools.product(LETTERS, TWINS)}
     assert 12 <= len(seen) < 36
+
+
+@seldom
+def test_seldom() -> None: ...
+
+
+def test_what_runs_seldom_is_left_out_unless_it_is_asked_for(request: pytest.FixtureRequest) -> None:
+    assert isinstance(request.node.parent, pytest.Module)
+    items = [item for item in request.node.parent.collect() if isinstance(item, pytest.Function)]
+    (rare,) = (item for item in items if item.name == "test_seldom")
+    assert rare in split(items)[1]
+    assert split([rare]) == ([rare], [])
 
 
 def test_slices_are_what_is_left_out(request: pytest.FixtureRequest) -> None:

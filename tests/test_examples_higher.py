@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from depth import depth, thorough
+from depth import depth, seldom, thorough
 from ranks import Pool
 from test_examples import EXAMPLES, run
 from torch import Tensor
@@ -90,6 +90,7 @@ def check_printed(output: str, ranks: int, name: str) -> None:
 # --- sharpness ---
 
 
+@seldom
 def test_sharpness_on_several_ranks_is_that_on_one(gloo2: Pool) -> None:
     ranks = depth(2, 3)
     several = run(ranks, "sharpness.py") if thorough() else gloo2.run(printed_on_this_rank, "sharpness.py")[0]
@@ -172,6 +173,7 @@ def meta_gradient_on_this_rank(rank: int) -> tuple[str, fs.Params, fs.Params]:
     return given["printed"], fs.gather_full(meta_gradient, given["spec"]), plain_meta_gradient(given)
 
 
+@seldom
 def test_meta_gradient_on_real_ranks(gloo2: Pool) -> None:
     (output, *_), _ = results = gloo2.run(meta_gradient_on_this_rank)
     check_printed(output, 2, "maml.py")
@@ -283,6 +285,7 @@ def dense_hypergradient(given: dict[str, Any], full: fs.Params, strengths: fs.Pa
     return dict(zip(["", *(name.removesuffix(".weight") for name in tables)], sums, strict=True))
 
 
+@seldom
 def test_hypergradient_on_real_ranks_is_that_of_a_dense_solve(gloo2: Pool) -> None:
     (output, *_), _ = results = gloo2.run(hypergradient_on_this_rank)
     check_printed(output, 2, "implicit.py")
@@ -304,6 +307,7 @@ def test_hypergradients_lead_to_a_better_validation_loss() -> None:
 # --- dp_sgd ---
 
 
+@seldom
 def test_private_training_learns(gloo2: Pool) -> None:
     """On two ranks as on one; the loss falls, and what is spent grows."""
     output = run(2, "dp_sgd.py") if thorough() else gloo2.run(printed_on_this_rank, "dp_sgd.py")[0]

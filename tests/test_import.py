@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from depth import depth
+from depth import depth, seldom
 
 HEAVY = (
     "torch._dynamo",
@@ -112,6 +112,7 @@ def test_import_leaves_out_what_a_call_does_not_need() -> None:
     run(LIGHT)
 
 
+@seldom
 @pytest.mark.parametrize("order", depth(["torch.compile first", "a call first"], [*ORDERS]))
 def test_compiles_in_every_order(order: str) -> None:
     """What is to be one node is one, whether Dynamo was imported before funshard, after it or after a first call."""

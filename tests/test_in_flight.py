@@ -18,7 +18,7 @@ import pytest
 import soak
 import torch
 import torch.distributed as dist
-from depth import depth, each
+from depth import depth, each, seldom
 from ranks import Pool, launch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _get_work_registry_size
@@ -221,6 +221,7 @@ def test_guarded_pages(tmp_path: Path) -> None:
     assert [int(status) & 127 for status in said.split()] == [fault, 0, fault]
 
 
+@seldom
 @needs_compiler
 def test_no_buffer_is_touched_when_it_is_free() -> None:
     """A few steps of soak.py, --thorough: a few seconds. It is to be run for longer by hand."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import depth
+from depth import depth, seldom
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -87,6 +87,7 @@ UPDATES: dict[str, tuple[Callable[[fs.PartitionSpec], Any], bool]] = {
 """Optimizers, and whether torch.compile takes the update as one graph."""
 
 
+@seldom
 @pytest.mark.filterwarnings("ignore")  # of Dynamo, of what it cannot trace
 @pytest.mark.parametrize("name", depth(list(UPDATES)[:3], list(UPDATES)))
 def test_which_updates_break_the_graph(name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, Sent, world
-from depth import depth, each
+from depth import depth, each, seldom
 from ranks import Pool
 from test_matrices import piece_of
 from test_memory import Peak, no_collector
@@ -206,6 +206,7 @@ def beyond(model: nn.Module, axes: str, **options: Any) -> float:
     return (bytes_of[0] - bytes_of[1]) / sum(p.nbytes for p in model[0].parameters())  # pyright: ignore[reportIndexIssue]
 
 
+@seldom
 @pytest.mark.parametrize("axes", AXES)
 def test_no_more_than_an_elementwise_step(axes: str) -> None:
     """Which copies all gradients."""
@@ -213,6 +214,7 @@ def test_no_more_than_an_elementwise_step(axes: str) -> None:
         assert beyond(blocks(24, 32), axes) <= 0
 
 
+@seldom
 @each
 @pytest.mark.parametrize("rank", [0, 7])
 @pytest.mark.parametrize("axes", AXES)

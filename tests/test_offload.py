@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, each
+from depth import depth, each, seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import unchanged
@@ -497,6 +497,7 @@ def compiled(rank: int) -> None:
     nothing_left()
 
 
+@seldom
 def test_compiled_checkpointed_and_offloaded_as_a_whole(gloo2: Pool) -> None:
     """fs.compile decides for itself, a checkpoint around the call keeps nothing to move, offload around it moves all."""
     gloo2.run(compiled)

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from depth import each
+from depth import each, seldom
 from hosted import elsewhere
 from models import unchanged
 from offloaded import everywhere
@@ -126,6 +126,7 @@ def others(rank: int) -> None:
             equal(fs.compile(fs.grad(loss_on(spec)), backend="aot_eager")(params), fs.grad(loss_on(plain))(params))
 
 
+@seldom
 def test_everything_else_that_takes_shards(gloo2: Pool) -> None:
     gloo2.run(others)
 

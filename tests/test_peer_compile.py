@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from collective_log import SHORT, Collectives, world
-from depth import depth
+from depth import depth, seldom
 from parity import WAYS, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
 from ranks import Pool
@@ -78,6 +78,7 @@ def compiled_training(rank: int, strategy: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@seldom
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_fsdp_compile(gloo2: Pool, strategy: str) -> None:
     """A compiled step, update included, is the eager one for five steps, and is compiled once into one graph."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import world
-from depth import depth, thorough
+from depth import depth, seldom, thorough
 from parity import next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import Net, Transformer
 from ranks import Pool
@@ -175,6 +175,7 @@ def test_fsdp_compile_losses(gloo2: Pool, strategy: str) -> None:
     gloo2.run(compiled_losses, strategy, (2,))
 
 
+@seldom
 def test_hsdp_compile_losses(gloo4: Pool) -> None:
     """The same on a mesh of two axes (HYBRID_SHARD)."""
     gloo4.run(compiled_losses, "reshard", (2, 2))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import owned
-from depth import depth, some
+from depth import depth, seldom, some
 from gradient_cases import Case, cases
 from hypothesis import given
 from ranks import Pool
@@ -307,6 +307,7 @@ def compiled_on_real_ranks(rank: int) -> None:
         compiled(policy(SMALL).bound, rank=rank, **options)
 
 
+@seldom
 def test_compiled(gloo2: Pool) -> None:
     """In one graph it clips as it does without."""
     gloo2.run(compiled_on_real_ranks)
@@ -316,6 +317,7 @@ NOISE, SAME, DIFFERENT = {"noise": 0.5}, {"randomness": "same"}, {"randomness": 
 DRAWN: list[dict[str, Any]] = depth([{**NOISE, **DIFFERENT}], [NOISE, SAME, DIFFERENT, {}])
 
 
+@seldom
 @pytest.mark.parametrize("options", DRAWN, ids=str)
 def test_compiled_in_several_graphs(options: dict[str, Any]) -> None:
     """Where noise or numbers are drawn: as without, or refused where it has to be one graph."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, each, some
+from depth import depth, each, seldom, some
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -111,6 +111,7 @@ def on_real_ranks(rank: int, sizes: dict[str, int], cases: list[tuple[str, str]]
         assert_close(got, wanted(name, mesh.size()), rtol=1e-7, atol=1e-9, msg=lambda m, at=(name, policy): f"{at}: {m}")
 
 
+@seldom
 def test_on_real_ranks(gloo2: Pool) -> None:
     gloo2.run(
         on_real_ranks, {"shard": 2}, [*some([(name, policy) for name in OPTIMIZERS for policy in ("mixed", "sharded")], 3)]

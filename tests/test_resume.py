@@ -19,7 +19,7 @@ import kill_loop
 import pytest
 import torch
 import torch.distributed as dist
-from depth import depth, each, thorough
+from depth import depth, each, seldom, thorough
 from ranks import Pool, ended, start
 from test_examples import launched
 from torch import nn
@@ -199,6 +199,7 @@ def test_torchrun_starts_ranks_again(uninterrupted: Trained, tmp_path: Path) -> 
 # --- A loop that saves at every step. ---
 
 
+@seldom
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     """The last checkpoint is whole each time, and the last; --thorough: fifty times."""
     assert kill_loop.kills(depth(3, 50), tmp_path, seed=depth(4, 5)).total() == depth(3, 50)

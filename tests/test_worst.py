@@ -22,7 +22,7 @@ import test_matrix
 import test_optim
 import torch
 import torch.distributed as dist
-from depth import depth, each, some
+from depth import depth, each, seldom, some
 from ranks import Pool
 from test_compress import COMPRESSORS, steps
 from test_matrix import STRATEGIES, TRANSFORMS, without_ticks
@@ -410,6 +410,7 @@ TASKS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
+@seldom
 @pytest.mark.parametrize("task", TASKS)
 def test_other_tasks(worst2: Pool, worst4: Pool, task: str) -> None:
     """What other tests have their ranks do."""
