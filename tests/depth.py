@@ -8,7 +8,7 @@ By default a law has fewer examples (`depth`, and the profiles of conftest.py), 
     @pytest.mark.parametrize("strategy", STRATEGIES)
     @pytest.mark.parametrize("way", WAYS)
 
-A test of seconds whose law cheaper tests hold as well is marked `seldom`, and runs by default only if it is asked for by its name.
+A test of seconds whose law cheaper tests hold as well is marked `seldom`: it runs by default only if it is asked for alone.
 
 The others are counted as deselected. They are chosen from what -k or the command line has left: a case that is asked for runs.
 ``pytest --slice K/N`` runs every N-th of the others, beginning with the K-th, and nothing else: CI runs a tenth of them, which

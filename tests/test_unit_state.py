@@ -161,9 +161,7 @@ def test_a_state_of_another_spec_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     one, other = (fs.policies.whole(fs.P("shard", align=n))(model).on({"shard": 1}) for n in (1, 16))
     init, _ = fs.optim.from_torch(torch.optim.AdamW)
-    with pytest.raises(
-        ValueError, match=r"unit '' of state 'opt.*exp_avg': expected this rank's slice, \[32\].*another spec"
-    ):
+    with pytest.raises(ValueError, match=r"unit '' of state 'opt.*exp_avg': expected this rank's slice, \[32\].*another spec"):
         fs.checkpoint.save(tmp_path / "a", {"opt": init(fs.shard(model, one))}, other)
 
 
