@@ -7,12 +7,11 @@ transpose leads from shards to the buffer, and from the buffer's gradient to tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from .. import _torch
 from .._spec.codec import Codec, pack_bytes
@@ -22,6 +21,7 @@ from .._spec.precision import Precision
 from .._spec.unit import Unit
 from ..collectives._functions import gather_slices, reduce_scatter, scatter, unvary, vary
 from ..collectives._mesh import Axis, Mesh, ProcessAxis, Simulated
+from ..collectives._primitive import LinearFunction, linear_map
 from .host import move
 from .layout import rank_coords
 from .route import Route
@@ -227,41 +227,4 @@ def _apply_route(
         grad = reduce_along(grad / before if before != 1 else grad, *_axes(ranks, split, rest), op, label)
         return move(grad / after if after != 1 else grad, device and HOST, shard_dtype)
 
-    return _LinearMap.apply(x, value, *((gather, reduce_grad) if gathers else (reduce_grad, gather)), *ranks)
-
-
-Linear = Callable[..., Tensor]
-
-
-class _LinearMap(_torch.Function):
-    """The linear map ``linear(x, *ranks)`` with a given ``transpose``. ``value`` is the result where it is known already."""
-
-    @staticmethod
-    def forward(x: Tensor, value: Tensor | None, linear: Linear, transpose: Linear, *ranks: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        out = linear(x, *ranks) if value is None else value
-        return out.view_as(out) if out is x or out is value else out
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        _, _, ctx.linear, ctx.transpose, *ctx.ranks = inputs  # pyright: ignore[reportAttributeAccessIssue]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        out = _LinearMap.apply(grad, None, ctx.transpose, ctx.linear, *ctx.ranks)
-        return out, *(None for _ in range(3 + len(ctx.ranks)))
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _LinearMap.apply(tangent, None, ctx.linear, ctx.transpose, *ctx.ranks)
-
-    @staticmethod
-    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
-        info: Any, in_dims: Any, x: Tensor, value: Tensor | None, linear: Linear, transpose: Linear, *ranks: Tensor
-    ) -> tuple[Tensor, int]:
-        def first(x: Tensor, dim: int | None) -> Tensor:
-            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-        dims = (0, *in_dims[4:])
-        # with memory of its own: a result that sees one element several times can have no tangent
-        value = None if value is None else first(value, in_dims[1]).contiguous()
-        return _LinearMap.apply(first(x, in_dims[0]), value, torch.vmap(linear, dims), torch.vmap(transpose, dims), *ranks), 0
+    return LinearFunction.apply(x, value, linear_map(*((gather, reduce_grad) if gathers else (reduce_grad, gather))), *ranks)

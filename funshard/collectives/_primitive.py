@@ -1,4 +1,4 @@
-"""The one autograd Function of all collectives, and how it is applied over an axis.
+"""The one autograd Function of linear maps between ranks, and the collectives as such maps.
 
 torch.func differentiates the functional ops of torch wrongly (grad raises, jvp is silently zero, vmap is silently wrong; pinned
 in tests/test_torch_facts.py), so they run only inside the forward of this Function. What the ops do is in _ops.py.
@@ -6,8 +6,11 @@ in tests/test_torch_facts.py), so they run only inside the forward of this Funct
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
@@ -16,57 +19,92 @@ from ._mesh import Axis, Simulated
 from ._ops import OPS, OpContext, missing_group_error, start_op
 from ._sequence import check_sequence
 
-__all__ = ["apply"]
+__all__ = ["LinearFunction", "apply", "linear_map"]
 
 
-class _Collective(_torch.Function):
-    """One linear map over an axis: a process group's (``name``), or that of ranks stacked in dimension 0 (no name).
+@dataclass(eq=False, slots=True)
+class LinearMap:
+    """A linear map along dimension 0: a function of a tensor and of the ranks of simulated axes."""
 
-    ``rank`` is a Simulated axis's rank, None on a group. It is the operand that is batched at the simulated axis's own
-    vmap and at no other: that is how the vmap rule tells the mesh from any other vmap, at whatever depth. With a ``label``
-    ranks compare what they are about to start (_sequence.py), in every derivative, too.
+    run: Callable[..., Tensor]
+    transpose: Callable[[], LinearMap]
+    size: int | None = None
+    """The size of the one simulated axis whose ranks ``run`` takes stacked in dimension 0. None: it runs on one rank."""
+
+
+def linear_map(run: Callable[..., Tensor], transpose: Callable[..., Tensor]) -> LinearMap:
+    """Return the map of two functions that are each other's transpose."""
+    return LinearMap(run, lambda: linear_map(transpose, run))
+
+
+class LinearFunction(_torch.Function):
+    """``apply(x, value, linear, *ranks)``: the result of a `LinearMap`, or the ``value`` that was computed of ``x`` before.
+
+    The rank of a simulated axis is batched at the axis's own vmap and at no other: that is how the vmap rule tells the mesh
+    from any other vmap, at whatever depth. Any other batch is one more dimension at the end.
     """
 
     @staticmethod
-    def forward(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int, label: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(x: Tensor, value: Tensor | None, linear: LinearMap, *ranks: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        out = linear.run(x, *ranks) if value is None else value
+        return out.view_as(out) if out is x or out is value else out
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        _, _, ctx.linear, *ctx.ranks = inputs  # pyright: ignore[reportAttributeAccessIssue]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return LinearFunction.apply(grad, None, ctx.linear.transpose(), *ctx.ranks), *(None for _ in (0, 0, *ctx.ranks))
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return LinearFunction.apply(_torch.materialize_zeros(tangent), None, ctx.linear, *ctx.ranks)
+
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: Any, x: Tensor, value: Tensor | None, linear: LinearMap, *ranks: Tensor
+    ) -> tuple[Tensor, int]:
+        def move(x: Tensor, dim: int | None) -> Tensor:
+            return x.expand(info.batch_size, *x.shape).movedim(0, to) if dim is None else x.movedim(dim, to)
+
+        to = -1
+        if any(dim is not None for dim in in_dims[3:]):  # the simulated axis itself: its ranks come to dimension 0
+            to = 0
+            if linear.size is None:
+                linear = linear_map(*(torch.vmap(f, (0, *in_dims[3:])) for f in (linear.run, linear.transpose().run)))
+            elif info.batch_size != linear.size:
+                raise ValueError(
+                    f"a simulated axis of {linear.size} ranks: expected all of them in one vmap, got {info.batch_size}; "
+                    "a vmap with chunk_size cannot be an axis"
+                )
+        # with memory of its own: a result that sees one element several times can have no tangent
+        value = None if value is None else move(value, in_dims[1]).contiguous()
+        x = move(x, in_dims[0])
+        return LinearFunction.apply(x, value, linear, *ranks), to % x.dim()
+
+
+def _collective(op: str, size: int, name: str, root: int, label: str) -> LinearMap:
+    """Return an op on a process group (``name``), or on ranks stacked in dimension 0 (no name).
+
+    With a ``label`` ranks compare what they are about to start (_sequence.py), in every derivative, too.
+    """
+
+    def run(x: Tensor, *_: Tensor) -> Tensor:
         if not name:
             return OPS[op].stack(x, root).clone()
         if label and OPS[op].sends:
             check_sequence([f"{op} of {label}"], name, x)
         return start_op(op, x, OpContext(size, name, root))()
 
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.rest = inputs[1:]  # pyright: ignore[reportAttributeAccessIssue]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rank, op, *rest = ctx.rest
-        return _Collective.apply(grad, rank, OPS[op].transpose, *rest), *(None for _ in ctx.rest)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Collective.apply(_torch.materialize_zeros(tangent), *ctx.rest)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, rank: Tensor | None, *rest: Any) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dim, rank_dim = in_dims[:2]
-        if rank_dim is not None:  # the simulated axis itself: its ranks come to dimension 0
-            if info.batch_size != rest[1]:
-                raise ValueError(
-                    f"a simulated axis of {rest[1]} ranks: expected all of them in one vmap, got {info.batch_size}; "
-                    "a vmap with chunk_size cannot be an axis"
-                )
-            stacked = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            return _Collective.apply(stacked, None, *rest), 0
-        return _Collective.apply(x.movedim(dim, -1), rank, *rest), x.dim() - 1
+    return LinearMap(run, lambda: _collective(OPS[op].transpose, size, name, root, label), size)
 
 
 @_torch.allow_in_graph
 def _primitive(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int, label: str) -> Tensor:
     # torch 2.13: Dynamo, inlining the Function, can lose its backward, and it knows no vmap rule. Pinned by
     # test_compiled_equals_eager and test_matrix.py.
-    return _Collective.apply(x, rank, op, size, name, root, label)
+    return LinearFunction.apply(x, None, _collective(op, size, name, root, label), *(() if rank is None else (rank,)))
 
 
 def apply(op: str, x: Tensor, axis: Axis, root: int = 0, label: str = "") -> Tensor:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from ... import _torch
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import slice_index
 from ...collectives._mesh import ProcessAxis
 from ...collectives._ops import OpContext, PendingResult, missing_group_error, start_exchange
+from ...collectives._primitive import LinearFunction, linear_map
 from .flat import Chunk, chunk_slice, concat_flat, split_flat
 from .owners import Matrix, all_coords
 
@@ -229,34 +229,15 @@ def _count_overlap(matrix: Matrix, number: int, length: int) -> int:
     return max(0, min(matrix.begin + matrix.param.numel, high) - max(matrix.begin, low))
 
 
-class Exchange(_torch.Function):
-    """The linear function of a plan. Its transpose is the inverse plan: values that all replicas have alike count once."""
-
-    @staticmethod
-    def forward(flat: Tensor, plan: ExchangePlan, inverse: ExchangePlan) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return torch.cat(start_plan([flat], plan)())
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.plans = inputs[1:]  # pyright: ignore[reportAttributeAccessIssue]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        plan, inverse = ctx.plans
-        return Exchange.apply(grad, inverse, plan), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Exchange.apply(_torch.materialize_zeros(tangent), *ctx.plans)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, flat: Tensor, *plans: ExchangePlan) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Exchange.apply(flat.movedim(in_dims[0], -1), *plans), flat.dim() - 1
-
-
 @_torch.allow_in_graph
 def _exchange(flat: Tensor, plan: ExchangePlan, inverse: ExchangePlan) -> Tensor:
-    return Exchange.apply(flat, ExchangePlan.from_plain(plan), ExchangePlan.from_plain(inverse))  # Dynamo hands tuples on
+    # Values that all replicas have alike count once: so the transpose is the inverse plan. Dynamo hands tuples on.
+    runs = (functools.partial(_run_plan, ExchangePlan.from_plain(one)) for one in (plan, inverse))
+    return LinearFunction.apply(flat, None, linear_map(*runs))
+
+
+def _run_plan(plan: ExchangePlan, flat: Tensor) -> Tensor:
+    return torch.cat(start_plan([flat], plan)())
 
 
 def exchange_matrices(tensors: Sequence[Tensor], plan: ExchangePlan, inverse: ExchangePlan) -> list[Tensor]:
