@@ -18,7 +18,7 @@ The public names by task. README.md is a first page, examples/guide/reference.md
 one of them:
 
     policies     by_type, by_size, by_path
-    specs        P, Precision, Remat, Codec; PartitionSpec, Unit, module_tree
+    specs        P, Precision, Remat, Compile, Codec; PartitionSpec, Unit, module_tree
     sharding     shard, unshard, reshard, gather_full, scatter_full, partition, combine, skeleton, init, random_like
     layout       flatten, unflatten, param_views
     model calls  functional_call, trace_order, SyncBatchNorm
@@ -54,6 +54,7 @@ from . import averaging, codecs, collectives, compress, loss_scale, optim, polic
 from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from ._call.buffers import BufferWarning
 from ._call.call import functional_call
+from ._call.compiled_unit import CompileWarning
 from ._call.trace_order import trace_order
 from ._compiled.step import compile
 from ._init.init import init, init_buffers
@@ -63,6 +64,7 @@ from ._sharding.random_like import random_like
 from ._sharding.sharding import combine, partition, reshard, shard, unshard
 from ._sharding.skeleton import skeleton
 from ._spec.codec import Codec
+from ._spec.compiled import Compile
 from ._spec.precision import Precision
 from ._spec.remat import Remat
 from ._spec.spec import PartitionSpec
@@ -84,6 +86,8 @@ if _typing.TYPE_CHECKING:
 __all__ = [
     "BufferWarning",
     "Codec",
+    "Compile",
+    "CompileWarning",
     "ModuleTree",
     "P",
     "Param",

@@ -131,7 +131,6 @@ def lock(model: Any) -> None:
         (view, "'row' is in the memory of parameter 'embed.weight'"),
         (attribute, "'row' is in the memory of parameter 'embed.weight'"),
         (lock, "Tied cannot be copied: TypeError: cannot pickle"),
-        (lambda model: model.norm.compile(), "module 'norm' was compiled in place"),
         (lambda model: setattr(model, "norm", torch.jit.script(nn.Linear(2, 2))), "module 'norm' is a ScriptModule"),
     ],
 )

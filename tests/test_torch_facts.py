@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import importlib
 import inspect
@@ -1105,3 +1106,59 @@ def test_leaves_of_transforms() -> None:
     inner(leaf)
     inner(2 * leaf)
     assert seen == [True, False, True, True, False]
+
+
+# --- torch.compile ---
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # torch's own, where inductor is imported
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({}, {"backend": "inductor", "options": {}, "dynamic": None, "fullgraph": False}),
+        ({"mode": "reduce-overhead"}, {"backend": "inductor", "options": {"triton.cudagraphs": True}}),
+        ({"fullgraph": True, "dynamic": True, "options": {"max_autotune": True}}, {"options": {"max_autotune": True}}),
+        ({"fullgraph": True, "dynamic": True}, {"dynamic": True, "fullgraph": True}),
+    ],
+)
+def test_options_of_a_compiled_module(given: dict[str, Any], options: dict[str, Any]) -> None:
+    module = nn.Linear(2, 2)
+    module.compile(**given)
+    assert module._compiled_call_impl is not None
+    assert _torch.compile_options(module._compiled_call_impl).items() >= options.items()
+    module.compile(backend="aot_eager")
+    found = _torch.compile_options(module._compiled_call_impl)["backend"]
+    assert found is torch._dynamo.lookup_backend("aot_eager")
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_a_copied_function_compiles_by_itself() -> None:
+    """Equal code objects share no compilations."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    copies = [_torch.copy_function(_doubled, "copied") for _ in range(2)]
+    assert copies[0].__code__ == copies[1].__code__
+    for copied in copies:
+        for _ in range(2):
+            assert torch.compile(copied, backend="eager")(torch.ones(2)).sum() == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_compilation_leaves_no_context_variables() -> None:
+    """What the function itself sets stays."""
+    torch._dynamo.reset()
+    own: contextvars.ContextVar[int] = contextvars.ContextVar("own")
+    compiled = torch.compile(lambda x: x.sin().sum(), backend="aot_eager")
+
+    def run(x: Tensor) -> Tensor:
+        own.set(3)
+        return compiled(x)
+
+    before = dict(contextvars.copy_context())
+    _torch.run_compiled(run, torch.ones(2, requires_grad=True))
+    assert own.get() == 3
+    left = {var.name for var, value in contextvars.copy_context().items() if var not in before or before[var] is not value}
+    assert left == {"own"}

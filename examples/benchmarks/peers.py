@@ -15,13 +15,14 @@ torch.func.grad_and_value.
 
 The compiled modes run if they are asked for (--modes 'plain,plain compiled,fs,fs compiled,FSDP2,FSDP2 compiled'): inductor
 takes a minute or more for each. "plain compiled" is torch.compile of the model, "FSDP2 compiled" of each block before
-`fully_shard`, "fs compiled" is the whole step by `fs.compile`, and "fs compiled remat" that with ``P(remat=True)``. So do the
-modes that run each block again in backward (--modes 'FSDP2 remat,fs remat,fs torch.func remat'): torch.utils.checkpoint for
-torch, ``P(remat=True)`` for funshard; those with "save" keep what attention made ("save attention"), or that and all products
-("save products"), and run the rest again, by torch's selective checkpointing and by ``P(remat=Remat(save=...))``; try them on a
-long batch (--seq 512 --batch 8). And those that gather and compute in bf16 and reduce in float32 (--modes 'plain,plain
-bf16,FSDP2,FSDP2 bf16,fs,fs bf16'). Those "unchecked" leave out that ranks compare their collectives (--modes 'fs,fs
-unchecked,fs keep,fs keep unchecked'): the column "unchecked" is a mode's time over that of the same mode without it.
+`fully_shard`, "fs units compiled" is ``P("shard", compile=True)``, "fs compiled" is the whole step by `fs.compile`, and "fs
+compiled remat" that with ``P(remat=True)``. So do the modes that run each block again in backward (--modes 'FSDP2 remat,fs
+remat,fs torch.func remat'): torch.utils.checkpoint for torch, ``P(remat=True)`` for funshard; those with "save" keep what
+attention made ("save attention"), or that and all products ("save products"), and run the rest again, by torch's selective
+checkpointing and by ``P(remat=Remat(save=...))``; try them on a long batch (--seq 512 --batch 8). And those that gather and
+compute in bf16 and reduce in float32 (--modes 'plain,plain bf16,FSDP2,FSDP2 bf16,fs,fs bf16'). Those "unchecked" leave out
+that ranks compare their collectives (--modes 'fs,fs unchecked,fs keep,fs keep unchecked'): the column "unchecked" is a mode's
+time over that of the same mode without it.
 """
 
 import argparse
@@ -112,6 +113,9 @@ COMPILED: dict[str, Callable[[nn.Module], Step]] = {
     "plain compiled": plain_compiled,
     "FSDP2 compiled": fsdp2_compiled,
     "fs compiled": compiled(fs.P("shard")),
+    "fs units compiled": sharded(fs.P("shard", compile=True)),
+    "fs units compiled keep": sharded(fs.P("shard", reshard=False, compile=True)),
+    "fs units compiled remat": sharded(fs.P("shard", remat=True, compile=True)),
     "fs keep compiled": compiled(fs.P("shard", reshard=False)),
     "fs compiled remat": compiled(fs.P("shard", remat=True)),
 }

@@ -21,10 +21,11 @@ COMMAND = "python examples/guide/reference.py"
 
 GROUPS = {
     "Policies: which modules are units": "by_type by_size by_path Policy",
-    "Specs: how each unit lies on the mesh": "P Precision Remat Codec PartitionSpec Unit module_tree ModuleTree Param Params",
+    "Specs: how each unit lies on the mesh": "P Precision Remat Compile Codec PartitionSpec Unit module_tree ModuleTree "
+    "Param Params",
     "Sharding and full parameters": "shard unshard reshard gather_full scatter_full partition combine skeleton init "
     "init_buffers random_like flatten unflatten param_views",
-    "Calling the model": "functional_call trace_order BufferWarning SyncBatchNorm convert_sync_batchnorm",
+    "Calling the model": "functional_call trace_order BufferWarning CompileWarning SyncBatchNorm convert_sync_batchnorm",
     "Gradients and other transforms": "grad grad_and_value hvp per_sample_grads remat checkpoint_name offload compile",
     "Accumulation and reductions": "accumulate update_in_backward StepResult reduce_grads reduce_mean weight_share",
 }

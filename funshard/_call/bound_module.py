@@ -43,8 +43,9 @@ class BoundModule:
         """Return a whole model. Raise ValueError unless the spec was made for it."""
         with MODEL_LOCK:
             modules = _find_modules(model, "")
+            paths = spec._chosen
             for path, module in modules.items():
-                check_not_compiled(path, module, in_place=True)
+                check_not_compiled(path, module, in_place=path not in paths)
             return cls("", modules, _find_owners(modules, spec))
 
     def submodule(self, path: str) -> BoundModule:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .._spec.compiled import Compile
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
@@ -24,6 +25,7 @@ from .activation_offload import choose_hooks, choose_offload
 from .bound_module import BoundModule
 from .buffers import install_buffers
 from .casting import buffer_dtypes, module_overrides, wrap_in_casts
+from .compiled_unit import compile_forward, find_compiled
 from .modes import Scheduled, choose_mode
 from .module_state import MODEL_LOCK, GatheringParameters, ModuleAttributes, calling_thread, restore_modules
 from .recompute import recompute_module
@@ -61,6 +63,7 @@ class Call:
         self.scopes = UnitScopes(self.mode, params, spec, self.offload)
         self.is_inference = torch.is_inference_mode_enabled()
         self.used_parameters: set[str] | None = set() if is_recomputing else None  # what the recomputed module has read
+        self.compiled: Mapping[str, Compile] = {}  # how the modules of these paths are compiled
         self.discarded_buffers: list[str] = []  # the buffers that forward has changed and nobody asked for
         self.normalized: Mapping[str, nn.Module] = {}  # the normalisation layers that have buffers, by path
 
@@ -122,6 +125,11 @@ class Call:
                 path, _, attr = name.rpartition(".")
                 modules[path]._parameters[attr] = cast("nn.Parameter", self.mode.params[name])
         recomputed = self.spec.recomputed
+        self.compiled = find_compiled(self.spec, modules)
+        for path, options in self.compiled.items():
+            if vars(modules[path]).get("_compiled_call_impl") is not None:
+                vars(modules[path])["_compiled_call_impl"] = None
+            vars(modules[path])["forward"] = compile_forward(self, path, options, before, modules[path].forward)
         by_path: dict[str, list[Unit]] = {path: [] for path in recomputed}
         for unit in self.spec:
             by_path.setdefault(unit.path, []).append(unit)

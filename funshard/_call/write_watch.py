@@ -32,18 +32,27 @@ class WriteWatch:
         self.views: Sequence[Tensor] = ()
         bases = () if _torch.is_traced() else map(_torch.unwrap, tensors)
         with _torch.below_transforms():
-            self._watched = [(x, _torch.lazy_clone(x), _torch.version(x)) for x in bases if _can_be_copied(x)]
+            copies = ((x, _torch.lazy_clone(x), _torch.version(x)) for x in bases if _can_be_copied(x))
+            self._watched: list[tuple[Tensor, Tensor | None, int]] = [*copies]
+
+    def drop_lazy_copies(self, *, copies: bool) -> None:
+        """Watch versions alone, or real copies: where compiled code takes an address, a lazy copy becomes a real one."""
+        with _torch.below_transforms():
+            self._watched = [(x, x.clone() if copies else None, version) for x, _, version in self._watched]
 
     def find_write(self) -> str | None:
-        """Return what has been written to since, None if nothing has. The values of before are restored."""
+        """Return what has been written to since, None if nothing has. The values of before are restored from the copies."""
         moved = any(_torch.version(now) != version for now, _, version in self._watched)
-        if not moved and all(_torch.shares_memory(now, before) for now, before, _ in self._watched):
+        if not moved and all(before is None or _torch.shares_memory(now, before) for now, before, _ in self._watched):
             return self._find_replaced()
         with _torch.below_transforms():
-            changed = [not _equal(now, before) for now, before, _ in self._watched]
+            changed = [
+                _torch.version(now) != version if before is None else not _equal(now, before)
+                for now, before, version in self._watched
+            ]
             what = self._describe(changed) if moved or any(changed) else None
             for (now, before, _), differs in zip(self._watched, changed, strict=True):
-                if differs:
+                if differs and before is not None:
                     now.copy_(before)
         return what or self._find_replaced()
 
@@ -59,9 +68,10 @@ class WriteWatch:
 
     def _describe(self, changed: list[bool]) -> str:
         names = [param.name for param in self._unit.params]
-        if len(changed) == 1 and self._watched[0][0].dim() == 1:  # a buffer, and no vmap has batched it
-            now, before = (unflatten_unit(some, self._unit) for some in self._watched[0][:2])
-            changed = [not _equal(*pair) for pair in zip(now, before, strict=True)]
+        buffer, copy, _ = self._watched[0] if len(changed) == 1 else (None, None, 0)
+        if buffer is not None and copy is not None and buffer.dim() == 1:  # and no vmap has batched it
+            pairs = zip(unflatten_unit(buffer, self._unit), unflatten_unit(copy, self._unit), strict=True)
+            changed = [not _equal(*pair) for pair in pairs]
         if len(changed) == len(names) and any(changed):
             return f"parameter '{names[changed.index(True)]}'"
         return f"one of the parameters {', '.join(map(repr, names))}"

@@ -53,7 +53,7 @@ def skeleton(model: M) -> M:
     tree = module_tree(model)
     memo: dict[int, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        check_not_compiled(path, module, in_place=True)
+        check_not_compiled(path, module)
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"skeleton: module '{path}' is a ScriptModule, which cannot be copied without its parameters")
         for name, param in module._parameters.items():
@@ -87,6 +87,9 @@ def skeleton(model: M) -> M:
         raise TypeError(
             f"skeleton: {type(model).__name__} does not copy as it is: expected a plain copy.deepcopy of its modules"
         )
+    for module, copied in zip(model.modules(), bare.modules(), strict=True):
+        if module._compiled_call_impl is not None:  # for its options: a call compiles the units itself
+            copied._compiled_call_impl = module._compiled_call_impl
     if not is_skeleton(model):  # which the copy would have twice
         bare.register_forward_pre_hook(_forbid_direct_call, with_kwargs=True)
     _SKELETONS.add(bare)
@@ -127,6 +130,8 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _own_functions(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
     """Yield functions set on this one module: hooks, or another forward."""
     for name, value in vars(module).items():
+        if name == "_compiled_call_impl":  # torch.compile's, of which only the options count
+            continue
         inside = value.values() if isinstance(value, dict) else [value]
         yield from ((f"'{name}'", x) for x in inside if isinstance(x, FunctionType))
 

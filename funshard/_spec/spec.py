@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..collectives._mesh import Axis, Mesh
+from .compiled import Compile
 from .table import format_line, format_table
 from .tree import Param, is_within
 
@@ -78,13 +79,24 @@ class PartitionSpec:
         return tuple(self.by_path)
 
     @property
+    def _chosen(self) -> Mapping[str, P]:
+        """The `P` of each module path that runs as a unit: "" only where nothing else is selected, as by ``whole(P(...))``."""
+        return dict(self.selected) or {"": self.root}
+
+    @property
     def recomputed(self) -> tuple[str, ...]:
         """The paths of the modules with ``P(remat=True)``, which run again for their derivatives: "" for the model.
 
         What no selected path owns is recomputed only where nothing is selected, as by ``whole(P(remat=True))``.
         """
-        chosen = self.selected or (("", self.root),)
-        return tuple(path for path, p in chosen if p.remat)
+        return tuple(path for path, p in self._chosen.items() if p.remat)
+
+    @property
+    def compiled(self) -> Mapping[str, Compile]:
+        """The paths of the modules with ``P(compile=True)``, and how they are compiled; chosen as in `recomputed`."""
+        return {
+            path: p.compile if isinstance(p.compile, Compile) else Compile() for path, p in self._chosen.items() if p.compile
+        }
 
     def _compute_once(self, make: Callable[..., Cached], *args: Hashable) -> Cached:
         """Return ``make(self, *args)``, computed once for this object and kept while it lives; it must not hold the spec."""
@@ -252,7 +264,7 @@ def _restrict(spec: PartitionSpec, path: str, keys: frozenset[str]) -> Partition
     return dataclasses.replace(
         spec,
         selected=tuple((inner, p) for inner, p in spec.selected if inner != path and is_within(inner, path)),
-        root=dataclasses.replace(spec.root, remat=False),
+        root=dataclasses.replace(spec.root, remat=False, compile=False),
         units=tuple(unit for unit in spec.units if unit.key in keys),
         ignored=tuple(name for name in spec.ignored if is_within(name, path)),
         run_order=None if spec.run_order is None else tuple(key for key in spec.run_order if key in keys),

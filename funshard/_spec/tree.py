@@ -262,7 +262,7 @@ def check_not_compiled(path: str, module: nn.Module, *, in_place: bool = False) 
     if in_place and module._compiled_call_impl is not None:
         raise TypeError(
             f"module '{path}' was compiled in place by .compile(), which would compile functional_call's own insides: "
-            "expected a plain module; compile what calls it, with fs.compile or torch.compile"
+            "expected that of units only, by a policy such as by_type(type(block)); or compile what calls it, with fs.compile"
         )
 
 

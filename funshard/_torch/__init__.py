@@ -5,6 +5,7 @@ and runs, storages, and process groups.
 """
 
 from .backward import *
+from .compiling import *
 from .dispatch import *
 from .files import *
 from .groups import *

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # pyright: ignore[reportPrivateUsage]
 
 __all__ = [
     "DispatchMode",
     "OpOverload",
     "args_under_autograd",
     "detach_in_dispatch",
+    "has_dispatch_mode",
     "is_graph_retained",
     "is_inplace_view",
     "is_plain",
@@ -32,6 +33,11 @@ class DispatchMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Return True: compiled functions stay compiled under this mode, as under torch.utils.checkpoint's modes."""
         return True
+
+
+def has_dispatch_mode() -> bool:
+    """Return whether a TorchDispatchMode is active. Pinned by ``test_a_dispatch_mode``."""
+    return _get_current_dispatch_mode() is not None
 
 
 COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}

@@ -1,0 +1,217 @@
+"""A unit's module with P(compile=...): its forward as a compiled function, inside the eager schedule.
+
+The schedule gathers the unit before the run and frees it after it, as without compilation. For the run the modules hold the
+gathered parameters in plain dicts, which Dynamo makes inputs of the graph: modules of one structure share a compilation. What
+AOTAutograd saves of a parameter is the view that was given in, so saved-tensor hooks replace it as in eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # the tree of what models take and return
+
+from .. import _torch
+from .._spec.compiled import Compile
+from .._spec.spec import PartitionSpec
+from .._spec.tree import is_within
+from .._transforms._recompute.reachable import ReachableObjects
+from .casting import has_casts
+from .compile_cache import CompiledRun, find_compiled_run, is_first_run
+from .compiled_node import TRANSPARENT, GivenParameter, run_below
+from .modes import Scheduled
+from .module_state import GatheringParameters, ModuleAttributes
+from .write_watch import write_error
+
+if TYPE_CHECKING:
+    from .running import Call
+
+__all__ = ["CompileWarning", "compile_forward", "find_compiled", "find_obstacle"]
+
+_WARNED: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()
+"""The reasons of which users have been told, by class of module: once for each."""
+
+
+class CompileWarning(UserWarning):
+    """A unit with ``P(compile=True)`` runs without compilation, where torch cannot run compiled code."""
+
+
+def find_compiled(spec: PartitionSpec, modules: Mapping[str, nn.Module]) -> dict[str, Compile]:
+    """Return how the modules of these paths are compiled, by ``P(compile=...)`` or because their ``.compile()`` was called.
+
+    Raises:
+        ValueError: For a unit inside of a compiled one whose `P` says more than how its parameters are kept.
+    """
+    in_place = {path: m._compiled_call_impl for path, m in modules.items() if m._compiled_call_impl is not None}
+    found = {**spec.compiled, **{path: Compile(**_torch.compile_options(run)) for path, run in in_place.items()}}
+    if found:
+        spec._compute_once(_check_units_inside, *found)
+    return found
+
+
+def _check_units_inside(spec: PartitionSpec, *paths: str) -> None:
+    for path in paths:
+        for inner, p in spec._chosen.items():
+            casts = p.precision is not None and has_casts(p.precision)
+            if inner != path and is_within(inner, path) and (p.remat or casts or "activations" in p.offloads):
+                raise ValueError(
+                    f"unit '{inner}' with {p} is inside of module '{path}', which is compiled as one: expected no remat, casts "
+                    "or offloaded activations inside of a compiled module; compile the inner unit instead"
+                )
+
+
+def compile_forward(
+    call: Call, path: str, options: Compile, before: ModuleAttributes, forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the forward of the module at ``path``: compiled where torch can run compiled code, else ``forward`` itself.
+
+    Args:
+        call: The call that the module runs in.
+        path: The module's path.
+        options: How to compile it.
+        before: The attributes of the model before the call.
+        forward: The forward to run without compilation.
+    """
+    module = call.place.modules[path]
+    inside = [one for at, one in call.place.modules.items() if is_within(at, path)]
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        level = _torch.current_level()
+        reason = find_obstacle(call)
+        if reason is None and level:
+            reason = _find_opaque(call, module, args, kwargs)
+        if reason is not None:
+            if reason:
+                _warn_eager(path, module, reason)
+            return forward(*args, **kwargs)
+        compiled = find_compiled_run(module, inside, options, retains=level > 0)
+        with _plain_parameters(call, inside, before, level) as given, _watch_writes(call, compiled, module, inside):
+            if not level:
+                return _torch.run_compiled(compiled, module, args, kwargs)
+            call.scopes.compiled = path
+            try:
+                out = run_below(path, functools.partial(_torch.run_compiled, compiled, module), given, args, kwargs)
+            finally:
+                call.scopes.compiled = None
+        if any(x.requires_grad and not _torch.is_wrapped(x) for x in _reachable_tensors(call, module)):
+            raise RuntimeError(
+                f"module '{path}' with P(compile=True) keeps a tensor that has a derivative, in an attribute or elsewhere, "
+                "where a torch.func.grad around does not see it: expected it among the results, no compile, or fs.grad"
+            )
+        return out
+
+    return run
+
+
+# --- where compiled code can run ---
+
+
+def find_obstacle(call: Call) -> str | None:
+    """Return why torch cannot run compiled code here: "" where operators are recorded; None if it can."""
+    if torch.compiler.is_compiling() or _torch.is_traced() or any(map(_torch.is_fake, call.mode.params.values())):
+        return ""
+    if _torch.has_dispatch_mode():
+        return "a TorchDispatchMode is active, which sees no operators of compiled code"
+    if _torch.in_forward_ad():
+        return "forward-mode AD does not run through it"
+    level = _torch.current_level()
+    if level > 1 or (level and not (isinstance(call.mode, Scheduled) and call.mode.is_at_call_level())):
+        return "of torch.func's transforms it runs in a single grad or vjp"
+    return None
+
+
+def _warn_eager(path: str, module: nn.Module, reason: str) -> None:
+    told = _WARNED.setdefault(type(module), set())
+    if reason not in told:
+        told.add(reason)
+        warnings.warn(
+            f"module '{path}' with P(compile=True) runs without compilation, with the same results: {reason}",
+            CompileWarning,
+            stacklevel=3,
+        )
+
+
+def _find_opaque(call: Call, module: nn.Module, args: object, kwargs: object) -> str | None:
+    """Return what could hold tensors of a torch.func.grad where `run_below` would not find them; None if nothing could."""
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            if _torch.unwrap(leaf).requires_grad:
+                return "an argument is differentiated outside of the transform, too"
+        elif not isinstance(leaf, TRANSPARENT):
+            return f"in a torch.func.grad, an argument of type {type(leaf).__name__} may hold tensors of that transform"
+    if any(_torch.is_wrapped(x) and _torch.is_tracked(x) for x in _reachable_tensors(call, module)):
+        return "in a torch.func.grad, it reads a tensor of that transform that is no argument"
+    return None
+
+
+def _reachable_tensors(call: Call, module: nn.Module) -> Sequence[Tensor]:
+    """Return the tensors that a module can reach beside its arguments and parameters."""
+    return ReachableObjects([module], call.place.owned).tensors
+
+
+# --- parameters that Dynamo can read ---
+
+
+@contextlib.contextmanager
+def _plain_parameters(
+    call: Call, inside: Sequence[nn.Module], before: ModuleAttributes, level: int
+) -> Generator[list[GivenParameter]]:
+    """Give modules their gathered parameters in plain dicts, and their own forward, for the length of a run.
+
+    Yields:
+        The dict, name and tensor of each parameter.
+    """
+    restored: list[tuple[nn.Module, GatheringParameters, dict[str, Any], dict[str, Any], Any]] = []
+    given: list[GivenParameter] = []
+    try:
+        for module in inside:
+            attributes = vars(module)
+            gathering = attributes.get("_parameters")
+            if not isinstance(gathering, GatheringParameters):
+                continue
+            plain = dict(gathering.items())
+            restored.append((module, gathering, plain, plain.copy(), attributes.get("forward")))
+            attributes["_parameters"] = plain
+            given += ((plain, name, x) for name, x in plain.items() if x is not None)
+            attributes.pop("forward", None)
+            if "forward" in before[module]:
+                attributes["forward"] = before[module]["forward"]
+        yield given
+    finally:
+        for module, gathering, plain, views, forward in restored:
+            attributes = vars(module)
+            attributes.pop("forward", None)
+            if forward is not None:
+                attributes["forward"] = forward
+            for name in {**views, **plain}:
+                if name not in plain:
+                    del gathering[name]
+                elif name not in views or (plain[name] is not views[name] and not level):
+                    gathering[name] = plain[name]
+            attributes["_parameters"] = gathering
+
+
+@contextlib.contextmanager
+def _watch_writes(call: Call, compiled: CompiledRun, module: nn.Module, inside: Sequence[nn.Module]) -> Generator[None]:
+    """Raise RuntimeError for a run that writes to parameters.
+
+    The values of before are restored in the function's first run: it writes to the same parameters in all of them.
+    """
+    keys = {unit.key for one in inside for unit, _ in call.place.owned[one].values()}
+    units = [call.scopes.active[key] for key in keys]
+    is_first = is_first_run(compiled, module)
+    for in_use in units:
+        in_use.watch.drop_lazy_copies(copies=is_first)
+    yield
+    for in_use in units:
+        if what := in_use.watch.find_write():
+            raise write_error(in_use.unit, what)
+        in_use.watch.drop_lazy_copies(copies=False)

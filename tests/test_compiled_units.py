@@ -1,0 +1,559 @@
+"""P(compile=True): units run as compiled functions within the eager schedule, with its results, its gathers and its memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import mirror
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from depth import depth, each, pairs, seldom
+from ranks import Pool
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import funshard as fs
+from funshard import Compile, P
+
+AOT = Compile(backend="aot_eager")
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+"""Dynamo asks for it and hides the warning, which the tests' filter makes an error."""
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+Loss = Callable[[fs.Params], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def model(blocks: int = 4, make: Callable[[], nn.Module] = Block) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[make() for _ in range(blocks)], nn.Linear(6, 2)).double()
+
+
+def batch(rank: int = 0) -> Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(rank)).double()
+
+
+def counted() -> tuple[int, int]:
+    """Graphs compiled and graph breaks since the last `torch._dynamo.reset`."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    reset()
+
+
+def reset() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # on ranks, too
+
+
+# --- compilations ---
+
+
+def trained(net: nn.Module, p: P, grad: Callable[[Loss], Any] = fs.grad, rank: int = 0, **options: Any) -> fs.Params:
+    """Gradients of one step. Each begins with the same random numbers."""
+    spec = fs.by_type(Block, p=p)(net)
+    spec = spec.on({"shard": 1}) if options.pop("alone", True) else spec
+    params = {key: 1.5 * shard for key, shard in fs.shard(net, spec).items()}  # not those of the model
+    torch.manual_seed(rank + 1)
+    return grad(lambda params: fs.functional_call(net, params, (batch(rank),), spec=spec, **options).sin().sum())(params)
+
+
+def test_one_compilation_serves_all_units_of_a_structure() -> None:
+    """The input of the first block needs no gradient, that of the others does: two graphs, whatever the depth."""
+    for blocks in (2, 3, 9):
+        trained(model(blocks), P("shard", compile=AOT))
+        assert counted() == (2, 0)
+
+
+def test_another_structure_compiles_once_more() -> None:
+    net = nn.Sequential(model(3)[0:3], nn.Linear(6, 8), *[Block(8) for _ in range(3)]).double()
+    trained(net, P("shard", compile=AOT))
+    assert counted() == (2 + 1, 0)
+
+
+def test_further_steps_do_not_compile() -> None:
+    net = model()
+    trained(net, P("shard", compile=AOT))
+    before = counted()
+    for _ in range(3):
+        trained(net, P("shard", compile=AOT))
+    trained(model(), P("shard", reshard=False, compile=AOT))  # another model of this structure, kept
+    assert counted() == before
+
+
+def test_shapes() -> None:
+    """A second length makes one graph for all lengths."""
+    net = model(2)
+    spec = fs.by_type(Block, p=P("shard", compile=AOT))(net).on({"shard": 1})
+    params = fs.shard(net, spec)
+    made = []
+    for length in (5, 7, 9, 30, 5):
+        fs.grad(lambda p, n=length: fs.functional_call(net, p, torch.ones(n, 6).double(), spec=spec).sum())(params)
+        made.append(counted()[0])
+    assert made == [2, 4, 4, 4, 4]
+
+
+def test_a_number_that_changes_does_not_compile_for_each() -> None:
+    net = Block().double()
+    spec = fs.policies.whole(P("shard", compile=AOT))(net).on({"shard": 1})
+    params = fs.shard(net, spec)
+    made = []
+    for scale in (0.1, 0.2, 0.3, 0.4):
+        fs.grad(lambda p, s=scale: fs.functional_call(net, p, batch(), {"scale": s}, spec=spec).sum())(params)
+        made.append(counted()[0])
+    assert made[1:] == [2, 2, 2]
+
+
+# --- equal to eager ---
+
+GRADS: dict[str, Callable[[Loss], Callable[[fs.Params], Any]]] = {
+    "fs.grad": fs.grad,
+    "torch.func.grad": torch.func.grad,
+    "vjp": lambda f: lambda params: torch.func.vjp(f, params)[1](torch.ones((), dtype=torch.float64))[0],
+    "no_grad": lambda f: lambda params: {"": torch.no_grad()(f)(params)},
+    "jvp": lambda f: lambda params: {"": torch.func.jvp(f, (params,), (params,))[1]},
+    "hvp": lambda f: lambda params: fs.hvp(f, params, params),
+    "grad of grad": lambda f: torch.func.grad(lambda p: sum((g**2).sum() for g in torch.func.grad(f)(p).values())),
+}
+PS: dict[str, dict[str, Any]] = {
+    "shard": {},
+    "keep": {"reshard": False},
+    "remat": {"remat": True},
+    "precision": {"precision": fs.Precision(param=torch.float32, reduce=torch.float64)},
+    "activations": {"offload": "activations"},
+    "params": {"offload": "params"},
+}
+EAGER = ("jvp", "hvp", "grad of grad")
+"""Those in which torch runs no compiled code."""
+
+
+def equal_to_eager(rank: int, name: str, how: str, *, alone: bool) -> list[str]:
+    """Check a step with compiled units, and return what was warned of."""
+    reset()
+    options = {"alone": alone}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", fs.CompileWarning)
+        for axes in ("shard", ()) if name != "params" else ("shard",):
+            expected = trained(model(), P(axes, **PS[name]), GRADS[how], rank, **options)
+            got = trained(model(), P(axes, **PS[name], compile=AOT), GRADS[how], rank, **options)
+            rounding = {"rtol": 1e-5, "atol": 1e-6} if name == "precision" else EXACT
+            torch.testing.assert_close(got, expected, **rounding)
+    assert (counted()[0] > 0) == (how not in EAGER)
+    return [str(warning.message) for warning in caught if warning.category is fs.CompileWarning]
+
+
+@pairs
+@pytest.mark.parametrize("how", GRADS)
+@pytest.mark.parametrize("name", PS)
+def test_alone(name: str, how: str) -> None:
+    equal_to_eager(0, name, how, alone=True)
+
+
+def on_two_ranks(rank: int, name: str, how: str) -> None:
+    equal_to_eager(rank, name, how, alone=False)
+
+
+@each
+@pytest.mark.parametrize("how", GRADS)
+@pytest.mark.parametrize("name", PS)
+def test_on_two_ranks(gloo2: Pool, name: str, how: str) -> None:
+    gloo2.run(on_two_ranks, name, how)
+
+
+class Other(Block):
+    """A class of its own: users are told once for each."""
+
+
+def test_said_once() -> None:
+    net = model(3, Other)
+    spec = fs.by_type(Other, p=P("shard", compile=AOT))(net).on({"shard": 1})
+    params = fs.shard(net, spec)
+
+    def loss(p: fs.Params) -> Tensor:
+        return fs.functional_call(net, p, batch(), spec=spec).sum()
+
+    with pytest.warns(fs.CompileWarning, match=r"module '0' with .* runs without compilation.*forward-mode AD") as caught:
+        torch.func.jvp(loss, (params,), (params,))
+    assert len([one for one in caught if one.category is fs.CompileWarning]) == 1
+    torch.func.jvp(loss, (params,), (params,))
+
+
+def steps_of_training(rank: int) -> None:
+    """accumulate and update_in_backward with compiled units, frozen and trained ones."""
+    reset()
+    net = model()
+    for p in net[1].parameters():
+        p.requires_grad_(False)
+    results = []
+    for compile in (False, AOT):
+        spec = fs.by_type(Block, p=P("shard", compile=compile))(net).bound
+        trained_params, frozen = fs.partition(fs.shard(net, spec), spec)
+
+        def loss(params: fs.Params, x: Tensor, spec: fs.PartitionSpec = spec, frozen: fs.Params = frozen) -> Tensor:
+            return fs.functional_call(net, fs.combine(params, frozen), x, spec=spec).square().mean()
+
+        torch.manual_seed(rank)
+        sums, value = fs.accumulate(loss, trained_params, [batch(rank), batch(rank + 2)], spec=spec)
+        init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1)
+        state = init(trained_params)
+        torch.manual_seed(rank)
+        step = fs.update_in_backward(update, loss, trained_params, state, [batch(rank)], spec=spec)
+        results.append((sums, value, step.params))
+    torch.testing.assert_close(results[1], results[0], **EXACT)
+    assert counted()[0] > 0
+
+
+def test_training_on_two_ranks(gloo2: Pool) -> None:
+    gloo2.run(steps_of_training)
+
+
+# --- the schedule ---
+
+
+def traffic(rank: int, p: P, how: str) -> list[str]:
+    reset()
+    net = model()
+    spec = fs.by_type(Block, p=p)(net).on(mirror.mesh({"shard": 2}))
+    params = fs.shard(net, spec)
+    loss = lambda params: fs.functional_call(net, params, (batch(),), spec=spec).sum()  # noqa: E731
+    GRADS[how](loss)(params)  # compiled
+    return mirror.sent(2, lambda: GRADS[how](loss)(params))
+
+
+@pytest.mark.parametrize("how", ["fs.grad", "torch.func.grad"])
+def test_weights_are_gathered_again_and_not_kept(alone: Pool, how: str) -> None:
+    """What compiled code saves of a weight is the view that was given in, which the schedule replaces as in eager."""
+    eager, compiled = (Counter(alone.run(traffic, P("shard", compile=c), how)[0]) for c in (False, AOT))
+    assert compiled == eager
+    assert max(eager.values()) > 4  # gathers of four blocks, and again in backward
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    net = model()
+    before = [dict(vars(module)) for module in net.modules()]
+    trained(net, P("shard", compile=AOT))
+    assert [dict(vars(module)) for module in net.modules()] == before
+
+
+# --- what people write ---
+
+
+class Leaf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x).sin()
+
+
+class Statistics(Leaf):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.l(x))
+
+
+class Breaks(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.l(x)
+        torch._dynamo.graph_break()
+        return y.sin() * self.l.bias
+
+
+class Branches(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.l(x)
+        return y * 2 if y.sum() > 0 else y * 3 * self.l.bias
+
+
+class SetsBuffer(Leaf):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.count.add_(1)
+        return self.l(x) * self.count
+
+
+class Keeps(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.l(x)
+        return self.last.sin()
+
+
+class Borrows(Leaf):
+    lender: list[nn.Linear]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.l(x), self.lender[0].weight)
+
+
+class Clamps(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        self.l.weight.data.clamp_(-0.1, 0.1)
+        return self.l(x)
+
+
+class Replaces(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.l.weight
+        self.l.weight = nn.Parameter(w.detach() * 0)
+        return F.linear(x, w)
+
+
+class Lists(Leaf):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.l.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights[0]
+
+
+class Creates(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.ones(6).double())
+        return self.l(x) * self.late
+
+
+class Mixed(Leaf):
+    def forward(self, x: Tensor) -> Any:
+        return {"y": self.l(x), "x": x, "n": 3, "i": torch.arange(2)}
+
+
+REFUSED: dict[type[nn.Module], tuple[str | None, str | None]] = {
+    Statistics: (None, None),
+    Breaks: (None, None),
+    Branches: (None, None),
+    SetsBuffer: (None, None),
+    Mixed: (None, None),
+    Keeps: (None, "keeps a tensor that has a derivative"),
+    Borrows: (None, "is read inside of module '1' with P\\(compile=True\\), which does not own it"),
+    Replaces: (None, "sets its parameter 'weight' in forward"),
+    Clamps: ("was changed in place in forward", "was changed in place in forward"),
+    Lists: ("is the model's own parameter", "is the model's own parameter"),
+    Creates: ("'1.late' is made in forward", "'1.late' is made in forward"),
+}
+"""What the error says, under fs.grad and under torch.func.grad; None where it is right."""
+
+
+class Chain(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            out = block(x)
+            x = out["y"] + out["x"].sin() if isinstance(out, dict) else out
+        return x
+
+
+def leaf_step(kind: type[nn.Module], grad: Callable[[Loss], Any], compile: bool | Compile) -> Any:
+    torch.manual_seed(0)
+    net = Chain(nn.Linear(6, 6), *[kind() for _ in range(3)]).double()
+    for block in net:
+        if isinstance(block, Borrows):
+            block.lender = [net[0]]
+    spec = fs.by_type(kind, p=P("shard", compile=compile))(net).on({"shard": 1})
+    params = {key: 1.5 * shard for key, shard in fs.shard(net, spec).items()}
+    buffers = {name: b.clone() for name, b in net.named_buffers()}
+    given = {key: shard.clone() for key, shard in params.items()}
+    try:
+        grads = grad(lambda p: fs.functional_call(net, p, batch(), spec=spec, buffers=buffers).sum())(params)
+    finally:
+        torch.testing.assert_close(params, given, rtol=0, atol=0)
+    return grads, buffers
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("how", ["fs.grad", "torch.func.grad"])
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_what_people_write(kind: type[nn.Module], how: str) -> None:
+    refused = REFUSED[kind][how == "torch.func.grad"]
+    if refused:
+        with pytest.raises(Exception, match=refused):
+            leaf_step(kind, GRADS[how], AOT)
+        return
+    plain = kind is Statistics and how == "torch.func.grad"  # whose counter eager's torch.func.grad refuses to change
+    expected = leaf_step(kind, GRADS["fs.grad" if plain else how], False)
+    torch.testing.assert_close(leaf_step(kind, GRADS[how], AOT), expected, **EXACT)
+    assert counted()[0] > 0 or kind is Borrows  # which reads another unit, and that Dynamo runs eagerly
+
+
+SMALL = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+def transformer(rank: int, name: str) -> None:
+    reset()
+    warnings.simplefilter("ignore", fs.CompileWarning)  # of llama's cache under torch.func.grad
+    torch.manual_seed(0)
+    if name == "llama":
+        config = transformers.LlamaConfig(**SMALL, pad_token_id=0)
+        net, block = transformers.LlamaForCausalLM(config), "LlamaDecoderLayer"
+    else:
+        net, block = transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, pad_token_id=0)), "BertLayer"
+    net = net.double().train()
+    (kind,) = {type(module) for module in net.modules() if type(module).__name__ == block}
+    ids = torch.randint(1, 17, (2, 5), generator=torch.Generator().manual_seed(rank))
+    for how in ("fs.grad", "torch.func.grad"):
+        found = []
+        for compile in (False, AOT):
+            spec = fs.by_type(kind, p=P("shard", compile=compile))(net).bound
+            torch.manual_seed(rank)
+            call = lambda p, spec=spec: fs.functional_call(net, p, (), {"input_ids": ids, "labels": ids}, spec=spec).loss  # noqa: E731
+            found.append(GRADS[how](call)(fs.shard(net, spec)))
+        torch.testing.assert_close(found[1], found[0], **EXACT)
+    assert counted()[0] > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_transformers_at_their_defaults(gloo2: Pool, name: str) -> None:
+    gloo2.run(transformer, name)
+
+
+# --- by .compile() ---
+
+
+def test_blocks_that_the_user_compiled() -> None:
+    net = model()
+    expected = trained(net, P("shard"))
+    for block in net[:4]:
+        block.compile(backend="aot_eager")
+    made = [block._compiled_call_impl for block in net]
+    reset()
+    torch.testing.assert_close(trained(net, P("shard")), expected, **EXACT)
+    assert counted() == (2, 0)
+    assert [block._compiled_call_impl for block in net] == made
+
+
+def test_a_skeleton_of_blocks_that_the_user_compiled() -> None:
+    net = model()
+    spec = fs.by_type(Block)(net).on({"shard": 1})
+    params = fs.shard(net, spec)
+    loss = lambda net: fs.grad(lambda p: fs.functional_call(net, p, batch(), spec=spec).sum())(params)  # noqa: E731
+    net.eval()
+    expected = loss(net)
+    for block in net[:4]:
+        block.compile(backend="aot_eager")
+    bare = fs.skeleton(net)
+    reset()
+    torch.testing.assert_close(loss(bare), expected, **EXACT)
+    assert counted() == (2, 0)
+
+
+def test_a_compiled_module_that_is_no_unit() -> None:
+    net = model()
+    net[0].up.compile(backend="aot_eager")
+    with pytest.raises(TypeError, match=r"module '0\.up' was compiled in place by \.compile\(\).*that of units only"):
+        trained(net, P("shard"))
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: P(compile="inductor"), "P: compile: expected True, False or a Compile, got 'inductor'"),
+        (lambda: P(remat=fs.Remat(save={"x"}), compile=True), "compile with remat=Remat"),
+        (lambda: Compile(backend=3), "Compile: backend: expected a name or a function, got 3"),
+        (lambda: Compile(mode=1), "Compile: mode"),
+        (lambda: Compile(dynamic="yes"), "Compile: dynamic"),
+        (lambda: Compile(fullgraph=None), "Compile: fullgraph"),
+        (lambda: Compile(options=[1]), "Compile: options"),
+        (lambda: Compile(mode="default", options={"a": 1}), "expected a mode or options"),
+    ],
+)
+def test_bad_options(make: Callable[[], object], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make()
+
+
+def test_units_inside_of_a_compiled_one() -> None:
+    """Casts or recomputation inside would be lost in the graph; gathering is not."""
+    net = model(2)
+    spec = fs.by_path({"0": P("shard", compile=AOT), "0.up": P("shard")})(net).on({"shard": 1})
+    plain = fs.by_path({"0": P("shard"), "0.up": P("shard")})(net).on({"shard": 1})
+    grads = []
+    for one in (plain, spec):
+        torch.manual_seed(1)
+        grads.append(fs.grad(lambda p, s=one: fs.functional_call(net, p, batch(), spec=s).sum())(fs.shard(net, one)))
+    torch.testing.assert_close(grads[1], grads[0], **EXACT)
+    for inner in (P(remat=True), P(offload="activations"), P(precision=fs.Precision(param=torch.float32))):
+        spec = fs.by_path({"0": P("shard", compile=AOT), "0.up": inner})(net).on({"shard": 1})
+        with pytest.raises(ValueError, match=r"unit '0\.up' .* is inside of module '0', which is compiled as one"):
+            fs.functional_call(net, fs.shard(net, spec), batch(), spec=spec)
+
+
+def test_a_jacobian_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"module '3' with .* a vmap takes its gradient, as torch\.func\.jacrev does"):
+        trained(model(), P("shard", compile=AOT), torch.func.jacrev)
+
+
+def test_a_second_derivative_of_compiled_code_is_refused() -> None:
+    def gradient(f: Loss, params: fs.Params) -> Tensor:
+        grads = torch.autograd.grad(f(params), list(params.values()), create_graph=True)
+        return sum((g.square().sum() for g in grads), torch.zeros((), dtype=torch.float64))
+
+    def double_backward(f: Loss) -> Callable[[fs.Params], Any]:
+        def run(params: fs.Params) -> Any:
+            return gradient(f, {key: p.requires_grad_() for key, p in params.items()}).backward()
+
+        return run
+
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        trained(model(), P("shard", compile=AOT), double_backward)
+    with pytest.raises(RuntimeError, match=r"module '3' with .* a gradient with create_graph=True inside"):
+        trained(model(), P("shard", compile=AOT), lambda f: torch.func.grad(lambda p: gradient(f, p)))
+
+
+def test_a_graph_break_with_fullgraph_is_an_error() -> None:
+    with pytest.raises(Exception, match="graph_break"):
+        leaf_step(Breaks, fs.grad, Compile(backend="aot_eager", fullgraph=True))
+
+
+@seldom
+@pytest.mark.parametrize("how", depth(["fs.grad"], ["fs.grad", "torch.func.grad", "vjp", "no_grad"]))
+@pytest.mark.parametrize("name", ["shard", "remat"])
+def test_inductor_draws_the_random_numbers_of_eager(name: str, how: str) -> None:
+    expected = trained(model(), P("shard", **PS[name]), GRADS[how])
+    torch.testing.assert_close(trained(model(), P("shard", **PS[name], compile=True), GRADS[how]), expected)
+    assert counted()[1] == 0
+
+
+@seldom
+def test_a_pullback_of_inductor_runs_twice() -> None:
+    """Also after a torch.func.grad of the same structure, whose backward runs once."""
+    net = model()
+    trained(net, P("shard", compile=True), torch.func.grad)
+
+    def twice(f: Loss) -> Callable[[fs.Params], Any]:
+        def run(params: fs.Params) -> Any:
+            value, pullback = torch.func.vjp(f, params)
+            first = pullback(torch.ones_like(value))[0]
+            torch.testing.assert_close(pullback(torch.ones_like(value))[0], first, rtol=0, atol=0)
+            return first
+
+        return run
+
+    torch.testing.assert_close(trained(net, P("shard", compile=True), twice), trained(net, P("shard"), torch.func.grad))
