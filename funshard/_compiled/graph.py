@@ -1,4 +1,4 @@
-"""What is what in the ATen graph of a compiled step: its gathers, what reads them, and its phases."""
+"""The ATen graph of a compiled step: the kinds of its nodes, the gathers of units, and its phases."""
 
 from __future__ import annotations
 
@@ -15,110 +15,110 @@ from .._torch.compiler import FUNC_GRADIENT, OpOverload
 from .._transforms._recompute.regions import NAME_KEY, REGION_PREFIX
 
 __all__ = [
-    "RESHARD",
-    "UNIT",
+    "RESHARD_KEY",
+    "UNIT_KEY",
     "GatherNodes",
     "annotate",
     "annotate_phases",
-    "annotation",
-    "assembles",
-    "gathered_units",
+    "find_gathers",
+    "find_phases",
+    "find_written",
+    "get_annotation",
+    "get_regions",
     "is_annotated",
+    "is_assembly",
     "is_cheap",
+    "is_collective_start",
+    "is_mutating",
     "is_view",
-    "mutates",
-    "phases_of",
-    "reach",
-    "regions_of",
-    "starts",
-    "waits",
-    "writes",
+    "is_wait",
+    "reachable_nodes",
 ]
 
-_PHASE, RESHARD, UNIT = "funshard_phase", "funshard_reshard", "funshard_unit"
-_GRADIENTS = (FUNC_GRADIENT, torch.autograd.grad)
+_PHASE_KEY, RESHARD_KEY, UNIT_KEY = "funshard_phase", "funshard_reshard", "funshard_unit"
+_GRAD_FUNCTIONS = (FUNC_GRADIENT, torch.autograd.grad)
 
 
 def annotate_phases(graph: Graph) -> str:
-    """Note in Dynamo's graph how many gradients were taken before and at each node; all notes as a string.
+    """Annotate each node of Dynamo's graph with the number of gradients taken so far. Return all annotations as a string.
 
-    What AOTAutograd makes of a node, so all of a backward pass, gets the node's notes.
+    AOTAutograd copies a node's annotations to the nodes that it makes from it, those of its backward included.
     """
     phase = 0
     for node in graph.nodes:
-        phase += node.target in _GRADIENTS
-        annotate(node, **{_PHASE: phase})
-    keys = (_PHASE, RESHARD, UNIT, NAME_KEY)
-    return repr([(*(annotation(node, key) for key in keys), regions_of(node)) for node in graph.nodes])
+        phase += node.target in _GRAD_FUNCTIONS
+        annotate(node, **{_PHASE_KEY: phase})
+    keys = (_PHASE_KEY, RESHARD_KEY, UNIT_KEY, NAME_KEY)
+    return repr([(*(get_annotation(node, key) for key in keys), get_regions(node)) for node in graph.nodes])
 
 
-def annotate(node: Node, **notes: object) -> None:
-    """Write these on the node."""
-    node.meta["custom"] = {**node.meta.get("custom", {}), **notes}
+def annotate(node: Node, **annotations: object) -> None:
+    """Add annotations to a node."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), **annotations}
 
 
-def annotation(node: Node, key: str) -> Any:
+def get_annotation(node: Node, key: str) -> Any:
     """Return the node's annotation under this key, None if the node has none."""
     return node.meta.get("custom", {}).get(key)
 
 
 def is_annotated(node: Node) -> bool:
-    """Whether it was traced: what a pass has put in the place of others may have no notes."""
-    return annotation(node, _PHASE) is not None
+    """Return whether a node was traced; a node that a compiler pass has inserted may have no annotations."""
+    return get_annotation(node, _PHASE_KEY) is not None
 
 
-def regions_of(node: Node) -> tuple[int, ...]:
+def get_regions(node: Node) -> tuple[int, ...]:
     """Return the numbers of the regions that contain the node, the outermost first."""
     return tuple(
         sorted(int(key.removeprefix(REGION_PREFIX)) for key in node.meta.get("custom", {}) if key.startswith(REGION_PREFIX))
     )
 
 
-# --- what is what in an ATen graph ---
+# --- kinds of nodes in an ATen graph ---
 
 
-def _op(node: Node) -> str:
+def _op_name(node: Node) -> str:
     return str(node.target) if node.op == "call_function" else ""
 
 
-def waits(node: Node) -> bool:
-    """Whether it waits for a collective."""
-    return _op(node).startswith("_c10d_functional.wait_tensor")
+def is_wait(node: Node) -> bool:
+    """Return whether a node waits for a collective."""
+    return _op_name(node).startswith("_c10d_functional.wait_tensor")
 
 
-def _gathers(node: Node) -> bool:
-    return _op(node).startswith("_c10d_functional.all_gather_into_tensor")
+def _is_all_gather(node: Node) -> bool:
+    return _op_name(node).startswith("_c10d_functional.all_gather_into_tensor")
 
 
-def starts(node: Node) -> bool:
-    """Whether it starts a collective."""
-    return _op(node).startswith("_c10d_functional.") and not waits(node)
+def is_collective_start(node: Node) -> bool:
+    """Return whether a node starts a collective."""
+    return _op_name(node).startswith("_c10d_functional.") and not is_wait(node)
 
 
 def is_cheap(node: Node) -> bool:
-    """Whether it is a view or a cast: worth doing again rather than keeping."""
-    return is_view(node) or _op(node).startswith(_CASTS)
+    """Return whether a node is a view or a cast, which costs less to compute again than to keep."""
+    return is_view(node) or _op_name(node).startswith(_CAST_OPS)
 
 
 def is_view(node: Node) -> bool:
-    """Whether it has no memory of its own: a view, or one of several results."""
+    """Return whether a node has no memory of its own: a view, or an element of a tuple of results."""
     return node.target is operator.getitem or getattr(node.target, "is_view", False)
 
 
-def assembles(node: Node) -> bool:
-    """Whether it may be between a gradient and its reduction, and be done as early as that."""
+def is_assembly(node: Node) -> bool:
+    """Return whether a node may assemble the input of a reduction from gradients, as early as these are complete."""
     tags = getattr(node.target, "tags", ())
     pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return is_cheap(node) or pointwise or _op(node).startswith(_ASSEMBLES)
+    return is_cheap(node) or pointwise or _op_name(node).startswith(_ASSEMBLY_OPS)
 
 
-def mutates(node: Node) -> bool:
-    """Whether it writes to what it is given."""
+def is_mutating(node: Node) -> bool:
+    """Return whether a node writes to one of its inputs."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-def writes(node: Node) -> list[Node]:
-    """Return the nodes that the operator of this node writes to."""
+def find_written(node: Node) -> list[Node]:
+    """Return the inputs that a node writes to."""
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return []
     arguments = node.target._schema.arguments
@@ -127,18 +127,18 @@ def writes(node: Node) -> list[Node]:
     return [x for x in pytree.tree_leaves(into) if isinstance(x, Node)]
 
 
-_CASTS = ("aten._to_copy", "aten.clone", "prims.convert_element_type")
-_ASSEMBLES = ("aten.cat", "aten.sum", "aten.zeros", "aten.new_zeros", "aten.full", "aten.constant_pad_nd")
+_CAST_OPS = ("aten._to_copy", "aten.clone", "prims.convert_element_type")
+_ASSEMBLY_OPS = ("aten.cat", "aten.sum", "aten.zeros", "aten.new_zeros", "aten.full", "aten.constant_pad_nd")
 
 
 @dataclass
 class GatherNodes:
-    """A gathered unit in the graph: what makes it, what is seen of it, and the nodes that compute with it, in order."""
+    """The nodes of one gather of a unit, in order: producers of the buffer, its views and casts, and their users."""
 
     wait: Node
-    makes: list[Node]
+    producers: list[Node]
     views: list[Node]
-    uses: list[Node]
+    users: list[Node]
 
     @property
     def start(self) -> Node:
@@ -146,39 +146,40 @@ class GatherNodes:
         return self.wait.all_input_nodes[0]
 
 
-def gathered_units(graph: Graph) -> list[GatherNodes]:
-    """Every gather of what is an input, or a view or cast of one."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    given: set[Node] = set()
+def find_gathers(graph: Graph) -> list[GatherNodes]:
+    """Return the gathers of inputs of the graph, or of views and casts of inputs."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    from_inputs: set[Node] = set()
     found: list[GatherNodes] = []
     for node in graph.nodes:
-        from_given = bool(node.all_input_nodes) and given.issuperset(node.all_input_nodes)
-        if node.op in ("placeholder", "get_attr") or (from_given and (is_cheap(node) or _gathers(node) or waits(node))):
-            given.add(node)
-        if node not in given or not waits(node) or not _gathers(node.all_input_nodes[0]):
+        is_moved = is_cheap(node) or _is_all_gather(node) or is_wait(node)
+        is_derived = is_moved and bool(node.all_input_nodes) and from_inputs.issuperset(node.all_input_nodes)
+        if node.op in ("placeholder", "get_attr") or is_derived:
+            from_inputs.add(node)
+        if node not in from_inputs or not is_wait(node) or not _is_all_gather(node.all_input_nodes[0]):
             continue
-        views = reach([node], lambda n: [user for user in n.users if is_cheap(user)])
-        uses = {user for view in (node, *views) for user in view.users} - set(views)
-        if not all(_gathers(use) for use in uses):  # else it is one of several axes
-            makes = reach([node], lambda n: [m for m in n.all_input_nodes if m.op == "call_function"])
-            found.append(GatherNodes(node, *(sorted(nodes, key=place.__getitem__) for nodes in (makes, views, uses))))
+        views = reachable_nodes([node], lambda n: [user for user in n.users if is_cheap(user)])
+        users = {user for view in (node, *views) for user in view.users} - set(views)
+        if not all(_is_all_gather(user) for user in users):  # else the gather over one of several axes
+            producers = reachable_nodes([node], lambda n: [m for m in n.all_input_nodes if m.op == "call_function"])
+            found.append(GatherNodes(node, *(sorted(nodes, key=position.__getitem__) for nodes in (producers, views, users))))
     return found
 
 
-def reach(nodes: Iterable[Node], further: Callable[[Node], Iterable[Node]]) -> list[Node]:
-    """Return the nodes that are reachable from ``nodes`` by repeated calls of ``further``."""
+def reachable_nodes(nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """Return the nodes that are reachable from ``nodes`` by repeated calls of ``neighbors``."""
     seen: dict[Node, None] = {}
     front = list(nodes)
     while front:
-        more = [node for node in further(front.pop()) if node not in seen]
+        more = [node for node in neighbors(front.pop()) if node not in seen]
         seen.update(dict.fromkeys(more))
         front += more
     return list(seen)
 
 
-def phases_of(graph: Graph) -> dict[Node, int]:
-    """Each node's phase. A pass that replaces a node can lose its notes; the order of phases stays."""
+def find_phases(graph: Graph) -> dict[Node, int]:
+    """Return each node's phase. A node without annotations is in the phase of the node before it."""
     phase, phases = 0, {}
     for node in graph.nodes:
-        phase = phases[node] = max(phase, annotation(node, _PHASE) or 0)
+        phase = phases[node] = max(phase, get_annotation(node, _PHASE_KEY) or 0)
     return phases

@@ -1,4 +1,4 @@
-"""Operators of our own in the graph of a compiled step, where the plain ones cost memory."""
+"""Custom operators in the graph of a compiled step, where those of torch cost memory."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..collectives import _ops as ops
 from ..collectives._sequence import check_sequence, is_comparable
-from .graph import UNIT, annotation, mutates, starts
+from .graph import UNIT_KEY, get_annotation, is_collective_start, is_mutating
 
-__all__ = ["compare_order", "use_own_operators"]
+__all__ = ["compare_order", "replace_operators"]
 
 
-def use_own_operators(graph: Graph, when_needed: set[Node], assemblies: Iterable[list[Node]]) -> None:
-    """Put them where the plain ones cost memory: for gathers at their turn, and where the input of a reduction is assembled."""
-    joined = list(assemblies)
+def replace_operators(graph: Graph, late_nodes: set[Node], assemblies: Iterable[list[Node]]) -> None:
+    """Replace gathers on gloo, and concatenations before a reduction, by operators that need less memory."""
+    assembly_lists = list(assemblies)
     for node in graph.nodes:
-        if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default and node in when_needed:
+        if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default and node in late_nodes:
             shard = node.all_input_nodes[0].meta["val"]
             if _torch.backend_name(node.args[2], shard.device) == "gloo" and shard.dtype.is_floating_point:
                 node.target = torch.ops.funshard.all_gather.default
-        elif node.target is torch.ops.aten.cat.default and any(node in assembly for assembly in joined):
+        elif node.target is torch.ops.aten.cat.default and any(node in assembly for assembly in assembly_lists):
             node.target = torch.ops.funshard.cat.default
 
 
 def compare_order(graph: Graph) -> None:
     """Have ranks compare the collectives of a graph that gathers units, before its first operator."""
     names: dict[str, list[str]] = {}
-    for node in filter(starts, graph.nodes):
+    for node in filter(is_collective_start, graph.nodes):
         if not is_comparable(node.args[-1]):
             continue
-        key = annotation(node, UNIT)
-        of = f"result {_result(node)}" if key is None else f"unit '{key}'"
-        names.setdefault(node.args[-1], []).append(f"{node.target} of {of}")
-    if not names or all(annotation(node, UNIT) is None for node in graph.nodes):
+        key = get_annotation(node, UNIT_KEY)
+        subject = f"result {_result_index(node)}" if key is None else f"unit '{key}'"
+        names.setdefault(node.args[-1], []).append(f"{node.target} of {subject}")
+    if not names or all(get_annotation(node, UNIT_KEY) is None for node in graph.nodes):
         return
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(first):
@@ -47,10 +47,10 @@ def compare_order(graph: Graph) -> None:
             graph.call_function(torch.ops.funshard.compare_order.default, (done, group, "\n".join(started)))
 
 
-def _result(start: Node) -> int:
-    """Which result of the graph is made of a collective's by the fewest operators, counted with what is written to inputs."""
+def _result_index(start: Node) -> int:
+    """Return the index of the graph's result or mutation that is the fewest operators away from a collective; -1 for none."""
     (output,) = (node for node in start.graph.nodes if node.op == "output")
-    ends = [*output.all_input_nodes, *(node for node in start.graph.nodes if mutates(node))]
+    ends = [*output.all_input_nodes, *(node for node in start.graph.nodes if is_mutating(node))]
     level, seen = [start], {start}
     while level:
         if found := [ends.index(node) for node in level if node in ends]:
@@ -61,13 +61,13 @@ def _result(start: Node) -> int:
 
 @torch.library.custom_op("funshard::compare_order", mutates_args=("done",))
 def _compare_order(done: Tensor, group: str, names: str) -> None:
-    """Compare with other ranks what a graph starts; it writes to ``done`` in name only, so that compilers keep it."""
+    """Compare the collectives of a graph between ranks. ``done`` is mutable only so that compilers keep the operator."""
     check_sequence(names.split("\n"), group, done)
 
 
 @torch.library.custom_op("funshard::all_gather", mutates_args=())
 def _all_gather(shard: Tensor, size: int, name: str) -> Tensor:
-    """Start gloo's gather as functional_call does, in place: its own needs the buffer twice. wait_tensor ends it."""
+    """Start gloo's gather in place, as functional_call does, because torch's operator needs the buffer twice."""
     full = shard.new_empty(size * len(shard), *shard.shape[1:])
     ops.start_op("gather_mean", shard, ops.OpContext(size, name), full)
     return full

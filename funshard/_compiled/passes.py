@@ -1,16 +1,16 @@
-"""The schedule of functional_call written into the graph of a compiled step: passes over plain FX, and two operators.
+"""The schedule of functional_call as passes over the FX graph of a compiled step.
 
 torch.compile makes one ATen graph of a step that takes gradients by torch.func: forward, backward and update, in the
-order of the program. In it every unit is gathered at the start, lives until its last use in backward, and is reduced at
-the end. Two passes make of it what functional_call does without the compiler:
+order of the program. There every unit is gathered at the start, lives until its last use in backward, and is reduced at
+the end. Two passes give the graph the schedule that functional_call has without the compiler:
 
-- `_regather`: a unit with ``P(reshard=True)`` that is used again in backward gets a second gather for that, except
-  what is needed again at once: with at most one other unit between, as functional_call keeps the root's and the last.
-- `_Order`: a gather starts where the unit before it is first used, and is waited for where its own unit is; a reduction
-  starts as soon as its gradient is complete, and is waited for when the next one starts.
+- `_gather_again_in_backward`: a unit with ``P(reshard=True)`` that backward uses gets a second gather, unless at most one
+  other unit is used in between: functional_call keeps the root unit and the last one as well.
+- `_NodeOrder`: a gather starts where the unit before it is first used, and its wait is at its own unit's first use. A
+  reduction starts as soon as its gradient is complete, and its wait is where the next one starts.
 
-What is private in torch: where a step takes a gradient (`_GRADIENTS`) and ``meta["custom"]``. tests/test_compile.py pins
-each by what it is for.
+Private in torch: the functions that take a gradient (`_GRAD_FUNCTIONS`) and ``meta["custom"]``. tests/test_compile.py pins
+both.
 """
 
 from __future__ import annotations
@@ -27,63 +27,63 @@ from . import graph as graph_file
 from . import operators
 from . import recompute as recompute_file
 from .graph import (
-    RESHARD,
+    RESHARD_KEY,
     GatherNodes,
-    annotation,
-    assembles,
-    gathered_units,
+    find_gathers,
+    find_phases,
+    get_annotation,
+    is_assembly,
     is_cheap,
-    mutates,
-    phases_of,
-    reach,
-    starts,
-    waits,
+    is_collective_start,
+    is_mutating,
+    is_wait,
+    reachable_nodes,
 )
-from .recompute import choose, recompute
+from .recompute import mark_saved, recompute
 
-__all__ = ["Choose", "GraphSchedule"]
+__all__ = ["ChoosePass", "SchedulePass"]
 
 
-class Choose(CustomGraphPass):
-    """`choose`, as inductor takes it: before its own passes."""
+class ChoosePass(CustomGraphPass):
+    """`mark_saved` as a pass of inductor, before its own."""
 
     def __init__(self, remats: Sequence[Remat]) -> None:
         self.remats = remats
 
     def __call__(self, graph: Graph) -> None:
-        """Change the graph."""
-        choose(graph, self.remats)
+        """Transform the graph in place."""
+        mark_saved(graph, self.remats)
         graph.lint()
 
     def uuid(self) -> object:
-        """None, so no cache, where a function chooses."""
+        """Return the cache key of this pass; None, so that nothing is cached, if a user's function chooses what to save."""
         if any(callable(remat.save) for remat in self.remats):
             return None
         return get_hash_for_files((recompute_file.__file__,)), repr(self.remats)
 
 
-class GraphSchedule(CustomGraphPass):
-    """Both passes, and before them `recompute`, as inductor takes them: after its own."""
+class SchedulePass(CustomGraphPass):
+    """`recompute` and the two passes of the schedule as a pass of inductor, after its own."""
 
-    def __init__(self, notes: str, prefetch: int, in_flight: int) -> None:
-        self.notes, self.prefetch, self.in_flight = notes, prefetch, in_flight
+    def __init__(self, annotations: str, prefetch: int, in_flight: int) -> None:
+        self.annotations, self.prefetch, self.in_flight = annotations, prefetch, in_flight
 
     def __call__(self, graph: Graph) -> None:
-        """Change the graph."""
+        """Transform the graph in place."""
         recompute(graph)
-        _regather(graph)
+        _gather_again_in_backward(graph)
         _clone_overwritten_inputs(graph)
-        order = _Order(graph, self.prefetch, self.in_flight)
+        order = _NodeOrder(graph, self.prefetch, self.in_flight)
         order.apply()
         operators.compare_order(graph)
-        operators.use_own_operators(graph, order.when_needed, order.assembly.values())
+        operators.replace_operators(graph, order.late_nodes, order.assemblies.values())
         graph.lint()
 
     def uuid(self) -> object:
-        """Return the cache key of this pass: the cache sees a graph's code, but not the annotations that the pass reads."""
+        """Return the cache key of this pass. Inductor's own key has the graph's code, but not its annotations."""
         return (
             get_hash_for_files((__file__, graph_file.__file__, operators.__file__, recompute_file.__file__)),
-            self.notes,
+            self.annotations,
             self.prefetch,
             self.in_flight,
         )
@@ -92,37 +92,38 @@ class GraphSchedule(CustomGraphPass):
 # --- the passes ---
 
 
-def _regather(graph: Graph) -> None:
+def _gather_again_in_backward(graph: Graph) -> None:
     """Give each phase its own gather of a unit, unless at most one other is used since the unit's last use."""
-    phases, gathered = phases_of(graph), gathered_units(graph)
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for unit in gathered:
-        if not annotation(unit.wait, RESHARD):
+    phases, gathers = find_phases(graph), find_gathers(graph)
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for unit in gathers:
+        if not get_annotation(unit.wait, RESHARD_KEY):
             continue
-        others = [[place[use] for use in other.uses] for other in gathered if other is not unit]
-        uses = [use for use in unit.uses if use.op != "output" and not mutates(use)]
-        anew: _UnshardAgain | None = None
-        for before, use in itertools.pairwise(uses):
-            between = range(place[before] + 1, place[use])
-            if phases[use] > phases[before] and sum(any(i in between for i in other) for other in others) > 1:
-                anew = _UnshardAgain(unit, use)
-            if anew:
-                for node in use.all_input_nodes:
-                    use.replace_input_with(node, anew.copy(node))
-    for view in (view for unit in gathered for view in reversed(unit.views)):
+        others = [[position[user] for user in other.users] for other in gathers if other is not unit]
+        users = [user for user in unit.users if user.op != "output" and not is_mutating(user)]
+        second: _SecondGather | None = None
+        for before, user in itertools.pairwise(users):
+            between = range(position[before] + 1, position[user])
+            if phases[user] > phases[before] and sum(any(i in between for i in other) for other in others) > 1:
+                second = _SecondGather(unit, user)
+            if second:
+                for node in user.all_input_nodes:
+                    user.replace_input_with(node, second.copy(node))
+    for view in (view for unit in gathers for view in reversed(unit.views)):
         if not view.users:
             graph.erase_node(view)
 
 
-class _UnshardAgain:
-    """A second gather of a unit, before a node, and views of it where they are asked for."""
+class _SecondGather:
+    """A second gather of a unit, before a node, and the views of it that are needed."""
 
     def __init__(self, unit: GatherNodes, before: Node) -> None:
-        self.own, self.before = {unit.wait, *unit.makes, *unit.views}, before
+        self.originals, self.before = {unit.wait, *unit.producers, *unit.views}, before
         self.copies: dict[Node, Node] = {}
 
     def copy(self, node: Node) -> Node:
-        if node not in self.own:
+        """Return the copy of a node of the first gather; any other node itself."""
+        if node not in self.originals:
             return node
         if node not in self.copies:
             for needed in node.all_input_nodes:
@@ -133,7 +134,7 @@ class _UnshardAgain:
 
 
 def _clone_overwritten_inputs(graph: Graph) -> None:
-    """Clone an input that is written to, where another is to get its old values, before the first is written to.
+    """Clone each input that is both overwritten and copied into another input, before the first write.
 
     torch 2.13: inductor drops the program's own clone. Pinned by ``test_donated_values_move``.
     """
@@ -151,94 +152,97 @@ def _clone_overwritten_inputs(graph: Graph) -> None:
             write.args = (into, clone, *write.args[2:])
 
 
-class _Order:
-    """A new order of a graph's nodes: that of the program, but for gathers, what is seen of them, and reductions.
+class _NodeOrder:
+    """A new order of a graph's nodes: the program's, except for gathers with their views, and reductions.
 
     It follows from the order of the program, never from that of a set, so it is the same on all ranks.
     """
 
-    def __init__(self, graph: Graph, prefetch: int, in_flight: int) -> None:
-        self.prefetch, self.in_flight = prefetch, in_flight
+    def __init__(self, graph: Graph, prefetch: int, max_in_flight: int) -> None:
+        self.prefetch, self.max_in_flight = prefetch, max_in_flight
         *self.program, self.output = (node for node in graph.nodes if node.op != "placeholder")
-        place = {node: i for i, node in enumerate(graph.nodes)}
-        phases, gathered = phases_of(graph), gathered_units(graph)
-        self.gathers = [node for unit in gathered for node in (*unit.makes, unit.wait, *unit.views)]
-        self.when_needed = {*self.gathers, *filter(waits, self.program)}
-        # At its first use in each phase a unit has its turn, and the gather for a later turn starts.
-        first = {(unit.wait, phases[use]): (use, unit.start) for unit in gathered for use in reversed(unit.uses)}
-        in_turn = sorted(first.values(), key=lambda turn: place[turn[0]])
-        self.starts = [start for _, start in in_turn]
+        position = {node: i for i, node in enumerate(graph.nodes)}
+        phases, gathers = find_phases(graph), find_gathers(graph)
+        self.gather_nodes = [node for unit in gathers for node in (*unit.producers, unit.wait, *unit.views)]
+        self.late_nodes = {*self.gather_nodes, *filter(is_wait, self.program)}
+        """The nodes that are placed only where another node needs them."""
+        # A unit has its turn at its first use in each phase, which starts the gather for a later turn.
+        first = {(unit.wait, phases[user]): (user, unit.start) for unit in gathers for user in reversed(unit.users)}
+        in_turn = sorted(first.values(), key=lambda turn: position[turn[0]])
+        self.gather_starts = [start for _, start in in_turn]
         self.turns: dict[Node, list[int]] = {}
-        for turn, (use, _) in enumerate(in_turn):
-            self.turns.setdefault(use, []).append(turn)
-        # A reduction starts when what it lacks is there. Between the two is only what assembles its input.
-        self.assembly: dict[Node, list[Node]] = {}
-        self.lacks: dict[Node, int] = {}
-        self.serves: dict[Node, list[Node]] = {}
-        for start in (node for node in self.program if starts(node) and node not in self.when_needed):
-            assembly = reach([start], lambda node: [n for n in node.all_input_nodes if assembles(n)])
+        for turn, (user, _) in enumerate(in_turn):
+            self.turns.setdefault(user, []).append(turn)
+        # A reduction starts when its last missing input is placed. Only nodes that assemble its input lie between.
+        self.assemblies: dict[Node, list[Node]] = {}
+        self.missing_counts: dict[Node, int] = {}
+        self.reductions_of: dict[Node, list[Node]] = {}
+        for start in (node for node in self.program if is_collective_start(node) and node not in self.late_nodes):
+            assembly = reachable_nodes([start], lambda node: [n for n in node.all_input_nodes if is_assembly(n)])
             needed = dict.fromkeys(n for node in (start, *assembly) for n in node.all_input_nodes)
-            lacking = [n for n in needed if n.op == "call_function" and n not in assembly]
-            self.assembly[start], self.lacks[start] = assembly, len(lacking)
-            for node in lacking:
-                self.serves.setdefault(node, []).append(start)
-        self.ordered: dict[Node, None] = {}
-        self.flying: list[list[Node]] = []
-        self.landing = False
+            missing = [n for n in needed if n.op == "call_function" and n not in assembly]
+            self.assemblies[start], self.missing_counts[start] = assembly, len(missing)
+            for node in missing:
+                self.reductions_of.setdefault(node, []).append(start)
+        self.placed: dict[Node, None] = {}
+        self.in_flight: list[list[Node]] = []
+        self.is_finishing = False
 
     def apply(self) -> None:
+        """Reorder the graph."""
         for turn in range(self.prefetch):
-            self.gather(turn)
+            self.start_gather(turn)
         for node in self.program:
-            if mutates(node):  # an input, which gathers read
-                for gather in self.gathers:
-                    self.add(gather)
-            if node not in self.when_needed:
-                self.add(node)
+            if is_mutating(node):  # an input, which gathers read
+                for gather_node in self.gather_nodes:
+                    self.place(gather_node)
+            if node not in self.late_nodes:
+                self.place(node)
         for node in self.program:
-            self.add(node)
-        for node in self.ordered:
+            self.place(node)
+        for node in self.placed:
             self.output.prepend(node)
 
-    def gather(self, turn: int) -> None:
-        if turn < len(self.starts):
-            self.add(self.starts[turn])
+    def start_gather(self, turn: int) -> None:
+        """Place the start of the gather for this turn, if there is one."""
+        if turn < len(self.gather_starts):
+            self.place(self.gather_starts[turn])
 
-    def add(self, node: Node) -> None:
-        """Put a node in its place: after what it needs, before the reductions that lacked only it."""
-        if node in self.ordered or node.op == "placeholder":
+    def place(self, node: Node) -> None:
+        """Place a node after its inputs, and start the reductions that lacked only this node."""
+        if node in self.placed or node.op == "placeholder":
             return
         for needed in node.all_input_nodes:
-            self.add(needed)
+            self.place(needed)
         for turn in self.turns.get(node, ()):
-            self.gather(turn + self.prefetch)
-        self.ordered[node] = None
-        for start in self.serves.get(node, ()):
-            self.lacks[start] -= 1
-            if not self.lacks[start]:
-                self.reduce(start)
+            self.start_gather(turn + self.prefetch)
+        self.placed[node] = None
+        for start in self.reductions_of.get(node, ()):
+            self.missing_counts[start] -= 1
+            if not self.missing_counts[start]:
+                self.start_reduction(start)
 
-    def reduce(self, start: Node) -> None:
-        """Start a reduction, once no others are in flight than may be. One that follows on another flies with the next."""
-        if not self.landing:
-            self.landing = True
-            self.flying.append([])
-            while len(self.flying) > self.in_flight:
-                for other in self.flying.pop(0):
-                    self.land(other)
-            self.landing = False
-        self.flying[-1].append(start)
-        self.add(start)
+    def start_reduction(self, start: Node) -> None:
+        """Start a reduction, after finishing those beyond the limit. One that such a finish completes joins the same batch."""
+        if not self.is_finishing:
+            self.is_finishing = True
+            self.in_flight.append([])
+            while len(self.in_flight) > self.max_in_flight:
+                for other in self.in_flight.pop(0):
+                    self.finish_reduction(other)
+            self.is_finishing = False
+        self.in_flight[-1].append(start)
+        self.place(start)
 
-    def land(self, start: Node) -> None:
-        """Wait for a reduction, and do what else needs its input (on gloo: add this rank's own part), which ends there."""
-        views = reach(self.assembly[start], lambda node: [n for n in node.users if is_cheap(n)])
-        held = {*self.assembly[start], *views}
-        for wait in filter(waits, start.users):
-            self.add(wait)
-            after = reach([wait], lambda node: [n for n in node.users if assembles(n)])
+    def finish_reduction(self, start: Node) -> None:
+        """Wait for a reduction, and place the last users of its input (on gloo: the sum of this rank's own part)."""
+        views = reachable_nodes(self.assemblies[start], lambda node: [n for n in node.users if is_cheap(n)])
+        held = {*self.assemblies[start], *views}
+        for wait in filter(is_wait, start.users):
+            self.place(wait)
+            after = reachable_nodes([wait], lambda node: [n for n in node.users if is_assembly(n)])
             known = {*after, *held}
             for node in after:
                 inputs = node.all_input_nodes
-                if not held.isdisjoint(inputs) and all(n in known or n in self.ordered for n in inputs):
-                    self.add(node)
+                if not held.isdisjoint(inputs) and all(n in known or n in self.placed for n in inputs):
+                    self.place(node)

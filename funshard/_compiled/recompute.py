@@ -1,13 +1,13 @@
-"""Regions of a compiled step, which are what `remat` traced, computed again for their derivatives: passes over plain FX.
+"""Recomputation of the regions that `remat` traced in a compiled step: passes over the FX graph.
 
-A graph has each operator of a region once, and of what it makes that lives on which backward reads. `choose` notes what
-``save=`` keeps, while operators are still those that were traced. With `recompute` backward reads copies: operators that make
-what is not kept, again, from the region's arguments and what is kept, each before its first use. So what forward made dies
-with forward. It is torch._functorch's remat_using_tags_for_fwd_loss_bwd_graph (torch 2.13), and does what that refuses: random
-numbers, several gradients in one step, regions in regions.
+A traced graph has each operator of a region once, and whatever backward reads stays in memory until then. `mark_saved`
+annotates what ``save=`` keeps, while operators are still those that were traced. `recompute` makes backward read copies of
+the other operators, each before its first use, computed from the region's arguments and what is saved. It is torch's
+remat_using_tags_for_fwd_loss_bwd_graph (torch 2.13, torch._functorch), extended to random numbers, several gradients in one
+step, and nested regions.
 
-In any case kept, so that no number can change, are random numbers (of inductor's, their seeds), what collectives give (a
-unit is gathered again by passes.py), what higher-order operators give, sizes, and what is read outside of the region.
+Some values are always saved, so that no number can change: random numbers (inductor's seeds), results of collectives
+(passes.py gathers a unit again) and of higher-order operators, sizes, and values that are read outside of the region.
 """
 
 from __future__ import annotations
@@ -25,33 +25,43 @@ from torch.utils import _pytree as pytree
 from .._spec.remat import Chosen, Remat
 from .._torch.compiler import OpOverload, original_op
 from .._transforms._recompute.regions import NAME_KEY
-from .graph import annotate, annotation, is_annotated, is_view, mutates, phases_of, reach, regions_of, writes
+from .graph import (
+    annotate,
+    find_phases,
+    find_written,
+    get_annotation,
+    get_regions,
+    is_annotated,
+    is_mutating,
+    is_view,
+    reachable_nodes,
+)
 
-__all__ = ["choose", "recompute"]
+__all__ = ["mark_saved", "recompute"]
 
-_KEEP = "funshard_keep"
-"""Annotation: the regions that keep what a node makes."""
+_SAVED_KEY = "funshard_keep"
+"""The annotation with regions that save a node's value."""
 
 
-def choose(graph: Graph, remats: Sequence[Remat]) -> None:
-    """Note which of the regions keeps what, and take out the views that have the names."""
+def mark_saved(graph: Graph, remats: Sequence[Remat]) -> None:
+    """Annotate each node with the regions that save its value, and erase the views that carry names."""
     chosen = [remat._choose_operators() for remat in remats]
     for node in list(graph.nodes):
-        regions, name = regions_of(node), annotation(node, NAME_KEY)
+        regions, name = get_regions(node), get_annotation(node, NAME_KEY)
         if name is not None and is_view(node):
             (named,) = node.all_input_nodes
-            _keep(_maker(named), [r for r in regions if name in remats[r].names])
+            _save_in_regions(_view_base(named), [r for r in regions if name in remats[r].names])
             node.replace_all_uses_with(named)
             graph.erase_node(node)
         elif regions and isinstance(node.target, OpOverload) and not is_view(node):
-            _keep(node, [r for r in regions if _is_chosen(node, chosen[r])])
+            _save_in_regions(node, [r for r in regions if _is_chosen(node, chosen[r])])
 
 
-def _keep(node: Node, regions: Iterable[int]) -> None:
-    annotate(node, **{_KEEP: (*(annotation(node, _KEEP) or ()), *regions)})
+def _save_in_regions(node: Node, regions: Iterable[int]) -> None:
+    annotate(node, **{_SAVED_KEY: (*(get_annotation(node, _SAVED_KEY) or ()), *regions)})
 
 
-def _maker(node: Node) -> Node:
+def _view_base(node: Node) -> Node:
     """Return the node that allocated the memory of which this node is a view."""
     while is_view(node):
         node = node.all_input_nodes[0]
@@ -63,26 +73,26 @@ def _is_chosen(node: Node, chosen: Chosen) -> bool:
     return chosen(original_op(node), tuple(args), dict(kwargs), node.meta.get("val"))
 
 
-# --- what is computed again ---
+# --- recomputation ---
 
 
 def recompute(graph: Graph) -> None:
-    """Let each phase after a region's own read what is computed again for it: outer regions first, inner ones run in theirs."""
-    phases = phases_of(graph)
-    regions = _regions(graph, phases)
-    copied: dict[Node, tuple[int, ...]] = {}
+    """Make the phases after a region's own read recomputed values: outer regions first, whose copies contain inner ones."""
+    phases = find_phases(graph)
+    regions = _find_regions(graph, phases)
+    copied_for: dict[Node, tuple[int, ...]] = {}
     for depth in range(max(map(len, regions.values()), default=0)):
-        _Depth(graph, depth, phases, regions, copied).apply()
+        _NestingDepth(graph, depth, phases, regions, copied_for).apply()
     for node in reversed(graph.nodes):
         if node in regions and not node.users and _is_pure(node):
             graph.erase_node(node)
 
 
-def _regions(graph: Graph, phases: Mapping[Node, int]) -> dict[Node, tuple[int, ...]]:
-    """Return the regions of each node; a node of the compiler's is in the regions common to its users in its phase."""
+def _find_regions(graph: Graph, phases: Mapping[Node, int]) -> dict[Node, tuple[int, ...]]:
+    """Return the regions of each node. One that the compiler inserted is in the regions common to its users up to its phase."""
     found: dict[Node, tuple[int, ...]] = {}
     for node in reversed(graph.nodes):
-        regions = regions_of(node)
+        regions = get_regions(node)
         if node.op == "call_function" and not is_annotated(node):
             around = [set(found.get(user, ())) for user in node.users if phases[user] <= phases[node]]
             regions = tuple(sorted(set.intersection(*around))) if around else ()
@@ -92,20 +102,20 @@ def _regions(graph: Graph, phases: Mapping[Node, int]) -> dict[Node, tuple[int, 
 
 
 @dataclass
-class _Run:
-    """What one run of a region does: forward's, or one in another run of a region around it."""
+class _RegionRun:
+    """The nodes of one run of a region: the traced one, or a copy of it inside a recomputed outer region."""
 
     region: int
     nodes: list[Node] = field(default_factory=list)
     phase: int = 0
-    """The last one of its nodes: in those that follow it is computed again."""
-    kept: set[Node] = field(default_factory=set)
-    again: dict[int, dict[Node, Node]] = field(default_factory=dict)
-    """By phase, what has been computed again for it."""
+    """The last phase of its nodes. Later phases recompute it."""
+    saved: set[Node] = field(default_factory=set)
+    copies: dict[int, dict[Node, Node]] = field(default_factory=dict)
+    """The copies made for each phase, by original node."""
 
 
-class _Depth:
-    """The regions that are in so many others. ``copied`` are the phases that a node is computed again for, depth by depth."""
+class _NestingDepth:
+    """The runs of all regions at one nesting depth. ``copied_for`` has the phases for which a node was copied, by depth."""
 
     def __init__(
         self,
@@ -113,75 +123,75 @@ class _Depth:
         depth: int,
         phases: dict[Node, int],
         regions: dict[Node, tuple[int, ...]],
-        copied: dict[Node, tuple[int, ...]],
+        copied_for: dict[Node, tuple[int, ...]],
     ) -> None:
-        self.graph, self.phases, self.regions, self.copied = graph, phases, regions, copied
-        self.place = {node: i for i, node in enumerate(graph.nodes)}
-        self.written = {_maker(x): self.place[node] for node in reversed(graph.nodes) for x in writes(node)}
-        self.run_of: dict[Node, _Run] = {}
-        runs: dict[tuple[int, tuple[int, ...]], _Run] = {}
+        self.graph, self.phases, self.regions, self.copied_for = graph, phases, regions, copied_for
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.first_writes = {_view_base(x): self.position[node] for node in reversed(graph.nodes) for x in find_written(node)}
+        self.run_of: dict[Node, _RegionRun] = {}
+        runs: dict[tuple[int, tuple[int, ...]], _RegionRun] = {}
         for node in graph.nodes:
-            if len(around := regions.get(node, ())) > depth:
-                run = self.run_of[node] = runs.setdefault((around[depth], copied.get(node, ())), _Run(around[depth]))
+            if len(nested := regions.get(node, ())) > depth:
+                run = self.run_of[node] = runs.setdefault((nested[depth], copied_for.get(node, ())), _RegionRun(nested[depth]))
                 run.nodes.append(node)
                 run.phase = max(run.phase, phases[node])
         for run in runs.values():
-            run.kept = _kept(run, self.run_of, phases)
+            run.saved = _find_saved(run, self.run_of, phases)
 
     def apply(self) -> None:
-        """Each node that reads of a run in a later phase."""
+        """Redirect each node that reads a run's values in a later phase."""
         for reader in list(self.graph.nodes):
             read = {id(run): run for x in reader.all_input_nodes if (run := self.run_of.get(x))}
             for run in read.values():
                 if run is not self.run_of.get(reader) and self.phases[reader] > run.phase:
-                    self.read_again(reader, run)
+                    self.redirect_reader(reader, run)
 
-    def read_again(self, reader: Node, run: _Run) -> None:
-        """Let it read copies, which are made before it where they are not there yet."""
-        phase, at = self.phases[reader], self.place[reader]
-        again = run.again.setdefault(phase, {})
+    def redirect_reader(self, reader: Node, run: _RegionRun) -> None:
+        """Make a node read copies, and insert those that do not exist yet before it."""
+        phase, end = self.phases[reader], self.position[reader]
+        copies = run.copies.setdefault(phase, {})
 
-        def lacking(node: Node) -> list[Node]:
-            own = [x for x in node.all_input_nodes if self.run_of.get(x) is run and x not in run.kept and x not in again]
-            return [x for x in own if all(self.written.get(_maker(y), at) >= at for y in x.all_input_nodes)]
+        def missing_inputs(node: Node) -> list[Node]:
+            inputs = [x for x in node.all_input_nodes if self.run_of.get(x) is run and x not in run.saved and x not in copies]
+            return [x for x in inputs if all(self.first_writes.get(_view_base(y), end) >= end for y in x.all_input_nodes)]
 
-        for node in sorted(reach([reader], lacking), key=self.place.__getitem__):
-            if is_view(node) and again.keys().isdisjoint(node.all_input_nodes):
-                continue  # of what is there
+        for node in sorted(reachable_nodes([reader], missing_inputs), key=self.position.__getitem__):
+            if is_view(node) and copies.keys().isdisjoint(node.all_input_nodes):
+                continue  # a view of a value that stays in memory
             with self.graph.inserting_before(reader):
-                again[node] = copy = self.graph.node_copy(node, lambda x: again.get(x, x))
+                copies[node] = copy = self.graph.node_copy(node, lambda x: copies.get(x, x))
             self.phases[copy], self.regions[copy] = self.phases[node], self.regions[node]
-            self.copied[copy] = (*self.copied.get(node, ()), phase)
+            self.copied_for[copy] = (*self.copied_for.get(node, ()), phase)
         for x in reader.all_input_nodes:
-            if x in again:
-                reader.replace_input_with(x, again[x])
+            if x in copies:
+                reader.replace_input_with(x, copies[x])
 
 
-def _kept(run: _Run, run_of: Mapping[Node, _Run], phases: Mapping[Node, int]) -> set[Node]:
-    """Return the nodes of a run whose values stay in memory: by choice, because they are not pure, or for other users."""
-    kept: set[Node] = set()
+def _find_saved(run: _RegionRun, run_of: Mapping[Node, _RegionRun], phases: Mapping[Node, int]) -> set[Node]:
+    """Return the nodes of a run whose values stay in memory: by choice, because they are impure, or for users outside."""
+    saved: set[Node] = set()
     for node in run.nodes:
         others = (x for x in node.users if run_of.get(x) is not run)
-        if any(phases[x] <= run.phase or x.op == "output" or mutates(x) for x in others):
-            kept.update(reach([node], lambda x: x.all_input_nodes if is_view(x) else ()), [node])
-        if run.region in (annotation(node, _KEEP) or ()) or not _is_pure(node):
-            kept.add(node)
-    return kept
+        if any(phases[x] <= run.phase or x.op == "output" or is_mutating(x) for x in others):
+            saved.update(reachable_nodes([node], lambda x: x.all_input_nodes if is_view(x) else ()), [node])
+        if run.region in (get_annotation(node, _SAVED_KEY) or ()) or not _is_pure(node):
+            saved.add(node)
+    return saved
 
 
 def _is_pure(node: Node) -> bool:
-    """Whether it gives tensors, at any time the same, and does nothing else."""
+    """Return whether a node computes tensors, the same at any time, without side effects."""
     if node.op != "call_function" or not any(isinstance(x, Tensor) for x in pytree.tree_leaves(node.meta.get("val"))):
         return False
     if not isinstance(node.target, OpOverload):
         return node.target is operator.getitem
-    if mutates(node) or node.target.namespace.startswith(("_c10d", "c10d", "funshard")):
+    if is_mutating(node) or node.target.namespace.startswith(("_c10d", "c10d", "funshard")):
         return False
-    return torch.Tag.nondeterministic_seeded not in node.target.tags or _drops_nothing(node, node.target)
+    return torch.Tag.nondeterministic_seeded not in node.target.tags or _is_attention_without_dropout(node, node.target)
 
 
-def _drops_nothing(node: Node, op: OpOverload) -> bool:
-    """Whether it is attention without dropout."""
+def _is_attention_without_dropout(node: Node, op: OpOverload) -> bool:
+    """Return whether an operator is attention without dropout."""
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return "dropout_p" in names and not given.get("dropout_p")

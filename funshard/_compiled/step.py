@@ -1,8 +1,8 @@
-"""compile: a whole training step as one graph, with the schedule of functional_call written into it (passes.py).
+"""compile: a whole training step as one graph, with the schedule of functional_call (passes.py).
 
-The compiler behind must keep the order that the passes make, so inductor's own passes that sort anew are switched off. What
-is private in torch: inductor's ``compile_fx``, ``joint_custom_pre_pass`` and ``post_grad_custom_post_pass``; pinned by
-tests/test_compile.py and tests/test_compile_remat.py.
+Inductor's own passes that reorder the graph are off, because the schedule is its order. Private in torch: inductor's
+``compile_fx``, ``joint_custom_pre_pass`` and ``post_grad_custom_post_pass``, which tests/test_compile.py and
+tests/test_compile_remat.py pin.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ def compile(
         >>> given
         {'w': tensor([1.])}
     """
-    given_away = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    compiler = _Backend(backend, prefetch, in_flight, {**_options(mode), **(options or {})})
+    donated_indices = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    compiler = _Backend(backend, prefetch, in_flight, {**_mode_options(mode), **(options or {})})
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, str]:
-        return _run(step, given_away, *args, **kwargs)
+        return _run_step(step, donated_indices, *args, **kwargs)
 
-    # Dynamo counts recompiles by code object, so every compiled step is to have its own.
+    # Dynamo counts recompiles by code object, so every compiled step needs its own.
     run = FunctionType(run.__code__.replace(), run.__globals__, "run", None, run.__closure__)
     run = torch.compile(run, backend=compiler, fullgraph=fullgraph, **others)
 
     @functools.wraps(step)
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        donated = _check_donated(args, given_away)
+        donated = _check_donated(args, donated_indices)
         with collect_regions() as regions:
             try:
                 out, problem = run(*args, **kwargs)
@@ -109,23 +109,23 @@ def compile(
     return cast("Step", compiled)
 
 
-def _run(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, **kwargs: Any) -> tuple[Any, str]:
+def _run_step(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, **kwargs: Any) -> tuple[Any, str]:
     """Run the step and return its results, written into the donated tensors, and an error message for `compiled` to raise."""
     with torch.no_grad():
         out = step(*args, **kwargs)
         results = list(out) if isinstance(out, tuple) else [out]
         given = {leaf for i in donate_argnums for leaf in pytree.tree_leaves(args[i])}
         writes: list[tuple[Tensor, Tensor]] = []
-        taken: list[int] = []
+        used: list[int] = []
         for i in donate_argnums:
             old, tree = pytree.tree_flatten(args[i])
             for j, result in enumerate(results):
                 new, other = pytree.tree_flatten(result)
-                if j not in taken and tree == other and all(map(_can_write_into, old, new)):
+                if j not in used and tree == other and all(map(_can_write_into, old, new)):
                     break
             else:
                 return out, f"compile: donated argument {i}: expected a result with its tree, shapes and dtypes, got none"
-            taken.append(j)
+            used.append(j)
             results[j] = args[i]
             # A value that is another donated tensor is to be read before that is written to.
             writes += [(into, x.clone() if x in given else x) for into, x in zip(old, new, strict=True) if x is not into]
@@ -135,16 +135,17 @@ def _run(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, 
 
 
 def _can_write_into(old: Any, new: Any) -> bool:
+    """Return whether a result fits the donated tensor that it would overwrite."""
     return isinstance(new, Tensor) and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
 
 
 class _Backend:
-    """What torch.compile calls with Dynamo's graph."""
+    """The backend of torch.compile: a callable that compiles one of Dynamo's graphs."""
 
     def __init__(self, compiler: str | Compiler, prefetch: int, in_flight: int, options: dict[str, Any]) -> None:
         if isinstance(compiler, str) and compiler not in ("inductor", "aot_eager"):
             raise ValueError(f"compile: backend: expected 'inductor', 'aot_eager' or a function, got {compiler!r}")
-        for name in {_FIRST, _LAST} & options.keys():
+        for name in {_FIRST_PASS, _LAST_PASS} & options.keys():
             raise ValueError(f"compile: options: expected no {name!r}, which is where passes over the graph are made")
         self.compiler, self.prefetch, self.in_flight, self.options = compiler, prefetch, in_flight, options
 
@@ -154,39 +155,39 @@ class _Backend:
 
         from .._torch.compiler import aot_autograd, compile_fx, list_options
         from .graph import annotate_phases
-        from .passes import Choose, GraphSchedule
+        from .passes import ChoosePass, SchedulePass
 
         regions = current_regions()
         if regions and regions.problem:
             raise ValueError(regions.problem)
-        chosen = Choose(regions.remats if regions else ())
-        schedule = GraphSchedule(annotate_phases(graph.graph), self.prefetch, self.in_flight)
+        choose_pass = ChoosePass(regions.remats if regions else ())
+        schedule_pass = SchedulePass(annotate_phases(graph.graph), self.prefetch, self.in_flight)
         if self.compiler == "inductor":
-            passes = {_FIRST: chosen, _LAST: schedule}
-            patches = dict.fromkeys(_SORTS.intersection(list_options()), False) | self.options | passes
+            passes = {_FIRST_PASS: choose_pass, _LAST_PASS: schedule_pass}
+            patches = dict.fromkeys(_SORTING_OPTIONS.intersection(list_options()), False) | self.options | passes
             return cast("Callable[..., Any]", compile_fx(graph, inputs, config_patches=patches))
 
-        def scheduled(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            chosen(graph.graph)
-            schedule(graph.graph)
+        def compile_scheduled(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            choose_pass(graph.graph)
+            schedule_pass(graph.graph)
             graph.recompile()
             return make_boxed_func(graph if isinstance(self.compiler, str) else self.compiler(graph, inputs))
 
-        return aot_autograd(fw_compiler=scheduled, keep_inference_input_mutations=True)(graph, inputs)
+        return aot_autograd(fw_compiler=compile_scheduled, keep_inference_input_mutations=True)(graph, inputs)
 
 
-_FIRST = "joint_custom_pre_pass"  # the first of inductor's passes that see the ATen graph
-_LAST = "post_grad_custom_post_pass"  # and the last, but for sorting it
-_SORTS = {
+_FIRST_PASS = "joint_custom_pre_pass"  # the first of inductor's passes that see the ATen graph
+_LAST_PASS = "post_grad_custom_post_pass"  # the last one that may change it
+_SORTING_OPTIONS = {
     "reorder_for_locality",
     "reorder_for_peak_memory",
     "reorder_for_compute_comm_overlap",
     "aten_distributed_optimizations.enable_simple_overlap",  # from torch 2.15 on
 }
-"""The passes of inductor, of some version, that would sort anew."""
+"""Options of inductor, in any version, for passes that reorder the graph."""
 
 
-def _options(mode: str | None) -> dict[str, Any]:
+def _mode_options(mode: str | None) -> dict[str, Any]:
     if mode is None:
         return {}
     from .._torch.compiler import list_mode_options  # here, because the compiler takes a second to import
@@ -195,7 +196,7 @@ def _options(mode: str | None) -> dict[str, Any]:
 
 
 def _check_donated(args: tuple[Any, ...], donate_argnums: tuple[int, ...]) -> Counter[int]:
-    """How many donated tensors a storage has; TypeError or ValueError for arguments that cannot be written to one by one."""
+    """Return the number of donated tensors in each storage, or raise for an argument that cannot be donated."""
     seen: set[int] = set()
     storages: Counter[int] = Counter()
     tensors: list[tuple[str, Tensor]] = []

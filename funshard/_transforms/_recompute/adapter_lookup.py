@@ -48,13 +48,13 @@ def _find_by_class(cls: type) -> ObjectAdapter | None:
         return adapter
     if cls is UnitState:
         return _make_adapter(cls)
-    if hasattr(cls, "__next__") and not cls.__dictoffset__:  # an iterator of C
-        return STATEFUL_ADAPTERS[Iterator]
     package, _, module = cls.__module__.partition(".")
     if package == "numpy" and cls.__name__ == "Generator":
         return NUMPY_ADAPTER
-    opaque = package in _OPAQUE_PACKAGES or (package == "torch" and module.partition(".")[0] != "distributions")
-    return None if opaque or issubclass(cls, enum.Enum | type) else _make_adapter(cls)
+    is_opaque = package in _OPAQUE_PACKAGES or (package == "torch" and module.partition(".")[0] != "distributions")
+    if hasattr(cls, "__next__") and (is_opaque or package == "_io" or not cls.__dictoffset__):
+        return STATEFUL_ADAPTERS[Iterator]
+    return None if is_opaque or issubclass(cls, enum.Enum | type) else _make_adapter(cls)
 
 
 def _dict_access(base: Any) -> tuple[Callable[[Any], Part], Callable[[Any, list[Any], list[Any]], None]]:

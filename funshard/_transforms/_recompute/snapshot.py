@@ -52,8 +52,8 @@ class Snapshot:
             return make_empty(self.contexts[i])
         except TypeError as error:
             raise TypeError(
-                f"{name} was given a {self._classes[i].__name__} that it changes, or that contains tensors, and that "
-                f"cannot be copied for another run ({error}): pass tensors, or what the object contains"
+                f"{name} was given a {self._classes[i].__name__} that it changes or may change, or that contains tensors, and "
+                f"that cannot be copied for another run ({error}): pass tensors, or what the object contains"
             ) from error
 
     def get_current(self) -> list[Any]:

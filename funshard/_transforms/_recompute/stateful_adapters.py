@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import pickle
 import random
-import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +15,7 @@ from ..._batchnorm import MESH
 from ..._spec.spec import PartitionSpec
 from ...collectives._mesh import Mesh, Simulated
 from .adapters import Contents, ObjectAdapter, OpaqueState, part_of
+from .iterators import read_position
 
 __all__ = ["CALL_ATTRIBUTES", "NUMPY_ADAPTER", "STATEFUL_ADAPTERS", "find_simulated_ranks"]
 __all__ += ["read_module_state", "set_attributes"]
@@ -25,7 +24,7 @@ CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH)
 """The attributes of a module that functional_call replaces."""
 
 _INTERNAL_DICTS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)} - {*CALL_ATTRIBUTES}
-"""Those of hooks and submodules, which few modules have anything in."""
+"""The names of a module's dicts of hooks and submodules, most of which are empty."""
 
 
 def _read_module(module: nn.Module, but: tuple[str, ...] = ()) -> Contents:
@@ -46,19 +45,8 @@ def set_attributes(module: nn.Module, new: Mapping[str, Any], but: tuple[str, ..
     attributes.update((name, value) for name, value in new.items() if name not in but)
 
 
-def _iterator_position(obj: Any) -> object:
-    """Return something that changes when the iterator moves on; None if nothing can be seen."""
-    if isinstance(obj, types.GeneratorType):
-        return obj.gi_frame.f_lasti if obj.gi_frame else -1
-    if hasattr(obj, "__length_hint__"):
-        return operator.length_hint(obj)
-    if isinstance(obj, zip | enumerate | map | filter):
-        return tuple(_iterator_position(inner) if hasattr(inner, "__next__") else str(inner) for inner in obj.__reduce__()[1])
-    return repr(obj)  # as of itertools.count
-
-
 def _refuse_copy(_: Any) -> Any:
-    raise TypeError("it cannot be wound back")
+    raise TypeError("an iterator cannot be set back: call next() outside, and pass the value")
 
 
 def _generator_adapter(
@@ -119,7 +107,7 @@ STATEFUL_ADAPTERS: dict[type, ObjectAdapter] = {
         get_context=lambda module: module,
     ),
     Iterator: ObjectAdapter(
-        lambda obj: [(["position"], [OpaqueState(_iterator_position(obj))])], lambda obj, contents: None, _refuse_copy
+        lambda obj: [(["position"], [OpaqueState(read_position(obj))])], lambda obj, contents: None, _refuse_copy
     ),
     Simulated: ObjectAdapter(_read_ranks, _replace_ranks, get_context=lambda obj: obj),
     torch.Generator: _generator_adapter(
@@ -129,4 +117,4 @@ STATEFUL_ADAPTERS: dict[type, ObjectAdapter] = {
         lambda _: None, lambda _: random.Random(), random.Random.getstate, random.Random.setstate
     ),
 }
-"""The adapters of modules, iterators of C, simulated ranks and what contains these, and two classes of generators."""
+"""The adapters of modules, iterators without a copy, simulated ranks and their containers, and random number generators."""
