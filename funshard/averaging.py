@@ -1,4 +1,4 @@
-"""Model averaging: parameters that drifted apart between ranks are averaged now and then, and averages over time."""
+"""Model averaging: means of parameters over ranks, every few steps, and moving averages over time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Averaging", "average", "average_buffers", "choose_reduce_axes", "ema
 
 
 class Averaging(NamedTuple):
-    """The state: a pytree of one scalar, the same on every rank."""
+    """The state of an averaging schedule: a pytree of one scalar, the same on every rank."""
 
     step: Tensor
-    """int64, on the CPU, so that every rank knows without waiting for a device what is due: the steps taken."""
+    """The number of steps taken: int64, on the CPU, so that no rank waits for a device to read it."""
 
 
 def init(step: int = 0) -> Averaging:
@@ -85,7 +85,7 @@ def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes:
     mesh = bind_spec(spec).bound_mesh
     chosen = mesh.select(axes)
     names = tuple(name for name, axis in mesh.axes if name in chosen and axis.size > 1)
-    return _mean(buffers, {name: names for name, buffer in buffers.items() if names and _averaged(buffer)}, mesh)
+    return _mean(buffers, {name: names for name, buffer in buffers.items() if names and _is_averaged(buffer)}, mesh)
 
 
 def periodic(
@@ -237,17 +237,17 @@ def ema(average: Mapping[str, Tensor], params: Mapping[str, Tensor], *, decay: f
             expected, got = list(average[key].shape), list(params[key].shape)
             raise ValueError(f"ema: '{key}': expected shape {expected} as its average has, got {got}; are they of one spec?")
     return {
-        key: a.lerp(params[key].to(a), 1 - decay) if _averaged(a) else params[key].to(a, copy=True)
+        key: a.lerp(params[key].to(a), 1 - decay) if _is_averaged(a) else params[key].to(a, copy=True)
         for key, a in average.items()
     }
 
 
-def _averaged(tensor: Tensor) -> bool:
+def _is_averaged(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict[str, tuple[str, ...]]:
-    """By key, for what there is to average, the mesh axes to do it over."""
+    """Return the mesh axes to average over, by key, for tensors that are averaged."""
     mesh = spec.bound_mesh
     chosen = mesh.select(axes)
     out: dict[str, tuple[str, ...]] = {}
@@ -262,7 +262,7 @@ def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axe
                 f"expected axes without it, got {axes!r}"
             )
         names = tuple(name for name, axis in mesh.axes if name in chosen and name not in split and axis.size > 1)
-        if names and _averaged(tensor):
+        if names and _is_averaged(tensor):
             out[key] = names
     return out
 

@@ -21,12 +21,12 @@ Tree = TypeVar("Tree")
 
 
 class LossScale(NamedTuple):
-    """The state: a pytree of two scalars, the same on every rank."""
+    """The state of dynamic loss scaling: a pytree of two scalars, the same on every rank."""
 
     scale: Tensor
-    """float32: what losses are multiplied by."""
+    """The factor of losses, float32."""
     good_steps: Tensor
-    """int32: steps with finite gradients since the scale last changed."""
+    """The number of steps with finite gradients since the scale last changed, int32."""
 
 
 def init(scale: float = 2.0**16, *, device: torch.device | str | None = None) -> LossScale:
@@ -89,7 +89,7 @@ def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) 
     out = {key: (g * inverse.to(g.device)).to(g.dtype) for key, g in grads.items()}
     away = {unit.key: compute_device(unit, mesh) for unit in spec}
     bad = (
-        torch.stack([_has_bad(key, g, spec).to(away.get(key) or g.device) for key, g in grads.items()]).any()
+        torch.stack([_has_nonfinite(key, g, spec).to(away.get(key) or g.device) for key, g in grads.items()]).any()
         if grads
         else torch.zeros((), device=mesh.device)
     )
@@ -97,8 +97,8 @@ def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) 
     return out, ranks_with_bad == 0
 
 
-def _has_bad(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
-    """Whether an element is not finite; padding is none."""
+def _has_nonfinite(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
+    """Return whether any element except padding is inf or NaN."""
     unit = spec.by_key.get(key)
     if unit is None or grad.shape != (spec.shard_numel(unit),):
         return (~torch.isfinite(grad)).any()

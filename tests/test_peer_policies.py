@@ -17,7 +17,7 @@ from wrap_oracle import NESTED, Wrapper, lambdas, sequential, size, torch_units,
 
 import funshard as fs
 from funshard.testing import modules
-from funshard.testing._strategies import OtherSum
+from funshard.testing._strategies import OtherResidualNode
 
 BF16 = fs.Precision(param=torch.bfloat16)
 FULL = fs.Precision(param=torch.float32, restore_outputs=True)
@@ -147,9 +147,9 @@ def test_a17_full_precision_inherits_from_the_unit_around(model: nn.Module) -> N
     """On shared modules too: the P of the lowest unit above all places, but for its precision."""
     p, q = fs.P("shard", precision=BF16), fs.P("shard", precision=BF16, align=4)
     before = fs.policies.override(fs.policies.whole(p), fs.by_size(4, p=q))
-    spec, tree = fs.policies.full_precision(before, OtherSum)(model), fs.module_tree(model)
+    spec, tree = fs.policies.full_precision(before, OtherResidualNode)(model), fs.module_tree(model)
     for unit in spec:
-        leafy = tree.canonical[unit.path] in {node.path for node in tree.nodes() if node.cls is OtherSum}
+        leafy = tree.canonical[unit.path] in {node.path for node in tree.nodes() if node.cls is OtherResidualNode}
         assert unit.p.precision == (FULL if leafy else BF16)
     dropped = {param.name: (u.p.align, u.p.axis) for u in spec for param in u.params}
     kept = {param.name: (u.p.align, u.p.axis) for u in before(model) for param in u.params}

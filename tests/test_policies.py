@@ -19,7 +19,7 @@ from wrap_oracle import assert_same, lambdas, owning, size, torch_units, units_o
 
 import funshard as fs
 from funshard.testing import modules
-from funshard.testing._strategies import OtherSum, Sum
+from funshard.testing._strategies import OtherResidualNode, ResidualNode
 
 TREES = modules(tied=False)
 
@@ -54,7 +54,7 @@ def test_a1_a2_policies_are_functions_and_specs_are_policies(model: nn.Module) -
 @given(TREES)
 def test_a3_by_type_is_module_wrap_policy(model: nn.Module) -> None:
     """Instances of the classes, subclasses too; as an object and as a callable in an or-policy."""
-    for classes in [(OtherSum,), (Sum,), (nn.ModuleList, OtherSum), (nn.Module,), (nn.Linear,)]:
+    for classes in [(OtherResidualNode,), (ResidualNode,), (nn.ModuleList, OtherResidualNode), (nn.Module,), (nn.Linear,)]:
         assert_same(model, by_type(model, *classes), wrap.ModuleWrapPolicy(classes))
         assert_same(model, by_type(model, *classes), partial(wrap._or_policy, policies=[wrap.ModuleWrapPolicy(classes)]))
 
@@ -64,7 +64,7 @@ def test_a4_custom_is_custom_policy(model: nn.Module) -> None:
     """False and {} select nothing, True the options of the policy, a dict overrides some of them."""
 
     def choose(module: nn.Module) -> bool | dict[str, Any]:
-        return [False, True, {}, {"align": 4}][(len(module._parameters) + isinstance(module, OtherSum)) % 4]
+        return [False, True, {}, {"align": 4}][(len(module._parameters) + isinstance(module, OtherResidualNode)) % 4]
 
     options = {"axis": "shard", "reshard": False}
     targets = wrap.CustomPolicy(choose)._run_policy(model, set(), options)
@@ -84,8 +84,16 @@ def test_a5_custom_is_lambda_auto_wrap_policy(model: nn.Module) -> None:
 @given(TREES)
 def test_a6_by_type_is_transformer_auto_wrap_policy(model: nn.Module) -> None:
     """And the private _wrap_module_cls_individually, which is the same once more."""
-    assert_same(model, by_type(model, OtherSum), partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={OtherSum}))
-    assert_same(model, by_type(model, OtherSum), partial(wrap._wrap_module_cls_individually, module_classes=[OtherSum]))
+    assert_same(
+        model,
+        by_type(model, OtherResidualNode),
+        partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={OtherResidualNode}),
+    )
+    assert_same(
+        model,
+        by_type(model, OtherResidualNode),
+        partial(wrap._wrap_module_cls_individually, module_classes=[OtherResidualNode]),
+    )
 
 
 @given(TREES)
@@ -97,7 +105,10 @@ def test_a7_always_is_always_wrap_policy(model: nn.Module) -> None:
 
 
 @given(
-    TREES, st.integers(0, 25), st.sampled_from([(), (OtherSum,), (Sum,)]), st.sampled_from([(), (OtherSum,), (nn.ModuleList,)])
+    TREES,
+    st.integers(0, 25),
+    st.sampled_from([(), (OtherResidualNode,), (ResidualNode,)]),
+    st.sampled_from([(), (OtherResidualNode,), (nn.ModuleList,)]),
 )
 def test_a8_by_size_is_size_based_auto_wrap_policy(
     model: nn.Module, least: int, leaves: tuple[type[nn.Module], ...], excluded: tuple[type[nn.Module], ...]
@@ -113,7 +124,7 @@ def test_a16_ignoring_is_ignored_modules(model: nn.Module, data: st.DataObject) 
     """Ignored subtrees are no units, own no parameters and count nothing towards a threshold."""
     ignored = data.draw(st.sets(st.sampled_from([path for path, _ in model.named_modules() if path] or ["none"]), max_size=2))
     ignored.discard("none")
-    assert_same(model, by_type(model, OtherSum, ignored=ignored), wrap.ModuleWrapPolicy([OtherSum]), ignored)
+    assert_same(model, by_type(model, OtherResidualNode, ignored=ignored), wrap.ModuleWrapPolicy([OtherResidualNode]), ignored)
     assert_same(model, fs.policies.custom(wide), wrap.CustomPolicy(wide), ignored)
     assert_same(model, fs.by_size(6), size(6), ignored)
 
@@ -122,15 +133,15 @@ def test_a16_ignoring_is_ignored_modules(model: nn.Module, data: st.DataObject) 
 def test_a18_any_of_is_or_policy(model: nn.Module) -> None:
     """Selected by any; a never-policy adds nothing."""
     never = fs.policies.custom(lambda m: False)
-    both = partial(wrap._or_policy, policies=[lambdas(wide), wrap.ModuleWrapPolicy([OtherSum])])
-    assert_same(model, fs.policies.any_of(fs.policies.custom(wide), never, by_type(model, OtherSum)), both)
+    both = partial(wrap._or_policy, policies=[lambdas(wide), wrap.ModuleWrapPolicy([OtherResidualNode])])
+    assert_same(model, fs.policies.any_of(fs.policies.custom(wide), never, by_type(model, OtherResidualNode)), both)
 
 
 @given(modules())
 def test_a3_shared_modules_are_selected_as_in_torch(model: nn.Module) -> None:
     """With sharing as well: a module once, at its first path; each parameter in one unit above all its uses."""
-    tree, spec = fs.module_tree(model), by_type(model, OtherSum)(model)
-    targets = wrap.ModuleWrapPolicy([OtherSum])._run_policy(model, set(), {})
+    tree, spec = fs.module_tree(model), by_type(model, OtherResidualNode)(model)
+    targets = wrap.ModuleWrapPolicy([OtherResidualNode])._run_policy(model, set(), {})
     assert [node.module for node in tree.nodes() if node.path in dict(spec.selected)] == list(targets)
 
 

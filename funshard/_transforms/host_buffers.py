@@ -77,7 +77,7 @@ class HostBuffer:
 
 
 class OffloadBatch:
-    """What one run of a unit or function has saved. Autograd's graph holds it."""
+    """The host buffers of one run of a unit or function, held by autograd's graph."""
 
     def __init__(self, queue: OffloadQueue, previous: OffloadBatch | None) -> None:
         self.queue, self.bytes = queue, 0
@@ -182,7 +182,7 @@ def current_queue() -> OffloadQueue:
 
 @dataclass(frozen=True)
 class OffloadedTensor:
-    """What autograd keeps instead of a tensor: which view of which host buffer it is. A call restores it."""
+    """A saved tensor's place on the host, which autograd keeps instead of the tensor. Calling it returns the tensor."""
 
     buffer: HostBuffer
     batch: OffloadBatch
@@ -191,7 +191,7 @@ class OffloadedTensor:
     stride: tuple[int, ...]
     offset: int
     counter: Tensor
-    """Has the version counter of the saved tensor, without its memory."""
+    """A tensor with the version counter of the saved one, without its memory."""
     version: int
     witness: Tensor | None
     """A tensor of the transform whose graph this is in; None for plain autograd's."""

@@ -16,7 +16,7 @@ State = Mapping[str, Mapping[str, Tensor]]
 
 
 def check_rate(lr: object, what: str, *, optional: bool = True) -> None:
-    """Raise TypeError unless ``lr`` is a number, a tensor or, if ``optional``, None. The message begins with ``what``."""
+    """Raise TypeError, with ``what`` as its subject, unless ``lr`` is a number, a tensor or, if ``optional``, None."""
     if not isinstance(lr, numbers.Real | Tensor) and not (optional and lr is None):
         raise TypeError(
             f"{what}: expected a number or a tensor of one, got {type(lr).__name__}; a schedule is a function of the step: "

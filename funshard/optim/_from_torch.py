@@ -47,8 +47,7 @@ def from_torch(
     ``differentiable=True`` records the update, at every order, and refuses ``donate`` and ``device``. A differentiated or
     vmapped learning rate is for Adam, AdamW, NAdam and RAdam (SGD: reverse mode). With a spec its derivative is whole on every
     rank. `remat` around several steps keeps only their first state. ``eps_root`` of differentiable Adam and AdamW is added
-    under the root, as in
-    optax: without it, derivatives are NaN where all gradients of an element were 0.
+    under the root, as in optax: without it, derivatives are NaN where all gradients of an element were 0.
 
     Args:
         optimizer_class: A class of torch.optim, or with ``initial`` your own.
@@ -127,20 +126,22 @@ def _adafactor(
     def init(param: Tensor) -> Mapping[str, Tensor]:
         return init_vector_state(torch.optim.Adafactor, param, defaults)
 
-    def update(grad: Tensor, state: Mapping[str, Tensor], param: Tensor, **own: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def update(
+        grad: Tensor, state: Mapping[str, Tensor], param: Tensor, **overrides: Any
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         refuse_derivatives((("a gradient", grad), ("a parameter", param)))
         new = param.detach().clone()
         new.grad = grad.detach()
-        optimizer = torch.optim.Adafactor([new], **{**defaults, **own})
+        optimizer = torch.optim.Adafactor([new], **{**defaults, **overrides})
         optimizer.state[new] = {name: x.clone() for name, x in state.items()}
         optimizer.step()
         return new, dict(optimizer.state[new])
 
     rule = rule_from_update(init, update, [(m.shape, m.unit.dtype) for m in known.chosen])
-    own = resolve_options("from_torch", known, {"lr": of_torch["lr"], "weight_decay": of_torch["weight_decay"]}, options)
+    resolved = resolve_options("from_torch", known, {"lr": of_torch["lr"], "weight_decay": of_torch["weight_decay"]}, options)
     fallback = partial(_refused, known.spec), lambda grads, state, params, **rates: (dict(params), dict(state))
     return optimizer_from_rule(
-        rule, known, own, fallback=fallback, is_default_fallback=True, donate=donate, lr=float(of_torch["lr"])
+        rule, known, resolved, fallback=fallback, is_default_fallback=True, donate=donate, lr=float(of_torch["lr"])
     )
 
 

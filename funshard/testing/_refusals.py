@@ -1,4 +1,4 @@
-"""What assert_exact cannot compare, and says so: ranks that run other units, a forward that simulated ranks cannot run."""
+"""Cases that assert_exact refuses: ranks that run different units, and forwards that simulated ranks cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model run as it is, and on shards, with what comes of it for each rank: what assert_exact compares."""
+"""The two runs that assert_exact compares: a model as it is, and on shards, with the results of each rank."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ._values import clone_tensors, find_tensors, fixed_seed, is_equal, max_magn
 __all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCT", "Case", "Key", "Loss", "Outcome"]
 
 Loss = Callable[[Callable[..., Any], Any], Tensor]
-"""From the model as a function and a rank's batch to the rank's loss."""
+"""A function from the model as a function, and a rank's batch, to the rank's loss."""
 
 Key = tuple[str, str]
-"""What a tensor is, and of which parameter or buffer."""
+"""The kind of a tensor, and the name of its parameter or buffer."""
 
 LOSS, GRADIENT, PRODUCT, BUFFER = "loss", "gradient", "Hessian-vector product", "buffer"
 

@@ -1,4 +1,4 @@
-"""For users' own tests: a model against itself unsharded, ranks by vmap, hypothesis strategies (with the extra ``test``)."""
+"""Hypothesis strategies of random modules, policies and meshes, for users' own tests (with the extra ``test``)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def integers_like(model: nn.Module, seed: int = 0, high: int = 4) -> Params:
     }
 
 
-class Sum(nn.Module):
-    """The sum of its children's outputs and of its own parameters: a tree node for random models."""
+class ResidualNode(nn.Module):
+    """A node of a random model: it adds ``(parameter * x).sum()`` and its children's outputs to its input."""
 
     def __init__(self, children: list[nn.Module], shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ class Sum(nn.Module):
         return out
 
 
-class OtherSum(Sum):
-    """Another class of node, so that policies by type have something to tell apart."""
+class OtherResidualNode(ResidualNode):
+    """A second class of node, which policies by type tell apart from the first."""
 
 
 def modules(
@@ -90,7 +90,7 @@ def modules(
     from hypothesis import strategies as st
 
     shapes = st.lists(st.sampled_from([(), (1,), (2,), (3,), (2, 3), (0,), (5,), (1, 7)]), max_size=3)
-    kinds = st.sampled_from([Sum, OtherSum])
+    kinds = st.sampled_from([ResidualNode, OtherResidualNode])
 
     @st.composite
     def tree(draw: st.DrawFn, depth: int, pool: list[nn.Module]) -> nn.Module:

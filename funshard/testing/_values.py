@@ -1,4 +1,4 @@
-"""Trees of tensors as they come: seeded, cloned, compared."""
+"""Helpers for trees of tensors: find, clone, select and compare, and fix the seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How to read what an object contains and make another one: the interface, and callables, tuples and views.
+"""Adapters that read an object's contents and make another object of them: the interface; callables, tuples and views.
 
 pickle's ``__reduce_ex__`` would run ``__getstate__`` and ``__reduce__`` of users' classes, which leave out caches, and it
 has no rule for functions, cells, bound methods and views of dicts.
@@ -26,7 +26,7 @@ Part = tuple[list[Any], list[Any]]
 """Names or keys, and the values in the same order."""
 
 Contents = list[Part]
-"""What an object contains: its items, its slots, its attributes and so on."""
+"""The parts of an object: its items, its slots, its attributes and so on."""
 
 
 class OpaqueState:
@@ -52,7 +52,7 @@ PLAIN_TYPES = frozenset(
 
 @dataclass(frozen=True)
 class ObjectAdapter:
-    """How to read the objects of a class, and how to make one."""
+    """Functions that read the objects of a class, and make one."""
 
     read: Callable[[Any], Contents]
     fill: Callable[[Any, Contents], Any]
@@ -64,7 +64,7 @@ class ObjectAdapter:
 
     @property
     def is_mutable(self) -> bool:
-        """Whether a run can change such an object."""
+        """Whether a run can change an object of the class."""
         return self.make_empty is not None
 
 

@@ -1,4 +1,4 @@
-"""What a run depends on beside its arguments: generators, autocast, attention's kernels, context variables."""
+"""The ambient state of a run: random number generators, autocast, attention's kernels, context variables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AmbientState:
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
-        """Restore all of it within this context, for another run."""
+        """Restore the recorded state within this context, for another run."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.set_random_states, self.get_random_states())
             self.set_random_states(self._start)

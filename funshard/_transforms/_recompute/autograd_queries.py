@@ -1,4 +1,4 @@
-"""Code that asks autograd about a tensor, by requires_grad, grad_fn or is_leaf: finding it, and refusing it.
+"""Search for code that reads requires_grad, grad_fn or is_leaf of a tensor, and a mode that refuses it.
 
 The first run of a `remat` has no graph, so such a query would have another answer than in the run for the gradient. Where
 this module finds a query, the first run records a graph as well. It reads code and runs none: that of the functions and

@@ -1,4 +1,4 @@
-"""What a run has left behind: its results, and what it has changed in the objects that it was given."""
+"""The outcome of a run: its results, and its changes to the objects that it was given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RunOutcome"]
 
 
 class RunOutcome:
-    """What could be reached after a run, in tokens that can be compared between runs.
+    """The objects and tensors that were reached after a run, as tokens that can be compared between runs.
 
     The token of a tensor is ``(TENSOR, (is_operand, i))``, of an operand or else a result; that of an object is
     ``(OBJECT, (is_input, i))``, of one that the run was given or else a new one.
@@ -91,7 +91,7 @@ class RunOutcome:
 
 
 class _OutcomeWriter:
-    """Replaces the objects and tensors of a run by the caller's. A class for the reason of `_InputBuilder`."""
+    """Replaces the objects and tensors of a run by the caller's. A class for the reason of `RunInputs`."""
 
     def __init__(
         self, outcome: RunOutcome, after: ReachableObjects, reached: ReachableObjects, outputs: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""All objects and tensors that can be reached from some values, as tokens that a later run can be compared with."""
+"""The objects and tensors that can be reached from some values, as tokens that can be compared between runs."""
 
 from __future__ import annotations
 

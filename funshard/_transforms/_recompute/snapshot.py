@@ -1,4 +1,4 @@
-"""What a function could reach before its first run, and the inputs of every run, which are made from that."""
+"""A snapshot of the objects that a function reaches before its first run, and the inputs of every run, made from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["RunInputs", "Snapshot", "write_contents"]
 
 
 class Snapshot:
-    """What was reached before the first run, without the tensors.
+    """The contents of all reached objects before the first run, without the tensors.
 
     It holds no object that may hold a tensor later: it refers to them weakly, and knows what to make another one from.
     """

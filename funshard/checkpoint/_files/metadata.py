@@ -42,7 +42,7 @@ SIZE_LIMIT = 1 << 63
 
 @dataclass(frozen=True)
 class StorageInfo:
-    """Where torch has stored a chunk: the needed fields of torch's private class of this name."""
+    """The place of a stored chunk: the needed fields of torch's private class of this name."""
 
     relative_path: str
     offset: int
@@ -56,7 +56,7 @@ def read_metadata(path: Path) -> Metadata:
     CheckpointError for one that is damaged or names anything but data.
     """
     try:
-        return _parse_metadata(read_pickle(read_regular(path / METADATA), _check_name))
+        return _parse_metadata(read_pickle(read_regular(path / METADATA), _check_pickled_name))
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path}: expected a checkpoint, which has a file '{METADATA}'; is it a directory of several?"
@@ -65,7 +65,7 @@ def read_metadata(path: Path) -> Metadata:
         raise CheckpointError(f"{path}: its file '{METADATA}' is damaged: {error}") from error
 
 
-def _check_name(name: str) -> None:
+def _check_pickled_name(name: str) -> None:
     is_dtype = name.startswith("torch.") and isinstance(getattr(torch, name[6:], None), torch.dtype)
     if name not in NAMES and not is_dtype and not PATHS.fullmatch(name):
         raise DamagedError(f"it asks for {name}, which is no description of tensors: it is not loaded")

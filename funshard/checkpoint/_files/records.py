@@ -35,7 +35,7 @@ HEAD_BYTES, TAIL_BYTES = 2048, 4096
 
 @dataclass(frozen=True)
 class Record:
-    """Where a tensor is in a file: its elements have ``shape`` and ``stride`` in the ``nbytes`` bytes at ``offset``."""
+    """The place of a tensor in a file: its elements have ``shape`` and ``stride`` in the ``nbytes`` bytes at ``offset``."""
 
     offset: int
     nbytes: int
@@ -48,7 +48,7 @@ class Record:
 
 
 def read_record(read: Callable[[int, int], bytes], length: int, *, check: bool) -> Record:
-    """Return where the tensor is in a ZIP file that torch.save wrote, without reading its elements.
+    """Return the place of the tensor in a ZIP file that torch.save wrote, without reading its elements.
 
     Args:
         read: A function from an offset and a length to the bytes there.
@@ -146,7 +146,7 @@ STORAGES = re.compile(r"torch(\.storage)?\.(\w+Storage)")
 """The name of a storage class."""
 
 
-def _check_name(name: str) -> None:
+def _check_tensor_name(name: str) -> None:
     is_dtype = name.startswith("torch.") and isinstance(getattr(torch, name[6:], None), torch.dtype)
     if name not in REBUILDS and not is_dtype and not STORAGES.fullmatch(name) and name != "collections.OrderedDict":
         raise DamagedError(f"it asks for {name}, which is no part of a tensor: it is not loaded")
@@ -154,7 +154,7 @@ def _check_name(name: str) -> None:
 
 def _parse_tensor(raw: bytes) -> tuple[torch.dtype, str, int, tuple[int, ...], tuple[int, ...]]:
     """Return ``(dtype, key, start, shape, stride)`` of the tensor in a pickle of torch.save; ``key`` names its member."""
-    found = read_pickle(raw, _check_name)
+    found = read_pickle(raw, _check_tensor_name)
     while type(found) is PickledObject and found.name == PARAMETER:
         found = found.args[0]
     if type(found) is not PickledObject or found.name not in (V2, V3):

@@ -1,4 +1,4 @@
-"""What the arguments of an optimizer of matrices determine, before any parameter is known."""
+"""The configuration of an optimizer of matrices: its checked arguments, before any parameter is known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Fallback", "MatrixConfig", "OwnedShapes"]
 Fallback = tuple[
     Callable[[Mapping[str, Tensor]], Mapping[str, Any]], Callable[..., tuple[Mapping[str, Tensor], Mapping[str, Any]]]
 ]
-"""``(init, update)`` for all that is not a matrix, such as `from_torch` returns. Its state has its params' keys."""
+"""``(init, update)`` of parameters that are not matrices, such as `from_torch` returns. Its state has its params' keys."""
 
 
 OwnedShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -53,14 +53,14 @@ class MatrixConfig(NamedTuple):
         return {name: {**options, "lr": rate(options.get("lr"))} for name, options in self.options.items()}
 
     def shared_options(self, options: Mapping[str, MatrixOptions]) -> Mapping[str, MatrixOptions]:
-        """Return the options as slices use them, or as owners do: one rank of the whole mesh."""
+        """Return the options for derivatives on slices, or on owners, each of which is one rank of the whole mesh."""
         shared, spec = SharedOptions(self.matrices.spec), self.matrices.spec
         every = spec.bound_mesh.names
         axes = {m.name: every if self.rule.has_owner_options else m.unit.p.axes for m in self.matrices.chosen}
         return {name: shared.for_matrix(own, axes[name]) for name, own in options.items()}
 
     def fallback_tensors(self, tree: Mapping[str, Tensor]) -> Params:
-        """Return what is not a matrix: shards of units without matrices by key, else parts of shards by parameter name."""
+        """Return the tensors of ``fallback``: shards of units without matrices by key, else parts of shards by parameter name."""
         out: Params = {}
         for key, tensor in tree.items():
             matrices_of_it = {*self.matrices._names_in(key)}

@@ -1,4 +1,4 @@
-"""What Shampoo and SOAP share: the factors G G^T and G^T G of each matrix, recomputed every few steps."""
+"""Shared parts of Shampoo and SOAP: the factors G G^T and G^T G of a matrix, and functions of them every few steps."""
 
 from __future__ import annotations
 

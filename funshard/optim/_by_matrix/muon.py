@@ -1,4 +1,4 @@
-"""muon: momentum made orthogonal by a Newton-Schulz iteration."""
+"""muon: momentum, orthonormalized by a Newton-Schulz iteration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._matrices.matrices import Matrices
 from .._norms import upcast
 from .config import Fallback
 from .factors import resolve_real_matrices
-from .fallback import check_nonnegative, resolve_options, with_fallback
+from .fallback import check_nonnegative, optimizer_with_fallback
 from .optimizer import MatrixOptimizer
 from .rule import MatrixOptions, MatrixRule, OwnedState, Payload, Slots
 
@@ -42,7 +42,7 @@ def muon(
     fallback: Fallback | None = None,
     donate: bool = False,
 ) -> MatrixOptimizer:
-    """Return ``(init, update)`` of Muon: each matrix's step is its momentum, made orthogonal; AdamW updates the rest.
+    """Return ``(init, update)`` of Muon: orthonormalized momentum for matrices, AdamW for other parameters.
 
     ``B = B + (1 - momentum) (G - B)``; with ``nesterov`` the direction is ``orthogonal(G + momentum (B - G))``, else
     ``orthogonal(B)``; then ``W = (1 - lr weight_decay) W - lr scale direction``. The momentum is kept in slices like the
@@ -107,7 +107,7 @@ def muon(
             out |= {name: (y,) for name, y in zip(names, [x] if len(some) == 1 else x.unbind(), strict=True)}
         return out, whole
 
-    scales = {m.name: lr_scale(m.shape, adjust_lr) for m in known.chosen}
+    scales = {m.name: {"scale": lr_scale(m.shape, adjust_lr)} for m in known.chosen}
 
     def after_exchange(results: Payload, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Tensor, Slots]:
         rate, (direction,) = options["lr"], results
@@ -115,22 +115,20 @@ def muon(
         return param.sub(upcast(direction) * (rate * options["scale"])).to(param.dtype), slots
 
     rule = MatrixRule(("momentum_buffer",), lambda x: {}, before_exchange, on_owner, (0,), after_exchange)
-    of = resolve_options("muon", known, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}, options)
-    own = {name: {**some, "scale": scales[name]} for name, some in of.items()}
-    return with_fallback(rule, known, own, fallback, lr, weight_decay, options, donate=donate)
+    defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+    return optimizer_with_fallback("muon", rule, known, defaults, options, fallback, donate=donate, constants=scales)
 
 
 def orthogonal(
     x: Tensor, *, steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS, eps: float = 1e-7
 ) -> Tensor:
-    """Return about ``U V^T`` for a matrix ``U S V^T``, or for each in a batch [..., n, m], in its own dtype.
+    """Return approximately ``U V^T`` for a matrix ``U S V^T`` (its singular value decomposition), or for each of a batch.
 
     It iterates ``X = a X + b (X X^T) X + c (X X^T)^2 X`` (Newton-Schulz) from X of norm 1. Singular values approach 1; the
     default coefficients bring them quickly into [0.7, 1.2]. Differentiable.
 
     Source: ``_zeropower_via_newtonschulz`` of torch/optim/_muon.py; Bernstein and Newhouse, Old Optimizer, New Norm, 2024;
-        Jordan et
-    al., 2024.
+    Jordan et al., 2024.
 
     Args:
         x: [n, m] or [..., n, m].
@@ -171,7 +169,7 @@ def _power_of_two(x: Tensor) -> Tensor:
 
 
 def lr_scale(shape: tuple[int, ...], adjust_lr: str) -> float:
-    """Return the factor of a matrix's learning rate."""
+    """Return the factor of a matrix's learning rate for its shape."""
     n, m = shape[-2:]
     return math.sqrt(max(1, n / m)) if adjust_lr == "original" else 0.2 * math.sqrt(max(n, m))
 

@@ -1,4 +1,4 @@
-"""What an optimizer does with a matrix before the exchange, on the owner, and after it; and such a rule for any pure update."""
+"""The rule of an optimizer of matrices: before the exchange, on the owner, and after it; and the rule of a pure update."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def rule_from_update(
     State of the matrix's own shape is sent with it, if all matrices have it, vectors included; other state stays with the
     owner.
     """
-    begun = {shape: _try_init(init, update, shape, dtype) for shape, dtype in dict.fromkeys(shapes)}
-    alike = [[name for name, x in state.items() if x.shape == shape] for shape, state in begun.items()]
-    slots = tuple(name for name in alike[0] if all(name in names for names in alike)) if alike else ()
+    initial = {shape: _try_init(init, update, shape, dtype) for shape, dtype in dict.fromkeys(shapes)}
+    shaped = [[name for name, x in state.items() if x.shape == shape] for shape, state in initial.items()]
+    slots = tuple(name for name in shaped[0] if all(name in names for names in shaped)) if shaped else ()
 
     def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
         return (grad, param, *slots.values()), slots

@@ -1,4 +1,4 @@
-"""shampoo: gradients between inverse roots of the factors of all gradients so far."""
+"""shampoo: gradients preconditioned by inverse roots of Kronecker factors of all gradients so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._matrices.matrices import Matrices
 from .._norms import upcast
 from .config import Fallback
 from .factors import compute_if_due, eigh_or_nan, factored_sides, gram, multiply_side, resolve_real_matrices
-from .fallback import check_nonnegative, resolve_options, with_fallback
+from .fallback import check_nonnegative, optimizer_with_fallback
 from .optimizer import MatrixOptimizer
 from .rule import MatrixOptions, MatrixRule, OwnedState, Payload, Slots
 
@@ -41,10 +41,9 @@ def shampoo(
     L and R begin as ``eps`` times the identity and accumulate ``G G^T`` and ``G^T G``. Eigenvalues give their roots, in float32
     at least. The momentum is kept in slices like the parameters; owners keep factors and roots, and compute everything.
 
-    Source: Gupta, Koren and Singer, Shampoo: Preconditioned Stochastic Tensor Optimization, 2018; one root for several steps as
-        in
-    Anil et al., Scalable Second Order Optimization for Deep Learning, 2020, whose code (google-research/scalable_shampoo) has
-    the same ``relative_eps`` (``matrix_epsilon``, ``relative_matrix_epsilon``).
+    Source: Gupta, Koren and Singer, Shampoo: Preconditioned Stochastic Tensor Optimization, 2018. One root for several steps,
+    and ``relative_eps``: Anil et al., Scalable Second Order Optimization for Deep Learning, 2020, and its code
+    (google-research/scalable_shampoo: ``matrix_epsilon``, ``relative_matrix_epsilon``).
 
     Args:
         spec: The spec, or `matrices`.
@@ -118,8 +117,8 @@ def shampoo(
         return param * (1 - options["lr"] * options["weight_decay"]) - options["lr"] * buffer, {"momentum_buffer": buffer}
 
     rule = MatrixRule(("momentum_buffer",), init_owned, before_exchange, on_owner, (0,), after_exchange)
-    own = resolve_options("shampoo", known, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}, options)
-    return with_fallback(rule, known, own, fallback, lr, weight_decay, options, donate=donate)
+    defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+    return optimizer_with_fallback("shampoo", rule, known, defaults, options, fallback, donate=donate)
 
 
 def _inverse_root(factor: Tensor, power: int, relative_eps: float) -> list[Tensor]:

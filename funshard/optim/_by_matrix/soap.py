@@ -14,7 +14,7 @@ from .._matrices.matrices import Matrices
 from .._norms import upcast
 from .config import Fallback
 from .factors import compute_if_due, eigh_or_nan, factored_sides, gram, multiply_side, resolve_real_matrices
-from .fallback import check_nonnegative, resolve_options, with_fallback
+from .fallback import check_nonnegative, optimizer_with_fallback
 from .optimizer import MatrixOptimizer
 from .rule import MatrixOptions, MatrixRule, OwnedState, Payload, Slots
 
@@ -43,9 +43,8 @@ def soap(
     steps. The first gradient only computes the basis. M is kept in slices like the parameters; owners keep V, the factors and
     the basis.
 
-    Source: Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, 2024, and the authors' code (nikhilvyas/SOAP),
-        whose steps
-    these equal (``merge_dims`` and ``precondition_1d`` off).
+    Source: Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, 2024. The steps equal those of the authors' code
+    (nikhilvyas/SOAP) with ``merge_dims`` and ``precondition_1d`` off.
 
     Args:
         spec: The spec, or `matrices`.
@@ -134,8 +133,8 @@ def soap(
         return param * (1 - options["lr"] * options["weight_decay"] * counts), slots
 
     rule = MatrixRule(("exp_avg",), init_owned, before_exchange, on_owner, (0,), after_exchange)
-    own = resolve_options("soap", known, {"lr": lr, "weight_decay": weight_decay}, options)
-    return with_fallback(rule, known, own, fallback, lr, weight_decay, options, donate=donate)
+    defaults = {"lr": lr, "weight_decay": weight_decay}
+    return optimizer_with_fallback("soap", rule, known, defaults, options, fallback, donate=donate)
 
 
 def _is_past_first(step: Tensor, like: Tensor) -> Tensor:
@@ -144,7 +143,7 @@ def _is_past_first(step: Tensor, like: Tensor) -> Tensor:
 
 
 def _rounding_error(root: Tensor) -> Tensor:
-    """Return the size of rounding errors in a rotated gradient: Adam would divide them by themselves, into whole steps."""
+    """Return the size of rounding errors in a rotated gradient, which Adam would divide by themselves, into full steps."""
     size = max(root.shape[-2:])
     return root.amax((-2, -1), keepdim=True) * (30 * math.sqrt(size) * torch.finfo(root.dtype).eps)
 

@@ -20,7 +20,7 @@ __all__ = ["MatrixState", "State", "init_state", "place_like"]
 
 
 class MatrixState(NamedTuple):
-    """The state of one unit."""
+    """The state of one unit, as an optimizer of matrices keeps it."""
 
     step: Tensor
     """The number of steps taken: int64, on the host, the same on all ranks."""
@@ -46,10 +46,10 @@ def init_state(config: MatrixConfig, params: Mapping[str, Tensor]) -> State:
     whole: OwnedState = {}
     slots: dict[str, Params] = {slot: {} for slot in config.rule.slots}
     for batch in config.matrices._batches_of(params):
-        begun = _init_batch(config, batch, params)
-        whole |= {name: {key: x for key, x in state.items() if key not in slots} for name, state in begun.items()}
+        initial = _init_batch(config, batch, params)
+        whole |= {name: {key: x for key, x in state.items() if key not in slots} for name, state in initial.items()}
         for slot, parts in slots.items() if config.rule.needs_values else ():
-            parts |= batch.spread({name: state[slot] for name, state in begun.items()})
+            parts |= batch.spread({name: state[slot] for name, state in initial.items()})
     state: State = {}
     for key, tensor in params.items():
         layout, names = config.matrices._slice_layout(key), config.matrices._names_in(key)
@@ -62,7 +62,7 @@ def init_state(config: MatrixConfig, params: Mapping[str, Tensor]) -> State:
 
 
 def _init_slice(layout: SliceLayout, parts: Params, shard: Tensor) -> Tensor:
-    """Return elementwise state: zeros, and the given parts."""
+    """Return a shard of elementwise state: the given parts, and zeros elsewhere."""
     zeros = torch.zeros_like(shard, dtype=next(iter(parts.values()), shard).dtype)
     return layout.join(parts, zeros) if parts else zeros
 

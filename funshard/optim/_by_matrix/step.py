@@ -21,7 +21,7 @@ __all__ = ["MatrixStep"]
 
 
 ArrivingChunks = Iterator[tuple[Chunk, list[Params]]]
-"""One chunk of some results after the other, as they arrive."""
+"""An iterator over the chunks of some results, each with its parts by matrix, in the order of their arrival."""
 
 
 class MatrixStep:
@@ -81,7 +81,7 @@ class MatrixStep:
         return {name: self._parts.pop(name) for name in names}, by_slot, {name: self._whole.pop(name) for name in names}
 
     def _start_collect(self, batch: MatrixBatch) -> Callable[[], dict[str, Payload]]:
-        """Run the part before the exchange, and start to collect its payloads."""
+        """Run the rule's part before the exchange, and start to send its payloads to the owners."""
         sent: dict[str, Payload] = {}
         wanted = batch.sent_names
         for matrix in batch.matrices:
@@ -102,6 +102,7 @@ class MatrixStep:
         return arrived
 
     def _store_slots(self, old: Slots, new: Slots) -> Slots:
+        """Return the new slots, in the old memory if that is donated."""
         if not self._donate:
             return new
         return {slot: old[slot] if x is old[slot] else old[slot].copy_(x) for slot, x in new.items()}
@@ -130,10 +131,10 @@ class MatrixStep:
         ]
 
     def _start_spread(self, batch: MatrixBatch, results: list[Params]) -> ArrivingChunks:
-        """Start to spread the results; while one chunk is used, the next one is under way."""
+        """Start to send the results back. While one chunk is used, the next one is in flight."""
         chunks = batch.chunk_count(results)
 
-        def begun(chunk: int) -> list[Callable[[], Params]]:
+        def start_chunk(chunk: int) -> list[Callable[[], Params]]:
             coming = [batch.start_spread(some, (chunk, chunks)) for some in results]
             if chunk + 1 == chunks:
                 results.clear()
@@ -142,12 +143,13 @@ class MatrixStep:
         def arriving(coming: list[Callable[[], Params]]) -> ArrivingChunks:
             for chunk in range(chunks):
                 parts = [wait() for wait in coming]
-                coming = begun(chunk + 1) if chunk + 1 < chunks else []
+                coming = start_chunk(chunk + 1) if chunk + 1 < chunks else []
                 yield (chunk, chunks), parts
 
-        return arriving(begun(0))
+        return arriving(start_chunk(0))
 
     def _finish_batch(self, batch: MatrixBatch, returning: ArrivingChunks, left: Counter[str]) -> Iterator[str]:
+        """Run the rule's part after the exchange, and yield each unit's key when its last matrix is done."""
         for chunk, results in returning:
             for matrix in batch.matrices:
                 name = matrix.name

@@ -29,7 +29,7 @@ __all__ = [
 State = Mapping[str, Mapping[str, Tensor]]
 
 InitialState = Callable[[Tensor], Mapping[str, Tensor]]
-"""Returns the state of a vector before its first step."""
+"""A function from a vector to its state before the first step."""
 
 ELEMENTWISE_CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
@@ -47,7 +47,7 @@ ELEMENTWISE_CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
 """The elementwise optimizers of torch.optim. Pinned by ``test_every_optimizer_is_right_or_refused``."""
 
 LR_DIFFERENTIABLE_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
-"""They can differentiate their learning rate as any tensor. Pinned by ``test_derivatives_of_rates``."""
+"""The classes that can differentiate their learning rate as any tensor. Pinned by ``test_derivatives_of_rates``."""
 
 
 def check_class(cls: object, initial: InitialState | None) -> None:

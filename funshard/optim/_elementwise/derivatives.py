@@ -1,4 +1,4 @@
-"""What derivatives of an update need from a spec: which ranks share an option, and which elements are padding."""
+"""Derivatives of an update: which ranks share an option, and which elements are padding, by the spec."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def split_axes(spec: PartitionSpec | None, key: str) -> tuple[str, ...]:
 
 
 def padding_masks(spec: PartitionSpec | None, params: Mapping[str, Tensor], rank: int | None) -> dict[str, Tensor]:
-    """Return by key which elements are padding, for whole slices that have padding; {} without a spec."""
+    """Return the masks of padding by key, for whole slices that have padding; {} without a spec."""
     masks: dict[str, Tensor] = {}
     if spec is None:
         return masks

@@ -92,12 +92,12 @@ def elementwise(
     check_options(defaults, donate=donate, device=device)
     lr = optimizer_class([torch.empty(0)], **defaults).defaults.get("lr")
 
-    def check(name: str, own: Mapping[str, Any]) -> None:
+    def check(name: str, overrides: Mapping[str, Any]) -> None:
         try:
-            check_rate(own.get("lr"), "lr")
-            optimizer_class([torch.empty(0)], **{**defaults, **own})
+            check_rate(overrides.get("lr"), "lr")
+            optimizer_class([torch.empty(0)], **{**defaults, **overrides})
         except (TypeError, ValueError, RuntimeError) as error:
-            raise type(error)(f"options of parameter '{name}', {dict(own)}: {error}") from error
+            raise type(error)(f"options of parameter '{name}', {dict(overrides)}: {error}") from error
 
     if spec is None and options is not None:
         raise ValueError("from_torch: options are those of a spec's parameters: expected spec=, got none")
@@ -168,7 +168,7 @@ def _update(
     shared_by = config.spec if config.differentiable else None  # torch's groups are not cut for what nobody differentiates
     shared = SharedOptions(shared_by)
 
-    def own(tensor: Tensor, key: str) -> Tensor:
+    def make_writable(tensor: Tensor, key: str) -> Tensor:
         if config.donate:
             return tensor
         tensor = tensor if config.differentiable else tensor.detach()
@@ -180,8 +180,8 @@ def _update(
         return copy_like(tensor, tensor) if _torch.is_pinned(tensor) else tensor.clone()
 
     masks = padding_masks(shared_by, params, config.rank)
-    new_params = {key: own(tensor, key) if key in ranges else tensor for key, tensor in params.items()}
-    new_state = {key: {name: own(tensor, key) for name, tensor in values.items()} for key, values in state.items()}
+    new_params = {key: make_writable(tensor, key) if key in ranges else tensor for key, tensor in params.items()}
+    new_state = {key: {name: make_writable(tensor, key) for name, tensor in values.items()} for key, values in state.items()}
     optimizer = build_optimizer(config, lr)
     param_groups: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
     stepped: list[tuple[str, int, Tensor, dict[str, Tensor]]] = []
@@ -189,7 +189,7 @@ def _update(
         whole = new_params[key] if config.differentiable else new_params[key].detach()
         cut = zip(
             split_by_options(whole, unit_ranges),
-            split_by_options(fill_padding(own(grads[key], key), masks.get(key)), unit_ranges),
+            split_by_options(fill_padding(make_writable(grads[key], key), masks.get(key)), unit_ranges),
             strict=True,
         )
         for at, ((group, piece), (_, grad)) in enumerate(cut):

@@ -46,7 +46,7 @@ class OptionRange(NamedTuple):
 
 
 class OptionRanges(NamedTuple):
-    """How options divide one shard. Without ranges it is one piece, of any shape."""
+    """The ranges of one shard, by options. Without ranges it is one piece, of any shape."""
 
     numel: int | None = None
     ranges: tuple[OptionRange, ...] = ()
@@ -62,7 +62,7 @@ Check = Callable[[str, Mapping[str, Any]], None]
 def group_by_options(
     spec: PartitionSpec, options: ParamOptions | None, check: Check = lambda name, own: None
 ) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
-    """Return ``(the distinct options, which of them each parameter has)``; ``check`` sees each of the first."""
+    """Return ``(the distinct options, the index of each parameter's options)``; ``check`` runs on each distinct one."""
     groups: list[Mapping[str, Any]] = []
     group_of: dict[str, int] = {}
     for param in (param for unit in spec for param in unit.params):

@@ -1,4 +1,4 @@
-"""One torch optimizer for one step: its state of a vector, its param groups, and what it leaves behind."""
+"""One torch optimizer for one step: the state of a vector, param groups, and the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ElementwiseConfig", "build_optimizer", "init_vector_state", "share_o
 
 
 class ElementwiseConfig(NamedTuple):
-    """What the arguments of `from_torch` determine."""
+    """The checked arguments of `from_torch`."""
 
     cls: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
@@ -34,12 +34,12 @@ class ElementwiseConfig(NamedTuple):
     """The names whose values are numbers."""
     lr: Any
     spec: PartitionSpec | None
-    """Tells derivatives slices from replicas, and padding from elements."""
+    """The spec, by which derivatives know replicas and padding."""
     rank: int | None
 
     @property
     def differentiable(self) -> bool:
-        """Whether torch's kernels are asked to record derivatives."""
+        """Whether torch's kernels record derivatives."""
         return bool(self.defaults.get("differentiable"))
 
 

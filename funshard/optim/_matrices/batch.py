@@ -1,4 +1,4 @@
-"""A batch of matrices that are sent together, at once or while something else is computed."""
+"""A batch of matrices that are sent together, synchronously or asynchronously."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class MatrixBatch(NamedTuple):
         return lambda: self._as_matrices(pending())
 
     def chunk_count(self, whole: Sequence[Mapping[str, Tensor]]) -> int:
-        """Return in how many chunks `start_spread` returns the matrices."""
+        """Return the number of chunks in which `start_spread` returns the matrices."""
         return len(self.from_owners_in_chunks) if self.from_owners_in_chunks and all(map(_can_overlap, whole)) else 1
 
     def start_spread(self, whole: Mapping[str, Tensor], chunk: Chunk) -> Callable[[], Params]:

@@ -191,7 +191,7 @@ def batch_matrices(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[in
 
 
 def count_chunks(batch: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -> int:
-    """Return in how many chunks a batch comes back, so that a rank holds at most ``max_numel`` elements of it at once.
+    """Return the number of chunks in which a batch returns, so that a rank holds at most ``max_numel`` elements of it at once.
 
     Each replica sends its results to all others, so more replicas receive more. Within one replica no more elements come back
     than went to the owners.
@@ -217,7 +217,7 @@ def largest_unit_numel(found: Sequence[Matrix]) -> int:
 
 
 def _batch_key(unit: Unit) -> tuple[object, ...]:
-    """Return what matrices sent together share: axes, dtype, and whether they come from the host."""
+    """Return the key that matrices sent together share: axes, dtype, and whether they come from the host."""
     return unit.p.axes, unit.dtype, "params" in unit.p.offloads
 
 

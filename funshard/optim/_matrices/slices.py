@@ -60,7 +60,7 @@ class SliceLayout(NamedTuple):
         return concat_flat([*tensors, others[end:]])
 
     def _mask_of(self, name: str, device: torch.device) -> Tensor:
-        """Return which elements of the unit's buffer are the parameter's."""
+        """Return the mask of a parameter's elements in the unit's buffer."""
         own: list[Tensor] = []
         for size, param in self.unit.parts:
             own.append(torch.full((size,), param is not None and param.name == name, device=device))
