@@ -94,7 +94,7 @@ class RecomputedFunction:
 
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
-        """Mark the runs within this context as the last: plain autograd runs the function for its gradient, and frees what it saved."""
+        """Mark the run within this context as the last: plain autograd runs it for its gradient, and it never runs again."""
         self._is_last, self._is_graph_kept = True, _torch.is_graph_retained()
         try:
             with getattr(self._call, "last_run", contextlib.nullcontext)():

@@ -60,7 +60,7 @@ class MatrixConfig(NamedTuple):
         return {name: shared.for_matrix(own, axes[name]) for name, own in options.items()}
 
     def fallback_tensors(self, tree: Mapping[str, Tensor]) -> Params:
-        """Return the tensors of ``fallback``: shards of units without matrices by key, else parts of shards by parameter name."""
+        """Return the tensors of ``fallback``: shards of units without matrices by key, other parts of shards by name."""
         out: Params = {}
         for key, tensor in tree.items():
             matrices_of_it = {*self.matrices._names_in(key)}

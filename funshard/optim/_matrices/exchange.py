@@ -47,7 +47,7 @@ class AllToAll(NamedTuple):
 
 
 class ExchangePlan(NamedTuple):
-    """What one rank does to turn its tensors of some matrices into others: one flat tensor a matrix, perhaps empty."""
+    """One rank's exchange of its tensors of some matrices for others: one flat tensor a matrix, perhaps empty."""
 
     begin: tuple[int, ...]
     """Elements of each matrix before."""
