@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 __all__ = [
     "DispatchMode",
     "OpOverload",
+    "OpTraits",
     "args_under_autograd",
     "detach_in_dispatch",
     "has_dispatch_mode",
@@ -23,6 +25,7 @@ __all__ = [
     "is_plain",
     "is_pure_op",
     "mutated_args",
+    "op_traits",
 ]
 
 
@@ -95,6 +98,25 @@ def args_under_autograd(
     if at < len(args):
         return (*args[:at], True, *args[at + 1 :]), kwargs
     return args, {**kwargs, LOG_SUM_EXP: True}
+
+
+@dataclass(frozen=True, eq=False)
+class OpTraits:
+    """Properties that a mode needs of every call of an operator. It is hashed by identity, which an operator is not."""
+
+    is_view: bool
+    is_pure: bool
+    draws: bool
+    """Whether it draws random numbers."""
+    is_mutation: bool
+    """Whether it writes to the memory of an argument."""
+
+
+@functools.cache
+def op_traits(op: OpOverload) -> OpTraits:
+    """Return the properties of an operator, the same object for each call."""
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    return OpTraits(op.is_view, is_pure_op(op), draws, op._schema.is_mutable and not is_inplace_view(op))
 
 
 LOG_SUM_EXP = "compute_log_sumexp"

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -122,6 +122,7 @@ class SavedResults:
 
     def __init__(self, remat: Remat, name: str) -> None:
         self.name, self._remat = name, remat
+        self.has_only_names = remat.save == remat.names
         self.numbers: dict[Hashable, int] = {}
         self.by_number: dict[int, _SavedResult] = {}  # by the number of the operator's call
 
@@ -160,6 +161,26 @@ def _activate(run: ValueNumbering) -> Generator[None]:
         _ACTIVE.runs = before
 
 
+@dataclass
+class _ResultTuple:
+    """The results of an operator that has several: the first is not held, and its storage's end frees the others."""
+
+    items: list[Any]
+    position: int
+    container: Callable[[list[Any]], Any]
+    storage: weakref.ref[Any]
+
+
+class _Saver(NamedTuple):
+    """The call of an operator whose results are saved if the first of them gets a name."""
+
+    number: int
+    op: Any
+    random_states: list[Tensor] | None
+    view: tuple[Any, ...]  # dtype, shape, strides and offset of the first
+    results: _ResultTuple | None = None
+
+
 class _SavingRun(ValueNumbering):
     """The first run. It saves the results of the chosen operators, and those that are named."""
 
@@ -169,8 +190,9 @@ class _SavingRun(ValueNumbering):
         super().__init__(saved.numbers, xs)
         self._saved, self._ambient = saved, ambient
         self._is_chosen, self._names, self.seen_names = is_chosen, names, set[str]()
-        # by the number of its first tensor, the function that saves a result if it gets a name
-        self._savers: dict[int | None, tuple[Callable[[Tensor], None], weakref.ref[Any]]] = {}
+        self._has_operators = not saved.has_only_names
+        # by the number of its first tensor, a result that is saved if it gets a name
+        self._savers: dict[int | None, _Saver] = {}
         self._ops: dict[int, _torch.OpOverload] = {}  # by the storages that are saved, the operators that made them
 
     def run_op(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool) -> Any:
@@ -179,7 +201,7 @@ class _SavingRun(ValueNumbering):
         tensors = result_tensors(out)
         if not tensors or any(not _torch.is_plain(x) or self.number_of(x) is not None for x in tensors):
             return out
-        is_chosen = self._is_chosen(op, args, kwargs, out)
+        is_chosen = self._has_operators and self._is_chosen(op, args, kwargs, out)
         if not is_chosen and not self._names:
             return out
         random_states = self._ambient.get_random_states() if draws else None
@@ -200,33 +222,39 @@ class _SavingRun(ValueNumbering):
 
     def _save_if_named(self, number: int, op: Any, out: Any, random_states: list[Tensor] | None) -> None:
         """Save results when the first tensor, or a view of it, gets a name. Until then only the others are held."""
+        if isinstance(out, Tensor):
+            view = out.dtype, out.shape, out.stride(), out.storage_offset()
+            self._savers[self.number_key((number, 0))] = _Saver(number, op, random_states, view)
+            return
         first, *others = result_tensors(out)
-        items: list[Any] = [out] if isinstance(out, Tensor) else list(out)
+        items: list[Any] = list(out)
         if sum(isinstance(x, Tensor) for x in items) <= len(others):
             return  # lists in lists
         position = next(i for i, x in enumerate(items) if x is first)
-        dtype, view = first.dtype, (first.shape, first.stride(), first.storage_offset())
         items = [
             None if i == position else _torch.detach_in_dispatch(x) if isinstance(x, Tensor) else x for i, x in enumerate(items)
         ]
-        container = None if out is first else type(out)
-
-        def save(x: Tensor) -> None:
-            if x.dtype == dtype:
-                with _torch.below_transforms():
-                    items[position] = x.detach().as_strided(*view)
-                self._save(number, op, container(items) if container else items[position], random_states)
-
+        view = first.dtype, first.shape, first.stride(), first.storage_offset()
         key = self.number_key((number, 0))
         on_free = functools.partial(self._savers.pop, key)  # frees the other results as well
-        self._savers[key] = save, weakref.ref(first.untyped_storage(), on_free)
+        storage = weakref.ref(first.untyped_storage(), on_free)
+        self._savers[key] = _Saver(number, op, random_states, view, _ResultTuple(items, position, type(out), storage))
 
     def add_name(self, x: Tensor, name: str) -> None:
         """Save what made a tensor of this name, if the name is to be saved and the tensor is unchanged."""
         self.seen_names.add(name)
         x = _torch.unwrap(x)
-        if name in self._names and _torch.is_plain(x) and (number := self.number_of(x)) in self._savers:
-            self._savers.pop(number)[0](x)
+        if name in self._names and _torch.is_plain(x) and (key := self.number_of(x)) in self._savers:
+            saver = self._savers.pop(key)
+            dtype, *view = saver.view
+            if x.dtype != dtype:
+                return
+            with _torch.below_transforms():
+                value: Any = x.detach().as_strided(*view)
+            if (results := saver.results) is not None:
+                results.items[results.position] = value
+                value = results.container(results.items)
+            self._save(saver.number, saver.op, value, saver.random_states)
 
     def end(self) -> None:
         """Free what was not named, and record versions: from now on writes are not seen."""
@@ -241,6 +269,8 @@ class _ReusingRun(ValueNumbering):
     def __init__(self, saved: SavedResults, xs: Iterable[Tensor], ambient: AmbientState, *, retained: bool) -> None:
         super().__init__(saved.numbers, xs)
         self._saved, self._ambient, self._retained = saved, ambient, retained
+        self._left = len(saved.by_number)  # results that this run has not reused yet
+        self.is_done = not self._left
 
     def run_op(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool) -> Any:
         """Return the saved results and set the random state as after the call; run the operator if there are none."""
@@ -248,6 +278,8 @@ class _ReusingRun(ValueNumbering):
         result = results.get(number) if self._retained else results.pop(number, None)
         if result is None:
             return op(*args, **kwargs)
+        self._left -= 1
+        self.is_done = not self._left  # no call that follows needs a number
         if result.random_states is not None:
             self._ambient.set_random_states(result.random_states)
         return result.reuse(self._saved.name)

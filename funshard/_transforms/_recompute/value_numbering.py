@@ -7,7 +7,6 @@ the operator's arguments.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -31,9 +30,10 @@ class ValueNumbering(_torch.DispatchMode):
     def __init__(self, numbers: dict[Hashable, int], xs: Iterable[Tensor]) -> None:
         super().__init__()
         self.paused = False
+        self.is_done = False  # from here on operators run as without the mode
         self._numbers = numbers
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._call_counts: Counter[Hashable] = Counter()
+        self._call_counts: dict[int, int] = {}
         self._draw_count = 0
         for i, x in enumerate(xs):
             if _torch.is_plain(x) and self.number_of(x) is None:
@@ -41,22 +41,22 @@ class ValueNumbering(_torch.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused or not isinstance(func, _torch.OpOverload):
+        if self.paused or self.is_done or not isinstance(func, _torch.OpOverload):
             return func(*args, **kwargs)
-        if func.is_view:
+        traits = _torch.op_traits(func)
+        if traits.is_view:
             out = func(*args, **kwargs)
             if func is torch.ops.aten.lift_fresh.default and (key := _constant_key(out)) is not None:
                 self._set_number(out, key)
             return out
         args, kwargs = _torch.args_under_autograd(func, args, kwargs)  # in the first run nothing is
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        number = self._number_call(func, args, kwargs, draws=draws)
-        is_reusable = _torch.is_pure_op(func) and kwargs.get("generator") is None
-        out = self.run_op(func, args, kwargs, number, draws) if is_reusable else func(*args, **kwargs)
+        number = self._number_call(traits, args, kwargs)
+        is_reusable = traits.is_pure and kwargs.get("generator") is None
+        out = self.run_op(func, args, kwargs, number, traits.draws) if is_reusable else func(*args, **kwargs)
         for i, x in enumerate(result_tensors(out)):
             if _torch.is_plain(x) and self.number_of(x) is None:
                 self._set_number(x, (number, i))
-        for i, x in enumerate(() if _torch.is_inplace_view(func) else _torch.mutated_args(func, args, kwargs)):
+        for i, x in enumerate(_torch.mutated_args(func, args, kwargs) if traits.is_mutation else ()):
             if _torch.is_plain(x):
                 self.check_write(x, func)
                 self._set_number(x, (number, "wrote", i))
@@ -89,17 +89,17 @@ class ValueNumbering(_torch.DispatchMode):
         storage = x.untyped_storage()
         self._storages[_torch.storage_id_of(storage)] = weakref.ref(storage), self.number_key(key)
 
-    def _number_call(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool) -> int:
+    def _number_call(self, traits: _torch.OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the number of this call of an operator: the arguments, how many such calls, and how many draws before."""
-        key: Hashable = (op, self._key_of(args), self._key_of(tuple(kwargs.items())))
         try:
-            self._call_counts[key] += 1
+            call = self.number_key((traits, self._key_of(args), self._key_of(tuple(kwargs.items())) if kwargs else None))
         except TypeError:  # an argument that cannot be hashed
-            key = object()
+            call = self.number_key(object())
         if kwargs.get("generator") is not None:  # whose state may differ in another run
-            key = object()
-        self._draw_count += draws
-        return self.number_key((key, self._call_counts[key], draws and self._draw_count))
+            call = self.number_key(object())
+        count = self._call_counts[call] = self._call_counts.get(call, 0) + 1
+        self._draw_count += traits.draws
+        return self.number_key((call, count, traits.draws and self._draw_count))
 
     def _key_of(self, x: Any) -> Hashable:
         if isinstance(x, Tensor):
@@ -108,7 +108,7 @@ class ValueNumbering(_torch.DispatchMode):
             bits = x.is_conj(), x.is_neg()
             return self._storage_key(x), x.dtype, x.shape, x.stride(), x.storage_offset(), bits
         if isinstance(x, list | tuple):
-            return tuple(map(self._key_of, x))
+            return tuple([self._key_of(item) for item in x])
         return type(x), x
 
     def _storage_key(self, x: Tensor) -> Hashable:
