@@ -48,6 +48,22 @@ def all_finite(figures: object) -> bool:
     return bool(numbers(figures)) and all(map(math.isfinite, numbers(figures)))
 
 
+@seldom
+def test_compile() -> None:
+    """Each block compiled: one graph for two or three blocks, and a figure for every mode."""
+    table, result = run("compile", "--blocks 2,3 --modes eager,FSDP2,units,step")
+    figures = result["figures"]
+    assert list(figures) == ["eager cold", "FSDP2 cold", "units cold", "step cold"]
+    assert {mode: [graphs for _, graphs in known.values()] for mode, known in figures.items()} == {
+        "eager cold": [0, 0],
+        "FSDP2 cold": [1, 1],
+        "units cold": [1, 1],
+        "step cold": [1, 1],
+    }
+    assert all_finite(figures)
+    assert "2 blocks" in table
+
+
 def test_peers() -> None:
     """Every mode has a ratio to every base, 1 to itself and not to all."""
     table, result = run("peers", PEERS)
