@@ -299,6 +299,34 @@ def test_what_has_no_forward_mode_rule() -> None:
         assert text(add_hints(other)) in ("not yet", text(other))
 
 
+MSE = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+@pytest.mark.parametrize("p", [P("shard"), P(), P("shard", remat=True)], ids=str)
+def test_mse_loss(p: P) -> None:
+    """torch's own jvp of grad fails there, with these words; None takes the other form, and True says which."""
+    x, full = torch.randn(5, 4).double(), {name: tensor.detach() for name, tensor in MSE.named_parameters()}
+    v = {name: tensor.cos() for name, tensor in full.items()}
+
+    def loss(params: fs.Params) -> Tensor:
+        return F.mse_loss(torch.func.functional_call(MSE, params, (x,)), torch.zeros(5, 2).double())
+
+    with pytest.raises(RuntimeError, match=r"^ZeroTensors are immutable") as error:
+        jvp(torch.func.grad(loss), (full,), (v,))
+    assert is_forward_rule_missing(error.value)
+    want = jvp(torch.func.grad(lambda q: torch.func.functional_call(MSE, q, (x,)).square().mean()), (full,), (v,))[1]
+    spec = fs.by_type(nn.Linear, p=p)(MSE)
+    shards, direction = fs.shard(MSE, spec), fs.shard(v, spec)
+
+    def sharded(params: fs.Params) -> Tensor:
+        return F.mse_loss(fs.functional_call(MSE, params, (x,), spec=spec), torch.zeros(5, 2).double())
+
+    assert_close(fs.unshard(fs.hvp(sharded, shards, direction), spec), want)
+    with pytest.raises(RuntimeError, match=r"^ZeroTensors") as error:
+        fs.hvp(sharded, shards, direction, forward=True)
+    assert "such as F.mse_loss, fails: expected a gradient of a gradient, as fs.hvp(..., forward=False)" in text(error.value)
+
+
 class Constants(nn.Module):
     """What it computes without gradients divides what it gives."""
 

@@ -23,6 +23,8 @@ E = TypeVar("E", bound=BaseException)
 
 _PREFIX = "funshard: "
 _NO_FORWARD_RULE = re.compile(r"forward AD with (\S+) that|jvp function for custom (autograd\.Function)")
+_WRITES_TANGENT = "ZeroTensors are immutable"
+"""torch's words where a rule writes into a tangent that is zero, as that of mse_loss's backward does."""
 _NO_SECOND_OF_ATTENTION = re.compile(r"derivative for (\S*attention\S*) is not implemented")
 _NO_SECOND_OF_BAG = re.compile(r"derivative for '_embedding_bag\w*' is not implemented|Autograd not support dtype: Long")
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|datatype|Input type \(|\bbe the same\b")
@@ -31,7 +33,10 @@ _ABOUT_DTYPES = re.compile(r"dtype|scalar type|datatype|Input type \(|\bbe the s
 
 def is_forward_rule_missing(error: BaseException) -> bool:
     """Return whether torch says that it has no forward-mode rule. Pinned by ``test_what_has_no_forward_mode_rule``."""
-    return isinstance(error, NotImplementedError) and _NO_FORWARD_RULE.search(str(error)) is not None
+    text = str(error)
+    if isinstance(error, NotImplementedError):
+        return _NO_FORWARD_RULE.search(text) is not None
+    return isinstance(error, RuntimeError) and text.startswith(_WRITES_TANGENT)
 
 
 def add_hints(error: E, model: nn.Module | None = None, *, known: str = "") -> E:
@@ -44,6 +49,9 @@ def add_hints(error: E, model: nn.Module | None = None, *, known: str = "") -> E
     if _NO_SECOND_OF_BAG.search(str(error)):
         hint = "expected nn.Embedding and a sum or mean over the bag where a gradient is differentiated again"
         return _add_note(error, f"{_PREFIX}torch's EmbeddingBag has no second derivative: {hint}")
+    if str(error).startswith(_WRITES_TANGENT):
+        hint = "expected a gradient of a gradient, as fs.hvp(..., forward=False)"
+        return _add_note(error, f"{_PREFIX}torch's forward-mode rule of an operator, such as F.mse_loss, fails: {hint}")
     found = _NO_FORWARD_RULE.search(str(error)) or _NO_SECOND_OF_ATTENTION.search(str(error))
     if found is None:
         return error

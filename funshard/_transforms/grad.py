@@ -102,7 +102,8 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None
         v: A tree with the paths, shapes and dtypes of ``params``.
         forward: True for forward over reverse, ``jvp`` of ``grad``. False for reverse over reverse, ``grad`` of
             ``lambda p: <grad(f)(p), v>``. None tries the first, and takes the second if torch has no forward-mode rule for an
-            operator (``_grouped_mm`` in mixtures of experts): then ``f`` runs once more. Inside torch.compile None is True.
+            operator (``_grouped_mm`` in mixtures of experts, ``F.mse_loss``): then ``f`` runs once more. Inside
+            torch.compile None is True.
 
     Returns:
         A tree like ``params``.
@@ -127,7 +128,7 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None
     if forward is not False:
         try:
             return _forward_over_reverse(first, params, direction)
-        except NotImplementedError as error:
+        except RuntimeError as error:  # NotImplementedError is one
             if forward or torch.compiler.is_compiling() or not is_forward_rule_missing(error):
                 raise add_hints(error)  # noqa: B904 - the same one
             missing = find_hint(error)

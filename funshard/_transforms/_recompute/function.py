@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
@@ -174,6 +175,7 @@ class RecomputedFunction:
         after = ReachableObjects([out, variables, *inputs.roots], self._owned, self._constants, inputs.objects)
         outcome = RunOutcome(after, inputs, xs)
         if self._first is None:
+            self._check_deferred(out, outcome, after)
             self._check_results(outcome, after, xs)
         return outcome, after
 
@@ -204,6 +206,15 @@ class RecomputedFunction:
                 REGISTER_HOOK: f"{self.name} calls tensor.register_hook, {end}: expected an autograd.Function, or no remat",
             }
         )
+
+    def _check_deferred(self, out: Any, outcome: RunOutcome, after: ReachableObjects) -> None:
+        """Raise TypeError for a generator or another new iterator that gives tensors later, when no run records them."""
+        deferred = [out] if inspect.iscoroutine(out) or inspect.isasyncgen(out) else outcome.find_deferred(after)
+        for obj in deferred:
+            raise TypeError(
+                f"{self.name} returns or stores a {type(obj).__name__}, which gives tensors after the function has ended, "
+                "where they have no gradient: expected the tensors themselves, as in list(...)"
+            )
 
     def _check_results(self, outcome: RunOutcome, after: ReachableObjects, xs: Sequence[Tensor]) -> None:
         """Raise RuntimeError for a result of the first run that has a derivative by another tensor than an operand."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .adapters import PLAIN_TYPES
 
-__all__ = ["read_position"]
+__all__ = ["find_referents", "read_position"]
 
 _MAX_VALUES = 1000
 """The number of values that a position has at most; the nearest ones, for a generator that refers to a large structure."""
@@ -52,9 +52,7 @@ def _read_iterator(iterator: Any) -> Sequence[Any]:
         frame = iterator.gi_frame
         if frame is None:
             return ["ended"]
-        unrelated = {id(x) for x in (frame, frame.f_globals, frame.f_builtins)}
-        # the local variables, and the iterators of its loops, which are on its stack
-        return [frame.f_lasti, *(x for x in gc.get_referents(iterator, frame) if id(x) not in unrelated)]
+        return [frame.f_lasti, *find_referents(iterator)]
     if isinstance(iterator, io.IOBase):
         try:
             return [iterator.tell() if not iterator.closed and iterator.readable() else None]
@@ -72,6 +70,15 @@ def _read_iterator(iterator: Any) -> Sequence[Any]:
     if hasattr(iterator, "__dict__"):
         return [*vars(iterator).values()]
     return [x for x in gc.get_referents(iterator) if hasattr(type(x), "__next__")]
+
+
+def find_referents(iterator: Any) -> list[Any]:
+    """Return what an iterator refers to: of a generator its local variables, and the iterators of its loops."""
+    frame = getattr(iterator, "gi_frame", None)
+    if frame is None:
+        return gc.get_referents(iterator)
+    unrelated = {id(x) for x in (frame, frame.f_globals, frame.f_builtins)}
+    return [x for x in gc.get_referents(iterator, frame) if id(x) not in unrelated]
 
 
 _CALL_ITERATOR = type(iter(int, 1))

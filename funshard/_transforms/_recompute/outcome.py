@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ... import _torch
+from .iterators import find_referents
 from .reachable import CONSTANT, OBJECT, TENSOR, ReachableObjects, Token, names_equal, tokens_equal
 from .snapshot import RunInputs, Snapshot, write_contents
+from .stateful_adapters import STATEFUL_ADAPTERS
 
 __all__ = ["RunOutcome"]
 
@@ -47,6 +49,11 @@ class RunOutcome:
         if kind == TENSOR:
             return kind, self.tensors[x]
         return kind, (True, self.input_indices[x]) if x in self.input_indices else (False, x)
+
+    def find_deferred(self, after: ReachableObjects) -> list[Any]:
+        """Return the iterators that the run has made and through which tensors can be reached."""
+        new = (k for k, adapter in enumerate(after.adapters) if adapter is _ITERATOR and k not in self.input_indices)
+        return [after.objects[k] for k in new if _refers_to_tensors(after.objects[k], after.owned)]
 
     def find_changed(self, snapshot: Snapshot) -> set[int]:
         """Return the indices of the input objects that the run has changed."""
@@ -118,6 +125,21 @@ class _OutcomeWriter:
 
     def get_contents(self, k: int) -> Any:
         return [(names, [self.get_value(token) for token in tokens]) for names, tokens in self._after.contents[k]]
+
+
+_ITERATOR = STATEFUL_ADAPTERS[Iterator]
+
+
+def _refers_to_tensors(iterator: Any, owned: set[nn.Module]) -> bool:
+    todo, seen = [iterator], [iterator]
+    while todo:
+        reached = ReachableObjects(find_referents(todo.pop()), owned)
+        if reached.tensors:
+            return True
+        inner = (obj for obj, adapter in zip(reached.objects, reached.adapters, strict=True) if adapter is _ITERATOR)
+        todo += (new := [obj for obj in inner if not any(obj is other for other in seen)])
+        seen += new
+    return False
 
 
 def _contents_equal(before: Any, after: Any) -> bool:

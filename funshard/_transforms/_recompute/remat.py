@@ -51,7 +51,8 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
     Raises:
         RuntimeError: ``f`` changes in place a tensor that it was given or that it saves (but by ``.data``), reads parameters
             of a module or functional_call around it, or does not do the same in every run.
-        TypeError: ``f`` changes an object, or reaches tensors in one, that cannot be copied, such as an iterator.
+        TypeError: ``f`` changes an object, or reaches tensors in one, that cannot be copied, such as an iterator; or it
+            returns a generator.
         ValueError: ``f`` gives none of the names to save.
 
     Example:
@@ -87,7 +88,33 @@ def call_recomputed(
     fn = RecomputedFunction(call, name, roots, owned, remat)
     tensors = map(_torch.unwrap_dead, fn.tensors)  # a list of activations, say, that transforms before have left
     operands = [x.clone() if _torch.unwrap(x).is_inference() else x for x in tensors]  # which autograd would not save
-    return fn.finish(_RecomputeFunction.apply(fn, *operands))
+    return fn.finish(_protect_aliases(_RecomputeFunction.apply(fn, *operands), operands))
+
+
+def _protect_aliases(outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs; one in the memory of another or of an operand as a view that torch lets no one change in place.
+
+    Each output is differentiated by itself, so that a change in one would be missing in the others' gradients.
+    """
+    out, memory = list(outputs), [_memory_of(x) for x in outputs]
+    if not any(memory):
+        return out
+    taken = [*memory, *map(_memory_of, operands)]
+    for i, mine in enumerate(memory):
+        others = (other for k, other in enumerate(taken) if k != i)
+        if mine and any(other and other[0] == mine[0] and other[1] < mine[2] and mine[1] < other[2] for other in others):
+            out[i] = out[i].unsqueeze(0).unbind(0)[0]  # as what chunk and split return
+    return out
+
+
+def _memory_of(x: Tensor) -> tuple[int, Any, Any] | None:
+    """Return the storage of a tensor, and the begin and the end of its elements there, in bytes; None for none."""
+    x = _torch.unwrap(x)
+    if x.layout is not torch.strided or not x.numel():
+        return None
+    begin, size = x.storage_offset(), x.element_size()
+    end = begin + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    return _torch.storage_id(x), begin * size, end * size
 
 
 class _RecomputeFunction(_torch.Function):

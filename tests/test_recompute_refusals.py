@@ -1,0 +1,145 @@
+"""Law R3 for what a recomputed function hides: deferred results, results in one memory, and state that is no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import funshard as fs
+
+X = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+
+
+def by_backward(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf)[0]
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "fs.grad": fs.grad,
+    "torch.func.grad": torch.func.grad,
+    "backward": by_backward,
+    "second order": lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).sum()),
+}
+
+
+def yields(x: Tensor) -> Iterator[Tensor]:
+    for scale in (1.0, 2.0):
+        yield x.sin() * scale
+
+
+async def awaits(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+async def yields_later(x: Tensor) -> AsyncIterator[Tensor]:
+    yield x.sin()
+
+
+DEFERRED: dict[str, Callable[[Tensor], Any]] = {
+    "generator": yields,
+    "in a list": lambda x: [yields(x)],
+    "with tensors": lambda x: (x.sin(), yields(x)),
+    "map": lambda x: map(torch.sin, [x]),
+    "map of a generator": lambda x: enumerate(yields(x)),
+    "list iterator": lambda x: iter([x.sin()]),
+    "coroutine": awaits,
+    "async generator": yields_later,
+}
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", DEFERRED)
+def test_a_result_that_is_computed_later_is_refused(kind: str, way: str) -> None:
+    """It would have no gradient: the function has ended."""
+
+    with pytest.raises(TypeError, match=r"remat of .* returns or stores a \S+, which gives tensors after"):
+        WAYS[way](lambda x: (fs.remat(DEFERRED[kind])(x), x.sum())[1])(X)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_that_is_computed_later_is_refused(way: str) -> None:
+    state: dict[str, Any] = {}
+
+    def f(x: Tensor) -> Tensor:
+        state["later"] = yields(x)
+        return x.sin()
+
+    with pytest.raises(TypeError, match=r"remat of .*f returns or stores a generator"):
+        WAYS[way](lambda x: fs.remat(f)(x).sum())(X)
+
+
+def test_a_module_that_is_a_generator() -> None:
+    class Yields(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return yields(super().forward(input))
+
+    model = nn.Sequential(Yields(3, 3)).double()
+    spec = fs.by_type(Yields, p=fs.P("shard", remat=True))(model)
+    with pytest.raises(TypeError, match="returns or stores a generator"):
+        fs.grad(lambda p: next(fs.functional_call(model, p, X, spec=spec)).sum())(fs.shard(model, spec))
+
+
+def two(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.sin()
+    return y, y[:2]
+
+
+def chunks(x: Tensor) -> tuple[Tensor, ...]:
+    return torch.cat([x.sin(), x.cos()]).view(2, 3).chunk(2, 1)
+
+
+SHARED: dict[str, tuple[Callable[[Tensor], Any], int]] = {
+    "a view changes": (two, 1),
+    "its base changes": (two, 0),
+    "chunks": (chunks, 0),
+    "a view of an argument": (lambda x: (x.sin(), x.view(3)), 1),
+    "a view of a captured tensor": (lambda x: (x.sin(), (x.detach() * 2).view(3, 1), x[1:]), 2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", SHARED)
+def test_results_in_one_memory_are_not_changed_in_place(kind: str, way: str) -> None:
+    """Without the change they are exact."""
+    f, changed = SHARED[kind]
+
+    def loss(f: Callable[[Tensor], Any], *, in_place: bool) -> Callable[[Tensor], Tensor]:
+        def of(x: Tensor) -> Tensor:
+            argument = x * 1.5
+            results = f(argument)
+            if in_place:
+                results[changed].mul_(2)
+            return sum(((i + 1) * result.square()).sum() for i, result in enumerate(results)) + argument.cos().sum()
+
+        return of
+
+    got, want = (WAYS[way](loss(g, in_place=False))(X) for g in (fs.remat(f), f))
+    assert_close(got, want)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        WAYS[way](loss(fs.remat(f), in_place=True))(X)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_results_in_parts_of_one_memory_can_be_changed_in_place(way: str) -> None:
+    """As those of `two` can in torch."""
+
+    def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.cat([x.sin(), x.cos()])
+        return y[:3], y[3:]
+
+    def loss(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+        def of(x: Tensor) -> Tensor:
+            a, b = f(x)
+            a.mul_(2)
+            return (a * b).sum()
+
+        return of
+
+    got, want = (WAYS[way](loss(f))(X) for f in (fs.remat(halves), halves))
+    assert_close(got, want)
