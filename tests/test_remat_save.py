@@ -27,6 +27,7 @@ from test_remat import ORDERS, W, X
 from test_remat_architectures import build
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import funshard as fs
@@ -562,6 +563,112 @@ def test_the_peak_is_between_all_and_nothing(way: str) -> None:
         equal(result, results[0])
 
 
+# --- what it costs in later calls ---
+
+
+class Modes:
+    """How many dispatch modes are active where it is called, in each run."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[int, ...] = ()  # a list would be put back for each run
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.seen += (len(_get_current_dispatch_mode_stack()),)
+        return x
+
+
+MODES = Modes()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_mode_is_active_after_the_last_name(way: str) -> None:
+    """The last run leaves its mode there; so does each first run but a function's first, which counts the names."""
+
+    def f(w: Tensor) -> Tensor:
+        h = fs.checkpoint_name(MODES(w) @ w, "h")
+        return (torch.tanh(MODES(h)) @ w).sum()
+
+    kept = fs.remat(f, save={"h"})
+    expected = WAYS[way](f)(W)
+    for n, modes in enumerate(((1, 1, 1, 0), (1, 0, 1, 0), (1, 0, 1, 0))):
+        MODES.seen = ()
+        with Kernels() if n == 2 else contextlib.nullcontext() as kernels:
+            equal(WAYS[way](kept)(W), expected)
+        around = n == 2
+        assert MODES.seen == tuple(mode + around for mode in modes)
+        assert kernels is None or kernels.ops["mm"] == 3 + 4
+
+
+def test_a_name_for_an_argument_needs_no_mode_in_the_last_run() -> None:
+    f = fs.remat(lambda w: (MODES(fs.checkpoint_name(w, "h")).sin() @ w).sum(), save={"h"})
+    for modes in ((1, 0), (0, 0)):
+        MODES.seen = ()
+        torch.func.grad(f)(W)
+        assert MODES.seen == modes
+
+
+DEPTH = {"of": 1}
+
+
+@pytest.mark.parametrize("save", [{"h"}, {aten.mm.default}, {"h", aten.mm.default}], ids=["names", "operators", "both"])
+@pytest.mark.parametrize("way", WAYS)
+def test_more_to_save_than_in_earlier_calls(way: str, save: Save) -> None:
+    """One call may save too little, and the next one saves all of it; the numbers are those of the function."""
+
+    def f(w: Tensor) -> Tensor:
+        h = w
+        for _ in range(DEPTH["of"]):
+            h = fs.checkpoint_name(torch.tanh(h) @ w, "h")
+        return h.sin().sum()
+
+    kept = fs.remat(f, save=save)
+    for depth_now, ran in ((1, 1), (3, None), (3, 3), (2, 2), (3, 3)):
+        DEPTH["of"] = depth_now
+        expected, plain = counted(way, f)
+        got, now = counted(way, kept)
+        equal(got, expected)
+        assert ran is None or now["mm"] == plain["mm"], depth_now
+        assert now["mm"] <= plain["mm"] + depth_now
+
+
+def test_a_change_that_only_a_later_call_makes() -> None:
+    """After its last name no mode sees it, and its version tells."""
+
+    def f(w: Tensor) -> Tensor:
+        h = fs.checkpoint_name(w @ w, "h")
+        if DEPTH["of"] == 2:
+            h.relu_()
+        return h.cos().sum()
+
+    for save in ({"h"}, {aten.mm.default}):
+        kept = fs.remat(f, save=save)
+        DEPTH["of"] = 1
+        equal(torch.func.grad(kept)(W), torch.func.grad(f)(W))
+        DEPTH["of"] = 2
+        for way in WAYS.values():
+            with pytest.raises(RuntimeError, match=r"the result of aten.mm.default is saved, and was changed in place"):
+                way(kept)(W)
+
+
+@given(program=programs(), by_name=st.booleans(), way=st.sampled_from(sorted(WAYS)))
+def test_any_program_in_later_calls(program: list[tuple[str, int]], by_name: bool, way: str) -> None:
+    """As in its first call: the bits of the function, and as many kernels as then."""
+    f = lambda w: run_program(program, w, X)  # noqa: E731
+    kept = fs.remat(f, save={"name 0", "name 2", "inner"} if by_name else PRODUCTS)
+    expected, _ = counted(way, f)
+    try:
+        first, ran = counted(way, kept)
+    except (ValueError, RuntimeError) as error:
+        with pytest.raises(type(error)):
+            counted(way, kept)
+        return
+    equal(first, expected)
+    for _ in range(2):
+        got, ran_now = counted(way, kept)
+        equal(got, expected)
+        assert ran_now == ran
+
+
 # --- units on ranks ---
 
 
@@ -579,17 +686,19 @@ def on_ranks(rank: int, strategy: str) -> None:
             def loss(p: Any, spec: fs.PartitionSpec = spec) -> Tensor:
                 return fs.functional_call(model, p, xs[rank], spec=spec).square().mean()
 
-            with Kernels() as kernels, Collectives() as sent:
-                if way == "backward":
-                    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
-                    loss(leaves).backward()
-                    results[name] = {k: p.grad for k, p in leaves.items()}
-                else:
-                    results[name] = WAYS[way](loss)(params)
-            counts[name] = kernels.ops
-            counts[name]["sent"] = len(sent.all)
+            for call in ("first", "later"):
+                torch.manual_seed(rank)
+                with Kernels() as kernels, Collectives() as sent:
+                    if way == "backward":
+                        leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
+                        loss(leaves).backward()
+                        results[name, call] = {k: p.grad for k, p in leaves.items()}
+                    else:
+                        results[name, call] = WAYS[way](loss)(params)
+                assert call == "first" or counts[name] == kernels.ops + Counter({"sent": len(sent.all)})
+                counts[name] = kernels.ops + Counter({"sent": len(sent.all)})
         for name, result in results.items():
-            assert_close(result, results["none"], rtol=0, atol=0, msg=lambda m, n=name, w=way: f"{w} {n}: {m}")
+            assert_close(result, results["none", "first"], rtol=0, atol=0, msg=lambda m, n=name, w=way: f"{w} {n}: {m}")
         assert counts["full"]["addmm"] == 2 * 4 + counts["none"]["addmm"]
         assert counts["products"]["addmm"] == counts["none"]["addmm"]
         attention = "_scaled_dot_product_flash_attention_for_cpu"

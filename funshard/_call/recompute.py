@@ -18,8 +18,8 @@ from .. import _torch
 from .._spec.remat import Remat
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
+from .._transforms._recompute.active_runs import number_views, run_unrecorded
 from .._transforms._recompute.remat import call_recomputed
-from .._transforms._recompute.saved_results import number_views, run_unrecorded
 from .._transforms._recompute.stateful_adapters import CALL_ATTRIBUTES, set_attributes
 from .._units.layout import Params, unflatten_unit
 from .bound_module import BoundModule, Replaced

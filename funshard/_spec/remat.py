@@ -24,7 +24,9 @@ Chosen = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Any], bool]
 class Remat:
     """Recomputation of a module for its derivatives, but for saved results: ``P(remat=Remat(save=...))``.
 
-    A saved result costs its memory, and the operator that made it does not run again for the gradient. ``save`` is
+    A saved result costs its memory, and the operator that made it does not run again for the gradient. A run is under a
+    dispatch mode until it has saved or reused all results; the first call of a function shows how many there are. A name ends
+    the mode, and under a function of operators it lasts for the whole first run. ``save`` is
 
     - names that the model gives with `funshard.checkpoint_name` (jax.checkpoint_policies.save_only_these_names);
     - operators, such as ``torch.ops.aten.mm.default``, or a function from an operator to whether it is to be saved;

@@ -49,6 +49,7 @@ class RecomputedFunction:
     def __init__(
         self, call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Iterable[nn.Module], remat: Remat
     ) -> None:
+        owned = list(owned)
         self._call, self.name, self._owned = call, name, set(owned)
         self._root_names = [*roots, "context"]
         self._root_names_after = ["its result", "the context variables that it left", *self._root_names]
@@ -67,7 +68,7 @@ class RecomputedFunction:
         self._answers = [(x.requires_grad, x.is_leaf) for x in reached.tensors] if self._queries else None
         # most runs in a stack are of transforms, where the results of another run have other values
         saves = remat.save is not None and not self._in_stack and not _torch.is_traced()
-        self._saved_results = SavedResults(remat, name) if saves else None
+        self._saved_results = SavedResults(remat, name, owned[0] if owned else roots["the function"]) if saves else None
         self._is_last = self._is_graph_kept = False
         self._paths = [reached.path_of((TENSOR, i), self._root_names) for i in range(len(reached.tensors))]
         self._ambient: AmbientState | None = None

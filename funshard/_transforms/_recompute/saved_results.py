@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ... import _torch
-from ..._spec.remat import Chosen, Remat
+from ..._spec.remat import Remat
+from .active_runs import activate, active_runs
 from .ambient import AmbientState
+from .occurrences import find_count, record_count
 from .regions import mark_name, missing_names_message
 from .value_numbering import ValueNumbering, result_tensors
 
-__all__ = ["SavedResults", "checkpoint_name", "number_views", "run_unrecorded"]
-
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
-
-_ACTIVE = threading.local()
+__all__ = ["SavedResults", "checkpoint_name"]
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
@@ -59,35 +55,13 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
         return mark_name(x, name)
     if not isinstance(x, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"checkpoint_name: expected a tensor and a name, got a {type(x).__name__} and {name!r}")
-    for run in _active_runs():
+    runs = active_runs()
+    for run in runs:
         if isinstance(run, _SavingRun):
             run.add_name(x, name)
+    for run in reversed(runs):
+        run.leave_if_done()
     return x
-
-
-def _active_runs() -> tuple[ValueNumbering, ...]:
-    """Return the runs that are numbered now, the innermost last."""
-    return getattr(_ACTIVE, "runs", ())
-
-
-def run_unrecorded(f: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
-    """Call ``f`` without saving or reusing results: it gathers parameters, which all ranks must do together."""
-    before = [(run, run.paused) for run in _active_runs()]
-    for run, _ in before:
-        run.paused = True
-    try:
-        return f(*args, **kwargs)
-    finally:
-        for run, paused in before:
-            run.paused = paused
-
-
-def number_views(tensors: Sequence[Tensor], key: str, source: Tensor | None) -> Sequence[Tensor]:
-    """Return the tensors, numbered in the active runs as views of the unit ``key`` whose shard is ``source``."""
-    for run in _active_runs():
-        if source is not None:
-            run.number_views(tensors, key, source)
-    return tensors
 
 
 @dataclass
@@ -120,9 +94,8 @@ def _changed_error(name: str, op: _torch.OpOverload, how: str = "") -> RuntimeEr
 class SavedResults:
     """The results that the first run of a function has saved for the last one."""
 
-    def __init__(self, remat: Remat, name: str) -> None:
-        self.name, self._remat = name, remat
-        self.has_only_names = remat.save == remat.names
+    def __init__(self, remat: Remat, name: str, function: object) -> None:
+        self.name, self._remat, self._function = name, remat, function
         self.numbers: dict[Hashable, int] = {}
         self.by_number: dict[int, _SavedResult] = {}  # by the number of the operator's call
 
@@ -130,35 +103,28 @@ class SavedResults:
     def first_run(self, xs: Sequence[Tensor], ambient: AmbientState) -> Generator[None]:
         """Save results within this context; ValueError if the function gives none of the names to save."""
         names = self._remat.names
-        run = _SavingRun(self, xs, ambient, self._remat._choose_operators(), names)
+        run = _SavingRun(self, xs, ambient, self._remat, find_count(self._function, self._remat))
         try:
-            with _activate(run):
+            with activate(run):
                 yield
         finally:
             run.end()
         if names and not names & run.seen_names:
             raise ValueError(missing_names_message(self.name, names, run.seen_names))
+        record_count(self._function, self._remat, run.count)
 
     @contextlib.contextmanager
     def last_run(self, xs: Sequence[Tensor], ambient: AmbientState, *, retained: bool) -> Generator[None]:
         """Reuse results within this context, and free them unless the graph is ``retained`` for another backward."""
+        if not self.by_number:
+            yield
+            return
         try:
-            with _activate(_ReusingRun(self, xs, ambient, retained=retained)):
+            with activate(_ReusingRun(self, xs, ambient, retained=retained)):
                 yield
         finally:
             if not retained:
                 self.by_number.clear()
-
-
-@contextlib.contextmanager
-def _activate(run: ValueNumbering) -> Generator[None]:
-    before = _active_runs()
-    _ACTIVE.runs = (*before, run)
-    try:
-        with run:
-            yield
-    finally:
-        _ACTIVE.runs = before
 
 
 @dataclass
@@ -185,12 +151,15 @@ class _SavingRun(ValueNumbering):
     """The first run. It saves the results of the chosen operators, and those that are named."""
 
     def __init__(
-        self, saved: SavedResults, xs: Iterable[Tensor], ambient: AmbientState, is_chosen: Chosen, names: frozenset[str]
+        self, saved: SavedResults, xs: Iterable[Tensor], ambient: AmbientState, remat: Remat, expected_count: int | None
     ) -> None:
         super().__init__(saved.numbers, xs)
         self._saved, self._ambient = saved, ambient
-        self._is_chosen, self._names, self.seen_names = is_chosen, names, set[str]()
-        self._has_operators = not saved.has_only_names
+        self._names, self.seen_names = remat.names, set[str]()
+        self._operators = remat.save - remat.names if isinstance(remat.save, frozenset) else frozenset[Any]()
+        self._is_chosen = None if remat.save == remat.names else remat._choose_operators()
+        self.count, self._expected_count = 0, expected_count
+        self.needs_every_op = bool(self._operators)  # to count them
         # by the number of its first tensor, a result that is saved if it gets a name
         self._savers: dict[int | None, _Saver] = {}
         self._ops: dict[int, _torch.OpOverload] = {}  # by the storages that are saved, the operators that made them
@@ -201,12 +170,13 @@ class _SavingRun(ValueNumbering):
         tensors = result_tensors(out)
         if not tensors or any(not _torch.is_plain(x) or self.number_of(x) is not None for x in tensors):
             return out
-        is_chosen = self._has_operators and self._is_chosen(op, args, kwargs, out)
+        is_chosen = self._is_chosen is not None and self._is_chosen(op, args, kwargs, out)
         if not is_chosen and not self._names:
             return out
         random_states = self._ambient.get_random_states() if draws else None
         if is_chosen:
             self._save(number, op, tree_map_only(Tensor, _torch.detach_in_dispatch, out), random_states)
+            self._count_one()
         else:
             self._save_if_named(number, op, out, random_states)
         return out
@@ -214,6 +184,10 @@ class _SavingRun(ValueNumbering):
     def _save(self, number: int, op: Any, value: Any, random_states: list[Tensor] | None) -> None:
         self._saved.by_number[number] = _SavedResult(op, value, random_states)
         self._ops |= {_torch.storage_id(x): op for x in result_tensors(value)}
+
+    def count_unseen(self, op: Any) -> None:
+        """Count it, so that a run that has more of them to save than earlier ones did is the last to save too few."""
+        self.count += op in self._operators
 
     def check_write(self, x: Tensor, op: _torch.OpOverload) -> None:
         """Raise RuntimeError if this tensor is saved: the last run would reuse it as it was before the write."""
@@ -243,8 +217,21 @@ class _SavingRun(ValueNumbering):
     def add_name(self, x: Tensor, name: str) -> None:
         """Save what made a tensor of this name, if the name is to be saved and the tensor is unchanged."""
         self.seen_names.add(name)
-        x = _torch.unwrap(x)
-        if name in self._names and _torch.is_plain(x) and (key := self.number_of(x)) in self._savers:
+        if name not in self._names:
+            return
+        if not self.is_done:
+            self._save_named(_torch.unwrap(x))
+        self._count_one()
+
+    def _count_one(self) -> None:
+        """Count what is to be saved. No operator needs a number once there are as many as earlier calls have shown."""
+        self.count += 1
+        if not self.is_done and self.count == self._expected_count:
+            self.is_done = True
+            self._record_versions()
+
+    def _save_named(self, x: Tensor) -> None:
+        if _torch.is_plain(x) and (key := self.number_of(x)) in self._savers:
             saver = self._savers.pop(key)
             dtype, *view = saver.view
             if x.dtype != dtype:
@@ -257,7 +244,11 @@ class _SavingRun(ValueNumbering):
             self._save(saver.number, saver.op, value, saver.random_states)
 
     def end(self) -> None:
-        """Free what was not named, and record versions: from now on writes are not seen."""
+        """Free what was not named, and record versions, unless writes are not seen since before."""
+        if not self.is_done:
+            self._record_versions()
+
+    def _record_versions(self) -> None:
         self._savers.clear()
         for result in self._saved.by_number.values():
             result.versions = result.current_versions()

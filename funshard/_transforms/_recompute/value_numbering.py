@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ... import _torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["ValueNumbering", "result_tensors"]
 
@@ -31,6 +34,8 @@ class ValueNumbering(_torch.DispatchMode):
         super().__init__()
         self.paused = False
         self.is_done = False  # from here on operators run as without the mode
+        self.needs_every_op = False
+        self._is_entered = False
         self._numbers = numbers
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._call_counts: dict[int, int] = {}
@@ -42,6 +47,8 @@ class ValueNumbering(_torch.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused or self.is_done or not isinstance(func, _torch.OpOverload):
+            if self.is_done and not self.paused:
+                self.count_unseen(func)
             return func(*args, **kwargs)
         traits = _torch.op_traits(func)
         if traits.is_view:
@@ -62,9 +69,29 @@ class ValueNumbering(_torch.DispatchMode):
                 self._set_number(x, (number, "wrote", i))
         return out
 
+    def __enter__(self) -> Self:
+        """Enter the mode."""
+        super().__enter__()
+        self._is_entered = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the mode, unless it has been left."""
+        if self._is_entered:
+            self._is_entered = False
+            super().__exit__(*error)
+
+    def leave_if_done(self) -> None:
+        """Leave the mode before the run ends, unless another mode or a transform is inside of it."""
+        if self.is_done and not self.needs_every_op and not _torch.current_level() and self.is_innermost():
+            self.__exit__(None, None, None)
+
     def run_op(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, draws: bool) -> Any:
         """Return the results of an operator with this number; ``draws`` says whether it draws random numbers."""
         raise NotImplementedError
+
+    def count_unseen(self, op: Any) -> None:
+        """Count an operator that runs when the run is done."""
 
     def check_write(self, x: Tensor, op: _torch.OpOverload) -> None:
         """Check a tensor that an operator has changed in place."""
