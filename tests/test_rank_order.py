@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import funshard as fs
 from funshard._units.chain import BufferPool
+from funshard.collectives._sequence import check_sequence
 from funshard.collectives._tag import has_margins
 
 torch.manual_seed(0)
@@ -167,6 +169,18 @@ def test_a_forward_without_a_backward_is_compared_by_the_next_call(gloo2: Pool) 
 
 def not_compared(rank: int) -> str:
     return routed(rank, "keep", "reversed on one rank", "no_grad", check_order=False)
+
+
+def left_alone(rank: int) -> str:
+    """What rank 0 says where rank 1 compares nothing, in a group with a timeout of two seconds."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    return error_of(check_sequence, ["a gather"], group.group_name, torch.ones(1)) if rank == 0 else ""
+
+
+def test_a_rank_that_compares_nothing_is_an_error_within_the_timeout(gloo2: Pool) -> None:
+    said, _ = gloo2.run(left_alone)
+    gloo2.stop()
+    assert "one has not within the process group's timeout" in said
 
 
 def test_check_order_can_be_turned_off(gloo2: Pool) -> None:

@@ -21,7 +21,7 @@ import funshard as fs
 from funshard._spec.build import build
 from funshard.policies import Policy
 from funshard.testing import meshes, modules, policies
-from funshard.testing._strategies import Sum
+from funshard.testing._strategies import ResidualNode
 
 MODELS = modules(frozen=True)
 
@@ -330,7 +330,7 @@ def test_s6_identities(model: nn.Module, p: fs.P) -> None:
     """by_size(inf), a custom never and nothing marked are whole; by_type(Module) takes every module."""
     for policy in (fs.by_size(inf, p=p), fs.policies.custom(lambda m: False, p), fs.policies.marked(p), fs.by_path({}, p)):
         assert policy(model) == fs.policies.whole(p)(model)
-    assert len(fs.by_type(Sum, nn.ModuleList)(model).selected) == len(list(model.modules()))
+    assert len(fs.by_type(ResidualNode, nn.ModuleList)(model).selected) == len(list(model.modules()))
     assert fs.policies.ignoring(fs.policies.always(p))(model) == fs.policies.always(p)(model)
 
 

@@ -1050,6 +1050,15 @@ def test_default_store() -> None:
         dist.destroy_process_group()
 
 
+def test_group_timeout() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=17))
+    try:
+        assert dist.group.WORLD is not None
+        assert _torch.group_timeout(dist.group.WORLD) == timedelta(seconds=17)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_an_unregistered_gloo_backend() -> None:
     """It computes what torch.distributed's groups do, is in none of torch's lists, and has the collectives of a backend."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -14,7 +14,7 @@ from torch import nn
 import funshard as fs
 from funshard._spec.tree import NAMESPACE, natural_key
 from funshard.testing import modules
-from funshard.testing._strategies import Sum
+from funshard.testing._strategies import ResidualNode
 
 MODELS = modules(frozen=True)
 
@@ -141,7 +141,7 @@ def test_numel_counts_shared_parameters_once() -> None:
 
 def test_flattening_nothing_and_part() -> None:
     """test_flatten_nothing, test_empty_module, test_partial_flattening: no units is a spec too; parts add up to all."""
-    for empty in (nn.ReLU(), nn.Sequential(nn.ReLU(), nn.Tanh()), Sum([], [], torch.float32)):
+    for empty in (nn.ReLU(), nn.Sequential(nn.ReLU(), nn.Tanh()), ResidualNode([], [], torch.float32)):
         assert len(fs.by_type(nn.Module)(empty)) == len(fs.policies.whole()(empty)) == 0
         assert fs.flatten({}, fs.policies.whole()(empty)) == {}
     model = nn.Transformer(8, 2, 2, 1, 8, batch_first=True)

@@ -7,11 +7,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["default_store", "make_unregistered_gloo"]
+__all__ = ["default_store", "group_timeout", "make_unregistered_gloo"]
 
 if dist.is_available() and not dist.is_initialized():
     # The functions of this module take `group.WORLD` as it is at import for a default argument. Imported later, as Dynamo
@@ -25,6 +26,16 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return how long a process group's collectives wait; torch's default where a backend does not say.
+
+    Pinned by ``test_group_timeout``.
+    """
+    backends = [group._get_backend(device) for device in group._device_types]  # pyright: ignore
+    options: list[Any] = [getattr(backend, "options", None) for backend in backends]
+    return max([one._timeout for one in options if one is not None], default=default_pg_timeout)
+
+
 def make_unregistered_gloo(prefix: str, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a gloo backend that torch.distributed's registry of groups does not list, and connect it.
 
@@ -36,5 +47,6 @@ def make_unregistered_gloo(prefix: str, rank: int, size: int, timeout: timedelta
         size: The number of its ranks.
         timeout: The timeout of the connection and of every collective.
     """
-    store = dist.PrefixStore(prefix, default_store())  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.PrefixStore(prefix, default_store().clone())  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+    store.set_timeout(timeout)  # by which gloo waits for the addresses of the others
     return dist.ProcessGroupGloo(store, rank, size, timeout)

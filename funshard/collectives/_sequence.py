@@ -8,11 +8,11 @@ about.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from ._host_group import HostGroup, host_groups
 from ._tag import REMEDY
 
 __all__ = ["CollectiveSequence", "SequenceCheck", "check_sequence", "is_comparable"]
-
-TIMEOUT = timedelta(minutes=30)
-"""The time that a rank waits for the others' names, as long as torch's own collectives on gloo wait."""
 
 
 class CollectiveSequence:
@@ -92,7 +89,8 @@ class SequenceCheck:
         if self._work is None:
             return
         work, self._work = self._work, None
-        work.wait()
+        with _naming_silent_ranks():
+            work.wait()
         if self._is_different():
             raise RuntimeError(f"{self._error}: {self._difference()}. {REMEDY}")
 
@@ -138,8 +136,23 @@ def _host_group_of(name: str) -> HostGroup:
     groups = host_groups()
     key = "sequence", name
     if key not in groups:
-        ranks = dist.get_process_group_ranks(_torch.resolve_group(name))
-        of_ranks = "sequence", *ranks  # groups of the same ranks share one
-        groups[key] = groups.get(of_ranks) or HostGroup(ranks, "sequence", TIMEOUT)
+        group = _torch.resolve_group(name)
+        ranks = dist.get_process_group_ranks(group)
+        timeout = _torch.group_timeout(group)
+        of_ranks = "sequence", timeout, *ranks  # groups of the same ranks share one
+        with _naming_silent_ranks():
+            groups[key] = groups.get(of_ranks) or HostGroup(ranks, f"sequence within {timeout.total_seconds()} s", timeout)
         groups[of_ranks] = groups[key]
     return groups[key]
+
+
+@contextlib.contextmanager
+def _naming_silent_ranks() -> Generator[None]:
+    """Say what it means that other ranks do not compare their collectives within the group's timeout."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "ranks are to compare the collectives that they have started, and one has not within the process group's timeout, "
+            "or has ended: expected all ranks to make the same calls; look at the first error of every rank"
+        ) from error
