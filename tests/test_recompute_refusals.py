@@ -143,3 +143,99 @@ def test_results_in_parts_of_one_memory_can_be_changed_in_place(way: str) -> Non
 
     got, want = (WAYS[way](loss(f))(X) for f in (fs.remat(halves), halves))
     assert_close(got, want)
+
+
+def leaf_with_grad() -> Tensor:
+    leaf = torch.ones(3, dtype=torch.float64).requires_grad_()
+    leaf.grad = torch.full_like(leaf, 5.0)
+    return leaf
+
+
+def reads_grad(w: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.sin() * (1.0 if w.grad is None else w.grad)
+
+
+def reads_grad_by_name(w: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.sin() * (1.0 if getattr(w, "grad", None) is None else 2.0)
+
+
+def reads_grad_of_its_own(w: Tensor) -> Callable[[Tensor], Tensor]:
+    def f(x: Tensor) -> Tensor:
+        own = torch.ones(3, dtype=torch.float64).requires_grad_()
+        (own.square() * 3).sum().backward()
+        assert own.grad is not None
+        return x.sin() * w.detach() * own.grad
+
+    return f
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [reads_grad, reads_grad_by_name])
+def test_the_gradient_that_an_operand_has_is_refused(make: Any, way: str) -> None:
+    """The tensors of a run have none, so that a branch would go the other way."""
+    f = fs.remat(make(leaf_with_grad()))
+    with pytest.raises(RuntimeError, match=r"remat of .* reads tensor\.grad of one of its arguments, .*: expected it as"):
+        WAYS[way](lambda x: f(x).sum())(X)
+
+
+@pytest.mark.parametrize("way", ["fs.grad", "backward"])
+@pytest.mark.parametrize("f", [reads_grad_of_its_own(leaf_with_grad()), reads_grad(torch.ones(3, dtype=torch.float64))])
+def test_other_gradients_are_read(f: Callable[[Tensor], Tensor], way: str) -> None:
+    """That of a tensor that the function makes, and the None of one that has none."""
+    got, want = (WAYS[way](lambda x, g=g: g(x).sum())(X) for g in (fs.remat(f), f))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_with_parameters_is_refused_by_name(way: str) -> None:
+    """As what it asks for, it is exact, and the parameters have their gradients."""
+    module = nn.Linear(3, 3).double()
+    for f in (module, lambda x: module(x)):
+        with pytest.raises(RuntimeError, match=r"remat of .* reads parameter '\w+' of a Linear, .*functional_call"):
+            WAYS[way](lambda x, f=f: fs.remat(f)(x).sum())(X)
+    params = {name: p.detach() for name, p in module.named_parameters()}
+
+    def call(p: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(module, p, x).sin()
+
+    got, want = (WAYS[way](lambda x, g=g: g(params, x).square().sum())(X) for g in (fs.remat(call), call))
+    assert_close(got, want)
+    got, want = (fs.grad(lambda p, g=g: g(p, X).square().sum())(params) for g in (fs.remat(call), call))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_attributes_of_tensors_are_kept(way: str) -> None:
+    """Those from before the first run, of arguments and of captured tensors."""
+    w: Any = torch.ones(3, dtype=torch.float64) * 2
+    w.scale, w.shift = 3.0, {"by": X.cos()}
+
+    def f(x: Tensor) -> Tensor:
+        return (x * w).sin() * w.scale * w.shift["by"]
+
+    def loss(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def of(x: Tensor) -> Tensor:
+            w.scale = 3.0
+            out = f(x)
+            w.scale = 4.0  # before the second run
+            return out.sum()
+
+        return of
+
+    got, want = (WAYS[way](loss(g))(X) for g in (fs.remat(f), f))
+    assert_close(got, want)
+    assert w.scale == 4.0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_attribute_that_is_set_on_an_operand_is_refused(way: str) -> None:
+    w: Any = torch.ones(3, dtype=torch.float64)
+    w.count = 0
+
+    def f(x: Tensor) -> Tensor:
+        w.count += 1
+        return x * w * w.count
+
+    with pytest.raises(RuntimeError, match=r"sets an attribute of a tensor that it was given: .* has \['count'\]"):
+        WAYS[way](lambda x: fs.remat(f)(x).sum())(X)
+    assert w.count == 0

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .adapters import read_cell
 
-__all__ = ["QUERY_GETTERS", "REGISTER_HOOK", "ForbiddenFunctions", "find_autograd_queries"]
+__all__ = ["GRAD", "QUERY_GETTERS", "REGISTER_HOOK", "ForbiddenFunctions", "find_autograd_queries"]
 
 REGISTER_HOOK: Callable[..., Any] = torch.Tensor.register_hook
 """``tensor.register_hook``, which changes the gradient of one level."""
@@ -30,7 +30,10 @@ QUERY_GETTERS: Mapping[str, Callable[..., Any]] = {
 }
 """The attributes that ask autograd, and the functions that a TorchFunctionMode sees for them."""
 
-_QUERIES = frozenset(QUERY_GETTERS)
+GRAD: Callable[..., Any] = torch.Tensor.grad.__get__  # pyright: ignore
+"""The getter of ``tensor.grad`` as a TorchFunctionMode sees it."""
+
+_QUERIES = frozenset({*QUERY_GETTERS, "grad"})
 _FOREIGN_PACKAGES = {*sys.stdlib_module_names, "torch", "funshard", "numpy"}
 _CACHE_SIZE = 4096
 _CACHE: dict[tuple[frozenset[types.CodeType], frozenset[type]], frozenset[str]] = {}
@@ -41,22 +44,26 @@ class ForbiddenFunctions(TorchFunctionMode):
 
     Args:
         messages: By function, the message of the RuntimeError that it raises.
+        operands: The tensors for which it raises; None for all.
     """
 
-    def __init__(self, messages: Mapping[Callable[..., Any], str]) -> None:
+    def __init__(self, messages: Mapping[Callable[..., Any], str], operands: Sequence[torch.Tensor] | None = None) -> None:
         super().__init__()
-        self._messages = messages
+        self._messages, self._operands = messages, operands
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         message = self._messages.get(func)
-        if message is not None and not (func in _GETTERS and _is_own_code(sys._getframe(1))):
+        if message is not None and not (func in _GETTERS and _is_own_code(sys._getframe(1))) and self._concerns(args):
             raise RuntimeError(message)
         return func(*args, **(kwargs or {}))
 
+    def _concerns(self, args: tuple[Any, ...]) -> bool:
+        return self._operands is None or any(x is args[0] for x in self._operands)
 
-_GETTERS = frozenset(QUERY_GETTERS.values())
+
+_GETTERS = frozenset({GRAD, *QUERY_GETTERS.values()})
 
 
 def _is_own_code(frame: types.FrameType) -> bool:
@@ -65,7 +72,7 @@ def _is_own_code(frame: types.FrameType) -> bool:
 
 
 def find_autograd_queries(objects: Sequence[Any]) -> frozenset[str]:
-    """Return which attributes of `QUERY_GETTERS` the code of functions, or of methods of objects, reads of anything.
+    """Return which attributes of `QUERY_GETTERS`, or ``grad``, the code of functions, or of methods of objects, reads.
 
     Args:
         objects: What a recomputed function can reach, itself included.

@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from ... import _torch
 from ..._spec.remat import Remat
 from ..._torch import DATA
 from .ambient import AmbientState, context_variables, set_context_variables
-from .autograd_queries import QUERY_GETTERS, REGISTER_HOOK, ForbiddenFunctions, find_autograd_queries
+from .autograd_queries import GRAD, QUERY_GETTERS, REGISTER_HOOK, ForbiddenFunctions, find_autograd_queries
+from .graph_checks import differentiates_operand, find_parameter, has_grad
 from .outcome import RunOutcome
 from .reachable import TENSOR, ReachableObjects
 from .saved_results import SavedResults
@@ -64,13 +65,17 @@ class RecomputedFunction:
             self._refuse_backward_hooks(reached.objects)
         # (requires_grad, is_leaf) of each operand, if the function may ask; a stack of transforms refuses the question
         records = self._grad and not self._in_stack and not _torch.is_traced() and any(x.requires_grad for x in reached.tensors)
-        self._queries = find_autograd_queries(reached.objects) if records else frozenset[str]()
+        has_grads = any(map(has_grad, reached.tensors))
+        queries = find_autograd_queries(reached.objects) if records or has_grads else frozenset[str]()
+        self._queries = queries & QUERY_GETTERS.keys() if records else frozenset[str]()
+        self._may_read_grads = has_grads and "grad" in queries
         self._answers = [(x.requires_grad, x.is_leaf) for x in reached.tensors] if self._queries else None
         # most runs in a stack are of transforms, where the results of another run have other values
         saves = remat.save is not None and not self._in_stack and not _torch.is_traced()
         self._saved_results = SavedResults(remat, name, owned[0] if owned else roots["the function"]) if saves else None
         self._is_last = self._is_graph_kept = False
         self._paths = [reached.path_of((TENSOR, i), self._root_names) for i in range(len(reached.tensors))]
+        self._attributes = {i: dict(vars(x)) for i, x in enumerate(reached.tensors) if vars(x)}
         self._ambient: AmbientState | None = None
         self._changed: set[int] = set()
         self._first: RunOutcome | None = None
@@ -118,6 +123,8 @@ class RecomputedFunction:
             with torch.enable_grad():
                 operands = zip(xs, self._answers, self._paths, strict=True)
                 xs = tuple(self._with_answers(x, *answers, path) for x, answers, path in operands)
+        if self._attributes:
+            xs = tuple(_with_attributes(x, self._attributes.get(i)) for i, x in enumerate(xs))
         versions = [_torch.version(x) for x in xs]
         inputs = RunInputs(self._snapshot, xs, self._changed, self._reached, self.name)
         try:
@@ -133,6 +140,12 @@ class RecomputedFunction:
                 raise RuntimeError(
                     f"{self.name} changed in place a tensor that it was given: {path}; expected it unchanged, because the "
                     "function runs again; change a copy"
+                )
+        for i, x in enumerate(xs):
+            if (now := vars(x)) and not _attributes_equal(now, self._attributes.get(i, {})):
+                raise RuntimeError(
+                    f"{self.name} sets an attribute of a tensor that it was given: {self._paths[i]} has {[*now]}; expected "
+                    "the tensor unchanged, because the function runs again"
                 )
         if self._first is None:
             self._changed = outcome.find_changed(self._snapshot)
@@ -163,12 +176,17 @@ class RecomputedFunction:
             if self._ambient is None:
                 self._ambient = AmbientState(xs)
                 saving = self._save_or_reuse(xs, self._ambient)
-                with torch.set_grad_enabled(self._grad), set_context_variables(inputs.roots[-1]), self._in_transforms(), saving:
+                with (
+                    torch.set_grad_enabled(self._grad),
+                    set_context_variables(inputs.roots[-1]),
+                    self._in_transforms(xs),
+                    saving,
+                ):
                     out, variables = self._call(*inputs.roots[:-1]), context_variables()
                 self._ambient.record_end()
             else:
                 with self._ambient.restored(), torch.set_grad_enabled(self._grad):
-                    with self._in_transforms(), self._save_or_reuse(xs, self._ambient):
+                    with self._in_transforms(xs), self._save_or_reuse(xs, self._ambient):
                         out, variables = contextvars.Context().run(self._run_in_context, inputs.roots)
                     self._ambient.check_end(self.name)
         finally:
@@ -186,11 +204,19 @@ class RecomputedFunction:
             return self._call(*roots[:-1]), context_variables()
 
     @contextlib.contextmanager
-    def _in_transforms(self) -> Generator[None]:
+    def _in_transforms(self, xs: Sequence[Tensor]) -> Generator[None]:
         """Run the function as all transforms around its first run expect."""
         # the last mode sees a function first, and by whose code it is called
-        with _torch.NoGradInForwardMode() if self._forward_mode else contextlib.nullcontext(), self._refuse_level_queries():
+        mode = _torch.NoGradInForwardMode() if self._forward_mode else contextlib.nullcontext()
+        with mode, self._refuse_level_queries(), self._refuse_grads(xs):
             yield
+
+    def _refuse_grads(self, xs: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
+        """Refuse to read the gradient that an operand had before the first run: the tensors of a run have none."""
+        if not self._may_read_grads:
+            return contextlib.nullcontext()
+        message = f"{self.name} reads tensor.grad of one of its arguments, which no run is given: expected it as an argument"
+        return ForbiddenFunctions({GRAD: message}, xs)
 
     def _refuse_level_queries(self) -> contextlib.AbstractContextManager[object]:
         """Refuse what concerns one derivative of a stack: which one that is differs between runs."""
@@ -225,11 +251,16 @@ class RecomputedFunction:
                 tracked = self._answers is not None and not _torch.depends_only_on(result, xs)
             if tracked or _torch.level_of(result) > _torch.current_level():
                 path = after.path_of((TENSOR, k), self._root_names_after)
-                if self._answers is None and _differentiates_operand(_torch.unwrap(result), xs):
+                if self._answers is None and differentiates_operand(_torch.unwrap(result), xs):
                     raise RuntimeError(
                         f"{self.name} calls requires_grad_() on one of its arguments, or a tensor in its memory, and {path} "
                         "depends on that: a run without a graph cannot tell its derivatives from others; expected "
                         "the gradient by torch.func.grad, as of forces: torch.func.grad(self.energy)(x)"
+                    )
+                if read := find_parameter(_torch.unwrap(result), after.objects):
+                    raise RuntimeError(
+                        f"{self.name} reads {read}, which is not one of its arguments and would have no gradient: expected "
+                        "fs.remat(lambda p, x: torch.func.functional_call(module, p, x)), or P(remat=True) of a unit"
                     )
                 raise RuntimeError(
                     f"{self.name} reads a tensor of the running computation that is neither an argument nor reached from one "
@@ -250,8 +281,16 @@ class RecomputedFunction:
         return out
 
 
-def _differentiates_operand(result: Tensor, xs: Sequence[Tensor]) -> bool:
-    """Return whether the graph of a result ends in a tensor that shares memory with an operand, none of which has a graph."""
-    memory = {_torch.storage_id(_torch.unwrap(x)) for x in xs if _torch.is_strided(_torch.unwrap(x))}
-    leaves = (getattr(node, "variable", None) for node, _ in _torch.iter_nodes(result))
-    return any(leaf is not None and _torch.is_strided(leaf) and _torch.storage_id(leaf) in memory for leaf in leaves)
+def _with_attributes(x: Tensor, attributes: Mapping[str, Any] | None) -> Tensor:
+    """Return an operand with these attributes of Python: a view if it is the caller's tensor, which has others by now."""
+    if not attributes or _attributes_equal(vars(x), attributes):
+        return x
+    if vars(x):
+        with torch.enable_grad():
+            x = x.view_as(x)
+    vars(x).update(attributes)
+    return x
+
+
+def _attributes_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)

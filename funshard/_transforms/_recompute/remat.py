@@ -36,10 +36,11 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
     """Wrap a function so that its derivatives keep only its arguments, and run it again (jax.checkpoint).
 
     The results are the same under any stack of torch.func transforms, plain autograd and vmap, at any order. Arguments are
-    all tensors that can be reached from ``f`` and what it is given: by closures, attributes, containers, modules and context
-    variables. Each later run finds these as the first one did, with its random numbers; ``f`` changes them once. Globals and
-    attributes of classes are constants. Inside torch.compile the wrapper is ``f``, and `compile` recomputes. What else it
-    does not see: examples/guide/limits.md. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+    all tensors that can be reached from ``f`` and what it is given: by closures, attributes, containers, context variables
+    and modules, but for their parameters, which `torch.func.functional_call` makes arguments. Each later run finds these as
+    the first one did, with its random numbers; ``f`` changes them once. Globals and attributes of classes are constants.
+    Inside torch.compile the wrapper is ``f``, and `compile` recomputes. What else it does not see: examples/guide/limits.md.
+    Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 
     Args:
         f: The function.
