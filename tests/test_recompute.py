@@ -883,7 +883,7 @@ def test_remat_inside_functional_call_is_refused() -> None:
 def test_a_module_in_remat_is_refused_or_frozen() -> None:
     """Its parameters would have no gradient."""
     lin = nn.Linear(WIDTH, WIDTH).double()
-    with pytest.raises(RuntimeError, match="remat of Linear reads parameter .weight. of a Linear, which is not one of its arguments"):
+    with pytest.raises(RuntimeError, match=r"remat of Linear reads parameter 'weight' of a Linear, which is not"):
         fs.remat(lin)(X)
     lin.requires_grad_(False)
     got, want = (torch.func.grad(lambda x, f=f: (f(x) ** 2).sum())(X) for f in (fs.remat(lin), lin))

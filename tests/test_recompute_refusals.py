@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import io
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -239,3 +242,94 @@ def test_an_attribute_that_is_set_on_an_operand_is_refused(way: str) -> None:
     with pytest.raises(RuntimeError, match=r"sets an attribute of a tensor that it was given: .* has \['count'\]"):
         WAYS[way](lambda x: fs.remat(f)(x).sum())(X)
     assert w.count == 0
+
+
+def fills(buffer: Any, change: Callable[[Any], None], read: Callable[[Any], float]) -> Callable[[Tensor], Tensor]:
+    def f(x: Tensor) -> Tensor:
+        change(buffer)
+        return x.sin() * read(buffer)
+
+    return f
+
+
+def increment(buffer: Any) -> None:
+    buffer[0] += 1
+
+
+def rewrite(buffer: Any) -> None:
+    buffer.write(bytes([buffer.getvalue()[0] + 1]))
+    buffer.seek(0)
+
+
+def small() -> Any:
+    return np.zeros((2, 3))
+
+
+def large() -> Any:
+    return np.zeros(1 << 20)
+
+
+BUFFERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any], float]]] = {
+    "bytearray": (lambda: bytearray(2), increment, lambda b: b[0]),
+    "bytearray that grows": (lambda: bytearray(2), lambda b: b.append(1), len),
+    "array": (lambda: array.array("d", [1.0, 2.0]), increment, lambda b: b[0]),
+    "array that grows": (lambda: array.array("i"), lambda b: b.append(1), len),
+    "NumPy array": (small, increment, lambda b: float(b.sum())),
+    "of whole numbers": (lambda: np.arange(3, dtype=np.int8), increment, lambda b: float(b.sum())),
+    "transposed": (lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)), increment, lambda b: float(b.sum())),
+}
+"""Each run finds what the first one found."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_buffer_that_changes_in_every_run(kind: str, way: str) -> None:
+    make, change, read = BUFFERS[kind]
+    buffers = [make(), make()]
+    got, want = (
+        WAYS[way](lambda x, f=f: f(x).sum())(X)
+        for f in (fs.remat(fills(buffers[0], change, read)), fills(buffers[1], change, read))
+    )
+    assert_close(got, want)
+    assert bytes(buffers[0]) == bytes(buffers[1])
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any], float]]] = {
+    "large": (large, lambda b: b.__iadd__(1), lambda b: float(b[0])),
+    "view": (lambda: small()[0], increment, lambda b: float(b[0])),
+    "objects": (lambda: np.array([1.0, None], dtype=object), increment, lambda b: float(b[0])),
+    "StringIO": (lambda: io.StringIO("2\n3\n5\n"), lambda b: None, lambda b: float(b.readline())),
+    "BytesIO": (
+        lambda: io.BytesIO(bytes(3)),
+        rewrite,
+        lambda b: b.getvalue()[0],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_buffer_that_cannot_be_copied_is_refused(kind: str, way: str) -> None:
+    make, change, read = REFUSED[kind]
+    with pytest.raises(TypeError, match=r"given a \w+ that it changes .* cannot be copied for another run"):
+        WAYS[way](lambda x: fs.remat(fills(make(), change, read))(x).sum())(X)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [*BUFFERS, *REFUSED])
+def test_a_buffer_that_is_only_read(kind: str, way: str) -> None:
+    buffer = {**BUFFERS, **REFUSED}[kind][0]()
+    got, want = (
+        WAYS[way](lambda x, f=f: f(x).sum())(X) for f in (fs.remat(lambda x: x.sin() * (buffer is not None)), torch.sin)
+    )
+    assert_close(got, want)
+
+
+def test_a_buffer_that_is_refilled_before_backward() -> None:
+    """The second run finds what the first one found."""
+    buffer, leaf = small(), X.clone().requires_grad_()
+    loss = fs.remat(lambda x: (x * torch.from_numpy(buffer)[0]).sin() + float(buffer[1, 1]) * x)(leaf).sum()
+    buffer[:] = 7
+    loss.backward()
+    assert_close(leaf.grad, torch.zeros(3).double())
+    assert buffer[0, 0] == 7

@@ -104,6 +104,38 @@ def test_the_values_by_another_name(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("how", ["cast", "product", "in a list"])
+def test_what_was_computed_from_a_parameter(how: str, policy: str) -> None:
+    """A view from before a cast, whose memory the parameter has left, and a product of it."""
+    model = Holds(lambda w: None, (lambda held: held[0]) if how == "in a list" else lambda held: held)
+    weight = model.linear.weight
+    held: Any = weight.view(4, 4)
+    if how == "cast":
+        model.float()
+        held = model.linear.weight.view(4, 4)
+        model.double()
+        held = held.double()
+    elif how == "product":
+        held = weight * 2
+    vars(model)["held"] = [held] if how == "in a list" else held
+    _, params, loss = setting(model, policy)
+    for way in WAYS.keys() - {"fs.remat"}:  # its runs have no graph
+        with pytest.raises(RuntimeError, match=r"'held(\[0\])?' (is|was computed from) the model's own parameter"):
+            WAYS[way](loss)(params)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_state_with_a_graph_is_no_error(policy: str) -> None:
+    """That of the call before, which was computed from the shards."""
+    model: Any = Holds(lambda w: torch.eye(4).double(), lambda held: held)
+    _, params, loss = setting(model, policy)
+    leaves = {key: shard.clone().requires_grad_() for key, shard in params.items()}
+    model.held = torch.eye(4).double() * next(iter(leaves.values())).sum()
+    loss(leaves).backward()
+    assert all(leaf.grad is not None for leaf in leaves.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("how", HELD)
 def test_what_is_held_and_not_read_is_no_error(how: str, policy: str) -> None:
     """Nor is what does not depend on values."""

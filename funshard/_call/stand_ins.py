@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -90,15 +91,26 @@ class StandIns:
 
     def _make_stand_in(self, tensor: Tensor, where: str) -> Tensor:
         inner = _torch.unwrap(tensor)
-        name = self._names.get(_torch.storage_id(inner)) if self._names and inner.layout is torch.strided else None
-        if name is None or isinstance(tensor, _torch.StandIn):
+        if not self._names or inner.layout is not torch.strided or isinstance(tensor, _torch.StandIn):
+            return tensor
+        relation, name = "is", self._names.get(_torch.storage_id(inner))
+        if name is None and inner.requires_grad and not inner.is_leaf:
+            relation, name = "was computed from", self._find_source(inner)
+        if name is None:
             return tensor
         return _torch.StandIn.replace(
             tensor,
-            f"'{where}' is the model's own parameter '{name}', with the values from before training and no gradient: "
+            f"'{where}' {relation} the model's own parameter '{name}', with the values from before training and no gradient: "
             "functional_call replaces a parameter in the module that registers it, and nowhere else; expected forward to read "
             "it there, or to make the list, dict or object itself",
         )
+
+    def _find_source(self, tensor: Tensor) -> str | None:
+        """Return the name of a parameter from which a module's tensor was computed, as a view in the memory before a cast."""
+        assert self._names is not None
+        nodes = (node for node, _ in islice(_torch.iter_nodes(tensor), _MAX_NODES))  # a state may have a graph of many calls
+        leaves = (leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), Tensor))
+        return next((name for leaf in leaves if (name := self._names.get(_torch.storage_id(leaf)))), None)
 
 
 def _known_holders(spec: PartitionSpec) -> WeakKeyDictionary[nn.Module, list[tuple[str, str]]]:
@@ -134,6 +146,7 @@ def _attributes_of(value: object) -> dict[str, Any] | None:
         return None
 
 
+_MAX_NODES = 1000
 _CONTAINERS = (list, tuple, dict, deque, set, frozenset)
 _NN_MODULES = {*MODULE_CONTAINERS, "_parameters", "training", "forward"}
 _ATOMIC_TYPES = frozenset({int, float, bool, str, bytes, complex, type(None)})

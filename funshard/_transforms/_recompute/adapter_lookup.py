@@ -22,6 +22,7 @@ from ..._spec.spec import PartitionSpec
 from ..._spec.unit_state import UnitState
 from ...collectives._mesh import Mesh, Simulated
 from .adapters import ADAPTERS, Contents, ObjectAdapter, Part, ordered_elements, part_of, refill
+from .array_adapters import find_array_adapter
 from .stateful_adapters import NUMPY_ADAPTER, STATEFUL_ADAPTERS, find_simulated_ranks
 
 __all__ = ["find_adapter"]
@@ -45,6 +46,8 @@ def _find_by_class(cls: type) -> ObjectAdapter | None:
         if issubclass(cls, base):
             return ADAPTERS[base]
     if adapter := ADAPTERS.get(cls) or STATEFUL_ADAPTERS.get(cls):
+        return adapter
+    if adapter := find_array_adapter(cls):
         return adapter
     if cls is UnitState:
         return _make_adapter(cls)

@@ -30,7 +30,7 @@ QUERY_GETTERS: Mapping[str, Callable[..., Any]] = {
 }
 """The attributes that ask autograd, and the functions that a TorchFunctionMode sees for them."""
 
-GRAD: Callable[..., Any] = torch.Tensor.grad.__get__  # pyright: ignore
+GRAD: Callable[..., Any] = getattr(torch.Tensor, "grad").__get__  # noqa: B009
 """The getter of ``tensor.grad`` as a TorchFunctionMode sees it."""
 
 _QUERIES = frozenset({*QUERY_GETTERS, "grad"})

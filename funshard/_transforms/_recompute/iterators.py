@@ -55,7 +55,10 @@ def _read_iterator(iterator: Any) -> Sequence[Any]:
         return [frame.f_lasti, *find_referents(iterator)]
     if isinstance(iterator, io.IOBase):
         try:
-            return [iterator.tell() if not iterator.closed and iterator.readable() else None]
+            if iterator.closed:
+                return [None]
+            in_memory = isinstance(iterator, io.StringIO | io.BytesIO)
+            return [iterator.tell() if iterator.readable() else None, *([iterator.getvalue()] if in_memory else [])]
         except OSError:  # not seekable, or next() has disabled it
             return []
     if hasattr(iterator, "__length_hint__"):
