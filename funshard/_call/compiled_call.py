@@ -76,7 +76,8 @@ def _check_casts_inside(spec: PartitionSpec) -> None:
             )
 
 
-def _recomputed_regions(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Iterator[tuple[nn.Module, str, Any]]:
+def _recompute_overrides(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the forwards to set in recomputed modules, which make a region of each: module, attribute, value."""
     for path in spec.recomputed if _torch.FORWARD_CAN_BE_REPLACED and is_collecting_regions() else ():
         if path:
             yield modules[path], "forward", _wrap_in_region(modules[path].forward, path, spec)
@@ -102,7 +103,7 @@ def _override_modules(model: nn.Module, spec: PartitionSpec) -> Generator[None]:
     """Set the modules' `module_overrides`, and make regions of recomputed modules; restore all of them afterwards."""
     before: list[tuple[nn.Module, str, Any]] = []
     modules = dict(model.named_modules(remove_duplicate=False))
-    for module, name, value in itertools.chain(module_overrides(modules, spec, ""), _recomputed_regions(modules, spec)):
+    for module, name, value in itertools.chain(module_overrides(modules, spec, ""), _recompute_overrides(modules, spec)):
         before.append((module, name, module.__dict__.get(name)))
         setattr(module, name, value)
     try:

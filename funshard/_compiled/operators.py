@@ -17,7 +17,13 @@ __all__ = ["compare_order", "replace_operators"]
 
 
 def replace_operators(graph: Graph, late_nodes: set[Node], assemblies: Iterable[list[Node]]) -> None:
-    """Replace gathers on gloo, and concatenations before a reduction, by operators that need less memory."""
+    """Replace the gathers among ``late_nodes`` on gloo, and the concatenations, by operators that need less memory.
+
+    Args:
+        graph: The graph, which is changed.
+        late_nodes: Nodes that run where their result is first used, in any phase.
+        assemblies: The concatenations before reductions.
+    """
     assembly_lists = list(assemblies)
     for node in graph.nodes:
         if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default and node in late_nodes:

@@ -33,6 +33,7 @@ def any_of(*policies: Policy) -> Policy:
 
 
 def _build_any_of(policies: tuple[Policy, ...], tree: ModuleTree) -> PartitionSpec:
+    """Return the spec of all modules that some policy selects; raise ValueError where two select one with another `P`."""
     chosen: dict[str, P] = {}
     specs = [policy(tree) for policy in policies]
     if not specs:

@@ -71,7 +71,7 @@ def assert_exact(
         with report_to_ranks(case.spec, together=True):
             values = fingerprint_params(collect_full_params(model, case.spec), case.spec)
         check_ranks_agree(case.spec, values, hint=VALUES_HINT)
-    _check_batch(case)
+    _check_batch_is_stacked(case)
     tolerance = _choose_tolerance(case.spec) if tolerance is None else tolerance
     once = case.run_plain(seed)
     if difference := _describe_difference(case, case.run_plain(seed), once, tolerance):
@@ -116,7 +116,8 @@ def _on_simulated_ranks(spec: PartitionSpec) -> bool:
     return bool(alone) or (spec.mesh is not None and not grouped)
 
 
-def _check_batch(case: Case) -> None:
+def _check_batch_is_stacked(case: Case) -> None:
+    """Raise ValueError for a tensor of the batch whose dimension 0 is not that of the simulated ranks."""
     if not case.simulated:
         return
     for path, leaf in pytree.tree_flatten_with_path(case.batch)[0]:

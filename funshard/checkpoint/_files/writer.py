@@ -151,7 +151,7 @@ def make_record_layout(dtype: torch.dtype, shape: Iterable[int], stride: Iterabl
 
 
 class _GapFile(io.BytesIO):
-    """A file that leaves out skipped bytes, and has their ``(offset, length)`` in ``gaps``."""
+    """A file in which a relative seek only notes ``(offset among the bytes written, length)`` in ``gaps``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,6 +60,7 @@ def _iter_boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
 
 
 def _boxes_in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[Box]:
+    """Yield the boxes of the flat tensor's elements begin..end, all of which lie in this row of dimension 0."""
     start = row * math.prod(shape[1:])
     for box in _iter_boxes(shape[1:], begin - start, end - start):
         yield Box((row, *box.offsets), (1, *box.sizes))

@@ -80,7 +80,7 @@ def open_container(value: Any) -> Container:
 
 
 def get_kind(value: Any) -> tuple[str, Any]:
-    """Return ``(kind, argument)`` of a container."""
+    """Return a container's kind, "" if files do not know it, and what makes one beside its children, such as a maxlen."""
     cls = type(value)
     if NAMED.get(cls.__name__) is not cls:
         return "", None

@@ -105,7 +105,7 @@ def shampoo(
             due = (options[name]["step"] - 1) % every == 0
             for side in factored:
                 factor = whole[name][side] * decay + gram(upcast(grad), side) * (1 if decay == 1 else 1 - decay)
-                make = partial(_inverse_root, factor, 2 * len(factored), relative_eps)
+                make = partial(_inverse_roots, [factor], 2 * len(factored), relative_eps)
                 (root,) = compute_if_due(due, make, [whole[name][f"{side}_root"]])
                 new[name] |= {side: factor, f"{side}_root": root}
                 x = multiply_side(x, root, side)
@@ -121,8 +121,12 @@ def shampoo(
     return optimizer_with_fallback("shampoo", rule, known, defaults, options, fallback, donate=donate)
 
 
-def _inverse_root(factor: Tensor, power: int, relative_eps: float) -> list[Tensor]:
-    """Return the factor to the power -1 / ``power``, after adding ``relative_eps`` times its largest eigenvalue."""
-    values, vectors = eigh_or_nan(factor)
-    values = values.clamp(min=0) + relative_eps * values[..., -1:]
-    return [(vectors * values.clamp(min=torch.finfo(values.dtype).tiny).pow(-1 / power)[..., None, :]) @ vectors.mT]
+def _inverse_roots(factors: list[Tensor], power: int, relative_eps: float) -> list[Tensor]:
+    """Return the factors to the power -1 / ``power``, after adding to each ``relative_eps`` times its largest eigenvalue."""
+    roots: list[Tensor] = []
+    for factor in factors:
+        values, vectors = eigh_or_nan(factor)
+        values = values.clamp(min=0) + relative_eps * values[..., -1:]
+        powers = values.clamp(min=torch.finfo(values.dtype).tiny).pow(-1 / power)
+        roots.append((vectors * powers[..., None, :]) @ vectors.mT)
+    return roots
