@@ -280,6 +280,12 @@ class Breaks(Leaf):
         return y.sin() * self.l.bias
 
 
+class SpectralNorm(Leaf):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.utils.parametrizations.spectral_norm(self.l)
+
+
 class Branches(Leaf):
     def forward(self, x: Tensor) -> Tensor:
         y = self.l(x)
@@ -348,6 +354,7 @@ REFUSED: dict[type[nn.Module], tuple[str | None, str | None]] = {
     Statistics: (None, None),
     Breaks: (None, None),
     Branches: (None, None),
+    SpectralNorm: (None, None),
     SetsBuffer: (None, None),
     Mixed: (None, None),
     Keeps: (None, "keeps a tensor that has a derivative"),
@@ -368,13 +375,13 @@ class Chain(nn.Sequential):
         return x
 
 
-def leaf_step(kind: type[nn.Module], grad: Callable[[Loss], Any], compile: bool | Compile) -> Any:
+def leaf_step(kind: type[nn.Module], grad: Callable[[Loss], Any], compile: bool | Compile, *, remat: bool = False) -> Any:
     torch.manual_seed(0)
     net = Chain(nn.Linear(6, 6), *[kind() for _ in range(3)]).double()
     for block in net:
         if isinstance(block, Borrows):
             block.lender = [net[0]]
-    spec = fs.by_type(kind, p=P("shard", compile=compile))(net).on({"shard": 1})
+    spec = fs.by_type(kind, p=P("shard", compile=compile, remat=remat))(net).on({"shard": 1})
     params = {key: 1.5 * shard for key, shard in fs.shard(net, spec).items()}
     buffers = {name: b.clone() for name, b in net.named_buffers()}
     given = {key: shard.clone() for key, shard in params.items()}
@@ -398,6 +405,26 @@ def test_what_people_write(kind: type[nn.Module], how: str) -> None:
     expected = leaf_step(kind, GRADS["fs.grad" if plain else how], False)
     torch.testing.assert_close(leaf_step(kind, GRADS[how], AOT), expected, **EXACT)
     assert counted()[0] > 0 or kind is Borrows  # which reads another unit, and that Dynamo runs eagerly
+
+
+def test_a_graph_break_in_a_recomputed_unit() -> None:
+    """The state that Dynamo keeps in context variables is none of the function's."""
+    for _ in range(2):
+        got = leaf_step(Breaks, fs.grad, AOT, remat=True)
+        torch.testing.assert_close(got, leaf_step(Breaks, fs.grad, False), **EXACT)
+
+
+@torch._functorch.config.patch(donated_buffer=False)
+def test_clipping_in_backward_reads_saved_tensors_twice() -> None:
+    net, results = model(), []
+    for compile in (False, AOT):
+        spec = fs.by_type(Block, p=P("shard", compile=compile))(net).on({"shard": 1})
+        params = fs.shard(net, spec)
+        init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+        loss = lambda p, x, spec=spec: fs.functional_call(net.eval(), p, x, spec=spec).square().sum()  # noqa: E731
+        step = fs.update_in_backward(update, loss, params, init(params), [batch(), batch(1)], spec=spec, max_norm=0.1)
+        results.append(step.params)
+    torch.testing.assert_close(results[1], results[0], **EXACT)
 
 
 SMALL = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2}

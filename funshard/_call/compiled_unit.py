@@ -147,7 +147,7 @@ def _find_opaque(call: Call, module: nn.Module, args: object, kwargs: object) ->
                 return "an argument is differentiated outside of the transform, too"
         elif not isinstance(leaf, TRANSPARENT):
             return f"in a torch.func.grad, an argument of type {type(leaf).__name__} may hold tensors of that transform"
-    if any(_torch.is_wrapped(x) and _torch.is_tracked(x) for x in _reachable_tensors(call, module)):
+    if any(map(_torch.is_wrapped, _reachable_tensors(call, module))):
         return "in a torch.func.grad, it reads a tensor of that transform that is no argument"
     return None
 

@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._config_module import ConfigModule
 
-__all__ = ["CompileOptions", "compile_options", "copy_function", "inductor_mode_options", "run_compiled"]
+__all__ = [
+    "CompileOptions",
+    "compile_options",
+    "copy_function",
+    "inductor_mode_options",
+    "is_compiler_variable",
+    "run_compiled",
+]
 
 CompileOptions = dict[str, Any]
 """Keyword arguments of torch.compile: backend, options, dynamic and fullgraph."""
@@ -60,8 +67,13 @@ def run_compiled(compiled: Callable[..., Any], *args: Any) -> Any:
         if changed:
             own = _config_variables()
             for var, value in changed.items():
-                if var in before or not (var in own or var.name.startswith("torch.") or var.name == "_vt_active_calls"):
+                if var in before or not (var in own or is_compiler_variable(var)):
                     var.set(value)
+
+
+def is_compiler_variable(var: contextvars.ContextVar[Any]) -> bool:
+    """Return whether Dynamo or AOTAutograd keeps its own state in a context variable, by its name."""
+    return var.name.startswith("torch.") or var.name == "_vt_active_calls"
 
 
 def _config_variables() -> set[contextvars.ContextVar[Any]]:

@@ -109,8 +109,8 @@ def _states_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def context_variables() -> dict[contextvars.ContextVar[Any], Any]:
-    """Return all context variables that are set, with their values."""
-    return dict(contextvars.copy_context().items())
+    """Return all context variables that are set, with their values, except for the compiler's own."""
+    return {var: value for var, value in contextvars.copy_context().items() if not _torch.is_compiler_variable(var)}
 
 
 @contextlib.contextmanager
