@@ -330,9 +330,7 @@ def test_the_matrix(worst2: Pool, worst4: Pool, transform: str, strategy: str) -
     """Every transform with every strategy is plain autograd of the whole model; by default Dynamo runs for the tasks below."""
     pool = {2: worst2, 4: worst4}[STRATEGIES[strategy].real]
     results = pool.run(test_matrix.on_real_ranks, strategy, (transform,))
-    for rank, mine in enumerate(results):
-        assert not isinstance(mine[transform], str), mine[transform]
-        test_matrix.check(mine[transform], transform, strategy, len(results), rank)
+    test_matrix.check_real(strategy, results, transform)
 
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], P]] = {
