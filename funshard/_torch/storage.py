@@ -25,6 +25,7 @@ __all__ = [
     "is_strided",
     "lazy_clone",
     "make_version_probe",
+    "memory_range",
     "overwrite",
     "resolve_group",
     "shares_counter",
@@ -166,6 +167,13 @@ def take_storage(tensor: Tensor) -> Tensor:
 def is_strided(tensor: Tensor) -> bool:
     """Return whether a tensor has one storage with strides and is no subclass, as `lazy_clone` needs."""
     return type(tensor) is Tensor and tensor.layout is torch.strided
+
+
+def memory_range(tensor: Tensor) -> tuple[int, int, int]:
+    """Return the storage of a strided tensor that has elements, and where in it, in bytes, they begin and end."""
+    begin = tensor.storage_offset()
+    end = begin + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return storage_id(tensor), begin * tensor.itemsize, end * tensor.itemsize
 
 
 def has_internal_overlap(tensor: Tensor) -> bool:

@@ -33,16 +33,8 @@ def named_tensors(grads: Mapping[str, Tensor], state: State, params: Mapping[str
 
 def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]], by: str = "donate=True") -> None:
     """Raise ValueError if two of the tensors overlap in memory that will be written."""
-    spans = sorted(
-        (_torch.storage_id(base), base.storage_offset() * base.itemsize, _memory_span(base) * base.itemsize, what)
-        for what, base in ((what, _torch.unwrap(tensor)) for what, tensor in tensors)
-        if base.numel()
-    )
-    for (storage, start, length, what), (other, begin, _, second) in itertools.pairwise(spans):
-        if storage == other and begin < start + length:
+    bases = ((what, _torch.unwrap(tensor)) for what, tensor in tensors)
+    ranges = sorted((*_torch.memory_range(base), what) for what, base in bases if base.numel())
+    for (storage, _, end, what), (other, begin, _, second) in itertools.pairwise(ranges):
+        if storage == other and begin < end:
             raise ValueError(f"{what} and {second} share memory, which {by} writes: expected tensors of their own")
-
-
-def _memory_span(tensor: Tensor) -> int:
-    """Return the number of elements in memory from the first element to the last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

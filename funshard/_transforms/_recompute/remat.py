@@ -108,14 +108,10 @@ def _protect_aliases(outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> l
     return out
 
 
-def _memory_of(x: Tensor) -> tuple[int, Any, Any] | None:
-    """Return the storage of a tensor, and the begin and the end of its elements there, in bytes; None for none."""
+def _memory_of(x: Tensor) -> tuple[int, int, int] | None:
+    """Return the memory of a tensor's elements, None for none."""
     x = _torch.unwrap(x)
-    if x.layout is not torch.strided or not x.numel():
-        return None
-    begin, size = x.storage_offset(), x.element_size()
-    end = begin + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
-    return _torch.storage_id(x), begin * size, end * size
+    return _torch.memory_range(x) if x.layout is torch.strided and x.numel() else None
 
 
 class _RecomputeFunction(_torch.Function):
