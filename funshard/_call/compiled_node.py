@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .. import _torch
 
-__all__ = ["TRANSPARENT", "GivenParameter", "run_below"]
+__all__ = ["TRANSPARENT", "CompiledNode", "GivenParameter"]
 
 GivenParameter = tuple[dict[str, Any], str, Tensor]
 """A module's dict of parameters, a name in it, and the tensor there."""
@@ -29,8 +29,16 @@ TRANSPARENT = (
 """Types of leaves in which no tensor can be."""
 
 
-class _BelowRun:
-    """One run of a compiled function outside of the transform around it, and its graph."""
+class CompiledNode:
+    """One run of ``compiled(args, kwargs)`` outside of the torch.func.grad around it, and the graph of that run.
+
+    Args:
+        path: The module's path, for messages.
+        compiled: The compiled function.
+        parameters: The parameters that it finds in modules.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
 
     def __init__(
         self,
@@ -48,6 +56,13 @@ class _BelowRun:
         self.outputs: list[Tensor] = []
         self.result: list[Any] = []
         self.result_tree: pytree.TreeSpec | None = None
+
+    def apply(self) -> Any:
+        """Run the function, and return its result as that of a node in the transform's graph."""
+        outputs = iter(_Below.apply(self, *self.tensors))
+        leaves = [next(outputs) if isinstance(x, Tensor) else x for x in self.result]
+        assert self.result_tree is not None
+        return pytree.tree_unflatten(leaves, self.result_tree)
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the function on tensors of plain autograd. Return the tensors of its result, without a graph."""
@@ -92,7 +107,7 @@ class _Below(_torch.LevelFunction):
     """A run of a compiled function as one node in the graph of a torch.func.grad."""
 
     @staticmethod
-    def forward(below: _BelowRun, *tensors: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(below: CompiledNode, *tensors: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         level = _torch.current_level()
         return tuple(_torch.wrap_at_level(x, level) for x in below.run(tensors))
 
@@ -121,18 +136,3 @@ class _Below(_torch.LevelFunction):
         if is_last:
             ctx.below = None  # and the graph
         return None, *(None if g is None else _torch.wrap_at_level(g, level) for g in found)
-
-
-def run_below(
-    path: str,
-    compiled: Callable[[tuple[Any, ...], dict[str, Any]], Any],
-    parameters: Sequence[GivenParameter],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Return ``compiled(args, kwargs)``, run outside of the torch.func.grad around it, as a node of its graph."""
-    below = _BelowRun(path, compiled, parameters, args, kwargs)
-    outputs = iter(_Below.apply(below, *below.tensors))
-    leaves = [next(outputs) if isinstance(x, Tensor) else x for x in below.result]
-    assert below.result_tree is not None
-    return pytree.tree_unflatten(leaves, below.result_tree)

@@ -25,7 +25,7 @@ from .._spec.tree import is_within
 from .._transforms._recompute.reachable import ReachableObjects
 from .casting import has_casts
 from .compile_cache import CompiledRun, find_compiled_run, is_first_run
-from .compiled_node import TRANSPARENT, GivenParameter, run_below
+from .compiled_node import TRANSPARENT, CompiledNode, GivenParameter
 from .modes import Scheduled
 from .module_state import GatheringParameters, ModuleAttributes
 from .write_watch import write_error
@@ -98,7 +98,8 @@ def compile_forward(
                 return _torch.run_compiled(compiled, module, args, kwargs)
             call.scopes.compiled = path
             try:
-                out = run_below(path, functools.partial(_torch.run_compiled, compiled, module), given, args, kwargs)
+                below = functools.partial(_torch.run_compiled, compiled, module)
+                out = CompiledNode(path, below, given, args, kwargs).apply()
             finally:
                 call.scopes.compiled = None
         if any(x.requires_grad and not _torch.is_wrapped(x) for x in _reachable_tensors(call, module)):
@@ -140,7 +141,7 @@ def _warn_eager(path: str, module: nn.Module, reason: str) -> None:
 
 
 def _find_opaque(call: Call, module: nn.Module, args: object, kwargs: object) -> str | None:
-    """Return what could hold tensors of a torch.func.grad where `run_below` would not find them; None if nothing could."""
+    """Return what could hold tensors of a torch.func.grad where `CompiledNode` would not find them; None if nothing could."""
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
             if _torch.unwrap(leaf).requires_grad:

@@ -171,7 +171,7 @@ def is_strided(tensor: Tensor) -> bool:
 
 def memory_range(tensor: Tensor) -> tuple[int, int, int]:
     """Return the storage of a strided tensor that has elements, and where in it, in bytes, they begin and end."""
-    begin = tensor.storage_offset()
+    begin: Any = tensor.storage_offset()  # an int, or a symbol where shapes are traced
     end = begin + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return storage_id(tensor), begin * tensor.itemsize, end * tensor.itemsize
 
