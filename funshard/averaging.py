@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._spec.spec import PartitionSpec, bind_spec
+from ._spec.bind import bind_spec
+from ._spec.spec import PartitionSpec
 from ._spec.unit import Unit
 from ._units.buckets import BUCKET_BYTES, Bucket, OpenBuckets
 from ._units.layout import Params
@@ -261,21 +262,20 @@ def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axe
                 f"unit '{key}' is split over '{both[0]}', where each rank has other elements: "
                 f"expected axes without it, got {axes!r}"
             )
-        names = tuple(name for name, axis in mesh.axes if name in chosen and name not in split and axis.size > 1)
-        if names and _is_averaged(tensor):
-            out[key] = names
-    return out
+        if _is_averaged(tensor):
+            out[key] = tuple(name for name, axis in mesh.axes if name in chosen and name not in split and axis.size > 1)
+    return {key: names for key, names in out.items() if names}
 
 
 def _mean(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]], mesh: Mesh) -> Params:
     out = dict(params)
     for names, bucket in _to_buckets(params, over):
-        mean = first = bucket.concat()
+        first = bucket.concat()
         on_host = first.device.type == "cpu" and mesh.device_type not in (None, "cpu")  # as P(offload="params") has shards
-        mean = mean.to(mesh.device) if on_host else mean
+        mean = first.to(mesh.device) if on_host else first
         for name in names:
             mean = _mean_over(mean, mesh[name])
-        mean = mean.to(first.device) if on_host else mean
+        mean = mean.to(first.device)
         for key, part in bucket.split(mean):
             out[key] = part.view(params[key].shape) if part is mean else part.view(params[key].shape).clone()
     return out

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree of what models return
 
+from ._spec.bind import bind_spec
 from ._spec.host import compute_device
-from ._spec.spec import PartitionSpec, bind_spec
+from ._spec.spec import PartitionSpec
 from ._units.layout import Params
 from ._units.padding import map_unpadded
 from .collectives._functions import sum_over

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakSet
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx.node import has_side_effect
 
 from .. import _torch
-from .._spec.spec import abridge
+from .._spec.table import abridge
 from .._spec.tree import join_path
 from .._torch.layers import NormWithStatistics
 from .casting import cast_back, cast_floats
@@ -19,9 +19,9 @@ from .module_state import own_tensors
 
 __all__ = [
     "BufferWarning",
+    "changes_statistics",
     "copy_buffer",
     "install_buffers",
-    "running_statistics",
     "set_buffers",
     "warn_discarded",
     "warn_discarded_in_graph",
@@ -63,11 +63,9 @@ def _warn(names: Sequence[str], stacklevel: int) -> None:
     )
 
 
-def running_statistics(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the buffers that the model's normalisation layers change in training mode."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, NormWithStatistics) and module.training and module.track_running_stats:
-            yield from (join_path(path, name) for name in module._buffers)
+def changes_statistics(module: nn.Module) -> bool:
+    """Return whether a module is a normalisation layer that changes its buffers in forward."""
+    return isinstance(module, NormWithStatistics) and module.training and module.track_running_stats
 
 
 @_torch.allow_in_graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,23 +13,60 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._spec.checks import find_full_params
+from .._spec.division import ReduceBy, Reduction
+from .._spec.fingerprint import find_fingerprinted
 from .._spec.remat import ALL, Remat
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
+from .._spec.unit import Unit
 from .._transforms._recompute.regions import is_collecting_regions, mark_region
 from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit
-from .buffers import running_statistics, warn_discarded_in_graph, write_back
+from .buffers import changes_statistics, warn_discarded_in_graph, write_back
 from .casting import buffer_dtypes, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
 from .entry import CallInputs
 
 __all__ = ["run"]
 
 
+ReplacedBuffer = tuple[bool, dict[str, Any], str, Tensor, Tensor]
+"""Whether its module changes it in place, the module's dict and the name in it, and the tensor before the call and in it."""
+
+
 def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None, method: str | None) -> Any:
-    """Run `functional_call` where torch.compile traces it."""
-    spec, params, reduction, check_order = inputs.spec, inputs.params, inputs.reduction, inputs.options.check_order
+    """Run `functional_call` where torch.compile traces it.
+
+    Dynamo takes about a millisecond for each call and each comprehension in here: plain loops over the modules, once.
+    """
+    spec, params = inputs.spec, inputs.params
     _check_casts_inside(spec)  # not on entering the context: Dynamo of torch 2.11 loses the error
+    full = _gather_units(inputs)
+    for name in spec.ignored:
+        if name in params:
+            full[name] = params[name]
+    modules = _modules_by_path(model)
+    swaps: list[tuple[dict[str, Any], str, Tensor]] = []
+    for path, module in modules.items():
+        own_params = module._parameters
+        for attr in own_params:
+            name = f"{path}.{attr}" if path else attr
+            if name in full:
+                swaps.append((own_params, attr, full[name]))
+    replaced = _replace_buffers(modules, spec, buffers)
+    for _, own, attr, _, now in replaced.values():
+        swaps.append((own, attr, now))
+    with _swap_tensors(swaps), _override_modules(modules, spec):
+        run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""].precision)
+        out = _wrap_in_region(run, "", spec)(*inputs.args, **inputs.kwargs)
+        after = {name: own[attr] for name, (_, own, attr, _, _) in replaced.items()}
+    _keep_buffers(model, replaced, after, buffers)
+    return out
+
+
+def _gather_units(inputs: CallInputs) -> dict[str, Tensor]:
+    """Return the full parameters by all their names."""
+    spec, params, check_order, by = inputs.spec, inputs.params, inputs.options.check_order, inputs.reduction.by
+    over = inputs.reduction.over if inputs.reduction.over is None else tuple(inputs.reduction.over)
     full: dict[str, Tensor] = {}
     for unit in spec:
         if (given := find_full_params(params, unit)) is not None:
@@ -37,34 +74,100 @@ def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None,
         else:
             # for fs.compile, which gathers again in backward, and has ranks compare the order of its collectives
             with _torch.annotate_graph(funshard_reshard=unit.p.reshard, funshard_unit=unit.key if check_order else None):
-                views = unflatten_unit(gather_unit(params[unit.key], unit, spec.bound_mesh, reduction, unit.p.precision), unit)
-        full |= {name: view for param, view in zip(unit.params, views, strict=True) for name in param.names}
-    full |= {name: params[name] for name in spec.ignored if name in params}
-    tensors: dict[str, Tensor] = {}
-    for path, module in model.named_modules():  # each once: two names of one attribute would not be put back right
-        tensors |= {name: full[name] for name in (join_path(path, attr) for attr in module._parameters) if name in full}
-    before = dict(model.named_buffers()) if buffers is None else buffers
+                if spec._fingerprint:
+                    views = _gather_views(params[unit.key], spec._fingerprint, unit.key, by, over)
+                else:
+                    views = _gather_unit_views(params[unit.key], spec, unit, inputs.reduction)
+        for param, view in zip(unit.params, views, strict=True):
+            for name in param.names:
+                full[name] = view
+    return full
+
+
+def _gather_unit_views(shard: Tensor, spec: PartitionSpec, unit: Unit, reduction: Reduction) -> Sequence[Tensor]:
+    return unflatten_unit(gather_unit(shard, unit, spec.bound_mesh, reduction, unit.p.precision), unit)
+
+
+@_torch.allow_in_graph
+def _gather_views(shard: Tensor, fingerprint: str, key: str, by: ReduceBy, over: tuple[str, ...] | None) -> tuple[Tensor, ...]:
+    """Return the parameters of a unit as views of its gathered buffer, as one node for Dynamo."""
+    spec: PartitionSpec = find_fingerprinted(fingerprint)
+    return tuple(_gather_unit_views(shard, spec, spec.by_key[key], Reduction.make(by, over)))
+
+
+def _modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's modules by all their paths: ``named_modules`` without its generators."""
+    found, queue = {"": model}, [("", model)]
+    while queue:
+        path, module = queue.pop()
+        for name, child in module._modules.items():
+            if child is not None:
+                at = f"{path}.{name}" if path else name
+                found[at] = child
+                queue.append((at, child))
+    return found
+
+
+def _replace_buffers(
+    modules: Mapping[str, nn.Module], spec: PartitionSpec, buffers: Mapping[str, Tensor] | None
+) -> dict[str, ReplacedBuffer]:
+    """Return what replaces each buffer: the given one, or else a copy, which is thrown away.
+
+    A given one that a normalisation layer changes in place is a copy as well, which `_keep_buffers` writes back.
+    """
     dtypes = buffer_dtypes(spec)
-    moving = tuple(running_statistics(model))
-    copies = {x: x.clone() for name, x in before.items() if buffers is None or name in moving}
-    now: dict[str, Tensor] = {}
-    for name, x in before.items():
-        cast = cast_floats(x, dtypes(name.rpartition(".")[0]))
-        now[name] = copies[x] if cast is x and x in copies else cast
-    tensors |= now
-    with _torch.reparametrize(model, tensors), _override_modules(model, spec):
-        run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""].precision)
-        out = _wrap_in_region(run, "", spec)(*inputs.args, **inputs.kwargs)
-    if buffers is None:
-        warn_discarded_in_graph(tuple(name for name, x in now.items() if name in moving or tensors[name] is not x))
-        return out
-    for name, x in before.items():
-        after = tensors[name]
-        if x in copies and after is copies[x]:
-            write_back(x, after)
-        elif after is not x:
-            buffers[name] = cast_back(after, x, now[name])
-    return out
+    copies: dict[Tensor, Tensor] = {}
+    seen: set[nn.Module] = set()
+    replaced: dict[str, ReplacedBuffer] = {}
+    for path, module in modules.items():
+        own_buffers = module._buffers
+        if not own_buffers:
+            continue
+        moves = changes_statistics(module)
+        for attr, own in own_buffers.items():
+            name = join_path(path, attr)
+            is_given = buffers is not None and name in buffers
+            before = buffers[name] if buffers is not None and is_given else own
+            if before is None or (not is_given and module in seen):
+                continue
+            if (moves or not is_given) and before not in copies:
+                copies[before] = before.clone()
+            replaced[name] = moves, own_buffers, attr, before, cast_floats(copies.get(before, before), dtypes(path))
+        seen.add(module)
+    for name in buffers or ():
+        if name not in replaced:
+            raise ValueError(f"buffer '{name}' is not in the model: expected its buffers' names")
+    return replaced
+
+
+def _keep_buffers(
+    model: nn.Module, replaced: Mapping[str, ReplacedBuffer], after: Mapping[str, Tensor], buffers: dict[str, Tensor] | None
+) -> None:
+    """Update the given buffers; warn of changes of the others, which are lost."""
+    lost: list[str] = []
+    for name, (moves, _, _, before, now) in replaced.items():
+        if buffers is None or name not in buffers:
+            if moves or after[name] is not now:
+                lost.append(name)
+        elif moves and after[name] is now and now.dtype == before.dtype:
+            write_back(before, after[name])
+        elif after[name] is not before:
+            buffers[name] = cast_back(after[name], before, now)
+    warn_discarded_in_graph(tuple(lost))
+
+
+@contextlib.contextmanager
+def _swap_tensors(swaps: Sequence[tuple[dict[str, Any], str, Tensor]]) -> Generator[None]:
+    """Set tensors in modules' own dicts, and restore them afterwards: torch's ``_reparametrize_module`` in fewer frames."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for own, attr, tensor in swaps:
+        before.append((own, attr, own[attr]))
+        own[attr] = tensor
+    try:
+        yield
+    finally:
+        for own, attr, tensor in reversed(before):
+            own[attr] = tensor
 
 
 def _check_casts_inside(spec: PartitionSpec) -> None:
@@ -99,10 +202,9 @@ def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec)
 
 
 @contextlib.contextmanager
-def _override_modules(model: nn.Module, spec: PartitionSpec) -> Generator[None]:
+def _override_modules(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Generator[None]:
     """Set the modules' `module_overrides`, and make regions of recomputed modules; restore all of them afterwards."""
     before: list[tuple[nn.Module, str, Any]] = []
-    modules = dict(model.named_modules(remove_duplicate=False))
     for module, name, value in itertools.chain(module_overrides(modules, spec, ""), _recompute_overrides(modules, spec)):
         before.append((module, name, module.__dict__.get(name)))
         setattr(module, name, value)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .._spec.bind import bind_spec
 from .._spec.checks import check_params, find_full_params
 from .._spec.division import ReduceBy, Reduction
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.spec import PartitionSpec
 from .._transforms.error_hints import as_call_arguments, check_materialized
 from .._units.accumulation import GradReceiver, find_accumulation
 from .._units.flow import resolve_reduction

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from .. import _torch
 from .._sharding.agree import check_ranks_agree, fingerprint, has_peers, report_to_ranks
 from .._sharding.sharding import check_rank
+from .._spec.bind import bind_spec
 from .._spec.checks import collect_full_params
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
 from .._spec.unit import Unit
 from .._units.flow import encode_at_rest, scatter_unit

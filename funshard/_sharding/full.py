@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._spec.bind import bind_spec
 from .._spec.checks import check_full, check_shards
 from .._spec.division import Reduction
 from .._spec.host import compute_device
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import encode_at_rest, gather_unit
 from .._units.host import place_slice, start_copy_to_host

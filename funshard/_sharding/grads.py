@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from .._spec.bind import bind_spec
 from .._spec.checks import check_buffers, check_mapping, check_trainable, find_full_params
 from .._spec.division import ReduceBy
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit

@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .._spec.bind import bind_spec
 from .._spec.checks import check_mapping
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import scatter_unit
 from .._units.layout import Params, concat_padded, from_memory_order, rank_coords, slice_pieces

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor, nn
 
 from .. import _torch
+from .._spec.bind import bind_spec, check_spec
 from .._spec.checks import check_mapping, check_shards, check_trainable, collect_full_params
 from .._spec.division import ReduceBy, Reduction
-from .._spec.spec import PartitionSpec, bind_spec, check_spec
+from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.flow import encode_at_rest, gather_unit, scatter_unit

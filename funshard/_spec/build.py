@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from .spec import PartitionSpec, abridge
+from .spec import PartitionSpec
+from .table import abridge
 from .tree import ModuleTree, Param, natural_key
 from .unit import P, Unit
 

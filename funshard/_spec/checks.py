@@ -46,8 +46,9 @@ def check_shards(shards: Mapping[str, Tensor], spec: PartitionSpec, *, part: boo
 
 def _check_stored(shards: Mapping[str, Tensor], spec: PartitionSpec, units: Iterable[Unit], *, part: bool = False) -> None:
     lengths: dict[str, int] = {}
+    stored = spec._all_stored()
     for unit in units:
-        lengths[unit.key], dtype = spec.stored(unit)
+        lengths[unit.key], dtype = stored[unit.key]
         got = shards.get(unit.key) if unit.at_rest and isinstance(shards, Mapping) else None  # pyright: ignore[reportUnnecessaryIsInstance]
         if isinstance(got, Tensor) and (got.dtype, tuple(got.shape)) != (dtype, (lengths[unit.key],)):
             raise ValueError(
@@ -108,8 +109,10 @@ def check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
     _check_stored(shards, spec, [unit for unit in spec if unit.key not in full])
     check_host_resident(shards, spec)
     for unit in spec:
-        for tensor in full[unit.key] if unit.key in full else () if unit.at_rest else (params[unit.key],):
-            if tensor.dtype != unit.dtype and not (tensor.is_floating_point() and unit.dtype.is_floating_point):
+        for tensor in full.get(unit.key) or (params[unit.key],):
+            if tensor.dtype == unit.dtype or (unit.at_rest and unit.key not in full):
+                continue
+            if not (tensor.is_floating_point() and unit.dtype.is_floating_point):
                 like = "a floating point dtype such as " if unit.dtype.is_floating_point else ""
                 raise TypeError(f"unit '{unit.key}': expected {like}{unit.dtype}, got {tensor.dtype}")
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from ..collectives._mesh import Axis, Mesh
+from .. import _torch
+from ..collectives._mesh import Axis, Mesh, ProcessAxis
 from .compiled import Compile
-from .table import format_line, format_table
+from .fingerprint import set_fingerprint
+from .table import abridge, format_line, format_table
 from .tree import Param, is_within
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 from .unit import P, Unit
 
-__all__ = ["PartitionSpec", "abridge", "bind_spec", "check_spec"]
+__all__ = ["PartitionSpec"]
 
 Cached = TypeVar("Cached")
 
@@ -51,6 +53,8 @@ class PartitionSpec:
     by_path: Mapping[str, P] = field(init=False, compare=False, repr=False)
     """The `P` of every module path that is a unit, the root's ``""`` among them."""
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _fingerprint: ClassVar[str] = ""
+    """The fingerprint of a spec on process groups that was made outside of torch.compile."""
 
     def __post_init__(self) -> None:
         names = {name: (unit, param) for unit in self.units for param in unit.params for name in param.names}
@@ -66,6 +70,9 @@ class PartitionSpec:
                     f"parameter '{key}' has the name of a unit, and params may hold either: expected a parameter of another "
                     "name, without ':'; rename it in the model"
                 )
+        if self.mesh and all(isinstance(axis, ProcessAxis) for _, axis in self.mesh.axes) and not torch.compiler.is_compiling():
+            fields = [getattr(self, f.name) for f in dataclasses.fields(self) if f.compare]
+            set_fingerprint(self, (*fields, self.mesh, self.names))
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self.units)
@@ -101,10 +108,15 @@ class PartitionSpec:
     def _compute_once(self, make: Callable[..., Cached], *args: Hashable) -> Cached:
         """Return ``make(self, *args)``, computed once for this object and kept while it lives; it must not hold the spec."""
         if torch.compiler.is_compiling():  # which has no use for it, and would guard it
-            return make(self, *args)
+            return self._compute_constant(make) if self._fingerprint and not args else make(self, *args)
         if (cached := self._cache.get((make, args))) is None:
             cached = self._cache[make, args] = make(self, *args)
         return cached
+
+    @_torch.assume_constant
+    def _compute_constant(self, make: Callable[..., Cached]) -> Cached:
+        """Return ``make(self)``, which Dynamo computes as it traces. The fingerprint must be guarded."""
+        return make(self)
 
     def owner(self, key: str) -> Unit | Param:
         """Return the unit with this key, or else the parameter with this name.
@@ -218,8 +230,11 @@ class PartitionSpec:
         Args:
             unit: A unit of this spec. The length is `shard_numel`, or the number of bytes if the unit has a codec ``at_rest``.
         """
-        bound = self.bound
-        return bound._compute_once(_stored_by_key)[unit.key] if bound.by_key.get(unit.key) is unit else _stored_of(unit, bound)
+        return self._all_stored()[unit.key] if self.by_key.get(unit.key) is unit else _stored_of(unit, self.bound)
+
+    def _all_stored(self) -> dict[str, tuple[int, torch.dtype]]:
+        """Return `stored` of all units, by key."""
+        return self.bound._compute_once(_stored_by_key)
 
     def padded_numel(self, unit: Unit) -> int:
         """Return the number of elements of a unit's whole buffer, padding included.
@@ -269,31 +284,3 @@ def _restrict(spec: PartitionSpec, path: str, keys: frozenset[str]) -> Partition
         ignored=tuple(name for name in spec.ignored if is_within(name, path)),
         run_order=None if spec.run_order is None else tuple(key for key in spec.run_order if key in keys),
     )
-
-
-def bind_spec(spec: object) -> PartitionSpec:
-    """Return ``spec.bound``, as every function that takes a spec does first.
-
-    Raises:
-        TypeError: For anything else than a spec.
-        RuntimeError: If a process group that it was bound to is gone, or this process has another rank in it now.
-    """
-    found = check_spec(spec).bound
-    if found.mesh is not None:
-        found.mesh.check_groups()
-    return found
-
-
-def check_spec(spec: object) -> PartitionSpec:
-    """Return the spec unchanged; raise TypeError for a policy or any other type."""
-    if isinstance(spec, PartitionSpec):
-        return spec
-    if callable(spec) and not isinstance(spec, torch.nn.Module | type):
-        raise TypeError(f"spec: expected a PartitionSpec, got the policy {spec!r}; call it on the model: policy(model)")
-    raise TypeError(f"spec: expected a PartitionSpec such as fs.policies.whole()(model), got {type(spec).__name__}")
-
-
-def abridge(paths: Mapping[str, object], most: int = 8) -> str:
-    """Format the first few paths for an error message."""
-    names = [repr(path) for path in paths]
-    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..collectives._mesh import Mesh
@@ -12,7 +12,7 @@ from ..collectives._mesh import Mesh
 if TYPE_CHECKING:
     from .spec import PartitionSpec
 
-__all__ = ["format_line", "format_table"]
+__all__ = ["abridge", "format_line", "format_table"]
 
 HEAD = ("unit", "P", "parameters", "numel", "padding", "bytes per rank")
 MIN_MERGED_ROWS = 3
@@ -103,3 +103,9 @@ def _format_ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([n])
     return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+
+
+def abridge(paths: Mapping[str, object], most: int = 8) -> str:
+    """Format the first few paths for an error message."""
+    names = [repr(path) for path in paths]
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

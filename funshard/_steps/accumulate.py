@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._spec.bind import bind_spec
 from .._spec.division import ReduceBy
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.spec import PartitionSpec
 from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
 from .in_place import MicrobatchRunner

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .. import _torch
 from .._call.schedule import find_entered_unit
+from .._spec.bind import bind_spec
 from .._spec.division import ReduceBy
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import annotate
-from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
 from torch.torch_version import TorchVersion
 
 from .levels import current_level
@@ -27,7 +26,6 @@ __all__ = [
     "is_eager",
     "is_fake",
     "is_traced",
-    "reparametrize",
 ]
 
 
@@ -126,13 +124,3 @@ FORWARD_CAN_BE_REPLACED = TorchVersion(torch.__version__) >= "2.13"
 
 Pinned by ``test_casts_inside_of_a_compiled_call``.
 """
-
-
-def reparametrize(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Return the context of torch.func.functional_call, which also serves methods other than forward.
-
-    Afterwards the dict holds what the module then had in their places.
-
-    Dynamo traces it. Pinned by ``test_compiled_equals_eager``.
-    """
-    return _reparametrize_module(module, tensors)

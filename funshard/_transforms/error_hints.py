@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
-from .._spec.spec import PartitionSpec, abridge
+from .._spec.spec import PartitionSpec
+from .._spec.table import abridge
 
 __all__ = ["add_argument_hints", "add_hints", "as_call_arguments", "check_materialized", "find_hint"]
 __all__ += ["find_running_module", "is_forward_rule_missing"]

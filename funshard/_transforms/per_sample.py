@@ -13,9 +13,10 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for as_call_arguments
 
 from .. import _torch
+from .._spec.bind import bind_spec
 from .._spec.checks import check_buffers, check_trainable
 from .._spec.division import ReduceBy, Reduction
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import gather_unit, scatter_unit
 from .._units.host import start_copy_to_host

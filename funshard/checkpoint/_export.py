@@ -13,8 +13,9 @@ from torch import Tensor
 from .. import _torch
 from .._sharding.agree import check_ranks_agree, has_peers
 from .._sharding.full import gather_to_first
+from .._spec.bind import bind_spec
 from .._spec.checks import check_mapping, check_params, find_full_params
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.layout import unflatten_unit
 from ._files.directory import LOCK

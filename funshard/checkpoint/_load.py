@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.bind import bind_spec
+from .._spec.spec import PartitionSpec
 from ._errors import CheckpointError
 from ._files.manifest import read_manifest
 from ._files.metadata import read_metadata

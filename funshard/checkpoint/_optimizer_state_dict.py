@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .. import _torch
 from .._sharding.full import gather_full
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.bind import bind_spec
+from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._spec.unit_state import replace_values
 from .._units.layout import rank_coords, slice_pieces, to_memory_order

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.bind import bind_spec
+from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.layout import Params

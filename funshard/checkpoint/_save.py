@@ -15,7 +15,8 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.bind import bind_spec
+from .._spec.spec import PartitionSpec
 from ._errors import CheckpointError, SavedError
 from ._files.planners import RangeSavePlanner
 from ._files.staging import StagingDirectory

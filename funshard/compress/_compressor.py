@@ -9,9 +9,10 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from .._spec.bind import bind_spec
 from .._spec.checks import check_mapping, check_trainable, find_full_params
 from .._spec.host import HOST, compute_device
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import reduce_along
 from .._units.layout import Params, flatten_unit

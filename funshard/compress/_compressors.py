@@ -20,7 +20,8 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.bind import bind_spec
+from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.layout import Params
 from ..collectives._functions import all_to_all, gather_slices

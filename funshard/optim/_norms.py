@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._spec.bind import bind_spec
 from .._spec.host import compute_device
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.layout import Params
 from .._units.padding import check_slice, map_unpadded

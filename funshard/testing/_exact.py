@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._sharding.agree import check_ranks_agree, fingerprint_params, has_peers, report_to_ranks
+from .._spec.bind import bind_spec
 from .._spec.checks import collect_full_params
-from .._spec.spec import PartitionSpec, bind_spec
+from .._spec.spec import PartitionSpec
 from ..collectives._mesh import ProcessAxis
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Loss, Outcome
 

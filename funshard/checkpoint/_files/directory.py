@@ -14,7 +14,8 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..._spec.spec import PartitionSpec, bind_spec
+from ..._spec.bind import bind_spec
+from ..._spec.spec import PartitionSpec
 from .._errors import CheckpointError, NewerError
 from .._ranks.ranks import TIMEOUT, connect_ranks
 from .manifest import MANIFEST, read_manifest

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..._spec.spec import PartitionSpec, bind_spec
+from ..._spec.bind import bind_spec
+from ..._spec.spec import PartitionSpec
 from ..._units.layout import Params, rank_coords
 from .batch import MatrixBatch
 from .owners import Cost, Matrix, Select, assign_owners, batch_matrices, format_table, largest_unit_numel, select_matrices
