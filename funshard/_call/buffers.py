@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from .._spec.tree import join_path
 from .._torch.layers import NormWithStatistics
 from .casting import cast_back, cast_floats
 from .module_state import own_tensors
+from .warn_once import is_first_warning
 
 __all__ = [
     "BufferWarning",
@@ -33,14 +33,9 @@ class BufferWarning(UserWarning):
     """Forward changed buffers, such as BatchNorm's running statistics, and the call threw the changes away."""
 
 
-_WARNED: WeakSet[nn.Module] = WeakSet()
-"""The models whose users have been warned: once for each, whatever the filters of warnings."""
-
-
 def warn_discarded(model: nn.Module, names: Sequence[str], stacklevel: int) -> None:
     """Warn, once for a model, that the call throws away the changes of these buffers."""
-    if names and model not in _WARNED:
-        _WARNED.add(model)
+    if names and is_first_warning(model, "discarded buffers"):
         _warn(names, stacklevel + 1)
 
 

@@ -12,7 +12,6 @@ import functools
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .. import _torch
 from .._spec.compiled import Compile
+from .._spec.remat import ALL
 from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
 from .._transforms._recompute.reachable import ReachableObjects
@@ -28,15 +28,13 @@ from .compile_cache import CompiledRun, find_compiled_run, is_first_run
 from .compiled_node import TRANSPARENT, CompiledNode, GivenParameter
 from .modes import Scheduled
 from .module_state import GatheringParameters, ModuleAttributes
+from .warn_once import is_first_warning
 from .write_watch import write_error
 
 if TYPE_CHECKING:
     from .running import Call
 
-__all__ = ["CompileWarning", "compile_forward", "find_compiled", "find_obstacle"]
-
-_WARNED: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()
-"""The reasons of which users have been told, by class of module: once for each."""
+__all__ = ["CompileWarning", "can_run_compiled", "compile_forward", "find_compiled"]
 
 
 class CompileWarning(UserWarning):
@@ -79,26 +77,22 @@ def compile_forward(
         before: The attributes of the model before the call.
         forward: The forward to run without compilation.
     """
-    module = call.place.modules[path]
+    module, chosen = call.place.modules[path], call.spec._chosen.get(path)
+    remat = None if chosen is None or not chosen.remat else ALL if chosen.remat is True else chosen.remat
     inside = [one for at, one in call.place.modules.items() if is_within(at, path)]
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        level = _torch.current_level()
-        reason = find_obstacle(call)
-        if reason is None and level:
-            reason = _find_opaque(call, module, args, kwargs)
-        if reason is not None:
-            if reason:
-                _warn_eager(path, module, reason)
+        if not can_run_compiled(call, path, args, kwargs):
             return forward(*args, **kwargs)
-        compiled = find_compiled_run(module, inside, options, retains=level > 0)
+        level = _torch.current_level()
+        compiled = find_compiled_run(module, inside, options, remat, retains=level > 0)
         with _plain_parameters(call, inside, before, level) as given, _watch_writes(call, compiled, module, inside):
             if not level:
-                return _torch.run_compiled(compiled, module, args, kwargs)
+                return compiled(path, module, args, kwargs)
             call.scopes.compiled = path
             try:
-                below = functools.partial(_torch.run_compiled, compiled, module)
+                below = functools.partial(compiled, path, module)
                 out = CompiledNode(path, below, given, args, kwargs).apply()
             finally:
                 call.scopes.compiled = None
@@ -115,7 +109,17 @@ def compile_forward(
 # --- where compiled code can run ---
 
 
-def find_obstacle(call: Call) -> str | None:
+def can_run_compiled(call: Call, path: str, args: object, kwargs: object) -> bool:
+    """Return whether torch can run the module at ``path`` compiled. Warn, once, of a user's choice that prevents it."""
+    module, reason = call.place.modules[path], _find_obstacle(call)
+    if reason is None and _torch.current_level():
+        reason = _find_opaque(call, module, args, kwargs)
+    if reason:
+        _warn_eager(path, module, reason)
+    return reason is None
+
+
+def _find_obstacle(call: Call) -> str | None:
     """Return why torch cannot run compiled code here: "" where operators are recorded; None if it can."""
     if torch.compiler.is_compiling() or _torch.is_traced() or any(map(_torch.is_fake, call.mode.params.values())):
         return ""
@@ -130,9 +134,7 @@ def find_obstacle(call: Call) -> str | None:
 
 
 def _warn_eager(path: str, module: nn.Module, reason: str) -> None:
-    told = _WARNED.setdefault(type(module), set())
-    if reason not in told:
-        told.add(reason)
+    if is_first_warning(type(module), reason):
         warnings.warn(
             f"module '{path}' with P(compile=True) runs without compilation, with the same results: {reason}",
             CompileWarning,

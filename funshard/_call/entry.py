@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +20,9 @@ from .._units.flow import resolve_reduction
 from ..collectives._mesh import ProcessAxis
 from .bound_module import BoundModule
 from .schedule import CallOptions
+from .warn_once import is_first_warning
 
 __all__ = ["CallInputs", "check_call"]
-
-_WARNED: WeakSet[nn.Module] = WeakSet()
-"""The models whose users have been warned: once for each, whatever the filters of warnings."""
 
 
 class CallInputs(NamedTuple):
@@ -103,8 +100,7 @@ def _check_reduced(model: nn.Module, params: Mapping[str, Tensor], spec: Partiti
                     "fs.reduce_grads on the gradients"
                 )
         as_stored = all(tensor.dtype == unit.dtype for tensor in tensors)  # others were cast, as for mixed precision by hand
-        if as_stored and _are_copies(tensors) and _on_processes(spec) and model not in _WARNED:
-            _WARNED.add(model)
+        if as_stored and _are_copies(tensors) and _on_processes(spec) and is_first_warning(model, "full parameters"):
             warnings.warn(
                 f"functional_call: parameter '{unit.params[0].name}' is given in full and differentiated, and no gradient of "
                 f"full parameters is reduced: each of {ranks} ranks would train alone; expected fs.shard(model, spec), or "

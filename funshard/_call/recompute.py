@@ -24,7 +24,6 @@ from .._transforms._recompute.stateful_adapters import CALL_ATTRIBUTES, set_attr
 from .._units.layout import Params, unflatten_unit
 from .bound_module import BoundModule, Replaced
 from .buffers import copy_buffer
-from .compiled_unit import compile_forward, find_obstacle
 from .gathered_unit import GatheredUnit
 from .module_state import ModuleAttributes
 
@@ -118,7 +117,6 @@ class _ModuleRun:
         self._outer, self._place, self.buffers = outer, place, buffers
         self._parameters = {module: before[module].get("_parameters") for module in place.owned}  # a traced one has none
         self._first, self._last = True, False
-        self._is_compilable = find_obstacle(outer) is None
         self._level = _torch.current_level()
         self._gathered_units = gathered
         # a backward that nobody comes back to runs it with these
@@ -183,11 +181,7 @@ class _ModuleRun:
         with call.install(buffers, attributes):
             for (path, attr), tensor in replaced.items():
                 place.modules[path]._parameters[attr] = tensor
-            forward, options = place.modules[place.path].forward, self._outer.compiled.get(place.path)
-            # other runs may be differentiated twice
-            if options and self._is_compilable and (self._first or self._last):
-                forward = compile_forward(call, place.path, options, attributes, forward)
-            out = forward(*args, **kwargs)
+            out = place.modules[place.path].forward(*args, **kwargs)
             replaced.update(place.replaced_parameters(attributes))
             after = {module: dict(vars(module)) for module in place.owned}
         for module, new in after.items():

@@ -25,7 +25,7 @@ from .activation_offload import choose_hooks, choose_offload
 from .bound_module import BoundModule
 from .buffers import install_buffers
 from .casting import buffer_dtypes, module_overrides, wrap_in_casts
-from .compiled_unit import compile_forward, find_compiled
+from .compiled_unit import can_run_compiled, compile_forward, find_compiled
 from .modes import Scheduled, choose_mode
 from .module_state import MODEL_LOCK, GatheringParameters, ModuleAttributes, calling_thread, restore_modules
 from .recompute import recompute_module
@@ -188,6 +188,8 @@ class Call:
                     unit.params[i].name for owned in insides()[0].owned.values() for unit, i in owned.values()
                 }
             if self.is_inference or not _torch.needs_graph():
+                return scoped(*args, **kwargs)
+            if path in self.compiled and can_run_compiled(self, path, args, kwargs):
                 return scoped(*args, **kwargs)
             place, spec = insides()
             if not isinstance(self.mode, Scheduled) or not self.mode.is_at_call_level():

@@ -18,11 +18,9 @@ from .. import _torch
 from .._spec.table import abridge
 from .._spec.tree import join_path
 from .buffers import BufferWarning
+from .warn_once import is_first_warning, was_warned
 
 __all__ = ["check_statistics"]
-
-_WARNED: WeakSet[nn.Module] = WeakSet()
-"""The models whose users have been warned: once for each, whatever the filters of warnings."""
 
 _COMPARED: WeakSet[nn.Module] = WeakSet()
 """The models whose statistics have been compared with the initial values: once for each, since that waits for a device."""
@@ -36,7 +34,7 @@ def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: C
 
     ``layers`` are the model's normalisation layers by path, ``given`` the names in ``buffers=``.
     """
-    if model in _WARNED:
+    if was_warned(model, "stale statistics"):
         return
     if (not given or model in _UPDATED_ELSEWHERE) and all(layer.training for layer in layers.values()):
         return  # as in every training call but the first
@@ -59,8 +57,7 @@ def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: C
         _COMPARED.add(model)
         stale = [name for name, layer in read.items() if _is_initial(layer)]
         why = "they are those of a new model (mean 0, variance 1), which no training has updated"
-    if stale:
-        _WARNED.add(model)
+    if stale and is_first_warning(model, "stale statistics"):
         warnings.warn(
             f"functional_call: layers in eval mode normalise with the model's own {abridge(dict.fromkeys(stale), 2)}: {why}; "
             "expected the statistics of training in buffers=, or loaded into the model by "

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from .._torch.compiler import FUNC_GRADIENT, OpOverload
+from .._torch.compiler import FUNC_GRADIENT, OpOverload, annotate, get_annotation, is_view
 from .._transforms._recompute.regions import NAME_KEY, REGION_PREFIX
 
 __all__ = [
@@ -52,16 +50,6 @@ def annotate_phases(graph: Graph) -> str:
     return repr([(*(get_annotation(node, key) for key in keys), get_regions(node)) for node in graph.nodes])
 
 
-def annotate(node: Node, **annotations: object) -> None:
-    """Add annotations to a node."""
-    node.meta["custom"] = {**node.meta.get("custom", {}), **annotations}
-
-
-def get_annotation(node: Node, key: str) -> Any:
-    """Return the node's annotation under this key, None if the node has none."""
-    return node.meta.get("custom", {}).get(key)
-
-
 def is_annotated(node: Node) -> bool:
     """Return whether a node was traced; a node that a compiler pass has inserted may have no annotations."""
     return get_annotation(node, _PHASE_KEY) is not None
@@ -98,11 +86,6 @@ def is_collective_start(node: Node) -> bool:
 def is_cheap(node: Node) -> bool:
     """Return whether a node is a view or a cast, which costs less to compute again than to keep."""
     return is_view(node) or _op_name(node).startswith(_CAST_OPS)
-
-
-def is_view(node: Node) -> bool:
-    """Return whether a node has no memory of its own: a view, or an element of a tuple of results."""
-    return node.target is operator.getitem or getattr(node.target, "is_view", False)
 
 
 def is_assembly(node: Node) -> bool:

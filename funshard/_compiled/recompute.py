@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from .._spec.remat import Chosen, Remat
-from .._torch.compiler import OpOverload, original_op
+from .._spec.remat import Remat
+from .._torch.compiler import OpOverload, view_base
 from .._transforms._recompute.regions import NAME_KEY
+from .._transforms._recompute.saved_nodes import is_chosen
 from .graph import (
     annotate,
     find_phases,
@@ -50,27 +50,15 @@ def mark_saved(graph: Graph, remats: Sequence[Remat]) -> None:
         regions, name = get_regions(node), get_annotation(node, NAME_KEY)
         if name is not None and is_view(node):
             (named,) = node.all_input_nodes
-            _save_in_regions(_view_base(named), [r for r in regions if name in remats[r].names])
+            _save_in_regions(view_base(named), [r for r in regions if name in remats[r].names])
             node.replace_all_uses_with(named)
             graph.erase_node(node)
         elif regions and isinstance(node.target, OpOverload) and not is_view(node):
-            _save_in_regions(node, [r for r in regions if _is_chosen(node, chosen[r])])
+            _save_in_regions(node, [r for r in regions if is_chosen(node, chosen[r])])
 
 
 def _save_in_regions(node: Node, regions: Iterable[int]) -> None:
     annotate(node, **{_SAVED_KEY: (*(get_annotation(node, _SAVED_KEY) or ()), *regions)})
-
-
-def _view_base(node: Node) -> Node:
-    """Return the node that allocated the memory of which this node is a view."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _is_chosen(node: Node, chosen: Chosen) -> bool:
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    return chosen(original_op(node), tuple(args), dict(kwargs), node.meta.get("val"))
 
 
 # --- recomputation ---
@@ -127,7 +115,7 @@ class _NestingDepth:
     ) -> None:
         self.graph, self.phases, self.regions, self.copied_for = graph, phases, regions, copied_for
         self.position = {node: i for i, node in enumerate(graph.nodes)}
-        self.first_writes = {_view_base(x): self.position[node] for node in reversed(graph.nodes) for x in find_written(node)}
+        self.first_writes = {view_base(x): self.position[node] for node in reversed(graph.nodes) for x in find_written(node)}
         self.run_of: dict[Node, _RegionRun] = {}
         runs: dict[tuple[int, tuple[int, ...]], _RegionRun] = {}
         for node in graph.nodes:
@@ -153,7 +141,7 @@ class _NestingDepth:
 
         def missing_inputs(node: Node) -> list[Node]:
             inputs = [x for x in node.all_input_nodes if self.run_of.get(x) is run and x not in run.saved and x not in copies]
-            return [x for x in inputs if all(self.first_writes.get(_view_base(y), end) >= end for y in x.all_input_nodes)]
+            return [x for x in inputs if all(self.first_writes.get(view_base(y), end) >= end for y in x.all_input_nodes)]
 
         for node in sorted(reachable_nodes([reader], missing_inputs), key=self.position.__getitem__):
             if is_view(node) and copies.keys().isdisjoint(node.all_input_nodes):

@@ -41,7 +41,8 @@ class P:
     `Remat` says what is kept for that. ``offload`` says what rests on the host: ``"activations"``, which is what autograd
     saves in its module (as `funshard.offload` does), ``"params"``, or a set of both.
 
-    ``compile`` runs its module's forward by torch.compile, within the eager schedule: True, or a `Compile`.
+    ``compile`` runs its module's forward by torch.compile, within the eager schedule: True, or a `Compile`. Operators that a
+    `Remat` chooses are those of the program, whatever the compiler makes of them.
 
     ``at_rest`` is a `Codec`, such as ``codecs.nf4()``, for what of it is frozen (not ``requires_grad``, when the spec is
     made) and floating point: `shard` gives the bytes of the encoded slice, gathers send these, and what is computed with is
@@ -76,11 +77,6 @@ class P:
             raise TypeError(f"P: remat: expected True or False, got {self.remat!r} (or a Remat, which says what is kept)")
         if not isinstance(self.compile, bool | Compile):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: compile: expected True, False or a Compile, got {self.compile!r}")
-        if self.compile and isinstance(self.remat, Remat) and self.remat.save is not None:
-            raise ValueError(
-                "P: compile with remat=Remat(save=...): a compiled forward has no operators to keep the results of: expected "
-                "remat=True, or no compile"
-            )
         self._check_offload()
         if not isinstance(self.align, int | None) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: align: expected a whole number of elements, got {self.align!r}")

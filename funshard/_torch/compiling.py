@@ -17,7 +17,7 @@ __all__ = [
     "copy_function",
     "inductor_mode_options",
     "is_compiler_variable",
-    "run_compiled",
+    "is_config_variable",
 ]
 
 CompileOptions = dict[str, Any]
@@ -52,34 +52,25 @@ def copy_function(function: F, name: str) -> F:
     return types.FunctionType(code, function.__globals__, name)  # pyright: ignore[reportReturnType]
 
 
-def run_compiled(compiled: Callable[..., Any], *args: Any) -> Any:
-    """Call a compiled function, and drop the context variables that torch sets while it compiles.
-
-    Whoever compares the variables before and after a run, as recomputation does, would take them for the function's. Pinned by
-    ``test_compilation_leaves_no_context_variables``.
-    """
-    inside = contextvars.copy_context()
-    before = dict(inside.items())
-    try:
-        return inside.run(compiled, *args)
-    finally:
-        changed = {var: value for var, value in inside.items() if var not in before or before[var] is not value}
-        if changed:
-            own = _config_variables()
-            for var, value in changed.items():
-                if var in before or not (var in own or is_compiler_variable(var)):
-                    var.set(value)
-
-
 def is_compiler_variable(var: contextvars.ContextVar[Any]) -> bool:
     """Return whether Dynamo or AOTAutograd keeps its own state in a context variable, by its name."""
     return var.name.startswith("torch.") or var.name == "_vt_active_calls"
 
 
-def _config_variables() -> set[contextvars.ContextVar[Any]]:
-    """Return the context variables that hold torch's configuration."""
-    entries = [e for m in [*sys.modules.values()] if isinstance(m, ConfigModule) for e in vars(m)["_config"].values()]
-    return {x for entry in entries for x in vars(entry).values() if isinstance(x, contextvars.ContextVar)}
+_IS_CONFIG: dict[contextvars.ContextVar[Any], bool] = {}
+
+
+def is_config_variable(var: contextvars.ContextVar[Any]) -> bool:
+    """Return whether a context variable holds an override of torch's configuration, which torch sets while it compiles.
+
+    The `decimal` module's context counts as one: Python sets it where it is first read, as by the compiler's sympy.
+    Pinned, with `is_compiler_variable`, by ``test_context_variables_that_a_compilation_leaves``.
+    """
+    if var not in _IS_CONFIG:  # torch may have imported more of its configuration since
+        entries = [e for m in [*sys.modules.values()] if isinstance(m, ConfigModule) for e in vars(m)["_config"].values()]
+        known = (x for entry in entries for x in vars(entry).values() if isinstance(x, contextvars.ContextVar))
+        _IS_CONFIG.update({var: var.name == "decimal_context"} | dict.fromkeys(known, True))
+    return _IS_CONFIG[var]
 
 
 def inductor_mode_options(mode: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import _torch
 
-__all__ = ["AmbientState", "context_variables", "set_context_variables"]
+__all__ = ["AmbientState", "compared_variables", "context_variables", "set_context_variables"]
 
 
 class AmbientState:
@@ -111,6 +111,11 @@ def _states_equal(a: Tensor, b: Tensor) -> bool:
 def context_variables() -> dict[contextvars.ContextVar[Any], Any]:
     """Return all context variables that are set, with their values, except for the compiler's own."""
     return {var: value for var, value in contextvars.copy_context().items() if not _torch.is_compiler_variable(var)}
+
+
+def compared_variables() -> dict[contextvars.ContextVar[Any], Any]:
+    """Return the context variables that every run must leave alike: torch changes its configuration while it compiles."""
+    return {var: value for var, value in context_variables().items() if not _torch.is_config_variable(var)}
 
 
 @contextlib.contextmanager

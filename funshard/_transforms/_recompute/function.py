@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ... import _torch
 from ..._spec.remat import Remat
 from ..._torch import DATA
-from .ambient import AmbientState, context_variables, set_context_variables
+from .ambient import AmbientState, compared_variables, context_variables, set_context_variables
 from .autograd_queries import GRAD, QUERY_GETTERS, REGISTER_HOOK, ForbiddenFunctions, find_autograd_queries
 from .graph_checks import differentiates_operand, find_parameter, has_grad
 from .outcome import RunOutcome
@@ -182,7 +182,7 @@ class RecomputedFunction:
                     self._in_transforms(xs),
                     saving,
                 ):
-                    out, variables = self._call(*inputs.roots[:-1]), context_variables()
+                    out, variables = self._call(*inputs.roots[:-1]), compared_variables()
                 self._ambient.record_end()
             else:
                 with self._ambient.restored(), torch.set_grad_enabled(self._grad):
@@ -201,7 +201,7 @@ class RecomputedFunction:
     def _run_in_context(self, roots: Sequence[Any]) -> tuple[Any, dict[contextvars.ContextVar[Any], Any]]:
         """Run in a new context, where variables that only the first run has set are not set."""
         with set_context_variables(roots[-1]):
-            return self._call(*roots[:-1]), context_variables()
+            return self._call(*roots[:-1]), compared_variables()
 
     @contextlib.contextmanager
     def _in_transforms(self, xs: Sequence[Tensor]) -> Generator[None]:

@@ -44,6 +44,10 @@ class RecomputeRegions:
         if names and not names & last[1]:
             self.problem = missing_names_message(name, names, last[1])
 
+    def names_in(self, number: int) -> set[str]:
+        """Return the names seen so far in an open region."""
+        return next(seen for region, seen in self._open if region == number)
+
     def is_saved(self, name: str) -> bool:
         """Note a name that a tensor is given, and return whether an open region saves it."""
         for _, seen in self._open:
@@ -65,10 +69,10 @@ _COLLECTING = threading.local()
 
 
 @contextlib.contextmanager
-def collect_regions() -> Generator[RecomputeRegions]:
-    """Collect the regions of what is traced within this context."""
+def collect_regions(regions: RecomputeRegions | None = None) -> Generator[RecomputeRegions]:
+    """Collect the regions of what is traced within this context: in ``regions``, if given."""
     before = current_regions()
-    _COLLECTING.regions = regions = RecomputeRegions()
+    _COLLECTING.regions = regions = regions or RecomputeRegions()
     try:
         yield regions
     finally:
