@@ -6,12 +6,14 @@ import contextlib
 import gc
 import pickle
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from depth import depth
-from ranks import Pool
+from depth import depth, seldom
+from ranks import Pool, launch
+from test_compile import needs_cpp
 from torch import Tensor, nn
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 
@@ -166,3 +168,36 @@ def test_buffers_that_two_modules_share(given: str) -> None:
     expected = run(call)
     torch.testing.assert_close(run(torch.compile(call, backend="eager", fullgraph=True)), expected)
     assert all(torch.equal(b, torch.zeros(()) if name.endswith("seen") else shared) for name, b in own.items())
+
+
+@seldom
+@needs_cpp
+def test_later_starts_find_the_compiled_code(tmp_path: Path) -> None:
+    """In inductor's cache, or in torch's artifacts, which another machine loads; never that of another schedule."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+import sys
+import torch, funshard as fs
+from torch._dynamo.utils import counters
+
+artifacts, reshard = sys.argv[1:]
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+spec = fs.by_type(torch.nn.Linear, p=fs.P("shard", reshard=reshard == "reshard"))(model).on({"shard": 1})
+loss = lambda params: fs.functional_call(model, params, torch.ones(2, 4), spec=spec).sum()
+if artifacts.startswith("load "):
+    torch.compiler.load_cache_artifacts(open(artifacts[5:], "rb").read())
+fs.compile(fs.grad(loss))(fs.shard(model, spec))
+if artifacts.startswith("save "):
+    open(artifacts[5:], "wb").write(torch.compiler.save_cache_artifacts()[0])
+print({name.removeprefix("fxgraph_cache_"): n for name, n in counters["inductor"].items() if name.startswith("fxgraph_cache")})
+""")
+
+    def start(cache: str, artifacts: str, reshard: str = "reshard") -> str:
+        found = launch(1, program, artifacts, reshard, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / cache))
+        return found.splitlines()[-1]
+
+    file = tmp_path / "artifacts"
+    assert start("here", f"save {file}") == "{'miss': 1}"
+    assert start("here", "none") == "{'hit': 1}"
+    assert start("there", f"load {file}") == "{'hit': 1}"
+    assert start("here", "none", "keep") == "{'miss': 1}"

@@ -1173,3 +1173,11 @@ def test_context_variables_that_a_compilation_leaves() -> None:
 
     assert contextvars.Context().run(run) == {"own"}
     assert run() == {"own"}
+
+
+def test_nested_compile_regions_stop_inside_of_torch_func() -> None:
+    """Dynamo's reusable regions (invoke_subgraph) know no torch.func transform, so a step cannot stamp out its blocks."""
+    region = torch.compiler.nested_compile_region(lambda x: x.sin())
+    grad = torch.func.grad(lambda x: region(region(x)).sum())
+    with pytest.raises(Exception, match=r"Expected FakeTensor|invoke_subgraph|FunctionalTensor|HigherOrderOperator"):
+        torch.compile(grad, backend="aot_eager", fullgraph=True)(torch.ones(2))

@@ -6,14 +6,16 @@
 
 A GPT of width 64 takes one step of forward, loss and backward on a fake process group of 8 ranks, whose collectives return at
 once. Each figure is a process of its own, from before torch is imported to the end of
-the step. "plain" compiles the unsharded model; "FSDP2" compiles each block before `fully_shard`; "units" is ``P("shard",
-compile=True)``; "step" is `fs.compile` of the whole step. "eager" is FSDP2 without compilation.
+the step. "plain" compiles the unsharded model, "plain step" a gradient of torch.func over it as one graph; "FSDP2" compiles
+each block before `fully_shard`; "units" is ``P("shard", compile=True)``; "step" is `fs.compile` of the whole step. "eager" is
+FSDP2 without compilation.
 
 "cold" has empty caches, "warm" is a second process that finds the first one's (only inductor has such caches). For the time and
 memory of steps after the first see peers.py: --modes 'FSDP2 compiled,fs units compiled,fs compiled'.
 """
 
 import argparse
+import functools
 import os
 import subprocess
 import sys
@@ -24,7 +26,7 @@ BEGIN = time.perf_counter()
 
 from common import report  # noqa: E402  torch's import counts
 
-MODES = ("eager", "plain", "FSDP2", "units", "step")
+MODES = ("eager", "plain", "plain step", "FSDP2", "units", "step")
 
 
 def run_step(mode: str, blocks: int, backend: str) -> None:
@@ -43,6 +45,11 @@ def run_step(mode: str, blocks: int, backend: str) -> None:
         model = GPT(blocks, 64, 4, 32)
         if mode == "plain":
             step = plain(torch.compile(model, backend=backend))
+        elif mode == "plain step":
+            full = {name: p.detach() for name, p in model.named_parameters()}
+            model.to("meta")
+            grad = torch.func.grad_and_value(lambda p, x, y: loss_of(torch.func.functional_call(model, p, (x,)), y))
+            step = functools.partial(torch.compile(grad, backend=backend, fullgraph=True), full)
         elif mode in ("eager", "FSDP2"):
             for i, block in enumerate(model.blocks if mode == "FSDP2" else ()):
                 model.blocks[i] = torch.compile(block, backend=backend)
@@ -57,7 +64,7 @@ def run_step(mode: str, blocks: int, backend: str) -> None:
             compiled = fs.compile(
                 fs.grad_and_value(lambda p, x, y: loss_of(fs.functional_call(model, p, (x,), spec=spec), y)), backend=backend
             )
-            step = lambda x, y: compiled(params, x, y)  # noqa: E731
+            step = functools.partial(compiled, params)
         step(x, y)
         print(time.perf_counter() - BEGIN, counters["stats"]["unique_graphs"])
 
