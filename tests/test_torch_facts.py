@@ -1181,3 +1181,28 @@ def test_nested_compile_regions_stop_inside_of_torch_func() -> None:
     grad = torch.func.grad(lambda x: region(region(x)).sum())
     with pytest.raises(Exception, match=r"Expected FakeTensor|invoke_subgraph|FunctionalTensor|HigherOrderOperator"):
         torch.compile(grad, backend="aot_eager", fullgraph=True)(torch.ones(2))
+
+
+def test_optimizers_ask_is_compiling() -> None:
+    """Where it is True they read no numbers on the host, and do not check the devices of ``capturable=True``."""
+    param = torch.ones(2)
+    param.grad = torch.ones(2)
+    optimizer = torch.optim.RAdam([param], capturable=True, foreach=False)
+    assert not torch.compiler.is_compiling()
+    with _torch.compiling(True):
+        assert torch.compiler.is_compiling()
+        optimizer.step()
+        with _torch.compiling(False), pytest.raises(AssertionError, match="capturable=True"):
+            optimizer.step()
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scalars_are_written_in_a_graph(dtype: torch.dtype) -> None:
+    """torch 2.11 and 2.13 lose a plain copy_ into a 0-D float64 tensor; `write_into` may go where none does."""
+    torch._dynamo.reset()
+    for write, is_safe in ((_torch.write_into, True), (Tensor.copy_, dtype != torch.float64)):
+        x = torch.tensor(1.5, dtype=dtype)
+        torch.compile(lambda x, write=write: write(x, x * 2), backend="aot_eager")(x)
+        assert x == 3 or not is_safe

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from .. import _torch
 from .._transforms._recompute.regions import collect_regions, current_regions
 from ..optim._checks import refuse_shared_memory
+from .floats import TracedFloats
 
 __all__ = ["compile"]
 
@@ -83,22 +84,35 @@ def compile(
         return _run_step(step, donated_indices, *args, **kwargs)
 
     # Dynamo counts recompiles by code object, so every compiled step needs its own.
-    run = FunctionType(run.__code__.replace(), run.__globals__, "run", None, run.__closure__)
-    run = torch.compile(run, backend=compiler, fullgraph=fullgraph, **others)
+    function = FunctionType(run.__code__.replace(), run.__globals__, "run", None, run.__closure__)
+    run = torch.compile(function, backend=compiler, fullgraph=fullgraph, **others)
+    floats = TracedFloats(function)
 
-    @functools.wraps(step)
-    def compiled(*args: Any, **kwargs: Any) -> Any:
-        donated = _check_donated(args, donated_indices)
-        with collect_regions() as regions:
+    def run_traced(*args: Any, **kwargs: Any) -> tuple[Any, str]:
+        with collect_regions() as regions, _torch.collect_graph_errors() as errors:
             try:
-                out, problem = run(*args, **kwargs)
+                return run(*args, **kwargs)
             except Exception as error:
+                if errors:
+                    raise errors[-1] from error
                 if "DynamicLayer.cpp" in str(error):  # torch's own assertion, where it goes on after a break
                     raise RuntimeError(
                         "compile: the graph breaks inside of a gradient, as by a branch on values in forward, and torch cannot "
                         "go on from there: expected a step that is one graph, or no compile; fullgraph=True names the line"
                     ) from error
                 raise ValueError(regions.problem) if regions.problem else error  # noqa: B904 - the same one
+
+    @functools.wraps(step)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        donated = _check_donated(args, donated_indices)
+        are_traced = floats.trace(args, kwargs)
+        try:
+            out, problem = run_traced(*args, **kwargs)
+        except Exception as error:
+            if not (are_traced and fullgraph and floats.make_constant(error)):  # with breaks, some of the step has run
+                raise
+            floats.trace(args, kwargs)
+            out, problem = run_traced(*args, **kwargs)
         seen = Counter(_torch.storage_id(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
         if any(seen[storage] > count for storage, count in donated.items()):
             problem = "compile: a result is, or is a view of, a donated tensor, which was written to: return a clone of it"
@@ -130,7 +144,7 @@ def _run_step(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: 
             # A value that is another donated tensor is to be read before that is written to.
             writes += [(into, x.clone() if x in given else x) for into, x in zip(old, new, strict=True) if x is not into]
         for into, value in writes:
-            into.copy_(value)
+            _torch.write_into(into, value)
     return (tuple(results) if isinstance(out, tuple) else results[0]), ""
 
 

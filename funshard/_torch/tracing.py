@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,14 +19,18 @@ from .levels import current_level
 
 __all__ = [
     "FORWARD_CAN_BE_REPLACED",
+    "PROFILER_OPS",
     "allow_in_graph",
     "annotate_graph",
     "assume_constant",
+    "collect_graph_errors",
+    "compiling",
     "disable_in_graph",
     "fake_mode",
     "is_eager",
     "is_fake",
     "is_traced",
+    "write_into",
 ]
 
 
@@ -68,6 +73,9 @@ def annotate_graph(**notes: object) -> contextlib.AbstractContextManager[None]:
     return annotate(notes)
 
 
+PROFILER_OPS = (torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit._RecordFunction)
+"""The operators of torch.autograd.profiler.record_function. Pinned by ``test_graphs_of_updates_have_no_profiler``."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -81,20 +89,68 @@ def assume_constant(fn: F) -> F:
     return fn
 
 
+@contextlib.contextmanager
+def compiling(flag: bool) -> Generator[None]:
+    """Make ``torch.compiler.is_compiling()`` this, which torch's optimizers ask: then they read no numbers on the host.
+
+    Torch versions differ in what it is while AOTAutograd records operators. Pinned by ``test_optimizers_ask_is_compiling``.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = flag
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+_graph_errors: contextvars.ContextVar[list[Exception] | None] = contextvars.ContextVar("funshard_graph_errors", default=None)
+
+
+@contextlib.contextmanager
+def collect_graph_errors() -> Generator[list[Exception]]:
+    """Yield a list that receives the errors of functions in a graph, which Dynamo replaces by its own while it traces."""
+    errors: list[Exception] = []
+    token = _graph_errors.set(errors)
+    try:
+        yield errors
+    finally:
+        _graph_errors.reset(token)
+
+
 def allow_in_graph(fn: F) -> F:
     """Apply torch.compiler.allow_in_graph, when Dynamo first traces the function. Pinned by tests/test_import.py."""
 
+    @functools.wraps(fn)
+    def in_graph(*args: Any) -> Any:
+        try:
+            return fn(*args)
+        except Exception as error:
+            if (errors := _graph_errors.get()) is not None:
+                errors.append(error)
+            raise
+
     @assume_constant
     def known() -> None:
-        torch.compiler.allow_in_graph(fn)
+        torch.compiler.allow_in_graph(in_graph)
 
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
             known()
+            return in_graph(*args)
         return fn(*args)
 
     return cast("F", call)
+
+
+def write_into(tensor: Tensor, value: Tensor) -> Tensor:
+    """Copy a value of the same shape into a tensor, and return the tensor.
+
+    Inside torch.compile, torch 2.11 to 2.13 lose what is copied into a 0-D float64 input. Pinned by
+    ``test_scalars_are_written_in_a_graph``.
+    """
+    (tensor if tensor.dim() else tensor.unsqueeze(0)).copy_(value if value.dim() else value.unsqueeze(0))
+    return tensor
 
 
 def disable_in_graph(reason: str) -> Callable[[F], F]:
@@ -108,11 +164,11 @@ def disable_in_graph(reason: str) -> Callable[[F], F]:
             disabled.setdefault(None, cast("F", torch.compiler.disable(fn, reason=reason)))
 
         @functools.wraps(fn)
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
-                return fn(*args)
+                return fn(*args, **kwargs)
             known()
-            return disabled[None](*args)
+            return disabled[None](*args, **kwargs)
 
         return cast("F", call)
 

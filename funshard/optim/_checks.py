@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _torch
 
-__all__ = ["check_rate", "named_tensors", "refuse_shared_memory"]
+__all__ = ["break_message", "check_rate", "named_tensors", "refuse_shared_memory"]
 
 State = Mapping[str, Mapping[str, Tensor]]
 
@@ -22,6 +22,11 @@ def check_rate(lr: object, what: str, *, optional: bool = True) -> None:
             f"{what}: expected a number or a tensor of one, got {type(lr).__name__}; a schedule is a function of the step: "
             "give update(..., lr=schedule(step)). torch's schedulers write into a torch optimizer, and here is none"
         )
+
+
+def break_message(name: str, why: str) -> str:
+    """Return the reason that torch.compile gives where an update breaks its graph."""
+    return f"{name}'s update cannot be part of a graph: {why}. Compile the gradients, and call update outside"
 
 
 def named_tensors(grads: Mapping[str, Tensor], state: State, params: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

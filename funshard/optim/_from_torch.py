@@ -12,7 +12,7 @@ from torch import Tensor
 from .._spec.spec import PartitionSpec
 from ._by_matrix.fallback import resolve_options
 from ._by_matrix.muon import muon
-from ._by_matrix.optimizer import MatrixOptimizer, optimizer_from_rule
+from ._by_matrix.optimizer import MatrixOptimizer, break_graphs, optimizer_from_rule
 from ._by_matrix.rule import rule_from_update
 from ._checks import check_rate
 from ._elementwise.checks import InitialState, is_updated, refuse_derivatives
@@ -140,9 +140,10 @@ def _adafactor(
     rule = rule_from_update(init, update, [(m.shape, m.unit.dtype) for m in known.chosen])
     resolved = resolve_options("from_torch", known, {"lr": of_torch["lr"], "weight_decay": of_torch["weight_decay"]}, options)
     fallback = partial(_refused, known.spec), lambda grads, state, params, **rates: (dict(params), dict(state))
-    return optimizer_from_rule(
+    optimizer = optimizer_from_rule(
         rule, known, resolved, fallback=fallback, is_default_fallback=True, donate=donate, lr=float(of_torch["lr"])
     )
+    return break_graphs(optimizer, "Adafactor", "torch's step reads its count on the host")
 
 
 def _refused(spec: PartitionSpec, params: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree  # traced by torch.compile, as optree 
 from ... import _torch
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import Params
-from .._checks import check_rate, named_tensors, refuse_shared_memory
+from .._checks import break_message, check_rate, named_tensors, refuse_shared_memory
 from .._matrices.matrices import Matrices, matrices
 from .checks import check_step
 from .config import Fallback, MatrixConfig
@@ -21,7 +21,7 @@ from .rule import MatrixInit, MatrixOptions, MatrixRule, MatrixUpdate, rule_from
 from .state import MatrixState, State, init_state, place_like
 from .step import MatrixStep
 
-__all__ = ["Fallback", "MatrixOptimizer", "by_matrix", "optimizer_from_rule"]
+__all__ = ["Fallback", "MatrixOptimizer", "break_graphs", "by_matrix", "optimizer_from_rule"]
 
 
 class MatrixOptimizer(NamedTuple):
@@ -101,6 +101,11 @@ def optimizer_from_rule(
     owned = {name: shapes[kind] for name, kind in kinds.items()}
     config = MatrixConfig(rule, known, every, fallback, is_default_fallback, donate, lr, owned)
     return MatrixOptimizer(partial(_init, config), partial(_update, config))
+
+
+def break_graphs(optimizer: MatrixOptimizer, name: str, why: str) -> MatrixOptimizer:
+    """Return the optimizer with an update that runs eagerly inside torch.compile, which gives the reason ``why``."""
+    return optimizer._replace(update=_torch.disable_in_graph(break_message(name, why))(optimizer.update))
 
 
 def _owned_shapes(rule: MatrixRule, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[int, ...]]:

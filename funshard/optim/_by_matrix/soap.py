@@ -15,7 +15,7 @@ from .._norms import upcast
 from .config import Fallback
 from .factors import compute_if_due, eigh_or_nan, factored_sides, gram, multiply_side, resolve_real_matrices
 from .fallback import check_nonnegative, optimizer_with_fallback
-from .optimizer import MatrixOptimizer
+from .optimizer import MatrixOptimizer, break_graphs
 from .rule import MatrixOptions, MatrixRule, OwnedState, Payload, Slots
 
 __all__ = ["soap"]
@@ -134,7 +134,8 @@ def soap(
 
     rule = MatrixRule(("exp_avg",), init_owned, before_exchange, on_owner, (0,), after_exchange)
     defaults = {"lr": lr, "weight_decay": weight_decay}
-    return optimizer_with_fallback("soap", rule, known, defaults, options, fallback, donate=donate)
+    optimizer = optimizer_with_fallback("soap", rule, known, defaults, options, fallback, donate=donate)
+    return break_graphs(optimizer, "soap", "it reads the step to know whether to compute bases")
 
 
 def _is_past_first(step: Tensor, like: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from .checks import (
 )
 from .derivatives import SharedOptions, fill_padding, padding_masks, refuse_without_spec, split_axes
 from .eps_root import add_eps_root, warn_zero_gradients
+from .in_graph import flatten_update, reason_for_break, run_in_graph
 from .options import (
     ParamOptions,
     expand_numbers,
@@ -110,7 +111,28 @@ def elementwise(
     config = ElementwiseConfig(
         optimizer_class, defaults, initial, donate, at, groups, ranges, names, scalars, lr, spec or derived_by, rank
     )
-    return Optimizer(partial(_init_state, config), partial(_update, config))
+    return Optimizer(partial(_init_state, config), _compilable_update(config))
+
+
+def _compilable_update(config: ElementwiseConfig) -> Update:
+    """Return the update, which inside torch.compile is part of the graph or breaks it."""
+    update = partial(_update, config)
+    if reason := reason_for_break(config):
+        return _torch.disable_in_graph(reason)(update)
+    flat_update = flatten_update(config, _update)
+
+    def update_or_record(
+        grads: Mapping[str, Tensor],
+        state: Mapping[str, Mapping[str, Tensor]],
+        params: Mapping[str, Tensor],
+        *,
+        lr: float | Tensor | None = None,
+    ) -> tuple[Params, State]:
+        if torch.compiler.is_dynamo_compiling():
+            return run_in_graph(config, flat_update, grads, state, params, lr)
+        return update(grads, state, params, lr=lr)
+
+    return update_or_record
 
 
 def _init_state(config: ElementwiseConfig, params: Mapping[str, Tensor]) -> State:

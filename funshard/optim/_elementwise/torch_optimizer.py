@@ -36,6 +36,8 @@ class ElementwiseConfig(NamedTuple):
     spec: PartitionSpec | None
     """The spec, by which derivatives know replicas and padding."""
     rank: int | None
+    is_recorded: bool = False
+    """Whether the update becomes part of a graph, where numbers are tensors without values."""
 
     @property
     def differentiable(self) -> bool:
@@ -85,7 +87,8 @@ def write_back(config: ElementwiseConfig, given: dict[str, Tensor], after: Mappi
 def build_optimizer(config: ElementwiseConfig, lr: float | Tensor | None) -> torch.optim.Optimizer:
     """Return torch's optimizer with its param groups, without parameters."""
     groups = [{"params": [torch.empty(0)], **group} for group in config.groups]
-    batched = isinstance(lr, Tensor) and _torch.is_wrapped(lr)  # torch asks whether it is below 0, and nobody can tell
+    # torch asks whether it is below 0, and nobody can tell
+    batched = isinstance(lr, Tensor) and (config.is_recorded or _torch.is_wrapped(lr))
     optimizer = config.cls(groups, **(config.defaults if lr is None or batched else {**config.defaults, "lr": lr}))
     optimizer.state.clear()
     for group, own in zip(optimizer.param_groups, config.groups, strict=True):

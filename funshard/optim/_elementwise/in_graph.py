@@ -1,0 +1,144 @@
+"""The update of an elementwise optimizer inside torch.compile: one function that AOTAutograd traces, and Dynamo does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ... import _torch
+from ..._spec.checks import check_mapping
+from ..._spec.unit_state import replace_values
+from .._checks import break_message, named_tensors
+from .checks import ELEMENTWISE_CLASSES, refuse_derivatives
+from .numbers_as_tensors import NumbersAsTensors
+from .torch_optimizer import ElementwiseConfig, tensor_options
+
+__all__ = ["flatten_update", "reason_for_break", "run_in_graph"]
+
+States = Mapping[str, Mapping[str, Tensor]]
+UpdateFn = Callable[..., tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]]
+FlatUpdate = Callable[..., tuple[Tensor, ...]]
+
+BRANCHING_CLASSES = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
+"""The classes that branch on values, but with ``capturable=True``, where they select with torch.where.
+
+The others keep ``capturable=False``: there Adam would divide by the learning rate, and 0 / 0 is NaN.
+"""
+
+
+def _as_vector(x: Any) -> Any:
+    """Return a 0-D tensor as a vector: with a 0-D number in float64 it would be computed in float64."""
+    return x.unsqueeze(0) if isinstance(x, Tensor) and x.dim() == 0 else x
+
+
+def reason_for_break(config: ElementwiseConfig) -> str:
+    """Return why the update cannot be part of a graph, or "" if it can."""
+    if config.differentiable:
+        why = "differentiable=True records derivatives"
+    elif config.cls not in ELEMENTWISE_CLASSES:
+        why = "a class of your own may branch on values"
+    elif any({**config.defaults, **group}.get("dampening") for group in config.groups):
+        why = "SGD with dampening asks whether a step is the first one"
+    elif any(
+        isinstance(x, Tensor)
+        for options in (config.defaults, *config.groups)
+        for x in pytree.tree_leaves({name: value for name, value in options.items() if name != "lr"})
+    ):
+        why = "options, except lr, are tensors"
+    elif isinstance(config.lr, Tensor) and any("lr" in group for group in config.groups):
+        why = "lr is a tensor, and parameters have their own"
+    else:
+        return ""
+    return break_message(config.cls.__name__, why)
+
+
+def flatten_update(config: ElementwiseConfig, update: UpdateFn) -> FlatUpdate:
+    """Return ``update`` as a function of flat tensors that Dynamo puts into its graph whole.
+
+    Its arguments are the keys of the gradients, of the params, and of the state with its names; the learning rate or None; and
+    the tensors: gradients, params, states. It returns params and states.
+    """
+    is_branching = config.cls in BRANCHING_CLASSES
+    cls: Any = config.cls
+    kernels: dict[str, Any] = {"foreach": False, "fused": False, "capturable": is_branching}
+    options = {name: value for name, value in kernels.items() if name in cls([torch.empty(0)]).defaults}
+    if isinstance(config.lr, Tensor):  # an input of the graph; torch compares this one with 0
+        options["lr"] = 1.0
+    recorded = config._replace(
+        defaults={**config.defaults, **options},
+        groups=[{name: value for name, value in group.items() if name not in kernels} for group in config.groups],
+        donate=False,
+        device=None,
+        is_recorded=True,
+    )
+
+    def flat_update(
+        grad_keys: tuple[str, ...],
+        keys: tuple[str, ...],
+        state_names: tuple[tuple[str, tuple[str, ...]], ...],
+        lr: Any,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        grads = {key: _as_vector(next(given)) for key in grad_keys}
+        params = {key: _as_vector(next(given)) for key in keys}
+        state = {
+            key: {name: x if name in config.scalars else _as_vector(x) for name, x in zip(names, given, strict=False)}
+            for key, names in state_names
+        }
+        named = [*named_tensors(grads, state, params), *tensor_options(recorded, lr)]
+        refuse_derivatives((name, x) for name, x in named if isinstance(x, Tensor))  # pyright: ignore[reportUnnecessaryIsInstance]
+        wide = state
+        if is_branching:
+            numbers = config.scalars
+            wide = {k: {n: torch.as_tensor(x).double() if n in numbers else x for n, x in v.items()} for k, v in state.items()}
+        with torch.no_grad(), _torch.compiling(is_branching), NumbersAsTensors():
+            new_params, new_state = update(recorded, grads, wide, params, lr=lr)
+        new = [
+            *(new_params[key] for key in keys),
+            *(new_state[key][name].to(x.dtype) for key, values in state.items() for name, x in values.items()),
+        ]
+        return tuple(
+            x.squeeze(0) if old.dim() == 0 and x.shape == (1,) else x for x, old in zip(new, tensors[len(grads) :], strict=True)
+        )
+
+    return _torch.allow_in_graph(flat_update)
+
+
+@_torch.allow_in_graph
+def _refuse_rate(lr: float) -> None:
+    """Raise torch's error for a learning rate, which Dynamo would replace by its own."""
+    raise ValueError(f"Invalid learning rate: {lr}")
+
+
+def run_in_graph(
+    config: ElementwiseConfig,
+    flat_update: FlatUpdate,
+    grads: Mapping[str, Tensor],
+    state: States,
+    params: Mapping[str, Tensor],
+    lr: float | Tensor | None,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Return the new params and state of the function of `flatten_update`; with ``config.donate``, in the given tensors."""
+    check_mapping(params)
+    check_mapping(grads, "grads")
+    if lr is None and isinstance(config.lr, Tensor):
+        lr = config.lr
+    if isinstance(lr, float | int) and config.cls is torch.optim.Rprop:
+        lr = None  # it matters in the first state only, and a float without use compiles again
+    elif isinstance(lr, float | int):
+        if not lr >= 0.0:
+            _refuse_rate(float(lr))
+        lr = torch.ones((), dtype=torch.float64) * lr
+    state_names = tuple((key, tuple(values)) for key, values in state.items())
+    given = [*params.values(), *(x for values in state.values() for x in values.values())]
+    new: Iterable[Tensor] = flat_update(tuple(grads), tuple(params), state_names, lr, *grads.values(), *given)
+    if config.donate:
+        new = [_torch.write_into(into, x) if into.shape == x.shape else x for into, x in zip(given, new, strict=True)]
+    values = iter(new)
+    new_params = {key: next(values) for key in params}
+    return new_params, {key: replace_values(old, {name: next(values) for name in old}) for key, old in state.items()}

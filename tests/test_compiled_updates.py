@@ -1,0 +1,320 @@
+"""Updates of from_torch inside fs.compile: one graph with the gradient, clipping, loss scaling and a schedule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from depth import depth, each, seldom
+from ranks import Pool
+from test_compile import IMPORT, needs_cpp
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+from funshard import P, _torch
+
+pytestmark = pytest.mark.filterwarnings(f"ignore:{IMPORT}")
+Counters = torch._dynamo.utils.counters
+Refused = torch._dynamo.exc.TorchDynamoException
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("AdamW", {"weight_decay": 0.1}),
+    "NAdam": ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "SGD": ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "Adam": ("Adam", {"amsgrad": True, "weight_decay": 0.1, "maximize": True}),
+    "RAdam": ("RAdam", {"weight_decay": 0.1}),
+    "RMSprop": ("RMSprop", {"momentum": 0.9, "centered": True}),
+    "Adagrad": ("Adagrad", {"lr_decay": 0.1}),
+    "Adadelta": ("Adadelta", {}),
+    "Adamax": ("Adamax", {}),
+    "ASGD": ("ASGD", {"t0": 2.0, "lambd": 0.1}),
+    "Rprop": ("Rprop", {}),
+    "fused AdamW": ("AdamW", {"fused": True}),
+    "foreach Adam": ("Adam", {"foreach": True}),
+}
+RATES = (0.05, 0.03, 0.0, 0.07, 0.01, 0.04, 0.06)
+POLICIES = {
+    "shard": P("shard"),
+    "keep": P("shard", reshard=False),
+    "P()": P(),
+    "remat": P("shard", remat=True),
+    "precision": P("shard", precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+    Counters.clear()
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch(rank: int, i: int) -> Tensor:
+    return torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * i + rank))
+
+
+def scaled_step(model: nn.Module, spec: fs.PartitionSpec, update: Callable[..., Any]) -> Callable[..., Any]:
+    """A step with everything that training has beside its gradient."""
+
+    def step(params: fs.Params, state: Any, scale: fs.loss_scale.LossScale, x: Tensor, lr: float | Tensor) -> Any:
+        def loss(params: fs.Params) -> Tensor:
+            y = fs.functional_call(model, params, (x,), spec=spec).to(x.dtype)
+            return fs.loss_scale.scale(scale, F.mse_loss(y, x[:, :3]))
+
+        grads, value = fs.grad_and_value(loss)(params)
+        grads, finite = fs.loss_scale.unscale(scale, grads, spec)
+        grads, norm = fs.optim.clip_by_global_norm(grads, spec, 0.2)
+        new, after = fs.loss_scale.select(finite, update(grads, state, params, lr=lr), (params, state))
+        return new, after, fs.loss_scale.update(scale, finite, growth_interval=2), value, norm
+
+    return step
+
+
+def close(got: object, expected: object, rtol: float = 1e-10) -> None:
+    for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-3 * rtol, equal_nan=True)
+
+
+def without_decay(name: str, param: object) -> dict[str, Any]:
+    return {"lr": 0.2} if name.endswith("bias") else {}
+
+
+def trained(rank: int, name: str, backend: str, kind: str, policy: str = "shard", path: Path | None = None) -> None:
+    """Take some steps, the second of them with a gradient that is not finite, and compare each with the eager one."""
+    warnings.filterwarnings("ignore", IMPORT)
+    torch._dynamo.reset()
+    Counters.clear()
+    cls, given = OPTIMIZERS[name]
+    rtol = 1e-10 if policy != "precision" else 1e-5
+    model = model_of().to(torch.float64 if policy != "precision" else torch.float32)
+    dtype = model[0].weight.dtype
+    spec = fs.by_type(nn.Linear, p=POLICIES[policy])(model).bound
+    optimizer = getattr(torch.optim, cls)
+    init, update = fs.optim.from_torch(optimizer, spec=spec, lr=0.1, options=without_decay, **given)
+    params = fs.shard(model, spec)
+    expected: Any = params, init(params), fs.loss_scale.init(8.0)
+    got: Any = pytree.tree_map(torch.clone, expected)
+    pointers = [leaf.data_ptr() for leaf in pytree.tree_leaves(got)]
+    numbers = [values.numbers for values in got[1].values()]
+    step = scaled_step(model, spec, update)
+    compiled = fs.compile(step, donate_argnums=(0, 1, 2), backend=backend)
+    for i, rate in enumerate(RATES[: 5 if kind == "float" else 3]):
+        x = batch(rank, i).to(dtype) * (float("inf") if i == 1 else 1)
+        *expected, value, norm = step(*expected, x, rate)
+        *got, ours, our_norm = compiled(*got, x, rate if kind == "float" else torch.tensor(rate, dtype=torch.float64))
+        close((got, ours, our_norm), (expected, value, norm), rtol)
+    assert [leaf.data_ptr() for leaf in pytree.tree_leaves(got)] == pointers
+    assert [values.numbers for values in got[1].values()] == numbers
+    assert Counters["stats"]["unique_graphs"] == 1
+    assert not Counters["graph_break"]
+    assert not Counters["recompiles"]
+    if path is not None:
+        for name, state in (("got", got), ("expected", expected)):
+            fs.checkpoint.save(path / name, {"params": state[0], "opt": state[1]}, spec)
+        like = {"params": expected[0], "opt": expected[1]}
+        close(fs.checkpoint.load(path / "got", spec, like=like), fs.checkpoint.load(path / "expected", spec, like=like))
+
+
+@each
+@pytest.mark.parametrize("name", depth(["AdamW", "NAdam", "SGD"], list(OPTIMIZERS)))
+@pytest.mark.parametrize("kind", depth(["float"], ["float", "tensor"]))
+def test_updates_compile_with_the_step(gloo2: Pool, name: str, kind: str) -> None:
+    """One graph for steps with other rates: equal to eager, the skipped one too, in the memory of the given tensors."""
+    gloo2.run(trained, name, "aot_eager", kind)
+
+
+@each
+@pytest.mark.parametrize("policy", depth(["keep", "precision"], list(POLICIES)))
+def test_updates_compile_with_every_policy(gloo2: Pool, policy: str, tmp_path: Path) -> None:
+    """The state is saved as eager's is."""
+    if policy == "precision" and not _torch.FORWARD_CAN_BE_REPLACED:
+        pytest.skip("torch 2.11: fs.compile refuses the precision of units inside the model")
+    gloo2.run(trained, "AdamW", "aot_eager", "float", policy, tmp_path)
+
+
+@seldom
+@needs_cpp
+def test_updates_compile_by_inductor(gloo2: Pool) -> None:
+    gloo2.run(trained, "AdamW", "inductor", "float")
+
+
+def hostile(dtype: torch.dtype, i: int) -> Tensor:
+    """Gradients that are zero, tiny, large, and with i > 2 not finite."""
+    grad = torch.tensor([0.0, 0.0, 1.0, -2.0, 1e-30, -1e-8, 1e8, 3.0], dtype=torch.float64).roll(i)
+    grad[0] = 0.0
+    return (grad if i < 3 else grad.where(grad != 3.0, torch.inf)).to(dtype)
+
+
+@each
+@pytest.mark.parametrize("name", depth(list(OPTIMIZERS)[:6], list(OPTIMIZERS)))
+@pytest.mark.parametrize("dtype", depth([torch.float64], [torch.float64, torch.float32, torch.bfloat16, torch.complex128]))
+@pytest.mark.parametrize("lr", depth([1e-3], [1e-3, 1.0]))
+def test_recorded_updates_equal_eager_ones(name: str, dtype: torch.dtype, lr: float) -> None:
+    """Also with a rate of 0, where no gradient was; of a scalar; and of units that have none."""
+    cls, given = OPTIMIZERS[name]
+    if given.get("fused") and dtype.is_complex:
+        pytest.skip("torch's fused kernels are real")
+    init, update = fs.optim.from_torch(getattr(torch.optim, cls), lr=lr, **given)
+    params = {"w": torch.arange(8).to(dtype), "scalar": torch.tensor(1.5).to(dtype), "frozen": torch.arange(3)}
+    expected: Any = params, init(params)
+    step = lambda p, s, g, lr: update({"w": g, "scalar": g[2]}, s, p, lr=lr)  # noqa: E731
+    compiled = fs.compile(step, backend="aot_eager", donate_argnums=(0, 1))
+    for i, rate in enumerate((lr, 0.0, 0.5 * lr, lr)):
+        if i == 3 and name == "ASGD":
+            break  # its average of what is not finite is NaN
+        got = compiled(*pytree.tree_map(torch.clone, expected), hostile(dtype, i), rate)
+        expected = step(*expected, hostile(dtype, i), rate)
+        close(got, expected, 1e-10 if dtype in (torch.float64, torch.complex128) else 2 * torch.finfo(dtype).eps)
+        assert torch.equal(got[0]["frozen"], params["frozen"])
+    assert Counters["stats"]["unique_graphs"] == 1
+
+
+def test_rates_that_are_tensors_of_the_optimizer() -> None:
+    """A default rate is read at each step, as in eager: torch's own advice for compiled optimizers."""
+    rate, params = torch.tensor(0.1), {"w": torch.arange(1.0, 5.0)}
+    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=rate)
+    state = init(params)
+    compiled = fs.compile(lambda p, s: update(p, s, p), backend="aot_eager")
+    for value in (0.1, 0.5):
+        rate.fill_(value)
+        close(compiled(params, state), update(params, state, params))
+    assert Counters["stats"]["unique_graphs"] == 1
+
+
+def test_donated_updates_write_in_the_graph() -> None:
+    """``from_torch(donate=True)`` returns the given tensors."""
+    params = {"w": torch.arange(1.0, 5.0), "scalar": torch.tensor(2.0, dtype=torch.float64)}
+    plain, donating = (fs.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, donate=d) for d in (False, True))
+    expected = plain.update(params, plain.init(params), params)
+    state, grads = plain.init(params), pytree.tree_map(torch.clone, params)
+    new, after = fs.compile(donating.update, backend="aot_eager")(grads, state, params)
+    close((new, after, params, state), (*expected, *expected))
+
+
+def test_graphs_of_updates_have_no_profiler() -> None:
+    """torch's optimizers open a region for it, whose operators no compiler fuses."""
+    targets: list[str] = []
+    params = {"w": torch.arange(1.0, 5.0)}
+    init, update = fs.optim.from_torch(torch.optim.Adam)
+
+    def note(graph: GraphModule, inputs: object) -> Callable[..., Any]:
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    fs.compile(lambda p, s: update(p, s, p), backend=note)(params, init(params))
+    assert any("sqrt" in target for target in targets)
+    assert not [target for target in targets if "profiler" in target]
+
+
+def test_updates_that_break_the_graph() -> None:
+    """Where the graph must break, the error names the optimizer and says what to do; with a break the values are eager's."""
+    params = {"w": torch.arange(1.0, 5.0)}
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1)
+    state = init(params)
+    step = lambda p, s: update(p, s, p, lr=0.2)  # noqa: E731
+    with pytest.raises(Refused, match=r"SGD's update cannot be part of a graph: SGD with dampening .* Compile the gradients"):
+        fs.compile(step, backend="aot_eager")(params, state)
+    close(fs.compile(step, backend="aot_eager", fullgraph=False)(params, state), step(params, state))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"differentiable": True}, "differentiable=True records derivatives"),
+        ({"betas": (torch.tensor(0.9), torch.tensor(0.99))}, "options, except lr, are tensors"),
+    ],
+)
+def test_options_that_break_the_graph(options: dict[str, Any], match: str) -> None:
+    params = {"w": torch.arange(1.0, 5.0)}
+    init, update = fs.optim.from_torch(torch.optim.Adam, **options)
+    with pytest.raises(Refused, match=match):
+        fs.compile(lambda p, s: update(p, s, p), backend="aot_eager")(params, init(params))
+
+
+def mistakes() -> dict[str, Callable[..., Any]]:
+    """Calls of an update that eager refuses."""
+    extra = torch.ones(4)
+    return {
+        "a gradient of no unit": lambda u, p, s: u({**p, "v": extra}, s, p),
+        "no gradient": lambda u, p, s: u({}, s, p),
+        "None": lambda u, p, s: u({"w": None}, s, p),
+        "no state": lambda u, p, s: u(p, {}, p),
+        "another state": lambda u, p, s: u(p, {"w": {"step": s["w"]["step"]}}, p),
+        "another dtype": lambda u, p, s: u({"w": p["w"].double()}, s, p),
+        "another shape": lambda u, p, s: u({"w": p["w"][:2]}, s, p),
+        "a rate below 0": lambda u, p, s: u(p, s, p, lr=-0.5),
+        "a rate that is no number": lambda u, p, s: u(p, s, p, lr="a"),
+    }
+
+
+@pytest.mark.parametrize("name", mistakes())
+def test_updates_refuse_what_eager_refuses(name: str) -> None:
+    """With the same error: Dynamo's own would say "Observed exception"."""
+    call, params = mistakes()[name], {"w": torch.arange(1.0, 5.0)}
+    init, update = fs.optim.from_torch(torch.optim.Adam)
+    state = init(params)
+    with pytest.raises((ValueError, TypeError)) as eager:
+        call(update, params, state)
+    with pytest.raises(type(eager.value)) as compiled:
+        fs.compile(lambda p, s: call(update, p, s), backend="aot_eager")(params, state)
+    assert type(compiled.value) is type(eager.value)
+    assert str(compiled.value) == str(eager.value)
+
+
+def test_updates_refuse_derivatives() -> None:
+    """A tracked gradient or rate would lose its derivative in the graph as well."""
+    params = {"w": torch.arange(1.0, 5.0)}
+    init, update = fs.optim.from_torch(torch.optim.Adam)
+    state = init(params)
+    gradient = fs.compile(torch.func.grad(lambda p: update(p, state, params)[0]["w"].sum()), backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"grads\['w'\] takes part in a derivative"):
+        gradient(params)
+    rate = torch.func.grad(lambda lr: update(params, state, params, lr=lr)[0]["w"].sum())
+    with pytest.raises(RuntimeError, match="lr takes part in a derivative"):
+        fs.compile(rate, backend="aot_eager")(torch.tensor(0.1))
+
+
+def scaled(params: fs.Params, lr: float) -> fs.Params:
+    return {key: lr * p for key, p in params.items()}
+
+
+def run_with(step: Callable[..., Any], values: tuple[float, ...]) -> int:
+    """Compare a compiled step with the eager one, and return the number of graphs."""
+    params = {"w": torch.arange(1.0, 5.0)}
+    compiled = fs.compile(step, backend="aot_eager")
+    for value in values:
+        close(compiled(params, value), step(params, value))
+    return Counters["stats"]["unique_graphs"]
+
+
+def test_floats_do_not_recompile() -> None:
+    """torch compiles once more for a second value, if its profile is not told before."""
+    assert run_with(scaled, RATES) == 1
+    nested = fs.compile(lambda p, *, options: scaled(p, options["lr"][0]), backend="aot_eager")
+    for rate in RATES:
+        nested({"w": torch.ones(2)}, options={"lr": (rate,)})
+    assert Counters["stats"]["unique_graphs"] == 2
+
+
+def test_floats_that_cannot_be_traced_are_constants() -> None:
+    """Each value compiles again, and none is an error."""
+    assert run_with(lambda p, lr: {"w": p["w"] * len(str(lr))}, (0.5, 0.25, 0.125, 0.5)) <= 3
+
+
+def test_floats_recompile_without_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch whose private profile has another form compiles a second time."""
+    from funshard._torch import traced_floats
+
+    monkeypatch.setattr(traced_floats, "pgo", None)
+    assert run_with(scaled, RATES) == 2
