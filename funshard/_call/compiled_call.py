@@ -73,7 +73,9 @@ def _gather_units(inputs: CallInputs) -> dict[str, Tensor]:
             views = cast_params(given, unit)
         else:
             # for fs.compile, which gathers again in backward, and has ranks compare the order of its collectives
-            with _torch.annotate_graph(funshard_reshard=unit.p.reshard, funshard_unit=unit.key if check_order else None):
+            with _torch.annotate_graph(
+                funshard_unit=unit.key, funshard_reshard=unit.p.reshard, funshard_check_order=check_order
+            ):
                 if spec._fingerprint:
                     views = _gather_views(params[unit.key], spec._fingerprint, unit.key, by, over)
                 else:

@@ -13,7 +13,7 @@ from .._torch.compiler import FUNC_GRADIENT, OpOverload, annotate, get_annotatio
 from .._transforms._recompute.regions import NAME_KEY, REGION_PREFIX
 
 __all__ = [
-    "RESHARD_KEY",
+    "CHECK_ORDER_KEY",
     "UNIT_KEY",
     "GatherNodes",
     "annotate",
@@ -33,7 +33,8 @@ __all__ = [
     "reachable_nodes",
 ]
 
-_PHASE_KEY, RESHARD_KEY, UNIT_KEY = "funshard_phase", "funshard_reshard", "funshard_unit"
+_PHASE_KEY, _RESHARD_KEY = "funshard_phase", "funshard_reshard"
+CHECK_ORDER_KEY, UNIT_KEY = "funshard_check_order", "funshard_unit"
 _GRAD_FUNCTIONS = (FUNC_GRADIENT, torch.autograd.grad)
 
 
@@ -46,7 +47,7 @@ def annotate_phases(graph: Graph) -> str:
     for node in graph.nodes:
         phase += node.target in _GRAD_FUNCTIONS
         annotate(node, **{_PHASE_KEY: phase})
-    keys = (_PHASE_KEY, RESHARD_KEY, UNIT_KEY, NAME_KEY)
+    keys = (_PHASE_KEY, _RESHARD_KEY, CHECK_ORDER_KEY, UNIT_KEY, NAME_KEY)
     return repr([(*(get_annotation(node, key) for key in keys), get_regions(node)) for node in graph.nodes])
 
 
@@ -116,9 +117,10 @@ _ASSEMBLY_OPS = ("aten.cat", "aten.sum", "aten.zeros", "aten.new_zeros", "aten.f
 
 @dataclass
 class GatherNodes:
-    """The nodes of one gather of a unit, in order: producers of the buffer, its views and casts, and their users."""
+    """The nodes of one gather, in order: its inputs, producers of the buffer, its views and casts, and their users."""
 
     wait: Node
+    sources: list[Node]
     producers: list[Node]
     views: list[Node]
     users: list[Node]
@@ -128,25 +130,47 @@ class GatherNodes:
         """The node that starts the collective."""
         return self.wait.all_input_nodes[0]
 
+    @property
+    def unit_key(self) -> object:
+        """The key of the unit; for a gather of no unit, the node itself."""
+        key = get_annotation(self.wait, UNIT_KEY)
+        return self.wait if key is None else key
+
+    @property
+    def needs_reshard(self) -> bool:
+        """Whether the buffer is freed between its uses."""
+        return bool(get_annotation(self.wait, _RESHARD_KEY))
+
 
 def find_gathers(graph: Graph) -> list[GatherNodes]:
-    """Return the gathers of inputs of the graph, or of views and casts of inputs."""
+    """Return the gathers of units, of their tangents and cotangents, and those of inputs, or of views and casts of inputs."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     from_inputs: set[Node] = set()
     found: list[GatherNodes] = []
     for node in graph.nodes:
-        is_moved = is_cheap(node) or _is_all_gather(node) or is_wait(node)
-        is_derived = is_moved and bool(node.all_input_nodes) and from_inputs.issuperset(node.all_input_nodes)
+        is_derived = _is_moved(node) and bool(node.all_input_nodes) and from_inputs.issuperset(node.all_input_nodes)
         if node.op in ("placeholder", "get_attr") or is_derived:
             from_inputs.add(node)
-        if node not in from_inputs or not is_wait(node) or not _is_all_gather(node.all_input_nodes[0]):
+        if not _is_gathered(node) or (node not in from_inputs and get_annotation(node, UNIT_KEY) is None):
             continue
         views = reachable_nodes([node], lambda n: [user for user in n.users if is_cheap(user)])
         users = {user for view in (node, *views) for user in view.users} - set(views)
         if not all(_is_all_gather(user) for user in users):  # else the gather over one of several axes
-            producers = reachable_nodes([node], lambda n: [m for m in n.all_input_nodes if m.op == "call_function"])
-            found.append(GatherNodes(node, *(sorted(nodes, key=position.__getitem__) for nodes in (producers, views, users))))
+            producers = reachable_nodes([node], lambda n: filter(_is_moved, n.all_input_nodes))
+            sources = {n for producer in producers for n in producer.all_input_nodes} - set(producers)
+            nodes = (sources, producers, views, users)
+            found.append(GatherNodes(node, *(sorted(some, key=position.__getitem__) for some in nodes)))
     return found
+
+
+def _is_gathered(node: Node) -> bool:
+    """Return whether a node waits for a gather."""
+    return is_wait(node) and _is_all_gather(node.all_input_nodes[0])
+
+
+def _is_moved(node: Node) -> bool:
+    """Return whether a node changes where a value is, and not the value but for its dtype."""
+    return node.op == "call_function" and (is_cheap(node) or _is_all_gather(node) or _is_gathered(node))
 
 
 def reachable_nodes(nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]]) -> list[Node]:

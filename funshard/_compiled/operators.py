@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..collectives import _ops as ops
 from ..collectives._sequence import check_sequence, is_comparable
-from .graph import UNIT_KEY, get_annotation, is_collective_start, is_mutating
+from .graph import CHECK_ORDER_KEY, UNIT_KEY, get_annotation, is_collective_start, is_mutating
 
 __all__ = ["compare_order", "replace_operators"]
 
@@ -43,7 +43,7 @@ def compare_order(graph: Graph) -> None:
         key = get_annotation(node, UNIT_KEY)
         subject = f"result {_result_index(node)}" if key is None else f"unit '{key}'"
         names.setdefault(node.args[-1], []).append(f"{node.target} of {subject}")
-    if not names or all(get_annotation(node, UNIT_KEY) is None for node in graph.nodes):
+    if not names or not any(get_annotation(node, CHECK_ORDER_KEY) for node in graph.nodes):
         return
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(first):

@@ -27,11 +27,9 @@ from . import graph as graph_file
 from . import operators
 from . import recompute as recompute_file
 from .graph import (
-    RESHARD_KEY,
     GatherNodes,
     find_gathers,
     find_phases,
-    get_annotation,
     is_assembly,
     is_cheap,
     is_collective_start,
@@ -93,18 +91,23 @@ class SchedulePass(CustomGraphPass):
 
 
 def _gather_again_in_backward(graph: Graph) -> None:
-    """Give each phase its own gather of a unit, unless at most one other is used since the unit's last use."""
+    """Give each phase its own gather of a unit, unless at most one other is used since the unit's last use.
+
+    A backward of a backward comes to each unit more than once, and each time is treated so.
+    """
     phases, gathers = find_phases(graph), find_gathers(graph)
     position = {node: i for i, node in enumerate(graph.nodes)}
+    places: dict[object, list[int]] = {}
     for unit in gathers:
-        if not get_annotation(unit.wait, RESHARD_KEY):
-            continue
-        others = [[position[user] for user in other.users] for other in gathers if other is not unit]
+        places.setdefault(unit.unit_key, []).extend(position[user] for user in unit.users)
+    for unit in filter(lambda unit: unit.needs_reshard, gathers):
+        others = [some for key, some in places.items() if key != unit.unit_key]
         users = [user for user in unit.users if user.op != "output" and not is_mutating(user)]
         second: _SecondGather | None = None
         for before, user in itertools.pairwise(users):
             between = range(position[before] + 1, position[user])
-            if phases[user] > phases[before] and sum(any(i in between for i in other) for other in others) > 1:
+            may_gather = phases[user] > phases[before] or phases[user] > phases[unit.wait] + 1
+            if may_gather and sum(any(i in between for i in other) for other in others) > 1:
                 second = _SecondGather(unit, user)
             if second:
                 for node in user.all_input_nodes:
@@ -166,13 +169,18 @@ class _NodeOrder:
         self.gather_nodes = [node for unit in gathers for node in (*unit.producers, unit.wait, *unit.views)]
         self.late_nodes = {*self.gather_nodes, *filter(is_wait, self.program)}
         """The nodes that are placed only where another node needs them."""
-        # A unit has its turn at its first use in each phase, which starts the gather for a later turn.
-        first = {(unit.wait, phases[user]): (user, unit.start) for unit in gathers for user in reversed(unit.users)}
-        in_turn = sorted(first.values(), key=lambda turn: position[turn[0]])
-        self.gather_starts = [start for _, start in in_turn]
+        # A unit has its turn at its first use in each phase, with its tangents, which starts the gathers for a later turn.
+        first = {(phases[user], unit.wait): (user, unit) for unit in gathers for user in reversed(unit.users)}
+        in_turn = sorted(first.items(), key=lambda item: position[item[1][0]])
+        self.gathers: list[list[GatherNodes]] = []
         self.turns: dict[Node, list[int]] = {}
-        for turn, (user, _) in enumerate(in_turn):
-            self.turns.setdefault(user, []).append(turn)
+        for turn, (_, items) in enumerate(itertools.groupby(in_turn, lambda item: (item[0][0], item[1][1].unit_key))):
+            self.gathers.append([])
+            for _, (user, unit) in items:
+                self.gathers[turn].append(unit)
+                self.turns.setdefault(user, []).append(turn)
+        self.waiting_turns: dict[Node, list[int]] = {}
+        """The turns whose gathers lack only this node."""
         # A reduction starts when its last missing input is placed. Only nodes that assemble its input lie between.
         self.assemblies: dict[Node, list[Node]] = {}
         self.missing_counts: dict[Node, int] = {}
@@ -204,9 +212,13 @@ class _NodeOrder:
             self.output.prepend(node)
 
     def start_gather(self, turn: int) -> None:
-        """Place the start of the gather for this turn, if there is one."""
-        if turn < len(self.gather_starts):
-            self.place(self.gather_starts[turn])
+        """Place the starts of the gathers for this turn, if there are any, or have them placed once they can be."""
+        for unit in self.gathers[turn] if turn < len(self.gathers) else ():
+            missing = next((node for node in unit.sources if node not in self.placed and node.op == "call_function"), None)
+            if missing is None:
+                self.place(unit.start)
+            else:
+                self.waiting_turns.setdefault(missing, []).append(turn)
 
     def place(self, node: Node) -> None:
         """Place a node after its inputs, and start the reductions that lacked only this node."""
@@ -217,6 +229,8 @@ class _NodeOrder:
         for turn in self.turns.get(node, ()):
             self.start_gather(turn + self.prefetch)
         self.placed[node] = None
+        for turn in self.waiting_turns.pop(node, ()):
+            self.start_gather(turn)
         for start in self.reductions_of.get(node, ()):
             self.missing_counts[start] -= 1
             if not self.missing_counts[start]:

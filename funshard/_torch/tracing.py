@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import annotate
 from torch.torch_version import TorchVersion
@@ -25,6 +26,7 @@ __all__ = [
     "assume_constant",
     "collect_graph_errors",
     "compiling",
+    "current_annotations",
     "disable_in_graph",
     "fake_mode",
     "is_eager",
@@ -75,6 +77,16 @@ def annotate_graph(**notes: object) -> contextlib.AbstractContextManager[None]:
 
 PROFILER_OPS = (torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit._RecordFunction)
 """The operators of torch.autograd.profiler.record_function. Pinned by ``test_graphs_of_updates_have_no_profiler``."""
+
+
+def current_annotations(*names: str) -> dict[str, object]:
+    """Return those of the notes of `annotate_graph` with these names that hold for the node that is being traced; eager none.
+
+    Pinned by ``test_gradients_of_gradients_gather_again``.
+    """
+    notes = traceback.current_meta.get("custom", {})
+    return {name: notes[name] for name in names if name in notes} if notes else {}
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

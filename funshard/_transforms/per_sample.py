@@ -18,11 +18,11 @@ from .._spec.checks import check_buffers, check_trainable
 from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._units.flow import gather_unit, scatter_unit
+from .._units.flow import REDUCE_MEAN, gather_unit, scatter_unit
 from .._units.host import start_copy_to_host
 from .._units.layout import Params, concat_padded, unflatten_unit
 from ..collectives._functions import broadcast, sum_over
-from ..collectives._mesh import Simulated
+from ..collectives._mesh import Mesh, Simulated
 from ._recompute.ambient import AmbientState
 from ._recompute.autograd_queries import REGISTER_HOOK, ForbiddenFunctions
 from .error_hints import as_call_arguments
@@ -94,7 +94,7 @@ def per_sample_grads(
         return torch.vmap(fn, dims, randomness=randomness, chunk_size=chunk_size)(full, *args)
 
     if clip is None:
-        buffers = {unit.key: gather_unit(params[unit.key], unit, mesh) for unit in units}
+        buffers = _gather_units(params, units, mesh)
         return vmap_samples(torch.func.grad(f), _unflatten_units(buffers, units))
 
     params = {unit.key: params[unit.key].detach() for unit in units}
@@ -106,7 +106,7 @@ def per_sample_grads(
     def probed_loss(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
         return f(_unflatten_units({key: _add_probe(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
 
-    buffers = {unit.key: gather_unit(params[unit.key], unit, mesh) for unit in units}
+    buffers = _gather_units(params, units, mesh)
     probes = {unit.key: _zero_probe(params[unit.key]) for unit in units}
     with contextlib.nullcontext() if compiled else ForbiddenFunctions({REGISTER_HOOK: _HOOK_MESSAGE}):
         squares: Mapping[str, Tensor] = vmap_samples(torch.func.grad(probed_loss), probes)
@@ -115,8 +115,7 @@ def per_sample_grads(
     weights = (clip / (norms + 1e-6)).clamp(max=1)
 
     def weighted_loss(params: Mapping[str, Tensor]) -> Tensor:
-        buffers = {unit.key: gather_unit(params[unit.key], unit, mesh, Reduction("sum")) for unit in units}
-        return (vmap_samples(f, _unflatten_units(buffers, units)) * weights).sum()
+        return (vmap_samples(f, _unflatten_units(_gather_units(params, units, mesh, Reduction("sum")), units)) * weights).sum()
 
     with same_random:  # dropout as in the first pass
         grads: Params = grad(weighted_loss)(params)
@@ -168,6 +167,17 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def _zero_probe(like: Tensor) -> Tensor:
     real = torch.view_as_real(like) if like.is_complex() else like  # Dynamo does not know dtype.to_real
     return real.new_zeros((), dtype=_wide_dtype(real.dtype))
+
+
+def _gather_units(
+    params: Mapping[str, Tensor], units: Iterable[Unit], mesh: Mesh, reduction: Reduction = REDUCE_MEAN
+) -> Params:
+    """Return the buffers of the units; fs.compile frees those with ``P(reshard=True)`` between forward and backward."""
+    buffers: Params = {}
+    for unit in units:
+        with _torch.annotate_graph(funshard_unit=unit.key, funshard_reshard=unit.p.reshard):
+            buffers[unit.key] = gather_unit(params[unit.key], unit, mesh, reduction)
+    return buffers
 
 
 def _unflatten_units(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Params:

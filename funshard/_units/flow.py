@@ -26,7 +26,7 @@ from .host import move
 from .layout import rank_coords
 from .route import Route
 
-__all__ = ["encode_at_rest", "gather_unit", "reduce_along", "reduce_unit", "resolve_reduction", "scatter_unit"]
+__all__ = ["REDUCE_MEAN", "encode_at_rest", "gather_unit", "reduce_along", "reduce_unit", "resolve_reduction", "scatter_unit"]
 
 REDUCE_MEAN = Reduction()
 

@@ -6,6 +6,7 @@ in tests/test_torch_facts.py), so they run only inside the forward of this Funct
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,10 @@ from ._ops import OPS, OpContext, missing_group_error, start_op
 from ._sequence import check_sequence
 
 __all__ = ["LinearFunction", "apply", "linear_map"]
+
+
+_UNIT_NOTES = ("funshard_unit", "funshard_reshard", "funshard_check_order")
+"""The annotations of a compiled graph that say whose collective it is, which its transposes take over."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,10 +57,13 @@ class LinearFunction(_torch.Function):
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
         _, _, ctx.linear, *ctx.ranks = inputs  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.notes = _torch.current_annotations(*_UNIT_NOTES)  # pyright: ignore[reportAttributeAccessIssue]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return LinearFunction.apply(grad, None, ctx.linear.transpose(), *ctx.ranks), *(None for _ in (0, 0, *ctx.ranks))
+        with _torch.annotate_graph(**ctx.notes) if ctx.notes else contextlib.nullcontext():
+            out = LinearFunction.apply(grad, None, ctx.linear.transpose(), *ctx.ranks)
+        return out, *(None for _ in (0, 0, *ctx.ranks))
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
