@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +22,12 @@ from .._spec.compiled import Compile
 from .._spec.remat import ALL
 from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
+from .._spec.unit import Unit
 from .._transforms._recompute.reachable import ReachableObjects
 from .casting import has_casts
-from .compile_cache import CompiledRun, find_compiled_run, is_first_run
+from .compile_cache import find_compiled_run, is_first_run
 from .compiled_node import TRANSPARENT, CompiledNode, GivenParameter
-from .modes import Scheduled
+from .modes import Scheduled, UnitInUse
 from .module_state import GatheringParameters, ModuleAttributes
 from .warn_once import is_first_warning
 from .write_watch import write_error
@@ -48,13 +49,21 @@ def find_compiled(spec: PartitionSpec, modules: Mapping[str, nn.Module]) -> dict
         ValueError: For a unit inside of a compiled one whose `P` says more than how its parameters are kept.
     """
     in_place = {path: m._compiled_call_impl for path, m in modules.items() if m._compiled_call_impl is not None}
-    found = {**spec.compiled, **{path: Compile(**_torch.compile_options(run)) for path, run in in_place.items()}}
+    found = {
+        **spec._compute_once(_compiled_by_spec),
+        **{path: Compile(**_torch.compile_options(run)) for path, run in in_place.items()},
+    }
     if found:
         spec._compute_once(_check_units_inside, *found)
     return found
 
 
-def _check_units_inside(spec: PartitionSpec, *paths: str) -> None:
+def _compiled_by_spec(spec: PartitionSpec) -> Mapping[str, Compile]:
+    return spec.compiled
+
+
+def _check_units_inside(spec: PartitionSpec, *paths: str) -> bool:
+    """Return True, or raise ValueError for what `find_compiled` refuses."""
     for path in paths:
         for inner, p in spec._chosen.items():
             casts = p.precision is not None and has_casts(p.precision)
@@ -63,6 +72,7 @@ def _check_units_inside(spec: PartitionSpec, *paths: str) -> None:
                     f"unit '{inner}' with {p} is inside of module '{path}', which is compiled as one: expected no remat, casts "
                     "or offloaded activations inside of a compiled module; compile the inner unit instead"
                 )
+    return True
 
 
 def compile_forward(
@@ -79,7 +89,7 @@ def compile_forward(
     """
     module, chosen = call.place.modules[path], call.spec._chosen.get(path)
     remat = None if chosen is None or not chosen.remat else ALL if chosen.remat is True else chosen.remat
-    inside = [one for at, one in call.place.modules.items() if is_within(at, path)]
+    inside = call.place.modules_inside(path)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +97,10 @@ def compile_forward(
             return forward(*args, **kwargs)
         level = _torch.current_level()
         compiled = find_compiled_run(module, inside, options, remat, retains=level > 0)
-        with _plain_parameters(call, inside, before, level) as given, _watch_writes(call, compiled, module, inside):
+        with (
+            _plain_parameters(call, inside, before, level) as (given, units),
+            _watch_writes(units, is_first=is_first_run(compiled, module)),
+        ):
             if not level:
                 return compiled(path, module, args, kwargs)
             call.scopes.compiled = path
@@ -121,7 +134,7 @@ def can_run_compiled(call: Call, path: str, args: object, kwargs: object) -> boo
 
 def _find_obstacle(call: Call) -> str | None:
     """Return why torch cannot run compiled code here: "" where operators are recorded; None if it can."""
-    if torch.compiler.is_compiling() or _torch.is_traced() or any(map(_torch.is_fake, call.mode.params.values())):
+    if torch.compiler.is_compiling() or _torch.is_traced() or call.is_fake:
         return ""
     if _torch.has_dispatch_mode():
         return "a TorchDispatchMode is active, which sees no operators of compiled code"
@@ -166,12 +179,21 @@ def _reachable_tensors(call: Call, module: nn.Module) -> Sequence[Tensor]:
 @contextlib.contextmanager
 def _plain_parameters(
     call: Call, inside: Sequence[nn.Module], before: ModuleAttributes, level: int
-) -> Generator[list[GivenParameter]]:
+) -> Generator[tuple[list[GivenParameter], Collection[UnitInUse]]]:
     """Give modules their gathered parameters in plain dicts, and their own forward, for the length of a run.
 
     Yields:
-        The dict, name and tensor of each parameter.
+        The dict, name and tensor of each parameter, and the units that own them.
     """
+    units: dict[str, UnitInUse] = {}
+
+    def read(unit: Unit, i: int) -> Tensor:
+        if unit.key not in units:
+            units[unit.key] = call.scopes.gather(unit)
+        if call.used_parameters is not None:
+            call.used_parameters.add(unit.params[i].name)
+        return units[unit.key].views[i]
+
     restored: list[tuple[nn.Module, GatheringParameters, dict[str, Any], dict[str, Any], Any]] = []
     given: list[GivenParameter] = []
     try:
@@ -180,14 +202,14 @@ def _plain_parameters(
             gathering = attributes.get("_parameters")
             if not isinstance(gathering, GatheringParameters):
                 continue
-            plain = dict(gathering.items())
+            plain = gathering.read_with(read)
             restored.append((module, gathering, plain, plain.copy(), attributes.get("forward")))
             attributes["_parameters"] = plain
             given += ((plain, name, x) for name, x in plain.items() if x is not None)
             attributes.pop("forward", None)
             if "forward" in before[module]:
                 attributes["forward"] = before[module]["forward"]
-        yield given
+        yield given, units.values()
     finally:
         for module, gathering, plain, views, forward in restored:
             attributes = vars(module)
@@ -203,18 +225,16 @@ def _plain_parameters(
 
 
 @contextlib.contextmanager
-def _watch_writes(call: Call, compiled: CompiledRun, module: nn.Module, inside: Sequence[nn.Module]) -> Generator[None]:
-    """Raise RuntimeError for a run that writes to parameters.
+def _watch_writes(units: Collection[UnitInUse], *, is_first: bool) -> Generator[None]:
+    """Raise RuntimeError for a run that writes to parameters of these units.
 
     The values of before are restored in the function's first run: it writes to the same parameters in all of them.
     """
-    keys = {unit.key for one in inside for unit, _ in call.place.owned[one].values()}
-    units = [call.scopes.active[key] for key in keys]
-    is_first = is_first_run(compiled, module)
     for in_use in units:
         in_use.watch.drop_lazy_copies(copies=is_first)
     yield
     for in_use in units:
         if what := in_use.watch.find_write():
             raise write_error(in_use.unit, what)
-        in_use.watch.drop_lazy_copies(copies=False)
+        if is_first:
+            in_use.watch.drop_lazy_copies(copies=False)

@@ -97,6 +97,10 @@ class GatheringParameters(dict[str, Any]):
     def copy(self) -> dict[str, Any]:
         return dict(self.items())
 
+    def read_with(self, read: Callable[[Unit, int], Tensor]) -> dict[str, Any]:
+        """Return a plain dict of all parameters, where this function reads those of units."""
+        return {name: read(*self._owned[name]) if name in self._owned else value for name, value in super().items()}
+
     def replaced_by_forward(self, original: Mapping[str, Tensor | None]) -> dict[str, Any]:
         """Return what has been set here since; nothing is gathered for that."""
         own = ((name, super(GatheringParameters, self).__getitem__(name)) for name in self if name not in self._owned)

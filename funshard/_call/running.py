@@ -67,6 +67,11 @@ class Call:
         self.discarded_buffers: list[str] = []  # the buffers that forward has changed and nobody asked for
         self.normalized: Mapping[str, nn.Module] = {}  # the normalisation layers that have buffers, by path
 
+    @functools.cached_property
+    def is_fake(self) -> bool:
+        """Whether parameters are fake tensors."""
+        return any(map(_torch.is_fake, self.mode.params.values()))
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], buffers: dict[str, Tensor] | None, method: str | None) -> Any:
         """Call the model, or another of its methods than forward, on the parameters."""
         with self.install(buffers):

@@ -37,8 +37,11 @@ class WriteWatch:
 
     def drop_lazy_copies(self, *, copies: bool) -> None:
         """Watch versions alone, or real copies: where compiled code takes an address, a lazy copy becomes a real one."""
+        if not copies:
+            self._watched = [(x, None, version) for x, _, version in self._watched]
+            return
         with _torch.below_transforms():
-            self._watched = [(x, x.clone() if copies else None, version) for x, _, version in self._watched]
+            self._watched = [(x, x.clone(), version) for x, _, version in self._watched]
 
     def find_write(self) -> str | None:
         """Return what has been written to since, None if nothing has. The values of before are restored from the copies."""
