@@ -419,6 +419,21 @@ class Rectified(Leaf):
         return F.relu(self.l(x), inplace=True).mul(x).sin_()
 
 
+class Writes(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.l.weight.mul_(0.5)
+        return self.l(x)
+
+
+class Differentiates(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = self.l(x).sin().sum()
+        return torch.autograd.grad(y, x, create_graph=True)[0]
+
+
 class Mixed(Leaf):
     def forward(self, x: Tensor) -> Any:
         return {"y": self.l(x), "x": x, "n": 3, "i": torch.arange(2)}
@@ -435,6 +450,8 @@ REFUSED: dict[type[nn.Module], tuple[str | None, str | None]] = {
     Borrows: (None, "is read inside of module '1' with P\\(compile=True\\), which does not own it"),
     Replaces: (None, "sets its parameter 'weight' in forward"),
     Clamps: ("was changed in place in forward", "was changed in place in forward"),
+    Writes: ("was changed in place in forward", "was changed in place in forward"),
+    Differentiates: ("a gradient with create_graph=True, outside or inside", "a gradient with create_graph=True, outside or"),
     Lists: ("is the model's own parameter", "is the model's own parameter"),
     Creates: ("'1.late' is made in forward", "'1.late' is made in forward"),
 }
@@ -625,15 +642,59 @@ def test_a_second_derivative_of_compiled_code_is_refused() -> None:
 
         return run
 
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+    with pytest.raises(RuntimeError, match=r"module '3' with .* a gradient with create_graph=True, outside or inside"):
         trained(model(), P("shard", compile=AOT), double_backward)
     with pytest.raises(RuntimeError, match=r"module '3' with .* a gradient with create_graph=True inside"):
         trained(model(), P("shard", compile=AOT), lambda f: torch.func.grad(lambda p: gradient(f, p)))
 
 
 def test_a_graph_break_with_fullgraph_is_an_error() -> None:
-    with pytest.raises(Exception, match="graph_break"):
+    with pytest.raises(RuntimeError, match=r"module '1' with Compile\(fullgraph=True\) has a graph break \(.*graph_break"):
         leaf_step(Breaks, fs.grad, Compile(backend="aot_eager", fullgraph=True))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # torch's own, where inductor is imported
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "nope"}, r"module '1': Compile: backend: expected one of .*'aot_eager'.*, got 'nope'"),
+        ({"mode": "nope"}, r"module '1': Compile: mode: expected one of .*'max-autotune'.*, got 'nope'"),
+        ({"options": {"fallback_randm": True}}, r"module '1': Compile: options: expected one of 'fallback_random'.*, got"),
+    ],
+)
+def test_a_name_that_torch_does_not_know(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        leaf_step(Leaf, fs.grad, Compile(**options))
+
+
+class Misfits(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x) @ x
+
+
+def test_an_error_in_what_is_compiled_names_the_module() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"module '1' with P\(compile=True\) does not compile: .*same reduction dim.*; expected"
+    ):
+        leaf_step(Misfits, fs.grad, AOT)
+
+
+def second_derivatives_are_refused(rank: int, alone: bool) -> None:
+    """torch itself gives zeros for these: the compiled function saves nothing that has a graph."""
+    reset()
+    net = nn.Sequential(Leaf()).double()
+    for p in (P("shard", compile=AOT), P("shard", reshard=False, compile=AOT)):
+        spec = fs.by_type(Leaf, p=p)(net)
+        spec = spec.on({"shard": 1}) if alone else spec.bound
+        params = {key: shard.requires_grad_() for key, shard in fs.shard(net, spec).items()}
+        loss = fs.functional_call(net, params, batch(rank), spec=spec).sum()
+        with pytest.raises(RuntimeError, match=r"module '0' with .* a gradient with create_graph=True, outside or inside"):
+            torch.autograd.grad(loss, list(params.values()), create_graph=True)
+
+
+def test_second_derivatives_are_refused(gloo2: Pool) -> None:
+    second_derivatives_are_refused(0, True)
+    gloo2.run(second_derivatives_are_refused, False)
 
 
 @seldom

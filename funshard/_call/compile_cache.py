@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -24,21 +26,76 @@ Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 class CompiledRun:
     """A compiled function for the forward of a module; ``remat`` is what it saves for backward, None for what torch chooses."""
 
-    def __init__(self, run: Run, remat: Remat | None) -> None:
-        self._run, self._names = run, frozenset[str]() if remat is None else remat.names
+    run: Run
+
+    def __init__(self, remat: Remat | None) -> None:
+        self._path, self._names = "", frozenset[str]() if remat is None else remat.names
         self._regions = RecomputeRegions()
         if remat is not None:
             self._regions.enter(remat)
 
     def __call__(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the module at ``path``. Raises ValueError if it gives none of the names to save."""
-        if not self._names:
-            return self._run(module, args, kwargs)
-        with collect_regions(self._regions):
-            out = self._run(module, args, kwargs)
-        if self._names.isdisjoint(seen := self._regions.names_in(0)):
+        self._path = path
+        try:
+            with collect_regions(self._regions) if self._names else contextlib.nullcontext():
+                out = self.run(module, args, kwargs)
+        except RuntimeError as error:
+            if (explained := _explain(error, path)) is error:
+                raise
+            raise explained from error
+        if self._names and self._names.isdisjoint(seen := self._regions.names_in(0)):
             raise ValueError(missing_names_message(f"module '{path}' with P(compile=True)", self._names, seen))
         return out
+
+    def make_prehook(self) -> Callable[[Any], None]:
+        """Return what the backward of the run calls first."""
+        return functools.partial(_refuse_second_derivative, self._path)
+
+
+def _refuse_second_derivative(path: str, _: object) -> None:
+    """Raise RuntimeError in a backward that records a graph: torch may take a second derivative of compiled code for zero."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"module '{path}' with P(compile=True): a gradient with create_graph=True, outside or inside of its forward, "
+            "differentiates compiled code twice, which torch cannot: expected fs.hvp or torch.func, which run it without "
+            "compilation, or no compile for this unit"
+        )
+
+
+def _explain(error: RuntimeError, path: str) -> RuntimeError:
+    """Return an error that names the module, for one in Dynamo's words; any other as it is."""
+    is_dynamo, is_graph_break = _torch.classify_compile_error(error)
+    if not is_dynamo:
+        return error
+    what = str(error).partition("\n")[0]
+    if is_graph_break:
+        return RuntimeError(
+            f"module '{path}' with Compile(fullgraph=True) has a graph break ({what}): expected a forward that torch.compile "
+            "traces as one graph, fullgraph=False, or no compile"
+        )
+    details = str(error).partition("got RuntimeError(")[2].partition("\n")[0]
+    return RuntimeError(
+        f"module '{path}' with P(compile=True) does not compile: {what}{f' ({details}' if details else ''}; expected a forward "
+        "that runs without compile, as P(compile=False) shows, and that the backend of torch.compile takes"
+    )
+
+
+def _check_names(path: str, options: Compile) -> None:
+    """Raise ValueError for a backend, a mode or options that torch.compile does not know."""
+    known: Sequence[str] = ()
+    what, given = "backend", options.backend
+    if isinstance(given, str) and given not in (known := _torch.list_backends()):
+        raise ValueError(_unknown_name(path, what, given, known))
+    if given == "inductor" and options.mode is not None and options.mode not in (known := _torch.list_inductor_modes()):
+        raise ValueError(_unknown_name(path, "mode", options.mode, known))
+    for name, _ in options.options if given == "inductor" else ():
+        if name.replace("-", "_") not in (known := _torch.list_inductor_options()):
+            raise ValueError(_unknown_name(path, "options", name, difflib.get_close_matches(name, known) or known[:5]))
+
+
+def _unknown_name(path: str, what: str, given: str, known: Sequence[str]) -> str:
+    return f"module '{path}': Compile: {what}: expected one of {', '.join(map(repr, known))}, got {given!r}"
 
 
 def _run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,20 +107,25 @@ _RUNS: WeakKeyDictionary[nn.Module, dict[tuple[Compile, Remat | None, bool], Com
 
 
 def find_compiled_run(
-    module: nn.Module, inside: Sequence[nn.Module], options: Compile, remat: Remat | None, *, retains: bool
+    path: str, module: nn.Module, inside: Sequence[nn.Module], options: Compile, remat: Remat | None, *, retains: bool
 ) -> CompiledRun:
     """Return the compiled function of a module.
 
     Args:
+        path: The module's path.
         module: The module.
         inside: All modules in it, itself included.
         options: How to compile it.
         remat: What it saves for backward, None for what torch chooses.
         retains: Whether a backward may come back to what it saved.
+
+    Raises:
+        ValueError: For a backend, a mode or an option that torch.compile does not know.
     """
     runs = _RUNS.setdefault(module, {})
     run = runs.get((options, remat, retains))
     if run is None:
+        _check_names(path, options)
         structure = tuple(
             (type(one), tuple((name, p.shape, p.dtype) for name, p in dict.items(vars(one)["_parameters"]) if p is not None))
             for one in inside
@@ -87,13 +149,12 @@ def _compile(options: Compile, remat: Remat | None, structure: Hashable, retains
         if retains:
             settings["inplace_buffers"] = False
     kwargs = {"mode": options.mode} if options.mode and options.backend != "inductor" else {}
-    how: dict[str, Any] = {"backend": options.backend, "options": settings or None, **kwargs}
-    if remat is not None:
-        from .._transforms._recompute.saved_nodes import SelectiveBackend  # takes a second to import
+    from .._transforms._recompute.saved_nodes import UnitBackend  # takes a second to import
 
-        how = {"backend": SelectiveBackend(options.backend, settings, kwargs, remat)}
-    compile: Any = torch.compile  # whose overloads know no computed options
-    return CompiledRun(compile(run, dynamic=options.dynamic, fullgraph=options.fullgraph, **how), remat)
+    out = CompiledRun(remat)
+    backend = UnitBackend(options.backend, settings, kwargs, remat, out.make_prehook)
+    out.run = torch.compile(run, backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph)
+    return out
 
 
 _MODES: WeakKeyDictionary[CompiledRun, set[tuple[bool, bool]]] = WeakKeyDictionary()

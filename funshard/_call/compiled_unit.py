@@ -96,7 +96,7 @@ def compile_forward(
         if not can_run_compiled(call, path, args, kwargs):
             return forward(*args, **kwargs)
         level = _torch.current_level()
-        compiled = find_compiled_run(module, inside, options, remat, retains=level > 0)
+        compiled = find_compiled_run(path, module, inside, options, remat, retains=level > 0)
         with (
             _plain_parameters(call, inside, before, level) as (given, units),
             _watch_writes(units, is_first=is_first_run(compiled, module)),

@@ -29,6 +29,10 @@ from .write_watch import write_error
 __all__ = ["UnitScopes"]
 
 
+_VIEW_ERRORS = ("is a view and is being modified inplace", "another view of its base has been modified inplace")
+"""Words of torch's errors for a write to a parameter, the second where a compiler traces it."""
+
+
 class UnitScopes:
     """The units in use in one call, each in the run of a module that it was gathered in; the first scope is the call's own."""
 
@@ -130,7 +134,7 @@ class UnitScopes:
             interrupted = False
         except Exception as error:
             cause, interrupted = error, False
-            if self.active and "is a view and is being modified inplace" in str(error):  # torch has refused it already
+            if self.active and any(words in str(error) for words in _VIEW_ERRORS):  # torch has refused it already
                 unit = next(reversed(self.active.values())).unit
                 self._written = self._written or (unit, f"a view, as {', '.join(repr(p.name) for p in unit.params)}")
             raise

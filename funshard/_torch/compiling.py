@@ -13,11 +13,15 @@ from torch.utils._config_module import ConfigModule
 
 __all__ = [
     "CompileOptions",
+    "classify_compile_error",
     "compile_options",
     "copy_function",
     "inductor_mode_options",
     "is_compiler_variable",
     "is_config_variable",
+    "list_backends",
+    "list_inductor_modes",
+    "list_inductor_options",
 ]
 
 CompileOptions = dict[str, Any]
@@ -71,6 +75,32 @@ def is_config_variable(var: contextvars.ContextVar[Any]) -> bool:
         known = (x for entry in entries for x in vars(entry).values() if isinstance(x, contextvars.ContextVar))
         _IS_CONFIG.update({var: var.name == "decimal_context"} | dict.fromkeys(known, True))
     return _IS_CONFIG[var]
+
+
+def classify_compile_error(error: Exception) -> tuple[bool, bool]:
+    """Return whether an error is one of Dynamo's, and whether it is a graph break that ``fullgraph=True`` refuses."""
+    from torch._dynamo import exc  # takes a second to import
+
+    return isinstance(error, exc.TorchDynamoException), isinstance(error, exc.Unsupported)
+
+
+def list_backends() -> list[str]:
+    """Return the names of the backends of torch.compile."""
+    return torch._dynamo.list_backends(exclude_tags=())
+
+
+def list_inductor_modes() -> list[str]:
+    """Return the names of the modes of inductor."""
+    from torch._inductor import list_mode_options  # takes a second to import
+
+    return [*list_mode_options()]
+
+
+def list_inductor_options() -> list[str]:
+    """Return the names of the options of inductor."""
+    from torch._inductor import list_options  # takes a second to import
+
+    return list_options()
 
 
 def inductor_mode_options(mode: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from ..._torch.compiler import (
 )
 from .regions import NAME_KEY
 
-__all__ = ["SelectiveBackend", "is_chosen"]
+__all__ = ["UnitBackend", "is_chosen"]
 
 
 def is_chosen(node: Node, chosen: Chosen) -> bool:
@@ -37,33 +37,52 @@ def is_chosen(node: Node, chosen: Chosen) -> bool:
     return chosen(original_op(node), tuple(args), dict(kwargs), node.meta.get("val"))
 
 
-class SelectiveBackend:
-    """A backend of torch.compile, which saves for backward what a `Remat` saves.
+class UnitBackend:
+    """A backend of torch.compile, which saves for backward what a `Remat` saves, and whose code nobody differentiates twice.
 
     Args:
         backend: The backend.
         options: Its options.
         kwargs: Its other keyword arguments, for another backend than inductor.
-        remat: What to save.
+        remat: What to save; None for what torch chooses.
+        make_prehook: Returns, for a run of the code, what to call before its backward.
     """
 
     def __init__(
-        self, backend: str | Callable[..., Any], options: dict[str, Any], kwargs: dict[str, Any], remat: Remat
+        self,
+        backend: str | Callable[..., Any],
+        options: dict[str, Any],
+        kwargs: dict[str, Any],
+        remat: Remat | None,
+        make_prehook: Callable[[], Callable[[Any], None]],
     ) -> None:
-        self._backend, self._options, self._kwargs = backend, options, kwargs
-        self._save_pass, self._recompute_pass = _SavePass(remat), _RecomputePass()
+        self._backend, self._options, self._kwargs, self._make_prehook = backend, options, kwargs, make_prehook
+        self._passes = None if remat is None else (_SavePass(remat), _RecomputePass())
 
-    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Any:
+    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return compiled code for a graph."""
+        code = self._compile(graph, inputs)
+
+        def run(*args: Any) -> Any:
+            out = code(*args)
+            for node in {x.grad_fn for x in out if isinstance(x, Tensor) and x.grad_fn is not None}:
+                node.register_prehook(self._make_prehook())
+            return out
+
+        return run
+
+    def _compile(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self._backend == "inductor":
             # inductor's passes are between these two, and replace nodes
-            passes = {"joint_custom_pre_pass": self._save_pass, "joint_custom_post_pass": self._recompute_pass}
+            save, recompute = self._passes or (None, None)
+            passes = {"joint_custom_pre_pass": save, "joint_custom_post_pass": recompute} if self._passes else {}
             return compile_fx(graph, inputs, config_patches=self._options | passes)
-        options = {"options": self._options} if self._options else {}
-        return compile_with_joint_pass(self._backend, graph, inputs, self._tag_nodes, **options, **self._kwargs)
+        options = ({"options": self._options} if self._options else {}) | self._kwargs
+        return compile_with_joint_pass(self._backend, graph, inputs, self._passes and self._tag_nodes, **options)
 
     def _tag_nodes(self, graph: Graph) -> None:
-        self._save_pass(graph)
-        self._recompute_pass(graph)
+        for tag_nodes in self._passes or ():
+            tag_nodes(graph)
 
 
 class _SavePass(CustomGraphPass):
