@@ -256,7 +256,7 @@ def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axe
         if key in spec.ignored:
             continue
         owner = spec.owner(key)
-        split = owner.p.axes if isinstance(owner, Unit) else ()
+        split = owner.distinct_axes if isinstance(owner, Unit) else ()
         if axes is not None and (both := [name for name in chosen if name in split]):
             raise ValueError(
                 f"unit '{key}' is split over '{both[0]}', where each rank has other elements: "

@@ -55,7 +55,7 @@ def trace_order(
         >>> fs.trace_order(model, spec, (torch.ones(2),))
         ('0', '1')
     """
-    spec = check_spec(spec).on({axis: 2 for unit in spec for axis in unit.p.axes})
+    spec = check_spec(spec).on({axis: 2 if axis in unit.p.axes else 1 for unit in spec for axis in unit.distinct_axes})
     with _torch.fake_mode(), torch.no_grad():
 
         def fake(x: Tensor) -> Tensor:

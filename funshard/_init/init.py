@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -10,12 +12,14 @@ from .._sharding.agree import check_ranks_agree, fingerprint, has_peers, report_
 from .._sharding.sharding import check_rank
 from .._spec.bind import bind_spec
 from .._spec.checks import collect_full_params
+from .._spec.local import whole_shape
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
 from .._spec.unit import Unit
-from .._units.flow import encode_at_rest, scatter_unit
+from .._units.flow import encode_at_rest
 from .._units.host import place_slice
 from .._units.layout import Params, to_memory_order, unflatten_unit
+from .._units.whole import flatten_whole, scatter_whole
 from .slots import InitFn, Slot
 from .values import Values, WiderReachError, open_values
 
@@ -75,6 +79,7 @@ def init(
         where = _resolve_device(spec, device)
         number = _resolve_seed(seed, init_fn)
         full = collect_full_params(model, spec)
+        _check_whole(full, spec)
         for name in (name for name in spec.by_name if not full[name].is_meta):
             raise ValueError(
                 f"init: parameter '{name}' is on {full[name].device}: expected it on the meta device; shard(model, spec) takes "
@@ -108,7 +113,8 @@ def _init_units(
     most = _largest_nbytes(values, spec)
     out: Params = {}
     digests: list[Tensor] = []
-    numels = {unit.key: spec.padded_numel(unit) for unit in spec}
+    sizes = dict(spec.bound_mesh.sizes)
+    numels = {unit.key: 0 if unit.local_axes else spec.padded_numel(unit) for unit in spec}
     shared = set[str]() if spec.bound_mesh.is_simulated else {unit.key for unit in spec if unit.p.axes}
     longest = max((numels[key] * spec.by_key[key].dtype.itemsize for key in shared), default=0)
     with _torch.below_transforms():  # one buffer for all split units: between slices of many buffers, malloc keeps memory
@@ -121,16 +127,36 @@ def _init_units(
                 buffer = workspace[: numel * unit.dtype.itemsize].zero_().view(unit.dtype)
             else:
                 buffer = torch.zeros(numel, dtype=unit.dtype, device=device)
-        full = unflatten_unit(buffer, unit)
+        full = _empty_whole(unit, sizes, device) if unit.local_axes else unflatten_unit(buffer, unit)
         values.fill({slots[param.name]: x for param, x in zip(unit.params, full, strict=True)}, most)
         if compared:
             digests.extend(fingerprint(to_memory_order(x, param)).cpu() for x, param in zip(full, unit.params, strict=True))
-        return scatter_unit(buffer, unit, spec.bound_mesh, rank)
+        if unit.local_axes:
+            buffer = flatten_whole({param.name: x for param, x in zip(unit.params, full, strict=True)}, unit, spec)
+        return scatter_whole(buffer, unit, spec.bound_mesh, rank)
 
     for unit in spec:
         out[unit.key] = place_slice(encode_at_rest(init_slice(unit), unit), unit, spec.bound_mesh)
     values.run_unsure(most)
     return out, digests
+
+
+def _check_whole(full: Mapping[str, Tensor], spec: PartitionSpec) -> None:
+    sizes = dict(spec.bound_mesh.sizes)
+    for param in (param for unit in spec for param in unit.params if param.local):
+        shape = whole_shape(param, sizes)
+        if tuple(full[param.name].shape) != shape:
+            raise ValueError(
+                f"init: parameter '{param.name}': expected the whole one, {list(shape)}, got this rank's piece, "
+                f"{list(param.shape)}: initialisers of pieces would give every rank the same; give the whole model on the meta "
+                "device"
+            )
+
+
+def _empty_whole(unit: Unit, sizes: Mapping[str, int], device: torch.device) -> list[Tensor]:
+    """Return memory for the whole parameters of which ranks have pieces."""
+    with _torch.below_transforms():
+        return [torch.zeros(whole_shape(param, sizes), dtype=param.dtype, device=device) for param in unit.params]
 
 
 def init_buffers(

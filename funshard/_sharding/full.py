@@ -14,10 +14,11 @@ from .._spec.division import Reduction
 from .._spec.host import compute_device
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._units.flow import encode_at_rest, gather_unit
+from .._units.flow import encode_at_rest
 from .._units.host import place_slice, start_copy_to_host
-from .._units.layout import Params, flatten_unit, rank_coords, unflatten_unit
+from .._units.layout import Params, rank_coords
 from .._units.route import Route
+from .._units.whole import flatten_whole, gather_whole, unflatten_whole
 from ..collectives._mesh import Mesh
 from .agree import broadcast_text, process_group
 
@@ -67,19 +68,19 @@ def _copy_params(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offloa
 
     From a device to the host this is one copy, for which the returned function waits.
     """
-    buffer = gather_to_first(piece, unit, mesh) if rank0_only else gather_unit(piece, unit, mesh)
+    buffer = gather_to_first(piece, unit, mesh) if rank0_only else gather_whole(piece, unit, mesh, Reduction())
     if buffer is None:
         return dict
     if offload_to_cpu and buffer.device.type != "cpu":
         copy = start_copy_to_host(buffer)
-        return lambda: _clone_params(copy(), unit)
-    copies = _clone_params(buffer, unit)
+        return lambda: _clone_params(copy(), unit, mesh)
+    copies = _clone_params(buffer, unit, mesh)
     return lambda: copies
 
 
-def _clone_params(buffer: Tensor, unit: Unit) -> Params:
+def _clone_params(buffer: Tensor, unit: Unit, mesh: Mesh) -> Params:
     """Return each parameter as a tensor of its own: one that shares memory with others cannot be saved by itself."""
-    return {param.name: t.clone() for param, t in zip(unit.params, unflatten_unit(buffer, unit), strict=True)}
+    return {param.name: t.clone() for param, t in zip(unit.params, unflatten_whole(buffer, unit, mesh), strict=True)}
 
 
 def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src: int = 0) -> Params:
@@ -116,7 +117,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
         buffer = None
         if source == here:
             assert full is not None
-            buffer = flatten_unit(full, unit, spec.padded_numel(unit)).detach().to(device)
+            buffer = flatten_whole(full, unit, spec).detach().to(device)
         out[unit.key] = place_slice(encode_at_rest(_scatter_from(buffer, unit, spec, mesh, source, device), unit), unit, mesh)
     return out
 
@@ -130,12 +131,12 @@ def _as_bytes(buffer: Tensor) -> Tensor:
 
 
 def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
-    """Return the unit's buffer on the mesh's first rank; None on the others, which allocate nothing."""
+    """Return the unit's whole buffer on the mesh's first rank; None on the others, which allocate nothing."""
     at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
     piece = piece.to(compute_device(unit, mesh) or piece.device)
-    if any(at[name] for name in mesh.names if name not in unit.p.axes):
+    if any(at[name] for name in mesh.names if name not in unit.distinct_axes):
         return None  # another replica
-    for name in reversed(unit.p.axes):
+    for name in reversed(unit.distinct_axes):
         axis, group = process_group(mesh, name)
         if group is None:
             continue
@@ -146,20 +147,23 @@ def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
             return None
         piece = rows.flatten().view(piece.dtype)
     route = Route.for_unit(unit, mesh, Reduction(), None, piece.dtype)
-    return route.decode(piece, route.form) if route.form else piece
+    if not route.form:
+        return piece
+    ranks = torch.Size(mesh[name].size for name in unit.local_axes).numel()
+    return torch.cat([route.decode(row, route.form) for row in piece.view(ranks, -1)])
 
 
 def _scatter_from(
     buffer: Tensor | None, unit: Unit, spec: PartitionSpec, mesh: Mesh, source: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """Scatter the source's buffer along the sharded axes, then broadcast along the replicated ones."""
-    numel = spec.padded_numel(unit)
+    numel = spec.padded_numel(unit) * torch.Size(mesh[name].size for name in unit.local_axes).numel()
     here, want = (dict(zip(mesh.names, c, strict=True)) for c in (rank_coords(mesh, None), source))
     rest = list(mesh.names)
-    for name in (*unit.p.axes, *(n for n in mesh.names if n not in unit.p.axes)):
+    for name in (*unit.distinct_axes, *(n for n in mesh.names if n not in unit.distinct_axes)):
         axis, group = process_group(mesh, name)
         rest.remove(name)
-        split = name in unit.p.axes
+        split = name in unit.distinct_axes
         numel = numel // axis.size if split else numel
         # In this step those take part that the source's data has reached, or reaches now: they sit where the source
         # sits on every axis still to come.
@@ -188,7 +192,7 @@ def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str
             kind = "a meta tensor" if isinstance(tensor, Tensor) else type(tensor).__name__  # pyright: ignore
             return f"parameter '{name}': expected a tensor with data, got {kind}"
     try:
-        check_full(full, spec)
+        check_full(full, spec, whole=True)
     except (ValueError, TypeError) as error:
         return str(error)
     for name, tensor in full.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from .._spec.bind import bind_spec
 from .._spec.checks import check_mapping
+from .._spec.local import whole_shape
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import scatter_unit
 from .._units.layout import Params, concat_padded, from_memory_order, rank_coords, slice_pieces
 from .._units.padding import check_slice
+from .._units.whole import flatten_whole, scatter_whole
 from .philox import MASK, philox
 
 __all__ = ["random_like"]
@@ -75,8 +78,8 @@ def random_like(
         owner = spec.owner(key)
         if isinstance(owner, Unit):
             check_slice(tensor, owner, spec, "random vector")
-        elif tuple(tensor.shape) != owner.shape:
-            raise ValueError(f"parameter '{key}': expected shape {list(owner.shape)}, got {list(tensor.shape)}")
+        elif tuple(tensor.shape) != (shape := whole_shape(owner, dict(spec.bound_mesh.sizes))):
+            raise ValueError(f"parameter '{key}': expected shape {list(shape)}, got {list(tensor.shape)}")
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise TypeError(
                 f"random_like: '{key}': expected a floating point tensor, got {tensor.dtype}; set it apart with "
@@ -100,8 +103,15 @@ class _Range(NamedTuple):
 def _draw_like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor, draw: Draw, rank: int | None) -> Tensor:
     owner = spec.owner(key)
     if not isinstance(owner, Unit):
+        owner = dataclasses.replace(owner, shape=tuple(tensor.shape))
         return from_memory_order(_draw_ranges([_Range(owner.name, 0, owner.numel)], seed, draw, tensor)[0], owner)
     mesh = spec.bound_mesh
+    if owner.local_axes:
+        sizes = dict(mesh.sizes)
+        params = [dataclasses.replace(param, shape=whole_shape(param, sizes)) for param in owner.params]
+        drawn = _draw_ranges([_Range(param.name, 0, param.numel) for param in params], seed, draw, tensor)
+        full = {param.name: from_memory_order(x, param) for x, param in zip(drawn, params, strict=True)}
+        return scatter_whole(flatten_whole(full, owner, spec), owner, mesh, rank)
     if rank is None and mesh.is_simulated:
         whole = [_Range(param.name, 0, param.numel) for param in owner.params]
         buffer = concat_padded(_draw_ranges(whole, seed, draw, tensor), owner, spec.padded_numel(owner))

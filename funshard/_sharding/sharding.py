@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._spec.bind import bind_spec, check_spec
-from .._spec.checks import check_mapping, check_shards, check_trainable, collect_full_params
+from .._spec.checks import check_mapping, check_shards, check_trainable, collect_full_params, holds_pieces
 from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
-from .._units.flow import encode_at_rest, gather_unit, scatter_unit
+from .._units.flow import encode_at_rest, scatter_unit
 from .._units.host import place_slice
-from .._units.layout import Params, flatten_unit, rank_coords, unflatten_unit
+from .._units.layout import Params, flatten_unit, rank_coords
+from .._units.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
 from .agree import check_ranks_agree, fingerprint_params, has_peers, report_to_ranks
 from .full import scatter_full
 from .skeleton import is_skeleton
@@ -78,9 +79,13 @@ def shard(
         return scatter_full(full, spec, src=src)
     assert full is not None
     out: Params = {}
+    has_pieces = isinstance(model_or_params, nn.Module) and holds_pieces(full, spec)
     for unit in spec:
-        buffer = flatten_unit(full, unit, spec.padded_numel(unit))
-        out[unit.key] = place_slice(encode_at_rest(scatter_unit(buffer, unit, mesh, rank), unit), unit, mesh)
+        if has_pieces:
+            piece = scatter_unit(flatten_unit(full, unit, spec.padded_numel(unit)), unit, mesh, rank)
+        else:
+            piece = scatter_whole(flatten_whole(full, unit, spec), unit, mesh, rank)
+        out[unit.key] = place_slice(encode_at_rest(piece, unit), unit, mesh)
     return out
 
 
@@ -100,7 +105,7 @@ def _is_source(src: int | None, rank: int | None, spec: PartitionSpec) -> bool:
 def check_rank(who: str, spec: PartitionSpec, rank: int | None) -> None:
     """Raise ValueError unless the spec's mesh or ``rank`` says which slices to take."""
     mesh = spec.bound_mesh
-    split = {name for unit in spec for name in unit.p.axes}
+    split = {name for unit in spec for name in unit.distinct_axes}
     if rank is None and any(axis.rank is None for name, axis in mesh.axes if name in split):
         last = math.prod(size for _, size in mesh.sizes) - 1
         raise ValueError(
@@ -145,10 +150,10 @@ def unshard(
             raise ValueError(f"unit '{key}' is missing: expected its shard among those given, got units {given[:4]}")
     full: Params = {}
     for unit in (spec.by_key[key] for key in chosen):
-        buffer = gather_unit(shards[unit.key], unit, mesh, reduction, check_order=True)
+        buffer = gather_whole(shards[unit.key], unit, mesh, reduction, check_order=True)
         if _torch.shares_storage(buffer, shards[unit.key]):  # nothing was gathered, and the shard may be donated or written to
             buffer = _copy_lazily(buffer)
-        tensors = unflatten_unit(buffer, unit)
+        tensors = unflatten_whole(buffer, unit, mesh)
         full.update(zip((p.name for p in unit.params), tensors, strict=True))
     return spec._to_model_order(full | {name: shards[name] for name in spec.ignored if name in shards})
 
@@ -198,8 +203,8 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
         for key in sorted(names[unit.key] - gathered):
             gathered.add(key)
             full |= unshard(shards, spec, units=[key])
-        buffer = flatten_unit(full, unit, new_spec.padded_numel(unit))
-        out[unit.key] = place_slice(encode_at_rest(scatter_unit(buffer, unit, new_mesh), unit), unit, new_mesh)
+        buffer = flatten_whole(full, unit, new_spec)
+        out[unit.key] = place_slice(encode_at_rest(scatter_whole(buffer, unit, new_mesh), unit), unit, new_mesh)
         for old in (key for key in names[unit.key] if last[key] == unit.key):
             for param in spec.by_key[old].params:
                 del full[param.name]

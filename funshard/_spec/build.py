@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from .local import find_unmatched, mark_local
 from .spec import PartitionSpec
 from .table import abridge
 from .tree import ModuleTree, Param, natural_key
@@ -36,6 +37,9 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
         owned.setdefault(owners[-1] if owners else "", []).append(param)
     every = {"": root or P(), **chosen}
     units = [unit for path, params in owned.items() for unit in _units(path, every[path], params)]
+    for p in dict.fromkeys(every.values()):
+        if (glob := find_unmatched(p.local_axes, (x for path in owned if every[path] == p for x in owned[path]))) is not None:
+            raise ValueError(f"{p}: '{glob}' matches no parameter of its units: expected a glob of names such as '*.up.weight'")
     encoded = [path for path in owned if every[path].at_rest]
     if encoded and not any(unit.at_rest for unit in units):
         raise ValueError(
@@ -50,11 +54,13 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
 
 
 def _units(path: str, p: P, params: list[Param]) -> Iterator[Unit]:
-    """Yield the units of one path's parameters, one per dtype and requires_grad, with a suffix if there are several."""
-    groups: dict[tuple[str, bool], list[Param]] = {}
-    for param in sorted(params, key=lambda param: param.sort_key):
-        groups.setdefault((str(param.dtype).removeprefix("torch."), param.requires_grad), []).append(param)
-    dtypes, kinds = {d for d, _ in groups}, {k for _, k in groups}
-    for (dtype, trained), group in sorted(groups.items()):
+    """Yield a unit for each dtype, requires_grad and local axes of a path's parameters, with a suffix if there are several."""
+    groups: dict[tuple[str, bool, tuple[str, ...]], list[Param]] = {}
+    for param in sorted((mark_local(param, p.local_axes) for param in params), key=lambda param: param.sort_key):
+        local = tuple(axis for axis, _ in param.local)
+        groups.setdefault((str(param.dtype).removeprefix("torch."), param.requires_grad, local), []).append(param)
+    dtypes, kinds, locals_ = ({key[i] for key in groups} for i in range(3))
+    for (dtype, trained, local), group in sorted(groups.items()):
         parts = ([dtype] if len(dtypes) > 1 else []) + (["frozen"] if len(kinds) > 1 and not trained else [])
+        parts += ["+".join(local)] if len(locals_) > 1 and local else []
         yield Unit(":".join([path, *parts]), path, p, tuple(group))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from .host import check_host_resident
+from .local import whole_shape
 from .spec import PartitionSpec
 from .tree import Param, check_not_compiled
 from .unit import Unit
@@ -20,6 +21,7 @@ __all__ = [
     "check_trainable",
     "collect_full_params",
     "find_full_params",
+    "holds_pieces",
     "take_full_params",
 ]
 
@@ -120,9 +122,12 @@ def check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
 # --- Full parameters, by name. ---
 
 
-def take_full_params(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor]:
-    """Return the parameters of a unit, found under any of their names, after a check of their shapes and dtype."""
-    tensors = [_take_full(params, param, unit) for param in unit.params]
+def take_full_params(params: Mapping[str, Tensor], unit: Unit, sizes: Mapping[str, int] | None = None) -> list[Tensor]:
+    """Return the parameters of a unit, found under any of their names, after a check of their shapes and dtype.
+
+    With the ``sizes`` of mesh axes the whole parameters, and otherwise this rank's pieces of those that are local.
+    """
+    tensors = [_take_full(params, param, unit, sizes) for param in unit.params]
     for tensor, param in zip(tensors, unit.params, strict=True):
         if tensor.dtype != tensors[0].dtype:
             raise ValueError(
@@ -132,16 +137,19 @@ def take_full_params(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor]:
     return tensors
 
 
-def _take_full(params: Mapping[str, Tensor], param: Param, unit: Unit) -> Tensor:
+def _take_full(params: Mapping[str, Tensor], param: Param, unit: Unit, sizes: Mapping[str, int] | None = None) -> Tensor:
     tensor = next((params[name] for name in param.names if name in params), None)
+    shape = param.shape if sizes is None else whole_shape(param, sizes)
     if tensor is None:
-        raise ValueError(f"parameter '{param.name}' of unit '{unit.key}' is missing: expected {list(param.shape)}, got none")
+        raise ValueError(f"parameter '{param.name}' of unit '{unit.key}' is missing: expected {list(shape)}, got none")
     if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"parameter '{param.name}' of unit '{unit.key}': expected a tensor, got {type(tensor).__name__}")
-    if tuple(tensor.shape) != param.shape:
+    if tuple(tensor.shape) != shape:
+        hint = "was the model changed after the spec was made?"
+        if param.local:
+            hint = f"it is local over {dict(param.local)}: the {'piece of this rank' if sizes is None else 'whole'} is expected"
         raise ValueError(
-            f"parameter '{param.name}' of unit '{unit.key}': expected shape {list(param.shape)}, "
-            f"got {list(tensor.shape)}; was the model changed after the spec was made?"
+            f"parameter '{param.name}' of unit '{unit.key}': expected shape {list(shape)}, got {list(tensor.shape)}; {hint}"
         )
     return tensor
 
@@ -156,8 +164,11 @@ def find_full_params(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor] |
     return [_take_full(params, param, unit) for param in unit.params]
 
 
-def check_full(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
-    """Raise ValueError or TypeError, naming the parameter, unless these are all of the spec's, one dtype for each unit."""
+def check_full(params: Mapping[str, Tensor], spec: PartitionSpec, *, whole: bool = False) -> None:
+    """Raise ValueError or TypeError, naming the parameter, unless these are all of the spec's, one dtype for each unit.
+
+    With ``whole`` they are the whole parameters, and otherwise this rank's pieces of those that are local.
+    """
     check_mapping(params)
     for name in params:
         if name not in spec.by_name and name not in spec.ignored:
@@ -166,31 +177,43 @@ def check_full(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
                 "was the model changed after the spec was made?"
             )
     for unit in spec:
-        take_full_params(params, unit)
+        take_full_params(params, unit, dict(spec.bound_mesh.sizes) if whole else None)
 
 
 def collect_full_params(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Tensor]:
-    """Return the full parameters by name, from a model (detached) or a mapping, after a check that they fit the spec."""
+    """Return the whole parameters by name, from a model (detached) or a mapping, after a check that they fit the spec.
+
+    A model may have this rank's pieces instead of all whole parameters that are local.
+    """
     if isinstance(model_or_params, nn.Module):
         return _collect_from_model(model_or_params, spec)
-    check_full(model_or_params, spec)
+    check_full(model_or_params, spec, whole=True)
     return dict(model_or_params)
+
+
+def holds_pieces(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
+    """Return whether these are this rank's pieces of parameters that are local, as the model has them, and not whole ones."""
+    local = [param for unit in spec for param in unit.params if param.local and param.name in params]
+    return bool(local) and all(tuple(params[param.name].shape) == param.shape for param in local)
 
 
 def _collect_from_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tensor]:
     for path, module in model.named_modules():
         check_not_compiled(path, module)
     named = dict(model.named_parameters(remove_duplicate=False))
+    has_pieces = holds_pieces(named, spec)
+    sizes = dict(spec.bound_mesh.sizes)
     for name, tensor in named.items():
         if name not in spec.by_name and name not in spec.ignored and not any(tensor is named.get(i) for i in spec.ignored):
             raise ValueError(f"parameter '{name}' is not in the spec: expected the model that it was made for; make a new spec")
     for name, (unit, param) in spec.by_name.items():
         if name not in named:
             raise ValueError(f"parameter '{name}' of unit '{unit.key}' is not in the model: was it changed after the spec?")
-        if named[name].dtype != param.dtype or tuple(named[name].shape) != param.shape:
+        shape = param.shape if has_pieces else whole_shape(param, sizes)
+        if named[name].dtype != param.dtype or tuple(named[name].shape) != shape:
             got = f"{list(named[name].shape)} {named[name].dtype}"
             raise ValueError(
-                f"parameter '{name}' of unit '{unit.key}': expected {list(param.shape)} {param.dtype}, got {got}; "
+                f"parameter '{name}' of unit '{unit.key}': expected {list(shape)} {param.dtype}, got {got}; "
                 "was the model changed after the spec was made?"
             )
         if named[name] is not named[param.name]:

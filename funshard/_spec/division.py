@@ -51,14 +51,18 @@ def divide_factors(total: float) -> tuple[float, float]:
     return before, total / before
 
 
-def choose_division(by: ReduceBy, ranks: int, dtype: torch.dtype) -> tuple[Literal["mean", "sum"], float, float]:
+def choose_division(
+    by: ReduceBy, ranks: int, dtype: torch.dtype, local_ranks: int = 1
+) -> tuple[Literal["mean", "sum"], float, float]:
     """Return ``(collective, before, after)``: the reduction in this dtype and the divisors before and after it.
+
+    A mean is also over the ``local_ranks`` that hold other parameters, whose parts collectives of the model itself have summed.
 
     Float16 in two parts, everything else once: ``_get_gradient_divide_factors`` of FSDP2, but that float64 needs no care.
     """
     if by == "sum":
         return "sum", 1.0, 1.0
     if by == "mean" and dtype != torch.float16:
-        return "mean", 1.0, 1.0
-    total = float(ranks if by == "mean" else by)
+        return "mean", 1.0, float(local_ranks)
+    total = float(ranks * local_ranks if by == "mean" else by)
     return ("sum", *divide_factors(total)) if dtype == torch.float16 else ("sum", 1.0, total)

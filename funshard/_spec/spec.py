@@ -169,7 +169,7 @@ class PartitionSpec:
             axes = dataclasses.replace(axes, submesh=True)
         names = axes.names
         for unit in self.units:
-            for axis in unit.p.axes:
+            for axis in unit.distinct_axes:
                 if axis not in names:
                     raise ValueError(f"unit '{unit.key}': unknown mesh axis '{axis}' in {unit.p}; expected one of {names}")
         return dataclasses.replace(self, mesh=axes, sizes=axes.sizes)
@@ -207,6 +207,17 @@ class PartitionSpec:
         """The mesh of the bound spec: only sizes where it came out of a pickle."""
         spec = self.bound
         return spec.mesh or Mesh.of(dict(spec.sizes or ()))
+
+    def axis(self, name: str) -> Axis:
+        """Return an axis of the bound mesh, for collectives of the model's own.
+
+        Args:
+            name: The axis's name.
+
+        Raises:
+            ValueError: If the mesh has no such axis.
+        """
+        return self.bound_mesh[self.bound_mesh.select(name)[0]]
 
     def size(self, unit: Unit) -> int:
         """Return the number of slices that a unit's buffer is split into.

@@ -38,8 +38,8 @@ def format_table(spec: PartitionSpec) -> str:
     ``layers.{0..31}``.
     """
     sizes = spec.sizes or _world_sizes()
-    known = all(axis in dict(sizes) for unit in spec.units for axis in unit.p.axes)
-    bound = spec.on(dict(sizes)) if known else spec.on({axis: 1 for unit in spec.units for axis in unit.p.axes})
+    known = all(axis in dict(sizes) for unit in spec.units for axis in unit.distinct_axes)
+    bound = spec.on(dict(sizes)) if known else spec.on({axis: 1 for unit in spec.units for axis in unit.distinct_axes})
     cells: dict[str, tuple[str, ...]] = {}
     totals = [0, 0, 0, 0]
     for unit in spec.units:

@@ -48,6 +48,8 @@ class Param:
     requires_grad: bool
     aliases: tuple[str, ...] = ()
     order: tuple[int, ...] = ()
+    local: tuple[tuple[str, int], ...] = ()
+    """The mesh axes over which ``shape`` is that of a piece of a larger parameter, and the dimension that each splits."""
     # made at once, not when asked for: Python 3.11's cached_property has a lock, which torch.compile does not trace
     numel: int = field(init=False, compare=False, repr=False)
     """The number of elements."""

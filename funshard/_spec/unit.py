@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
 from .codec import Codec
 from .compiled import Compile
+from .local import LocalAxes, check_local
 from .precision import Precision
 from .remat import Remat
 from .tree import Param
@@ -41,6 +43,11 @@ class P:
     `Remat` says what is kept for that. ``offload`` says what rests on the host: ``"activations"``, which is what autograd
     saves in its module (as `funshard.offload` does), ``"params"``, or a set of both.
 
+    ``local`` names mesh axes over which each rank holds another piece of larger parameters: ``{"expert": 0}``, a piece along
+    dimension 0, or ``{"tensor": {"*.up.weight": 0, "*.down.weight": 1}}`` by glob of the parameters' names, where what no glob
+    matches is replicated. Nothing is gathered or reduced over such an axis. The module has the pieces' shapes, and `shard`,
+    `unshard` and checkpoints speak of the whole parameters. See ``examples/guide/axes.md``.
+
     ``compile`` runs its module's forward by torch.compile, within the eager schedule: True, or a `Compile`. Operators that a
     `Remat` chooses are those of the program, whatever the compiler makes of them.
 
@@ -60,6 +67,7 @@ class P:
     compile: bool | Compile = field(default=False, kw_only=True)
     align: int | None = field(default=None, kw_only=True)
     at_rest: Codec | None = field(default=None, kw_only=True)
+    local: Mapping[str, int | Mapping[str, int]] | LocalAxes | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in self.axes if isinstance(self.axis, tuple) else () if self.axis is None else (self.axis,):
@@ -77,6 +85,7 @@ class P:
             raise TypeError(f"P: remat: expected True or False, got {self.remat!r} (or a Remat, which says what is kept)")
         if not isinstance(self.compile, bool | Compile):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: compile: expected True, False or a Compile, got {self.compile!r}")
+        object.__setattr__(self, "local", check_local(self.local, self.axes) or None)
         self._check_offload()
         if not isinstance(self.align, int | None) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: align: expected a whole number of elements, got {self.align!r}")
@@ -103,11 +112,17 @@ class P:
         """The axis names as a tuple, outermost first."""
         return () if self.axis is None else (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
 
+    @property
+    def local_axes(self) -> LocalAxes:
+        """The axes of ``local``, and the dimension that each splits, by glob of parameter names."""
+        return cast("LocalAxes", self.local or ())
+
     def __str__(self) -> str:
         axis = "" if self.axis is None else repr(self.axis)
-        changed = [
-            f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self)[1:] if getattr(self, f.name) != f.default
-        ]
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:] if getattr(self, f.name) != f.default}
+        if self.local:
+            values["local"] = {name: dict(dims) if dims[0][0] != "*" else dims[0][1] for name, dims in self.local_axes}
+        changed = [f"{name}={value!r}" for name, value in values.items()]
         return f"P({', '.join(filter(None, [axis, *changed]))})"
 
     __repr__ = __str__
@@ -159,6 +174,16 @@ class Unit:
             slices: The number of slices that the buffer is split into.
         """
         return -(-self.span // (slices * self.align)) * self.align * slices
+
+    @property
+    def local_axes(self) -> tuple[str, ...]:
+        """The axes over which each rank holds another piece of its parameters."""
+        return tuple(axis for axis, _ in self.params[0].local)
+
+    @property
+    def distinct_axes(self) -> tuple[str, ...]:
+        """The axes over which ranks hold different elements: those of ``local`` and those that its buffer is split over."""
+        return (*self.local_axes, *self.p.axes)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,6 +16,7 @@ from .. import _torch
 from .._spec.bind import bind_spec
 from .._spec.checks import check_buffers, check_trainable
 from .._spec.division import ReduceBy, Reduction
+from .._spec.local import refuse_local
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import REDUCE_MEAN, gather_unit, scatter_unit
@@ -84,6 +85,7 @@ def per_sample_grads(
     mesh = spec.bound_mesh
     units = [unit for unit in spec if unit.key in params]
     check_trainable(units, "gradient")
+    refuse_local(units, "per_sample_grads", "torch.vmap of torch.func.grad")
     check_buffers(params, spec, {unit.key: spec.shard_numel(unit) for unit in units})
     args, _ = as_call_arguments(batch, None)
     samples = _check_batch(args)

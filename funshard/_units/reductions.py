@@ -17,8 +17,8 @@ from .route import Route
 
 __all__ = ["ReductionQueue", "flat_pieces"]
 
-_Kind = tuple[torch.dtype, torch.dtype, torch.device | None]
-"""The common properties of replicated units in a bucket: dtypes of reduction and shards, and the device of use."""
+_Kind = tuple[torch.dtype, torch.dtype, torch.device | None, tuple[str, ...], float]
+"""The common properties of replicated units in a bucket: dtypes of reduction and shards, device of use, axes and divisor."""
 
 
 class ReductionQueue:
@@ -137,7 +137,7 @@ class ReductionQueue:
     def reduce_replicated(self, key: str, pieces: Sequence[Tensor], route: Route, steps: RouteSteps) -> None:
         """Put the gradient of a unit that every rank keeps whole into the bucket of its kind; reduce a full bucket."""
         self._advance_host_copies(key, route)
-        kind = route.dtypes.reduce, route.shard_dtype, route.device
+        kind = route.dtypes.reduce, route.shard_dtype, route.device, route.replica_axes, route.divide_after
         self._steps[kind] = steps.reduce
         if self._receiver:
             self._receiver.expect(key)

@@ -65,13 +65,17 @@ class Route:
         codec = unit.at_rest or (precision.codec if precision and dtype.is_floating_point and unit.numel else None)
         sizes = {name: axis.size for name, axis in mesh.axes if axis.size > 1 and unit.numel}
         split_axes = tuple(name for name in unit.p.axes if name in sizes)
-        replica_axes = tuple(name for name in reversed(sizes) if name not in split_axes and reduction.includes(name))
+        included = tuple(name for name in reversed(sizes) if reduction.includes(name))
+        replica_axes = tuple(name for name in included if name not in unit.distinct_axes)
+        local_ranks = torch.Size(sizes[name] for name in unit.local_axes if name in included).numel()
         num_ranks = torch.Size(sizes[name] for name in (*split_axes, *replica_axes)).numel()
         num_slices = torch.Size(mesh[name].size for name in unit.p.axes).numel()
         padded_numel = unit.padded_numel(num_slices)
         device = compute_device(unit, mesh)
         has_own_buffer = bool(split_axes) or dtypes.param != dtype or codec is not None or device is not None
-        reduce_op, before, after = choose_division(reduction.by, num_ranks, dtypes.reduce) if unit.numel else ("mean", 1.0, 1.0)
+        reduce_op, before, after = ("mean", 1.0, 1.0)
+        if unit.numel:
+            reduce_op, before, after = choose_division(reduction.by, num_ranks, dtypes.reduce, local_ranks)
         return cls(
             padded_numel=padded_numel,
             longest_padding=longest_padding(unit, padded_numel),

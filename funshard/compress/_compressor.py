@@ -12,6 +12,7 @@ from torch import Tensor
 from .._spec.bind import bind_spec
 from .._spec.checks import check_mapping, check_trainable, find_full_params
 from .._spec.host import HOST, compute_device
+from .._spec.local import refuse_local
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import reduce_along
@@ -76,6 +77,7 @@ def check_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too
             )
     given = {unit.key: tensors for unit in spec if (tensors := find_full_params(grads, unit)) is not None}
     check_trainable((spec.by_key[key] for key in given), "gradient")
+    refuse_local((spec.by_key[key] for key in given), "a compressor", "reduce_grads for its gradients")
     for key, tensors in given.items():
         for param, tensor in zip(spec.by_key[key].params, tensors, strict=True):
             if not (tensor.is_floating_point() or (complex_too and tensor.is_complex())):

@@ -183,7 +183,7 @@ def _combine_over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: fl
         owner = spec.owner(key)
         used = compute_device(owner, spec.bound_mesh) if isinstance(owner, Unit) else None
         value = value if used is None else value.to(used)  # what is sent is there
-        parts.setdefault(owner.p.axes if isinstance(owner, Unit) else (), []).append(value)
+        parts.setdefault(owner.distinct_axes if isinstance(owner, Unit) else (), []).append(value)
     totals: list[Tensor] = []
     for axes, of_units in parts.items():
         total = _combine(torch.stack(of_units), p)

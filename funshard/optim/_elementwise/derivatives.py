@@ -53,7 +53,7 @@ def split_axes(spec: PartitionSpec | None, key: str) -> tuple[str, ...]:
     if spec is None:
         return ()
     unit = spec.by_key.get(key) or spec.by_name[key][0]
-    return unit.p.axes
+    return unit.distinct_axes
 
 
 def padding_masks(spec: PartitionSpec | None, params: Mapping[str, Tensor], rank: int | None) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..._spec.bind import bind_spec
+from ..._spec.local import refuse_local
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import Params, rank_coords
 from .batch import MatrixBatch
@@ -196,6 +197,9 @@ def matrices(spec: PartitionSpec, *, select: Select | None = None, cost: Cost | 
     """
     spec = bind_spec(spec)
     found = select_matrices(spec, select, cost)
+    refuse_local(
+        (matrix.unit for matrix in found), "an optimizer of matrices", "select= without its parameters: a piece is no matrix"
+    )
     batches = batch_matrices(found, spec)
     names = tuple(tuple(found[i].name for i in group) for group in batches)
     return Matrices(spec, tuple(assign_owners(found, batches, spec)), names)

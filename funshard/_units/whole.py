@@ -1,0 +1,84 @@
+"""Whole parameters: those of which ranks on local axes hold different pieces, and their buffers.
+
+A unit's whole buffer has the buffers of all pieces end to end, in the order of the ranks along its local axes, the outermost
+first. Without local axes it is the unit's own buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .._spec.checks import take_full_params
+from .._spec.division import Reduction
+from .._spec.spec import PartitionSpec
+from .._spec.tree import Param
+from .._spec.unit import Unit
+from ..collectives._functions import gather_slices, scatter
+from ..collectives._mesh import Mesh
+from .flow import gather_unit, scatter_unit
+from .layout import concat_padded, flatten_unit, rank_coords, to_memory_order, unflatten_unit
+
+__all__ = ["flatten_whole", "gather_whole", "scatter_whole", "unflatten_whole"]
+
+
+def flatten_whole(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
+    """Return the whole buffer of a unit from the whole parameters."""
+    padded = spec.padded_numel(unit)
+    if not unit.local_axes:
+        return flatten_unit(params, unit, padded)
+    sizes = dict(spec.bound_mesh.sizes)
+    tensors = take_full_params(params, unit, sizes)
+    pieces = zip(*(_split(x, param, sizes) for x, param in zip(tensors, unit.params, strict=True)), strict=True)
+    return torch.cat([_flatten_piece(of_rank, unit, padded) for of_rank in pieces])
+
+
+def _flatten_piece(tensors: Sequence[Tensor], unit: Unit, padded: int) -> Tensor:
+    flat = [to_memory_order(x, param).reshape(-1) for x, param in zip(tensors, unit.params, strict=True)]
+    return concat_padded(flat, unit, padded)
+
+
+def _split(whole: Tensor, param: Param, sizes: Mapping[str, int]) -> list[Tensor]:
+    """Return the pieces of a parameter in the order of the ranks."""
+    pieces = [whole]
+    for axis, dim in param.local:
+        pieces = [part for piece in pieces for part in piece.chunk(sizes[axis], dim)]
+    return pieces
+
+
+def unflatten_whole(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[Tensor]:
+    """Return the whole parameters of a unit from its whole buffer: views where it has no local axes."""
+    if not unit.local_axes:
+        return unflatten_unit(buffer, unit)
+    sizes = dict(mesh.sizes)
+    ranks = torch.Size(sizes[name] for name in unit.local_axes).numel()
+    of_ranks = [unflatten_unit(row, unit) for row in buffer.view(ranks, -1)]
+    return [_join([views[i] for views in of_ranks], param, sizes) for i, param in enumerate(unit.params)]
+
+
+def _join(pieces: list[Tensor], param: Param, sizes: Mapping[str, int]) -> Tensor:
+    for axis, dim in reversed(param.local):
+        size = sizes[axis]
+        pieces = [torch.cat(pieces[i : i + size], dim) for i in range(0, len(pieces), size)]
+    return pieces[0]
+
+
+def gather_whole(piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, *, check_order: bool = False) -> Tensor:
+    """Return the whole buffer of a unit from each rank's slice. Its gradient is reduced over all ranks.
+
+    Over local axes that is a sum, which the route's divisor makes the mean.
+    """
+    buffer = gather_unit(piece, unit, mesh, reduction, check_order=check_order)
+    for name in reversed(unit.local_axes):
+        buffer = gather_slices(buffer, mesh[name], reduce="sum", label=f"unit '{unit.key}'" if check_order else "")
+    return buffer
+
+
+def scatter_whole(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
+    """Return this rank's (or ``rank``'s) slice of a unit's whole buffer, equal on all ranks. Inverse of `gather_whole`."""
+    at = dict(zip(mesh.names, rank_coords(mesh, rank), strict=True)) if rank is not None else {}
+    for name in unit.local_axes:
+        buffer = scatter(buffer, mesh[name], rank=at.get(name))
+    return scatter_unit(buffer, unit, mesh, rank)

@@ -1,0 +1,252 @@
+"""P(local=...): axes over which each rank holds another piece of a larger parameter.
+
+The law: the gradient of a loss over shards has the slices and pieces of the gradient of the mean over all ranks of the
+single-process loss, for every mixture of split, replicated and local axes, at every order. Gradients are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from depth import depth, each, seldom
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import funshard as fs
+from funshard.collectives import Axis
+
+DIM, TOKENS = 4, 16
+"""Of the features, and of one rank's batch, which every number of experts here divides."""
+
+
+class Pair(nn.Module):
+    """A column-parallel and a row-parallel linear map."""
+
+    def __init__(self, tensor: int, expert: int) -> None:
+        super().__init__()
+        del expert
+        self.up, self.down = nn.Linear(DIM, 24 // tensor), nn.Linear(24 // tensor, DIM, bias=False)
+        self.bias = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: Tensor, axes: Mapping[str, Axis]) -> Tensor:
+        y = self.down(self.up(x).tanh())
+        return (fs.collectives.all_reduce(y, axes["tensor"], reduce="sum") if axes else y) + self.bias
+
+
+class Experts(nn.Module):
+    """Linear maps, each for its share of every rank's tokens, which all_to_all brings and takes back."""
+
+    def __init__(self, tensor: int, expert: int) -> None:
+        super().__init__()
+        del tensor
+        self.weight = nn.Parameter(torch.randn(12 // expert, DIM, DIM))
+
+    def forward(self, x: Tensor, axes: Mapping[str, Axis]) -> Tensor:
+        size = axes["expert"].size if axes else 1
+        x = nn.functional.pad(x, (0, 0, 0, -len(x) % 12))
+        there = fs.collectives.all_to_all(x, axes["expert"]) if axes else x
+        y = torch.einsum("rekd,edf->rekf", there.view(size, len(self.weight), -1, DIM), self.weight).reshape(x.shape)
+        return (fs.collectives.all_to_all(y, axes["expert"]) if axes else y)[:TOKENS].tanh()
+
+
+class Replicated(nn.Module):
+    def __init__(self, tensor: int, expert: int) -> None:
+        super().__init__()
+        del tensor, expert
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, axes: Mapping[str, Axis]) -> Tensor:
+        del axes
+        return self.linear(x).tanh()
+
+
+LAYERS: dict[str, tuple[type[nn.Module], Any]] = {
+    "pair": (Pair, {"tensor": {"*.up.*": 0, "*.down.weight": 1}}),
+    "experts": (Experts, {"expert": 0}),
+    "replicated": (Replicated, None),
+}
+
+
+class Chain(nn.Module):
+    def __init__(self, kinds: tuple[str, ...], tensor: int = 1, expert: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LAYERS[kind][0](tensor, expert) for kind in kinds)
+        self.head = nn.Linear(DIM, 2)
+
+    def forward(self, x: Tensor, axes: Mapping[str, Axis] = {}) -> Tensor:  # noqa: B006
+        for layer in self.layers:
+            x = x + layer(x, axes)
+        return self.head(x)
+
+
+def spec_of(kinds: tuple[str, ...], sizes: Mapping[str, int], options: Mapping[str, Any]) -> tuple[nn.Module, fs.PartitionSpec]:
+    """The local model, and its spec."""
+    model = Chain(kinds, sizes["tensor"], sizes["expert"]).double()
+    paths = {f"layers.{i}": fs.P(**options, local=LAYERS[kind][1]) for i, kind in enumerate(kinds)}
+    return model, fs.policies.by_path({"": fs.P(**options), **paths})(model)
+
+
+def whole_params(kinds: tuple[str, ...]) -> tuple[nn.Module, fs.Params]:
+    torch.manual_seed(0)
+    model = Chain(kinds).double()
+    return model, {name: p.detach() * 0.7 for name, p in model.named_parameters()}
+
+
+def batches(sizes: Mapping[str, int]) -> Tensor:
+    """Each rank's batch, which those along "tensor" share: [ranks, tokens, features]."""
+    x = torch.randn(*(1 if name == "tensor" else size for name, size in sizes.items()), TOKENS, DIM, dtype=torch.float64)
+    return x.expand(*sizes.values(), TOKENS, DIM).reshape(-1, TOKENS, DIM)
+
+
+def objective(y: Tensor) -> Tensor:
+    return (y.sin() + y**2).mean()
+
+
+Tree = dict[str, Tensor]
+Loss = Callable[[Tree], Tensor]
+Inner = Callable[[Tree, Tree], Tensor]
+
+
+def maml(grad: Callable[[Loss], Callable[[Tree], Tree]], loss: Loss) -> Callable[[Tree], Tree]:
+    """The gradient through a step of training."""
+
+    def after(params: Tree) -> Tensor:
+        grads = grad(loss)(params)
+        return loss({key: p - 0.3 * grads[key] for key, p in params.items()})
+
+    return grad(after)
+
+
+def derivatives(loss: Loss, params: Tree, inner: Inner, direction: Tree) -> dict[str, Tree]:
+    """Gradients of order one and two."""
+    grad = torch.func.grad
+    return {
+        "grad": grad(loss)(params),
+        "hvp": torch.func.jvp(grad(loss), (params,), (direction,))[1],
+        "grad of grad": grad(lambda p: (lambda g: inner(g, g))(grad(loss)(p)))(params),
+        "maml": maml(grad, loss)(params),
+    }
+
+
+def expected(kinds: tuple[str, ...], xs: Tensor) -> dict[str, Tree]:
+    """Of the mean over all ranks, in one process."""
+    model, full = whole_params(kinds)
+
+    def loss(params: Tree) -> Tensor:
+        return torch.stack([objective(torch.func.functional_call(model, params, (x,))) for x in xs]).mean()
+
+    def inner(a: Tree, b: Tree) -> Tensor:
+        return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
+
+    return derivatives(loss, full, inner, {name: p.cos() for name, p in full.items()})
+
+
+def of_rank(mesh: Any, model: nn.Module, spec: fs.PartitionSpec, full: Tree, x: Tensor, *, eager: bool) -> dict[str, Tree]:
+    """The derivatives that a rank has, as whole parameters."""
+    spec = spec.on(mesh)
+    params, direction = fs.shard(full, spec), fs.shard({name: p.cos() for name, p in full.items()}, spec)
+    axes = {name: spec.axis(name) for name in ("tensor", "expert")}
+
+    def loss(params: Tree) -> Tensor:
+        return objective(fs.functional_call(model, params, (x, axes), spec=spec))
+
+    found = derivatives(loss, params, lambda a, b: fs.optim.vdot(a, b, spec), direction)
+    found["fs.grad"] = fs.grad(loss)(params)
+    found["fs.hvp"] = fs.hvp(loss, params, direction)
+    found["sum"] = fs.grad(lambda p: objective(fs.functional_call(model, p, (x, axes), spec=spec, reduce="sum")))(params)
+    if eager:
+        leaves = {key: p.clone().requires_grad_() for key, p in params.items()}
+        found["autograd"] = dict(zip(leaves, torch.autograd.grad(loss(leaves), tuple(leaves.values())), strict=True))
+    found["whole"] = params
+    return {name: fs.unshard(tree, spec) for name, tree in found.items()} | {"norm": {"": fs.optim.global_norm(params, spec)}}
+
+
+def check(found: Mapping[str, Tree], kinds: tuple[str, ...], xs: Tensor) -> None:
+    """Compare a rank's derivatives, as whole parameters, with those of one process."""
+    want = expected(kinds, xs)
+    want |= {"fs.grad": want["grad"], "autograd": want["grad"], "fs.hvp": want["hvp"], "whole": whole_params(kinds)[1]}
+    want["sum"] = {name: g * len(xs) for name, g in want["grad"].items()}
+    want["norm"] = {"": torch.stack([p.norm() for p in want["whole"].values()]).norm()}
+    for name, tree in found.items():
+        for key, value in tree.items():
+            torch.testing.assert_close(value, want[name][key], rtol=1e-9, atol=1e-11, msg=lambda m, n=name, k=key: f"{n} {k}: {m}")
+
+
+OPTIONS = [
+    {"axis": "shard"},
+    {},
+    {"axis": "shard", "reshard": False},
+    {"axis": ("replicate", "shard")},
+    {"axis": "shard", "remat": True},
+]
+
+
+def simulate(kinds: tuple[str, ...], sizes: dict[str, int], options: Mapping[str, Any]) -> None:
+    torch.manual_seed(1)
+    xs = batches(sizes)
+    (model, spec), (_, full) = spec_of(kinds, sizes, options), whole_params(kinds)
+    found = fs.testing.spmd(lambda mesh, x: of_rank(mesh, model, spec, full, x, eager=False), sizes)(xs)
+    for rank in range(len(xs)):
+        check({name: {key: x[rank] for key, x in tree.items()} for name, tree in found.items()}, kinds, xs)
+
+
+MIXTURES = [
+    (("pair",), {"shard": 2, "tensor": 2}),
+    (("experts", "replicated"), {"expert": 2, "shard": 2}),
+    (("pair", "experts"), {"tensor": 2, "expert": 2}),
+    (("experts",), {"expert": 1, "shard": 2}),
+    (("experts", "pair", "replicated"), {"replicate": 2, "expert": 3, "shard": 1}),
+]
+ONES = {"replicate": 1, "expert": 1, "shard": 1, "tensor": 1}
+
+
+def full_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of all axes, in the given order and then 1."""
+    return {**sizes, **{name: 1 for name in ONES if name not in sizes}}
+
+
+@each
+@pytest.mark.parametrize("options", depth(OPTIONS[:1], OPTIONS), ids=str)
+@pytest.mark.parametrize(("kinds", "sizes"), MIXTURES, ids=str)
+def test_derivatives_on_simulated_ranks(kinds: tuple[str, ...], sizes: dict[str, int], options: dict[str, Any]) -> None:
+    simulate(kinds, full_sizes(sizes), options)
+
+
+@seldom
+@settings(max_examples=depth(10, 200), deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=3).map(tuple),
+    sizes=st.permutations(sorted(ONES)).flatmap(
+        lambda names: st.tuples(*(st.sampled_from([1, 2, 3, 4]) if i < 3 else st.just(1) for i in range(4))).map(
+            lambda sizes: dict(zip(names, sizes, strict=True))
+        )
+    ),
+    options=st.sampled_from(OPTIONS),
+)
+def test_any_mixture(kinds: tuple[str, ...], sizes: dict[str, int], options: dict[str, Any]) -> None:
+    """Random layers, on meshes of up to three axes of 1 to 4 ranks."""
+    if torch.Size(sizes.values()).numel() <= 16:
+        simulate(kinds, sizes, options)
+
+
+def on_ranks(rank: int, kinds: tuple[str, ...], sizes: dict[str, int], options: Mapping[str, Any]) -> None:
+    torch.manual_seed(1)
+    xs = batches(sizes)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    (model, spec), (_, full) = spec_of(kinds, sizes, options), whole_params(kinds)
+    check(of_rank(mesh, model, spec, full, xs[rank], eager=True), kinds, xs)
+
+
+@each
+@pytest.mark.parametrize("options", depth(OPTIONS[:2], OPTIONS), ids=str)
+@pytest.mark.parametrize(
+    ("kinds", "sizes"), [mixture for mixture in MIXTURES if torch.Size(mixture[1].values()).numel() == 4], ids=str
+)
+def test_derivatives_on_real_ranks(gloo4: Pool, kinds: tuple[str, ...], sizes: dict[str, int], options: dict[str, Any]) -> None:
+    gloo4.run(on_ranks, kinds, full_sizes(sizes), options)
