@@ -79,7 +79,7 @@ class Chain(nn.Module):
         self.layers = nn.ModuleList(LAYERS[kind][0](tensor, expert) for kind in kinds)
         self.head = nn.Linear(DIM, 2)
 
-    def forward(self, x: Tensor, axes: Mapping[str, Axis] = {}) -> Tensor:  # noqa: B006
+    def forward(self, x: Tensor, axes: Mapping[str, Axis] = {}) -> Tensor:
         for layer in self.layers:
             x = x + layer(x, axes)
         return self.head(x)
@@ -175,7 +175,8 @@ def check(found: Mapping[str, Tree], kinds: tuple[str, ...], xs: Tensor) -> None
     want["norm"] = {"": torch.stack([p.norm() for p in want["whole"].values()]).norm()}
     for name, tree in found.items():
         for key, value in tree.items():
-            torch.testing.assert_close(value, want[name][key], rtol=1e-9, atol=1e-11, msg=lambda m, n=name, k=key: f"{n} {k}: {m}")
+            where = f"{name} {key}: "
+            torch.testing.assert_close(value, want[name][key], rtol=1e-9, atol=1e-11, msg=lambda m, where=where: where + m)
 
 
 OPTIONS = [

@@ -37,9 +37,7 @@ def check_local(local: object, axes: Iterable[str]) -> LocalAxes:
         if axis in axes:
             raise ValueError(f"P: axis '{axis}' is in local= and splits the unit: expected one of the two")
         items = tuple(by_name.items() if isinstance(by_name, Mapping) else by_name)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        if not items or not all(
-            isinstance(g, str) and isinstance(d, int) and not isinstance(d, bool) and d >= 0 for g, d in items
-        ):
+        if not items or not all(isinstance(glob, str) and _is_dim(dim) for glob, dim in items):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"P: local: axis '{axis}': expected a dimension (0 or more), or dimensions by glob of parameter names such as "
                 f"{{'*.up.weight': 0}}, got {dims!r}"

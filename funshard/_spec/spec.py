@@ -212,10 +212,7 @@ class PartitionSpec:
         """Return an axis of the bound mesh, for collectives of the model's own.
 
         Args:
-            name: The axis's name.
-
-        Raises:
-            ValueError: If the mesh has no such axis.
+            name: The axis's name. ValueError if the mesh has no such axis.
         """
         return self.bound_mesh[self.bound_mesh.select(name)[0]]
 
