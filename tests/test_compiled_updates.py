@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from depth import depth, each, seldom
 from ranks import Pool
-from test_compile import IMPORT, needs_cpp
+from test_compile import IMPORT, needs_cpp, peak_bytes
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 import funshard as fs
@@ -202,19 +202,51 @@ def test_donated_updates_write_in_the_graph() -> None:
     close((new, after, params, state), (*expected, *expected))
 
 
-def test_graphs_of_updates_have_no_profiler() -> None:
-    """torch's optimizers open a region for it, whose operators no compiler fuses."""
-    targets: list[str] = []
-    params = {"w": torch.arange(1.0, 5.0)}
-    init, update = fs.optim.from_torch(torch.optim.Adam)
+def graph_of(update: Callable[..., Any], *args: Any) -> list[Node]:
+    """Return the operators of the graph of an update."""
+    nodes: list[Node] = []
 
     def note(graph: GraphModule, inputs: object) -> Callable[..., Any]:
-        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        nodes.extend(node for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
-    fs.compile(lambda p, s: update(p, s, p), backend=note)(params, init(params))
+    fs.compile(update, backend=note)(*args)
+    return nodes
+
+
+def test_graphs_of_updates_have_no_profiler() -> None:
+    """torch's optimizers open a region for it, whose operators no compiler fuses."""
+    params = {"w": torch.arange(1.0, 5.0)}
+    init, update = fs.optim.from_torch(torch.optim.Adam)
+    targets = [str(node.target) for node in graph_of(update, params, init(params), params)]
     assert any("sqrt" in target for target in targets)
     assert not [target for target in targets if "profiler" in target]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_numbers_of_updates_are_in_memory(name: str) -> None:
+    """inductor computes what is not for each element again: two powers in Adam."""
+    params = {"w": torch.arange(1.0, 5.0)}
+    init, update = fs.optim.from_torch(getattr(torch.optim, OPTIMIZERS[name][0]), **OPTIMIZERS[name][1])
+    nodes = graph_of(lambda *args: update(*args[:3], lr=args[3]), params, init(params), params, 0.1)
+    found = 0
+    for node in (node for node in nodes if node.meta["val"].dim() and "copy" not in str(node.target)):
+        for number in (arg for arg in node.all_input_nodes if not arg.meta["val"].dim()):
+            found += 1
+            assert number.op == "placeholder" or str(number.target).split(".")[1] in ("as_strided", "scalar_tensor"), node
+    assert found or name in ("Rprop", "SGD")
+
+
+@seldom
+@needs_cpp
+def test_donated_updates_take_no_memory() -> None:
+    """The new values are written over the old ones: no second copy of params or state."""
+    params = {"w": torch.ones(2**16)}
+    init, update = fs.optim.from_torch(torch.optim.AdamW)
+    state, grads = init(params), {"w": torch.ones(2**16)}
+    step = fs.compile(lambda p, s, g: update(g, s, p), donate_argnums=(0, 1))
+    step(params, state, grads)
+    assert peak_bytes(step, params, state, grads) < 2**10
 
 
 def test_updates_that_break_the_graph() -> None:

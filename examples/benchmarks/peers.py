@@ -22,7 +22,8 @@ attention made ("save attention"), or that and all products ("save products"), a
 checkpointing and by ``P(remat=Remat(save=...))``; try them on a long batch (--seq 512 --batch 8). And those that gather and
 compute in bf16 and reduce in float32 (--modes 'plain,plain bf16,FSDP2,FSDP2 bf16,fs,fs bf16'). Those "unchecked" leave out
 that ranks compare their collectives (--modes 'fs,fs unchecked,fs keep,fs keep unchecked'): the column "unchecked" is a mode's
-time over that of the same mode without it.
+time over that of the same mode without it. Those with "AdamW" also update (--modes 'FSDP2 AdamW,fs AdamW,fs compiled + AdamW,fs
+compiled AdamW'): by torch's fused kernels, in the memory of the old parameters and state, or inside the graph of `fs.compile`.
 """
 
 import argparse
@@ -97,6 +98,42 @@ def fsdp2_compiled(model: nn.Module) -> Step:
     return fully_sharded(reshard=True)(model)
 
 
+def fsdp2_adamw(model: nn.Module) -> Step:
+    fully_sharded(reshard=True)(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def adamw(*, compile_grad: bool = False, compile_step: bool = False) -> Callable[[nn.Module], Step]:
+    def build(model: nn.Module) -> Step:
+        spec = fs.by_type(Block)(model).bound
+        init, update = fs.optim.from_torch(torch.optim.AdamW, fused=True, donate=not compile_step)
+        params = fs.shard(model, spec)
+        model.to("meta")
+        grad = fs.grad_and_value(lambda p, x, y: loss_of(fs.functional_call(model, p, (x,), spec=spec), y))
+        grad = compile(grad) if compile_grad else grad
+
+        def train(params: fs.Params, state: object, x: Tensor, y: Tensor) -> tuple:
+            grads, value = grad(params, x, y)
+            return *update(grads, state, params), value
+
+        train = compile(train, donate_argnums=(0, 1)) if compile_step else train
+        known = [params, init(params)]
+
+        def step(x: Tensor, y: Tensor) -> None:
+            known[:] = train(*known, x, y)[:2]
+
+        return step
+
+    return build
+
+
 MODES: dict[str, Callable[[nn.Module], Step]] = {
     "plain": plain,
     "plain torch.func": plain_functional,
@@ -140,7 +177,12 @@ UNCHECKED: dict[str, Callable[[nn.Module], Step]] = {
     "fs keep unchecked": sharded(fs.P("shard", reshard=False), check_order=False),
     "fs P() unchecked": sharded(fs.P(), check_order=False),
 }
-ALL = MODES | COMPILED | REMAT | LOW | UNCHECKED
+ADAMW: dict[str, Callable[[nn.Module], Step]] = {
+    "FSDP2 AdamW": fsdp2_adamw,
+    "fs AdamW": adamw(),
+}
+COMPILED |= {"fs compiled + AdamW": adamw(compile_grad=True), "fs compiled AdamW": adamw(compile_step=True)}
+ALL = MODES | COMPILED | REMAT | LOW | UNCHECKED | ADAMW
 
 
 def peak_of(mode: str) -> Callable[..., int]:
@@ -179,7 +221,7 @@ def main() -> None:
     result = on_ranks(measure, args)
     times, peaks = result["times"], result["peaks"]
     modes = args.modes.split(",")
-    bases = [base for base in ("FSDP2", "DDP", "plain") if base in modes]
+    bases = [base for base in ("FSDP2", "DDP", "plain", "FSDP2 AdamW") if base in modes]
     if any(mode in UNCHECKED for mode in modes):
         bases.append("unchecked")
     rows, figures = [], {}
