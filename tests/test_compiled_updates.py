@@ -156,15 +156,14 @@ def hostile(dtype: torch.dtype, i: int) -> Tensor:
     return (grad if i < 3 else grad.where(grad != 3.0, torch.inf)).to(dtype)
 
 
-@each
 @pytest.mark.parametrize("name", depth(list(OPTIMIZERS)[:6], list(OPTIMIZERS)))
-@pytest.mark.parametrize("dtype", depth([torch.float64], [torch.float64, torch.float32, torch.bfloat16, torch.complex128]))
-@pytest.mark.parametrize("lr", depth([1e-3], [1e-3, 1.0]))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *depth([], [torch.bfloat16, torch.complex128])])
+@pytest.mark.parametrize("lr", [1.0, *depth([], [1e-3])])
 def test_recorded_updates_equal_eager_ones(name: str, dtype: torch.dtype, lr: float) -> None:
     """Also with a rate of 0, where no gradient was; of a scalar; and of units that have none."""
     cls, given = OPTIMIZERS[name]
-    if given.get("fused") and dtype.is_complex:
-        pytest.skip("torch's fused kernels are real")
+    if given.get("fused") and dtype in (torch.complex128, torch.bfloat16):
+        pytest.skip("torch's fused kernels are real, and round bfloat16 less often")
     init, update = fs.optim.from_torch(getattr(torch.optim, cls), lr=lr, **given)
     params = {"w": torch.arange(8).to(dtype), "scalar": torch.tensor(1.5).to(dtype), "frozen": torch.arange(3)}
     expected: Any = params, init(params)
