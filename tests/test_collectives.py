@@ -31,6 +31,8 @@ OPS: dict[str, tuple[Op, str, str]] = {
     "vary sum": (lambda x, a: c.vary(x, a, reduce="sum"), "one", "sum"),
     "broadcast": (lambda x, a: c.broadcast(x, a, src=a.size - 1), "mean", "mean"),
     "all_to_all": (c.all_to_all, "sum", "sum"),
+    "permute": (c.permute, "mean", "mean"),
+    "permute to the next": (lambda x, a: c.permute(x, a, perm=[(i, i + 1) for i in range(a.size - 1)]), "sum", "sum"),
     "scatter": (c.scatter, "one", "sum"),
 }
 
@@ -71,6 +73,10 @@ def reference(op: str, x: Tensor) -> Tensor:
             return torch.stack([x[-1]] * n)
         case "all_to_all":
             return torch.stack([torch.cat([x[j].chunk(n)[i] for j in range(n)]) for i in range(n)])
+        case "permute":
+            return x.roll(1, 0)
+        case "permute to the next":
+            return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
         case "scatter":
             return torch.stack([x[i].chunk(n)[i] for i in range(n)])
         case _:
@@ -193,5 +199,5 @@ def test_errors(call: Callable[[Axis], Tensor], error: type[Exception], match: s
 def test_one_rank_is_the_identity() -> None:
     """An axis of one rank sends nothing, whatever the op, and needs no process group."""
     x = torch.ones(2)
-    for f, _, _ in OPS.values():
-        assert torch.equal(f(x, ProcessAxis(1, 0)), x)
+    for name, (f, _, _) in OPS.items():
+        assert torch.equal(f(x, ProcessAxis(1, 0)), torch.zeros(2) if name == "permute to the next" else x)

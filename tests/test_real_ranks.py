@@ -49,6 +49,8 @@ COLLECTIVES = {
     "vary_sum": lambda x, a: c.vary(x, a, reduce="sum"),
     "broadcast": lambda x, a: c.broadcast(x, a, src=1),
     "all_to_all": lambda x, a: c.all_to_all(x, a),
+    "permute": lambda x, a: c.permute(x, a),
+    "permute_to_the_next": lambda x, a: c.permute(x, a, perm=[(0, 1)]),
     "scatter": lambda x, a: c.scatter(x, a),
 }
 

@@ -88,6 +88,12 @@ COLLECTIVES = {
         lambda xs: only(total(xs), len(xs) - 1),
     ),
     "all_to_all": Collective(c.all_to_all, exchanged, exchanged),
+    "permute": Collective(c.permute, lambda xs: [*xs[-1:], *xs[:-1]], lambda xs: [*xs[1:], *xs[:1]]),
+    "permute to the next": Collective(
+        lambda x, a: c.permute(x, a, perm=[(i, i + 1) for i in range(a.size - 1)]),
+        lambda xs: [torch.zeros_like(xs[0]), *xs[:-1]],
+        lambda xs: [*xs[1:], torch.zeros_like(xs[0])],
+    ),
     "scatter": Collective(c.scatter, slices, joined, lambda xs: mean(slices(total(xs)))),
 }
 

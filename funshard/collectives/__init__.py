@@ -1,9 +1,9 @@
 """Differentiable collectives over a mesh axis, and the axis that is a batch dimension of torch.vmap."""
 
+from ._exchange import all_to_all, permute
 from ._functions import (
     Reduce,
     all_reduce,
-    all_to_all,
     broadcast,
     gather_slices,
     reduce_scatter,
@@ -31,6 +31,7 @@ __all__ = [
     "gather_values",
     "global_rank",
     "members",
+    "permute",
     "reduce_scatter",
     "scatter",
     "sum_over",

@@ -15,13 +15,13 @@ from typing import Literal
 
 from torch import Tensor
 
+from ._dims import along, check_divisible
 from ._mesh import Axis, Mesh, ProcessAxis, Simulated
 from ._primitive import apply
 
 __all__ = [
     "Reduce",
     "all_reduce",
-    "all_to_all",
     "broadcast",
     "gather_slices",
     "reduce_scatter",
@@ -34,11 +34,6 @@ __all__ = [
 
 Reduce = Literal["mean", "sum"]
 """The combination of values over ranks: their mean or their sum."""
-
-
-def _check_divisible(what: str, x: Tensor, axis: Axis) -> None:
-    if x.dim() == 0 or len(x) % axis.size:
-        raise ValueError(f"{what}: expected a first dimension that {axis.size} ranks divide, got {tuple(x.shape)}; pad it")
 
 
 def _check_reduce(reduce: str) -> str:
@@ -82,19 +77,21 @@ def gather_slices(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str 
     return apply(f"gather_{_check_reduce(reduce)}", x, axis, label=label)
 
 
-def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
+def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", dim: int = 0, label: str = "") -> Tensor:
     """Return rank r's slice of the mean (or sum) over ranks.
 
-    Type: ``[N*n, ...] -> S[n, ...]``. Transpose: `gather_slices`, without another factor::
+    Type: ``[N*n, ...] -> S[n, ...]``. Transpose: `gather_slices`, without another factor. For activations, such as partial
+    sums of a matrix product, take ``reduce="sum"``: the transpose of that is `gather_values`::
 
         rank 0  abc          a+d+g
         rank 1  def    ->    b+e+h    (each / 3 for the mean)
         rank 2  ghi          c+f+i
 
     Args:
-        x: [N*n, ...]; ValueError if the axis does not divide dimension 0.
+        x: [N*n, ...]; ValueError if the axis does not divide the dimension.
         axis: The mesh axis.
         reduce: "mean" (TypeError for integers) or "sum".
+        dim: The dimension that is sliced.
         label: As for `gather_slices`.
 
     Example:
@@ -103,8 +100,8 @@ def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str
         >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [[2.0], [3.0]]
     """
-    _check_divisible("reduce_scatter", x, axis)
-    return apply(f"scatter_{_check_reducible(reduce, x)}", x, axis, label=label)
+    dim, op = check_divisible("reduce_scatter", x, axis, dim), f"scatter_{_check_reducible(reduce, x)}"
+    return along(dim, lambda x: apply(op, x, axis, label=label), x)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
@@ -236,29 +233,6 @@ def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:
     return apply("broadcast", x, axis, src)
 
 
-def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Return slice j of rank i as slice i of rank j. Its own inverse and its own transpose.
-
-    Type: ``[N*n, ...] -> [N*n, ...]``::
-
-        rank 0  abc          adg
-        rank 1  def    ->    beh
-        rank 2  ghi          cfi
-
-    Args:
-        x: [N*n, ...]; ValueError if the axis does not divide dimension 0.
-        axis: The mesh axis.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.all_to_all(x, mesh["shard"]), 2)
-        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
-        [[1.0, 3.0], [2.0, 4.0]]
-    """
-    _check_divisible("all_to_all", x, axis)
-    return apply("all_to_all", x, axis)
-
-
 def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
     """Return this rank's slice of a tensor that is the same on all ranks, copied. Inverse of `gather_slices`.
 
@@ -279,7 +253,7 @@ def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
         >>> run(torch.tensor([[1.0, 2.0], [1.0, 2.0]])).tolist()
         [[1.0], [2.0]]
     """
-    _check_divisible("scatter", x, axis)
+    check_divisible("scatter", x, axis)
     if isinstance(axis, Simulated) and rank is None:
         return apply("slice", x, axis)
     here = rank if rank is not None or isinstance(axis, Simulated) else axis.rank

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ._dims import along, check_dim
 from ._mesh import Axis
 from ._primitive import apply
 
 __all__ = ["gather_values"]
 
 
-def gather_values(x: Tensor, axis: Axis) -> Tensor:
-    """Return the ranks' own values joined along dimension 0, in rank order: features of each rank's batch, say.
+def gather_values(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
+    """Return the ranks' own values joined along a dimension, in rank order: features of each rank's batch, say.
 
     Type: ``[n, ...] -> [N*n, ...]``. Transpose: the sum over ranks of this rank's rows, because what one rank's value does
-    to every rank's loss adds up. Its transpose is ``gather_values`` again::
+    to every rank's loss adds up: `reduce_scatter` with ``reduce="sum"``. Its transpose is ``gather_values`` again::
 
         rank 0  a          abc                    backward   abc          a+d+g
         rank 1  b    ->    abc                               def    ->    b+e+h
@@ -27,6 +28,7 @@ def gather_values(x: Tensor, axis: Axis) -> Tensor:
     Args:
         x: [n, ...], the same shape on all ranks: pad missing rows, and mask them. ValueError for a 0-dim tensor.
         axis: The mesh axis.
+        dim: The dimension along which they are joined.
 
     Example:
         >>> import torch, funshard as fs
@@ -34,6 +36,5 @@ def gather_values(x: Tensor, axis: Axis) -> Tensor:
         >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
     """
-    if x.dim() == 0:
-        raise ValueError("gather_values: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
-    return apply("gather_sum", x, axis)
+    dim = check_dim("gather_values", x, dim)
+    return along(dim, lambda x: apply("gather_sum", x, axis), x)

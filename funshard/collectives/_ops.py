@@ -6,6 +6,7 @@ Nothing in here knows about gradients, but for the name of every op's *transpose
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -164,7 +165,7 @@ def _scatter_by_exchange(x: Tensor, context: OpContext, mean: bool) -> PendingRe
         if context.size == 2:
             others = received if remove_tags is None else remove_tags(received)[0]
         else:
-            rows = received.unflatten(0, (-1, n)) if remove_tags is None else remove_tags(received)
+            rows = received.unflatten(0, (context.size - 1, n)) if remove_tags is None else remove_tags(received)
             others = rows.sum(0, dtype=x.dtype)
         total = others.add_(mine)
         return total.div_(context.size) if mean else total
@@ -245,6 +246,11 @@ def start_exchange(x: Tensor, context: OpContext, send: Sequence[int], receive: 
     if x.is_complex():
         raw = start_exchange(torch.view_as_real(x.resolve_conj()), context, send, receive)
         return raw.then(torch.view_as_complex)
+    if x.dtype != torch.uint8 and (not x.is_floating_point() or x.itemsize == 1):  # gloo lacks bool, int16 and 8-bit floats
+        count = math.prod(x.shape[1:]) * x.itemsize  # bytes of a row
+        flat = x.contiguous().flatten().view(torch.uint8)
+        raw = start_exchange(flat, context, [n * count for n in send], [n * count for n in receive])
+        return raw.then(lambda out: out.view(x.dtype).view(sum(receive), *x.shape[1:]))
     out = torch.ops._c10d_functional.all_to_all_single.default(x.contiguous(), [*receive], [*send], context.name)
     return PendingResult((out,), _return_output)
 

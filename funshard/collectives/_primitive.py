@@ -20,7 +20,7 @@ from ._mesh import Axis, Simulated
 from ._ops import OPS, OpContext, missing_group_error, start_op
 from ._sequence import check_sequence
 
-__all__ = ["LinearFunction", "apply", "linear_map"]
+__all__ = ["LinearFunction", "LinearMap", "apply", "linear_map"]
 
 
 _UNIT_NOTES = ("funshard_unit", "funshard_reshard", "funshard_check_order")

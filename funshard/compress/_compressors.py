@@ -24,7 +24,8 @@ from .._spec.bind import bind_spec
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.layout import Params
-from ..collectives._functions import all_to_all, gather_slices
+from ..collectives._exchange import all_to_all
+from ..collectives._functions import gather_slices
 from ..collectives._mesh import Axes
 from ._compressor import (
     Compressor,

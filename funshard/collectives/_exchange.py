@@ -1,0 +1,144 @@
+"""Exchanges of values between ranks: each rank's values go to other ranks, and nothing is added up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from ._dims import check_dim, check_divisible
+from ._mesh import Axis, Simulated
+from ._ops import OpContext, missing_group_error, start_exchange
+from ._primitive import LinearFunction, LinearMap, apply
+
+__all__ = ["all_to_all", "permute"]
+
+
+def all_to_all(x: Tensor, axis: Axis, *, split_dim: int = 0, concat_dim: int = 0) -> Tensor:
+    """Return slice j of rank i as slice i of rank j: jax.lax.all_to_all with ``tiled=True``.
+
+    Type: ``[N*n, ...] -> [N*n, ...]``, or ``[N*n, m] -> [n, N*m]`` with ``split_dim=0, concat_dim=1``. Inverse and transpose:
+    the same with ``split_dim`` and ``concat_dim`` swapped::
+
+        rank 0  abc          adg
+        rank 1  def    ->    beh
+        rank 2  ghi          cfi
+
+    Ulysses' attention exchanges a slice of the sequence with all heads for the whole sequence with a slice of the heads.
+    `ragged_all_to_all` sends another number of rows to each rank.
+
+    Args:
+        x: The same shape on all ranks; ValueError if the axis does not divide ``split_dim``.
+        axis: The mesh axis.
+        split_dim: The dimension that is sliced.
+        concat_dim: The dimension along which the received slices are joined.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.all_to_all(x, mesh["shard"]), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[1.0, 3.0], [2.0, 4.0]]
+    """
+    split = check_divisible("all_to_all", x, axis, split_dim)
+    concat = check_dim("all_to_all", x, concat_dim)
+    if split == concat == 0:
+        return apply("all_to_all", x, axis)
+    n = x.shape[split] // axis.size
+    pieces = apply("all_to_all", x.movedim(split, 0), axis).unflatten(0, (axis.size, n))  # by sender, then as in x
+    return pieces.movedim(1, split + 1).movedim(0, concat).flatten(concat, concat + 1)
+
+
+def permute(x: Tensor, axis: Axis, shift: int | None = None, *, perm: Sequence[tuple[int, int]] | None = None) -> Tensor:
+    """Return the tensor of the rank that sends to this one, or zeros where none does: jax.lax.ppermute.
+
+    Type: ``[n] -> [n]``. Transpose: the inverse permutation. With ``shift=1``, and with ``perm=[(0, 1), (1, 2)]``::
+
+        rank 0  a          c                      rank 0  a          0
+        rank 1  b    ->    a                      rank 1  b    ->    a
+        rank 2  c          b                      rank 2  c          b
+
+    A shift is a step around a ring, as in ring attention. A ``perm`` without the last pair sends from each pipeline stage to
+    the next one. All ranks of the axis call it, also those that send or receive nothing.
+
+    Args:
+        x: The same shape on all ranks.
+        axis: The mesh axis.
+        shift: Rank i sends to rank (i + shift) % N. 1 by default.
+        perm: Instead of a shift: pairs of ranks (source, destination), the same on all ranks.
+
+    Raises:
+        ValueError: If a pair names no rank of the axis, or two pairs have the same source or the same destination.
+        TypeError: If both ``shift`` and ``perm`` are given.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.permute(x, mesh["shard"], shift=1), 3)
+        >>> run(torch.tensor([1.0, 2.0, 3.0])).tolist()
+        [3.0, 1.0, 2.0]
+    """
+    sources = _sources(axis.size, shift, perm)
+    if isinstance(axis, Simulated):
+        return _permute(x, axis.rank, sources, "")
+    if sources == tuple(range(axis.size)):
+        return x
+    if max(sources) < 0:  # nobody sends: zeros, which are a function of x to autograd
+        return _permute(x.view_as(x), None, sources, "")
+    if not axis.name:
+        raise missing_group_error(axis.size)
+    return _permute(x.view_as(x), None, sources, axis.name)  # a view of x: see _primitive.apply
+
+
+def _sources(size: int, shift: int | None, perm: Sequence[tuple[int, int]] | None) -> tuple[int, ...]:
+    """Return the rank that each rank receives from, -1 for none."""
+    if perm is None:
+        shift = 1 if shift is None else shift
+        return tuple((rank - shift) % size for rank in range(size))
+    if shift is not None:
+        raise TypeError("permute: expected a shift or a perm, got both")
+    sources = [-1] * size
+    for source, destination in perm:
+        if not (0 <= source < size and 0 <= destination < size):
+            raise ValueError(f"permute: expected pairs of ranks in 0..{size - 1}, got ({source}, {destination}) in {[*perm]}")
+        if source in sources or sources[destination] >= 0:
+            raise ValueError(
+                f"permute: expected each rank once as a source and once as a destination at most, got {[*perm]}; "
+                "broadcast sends to several ranks"
+            )
+        sources[destination] = source
+    return tuple(sources)
+
+
+@_torch.allow_in_graph
+def _permute(x: Tensor, rank: Tensor | None, sources: tuple[int, ...], name: str) -> Tensor:
+    return LinearFunction.apply(x, None, _permutation(tuple(sources), name), *(() if rank is None else (rank,)))
+
+
+def _permutation(sources: tuple[int, ...], name: str) -> LinearMap:
+    """Return the map on a process group (``name``), or on ranks stacked in dimension 0 (no name)."""
+    size = len(sources)
+
+    def run(x: Tensor, *_: Tensor) -> Tensor:
+        if max(sources) < 0:
+            return torch.zeros_like(x)
+        return _send_on_group(x, sources, name) if name else _permute_stack(x, sources)
+
+    def transpose() -> LinearMap:
+        return _permutation(tuple(sources.index(rank) if rank in sources else -1 for rank in range(size)), name)
+
+    return LinearMap(run, transpose, size)
+
+
+def _send_on_group(x: Tensor, sources: tuple[int, ...], name: str) -> Tensor:
+    size, rank = len(sources), _torch.resolve_group(name).rank()
+    send = [int(source == rank) for source in sources]
+    receive = [int(sources[rank] == sender) for sender in range(size)]
+    sent = x.unsqueeze(0) if any(send) else x.new_empty(0, *x.shape)
+    received = start_exchange(sent, OpContext(size, name), send, receive)()
+    return received.squeeze(0) if any(receive) else torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def _permute_stack(x: Tensor, sources: tuple[int, ...]) -> Tensor:
+    zeros = torch.zeros_like(x[0])
+    return torch.stack([x[source] if source >= 0 else zeros for source in sources])

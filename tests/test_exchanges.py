@@ -1,0 +1,334 @@
+"""Collectives of activations, and their derivatives of any order, against one process that has all ranks' values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from collective_log import Collectives, world
+from depth import depth
+from ranks import Pool
+from torch import Tensor
+from torch.distributed import init_device_mesh
+from torch.func import grad, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard import collectives as c
+from funshard.collectives import Axis, Mesh, ProcessAxis
+
+Item = list[Tensor]  # what each rank has
+
+
+def total(xs: Item) -> Tensor:
+    return torch.stack(xs).sum(0)
+
+
+def exchanged(xs: Item, split: int, concat: int) -> Item:
+    pieces = [x.chunk(len(xs), split) for x in xs]
+    return [torch.cat([piece[r] for piece in pieces], concat) for r in range(len(xs))]
+
+
+class Case(NamedTuple):
+    """A collective, the shape of its input on so many ranks, and the results of all ranks from the inputs of all."""
+
+    run: Callable[[Tensor, Axis], Tensor]
+    shape: Callable[[int], tuple[int, ...]]
+    results: Callable[[Item], Item]
+
+
+def to_next(n: int) -> list[tuple[int, int]]:
+    return [(i, i + 1) for i in range(n - 1)]
+
+
+CASES = {
+    "permute": Case(c.permute, lambda n: (3, 2), lambda xs: [*xs[-1:], *xs[:-1]]),
+    "permute back": Case(lambda x, a: c.permute(x, a, -1), lambda n: (2,), lambda xs: [*xs[1:], *xs[:1]]),
+    "permute by two": Case(
+        lambda x, a: c.permute(x, a, 2), lambda n: (), lambda xs: [xs[(r - 2) % len(xs)] for r in range(len(xs))]
+    ),
+    "permute to the next": Case(
+        lambda x, a: c.permute(x, a, perm=to_next(a.size)),
+        lambda n: (2, 3),
+        lambda xs: [torch.zeros_like(xs[0]), *xs[:-1]],
+    ),
+    "permute to the one before": Case(
+        lambda x, a: c.permute(x, a, perm=[(j, i) for i, j in to_next(a.size)]),
+        lambda n: (2, 3),
+        lambda xs: [*xs[1:], torch.zeros_like(xs[0])],
+    ),
+    "permute from the last": Case(
+        lambda x, a: c.permute(x, a, perm=[(a.size - 1, 0)]),
+        lambda n: (3,),
+        lambda xs: [xs[-1], *(torch.zeros_like(x) for x in xs[1:])],
+    ),
+    "permute of nothing": Case(lambda x, a: c.permute(x, a), lambda n: (0, 2), lambda xs: [*xs[-1:], *xs[:-1]]),
+    "all_to_all 0 0": Case(c.all_to_all, lambda n: (2 * n, 3), lambda xs: exchanged(xs, 0, 0)),
+    "all_to_all 1 1": Case(
+        lambda x, a: c.all_to_all(x, a, split_dim=1, concat_dim=1), lambda n: (3, 2 * n), lambda xs: exchanged(xs, 1, 1)
+    ),
+    "all_to_all 0 1": Case(lambda x, a: c.all_to_all(x, a, concat_dim=1), lambda n: (2 * n, 3), lambda xs: exchanged(xs, 0, 1)),
+    "all_to_all 2 1": Case(
+        lambda x, a: c.all_to_all(x, a, split_dim=2, concat_dim=1), lambda n: (2, 3, 2 * n), lambda xs: exchanged(xs, 2, 1)
+    ),
+    "all_to_all -3 -1": Case(
+        lambda x, a: c.all_to_all(x, a, split_dim=-3, concat_dim=-1), lambda n: (n, 1, 2), lambda xs: exchanged(xs, -3, -1)
+    ),
+    "all_to_all of nothing": Case(
+        lambda x, a: c.all_to_all(x, a, split_dim=1, concat_dim=0), lambda n: (2, 0, 3), lambda xs: exchanged(xs, 1, 0)
+    ),
+    "gather_values 1": Case(
+        lambda x, a: c.gather_values(x, a, dim=1), lambda n: (2, 3, 2), lambda xs: [torch.cat(xs, 1) for _ in xs]
+    ),
+    "gather_values -1": Case(
+        lambda x, a: c.gather_values(x, a, dim=-1), lambda n: (2, 3), lambda xs: [torch.cat(xs, -1) for _ in xs]
+    ),
+    "gather_values of nothing": Case(
+        lambda x, a: c.gather_values(x, a, dim=1), lambda n: (2, 0), lambda xs: [torch.cat(xs, 1) for _ in xs]
+    ),
+    "reduce_scatter 1": Case(
+        lambda x, a: c.reduce_scatter(x, a, reduce="sum", dim=1),
+        lambda n: (3, 2 * n),
+        lambda xs: [*total(xs).chunk(len(xs), 1)],
+    ),
+    "reduce_scatter -2": Case(
+        lambda x, a: c.reduce_scatter(x, a, reduce="sum", dim=-2),
+        lambda n: (1, n, 2),
+        lambda xs: [*total(xs).chunk(len(xs), -2)],
+    ),
+    "all_reduce": Case(lambda x, a: c.all_reduce(x, a, reduce="sum"), lambda n: (3,), lambda xs: [total(xs) for _ in xs]),
+}
+
+
+def inputs(case: Case, n: int, seed: int = 0) -> Tensor:
+    """What each rank has, [n ranks, ...]."""
+    return torch.randn(n, *case.shape(n), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(y: Tensor) -> Tensor:
+    return (y.sin() * torch.arange(1.0, y.numel() + 1, dtype=y.dtype).view(y.shape)).sum() + (y**3).sum()
+
+
+def derivatives(f: Callable[[Tensor], Tensor], x: Tensor, v: Tensor, dot: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    """Of a loss: the gradient, both Hessian-vector products, and gradients of a gradient's norm, of one and two orders."""
+    squared = lambda x: dot(g := grad(f)(x), g)  # noqa: E731
+    return [
+        grad(f)(x),
+        jvp(grad(f), (x,), (v,))[1],
+        grad(lambda x: dot(grad(f)(x), v))(x),
+        grad(squared)(x),
+        grad(lambda x: f(x - 0.1 * grad(f)(x)))(x),
+        vjp(grad(f), x)[1](v)[0],
+        jvp(grad(squared), (x,), (v,))[1],
+    ]
+
+
+def on_axis(axis: Axis, name: str, x: Tensor, v: Tensor) -> list[Tensor]:
+    """What one rank gets: the value, the tangent, three vmaps and all derivatives of its loss."""
+    case = CASES[name]
+    run = lambda x: case.run(x, axis)  # noqa: E731
+    y, back = vjp(run, x)
+    many = torch.stack([x, v, x * v], -1)
+    turned = many.transpose(0, -2) if many.dim() > 2 else many  # not contiguous
+    return [
+        y,
+        jvp(run, (x,), (v,))[1],
+        back(y.cos())[0],
+        vmap(run, -1, -1)(many),
+        vmap(lambda x: run(x.transpose(0, -1)) if x.dim() > 1 else run(x), -1)(turned),
+        vmap(grad(lambda x: loss(run(x))), -1)(many),
+        *derivatives(lambda x: loss(run(x)), x, v, lambda a, b: (a * b).sum()),
+    ]
+
+
+def in_one_process(name: str, n: int, x: Tensor, v: Tensor) -> list[Tensor]:
+    """The same for all ranks: the objective is the sum over ranks of their losses."""
+    results = CASES[name].results
+    run = lambda x: torch.stack(results([*x]))  # noqa: E731
+    f = lambda x: sum(loss(y) for y in run(x))  # noqa: E731
+    y, back = vjp(run, x)
+    many = [x, v, x * v]
+    return [
+        y,
+        run(v),
+        back(y.cos())[0],
+        torch.stack([run(x) for x in many], -1),
+        torch.stack([run(x) for x in many], 1),
+        torch.stack([grad(f)(x) for x in many], 1),
+        *derivatives(f, x, v, lambda a, b: (a * b).sum()),
+    ]
+
+
+def check(name: str, n: int, got: list[list[Tensor]]) -> None:
+    """The results of all ranks."""
+    x, v = (inputs(CASES[name], n, seed) for seed in (0, 1))
+    for i, want in enumerate(in_one_process(name, n, x, v)):
+        for rank in range(n):
+            assert_close(
+                got[rank][i], want[rank], rtol=1e-9, atol=1e-9, msg=lambda m, i=i, r=rank: f"{name} [{i}] rank {r}: {m}"
+            )
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_simulated_ranks(name: str, n: int) -> None:
+    """Values, transposes, vmaps and derivatives of two and three orders."""
+    x, v = (inputs(CASES[name], n, seed) for seed in (0, 1))
+    out = fs.testing.spmd(lambda mesh, x, v: on_axis(mesh["shard"], name, x, v), n)(x, v)
+    check(name, n, [[result[rank] for result in out] for rank in range(n)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_needs_no_group(name: str) -> None:
+    x, v = (inputs(CASES[name], 1, seed)[0] for seed in (0, 1))
+    check(name, 1, [on_axis(ProcessAxis(1, 0), name, x, v)])
+
+
+ON_GROUPS = {
+    2: ["permute to the next", "all_to_all 2 1", "reduce_scatter 1", "gather_values -1"],
+    4: ["permute", "permute by two", "all_to_all 0 1", "all_to_all of nothing", "gather_values of nothing"],
+}
+"""By default, by the number of ranks."""
+
+
+def on_group(rank: int, n: int, names: list[str]) -> dict[str, list[Tensor]]:
+    axis = Mesh.world()["shard"]
+    return {name: on_axis(axis, name, *(inputs(CASES[name], n, seed)[rank] for seed in (0, 1))) for name in names}
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_process_groups(gloo2: Pool, gloo4: Pool, n: int) -> None:
+    """The same on real ranks."""
+    names = depth(ON_GROUPS[n], [*CASES])
+    answers = {2: gloo2, 4: gloo4}[n].run(on_group, n, names)
+    for name in names:
+        check(name, n, [answer[name] for answer in answers])
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.int16, torch.bool, torch.float8_e4m3fn]
+
+
+def of_dtypes(rank: int) -> dict[torch.dtype, list[Tensor]]:
+    """Values of every dtype, of all shapes; as bytes where no operator compares them."""
+    axis = Mesh.world()["shard"]
+    out = {}
+    for dtype in DTYPES:
+        rows = torch.arange(6.0).view(2, 3).add(rank).to(dtype)
+        some = [rows[:, 0], rows[:, 0][1], rows.t(), rows.t()[:0]]  # not contiguous, 0-dim, transposed, empty
+        results = [
+            *(c.permute(x, axis) for x in some),
+            *(c.permute(x, axis, perm=[(0, 1)]) for x in some),
+            c.all_to_all(rows[:, 0], axis),
+            c.all_to_all(rows, axis, concat_dim=1),
+        ]
+        out[dtype] = [x if dtype in DTYPES[:-1] else x.contiguous().view(-1).view(torch.uint8).view(x.shape) for x in results]
+        assert all(x.dtype == dtype for x in results)
+    return out
+
+
+def test_dtypes(gloo2: Pool) -> None:
+    """What gloo does not send by its own dtype, too, and inputs of any strides."""
+    zero, one = gloo2.run(of_dtypes)
+    for dtype in DTYPES:
+        rows = [torch.arange(6.0).view(2, 3).add(rank).to(dtype) for rank in range(2)]
+        if dtype == DTYPES[-1]:
+            rows = [x.view(torch.uint8) for x in rows]
+        (a, b), none = ([x[:, 0], x[:, 0][1], x.t(), x.t()[:0]] for x in rows), torch.zeros_like
+        want = [
+            [*b, *map(none, a), torch.stack([rows[0][0, 0], rows[1][0, 0]]), torch.cat([x[:1] for x in rows], 1)],
+            [*a, *a, torch.stack([rows[0][1, 0], rows[1][1, 0]]), torch.cat([x[1:] for x in rows], 1)],
+        ]
+        for got, expected in zip((zero[dtype], one[dtype]), want, strict=True):
+            for x, y in zip(got, expected, strict=True):
+                assert torch.equal(x, y), f"{dtype}: expected {y}, got {x}"
+
+
+def on_grid(rank: int) -> list[Tensor]:
+    mesh = Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    x = torch.tensor([float(rank), 10.0 + rank])
+    return [c.permute(x, mesh["a"]), c.permute(x, mesh["b"], perm=[(1, 0)]), c.all_to_all(x, mesh["a"])]
+
+
+def test_axes_are_independent(gloo4: Pool) -> None:
+    """Over one axis of a mesh ranks are counted on it, and the other one's do not mix."""
+    simulated = fs.testing.spmd(
+        lambda mesh, x: [c.permute(x, mesh["a"]), c.permute(x, mesh["b"], perm=[(1, 0)]), c.all_to_all(x, mesh["a"])],
+        {"a": 2, "b": 2},
+    )(torch.tensor([[float(rank), 10.0 + rank] for rank in range(4)]))
+    assert simulated[0][:, 0].tolist() == [2, 3, 0, 1]
+    assert simulated[1][:, 0].tolist() == [1, 0, 3, 0]
+    for rank, got in enumerate(gloo4.run(on_grid)):
+        assert all(torch.equal(x, y[rank]) for x, y in zip(got, simulated, strict=True))
+
+
+def ring(mesh: Mesh, x: Tensor) -> Tensor:
+    """A loss that has each collective, and its gradients' norm."""
+    axis = mesh["shard"]
+
+    def f(x: Tensor) -> Tensor:
+        y = c.permute(x, axis) * c.permute(x, axis, perm=[(0, 1)]).cos() + c.permute(x, axis, 0)
+        y = c.all_to_all(y * x, axis, concat_dim=1)
+        y = c.gather_values(y.sin(), axis, dim=1) + c.all_reduce(y, axis, reduce="sum").repeat(1, axis.size)
+        return (c.reduce_scatter(y, axis, reduce="sum", dim=1) ** 3).sum()
+
+    return grad(lambda x: f(x) + (grad(f)(x) ** 2).sum())(x)
+
+
+def compiled(rank: int, x: Tensor) -> list[Tensor]:
+    mesh = Mesh.world()
+    torch._dynamo.reset()
+    whole = torch.compile(lambda x: ring(mesh, x), fullgraph=True, backend="aot_eager")
+    graph = make_fx(lambda x: ring(mesh, x))(x[rank])
+    return [whole(x[rank]), graph(x[rank].cos()), ring(mesh, x[rank]), ring(mesh, x[rank].cos())]
+
+
+def test_compiled(gloo2: Pool) -> None:
+    """One graph, by torch.compile and by make_fx, has the second derivatives of eager ranks and of simulated ones."""
+    x = torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    want = fs.testing.spmd(ring, 2)(x)
+    for rank, (whole, graph, eager, other) in enumerate(gloo2.run(compiled, x)):
+        assert_close(eager, want[rank], rtol=1e-9, atol=1e-9)
+        assert_close(whole, eager, rtol=1e-12, atol=1e-12)
+        assert_close(graph, other, rtol=1e-12, atol=1e-12)
+
+
+def test_bytes() -> None:
+    """A rank sends its values once, a derivative's as well; nothing where it keeps them."""
+    x = torch.ones(8, 3)
+    with world(4), Collectives() as sent:
+        axis = Mesh.world()["shard"]
+        c.permute(x, axis, 4)
+        c.permute(x, axis, perm=[])
+        assert sent.all == []
+        grad(lambda x: c.permute(x, axis).sum())(x)
+        grad(lambda x: c.all_to_all(x, axis, concat_dim=1).sum())(x)
+    assert [(s.op, s.numel) for s in sent.all] == [("all_to_all_single", 24)] * 4
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda a: c.permute(torch.ones(1), a), ValueError, r"3 ranks without a process group"),
+        (lambda a: c.permute(torch.ones(1), a, 1, perm=[(0, 1)]), TypeError, r"permute: expected a shift or a perm, got both"),
+        (lambda a: c.permute(torch.ones(1), a, perm=[(0, 3)]), ValueError, r"ranks in 0\.\.2, got \(0, 3\)"),
+        (lambda a: c.permute(torch.ones(1), a, perm=[(-1, 0)]), ValueError, r"ranks in 0\.\.2, got \(-1, 0\)"),
+        (lambda a: c.permute(torch.ones(1), a, perm=[(0, 1), (0, 2)]), ValueError, r"once as a source.*broadcast"),
+        (lambda a: c.permute(torch.ones(1), a, perm=[(0, 1), (2, 1)]), ValueError, r"once as a destination"),
+        (
+            lambda a: c.all_to_all(torch.ones(3, 4), a, split_dim=1),
+            ValueError,
+            r"a dimension 1 that 3 ranks divide, got \(3, 4\)",
+        ),
+        (lambda a: c.all_to_all(torch.ones(3, 4), a, split_dim=2), ValueError, r"all_to_all: .*in -2\.\.1 .*, got 2"),
+        (lambda a: c.all_to_all(torch.ones(3, 4), a, concat_dim=-3), ValueError, r"all_to_all: .*in -2\.\.1 .*, got -3"),
+        (lambda a: c.reduce_scatter(torch.ones(3, 4), a, dim=-1), ValueError, r"reduce_scatter: .*dimension 1 that 3 ranks"),
+        (lambda a: c.gather_values(torch.ones(3, 4), a, dim=2), ValueError, r"gather_values: .*in -2\.\.1 .*, got 2"),
+    ],
+)
+def test_errors(call: Callable[[Axis], Tensor], error: type[Exception], match: str) -> None:
+    """Bad input is a clear error before any communication."""
+    with pytest.raises(error, match=match):
+        call(ProcessAxis(3))
