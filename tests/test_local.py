@@ -251,3 +251,24 @@ def on_ranks(rank: int, kinds: tuple[str, ...], sizes: dict[str, int], options: 
 )
 def test_derivatives_on_real_ranks(gloo4: Pool, kinds: tuple[str, ...], sizes: dict[str, int], options: dict[str, Any]) -> None:
     gloo4.run(on_ranks, kinds, full_sizes(sizes), options)
+
+
+@pytest.mark.parametrize(("kinds", "sizes"), MIXTURES[:3], ids=str)
+def test_assert_exact_takes_both_models(kinds: tuple[str, ...], sizes: dict[str, int]) -> None:
+    """The whole model beside the local one, whose axes the call knows; a wrong factor is found."""
+    sizes = full_sizes(sizes)
+    (local, spec), (whole, _) = spec_of(kinds, sizes, OPTIONS[0]), whole_params(kinds)
+    names = ("tensor", "expert")
+
+    def loss(call: fs.testing.ModelCall, x: Tensor) -> Tensor:
+        return objective(call(x, {name: axis for name in names if (axis := call.axis(name)) is not None}))
+
+    batch = batches(sizes)
+    fs.testing.assert_exact(loss, whole, spec.on(sizes), batch, local=local, order=2)
+
+    def summed(call: fs.testing.ModelCall, x: Tensor) -> Tensor:
+        value = loss(call, x)
+        return value if (axis := call.axis("shard")) is None else value * (1 + axis.size)
+
+    with pytest.raises(AssertionError, match=r"gradient|loss"):
+        fs.testing.assert_exact(summed, whole, spec.on(sizes), batch, local=local)

@@ -15,7 +15,8 @@ from .._spec.bind import bind_spec
 from .._spec.checks import collect_full_params
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import ProcessAxis
-from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Loss, Outcome
+from ._model_call import Loss
+from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Outcome
 
 __all__ = ["assert_exact"]
 
@@ -30,6 +31,7 @@ def assert_exact(
     spec: PartitionSpec,
     batch: Any,
     *,
+    local: nn.Module | None = None,
     order: int = 1,
     method: str | None = None,
     seed: int = 0,
@@ -41,11 +43,13 @@ def assert_exact(
     model must fit on the device of the batch. Model, buffers and random state are the same afterwards.
 
     Args:
-        loss: ``loss(call, batch)``, a rank's scalar loss; ``call(*args, **kwargs)`` is the model, whole or on shards.
+        loss: ``loss(call, batch)``, a rank's scalar loss; ``call(*args, **kwargs)`` is the model, whole or on shards, and
+            ``call.axis(name)`` an axis of the mesh on shards, None for the whole model.
         model: The whole model, with the values to compare at.
         spec: Unbound, or bound to process groups: runs on these ranks. Bound to sizes, ``spec.on({"shard": 4})``: runs on
             simulated ranks (`spmd`).
         batch: Each rank's own; for simulated ranks, tensors have the ranks in dimension 0.
+        local: The module of a rank's pieces, where the spec has parameters that are local over axes.
         order: 1, or 2 to compare also a Hessian-vector product.
         method: The model's method that ``call`` runs, instead of the model itself.
         seed: For dropout, the same on both sides, and for the vector.
@@ -67,7 +71,7 @@ def assert_exact(
     """
     if order not in (1, 2):
         raise ValueError(f"assert_exact: order: expected 1 or 2, got {order!r}")
-    case = Case(loss, model, bind_spec(spec), batch, method, _on_simulated_ranks(spec))
+    case = Case(loss, model, bind_spec(spec), batch, method, _on_simulated_ranks(spec), local)
     if not case.simulated and has_peers(case.spec.bound_mesh):  # before anything that ranks with other models would wait in
         with report_to_ranks(case.spec, together=True):
             values = fingerprint_params(collect_full_params(model, case.spec), case.spec)

@@ -24,14 +24,12 @@ from .._transforms.grad import grad_and_value, hvp
 from .._units.layout import Params, param_views, rank_coords
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh
+from ._model_call import Loss, ModelCall
 from ._refusals import check_same_units, explain_vmap, record_units
 from ._simulated import spmd
 from ._values import clone_tensors, find_tensors, fixed_seed, is_equal, max_magnitude, select_rank
 
-__all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCT", "Case", "Key", "Loss", "Outcome"]
-
-Loss = Callable[[Callable[..., Any], Any], Tensor]
-"""A function from the model as a function, and a rank's batch, to the rank's loss."""
+__all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCT", "Case", "Key", "Outcome"]
 
 Key = tuple[str, str]
 """The kind of a tensor, and the name of its parameter or buffer."""
@@ -55,7 +53,7 @@ class _PlainRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its spec, and the batch of this rank, or of all ``simulated`` ranks."""
+    """A model, its spec, the batch of this rank, or of all ``simulated`` ranks, and the module of a rank's ``local`` pieces."""
 
     loss: Loss
     model: nn.Module
@@ -63,6 +61,7 @@ class Case:
     batch: Any
     method: str | None
     simulated: bool
+    local: nn.Module | None = None
 
     @functools.cached_property
     def ranks(self) -> range:
@@ -182,8 +181,9 @@ class Case:
             derivatives = self._derivatives(found[LOSS, ""].mean(), vector)
         return [_PlainRun({key: x[r].detach() for key, x in found.items()}, derivatives) for r in self.ranks]
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.model, self.method or "__call__")(*args, **kwargs)
+    @property
+    def _call(self) -> ModelCall:
+        return ModelCall(getattr(self.model, self.method or "__call__"))
 
     def _derivatives(self, value: Tensor, vector: Params | None) -> dict[Key, Tensor]:
         """Compute the gradient, and with a vector the Hessian's product with it."""
@@ -275,11 +275,9 @@ class Case:
 
         def loss(trained: Params) -> tuple[Tensor, Params]:
             params, buffers = combine(trained, frozen), clone_tensors(self.buffers | own)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                return functional_call(self.model, params, args, kwargs, spec=spec, buffers=buffers, method=self.method)
-
-            return self.loss(call, clone_tensors(batch)), buffers
+            options: dict[str, Any] = {"spec": spec, "buffers": buffers, "method": self.method}
+            run = lambda *args, **kwargs: functional_call(self.local or self.model, params, args, kwargs, **options)  # noqa: E731
+            return self.loss(ModelCall(run, spec), clone_tensors(batch)), buffers
 
         return loss
 

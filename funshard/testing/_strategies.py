@@ -13,12 +13,13 @@ from .._spec.unit import P
 from .._units.layout import Params
 from ..policies import Policy, always, by_path, by_size, by_type, whole
 from ._exact import assert_exact
+from ._model_call import ModelCall
 from ._simulated import spmd
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["assert_exact", "integers_like", "meshes", "modules", "policies", "spmd"]
+__all__ = ["ModelCall", "assert_exact", "integers_like", "meshes", "modules", "policies", "spmd"]
 
 
 def integers_like(model: nn.Module, seed: int = 0, high: int = 4) -> Params:
