@@ -1,0 +1,176 @@
+"""Local units in what training does around the gradient: accumulation, norms, clipping, averages, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from depth import depth, each
+from ranks import Pool
+from test_local import OPTIONS, batches, full_sizes, objective, spec_of, whole_params
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import funshard as fs
+
+Tree = dict[str, Tensor]
+KINDS = ("pair", "experts", "replicated")
+MICRO = 3
+
+
+class Rank:
+    """A rank's side of a case, and the same in one process."""
+
+    def __init__(self, rank: int, sizes: dict[str, int], options: Mapping[str, Any], **kwargs: Any) -> None:
+        self.sizes = full_sizes(sizes)
+        torch.manual_seed(1)
+        self.xs = torch.stack([batches(self.sizes) for _ in range(MICRO)], 1)  # [ranks, micro-batches, tokens, features]
+        mesh = init_device_mesh("cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+        self.model, spec = spec_of(KINDS, self.sizes, {**options, **kwargs})
+        self.spec = spec.on(mesh)
+        self.whole, self.full = whole_params(KINDS)
+        self.params = fs.shard(self.full, self.spec)
+        self.x = self.xs[rank]
+        self.axes = {name: self.spec.axis(name) for name in ("tensor", "expert")}
+
+    def loss(self, params: Tree, x: Tensor) -> Tensor:
+        return objective(fs.functional_call(self.model, params, (x, self.axes), spec=self.spec))
+
+    def expected(self) -> Tree:
+        """The gradient of the mean over ranks and micro-batches."""
+
+        def mean(params: Tree) -> Tensor:
+            xs = self.xs.flatten(0, 1)
+            return torch.stack([objective(torch.func.functional_call(self.whole, params, (x,))) for x in xs]).mean()
+
+        return torch.func.grad(mean)(self.full)
+
+    def check(self, grads: Tree, want: Tree | None = None, **tolerance: float) -> None:
+        want = self.expected() if want is None else want
+        for name, got in fs.unshard(grads, self.spec).items():
+            torch.testing.assert_close(
+                got, want[name], **(tolerance or {"rtol": 1e-9, "atol": 1e-11}), msg=lambda m, n=name: n + m
+            )
+
+
+def norm(grads: Tree) -> Tensor:
+    return torch.stack([g.norm() for g in grads.values()]).norm()
+
+
+def summed(case: Rank) -> Tree:
+    """The gradient by hand over micro-batches."""
+    grads = [fs.grad(case.loss)(case.params, x) for x in case.x]
+    return {key: torch.stack([g[key] for g in grads]).mean(0) for key in case.params}
+
+
+# --- what is compared ---
+
+
+def accumulated(case: Rank) -> None:
+    case.check(summed(case))
+    for keep in ("shards", "full"):
+        grads, _ = fs.accumulate(case.loss, case.params, list(case.x), spec=case.spec, keep=keep)
+        case.check(grads)
+
+
+def updated_in_backward(case: Rank) -> None:
+    """A step of SGD with a rate of 1 subtracts the gradient, clipped by the norm of all ranks' pieces."""
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0, donate=True)
+    want = case.expected()
+    for max_norm in (None, 0.1):
+        params = {key: p.clone() for key, p in case.params.items()}
+        result = fs.update_in_backward(update, case.loss, params, init(params), list(case.x), spec=case.spec, max_norm=max_norm)
+        scale = 1.0 if max_norm is None else max_norm / (norm(want) + 1e-6)
+        steps = {key: case.params[key] - p for key, p in result.params.items()}
+        case.check(steps, {name: g * scale for name, g in want.items()})
+
+
+def clipped(case: Rank) -> None:
+    """The norm counts every element once: local ones of all ranks, replicated ones of one."""
+    grads, want = summed(case), case.expected()
+    scale = 0.1 / (norm(want) + 1e-6)
+    found, total = fs.optim.clip_by_global_norm(grads, case.spec, 0.1)
+    torch.testing.assert_close(total, norm(want))
+    case.check(found, {name: g * scale for name, g in want.items()})
+    torch.testing.assert_close(
+        fs.optim.vdot(grads, case.params, case.spec), sum((want[n] * p).sum() for n, p in case.full.items())
+    )
+
+
+def found_finite(case: Rank) -> None:
+    """One element of one rank's piece that is not finite skips the step on every rank."""
+    grads = summed(case)
+    key = next(unit.key for unit in case.spec if unit.local_axes)
+    if all(axis.rank == 0 for _, axis in case.spec.bound_mesh.axes):
+        grads[key] = grads[key].clone().index_fill_(0, torch.tensor(0), float("inf"))
+    _, finite = fs.loss_scale.unscale(fs.loss_scale.init(4.0), grads, case.spec)
+    assert not finite
+
+
+def averaged(case: Rank) -> None:
+    """Averages never mix the pieces of ranks."""
+    drift = {key: p + 0.25 for key, p in case.params.items()}
+    mean = fs.averaging.average(drift, case.spec)
+    case.check(mean, fs.unshard(drift, case.spec))
+    case.check(
+        fs.averaging.ema(case.params, drift, decay=0.5),
+        {name: (p + q) / 2 for (name, p), q in zip(case.full.items(), fs.unshard(drift, case.spec).values(), strict=True)},
+    )
+
+
+def trained(case: Rank) -> None:
+    """The state and parameters of AdamW after three steps are those of one process."""
+    want = {name: p.clone().requires_grad_() for name, p in case.full.items()}
+    theirs = torch.optim.AdamW(want.values(), lr=0.1, weight_decay=0.1)
+    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1, spec=case.spec)
+    params, state = case.params, init(case.params)
+    for i in range(MICRO):
+        loss = torch.stack([objective(torch.func.functional_call(case.whole, want, (x[i],))) for x in case.xs]).mean()
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()
+        params, state = update(fs.grad(case.loss)(params, case.x[i]), state, params)
+    case.check(params, {name: p.detach() for name, p in want.items()}, rtol=1e-6, atol=1e-8)
+
+
+def gathered(case: Rank) -> None:
+    """Whole parameters leave and enter, on every rank or on the first one."""
+    full = fs.gather_full(case.params, case.spec)
+    assert all(torch.equal(full[name], p) for name, p in case.full.items())
+    first = fs.gather_full(case.params, case.spec, rank0_only=True)
+    is_first = all(axis.rank == 0 for _, axis in case.spec.bound_mesh.axes)
+    assert bool(first) == is_first
+    assert all(torch.equal(p, case.full[name]) for name, p in first.items())
+    back = fs.scatter_full(first or None, case.spec)
+    sent = fs.shard(case.whole, case.spec, src=1)
+    for key, p in case.params.items():
+        assert torch.equal(back[key], p)
+        assert sent[key].shape == p.shape
+
+
+CHECKS: dict[str, Callable[[Rank], None]] = {
+    "accumulate": accumulated,
+    "update_in_backward": updated_in_backward,
+    "clip": clipped,
+    "finite": found_finite,
+    "average": averaged,
+    "AdamW": trained,
+    "gather_full": gathered,
+}
+MESHES = [{"shard": 2, "tensor": 2}, {"expert": 2, "shard": 2}, {"tensor": 2, "expert": 2}, {"replicate": 2, "expert": 2}]
+
+
+def run(rank: int, sizes: dict[str, int], options: Mapping[str, Any], names: list[str]) -> None:
+    case = Rank(rank, sizes, options)
+    for name in names:
+        CHECKS[name](case)
+
+
+@each
+@pytest.mark.parametrize("options", depth(OPTIONS[:2], OPTIONS), ids=str)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_training_with_local_units(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    """Every part of a training step speaks of the same gradient."""
+    gloo4.run(run, sizes, options, list(CHECKS))
