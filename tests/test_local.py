@@ -6,11 +6,13 @@ single-process loss, for every mixture of split, replicated and local axes, at e
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+from collective_log import Collectives, world
 from depth import depth, each, seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
-from funshard.collectives import Axis
+from funshard.collectives import Axis, Mesh
 
 DIM, TOKENS = 4, 16
 """Of the features, and of one rank's batch, which every number of experts here divides."""
@@ -219,6 +221,23 @@ def test_derivatives_on_simulated_ranks(kinds: tuple[str, ...], sizes: dict[str,
     simulate(kinds, full_sizes(sizes), options)
 
 
+TRAPS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
+    "the axis's size too large at EP=2": (("experts", "replicated"), {"expert": 2}),
+    "the world's size too large at a shard degree of 1": (("experts", "replicated"), {"replicate": 3, "expert": 2, "shard": 1}),
+    "the axis's size too large with tensor parallel alone": (("pair", "replicated"), {"tensor": 4}),
+    "averaged twice, over replicas and over experts": (("experts",), {"replicate": 2, "expert": 2}),
+}
+"""Factors by which gradients of others were wrong: pytorch 160285 and 167178, torchtitan 1551 and 2323, Megatron-LM 5956."""
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_known_wrong_factors(trap: str) -> None:
+    """Gradients are compared: Adam and a loss that falls do not see a factor."""
+    kinds, sizes = TRAPS[trap]
+    for options in OPTIONS[:2]:
+        simulate(kinds, full_sizes(sizes), options)
+
+
 @seldom
 @settings(max_examples=depth(10, 200), deadline=None)
 @given(
@@ -272,3 +291,38 @@ def test_assert_exact_takes_both_models(kinds: tuple[str, ...], sizes: dict[str,
 
     with pytest.raises(AssertionError, match=r"gradient|loss"):
         fs.testing.assert_exact(summed, whole, spec.on(sizes), batch, local=local)
+
+
+def test_only_tokens_cross_an_axis_of_experts() -> None:
+    """On 64 ranks: all_to_all of tokens over "expert", and of the weights only slices over the axis that splits them."""
+    sizes = {"shard": 4, "expert": 16, "tensor": 1}
+    with world(64):
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        experts = Experts(1, 4)  # 3 of 48 on each rank
+        axis = Mesh.of(mesh)["expert"]
+
+        class Layer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.dense, self.experts = nn.Linear(DIM, DIM), experts
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.experts(self.dense(x), {"expert": axis})
+
+        model, x = Layer(), torch.randn(48, DIM)
+        p = fs.P("shard", reshard=False, align=1)
+        spec = fs.policies.by_path({"": p, "experts": dataclasses.replace(p, local={"expert": 0})})(model).on(mesh)
+        params = {unit.key: torch.zeros(spec.shard_numel(unit)) for unit in spec}
+        with Collectives() as sent:
+            fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).square().mean())(params)
+    found = {(one.op, one.ranks, one.numel) for one in sent.all}
+    weight, dense = 3 * DIM * DIM, DIM * DIM + DIM
+    assert found == {
+        ("all_to_all_single", 16, 48 * DIM),
+        ("all_gather", 4, weight // 4),
+        ("reduce_scatter", 4, weight),
+        ("all_gather", 4, dense // 4),
+        ("reduce_scatter", 4, dense),
+        ("all_reduce", 16, dense // 4),  # what is replicated over "expert"
+    }
+    assert [one.op for one in sent.all].count("all_to_all_single") == 4

@@ -174,3 +174,21 @@ def run(rank: int, sizes: dict[str, int], options: Mapping[str, Any], names: lis
 def test_training_with_local_units(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Every part of a training step speaks of the same gradient."""
     gloo4.run(run, sizes, options, list(CHECKS))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_micro_batches_on_groups_of_one(count: int) -> None:
+    """No factor for each micro-batch where every axis has one rank (Megatron-LM 6660)."""
+    sizes = full_sizes({})
+    (model, spec), (whole, full) = spec_of(KINDS, sizes, OPTIONS[0]), whole_params(KINDS)
+    spec, xs = spec.on(sizes), torch.randn(count, 16, 4, dtype=torch.float64)
+    axes = {name: spec.axis(name) for name in ("tensor", "expert")}
+
+    def loss(params: Tree, x: Tensor) -> Tensor:
+        return objective(fs.functional_call(model, params, (x, axes), spec=spec))
+
+    grads, _ = fs.accumulate(loss, fs.shard(full, spec), list(xs), spec=spec)
+    want = torch.func.grad(lambda p: torch.stack([objective(torch.func.functional_call(whole, p, (x,))) for x in xs]).mean())(
+        full
+    )
+    torch.testing.assert_close(fs.unshard(grads, spec), want)
