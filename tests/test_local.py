@@ -293,6 +293,23 @@ def test_assert_exact_takes_both_models(kinds: tuple[str, ...], sizes: dict[str,
         fs.testing.assert_exact(summed, whole, spec.on(sizes), batch, local=local)
 
 
+def test_leftovers_of_a_policy_are_replicated() -> None:
+    """``by_type(Experts, p=P(local=...))`` speaks of the experts, not of what no expert owns."""
+    model, p = Chain(("experts", "replicated"), expert=2), fs.P("shard", local={"expert": 0})
+    marked = Chain(("experts", "replicated"), expert=2)
+    fs.policies.mark(marked.layers[0], local={"expert": 0})
+    for policy, chain in [
+        (fs.by_type(Experts, p=p), model),
+        (fs.policies.custom(lambda module: isinstance(module, Experts), p), model),
+        (fs.by_path({"layers.0": p}), model),
+        (fs.policies.marked(), marked),
+    ]:
+        assert {unit.key: unit.local_axes for unit in policy(chain)} == {"": (), "layers.0": ("expert",)}
+    assert {unit.local_axes for unit in fs.policies.whole(p)(model)} == {("expert",)}
+    with pytest.raises(ValueError, match="expected local= in the P of patterns"):
+        fs.by_path({"layers.1": fs.P()}, p)
+
+
 def test_only_tokens_cross_an_axis_of_experts() -> None:
     """On 64 ranks: all_to_all of tokens over "expert", and of the weights only slices over the axis that splits them."""
     sizes = {"shard": 4, "expert": 16, "tensor": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 from .local import find_unmatched, mark_local
@@ -10,7 +11,7 @@ from .table import abridge
 from .tree import ModuleTree, Param, natural_key
 from .unit import P, Unit
 
-__all__ = ["build"]
+__all__ = ["build", "build_with_leftovers"]
 
 
 def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> PartitionSpec:
@@ -51,6 +52,11 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
     entries = tuple(sorted(chosen.items(), key=lambda item: natural_key(item[0])))
     names = tuple(param.name for param in tree.all_params)
     return PartitionSpec(entries, root or P(), tuple(units), tree.ignored, names=names)
+
+
+def build_with_leftovers(tree: ModuleTree, selected: Mapping[str, P], p: P) -> PartitionSpec:
+    """Return the spec in which the leftovers have ``p``, too, but none of its local axes: those are of selected modules."""
+    return build(tree, selected, dataclasses.replace(p, local=None) if selected else p)
 
 
 def _units(path: str, p: P, params: list[Param]) -> Iterator[Unit]:

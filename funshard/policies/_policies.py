@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .._spec.build import build
+from .._spec.build import build, build_with_leftovers
 from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree
 from .._spec.unit import P
@@ -29,7 +29,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def _build_selected(select: Callable[[P, ModuleTree], P | None], p: P, tree: ModuleTree) -> PartitionSpec:
     """Build the spec whose units are the nodes for which ``select(p, node)`` returns a `P`; the leftovers have ``p``."""
     chosen = {node.path: own for node in tree.nodes() if (own := select(p, node)) is not None}
-    return build(tree, chosen, p)
+    return build_with_leftovers(tree, chosen, p)
 
 
 def whole(p: P = SHARD) -> Policy:
@@ -102,7 +102,7 @@ def _build_by_type(classes: tuple[type[nn.Module], ...], p: P, tree: ModuleTree)
             f"by_type: no module is of {', '.join(cls.__name__ for cls in classes)}: expected classes of the model's "
             f"modules, some of {names[:8]}; whole() makes one unit"
         )
-    return build(tree, chosen, p)
+    return build_with_leftovers(tree, chosen, p)
 
 
 def by_size(
@@ -157,7 +157,7 @@ def _build_by_size(
         if node is not tree and left >= min_numel and not issubclass(node.cls, excluded):
             chosen[path] = p
             taken |= held[path].keys()
-    return build(tree, chosen, p)
+    return build_with_leftovers(tree, chosen, p)
 
 
 def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) -> Policy:
@@ -210,7 +210,7 @@ def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
 
     Args:
         patterns: By path pattern the `P` of the units. ``*`` stands within one component, ``**`` for any number of them.
-        p: The `P` of the root.
+        p: The `P` of the root, without ``local``.
 
     Raises:
         ValueError: From the policy, for a pattern that matches no module, and for two equally good ones with different `P`.
@@ -223,6 +223,8 @@ def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
         {'0': P('shard'), '1': P()}
     """
     check_p("by_path", p)
+    if p.local and patterns:
+        raise ValueError(f"by_path: p={p} is of what no pattern selects: expected local= in the P of patterns, '' for the root")
     if not isinstance(patterns, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"by_path: expected a dict of path patterns and P, got {type(patterns).__name__}")
     for pattern, value in patterns.items():
