@@ -1,0 +1,156 @@
+"""The examples with axes of their own are exact: their gradients are those of the single-process model, norm included."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from depth import depth, each
+from ranks import Pool, launch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import funshard as fs
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.append(str(EXAMPLES))
+import tensor_parallel  # noqa: E402
+
+Tree = dict[str, Tensor]
+BATCH, SEQ = 2, 8
+TINY = {"layers": 2, "dim": 8, "heads": 4, "kv_heads": 4, "hidden": 12}
+
+
+def bind(sizes: dict[str, int]) -> Any:
+    """A mesh of this process's ranks."""
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def gradient_of_mean(model: nn.Module, full: Tree, batches: list[tuple[Any, ...]], seeds: list[int]) -> Tree:
+    """In one process: of the mean over ranks of the model's loss, its random numbers drawn by these seeds."""
+
+    def loss(params: Tree) -> Tensor:
+        values = []
+        for batch, seed in zip(batches, seeds, strict=True):
+            torch.manual_seed(seed)
+            values.append(torch.func.functional_call(model, params, batch))
+        return torch.stack(values).mean()
+
+    return torch.func.grad(loss)(full)
+
+
+def check(found: Tree, norm: Tensor, want: Tree, **tolerance: float) -> None:
+    tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-11}
+    assert found.keys() == want.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, want[name], **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(norm, torch.stack([g.norm() for g in want.values()]).norm(), **tolerance)
+
+
+def losses(output: str) -> list[float]:
+    """What progress lines say."""
+    return [float(x) for x in re.findall(r"^step .* loss ([\d.]+)", output, re.MULTILINE)]
+
+
+# --- tensor parallel ---
+
+
+def llama(**options: Any) -> tuple[nn.Module, Tree]:
+    """A model, by default the whole one, and its parameters."""
+    torch.manual_seed(0)
+    model = tensor_parallel.Llama(**TINY, **options).double()
+    return model, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def tokens(sizes: Mapping[str, int]) -> Tensor:
+    """What each rank reads, which those along "tensor" share: [ranks, 2, batch, seq]."""
+    torch.manual_seed(1)
+    x = torch.randint(256, (*(1 if name == "tensor" else size for name, size in sizes.items()), 2, BATCH, SEQ))
+    return x.expand(*sizes.values(), 2, BATCH, SEQ).reshape(-1, 2, BATCH, SEQ)
+
+
+def tensor_parallel_gradient(
+    mesh: Any, model: nn.Module, full: Tree, xy: Tensor, way: Mapping[str, bool], seed: int | None = None
+) -> tuple[Tree, Tensor, Tensor]:
+    """A rank's gradient as whole parameters, its norm, and the loss."""
+    spec = tensor_parallel.policy(way.get("reshard", True))(model).on(mesh)
+    split = tensor_parallel.Split(spec.axis("tensor"), way.get("sequence", False))
+    params = fs.shard(full, spec)
+    if seed is not None:  # simulated ranks have no seeds of their own
+        torch.manual_seed(seed)
+    grads, value = fs.grad_and_value(lambda p: fs.functional_call(model, p, (xy[0], xy[1], split), spec=spec))(params)
+    return fs.unshard(grads, spec), fs.optim.global_norm(grads, spec), fs.collectives.sum_over(value, spec.bound_mesh)
+
+
+WAYS = [{}, {"sequence": True}, {"sequence": True, "reshard": False}]
+MESHES = [
+    {"shard": 2, "tensor": 2},
+    {"tensor": 4, "shard": 1},
+    {"shard": 4, "tensor": 1},
+]
+
+
+@each
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"replicate": 2, "shard": 2, "tensor": 2}, *depth([], MESHES), {"shard": 1, "tensor": 1}], ids=str
+)
+def test_tensor_parallel_on_simulated_ranks(sizes: dict[str, int], way: dict[str, bool]) -> None:
+    (whole, full), (model, _), xys = llama(), llama(parts=sizes["tensor"]), tokens(sizes)
+    run = fs.testing.spmd(lambda mesh, xy: tensor_parallel_gradient(mesh, model, full, xy, way), sizes)
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no rule for vmap
+        found, norm, total = run(xys)
+    batches = [(xy[0], xy[1]) for xy in xys]
+    want = gradient_of_mean(whole, full, batches, [0] * len(xys))
+    for rank in range(len(xys)):
+        check({name: g[rank] for name, g in found.items()}, norm[rank], want)
+    torch.testing.assert_close(total[0], torch.stack([whole(*batch) for batch in batches]).sum().detach())
+
+
+def tensor_parallel_rank(rank: int, sizes: dict[str, int], way: Mapping[str, Any], dropout: float) -> None:
+    (whole, full), xys = llama(dropout=dropout), tokens(sizes)
+    grid, at = torch.arange(len(xys)).view(*sizes.values()), [*sizes].index("tensor")
+    seeds = grid.narrow(at, 0, 1).expand(grid.shape).flatten().tolist()  # of the first rank along "tensor"
+    want = gradient_of_mean(whole, full, [(xy[0], xy[1]) for xy in xys], seeds)
+    model, _ = llama(dropout=dropout, parts=sizes["tensor"])
+    check(*tensor_parallel_gradient(bind(sizes), model, full, xys[rank], way, seeds[rank])[:2], want)
+
+
+@each
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_tensor_parallel_on_four_ranks(gloo4: Pool, sizes: dict[str, int], way: dict[str, bool]) -> None:
+    gloo4.run(tensor_parallel_rank, sizes, way, 0.0)
+
+
+@each
+@pytest.mark.parametrize("way", WAYS[:2], ids=str)
+def test_tensor_parallel_on_two_ranks(gloo2: Pool, way: dict[str, bool]) -> None:
+    gloo2.run(tensor_parallel_rank, {"shard": 1, "tensor": 2}, way, 0.0)
+
+
+def test_dropout_that_is_drawn_alike_is_exact(gloo4: Pool) -> None:
+    """With the single process's masks, as ranks along "tensor" have one seed."""
+    gloo4.run(tensor_parallel_rank, {"shard": 2, "tensor": 2}, {}, 0.3)
+
+
+TINY_LLAMA = "--layers 1 --dim 32 --heads 4 --kv-heads 2 --hidden 64 --seq 32 --batch 4 --steps 12 --lr 1e-2 --log-every 1"
+
+
+def test_tensor_parallel_learns_alike_on_any_ranks() -> None:
+    """The same losses on one rank and on four, with and without slices of the sequence."""
+    flags = f"{TINY_LLAMA} --max-bytes 200000".split()
+    one, *others = (
+        losses(launch(ranks, EXAMPLES / "tensor_parallel.py", *flags, *more.split()))
+        for ranks, more in [(1, ""), (4, "--tensor 2"), (4, "--tensor 2 --sequence"), *depth([], [(2, "--tensor 2")])]
+    )
+    assert len(one) == 12
+    assert one[-1] < one[0] - 1
+    for other in others:
+        assert other == pytest.approx(one, abs=2e-3)
