@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from collective_log import Collectives, world
 from depth import depth
 from ranks import Pool
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import init_device_mesh
 from torch.func import grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -44,7 +46,44 @@ def to_next(n: int) -> list[tuple[int, int]]:
     return [(i, i + 1) for i in range(n - 1)]
 
 
+def counts_of(n: int) -> Tensor:
+    """Rows that rank i sends to rank j: some none at all, one rank nothing to anybody, and one that receives none."""
+    counts = torch.tensor([[1, 2, 0, 3], [0, 0, 0, 0], [2, 0, 0, 1], [1, 1, 0, 2]])[:n, :n]
+    return counts if n > 1 else torch.tensor([[3]])
+
+
+ROWS = 7
+"""Room for what any rank sends or receives."""
+
+
+def sent_rows(xs: Item, size: int | None = ROWS) -> Item:
+    """By `counts_of`, with zeros up to so many rows."""
+    counts = counts_of(len(xs))
+    pieces = [x[: row.sum()].split(row.tolist()) for x, row in zip(xs, counts, strict=True)]
+    out = [torch.cat([piece[r] for piece in pieces]) for r in range(len(xs))]
+    return [torch.cat([y, y.new_zeros(0 if size is None else size - len(y), *y.shape[1:])]) for y in out]
+
+
+def send_rows(x: Tensor, axis: Axis) -> Tensor:
+    return c.ragged_all_to_all(x, axis, counts_of(axis.size)[axis.rank], size=ROWS)
+
+
+def send_back_rows(x: Tensor, axis: Axis) -> Tensor:
+    send = counts_of(axis.size)[axis.rank]
+    receive = c.all_to_all(send, axis)
+    return c.ragged_all_to_all(c.ragged_all_to_all(x, axis, send, receive, size=9) * 2, axis, receive, send, size=ROWS)
+
+
+def twice(xs: Item) -> Item:
+    """Of the rows that are sent, zeros for the others."""
+    counts = counts_of(len(xs)).sum(1)
+    return [torch.cat([2 * x[:count], torch.zeros_like(x[count:])]) for x, count in zip(xs, counts, strict=True)]
+
+
 CASES = {
+    "ragged_all_to_all": Case(send_rows, lambda n: (ROWS, 2), sent_rows),
+    "ragged_all_to_all of numbers": Case(send_rows, lambda n: (ROWS,), sent_rows),
+    "ragged_all_to_all and back": Case(send_back_rows, lambda n: (ROWS, 2), twice),
     "permute": Case(c.permute, lambda n: (3, 2), lambda xs: [*xs[-1:], *xs[:-1]]),
     "permute back": Case(lambda x, a: c.permute(x, a, -1), lambda n: (2,), lambda xs: [*xs[1:], *xs[:1]]),
     "permute by two": Case(
@@ -188,8 +227,15 @@ def test_one_rank_needs_no_group(name: str) -> None:
 
 
 ON_GROUPS = {
-    2: ["permute to the next", "all_to_all 2 1", "reduce_scatter 1", "gather_values -1"],
-    4: ["permute", "permute by two", "all_to_all 0 1", "all_to_all of nothing", "gather_values of nothing"],
+    2: ["permute to the next", "all_to_all 2 1", "reduce_scatter 1", "gather_values -1", "ragged_all_to_all and back"],
+    4: [
+        "ragged_all_to_all",
+        "permute",
+        "permute by two",
+        "all_to_all 0 1",
+        "all_to_all of nothing",
+        "gather_values of nothing",
+    ],
 }
 """By default, by the number of ranks."""
 
@@ -332,3 +378,164 @@ def test_errors(call: Callable[[Axis], Tensor], error: type[Exception], match: s
     """Bad input is a clear error before any communication."""
     with pytest.raises(error, match=match):
         call(ProcessAxis(3))
+
+
+# --- Uneven counts ---
+
+
+def exact_rows(rank: int, n: int) -> dict[str, list[Tensor]]:
+    """Without padding, however the counts are given: value, gradient, Hessian-vector product and gradient's gradient."""
+    axis, matrix = Mesh.world()["shard"], counts_of(n)
+    send, receive = matrix[rank], matrix[:, rank]
+    x, v = (inputs(CASES["ragged_all_to_all"], n, seed)[rank][: send.sum()] for seed in (0, 1))
+    ways: dict[str, tuple[Any, ...]] = {
+        "a list": (send.tolist(),),
+        "a tensor": (send.int(),),
+        "lists": (send.tolist(), receive.tolist()),
+        "tensors": (send, c.all_to_all(send, axis)),
+        "a tuple and a tensor": (tuple(send.tolist()), receive),
+    }
+    out = {}
+    for way, counts in ways.items():
+        run = lambda x: c.ragged_all_to_all(x, axis, *counts)  # noqa: E731
+        out[way] = [run(x), *derivatives(lambda x: loss(run(x)), x, v, lambda a, b: (a * b).sum())]
+    return out
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_exact_rows(gloo2: Pool, gloo4: Pool, n: int) -> None:
+    """Each rank has its own number of rows, some none, in values and derivatives."""
+    xs, vs = ([*inputs(CASES["ragged_all_to_all"], n, seed)] for seed in (0, 1))
+    sums = counts_of(n).sum(1).tolist()
+    want = derivatives(
+        lambda x: sum(loss(y) for y in sent_rows([*x])), torch.stack(xs), torch.stack(vs), lambda a, b: (a * b).sum()
+    )
+    for rank, got in enumerate({2: gloo2, 4: gloo4}[n].run(exact_rows, n)):
+        for way, (value, *tree) in got.items():
+            assert torch.equal(value, sent_rows(xs, None)[rank]), way
+            for i, (a, b) in enumerate(zip(tree, want, strict=True)):
+                assert_close(a, b[rank][: sums[rank]], rtol=1e-9, atol=1e-9, msg=lambda m, way=way, i=i: f"{way} [{i}]: {m}")
+
+
+SENT: dict[str, tuple[Callable[[int], tuple[Any, ...]], dict[str, Any], str]] = {
+    "too many": (lambda r: ([2, 3 - r],), {}, r"rank 0: .*send_counts: expected 4 rows together, got \[2, 3\]$"),
+    "too few": (lambda r: ([2, 1 + r],), {}, r"rank 0: .*send_counts: expected 4 rows together, got \[2, 1\]$"),
+    "negative": (lambda r: ([5, -1],), {}, r"rank 0: .*got \[5, -1\]; rank 1: .*got \[5, -1\]"),
+    "of three ranks": (lambda r: ([2, 2, 0],), {}, r"for each of 2 ranks, got \[2, 2, 0\]"),
+    "no ints": (lambda r: ([2.0, 2.0],), {}, r"for each of 2 ranks, got \[2\.0, 2\.0\]"),
+    "no whole numbers": (lambda r: (torch.tensor([2.0, 2.0]),), {}, r"whole numbers of shape \[N\], got torch.float32 \[2\]"),
+    "a matrix": (lambda r: (torch.ones(2, 2).int(),), {}, r"whole numbers of shape \[N\], got torch.int32 \[2, 2\]"),
+    "of others": (lambda r: ([1, 3], [1, 1 + r]), {}, r"rank 0 sends 3 rows to rank 1, which expects 1: .*leave them out"),
+    "no room": (lambda r: ([1, 3],), {"size": 5}, r"room for the 6 rows that rank 1 receives, got 5"),
+    "more than there are": (lambda r: ([1, 4],), {"size": 9}, r"send_counts: expected at most 4 rows together, got \[1, 4\]"),
+    "too many expected": (lambda r: ([2, 2], [9, 9]), {"size": 9}, r"receive_counts: expected at most 9 rows together"),
+}
+
+
+def refused(rank: int) -> dict[str, str]:
+    axis = Mesh.world()["shard"]
+    said = {}
+    for name, (counts, options, _) in SENT.items():
+        with pytest.raises(ValueError, match="ragged_all_to_all: ") as error:
+            c.ragged_all_to_all(torch.ones(4), axis, *counts(rank), **options)
+        said[name] = str(error.value)
+    for name, x in {
+        "dtype": torch.ones(4).to(torch.float64 if rank else torch.int64),
+        "shape": torch.ones(4, 1 + rank),
+    }.items():
+        with pytest.raises(ValueError, match="rows of the same dtype and shape on all ranks") as error:
+            c.ragged_all_to_all(x, axis, [2, 2])
+        said[name] = str(error.value)
+    with pytest.raises(ValueError, match="got a 0-dim tensor"):
+        c.ragged_all_to_all(torch.ones(()), axis, [2, 2])
+    with pytest.raises(ValueError, match=r"differ within a torch\.vmap"):
+        vmap(lambda x, n: c.ragged_all_to_all(x, axis, n))(torch.ones(2, 4), torch.tensor([[2, 2], [1, 3]]))
+    assert c.ragged_all_to_all(torch.ones(4), axis, [2, 2]).sum() == 4  # ranks are still in step
+    return said
+
+
+def test_wrong_counts_are_an_error_on_every_rank(gloo2: Pool) -> None:
+    """The same one, before anything is sent: gloo would end the process, and NCCL wait."""
+    zero, one = gloo2.run(refused)
+    assert zero == one
+    for name, (*_, match) in SENT.items():
+        assert re.search(match, zero[name]), zero[name]
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "match"),
+    [
+        (([1, 2],), {}, "expected size=, with room for what any rank receives"),
+        ((torch.tensor([1, 2]),), {}, "expected size="),
+        (([1, 3],), {"size": 9}, "send_counts: expected at most 3 rows"),
+        ((torch.tensor([1, 3]),), {"size": 9}, "at most 3 rows to send, at most 9 to receive"),
+        ((torch.tensor([1, 2]),), {"size": 3}, "at most 3 to receive"),
+        ((torch.tensor([4, -1]),), {"size": 9}, "at most 3 rows to send"),
+        ((torch.tensor([1, 2]), torch.tensor([1, 1])), {"size": 9}, "the counts of other ranks"),
+        ((torch.tensor([1, 1, 1]),), {"size": 9}, r"shape \[2\], got \[3\]"),
+    ],
+)
+def test_wrong_counts_on_simulated_ranks(counts: tuple[Any, ...], options: dict[str, int], match: str) -> None:
+    """A batch of ranks has no exact rows; what does not fit is an error there, too, below any transform."""
+    run = lambda mesh, x: c.ragged_all_to_all(x, mesh["shard"], *counts, **options)  # noqa: E731
+    for f in (run, lambda mesh, x: grad(lambda x: run(mesh, x).sum())(x), lambda mesh, x: vmap(lambda x: run(mesh, x), 1)(x)):
+        with pytest.raises(ValueError, match=match):
+            fs.testing.spmd(f, 2)(torch.ones(2, 3, 2))
+
+
+def test_equal_counts_need_no_size_on_simulated_ranks() -> None:
+    x = torch.arange(8.0).view(2, 4)
+    got = fs.testing.spmd(lambda mesh, x: c.ragged_all_to_all(x, mesh["shard"], [2, 2]), 2)(x)
+    assert got.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize("counts", [([2],), ([3], [2]), ([4],)])
+def test_wrong_counts_on_one_rank(counts: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="ragged_all_to_all"):
+        c.ragged_all_to_all(torch.ones(3), ProcessAxis(1, 0), *counts)
+
+
+def ragged_compiled(rank: int) -> None:
+    axis, send = Mesh.world()["shard"], counts_of(2)[rank]
+    receive = c.all_to_all(send, axis)
+    x = inputs(CASES["ragged_all_to_all"], 2)[rank][: send.sum()]
+
+    def second(x: Tensor, *counts: Any) -> Tensor:
+        f = lambda x: loss(c.ragged_all_to_all(x.sin(), axis, *counts))  # noqa: E731
+        return grad(lambda x: f(x) + (grad(f)(x) ** 2).sum())(x)
+
+    want = second(x, send)
+    torch._dynamo.reset()
+    lists = send.tolist(), receive.tolist()
+    whole = torch.compile(lambda x: second(x, *lists), fullgraph=True, backend="aot_eager")
+    assert_close(whole(x), want, rtol=1e-12, atol=1e-12)
+    assert_close(make_fx(lambda x: second(x, *lists))(x)(x), want, rtol=1e-12, atol=1e-12)
+    broken = torch.compile(lambda x, send: second(x * 2, send), backend="aot_eager")
+    for few in (send, send.flip(0) if rank == 0 else send, send):  # other counts at the second call
+        assert_close(broken(x, few), second(x * 2, few), rtol=1e-12, atol=1e-12)
+    for counts in ((send,), (send.tolist(),), (send, receive)):
+        with pytest.raises(RuntimeError, match="a recorded graph would keep those of its example"):
+            make_fx(lambda x: c.ragged_all_to_all(x, axis, *counts))(x)
+    with pytest.raises(ValueError, match="expected 3 rows together"):
+        make_fx(lambda x: c.ragged_all_to_all(x, axis, [1, 1], [1, 1]))(torch.ones(3))
+
+
+def test_uneven_counts_compiled(gloo2: Pool) -> None:
+    """Lists of ints are in one graph; counts from data interrupt torch.compile's, and make_fx refuses them."""
+    gloo2.run(ragged_compiled)
+
+
+def test_bytes_of_uneven_counts() -> None:
+    """What is sent is what the counts say, in backward as well; nothing else crosses the axis."""
+    with world(4), Collectives() as sent:
+        axis = Mesh.world()["shard"]
+        grad(lambda x: c.ragged_all_to_all(x, axis, [3, 0, 5, 1], size=20).sum())(torch.ones(10, 2))
+    assert [(s.op, s.numel) for s in sent.all] == [("all_to_all_single", 2 * 9), ("all_to_all_single", 2 * 12)]
+
+
+def test_shapes_without_values() -> None:
+    """On fake tensors counts have no values: the shape is right with size=."""
+    with world(4), FakeTensorMode(allow_non_fake_inputs=True):
+        axis, counts = Mesh.world()["shard"], torch.ones(4, dtype=torch.int64)
+        assert c.ragged_all_to_all(torch.ones(6, 2), axis, counts, size=9).shape == (9, 2)
+        assert c.ragged_all_to_all(torch.ones(6, 2), axis, counts).shape == (6, 2)

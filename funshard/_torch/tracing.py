@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import sys
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
@@ -177,7 +178,8 @@ def disable_in_graph(reason: str) -> Callable[[F], F]:
 
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
+            # Where Dynamo has given up on the callers' frames, it still tries this one's, and compilation is not under way.
+            if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
                 return fn(*args, **kwargs)
             known()
             return disabled[None](*args, **kwargs)

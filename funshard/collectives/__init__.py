@@ -16,6 +16,7 @@ from ._functions import (
 from ._gather_values import gather_values
 from ._members import axis_rank, global_rank, members
 from ._mesh import Axis, Mesh, ProcessAxis, Simulated
+from ._ragged import ragged_all_to_all
 
 __all__ = [
     "Axis",
@@ -32,6 +33,7 @@ __all__ = [
     "global_rank",
     "members",
     "permute",
+    "ragged_all_to_all",
     "reduce_scatter",
     "scatter",
     "sum_over",

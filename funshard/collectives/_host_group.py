@@ -44,6 +44,12 @@ class HostGroup:
         options.reduceOp = dist.ReduceOp.MAX
         return self._group.allreduce([x], options)
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return every rank's tensor, stacked by rank. All have the same shape."""
+        rows = [torch.empty_like(x) for _ in self.ranks]
+        self._group.allgather([rows], [x]).wait()
+        return torch.stack(rows)
+
     def all_gather_object(self, value: object) -> list[Any]:
         """Return every rank's value, by rank."""
         own, lengths = self._serialize(value)

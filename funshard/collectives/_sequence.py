@@ -22,7 +22,7 @@ from .. import _torch
 from ._host_group import HostGroup, host_groups
 from ._tag import REMEDY
 
-__all__ = ["CollectiveSequence", "SequenceCheck", "check_sequence", "is_comparable"]
+__all__ = ["CollectiveSequence", "SequenceCheck", "check_sequence", "get_host_group", "is_comparable"]
 
 
 class CollectiveSequence:
@@ -56,7 +56,7 @@ class CollectiveSequence:
         """
         groups = [group for group in self._started if tagged or group in self._untagged]
         self._untagged.clear()
-        return [SequenceCheck(_host_group_of(group), self._started.pop(group), error) for group in groups]
+        return [SequenceCheck(get_host_group(group), self._started.pop(group), error) for group in groups]
 
 
 _UNFINISHED: deque[SequenceCheck] = deque()
@@ -123,7 +123,7 @@ def check_sequence(names: Sequence[str], group: str, sent: Tensor) -> None:
     """
     if _torch.is_traced() or _torch.is_fake(sent) or not is_comparable(group):
         return
-    SequenceCheck(_host_group_of(group), names, "ranks are about to exchange values of different units").finish()
+    SequenceCheck(get_host_group(group), names, "ranks are about to exchange values of different units").finish()
 
 
 def is_comparable(group: str) -> bool:
@@ -131,7 +131,7 @@ def is_comparable(group: str) -> bool:
     return dist.get_backend(_torch.resolve_group(group)) != "fake"
 
 
-def _host_group_of(name: str) -> HostGroup:
+def get_host_group(name: str) -> HostGroup:
     """Return the host group of a process group's ranks; its hosts connect at the first comparison."""
     groups = host_groups()
     key = "sequence", name
