@@ -11,7 +11,8 @@ from depth import depth, each, seldom
 from ranks import Pool
 from test_compile import Chain, Read, Step, common, models, recording, same, tokens
 from torch import Tensor
-from torch.distributed import get_world_size, init_device_mesh
+from torch.distributed import get_world_size
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -181,6 +181,13 @@ def _check_casts_inside(spec: PartitionSpec) -> None:
             )
 
 
+def _shape_overrides(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the forwards to set in linear layers where the graph has symbolic shapes: module, attribute, value."""
+    for module in modules.values() if _torch.FORWARD_CAN_BE_REPLACED and _torch.has_symbolic_shapes() else ():
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
+            yield module, "forward", _torch.flat_linear(module)
+
+
 def _recompute_overrides(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Iterator[tuple[nn.Module, str, Any]]:
     """Yield the forwards to set in recomputed modules, which make a region of each: module, attribute, value."""
     for path in spec.recomputed if _torch.FORWARD_CAN_BE_REPLACED and is_collecting_regions() else ():
@@ -207,7 +214,8 @@ def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec)
 def _override_modules(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Generator[None]:
     """Set the modules' `module_overrides`, and make regions of recomputed modules; restore all of them afterwards."""
     before: list[tuple[nn.Module, str, Any]] = []
-    for module, name, value in itertools.chain(module_overrides(modules, spec, ""), _recompute_overrides(modules, spec)):
+    overrides = module_overrides(modules, spec, ""), _shape_overrides(modules), _recompute_overrides(modules, spec)
+    for module, name, value in itertools.chain(*overrides):
         before.append((module, name, module.__dict__.get(name)))
         setattr(module, name, value)
     try:

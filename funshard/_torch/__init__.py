@@ -11,6 +11,7 @@ from .files import *
 from .groups import *
 from .levels import *
 from .no_grad import *
+from .shapes import *
 from .stand_in import *
 from .storage import *
 from .streams import *
