@@ -49,6 +49,19 @@ def all_finite(figures: object) -> bool:
 
 
 @seldom
+def test_higher() -> None:
+    """Figures for every mode; without prefetch a compiled product takes less memory than the eager one."""
+    table, result = run("higher", f"--backend aot_eager {GPT} --rounds 1 --warmup 0 --modes 'hvp,per sample'")
+    assert list(result["figures"]) == ["hvp", "per sample"]
+    assert all_finite(result["figures"])
+    for mode, figures in result["figures"].items():
+        eager, compiled, without_prefetch = figures["peaks"]
+        assert mode in table
+        assert without_prefetch <= compiled
+        assert without_prefetch <= eager
+
+
+@seldom
 def test_compile() -> None:
     """Each block compiled: one graph for two or three blocks, and a figure for every mode."""
     table, result = run("compile", "--blocks 2,3 --modes eager,FSDP2,units,step")

@@ -201,3 +201,9 @@ def test_higher_orders_of_transformers_equal_eager(gloo2: Pool, which: str, tran
 @pytest.mark.parametrize("transform", ["hvp", "grad of grad", "per sample, clipped"])
 def test_higher_orders_on_four_ranks_equal_eager(gloo4: Pool, transform: str) -> None:
     gloo4.run(equal_to_eager, transform, "chain", "hsdp")
+
+
+@pytest.mark.parametrize("options", [{"prefetch": -1}, {"in_flight": 0}], ids=str)
+def test_counts_that_cannot_be(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="expected prefetch of at least 0 and in_flight of at least 1, got "):
+        compile(lambda: None, backend="aot_eager", **options)

@@ -77,6 +77,10 @@ def compile(
         >>> given
         {'w': tensor([1.])}
     """
+    if prefetch < 0 or in_flight < 1:
+        raise ValueError(
+            f"compile: expected prefetch of at least 0 and in_flight of at least 1, got {prefetch} and {in_flight}"
+        )
     donated_indices = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     compiler = _Backend(backend, prefetch, in_flight, {**_mode_options(mode), **(options or {})})
 
