@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import funshard as fs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
+import moe  # noqa: E402
 import tensor_parallel  # noqa: E402
 
 Tree = dict[str, Tensor]
@@ -154,3 +156,72 @@ def test_tensor_parallel_learns_alike_on_any_ranks() -> None:
     assert one[-1] < one[0] - 1
     for other in others:
         assert other == pytest.approx(one, abs=2e-3)
+
+
+# --- experts ---
+
+
+def experts(parts: int = 1) -> tuple[nn.Module, Tree]:
+    torch.manual_seed(0)
+    model = moe.MoE(layers=2, dim=8, heads=2, seq=SEQ, hidden=12, experts=8, parts=parts).double()
+    return model, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def moe_rank(rank: int, sizes: dict[str, int], tokens: int, balance: float) -> list[list[int]]:
+    """Compare a rank's gradient with that of the joined batch; the rows that each expert here has had."""
+    (whole, full), (model, _) = experts(), experts(sizes["expert"])
+    torch.manual_seed(1)
+    xys = torch.randint(256, (torch.Size(sizes.values()).numel(), 2, 1, tokens))
+    spec = moe.policy()(model).on(bind(sizes))
+    seen, run = [], moe.run_experts
+
+    def watched(rows: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
+        seen.append(counts)
+        assert sum(counts) == len(rows)
+        return run(rows, counts, *weights)
+
+    def loss(params: Tree) -> Tensor:
+        return fs.functional_call(model, params, (*xys[rank], spec.bound_mesh, balance), spec=spec)
+
+    params = fs.shard(full, spec)
+    with mock.patch.object(moe, "run_experts", watched):
+        grads = fs.grad(loss)(params)
+    joined = (xys[:, 0, 0], xys[:, 1, 0], moe.ALONE, balance)
+    check(fs.unshard(grads, spec), fs.optim.global_norm(grads, spec), gradient_of_mean(whole, full, [joined], [0]))
+    return seen
+
+
+MOE_MESHES = [{"expert": 2, "shard": 2}, {"shard": 2, "expert": 2}, {"expert": 4, "shard": 1}, {"expert": 1, "shard": 4}]
+
+
+@each
+@pytest.mark.parametrize("balance", [0.5, 0.0])
+@pytest.mark.parametrize("tokens", [2, SEQ])
+@pytest.mark.parametrize("sizes", MOE_MESHES, ids=str)
+def test_experts_on_four_ranks(gloo4: Pool, sizes: dict[str, int], tokens: int, balance: float) -> None:
+    """Of uneven counts, with experts that have no tokens: two tokens of each rank have eight experts to choose from."""
+    seen = gloo4.run(moe_rank, sizes, tokens, balance)
+    counts = [count for rank in seen for layer in rank for count in layer]
+    assert len({*counts}) > 1
+    if tokens == 2:
+        assert 0 in counts
+
+
+@each
+@pytest.mark.parametrize("sizes", [{"expert": 2, "shard": 1}], ids=str)
+def test_experts_on_two_ranks(gloo2: Pool, sizes: dict[str, int]) -> None:
+    gloo2.run(moe_rank, sizes, 1, 0.5)
+
+
+def test_experts_on_one_rank(alone: Pool) -> None:
+    alone.run(moe_rank, {"expert": 1, "shard": 1}, SEQ, 0.5)
+
+
+def test_experts_learn_alike_on_any_ranks() -> None:
+    """The same losses, auxiliary loss included, on one rank and on four."""
+    tiny = "--layers 1 --dim 32 --heads 2 --hidden 32 --experts 4 --balance 0.1 --seq 32 --batch 4 --steps 12 --lr 1e-2"
+    flags = f"{tiny} --log-every 1 --max-bytes 200000".split()
+    one, four = (losses(launch(ranks, EXAMPLES / "moe.py", *flags, "--expert", str(size))) for ranks, size in [(1, 1), (4, 2)])
+    assert len(one) == 12
+    assert one[-1] < one[0] - 1
+    assert four == pytest.approx(one, abs=2e-3)
