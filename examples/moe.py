@@ -55,12 +55,14 @@ def dispatch(
     return (y * weights[..., None]).sum(1)
 
 
-def run_experts(rows: Tensor, counts: list[int], gate_up: Tensor, down: Tensor) -> Tensor:
+def run_experts(
+    rows: Tensor, counts: list[int], gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor] = F.silu
+) -> Tensor:
     """Return what each expert makes of its rows: gate_up is [experts, 2 * hidden, dim], down [experts, dim, hidden]."""
     out = []
     for part, first, second in zip(rows.split(counts), gate_up.unbind(), down.unbind(), strict=True):
         gate, up = F.linear(part, first).chunk(2, -1)
-        out.append(F.linear(F.silu(gate) * up, second))
+        out.append(F.linear(activation(gate) * up, second))
     return torch.cat(out)
 
 
