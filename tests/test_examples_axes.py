@@ -11,11 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from depth import depth, each
+from depth import depth, each, seldom
 from ranks import Pool, launch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 import funshard as fs
 
@@ -225,3 +226,69 @@ def test_experts_learn_alike_on_any_ranks() -> None:
     assert len(one) == 12
     assert one[-1] < one[0] - 1
     assert four == pytest.approx(one, abs=2e-3)
+
+
+class Double(TorchFunctionMode):
+    """Computes in float64 where transformers' norms, routers and losses ask for float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = {torch.float32: torch.float64}
+        args = [wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args]
+        kwargs = {k: wide.get(x, x) if isinstance(x, torch.dtype) else x for k, x in (kwargs or {}).items()}
+        return func(*args, **kwargs) if func is not Tensor.float else args[0].double()
+
+
+def mixtral_rank(rank: int, sizes: dict[str, int]) -> None:
+    """Compare a rank's gradient with that of the whole model."""
+    import mixtral
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=8, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5, use_cache=False,
+    )  # fmt: skip
+    whole = MixtralForCausalLM(config).double()
+    whole.config._experts_implementation = "eager"  # its default takes no float64
+    full = {name: p.detach() for name, p in whole.named_parameters()}
+    torch.manual_seed(1)
+    xs = torch.randint(64, (torch.Size(sizes.values()).numel(), 1, 6))
+    mesh = fs.collectives.Mesh.of(bind(sizes))
+    model = mixtral.split_experts(whole, mesh["expert"])
+    assert [name for name, _ in model.named_parameters()] == [*full]
+    spec = mixtral.policy()(model).on(mesh)
+    params = fs.shard(whole, spec)
+
+    def whole_loss(params: Tree) -> Tensor:
+        outputs = [torch.func.functional_call(whole, params, (x,), {"labels": x}) for x in xs]
+        return torch.stack([output.loss for output in outputs]).mean()
+
+    with Double():
+        want = torch.func.grad(whole_loss)(full)
+        grads = fs.grad(lambda p: fs.functional_call(model, p, (xs[rank],), {"labels": xs[rank]}, spec=spec).loss)(params)
+    check(fs.unshard(grads, spec), fs.optim.global_norm(grads, spec), want)
+
+
+@each
+@pytest.mark.parametrize("sizes", MOE_MESHES[:3], ids=str)
+def test_mixtral_on_four_ranks(gloo4: Pool, sizes: dict[str, int]) -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    gloo4.run(mixtral_rank, sizes)
+
+
+def test_mixtral_on_one_rank(alone: Pool) -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    alone.run(mixtral_rank, {"expert": 1, "shard": 1})
+
+
+@seldom
+def test_mixtral_learns_alike_on_any_ranks() -> None:
+    """But for its auxiliary loss, which compares the tokens of each rank alone."""
+    pytest.importorskip("transformers.integrations.moe")
+    tiny = "--layers 1 --dim 32 --heads 2 --hidden 32 --experts 4 --seq 32 --batch 4 --steps 12 --lr 1e-2 --log-every 1"
+    one, four = (
+        losses(launch(ranks, EXAMPLES / "mixtral.py", *tiny.split(), "--max-bytes", "200000", "--expert", str(size)))
+        for ranks, size in [(1, 1), (4, 2)]
+    )
+    assert one[-1] < one[0] - 1
+    assert four == pytest.approx(one, abs=3e-2)
