@@ -170,6 +170,15 @@ def test_any_ranks_read_what_any_ranks_wrote(model: nn.Module, data: st.DataObje
         box_file.MAX_BOX_BYTES, box_file.MIN_SHARED_BYTES = largest, smallest
 
 
+def test_units_that_are_split_over_different_axes() -> None:
+    """Ranks that hold the same slice of one unit, and slices of other lengths of the next, agree on who writes the third."""
+    model = nn.ModuleList(nn.ParameterList([torch.zeros(n)]) for n in (4, 3, 4))
+    policy = fs.by_path({str(i): fs.P(axis, align=1) for i, axis in enumerate("aba")})
+    specs, full = everyone(policy(model), {"a": 2, "b": 2}), integers_like(model)
+    metadata, stored = saved([dict(fs.shard(full, spec, rank=r)) for r, spec in enumerate(specs)], specs)
+    check_saved(metadata, stored, full)
+
+
 @pytest.mark.parametrize(("ranks", "others"), [(64, 3), (3, 64), (64, 64), (1, 64)])
 def test_many_ranks(ranks: int, others: int) -> None:
     """Sixty-four of them, with dimensions that none divides, a channels_last weight and empty ones."""

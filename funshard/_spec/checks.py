@@ -98,10 +98,13 @@ def check_buffers(
             )
 
 
-def check_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> None:
-    """Raise ValueError or TypeError unless each unit has its shard or its full parameters, of a dtype to compute with."""
+def check_params(params: Mapping[str, Tensor], spec: PartitionSpec, sizes: Mapping[str, int] | None = None) -> None:
+    """Raise ValueError or TypeError unless each unit has its shard or its full parameters, of a dtype to compute with.
+
+    With the ``sizes`` of mesh axes these are the whole parameters, and otherwise this rank's pieces of those that are local.
+    """
     check_mapping(params)
-    full = {unit.key: tensors for unit in spec if (tensors := find_full_params(params, unit)) is not None}
+    full = {unit.key: tensors for unit in spec if (tensors := find_full_params(params, unit, sizes)) is not None}
     names = {name for key in full for param in spec.by_key[key].params for name in param.names}
     for key in params:
         if key in spec.by_name and key not in names:
@@ -154,14 +157,14 @@ def _take_full(params: Mapping[str, Tensor], param: Param, unit: Unit, sizes: Ma
     return tensor
 
 
-def find_full_params(params: Mapping[str, Tensor], unit: Unit) -> list[Tensor] | None:
+def find_full_params(params: Mapping[str, Tensor], unit: Unit, sizes: Mapping[str, int] | None = None) -> list[Tensor] | None:
     """Return the unit's full parameters if ``params`` has them, under any of their names, instead of its buffer; else None.
 
-    Raises ValueError, naming the parameter, where only some are, or with another shape.
+    ``sizes`` is as in `check_params`. Raises ValueError, naming the parameter, where only some are, or with another shape.
     """
     if unit.key in params or not any(name in params for param in unit.params for name in param.names):
         return None
-    return [_take_full(params, param, unit) for param in unit.params]
+    return [_take_full(params, param, unit, sizes) for param in unit.params]
 
 
 def check_full(params: Mapping[str, Tensor], spec: PartitionSpec, *, whole: bool = False) -> None:

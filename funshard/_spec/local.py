@@ -12,7 +12,16 @@ from .tree import Param
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["LocalAxes", "check_local", "find_unmatched", "mark_local", "refuse_local", "whole_shape"]
+__all__ = [
+    "LocalAxes",
+    "check_local",
+    "describe_pieces",
+    "find_unmatched",
+    "mark_local",
+    "piece_offsets",
+    "refuse_local",
+    "whole_shape",
+]
 
 LocalAxes = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 """For each axis, outermost first, the dimension that is split over it, by a glob of parameter names."""
@@ -92,3 +101,17 @@ def whole_shape(param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
     for axis, dim in param.local:
         shape[dim] *= sizes[axis]
     return tuple(shape)
+
+
+def piece_offsets(param: Param, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the offsets, in the larger parameter, of the piece of the rank at these coordinates of the mesh."""
+    index = [0] * len(param.shape)
+    for axis, dim in param.local:
+        index[dim] = index[dim] * sizes[axis] + at[axis]
+    return tuple(i * size for i, size in zip(index, param.shape, strict=True))
+
+
+def describe_pieces(param: Param, sizes: Mapping[str, int]) -> str:
+    """Return a sentence about the pieces of a whole parameter, for an error about its shape; "" if it is not local."""
+    over = " and ".join(f"axis '{axis}' of {sizes[axis]} along dimension {dim}" for axis, dim in param.local)
+    return f"; each rank's module has {list(param.shape)} of it, a piece over {over}" if over else ""

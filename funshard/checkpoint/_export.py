@@ -15,9 +15,10 @@ from .._sharding.agree import check_ranks_agree, has_peers
 from .._sharding.full import gather_to_first
 from .._spec.bind import bind_spec
 from .._spec.checks import check_mapping, check_params, find_full_params
+from .._spec.local import whole_shape
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._units.layout import unflatten_unit
+from .._units.whole import unflatten_whole
 from ._files.directory import LOCK
 from ._files.safetensors_layout import INDEX, NAMES, SINGLE, FileLayout, TensorEntry, lay_out_files, make_index
 from ._files.staging import StagingDirectory, find_replaced
@@ -87,7 +88,7 @@ def export(
         if ranks.rank == 0:
             _check_target(target, overwrite=overwrite)
         check_mapping(buffers or {})
-        check_params(params, spec)
+        check_params(params, spec, dict(spec.bound_mesh.sizes))
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype: expected a floating point dtype, got {dtype}")
         if shard_bytes < 1:
@@ -171,12 +172,13 @@ def _iter_entries(
         seen[name] = model_name
         return TensorEntry(name, model_name, shape, stored)
 
+    sizes = dict(spec.bound_mesh.sizes)
     for unit in spec:
-        full = find_full_params(params, unit)
+        full = find_full_params(params, unit, sizes)
         for i, param in enumerate(unit.params):
             check_storable(params[unit.key] if full is None else full[i], f"parameter '{param.name}'")
             own = full[i].dtype if full is not None else unit.dtype if unit.at_rest else params[unit.key].dtype
-            yield make_entry(param.name, param.shape, own)
+            yield make_entry(param.name, whole_shape(param, sizes), own)
     for name, tensor in _unsharded_tensors(params, spec, buffers).items():
         if name in spec.by_name:
             raise ValueError(f"buffers: '{name}' is a parameter of the spec: expected others")
@@ -194,10 +196,11 @@ def _unsharded_tensors(params: Mapping[str, Tensor], spec: PartitionSpec, buffer
 
 def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> dict[str, Tensor]:
     """Return the unit's parameters on the host of the mesh's first rank. Other ranks get none, or those given in full."""
-    full = find_full_params(params, unit)
+    mesh = spec.bound_mesh
+    full = find_full_params(params, unit, dict(mesh.sizes))
     if full is None:
-        buffer = gather_to_first(params[unit.key].detach(), unit, spec.bound_mesh)
-        full = [] if buffer is None else unflatten_unit(buffer.cpu(), unit)
+        buffer = gather_to_first(params[unit.key].detach(), unit, mesh)
+        full = [] if buffer is None else unflatten_whole(buffer.cpu(), unit, mesh)
     return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
 
 

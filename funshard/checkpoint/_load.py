@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._spec.bind import bind_spec
+from .._spec.local import describe_pieces, whole_shape
 from .._spec.spec import PartitionSpec
 from ._errors import CheckpointError
 from ._files.manifest import read_manifest
@@ -111,10 +111,13 @@ class _Loader:
                     check_rank_count(leaf.name, shape[0], self._ranks.size)
             case OwnedLeaf():
                 self._stored.check_tensor(leaf.names, leaf.shape, leaf.dtype)
-            case SliceLeaf() | ScalarLeaf():
-                shapes = (p.shape for p in leaf.params) if isinstance(leaf, SliceLeaf) else itertools.repeat(())
-                for shape, names in zip(shapes, leaf.names, strict=False):
-                    self._stored.check_tensor(names, shape, leaf.dtype)
+            case SliceLeaf():
+                sizes = dict(self._spec.bound_mesh.sizes)
+                for param, names in zip(leaf.params, leaf.names, strict=True):
+                    self._stored.check_tensor(names, whole_shape(param, sizes), leaf.dtype, describe_pieces(param, sizes))
+            case ScalarLeaf():
+                for names in leaf.names:
+                    self._stored.check_tensor(names, (), leaf.dtype)
 
     def read(self, *, check: bool) -> Any:
         """Read the leaves, and return the state."""

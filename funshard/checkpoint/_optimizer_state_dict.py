@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import _torch
 from .._sharding.full import gather_full
 from .._spec.bind import bind_spec
+from .._spec.local import describe_pieces, piece_offsets, whole_shape
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._spec.unit_state import replace_values
@@ -254,15 +255,20 @@ class _UnitConverter:
     def _read_slice(self, slot: str, initial: Tensor, own: Mapping[str, Any]) -> Tensor:
         """Return this rank's slice of the full tensors, with the initial values of parameters that have none."""
         out = copy_like(initial, initial) if _torch.is_pinned(initial) else initial.clone()
-        for piece in slice_pieces(self.unit, self._spec, rank_coords(self._spec.bound_mesh, None)):
+        mesh = self._spec.bound_mesh
+        coords, sizes = rank_coords(mesh, None), dict(mesh.sizes)
+        for piece in slice_pieces(self.unit, self._spec, coords):
             param = piece.param
             if param.name not in own:
                 continue
             full = own[param.name]
             got = f"{list(full.shape)} {full.dtype}" if isinstance(full, Tensor) else type(full).__name__
-            if got != (expected := f"{list(param.shape)} {initial.dtype}"):
-                raise ValueError(f"'{slot}' of parameter '{param.name}': expected {expected}, got {got}")
-            flat = to_memory_order(full, param).reshape(-1)
+            if got != (expected := f"{list(whole_shape(param, sizes))} {initial.dtype}"):
+                hint = describe_pieces(param, sizes)
+                raise ValueError(f"'{slot}' of parameter '{param.name}': expected {expected}, got {got}{hint}")
+            offsets = piece_offsets(param, sizes, dict(zip(mesh.names, coords, strict=True)))
+            local = full[tuple(slice(begin, begin + size) for begin, size in zip(offsets, param.shape, strict=True))]
+            flat = to_memory_order(local, param).reshape(-1)
             out[piece.low : piece.high] = flat[piece.begin : piece.begin + piece.high - piece.low]
         return out
 

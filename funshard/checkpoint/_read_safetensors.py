@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._spec.bind import bind_spec
+from .._spec.local import describe_pieces, whole_shape
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
@@ -182,16 +183,17 @@ def _explain_damage(file: Path, damage: type[Exception]) -> Generator[None]:
 
 def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: PartitionSpec, *, cast: bool) -> None:
     """Check that the files have the spec's parameters and no others. Raises ValueError otherwise."""
+    sizes = dict(spec.bound_mesh.sizes)
     for unit in spec:
         for param in unit.params:
-            found = _find_tensors(param, stored)
+            found, shape = _find_tensors(param, stored), whole_shape(param, sizes)
             if not found:
                 raise ValueError(
-                    f"parameter '{param.name}' of unit '{unit.key}' is not in {path}: expected {list(param.shape)} "
+                    f"parameter '{param.name}' of unit '{unit.key}' is not in {path}: expected {list(shape)} "
                     f"{param.dtype}, got {len(stored)} tensors such as {sorted(stored)[:3]}; rename= maps their names"
                 )
             for one in found:
-                _check_tensor(one, param, unit, cast=cast)
+                _check_tensor(one, param, unit, sizes, cast=cast)
     for name in stored:
         if name not in spec.by_name and name not in spec.ignored:
             raise ValueError(
@@ -205,10 +207,11 @@ def _find_tensors(param: Param, stored: Mapping[str, _FileTensor]) -> list[_File
     return [stored[name] for name in param.names if name in stored]
 
 
-def _check_tensor(stored: _FileTensor, param: Param, unit: Unit, *, cast: bool) -> None:
-    where = f"parameter '{param.name}' of unit '{unit.key}'"
-    if stored.shape != param.shape:
-        raise ValueError(f"{where}: expected shape {list(param.shape)}, got {list(stored.shape)} in {stored.file}")
+def _check_tensor(stored: _FileTensor, param: Param, unit: Unit, sizes: Mapping[str, int], *, cast: bool) -> None:
+    where, shape = f"parameter '{param.name}' of unit '{unit.key}'", whole_shape(param, sizes)
+    if stored.shape != shape:
+        hint = describe_pieces(param, sizes)
+        raise ValueError(f"{where}: expected shape {list(shape)}, got {list(stored.shape)} in {stored.file}{hint}")
     floats = stored.dtype.is_floating_point and param.dtype.is_floating_point
     if stored.dtype != param.dtype and not (cast and floats):
         hint = "; cast=True converts it" if floats else ""

@@ -37,12 +37,13 @@ __all__ = ["RangeLoadPlanner", "RangeSavePlanner", "check_chunks", "iter_boxes"]
 
 def iter_boxes(part: TensorRange, begin: int, end: int) -> Iterator[tuple[Box, Tensor]]:
     """Yield elements ``begin`` to ``end`` of a range as boxes of the tensor, with views of the memory for them."""
-    shape = [part.shape[d] for d in part.order]
+    start, sizes = part.box or Box((0,) * len(part.shape), part.shape)
     back = [part.order.index(d) for d in range(len(part.order))]
     at = begin - part.begin
-    for box in range_to_boxes(shape, begin, end):
+    for box in range_to_boxes([sizes[d] for d in part.order], begin, end):
         view = part.data[at : at + box.numel].view(box.sizes).permute(back)
-        yield Box(tuple(box.offsets[d] for d in back), tuple(box.sizes[d] for d in back)), view
+        offsets = tuple(first + box.offsets[d] for first, d in zip(start, back, strict=True))
+        yield Box(offsets, tuple(box.sizes[d] for d in back)), view
         at += box.numel
 
 
@@ -75,9 +76,10 @@ class RangeSavePlanner(SavePlanner):
             if part.aliases:
                 self._aliases[part.name] = part.aliases
             size = part.data.dtype.itemsize
-            for low, high in sharer.share(part.begin, part.begin + len(part.data), size, part.holder, part.holders):
-                for begin, end in split_range(low, high, size):
-                    for box, view in iter_boxes(part, begin, end):
+            end = part.begin + len(part.data)
+            for low, high in sharer.share(part.begin, end, size, part.holder, part.holders, part.axes):
+                for at in split_range(low, high, size):
+                    for box, view in iter_boxes(part, *at):
                         self._add(part, box, view)
 
     def _add(self, part: TensorRange, box: Box, view: Tensor) -> None:

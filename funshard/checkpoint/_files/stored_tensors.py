@@ -41,8 +41,10 @@ class StoredTensors:
             out[clean_name(key)] = "" if clean_name(key) in out else key
         return {name: key for name, key in out.items() if key}
 
-    def check_tensor(self, names: Sequence[str], shape: Sequence[int] | None, dtype: torch.dtype) -> tuple[int, ...]:
-        """Return the shape of a stored tensor. Raises ValueError if it is missing or has another shape or dtype."""
+    def check_tensor(
+        self, names: Sequence[str], shape: Sequence[int] | None, dtype: torch.dtype, hint: str = ""
+    ) -> tuple[int, ...]:
+        """Return the shape of a stored tensor. Raises ValueError, with the hint, if it is missing or does not fit."""
         key = self.find_key(names)
         tensor = None if key is None else self.metadata.state_dict_metadata[key]
         if key is None or not isinstance(tensor, TensorStorageMetadata):
@@ -50,7 +52,7 @@ class StoredTensors:
         if (shape is not None and tuple(tensor.size) != tuple(shape)) or tensor.properties.dtype != dtype:
             raise ValueError(
                 f"tensor '{names[0]}': expected {list(shape or ())} {dtype}, got {list(tensor.size)} {tensor.properties.dtype} "
-                "in the checkpoint: was another model saved?"
+                f"in the checkpoint: was another model saved?{hint}"
             )
         self._check_chunks(key, tensor)
         return tuple(tensor.size)

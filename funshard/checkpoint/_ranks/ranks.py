@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from ... import _torch
 from ..._sharding.agree import check_ranks_agree, has_peers, hash_spec
-from ..._spec.local import refuse_local
 from ..._spec.spec import PartitionSpec
 from ...collectives._host_group import HostGroup, host_groups
 from ...collectives._mesh import Mesh, ProcessAxis, check_spans_world
@@ -233,7 +232,6 @@ def connect_ranks(spec: PartitionSpec, where: str, timeout: float) -> Ranks:
     if not is_connected or not _torch.is_eager():
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
     check_spans_world(spec.bound_mesh, where)
-    refuse_local(spec, where, "gather_full(params, spec), which has the whole parameters")
     return Ranks(spec, timedelta(seconds=timeout))
 
 

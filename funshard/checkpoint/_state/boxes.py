@@ -107,11 +107,16 @@ class RangeSharer:
     """Divides ranges evenly among the ranks that hold them, in the same way on each of these ranks."""
 
     def __init__(self) -> None:
-        self._shares: dict[int, list[int]] = {}  # by number of holders, the bytes that each of them writes
+        self._shares: dict[tuple[str, ...] | None, list[int]] = {}  # by the holders' axes, the bytes that each of them writes
 
-    def share(self, begin: int, end: int, itemsize: int, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """Return what ``rank`` writes of the next range that ``ranks`` ranks hold: those with the fewest bytes come first."""
-        shares = self._shares.setdefault(ranks, [0] * ranks)
+    def share(
+        self, begin: int, end: int, itemsize: int, rank: int, ranks: int, axes: tuple[str, ...] | None = None
+    ) -> list[tuple[int, int]]:
+        """Return what ``rank`` writes of the next range that ``ranks`` ranks hold: those with the fewest bytes come first.
+
+        The ranks along ``axes`` hold the same ranges for these axes, and perhaps different ones for others: each counts alone.
+        """
+        shares = self._shares.setdefault(axes, [0] * ranks)
         length = end - begin
         parts = max(1, min(ranks, length * itemsize // MIN_SHARED_BYTES))
         mine: list[tuple[int, int]] = []

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..._spec.local import piece_offsets, whole_shape
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import Param
 from ..._spec.unit import Unit
 from ..._units.flow import encode_at_rest
 from ..._units.host import place_slice
-from ..._units.layout import Piece, rank_coords, slice_index, slice_pieces
+from ..._units.layout import Piece, rank_coords, slice_pieces
+from ...collectives._mesh import Mesh
+from .boxes import Box
 
 __all__ = [
     "Leaf",
@@ -33,7 +36,7 @@ __all__ = [
 
 
 class TensorRange(NamedTuple):
-    """A range of a stored tensor, in its memory order, with this rank's memory for it."""
+    """A range of a stored tensor, or of a box in it, in its memory order, with this rank's memory for it."""
 
     name: str
     aliases: tuple[str, ...]
@@ -46,6 +49,10 @@ class TensorRange(NamedTuple):
     holder: int
     """The number of this rank among the ranks that hold the range."""
     holders: int
+    axes: tuple[str, ...] | None = None
+    """The mesh axes along which these ranks are, or None for all axes."""
+    box: Box | None = None
+    """The box whose elements ``begin`` counts: a rank's piece of a parameter over local axes. None for the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +96,9 @@ class SliceLeaf:
         every = slice_pieces(self.unit, spec, rank_coords(spec.bound_mesh, None))
         return (piece for piece in every if self.subset is None or piece.param in self.subset)
 
-    def slice_index(self, spec: PartitionSpec) -> int:
-        """Return the number of this rank's slice among the unit's slices."""
-        return slice_index(self.unit, spec.bound_mesh, rank_coords(spec.bound_mesh, None))
+    def slice_index(self, spec: PartitionSpec) -> tuple[int, int]:
+        """Return the number of this rank's slice among the slices that differ between ranks, and how many there are."""
+        return _rank_along(self.unit.distinct_axes, spec.bound_mesh)
 
     def to_state(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
         """Return a slice that was read as a state has it: encoded, and on the device or host where it is kept."""
@@ -100,18 +107,18 @@ class SliceLeaf:
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
         """Yield the ranges of the parameters that lie in the slice."""
         mesh = spec.bound_mesh
-        at = rank_coords(mesh, None)
-        holder, holders, flat = 0, 1, tensor.detach().resolve_conj().resolve_neg()
-        for i, (name, axis) in enumerate(mesh.axes):
-            if name not in self.unit.p.axes:
-                holder, holders = holder * axis.size + at[i], holders * axis.size
+        sizes, at = dict(mesh.sizes), dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
+        replicated = tuple(name for name in mesh.names if name not in self.unit.distinct_axes)
+        holder, holders = _rank_along(replicated, mesh)
+        flat = tensor.detach().resolve_conj().resolve_neg()
         for piece, (name, *aliases) in zip(self._pieces(spec), self.names, strict=True):
-            data = flat if self.is_compact else flat[piece.low : piece.high]
-            shape, order = piece.param.shape, tuple(piece.param.order)
+            data, param = flat if self.is_compact else flat[piece.low : piece.high], piece.param
+            part = TensorRange(name, tuple(aliases), whole_shape(param, sizes), tuple(param.order), 0, data, rank, ranks)
             if len(data):
-                yield TensorRange(name, tuple(aliases), shape, order, piece.begin, data, holder, holders)
-            elif not piece.param.numel:
-                yield TensorRange(name, tuple(aliases), shape, order, 0, data, rank, ranks)
+                box = Box(piece_offsets(param, sizes, at), param.shape)
+                yield part._replace(begin=piece.begin, holder=holder, holders=holders, axes=replicated, box=box)
+            elif not param.numel:
+                yield part
 
 
 @dataclass(frozen=True)
@@ -221,6 +228,14 @@ def is_uniform(numbers: Tensor) -> bool:
     """Return whether all elements of a vector have the same bits; equal NaNs count as the same."""
     raw = numbers.contiguous().view(-1, 1).view(torch.uint8)
     return bool((raw == raw[:1]).all())
+
+
+def _rank_along(axes: Iterable[str], mesh: Mesh) -> tuple[int, int]:
+    """Return the number of this rank among those along some axes, the first one outermost, and how many there are."""
+    rank, ranks, at = 0, 1, dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
+    for name in axes:
+        rank, ranks = rank * mesh[name].size + at[name], ranks * mesh[name].size
+    return rank, ranks
 
 
 def _flatten(tensor: Tensor) -> Tensor:

@@ -70,8 +70,9 @@ class StateSummary:
                         f"unit '{leaf.unit.key}' is at rest in {leaf.unit.at_rest}, encoded from the frozen model: "
                         "expected a state without it; save fs.partition(params, spec)[0]"
                     )
-                if self.spec.size(leaf.unit) < ranks.size:
-                    self.replicas[name] = leaf.unit.key, leaf.slice_index(self.spec), int(fingerprint(value.detach()))
+                index, slices = leaf.slice_index(self.spec)
+                if slices < ranks.size:
+                    self.replicas[name] = leaf.unit.key, index, int(fingerprint(value.detach()))
             case TensorLeaf(is_per_rank=True):
                 self.common[name] = f"each rank's own, of one shape on all, {list(leaf.shape)} {leaf.dtype}"
             case OwnedLeaf():
