@@ -92,6 +92,17 @@ def test_peers() -> None:
 
 
 @seldom
+def test_axes() -> None:
+    """Every mode has figures, torch's a ratio of 1; the more ranks experts are split over, the fewer bytes move."""
+    _, result = run("axes", "--rounds 1 --warmup 0 --layers 1 --dim 32 --hidden 64 --seq 8 --batch 1")
+    figures = result["figures"]
+    assert all_finite(figures)
+    assert figures["llama: DTensor"]["over torch"] == figures["moe: FSDP2"]["over torch"] == 1
+    moved = [figures[f"moe: fs {mode}"]["moved bytes"] for mode in ("gathered", "expert 2", "expert")]
+    assert moved[0] > moved[1] > moved[2] > 0
+
+
+@seldom
 @pytest.mark.skipif(not shutil.which("g++") and not os.environ.get("CXX"), reason="inductor needs a C++ compiler")
 def test_peers_compiled() -> None:
     """Compiled modes run when asked for; a base that is not asked for has no column."""

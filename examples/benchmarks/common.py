@@ -219,7 +219,10 @@ class Sent(NamedTuple):
 
 
 GATHER, SCATTER, REDUCE, EXCHANGE = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
+BROADCAST = "broadcast"  # of which gloo's gathers consist between several ranks
 COPIES = {"aten::cat", "aten::clone", "aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "fsdp::split_with_sizes_copy"}
+
+SENDS_NOTHING = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 
 
 def sent(name: str, args: Sequence[Any], out: Any) -> Sent | None:
@@ -230,6 +233,8 @@ def sent(name: str, args: Sequence[Any], out: Any) -> Sent | None:
         return Sent(SCATTER, args[0], out)
     if name in ("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_"):
         return Sent(REDUCE, args[0], out)
+    if name == "_c10d_functional::broadcast_":
+        return Sent(BROADCAST, args[0], out)
     if name == "_c10d_functional::all_to_all_single":
         return Sent(EXCHANGE, args[0], out)
     if name == "c10d::_allgather_base_":
@@ -239,7 +244,7 @@ def sent(name: str, args: Sequence[Any], out: Any) -> Sent | None:
     if name == "c10d::allreduce_":
         (x,) = args[0]
         return Sent(REDUCE, x, x)
-    if name.startswith(("c10d::", "_c10d_functional::")) and name != "_c10d_functional::wait_tensor":
+    if name.startswith(("c10d::", "_c10d_functional::")) and name not in SENDS_NOTHING:
         raise NotImplementedError(f"{name} is not counted")
     return None
 
