@@ -13,6 +13,7 @@ from depth import depth, each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
+from safetensors.torch import load_file
 from test_checkpoint_boxes import check_saved, everyone, read, saved
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
@@ -90,11 +91,12 @@ def decay(name: str, param: Any) -> dict[str, float]:
     return {"weight_decay": 0.0} if name.endswith((".b", ".line", ".down")) else {}
 
 
+ADAMW: dict[str, Any] = {"lr": 0.1, "options": decay}
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+
+
 def optimizers(spec: fs.PartitionSpec) -> Any:
-    return (
-        fs.optim.from_torch(torch.optim.AdamW, spec=spec, options=decay, lr=0.1),
-        fs.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
-    )
+    return fs.optim.from_torch(torch.optim.AdamW, spec=spec, **ADAMW), fs.optim.from_torch(torch.optim.SGD, **SGD)
 
 
 def train(spec: fs.PartitionSpec) -> State:
@@ -157,6 +159,122 @@ def test_four_ranks_to_others(gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: P
     for pool, axes, dims in others[FOUR.index(mesh) % step :: step]:
         pool.run(load, path, axes, dims)
     alone.run(read_by_torch, path)
+
+
+def to_names(rank: int, mesh: str, local: str) -> list[Any]:
+    """The state_dicts of torch's optimizers."""
+    spec = make(mesh, local)
+    state, to_dict = train(spec), checkpoint.optimizer_state_dict
+    return [
+        to_dict(state["opt"], spec, torch.optim.AdamW, rank0_only=True, **ADAMW)["state"]
+        if rank == 0
+        else to_dict(state["opt"], spec, torch.optim.AdamW, rank0_only=True, **ADAMW),
+        to_dict(state["momentum"], spec, torch.optim.SGD, **SGD)["state"],
+    ]
+
+
+def from_names(rank: int, found: list[Any], mesh: str, local: str) -> None:
+    spec = make(mesh, local)
+    state, (params, _) = train(spec), fs.partition(fs.shard(whole_params(), spec), spec)
+    blank = [init(params) for init, _ in optimizers(spec)]
+    for one, old, name in zip(found, blank, ("opt", "momentum"), strict=True):
+        given = {"state": one}
+        got = checkpoint.from_optimizer_state_dict(given, spec, old, options=decay if name == "opt" else None)
+        without = {
+            key: {slot: x for slot, x in of.items() if name == "opt" or slot != "step"} for key, of in state[name].items()
+        }
+        assert_same({key: {slot: got[key][slot] for slot in of} for key, of in without.items()}, without)
+
+
+@pytest.mark.parametrize(("mesh", "local"), [("expert=2,shard=2", "by_row"), ("tensor=2,expert=2", "by_column")])
+def test_optimizer_states_by_name(gloo4: Pool, gloo2: Pool, alone: Pool, mesh: str, local: str) -> None:
+    found = gloo4.run(to_names, mesh, local)
+    assert_same(found[0], alone.run(to_names, "shard=1", "none")[0])
+    for pool, other, dims in (gloo4, "expert=4", "by_column"), (gloo2, "tensor=2", "by_row"), (alone, "shard=1", "by_row"):
+        pool.run(from_names, found[0], other, dims)
+
+
+def export(rank: int, path: str, mesh: str, local: str, kind: str) -> None:
+    spec = make(mesh, local)
+    params = {"shards": fs.shard(whole_params(), spec), "whole": whole_params()}[kind]
+    checkpoint.export(path, params, spec)
+
+
+def read_safetensors(rank: int, path: str, mesh: str, local: str) -> None:
+    for codec in (False, True):
+        spec = make(mesh, local, codec=codec)
+        assert_same(checkpoint.read_safetensors(path, spec), dict(fs.shard(whole_params(), spec)))
+
+
+@pytest.mark.parametrize(("mesh", "local"), [("expert=2,shard=2", "by_row"), ("tensor=2,expert=2", "by_column")])
+@pytest.mark.parametrize("kind", ["shards", "whole"])
+def test_safetensors(gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: Path, mesh: str, local: str, kind: str) -> None:
+    path = str(tmp_path / "a")
+    gloo4.run(export, path, mesh, local, kind)
+    assert_same(load_file(f"{path}/model.safetensors"), dict(sorted(whole_params().items())))
+    for pool, other, dims in (gloo4, "expert=4", "by_column"), (gloo2, "tensor=2", "by_row"), (alone, "shard=1", "by_row"):
+        pool.run(read_safetensors, path, other, dims)
+
+
+def refused(rank: int, path: str) -> list[str]:
+    """The errors for another number of experts than the files have: three on two ranks, which have one or two each."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
+
+    def of(size: int, local: Any) -> fs.PartitionSpec:
+        model = nn.ModuleDict({"experts": nn.Linear(5, size, bias=False)})
+        return fs.policies.whole(P(local=local))(model).on(mesh)
+
+    whole = {"experts.weight": torch.arange(15.0).view(3, 5)}
+    saved = of(3, None)
+    state = {"params": fs.shard(whole, saved)}
+    checkpoint.save(path, state, saved).wait()
+    checkpoint.export(f"{path}.export", state["params"], saved)
+    init, _ = fs.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    names = {"state": {name: {"momentum_buffer": x} for name, x in whole.items()}}
+    errors: list[str] = []
+    for size in (1, 2):
+        spec = of(size, {"expert": 0})
+        blank = init(fs.shard({"experts.weight": torch.zeros(2 * size, 5)}, spec))
+        for call in (
+            lambda: checkpoint.load(path, spec),
+            lambda: checkpoint.read_safetensors(f"{path}.export", spec),
+            lambda: checkpoint.from_optimizer_state_dict(names, spec, blank),
+            lambda: checkpoint.export(f"{path}.other", {"experts.weight": torch.zeros(size, 5)}, spec),
+        ):
+            with pytest.raises(ValueError, match=r"experts\.weight") as error:
+                call()
+            errors.append(str(error.value))
+    return errors
+
+
+def test_a_size_that_does_not_divide_the_dimension(gloo2: Pool, tmp_path: Path) -> None:
+    """An error on all ranks, before anything is read, which has the whole shape, what came and what each rank has."""
+    found, again = gloo2.run(refused, str(tmp_path / "a"))
+    assert found == again
+    for i, size in enumerate([2, 4]):
+        for text in found[4 * i : 4 * i + 3]:
+            assert f"[{size}, 5]" in text, text
+            assert "[3, 5]" in text, text
+            assert f"each rank's module has [{size // 2}, 5] of it, a piece over axis 'expert' of 2 along dimension 0" in text
+        assert f"expected shape [{size}, 5], got [{size // 2}, 5]; it is local over {{'expert': 0}}" in found[4 * i + 3]
+
+
+def replicas_differ(rank: int, path: str) -> str:
+    """The error for pieces that differ where they are replicas, and none where they are not."""
+    spec = make("replicate=2,expert=2", "by_row")
+    params = fs.shard(whole_params(), spec)
+    if rank == 3:
+        params["experts"] = params["experts"] + 1
+    with pytest.raises(ValueError, match="expected the same on all replicas") as error:
+        checkpoint.save(path, params, spec)
+    return str(error.value)
+
+
+def test_replicas_of_a_piece_that_differ(gloo4: Pool, tmp_path: Path) -> None:
+    (found,) = {*gloo4.run(replicas_differ, str(tmp_path / "a"))}
+    assert (
+        "unit 'experts' of state 'experts.b': expected the same on all replicas, got others on rank 3 than on rank 1" in found
+    )
 
 
 Units = list[list[tuple[int, ...]]]
