@@ -216,6 +216,38 @@ def test_safetensors(gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: Path, mesh
         pool.run(read_safetensors, path, other, dims)
 
 
+def mixtral(rank: int, path: str, axis: str) -> None:
+    """Read what transformers wrote into a model of this rank's experts, and export it."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    config = MixtralConfig.from_pretrained(path)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+        for experts in (module for module in model.modules() if isinstance(module, MixtralExperts)):
+            for name, p in [*experts.named_parameters()]:
+                setattr(experts, name, nn.Parameter(torch.empty(len(p) // mesh[axis].size(), *p.shape[1:])))
+    spec = fs.by_type(MixtralExperts, p=P("shard" if axis == "expert" else "expert", local={axis: 0}))(model).on(mesh)
+    params = checkpoint.read_safetensors(path, spec)
+    assert sum(len(shard) for shard in params.values()) < sum(p.numel() for p in MixtralForCausalLM(config).parameters()) / 2
+    checkpoint.export(f"{path}.{axis}", params, spec)
+
+
+def test_experts_of_transformers(gloo4: Pool, tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 64, "vocab_size": 16, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes))
+    model.save_pretrained(tmp_path / "a", save_original_format=False)
+    for axis in ("expert", "shard"):
+        gloo4.run(mixtral, str(tmp_path / "a"), axis)
+        model.config.save_pretrained(tmp_path / f"a.{axis}")
+        again = MixtralForCausalLM.from_pretrained(tmp_path / f"a.{axis}")
+        assert_same(dict(again.state_dict()), dict(model.state_dict()))
+
+
 def refused(rank: int, path: str) -> list[str]:
     """The errors for another number of experts than the files have: three on two ranks, which have one or two each."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
@@ -234,7 +266,7 @@ def refused(rank: int, path: str) -> list[str]:
     errors: list[str] = []
     for size in (1, 2):
         spec = of(size, {"expert": 0})
-        blank = init(fs.shard({"experts.weight": torch.zeros(2 * size, 5)}, spec))
+        blank: Any = init(fs.shard({"experts.weight": torch.zeros(2 * size, 5)}, spec))
         for call in (
             lambda: checkpoint.load(path, spec),
             lambda: checkpoint.read_safetensors(f"{path}.export", spec),
