@@ -188,6 +188,14 @@ def test_another_world_size_in_the_middle(
         assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("mesh", ["fsdp", "two axes"])
+def test_leaves_of_owners_and_of_all_ranks_are_written_once(gloo2: Pool, gloo4: Pool, tmp_path: Path, mesh: str) -> None:
+    """What one rank owns does not count in how all ranks divide what they share."""
+    sizes, axis = MESHES[mesh]
+    pool = gloo4 if math.prod(sizes.values()) == 4 else gloo2
+    pool.run(saved_in_the_middle, sizes, axis, "shampoo", str(tmp_path / "step_5"))
+
+
 def resharded_in_the_middle(mesh: Any, axis: Any, policy: str, optimizer: str) -> fs.Params:
     first, second = spec_on(mesh, axis), POLICIES[policy](MODEL).on(mesh)
     params = fs.shard(PARAMS, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,25 @@ def test_a_size_that_does_not_divide_the_dimension(gloo2: Pool, tmp_path: Path) 
             assert "[3, 5]" in text, text
             assert f"each rank's module has [{size // 2}, 5] of it, a piece over axis 'expert' of 2 along dimension 0" in text
         assert f"expected shape [{size}, 5], got [{size // 2}, 5]; it is local over {{'expert': 0}}" in found[4 * i + 3]
+
+
+def by_matrix(rank: int, path: str, mesh: str, local: str, *, saves: bool) -> None:
+    """The state of an optimizer by matrix, whose fallback steps the local units."""
+    spec = make(mesh, local)
+    chosen = fs.optim.matrices(spec, select=lambda name, param: name == "plain.w")
+    init, update = fs.optim.shampoo(chosen, lr=0.1)
+    params, _ = fs.partition(fs.shard(whole_params(), spec), spec)
+    _, state = update({key: shard * 3 for key, shard in params.items()}, init(params), params)
+    if saves:
+        checkpoint.save(path, {"opt": state}, spec).wait()
+    assert_same(checkpoint.load(path, spec), {"opt": state})
+
+
+def test_local_units_beside_matrices(gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    gloo4.run(partial(by_matrix, saves=True), path, "expert=2,shard=2", "by_row")
+    for pool, other, dims in (gloo4, "expert=4", "by_column"), (gloo2, "tensor=2", "by_row"), (alone, "shard=1", "none"):
+        pool.run(partial(by_matrix, saves=False), path, other, dims)
 
 
 def replicas_differ(rank: int, path: str) -> str:

@@ -50,7 +50,7 @@ class TensorRange(NamedTuple):
     """The number of this rank among the ranks that hold the range."""
     holders: int
     axes: tuple[str, ...] | None = None
-    """The mesh axes along which these ranks are, or None for all axes."""
+    """The mesh axes along which these ranks are: None for all axes, none for one holder."""
     box: Box | None = None
     """The box whose elements ``begin`` counts: a rank's piece of a parameter over local axes. None for the whole tensor."""
 
@@ -162,7 +162,7 @@ class TensorLeaf:
             yield TensorRange(self.name, (), self.shape, tuple(range(len(self.shape))), 0, data, rank, ranks)
         elif len(data) or rank == 0:
             shape = (ranks, *self.shape)
-            yield TensorRange(self.name, (), shape, tuple(range(len(shape))), rank * math.prod(self.shape), data, 0, 1)
+            yield TensorRange(self.name, (), shape, tuple(range(len(shape))), rank * math.prod(self.shape), data, 0, 1, ())
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class OwnedLeaf:
         """Yield the whole tensor on its owner."""
         if self.is_here:
             order = tuple(range(len(self.shape)))
-            yield TensorRange(self.names[0], self.names[1:], self.shape, order, 0, _flatten(tensor), 0, 1)
+            yield TensorRange(self.names[0], self.names[1:], self.shape, order, 0, _flatten(tensor), 0, 1, ())
 
 
 @dataclass(frozen=True)
