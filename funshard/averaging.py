@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ._spec.bind import bind_spec
+from ._spec.local import check_axes_are_given, distinct_axes
 from ._spec.spec import PartitionSpec
-from ._spec.unit import Unit
 from ._units.buckets import BUCKET_BYTES, Bucket, OpenBuckets
 from ._units.layout import Params
 from .collectives._functions import all_reduce
@@ -52,8 +52,8 @@ def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = N
     Args:
         params: Shards by unit key, or full tensors by parameter name; some or all, the same ones on every rank.
         spec: Their spec.
-        axes: The mesh axes to average over. By default those that do not split the unit: none with FSDP, whose slices cannot
-            drift apart, the replicas' with HSDP, every one for a full tensor. An axis that splits a unit is a ValueError.
+        axes: The mesh axes to average over. By default those over which ranks have the same elements: none with FSDP, whose
+            slices cannot drift apart, the replicas' with HSDP, every one for a full tensor. Any other is a ValueError.
 
     Example:
         >>> import torch, funshard as fs
@@ -75,7 +75,7 @@ def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes:
     Args:
         buffers: The model's buffers by name, or some of them, the same ones on every rank.
         spec: The model's spec.
-        axes: Mesh axes, all by default; an unknown one is a ValueError.
+        axes: Mesh axes, all by default; in a model with local axes they must be given (otherwise ValueError).
 
     Example:
         >>> import torch, funshard as fs
@@ -83,7 +83,9 @@ def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes:
         >>> list(fs.averaging.average_buffers(dict(model.named_buffers()), fs.policies.whole()(model)))
         ['running_mean', 'running_var', 'num_batches_tracked']
     """
-    mesh = bind_spec(spec).bound_mesh
+    spec = bind_spec(spec)
+    check_axes_are_given(axes, spec, "average_buffers")
+    mesh = spec.bound_mesh
     chosen = mesh.select(axes)
     names = tuple(name for name, axis in mesh.axes if name in chosen and axis.size > 1)
     return _mean(buffers, {name: names for name, buffer in buffers.items() if names and _is_averaged(buffer)}, mesh)
@@ -255,13 +257,11 @@ def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axe
     for key, tensor in params.items():
         if key in spec.ignored:
             continue
-        owner = spec.owner(key)
-        split = owner.distinct_axes if isinstance(owner, Unit) else ()
+        split = distinct_axes(spec.owner(key), tensor, dict(mesh.sizes))
         if axes is not None and (both := [name for name in chosen if name in split]):
-            raise ValueError(
-                f"unit '{key}' is split over '{both[0]}', where each rank has other elements: "
-                f"expected axes without it, got {axes!r}"
-            )
+            what = "unit" if key in spec.by_key else "parameter"
+            why = f"{what} '{key}' is split over '{both[0]}', where each rank has other elements"
+            raise ValueError(f"{why}: expected axes without it, got {axes!r}")
         if _is_averaged(tensor):
             out[key] = tuple(name for name, axis in mesh.axes if name in chosen and name not in split and axis.size > 1)
     return {key: names for key, names in out.items() if names}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,6 +41,7 @@ def gradients(seed: int = 0) -> fs.Params:
 
 
 GRADIENTS, OTHERS = gradients(), gradients(1)
+INPUT = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
 
 
 def clipped_by_torch(full: fs.Params, max_norm: float, p: float) -> tuple[fs.Params, Tensor]:
@@ -121,6 +124,39 @@ def test_differentiable(policy: str, p: float) -> None:
             kept = unit.numel - spec.shard_numel(unit) * (len(got_tree[unit.key]) - 1) if unit.p.axes else None
             assert_close(got_tree[unit.key][-1][:kept], want_tree[unit.key][-1][:kept])
             assert_close(got_tree[unit.key][0], want_tree[unit.key][0])
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_derivatives_of_a_clipped_step(policy: str, p: float) -> None:
+    """A loss after a clipped step: its gradient and a Hessian-vector product are the shards of the whole tree's."""
+    full, v = gradients(2), gradients(1)
+
+    def outer(model_loss: Callable[[fs.Params], Tensor], params: fs.Params, spec: fs.PartitionSpec) -> Tensor:
+        steps = clip_by_global_norm(torch.func.grad(model_loss)(params), spec, 0.05, p=p)[0]
+        return model_loss({key: param - 0.3 * steps[key] for key, param in params.items()})
+
+    def whole_loss(params: fs.Params) -> Tensor:
+        return torch.func.functional_call(MODEL, params, (INPUT,)).sin().square().mean()
+
+    alone = POLICIES[policy](MODEL).on({"shard": 1})
+    whole = partial(outer, whole_loss, spec=alone)
+    expected = torch.func.grad(whole)(full), fs.hvp(whole, full, v)
+
+    def rank(mesh: Any, _: Tensor) -> Any:
+        spec = POLICIES[policy](MODEL).on(mesh)
+
+        def loss(params: fs.Params) -> Tensor:
+            return fs.functional_call(MODEL, params, (INPUT,), spec=spec).sin().square().mean()
+
+        after = partial(outer, loss, spec=spec)
+        shards, direction = fs.shard(full, spec), fs.shard(v, spec)
+        return tuple(fs.unshard(tree, spec) for tree in (torch.func.grad(after)(shards), fs.hvp(after, shards, direction)))
+
+    got = fs.testing.spmd(rank, 2)(torch.zeros(2))
+    for got_tree, want_tree in zip(got, expected, strict=True):
+        for name, want in want_tree.items():
+            assert_close(got_tree[name], want.expand_as(got_tree[name]))
 
 
 def test_low_precision_is_added_up_in_float32() -> None:

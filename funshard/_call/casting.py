@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .._batchnorm import MESH, SyncBatchNorm
+from .._spec.local import check_axes_are_given
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
@@ -107,8 +108,9 @@ def module_overrides(modules: Mapping[str, nn.Module], spec: PartitionSpec, path
     Casts around forward, and the mesh of layers that take statistics over ranks. Each is to be set before the next is asked
     for. The casts around the module at ``path`` are left to its caller.
     """
-    for module in modules.values():
+    for at, module in modules.items():
         if isinstance(module, SyncBatchNorm):
+            check_axes_are_given(module.axes, spec.units if module.training else (), f"SyncBatchNorm '{at}'")
             yield module, MESH, spec.bound_mesh
     for at, p in spec.by_path.items():
         if p.precision and has_casts(p.precision) and at in modules and at != path:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from .._spec.checks import holds_pieces, take_full_params
+from .._spec.checks import take_full_params
 from .._spec.spec import PartitionSpec
 from .._units.layout import to_memory_order
 from ..collectives._functions import gather_slices
@@ -128,15 +128,14 @@ def fingerprint_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> Ten
     """Return a hash of the bits of each parameter, in the order of the spec, with NaN and -0.0 like any other values.
 
     A hash sums the 64-bit words, each times an odd number for its place, modulo 2**64: one changed word always changes it. It
-    is computed on the parameter's own device. Of pieces of local parameters, which differ between ranks, it is 0.
+    is computed on the parameter's own device.
     """
-    sizes = None if holds_pieces(params, spec) else dict(spec.bound_mesh.sizes)
+    sizes = dict(spec.bound_mesh.sizes)
     with torch.no_grad():
         found = [
-            torch.zeros_like(hashed) if sizes is None and param.local else hashed
+            fingerprint(to_memory_order(tensor.detach(), param))
             for unit in spec
             for tensor, param in zip(take_full_params(params, unit, sizes), unit.params, strict=True)
-            for hashed in [fingerprint(to_memory_order(tensor.detach(), param))]
         ]
         return torch.stack([number.to(found[0].device) for number in found]) if found else torch.zeros(0, dtype=torch.int64)
 

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._spec.bind import bind_spec, check_spec
-from .._spec.checks import check_mapping, check_shards, check_trainable, collect_full_params, holds_pieces
+from .._spec.checks import check_mapping, check_shards, check_trainable, collect_full_params
 from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
-from .._units.flow import encode_at_rest, scatter_unit
+from .._units.flow import encode_at_rest
 from .._units.host import place_slice
-from .._units.layout import Params, flatten_unit, rank_coords
+from .._units.layout import Params, rank_coords
 from .._units.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
 from .agree import check_ranks_agree, fingerprint_params, has_peers, report_to_ranks
 from .full import scatter_full
@@ -41,7 +41,7 @@ def shard(
 
     Args:
         model_or_params: A module, whose parameters are copied, or full parameters by name: then differentiable, and the
-            transpose gathers.
+            transpose gathers. Over local axes (`P`) they are the whole parameters, not this rank's pieces.
         spec: The spec. An unbound one is on all ranks, as one axis "shard".
         rank: The rank whose shards to return, counted over the mesh row by row; this one by default.
         src: The rank that sends its values to all others, unit by unit (`scatter_full`); the others' may be on the meta device.
@@ -79,12 +79,8 @@ def shard(
         return scatter_full(full, spec, src=src)
     assert full is not None
     out: Params = {}
-    has_pieces = isinstance(model_or_params, nn.Module) and holds_pieces(full, spec)
     for unit in spec:
-        if has_pieces:
-            piece = scatter_unit(flatten_unit(full, unit, spec.padded_numel(unit)), unit, mesh, rank)
-        else:
-            piece = scatter_whole(flatten_whole(full, unit, spec), unit, mesh, rank)
+        piece = scatter_whole(flatten_whole(full, unit, spec), unit, mesh, rank)
         out[unit.key] = place_slice(encode_at_rest(piece, unit), unit, mesh)
     return out
 

@@ -21,7 +21,6 @@ __all__ = [
     "check_trainable",
     "collect_full_params",
     "find_full_params",
-    "holds_pieces",
     "take_full_params",
 ]
 
@@ -184,27 +183,17 @@ def check_full(params: Mapping[str, Tensor], spec: PartitionSpec, *, whole: bool
 
 
 def collect_full_params(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Tensor]:
-    """Return the whole parameters by name, from a model (detached) or a mapping, after a check that they fit the spec.
-
-    A model may have this rank's pieces instead of all whole parameters that are local.
-    """
+    """Return the whole parameters by name, from a model (detached) or a mapping, after a check that they fit the spec."""
     if isinstance(model_or_params, nn.Module):
         return _collect_from_model(model_or_params, spec)
     check_full(model_or_params, spec, whole=True)
     return dict(model_or_params)
 
 
-def holds_pieces(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
-    """Return whether these are this rank's pieces of parameters that are local, as the model has them, and not whole ones."""
-    local = [param for unit in spec for param in unit.params if param.local and param.name in params]
-    return bool(local) and all(tuple(params[param.name].shape) == param.shape for param in local)
-
-
 def _collect_from_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tensor]:
     for path, module in model.named_modules():
         check_not_compiled(path, module)
     named = dict(model.named_parameters(remove_duplicate=False))
-    has_pieces = holds_pieces(named, spec)
     sizes = dict(spec.bound_mesh.sizes)
     for name, tensor in named.items():
         if name not in spec.by_name and name not in spec.ignored and not any(tensor is named.get(i) for i in spec.ignored):
@@ -212,12 +201,16 @@ def _collect_from_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tens
     for name, (unit, param) in spec.by_name.items():
         if name not in named:
             raise ValueError(f"parameter '{name}' of unit '{unit.key}' is not in the model: was it changed after the spec?")
-        shape = param.shape if has_pieces else whole_shape(param, sizes)
+        shape = whole_shape(param, sizes)
         if named[name].dtype != param.dtype or tuple(named[name].shape) != shape:
             got = f"{list(named[name].shape)} {named[name].dtype}"
+            hint = "was the model changed after the spec was made?"
+            if param.local and tuple(named[name].shape) == param.shape:
+                hint = (
+                    f"the model has its piece over {dict(param.local)}: expected the whole model, or whole parameters by name"
+                )
             raise ValueError(
-                f"parameter '{name}' of unit '{unit.key}': expected {list(shape)} {param.dtype}, got {got}; "
-                "was the model changed after the spec was made?"
+                f"parameter '{name}' of unit '{unit.key}': expected {list(shape)} {param.dtype}, got {got}; {hint}"
             )
         if named[name] is not named[param.name]:
             raise ValueError(f"parameter '{name}' of unit '{unit.key}': expected it tied to '{param.name}', got two tensors")

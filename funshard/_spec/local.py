@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 from .tree import Param
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .unit import Unit
 
 __all__ = [
     "LocalAxes",
+    "check_axes_are_given",
     "check_local",
     "describe_pieces",
+    "distinct_axes",
     "find_unmatched",
     "mark_local",
     "piece_offsets",
@@ -45,14 +49,23 @@ def check_local(local: object, axes: Iterable[str]) -> LocalAxes:
             raise TypeError(f"P: local: expected axis names, got {axis!r}")
         if axis in axes:
             raise ValueError(f"P: axis '{axis}' is in local= and splits the unit: expected one of the two")
-        items = tuple(by_name.items() if isinstance(by_name, Mapping) else by_name)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        if not items or not all(isinstance(glob, str) and _is_dim(dim) for glob, dim in items):  # pyright: ignore[reportUnnecessaryIsInstance]
+        items = _to_items(by_name)
+        if items is None:
             raise TypeError(
                 f"P: local: axis '{axis}': expected a dimension (0 or more), or dimensions by glob of parameter names such as "
                 f"{{'*.up.weight': 0}}, got {dims!r}"
             )
         out.append((axis, items))
     return tuple(out)
+
+
+def _to_items(dims: object) -> tuple[tuple[str, int], ...] | None:
+    """Return dimensions by glob, given as a mapping or as its items, in hashable form; None if they are anything else."""
+    items = tuple(dims.items()) if isinstance(dims, Mapping) else dims  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if not items or not isinstance(items, tuple):
+        return None
+    is_item = [isinstance(i, tuple) and len(i) == 2 and isinstance(i[0], str) and _is_dim(i[1]) for i in items]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return items if all(is_item) else None  # pyright: ignore[reportUnknownVariableType]
 
 
 def _is_dim(dim: object) -> bool:
@@ -62,13 +75,19 @@ def _is_dim(dim: object) -> bool:
 def mark_local(param: Param, local: LocalAxes) -> Param:
     """Return the parameter with the axes that it is local over, and its dimension that each of them splits.
 
-    Raises ValueError, naming the parameter, for a dimension that it does not have.
+    Raises ValueError, naming the parameter, for a dimension that it does not have, and for globs that give it several.
     """
     found: list[tuple[str, int]] = []
     for axis, dims in local:
-        dim = next((dim for glob, dim in dims if any(fnmatchcase(name, glob) for name in param.names)), None)
-        if dim is None:
+        matching = {glob: dim for glob, dim in dims if any(fnmatchcase(name, glob) for name in param.names)}
+        if not matching:
             continue
+        if len({*matching.values()}) > 1:
+            raise ValueError(
+                f"parameter '{param.name}': P(local={{'{axis}': ...}}) has {matching} for its names {list(param.names)}: "
+                "expected one dimension"
+            )
+        dim = next(iter(matching.values()))
         if dim >= len(param.shape):
             raise ValueError(
                 f"parameter '{param.name}': P(local={{'{axis}': {dim}}}) but its shape is {list(param.shape)}: expected a "
@@ -95,12 +114,40 @@ def refuse_local(units: Iterable[Unit], what: str, instead: str) -> None:
             )
 
 
+def check_axes_are_given(axes: object, units: Iterable[Unit], what: str) -> None:
+    """Raise ValueError where ``axes`` is None, for all, and a unit is local over one: there ranks may have other channels."""
+    local = {axis: unit for unit in units for axis in unit.local_axes} if axes is None else {}
+    for axis, unit in local.items():
+        raise ValueError(
+            f"{what}: unit '{unit.key}' is local over axis '{axis}', where ranks may have values of other channels: "
+            f"expected axes=, the mesh axes over which all ranks have the same channels, got None"
+        )
+
+
 def whole_shape(param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of the larger parameter of which each rank has a piece."""
     shape = list(param.shape)
     for axis, dim in param.local:
         shape[dim] *= sizes[axis]
     return tuple(shape)
+
+
+def distinct_axes(owner: Unit | Param, tensor: Tensor, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the axes over which ranks hold different elements of a tensor: a unit's slice, or a tensor by parameter name.
+
+    By name, a tensor of the shape of a rank's piece differs over the parameter's local axes, and a whole one over none.
+
+    Raises ValueError, naming the parameter, for a local parameter's tensor of neither shape.
+    """
+    if not isinstance(owner, Param):
+        return owner.distinct_axes
+    shapes = whole_shape(owner, sizes), owner.shape
+    if owner.local and tuple(tensor.shape) not in shapes:
+        raise ValueError(
+            f"parameter '{owner.name}': expected the whole, {list(shapes[0])}, or this rank's piece of it, {list(shapes[1])}, "
+            f"got {list(tensor.shape)}; it is local over {dict(owner.local)}"
+        )
+    return () if not owner.local or tuple(tensor.shape) == shapes[0] else tuple(axis for axis, _ in owner.local)
 
 
 def piece_offsets(param: Param, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:

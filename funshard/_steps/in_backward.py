@@ -112,7 +112,7 @@ def update_in_backward(
         how: dict[str, Any] = {"weights": weights, "has_aux": has_aux, "reduce": reduce, "reduce_axes": reduce_axes}
         grads, value = accumulate(f, params, batches, spec=plan.spec, **how)
         now = None if max_norm is None else global_norm(grads, plan.spec)
-        grads = _clip(grads, max_norm, now if clip == "exact" else norm)
+        grads = _clip(grads, max_norm, now if clip == "exact" else norm, plan.spec)
         new = {key: _update_unit(update, key, g, state, params) for key, g in grads.items()}
         return _make_result(plan, new, value, now)
     scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
@@ -149,18 +149,18 @@ def _step_in_place(
             squares[key] = sum_of_squares(key, grad, plan.spec)
 
     def step(key: str, grad: Tensor) -> None:
-        new[key] = _update_unit(update, key, _clip({key: grad}, max_norm, by)[key], state, plan.params)
+        new[key] = _update_unit(update, key, _clip({key: grad}, max_norm, by, plan.spec)[key], state, plan.params)
 
     with torch.no_grad():
         if max_norm is not None and clip == "exact":
             last.backward(loss, measure, retain_graph=True)
-            norm = global_norm_from_squares(squares, plan.spec)
+            norm = global_norm_from_squares(squares, plan.params, plan.spec)
         by = norm
         if clip == "exact":
             last.backward(loss, step)
         else:
             last.backward(loss, lambda key, grad: (measure(key, grad), step(key, grad)))
-            norm = None if max_norm is None else global_norm_from_squares(squares, plan.spec)
+            norm = None if max_norm is None else global_norm_from_squares(squares, plan.params, plan.spec)
     value = plan.combine_values(runs.parts.values, scales)
     return _make_result(plan, new, (value, runs.parts.auxes) if plan.has_aux else value, norm)
 
@@ -265,9 +265,9 @@ def _update_unit(
     return new[key], states[key]
 
 
-def _clip(grads: Params, max_norm: float | Tensor | None, norm: Tensor | None) -> Params:
+def _clip(grads: Params, max_norm: float | Tensor | None, norm: Tensor | None, spec: PartitionSpec) -> Params:
     """Clip parts of a gradient whose norm is given; return them as they are without a norm or a maximum."""
-    return grads if max_norm is None or norm is None else scale_to_norm(grads, max_norm, norm)
+    return grads if max_norm is None or norm is None else scale_to_norm(grads, max_norm, norm, spec)
 
 
 def _check_state(state: object, params: Mapping[str, Tensor]) -> None:

@@ -11,11 +11,12 @@ from torch import Tensor
 from .. import _torch
 from .._spec.bind import bind_spec
 from .._spec.host import compute_device
+from .._spec.local import distinct_axes
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.layout import Params
 from .._units.padding import check_slice, map_unpadded
-from ..collectives._functions import gather_slices, sum_shards
+from ..collectives._functions import gather_slices, sum_shards, vary
 from ..collectives._mesh import check_spans_world
 
 __all__ = [
@@ -35,10 +36,12 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
 
     Slices are summed over the axes that a unit is split over; replicas count once; padding does not count, whatever its values.
     Sends a scalar for each set of axes. Differentiable at every order; with respect to shards it counts once for all ranks, as
-    `collectives.sum_shards`. Equal to ``torch.nn.utils.get_total_norm`` of the gathered tree.
+    `collectives.sum_shards`. Shards that are scaled by it inside a derivative take ``vary(norm, axis, reduce="sum")`` of it, as
+    in `clip_by_global_norm`. Equal to ``torch.nn.utils.get_total_norm`` of the gathered tree.
 
     Args:
-        tree: This rank's slices by unit key, or full tensors by parameter name; some or all. For example gradients.
+        tree: This rank's slices by unit key, or by parameter name full tensors, of local parameters whole ones or this rank's
+            pieces; some or all. For example gradients.
         spec: The spec of the slices.
         p: The order of the norm, > 0 or ``math.inf``.
 
@@ -63,7 +66,7 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
         return upcast(x).abs() if p == math.inf else upcast(x).abs() ** p
 
     values = {key: _combine(_map_tensors("norm", power, key, spec, x), p) for key, x in tree.items()}
-    total = _combine_over_ranks(values, spec, p)
+    total = _combine_over_ranks(values, tree, spec, p)
     return total if p == math.inf else total ** (1 / p)
 
 
@@ -102,7 +105,7 @@ def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) 
         return upcast(x).conj() * upcast(y)
 
     values = {key: _map_tensors("inner product", product, key, spec, x, b[key]).sum() for key, x in a.items()}
-    return _combine_over_ranks(values, spec)
+    return _combine_over_ranks(values, a, spec)
 
 
 def clip_by_global_norm(
@@ -135,7 +138,7 @@ def clip_by_global_norm(
     """
     check_max_norm("clip_by_global_norm", max_norm)
     norm = global_norm(tree, spec, p=p)
-    return scale_to_norm(tree, max_norm, norm), norm
+    return scale_to_norm(tree, max_norm, norm, spec), norm
 
 
 def check_max_norm(function: str, max_norm: float | Tensor) -> None:
@@ -146,12 +149,27 @@ def check_max_norm(function: str, max_norm: float | Tensor) -> None:
         raise ValueError(f"{function}: max_norm: expected a number from 0 on, got {float(max_norm)}")
 
 
-def scale_to_norm(tree: Mapping[str, Tensor], max_norm: float | Tensor, norm: Tensor) -> Params:
-    """Return the tree, whose norm is given, scaled to at most ``max_norm``."""
+def scale_to_norm(tree: Mapping[str, Tensor], max_norm: float | Tensor, norm: Tensor, spec: PartitionSpec) -> Params:
+    """Return the tree, whose norm is given, scaled to at most ``max_norm``.
+
+    The scale goes from one value on all ranks to their slices, so in a derivative each rank has a part of its cotangent: the
+    transpose sums them.
+    """
     if isinstance(max_norm, Tensor):
         max_norm = torch.where(max_norm >= 0, max_norm, math.nan)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-    return {key: tensor * scale.to(tensor.device, tensor.dtype) for key, tensor in tree.items()}
+    spec = bind_spec(spec)
+    mesh, sizes = spec.bound_mesh, dict(spec.bound_mesh.sizes)
+    scales: dict[tuple[str, ...], Tensor] = {}
+    out: Params = {}
+    for key, tensor in tree.items():
+        axes = distinct_axes(spec.owner(key), tensor, sizes)
+        if axes not in scales:
+            scales[axes] = scale
+            for name in axes:
+                scales[axes] = vary(scales[axes], mesh[name], reduce="sum")
+        out[key] = tensor * scales[axes].to(tensor.device, tensor.dtype)
+    return out
 
 
 def sum_of_squares(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
@@ -160,9 +178,9 @@ def sum_of_squares(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
     return torch.linalg.vector_norm(elements, dtype=torch.promote_types(grad.dtype, torch.float32)) ** 2
 
 
-def global_norm_from_squares(squares: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
-    """Return the 2-norm of the whole tensors from each one's `sum_of_squares`."""
-    return _combine_over_ranks(squares, bind_spec(spec), 2.0).sqrt()
+def global_norm_from_squares(squares: Mapping[str, Tensor], tree: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
+    """Return the 2-norm of the whole tensors of a tree from each one's `sum_of_squares`."""
+    return _combine_over_ranks(squares, tree, bind_spec(spec), 2.0).sqrt()
 
 
 def _map_tensors(what: str, f: Callable[..., Tensor], key: str, spec: PartitionSpec, *tensors: Tensor) -> Tensor:
@@ -175,15 +193,18 @@ def _map_tensors(what: str, f: Callable[..., Tensor], key: str, spec: PartitionS
     return map_unpadded(f, owner, spec, *tensors)
 
 
-def _combine_over_ranks(values: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0) -> Tensor:
-    """Return the sum, or maximum, of one scalar for each unit or parameter: over its ranks where a unit is split."""
+def _combine_over_ranks(
+    values: Mapping[str, Tensor], tree: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0
+) -> Tensor:
+    """Return the sum, or maximum, of one scalar for each tensor of a tree, over the ranks that have other elements of it."""
     check_spans_world(spec.bound_mesh, "a norm or an inner product")
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for key, value in values.items():
         owner = spec.owner(key)
+        axes = distinct_axes(owner, tree[key], dict(spec.bound_mesh.sizes))
         used = compute_device(owner, spec.bound_mesh) if isinstance(owner, Unit) else None
         value = value if used is None else value.to(used)  # what is sent is there
-        parts.setdefault(owner.distinct_axes if isinstance(owner, Unit) else (), []).append(value)
+        parts.setdefault(axes, []).append(value)
     totals: list[Tensor] = []
     for axes, of_units in parts.items():
         total = _combine(torch.stack(of_units), p)
