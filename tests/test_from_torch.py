@@ -533,6 +533,13 @@ def test_eps_root(cls: Any, options: dict[str, Any]) -> None:
         shrunk = now if cls is torch.optim.Adam else now * (1 - 0.1 * options.get("weight_decay", 0.01))
         now = shrunk - 0.1 * step
     assert_close(after(1e-3, w), now)
+    init, update = from_torch(cls, lr=0.1, differentiable=True, eps_root=1e-3, **options)
+
+    def by_rate(lr: Tensor) -> Tensor:
+        params, state = update({"w": w.cos() * x}, init({"w": w}), {"w": w}, lr=lr)
+        return update({"w": params["w"].cos() * x}, state, params, lr=lr)[0]["w"]
+
+    assert torch.autograd.gradcheck(by_rate, torch.tensor(0.1, dtype=torch.float64, requires_grad=True))
 
 
 def test_a_warning_names_the_root_of_zeros() -> None:

@@ -45,19 +45,20 @@ def _step(param: Tensor, state: dict[str, Tensor], group: dict[str, Any], eps_ro
     """Run one step in place, as torch's own does, in operations that autograd records."""
     lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
     assert param.grad is not None
+    before = param.clone()  # saved for derivatives by tensor options, and not written to
     if param.is_complex():
         raise TypeError("from_torch: eps_root is for real parameters, got complex ones")
     grad = -param.grad if group["maximize"] else param.grad
     decoupled = group.get("decoupled_weight_decay", False)
     if decay and not decoupled:
-        grad = grad + decay * param
+        grad = grad + decay * before
     state["step"] += 1
     state["exp_avg"].lerp_(grad, 1 - beta1)
     state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     steps = state["step"].to(param.dtype)
     average = state["exp_avg"] / (1 - beta1**steps)
     square = state["exp_avg_sq"] / (1 - beta2**steps)
-    shrunk = param * (1 - lr * decay) if decay and decoupled else param
+    shrunk = before * (1 - lr * decay) if decay and decoupled else before
     param.copy_(shrunk - lr * average / ((square + eps_root).sqrt() + group["eps"]))
 
 
