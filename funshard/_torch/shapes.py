@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.nn import functional as F
 
 from .tracing import assume_constant
@@ -16,11 +16,11 @@ __all__ = ["flat_linear", "has_symbolic_shapes"]
 @assume_constant
 def has_symbolic_shapes() -> bool:
     """Return whether an input of the graph that Dynamo traces has a symbolic size. Pinned by ``test_one_graph``."""
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     env = context.fake_mode.shape_env if context and context.fake_mode else None
     if env is None:
         return False
-    symbols = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    symbols = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # pyright: ignore[reportDeprecated]
     return any(symbol.is_integer and symbol not in env.replacements for symbol in symbols)
 
 
@@ -32,7 +32,7 @@ def flat_linear(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     """
 
     def forward(x: Tensor) -> Tensor:
-        if x.dim() < 3 or module.bias is None:
+        if x.dim() < 3 or module.bias is None:  # pyright: ignore[reportUnnecessaryComparison]
             return F.linear(x, module.weight, module.bias)
         return F.linear(x.flatten(0, -2), module.weight, module.bias).unflatten(0, x.shape[:-1])
 
