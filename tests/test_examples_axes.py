@@ -169,7 +169,10 @@ def experts(parts: int = 1) -> tuple[nn.Module, Tree]:
 
 
 def moe_rank(rank: int, sizes: dict[str, int], tokens: int, balance: float) -> list[list[int]]:
-    """Compare a rank's gradient with that of the joined batch; the rows that each expert here has had."""
+    """Compare a rank's gradient, and a product with the Hessian, with those of the joined batch.
+
+    Returns each layer's rows for the experts here.
+    """
     (whole, full), (model, _) = experts(), experts(sizes["expert"])
     torch.manual_seed(1)
     xys = torch.randint(256, (torch.Size(sizes.values()).numel(), 2, 1, tokens))
@@ -189,6 +192,11 @@ def moe_rank(rank: int, sizes: dict[str, int], tokens: int, balance: float) -> l
         grads = fs.grad(loss)(params)
     joined = (xys[:, 0, 0], xys[:, 1, 0], moe.ALONE, balance)
     check(fs.unshard(grads, spec), fs.optim.global_norm(grads, spec), gradient_of_mean(whole, full, [joined], [0]))
+    direction = {name: p.cos() for name, p in full.items()}
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        product = fs.hvp(loss, params, fs.shard(direction, spec))
+        want = torch.func.jvp(lambda p: gradient_of_mean(whole, p, [joined], [0]), (full,), (direction,))[1]
+    check(fs.unshard(product, spec), fs.optim.global_norm(product, spec), want)
     return seen
 
 
@@ -279,6 +287,38 @@ def test_mixtral_on_four_ranks(gloo4: Pool, sizes: dict[str, int]) -> None:
 def test_mixtral_on_one_rank(alone: Pool) -> None:
     pytest.importorskip("transformers.integrations.moe")
     alone.run(mixtral_rank, {"expert": 1, "shard": 1})
+
+
+def mixtral_files(rank: int, folder: str) -> None:
+    """What save_pretrained wrote, read into pieces, and what they export, read by transformers, are the same bits."""
+    import mixtral
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    whole = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_key_value_heads=2, **sizes))
+    if rank == 0:
+        whole.save_pretrained(f"{folder}/given")
+    torch.distributed.barrier()
+    loaded = MixtralForCausalLM.from_pretrained(f"{folder}/given")
+    mesh = fs.collectives.Mesh.of(bind({"expert": 2, "shard": 2}))
+    model = mixtral.split_experts(loaded, mesh["expert"])
+    spec = mixtral.policy()(model).on(mesh)
+    params = fs.shard(loaded, spec)
+    fs.checkpoint.export(f"{folder}/exported", params, spec)
+    if rank == 0:
+        whole.config.save_pretrained(f"{folder}/exported")
+        exported = dict(MixtralForCausalLM.from_pretrained(f"{folder}/exported").named_parameters())
+        for name, p in whole.named_parameters():
+            assert torch.equal(exported[name], p), name
+    torch.distributed.barrier()
+    read = fs.checkpoint.read_safetensors(f"{folder}/exported", spec)
+    assert all(torch.equal(read[key], p) for key, p in params.items())
+
+
+def test_mixtral_files_have_whole_experts(gloo4: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    pytest.importorskip("safetensors")
+    gloo4.run(mixtral_files, str(tmp_path))
 
 
 @seldom
