@@ -1,0 +1,164 @@
+"""examples/pipeline.py: gradients, norms and Hessian-vector products are those of the single-process model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from depth import each
+from ranks import Pool, launch
+from test_examples_axes import Tree, bind, check, losses
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import funshard as fs
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.append(str(EXAMPLES))
+import pipeline as example  # noqa: E402
+
+MICRO, BATCH, SEQ, DIM = 4, 2, 6, 8
+
+
+def gpt(stages: int = 1) -> example.GPT:
+    torch.manual_seed(0)
+    return example.GPT(4, DIM, 2, SEQ, stages).double()
+
+
+def batches(sizes: Mapping[str, int]) -> Tensor:
+    """What each rank reads, the same for all stages: [ranks, 2, micro-batches, batch, seq]."""
+    torch.manual_seed(1)
+    x = torch.randint(256, (1, sizes["shard"], 2, MICRO, BATCH, SEQ))
+    return x.expand(sizes["stage"], -1, -1, -1, -1, -1).flatten(0, 1)
+
+
+def expected(sizes: Mapping[str, int], direction: Tree | None = None) -> Tree:
+    """In one process, without stages or micro-batches: the gradient, or its derivative in a direction."""
+    model = gpt()
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    x, y = batches(sizes)[: sizes["shard"]].transpose(0, 1).flatten(1, 3)
+
+    def whole(model: example.GPT) -> Tensor:
+        return model.predict(model.blocks(model.embed(x)), y)
+
+    def loss(params: Tree) -> Tensor:
+        return torch.func.functional_call(model, params, (whole,))
+
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        return torch.func.grad(loss)(full) if direction is None else fs.hvp(loss, full, direction)
+
+
+def whole_params() -> Tree:
+    return {name: p.detach() for name, p in gpt().named_parameters()}
+
+
+def along() -> Tree:
+    return {name: p.cos() for name, p in whole_params().items()}
+
+
+def derivatives(mesh: Any, xy: Tensor, model: example.GPT, full: Tree, direction: Tree) -> list[tuple[Tree, Tensor]]:
+    """A rank's gradient and Hessian-vector product of the whole pipeline, and their norms."""
+    spec = example.policy()(model).on(mesh)
+    params, tangent = fs.shard(full, spec), fs.shard(direction, spec)
+
+    def loss(params: fs.Params) -> Tensor:
+        return fs.functional_call(model, params, (example.spmd, xy[0], xy[1], spec.axis("stage")), spec=spec)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        trees = fs.grad(loss)(params), fs.hvp(loss, params, tangent)
+    return [(fs.unshard(tree, spec), fs.optim.global_norm(tree, spec)) for tree in trees]
+
+
+MESHES = [{"stage": 2, "shard": 2}, {"stage": 4, "shard": 1}, {"stage": 1, "shard": 4}, {"shard": 2, "stage": 2}]
+
+
+@pytest.mark.parametrize("sizes", [MESHES[0], {"stage": 1, "shard": 1}, {"stage": 2, "shard": 1}], ids=str)
+def test_spmd_on_simulated_ranks(sizes: dict[str, int]) -> None:
+    model, full, direction = gpt(sizes["stage"]), whole_params(), along()
+    found = fs.testing.spmd(lambda mesh, xy: derivatives(mesh, xy, model, full, direction), sizes)(batches(sizes))
+    for (tree, norm), want in zip(found, (expected(sizes), expected(sizes, along())), strict=True):
+        for rank in range(len(norm)):
+            check({name: g[rank] for name, g in tree.items()}, norm[rank], want)
+
+
+def on_ranks(rank: int, sizes: dict[str, int]) -> int:
+    """Both schedules; the most micro-batches whose activations a rank keeps in 1F1B."""
+    mesh = bind(sizes)
+    xy = batches({"stage": sizes["stage"], "shard": sizes["shard"]})[mesh.get_local_rank("shard")]
+    model = gpt(sizes["stage"])
+    (grads, norm), (product, length) = derivatives(mesh, xy, model, whole_params(), along())
+    want = expected(sizes)
+    check(grads, norm, want)
+    check(product, length, expected(sizes, along()))
+    spec = example.policy()(model).on(mesh)
+    kept = most = 0
+
+    def vjp(*args: Any) -> Any:
+        nonlocal kept, most
+        out, backward = original(*args)
+        kept, most = kept + 1, max(most, kept + 1)
+
+        def counted(cotangent: Any) -> Any:
+            nonlocal kept
+            kept -= 1
+            return backward(cotangent)
+
+        return out, counted
+
+    original, torch.func.vjp = torch.func.vjp, vjp
+    try:
+        shards, value = example.one_f_one_b(model, fs.shard(gpt(), spec), xy[0], xy[1], spec.axis("stage"), spec)
+    finally:
+        torch.func.vjp = original
+    check(fs.unshard(shards, spec), fs.optim.global_norm(shards, spec), want)
+    assert (value > 0) == (mesh.get_local_rank("stage") == sizes["stage"] - 1)
+    return most
+
+
+@each
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_both_schedules_on_four_ranks(gloo4: Pool, sizes: dict[str, int]) -> None:
+    """1F1B keeps activations of S - s micro-batches on stage s of S, whatever their number."""
+    stages = torch.arange(4).view(*sizes.values())
+    at = [*sizes].index("stage")
+    of_rank = torch.arange(sizes["stage"]).view([-1 if i == at else 1 for i in range(2)]).expand(stages.shape).flatten()
+    assert gloo4.run(on_ranks, sizes) == [sizes["stage"] - int(stage) for stage in of_rank]
+
+
+def test_both_schedules_on_two_ranks(gloo2: Pool) -> None:
+    assert gloo2.run(on_ranks, {"stage": 2, "shard": 1}) == [2, 1]
+
+
+def saved(rank: int, path: str, sizes: dict[str, int]) -> None:
+    spec = example.policy()(gpt(sizes["stage"])).on(bind(sizes))
+    fs.checkpoint.save(path, fs.shard(gpt(), spec), spec)
+
+
+def loaded(rank: int, path: str, sizes: dict[str, int]) -> None:
+    spec = example.policy()(gpt(sizes["stage"])).on(bind(sizes))
+    found = fs.checkpoint.load(path, spec)
+    assert all(torch.equal(found[key], shard) for key, shard in fs.shard(gpt(), spec).items())
+
+
+def test_any_number_of_stages_loads_a_checkpoint(gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    gloo4.run(saved, path, {"stage": 2, "shard": 2})
+    for pool, sizes in (gloo4, {"stage": 4, "shard": 1}), (gloo2, {"stage": 1, "shard": 2}), (alone, {"stage": 1, "shard": 1}):
+        pool.run(loaded, path, sizes)
+
+
+TINY = "--blocks 2 --dim 16 --heads 2 --seq 16 --batch 16 --steps 10 --log-every 1 --lr 1e-2 --max-bytes 20000"
+
+
+def test_every_number_of_ranks_learns_alike() -> None:
+    """One process, and two stages by either schedule: the losses of the same training."""
+    runs = (1, ""), (2, "--stages 2"), (2, "--stages 2 --schedule 1f1b")
+    one, *others = (losses(launch(n, EXAMPLES / "pipeline.py", *f"{TINY} {flags}".split())) for n, flags in runs)
+    assert len(one) == 10
+    assert one[-1] < one[0]
+    for found in others:
+        assert found == pytest.approx(one, abs=2e-3)
