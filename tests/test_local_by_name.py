@@ -137,6 +137,22 @@ def test_globs_that_disagree() -> None:
     policies.whole(P(local={"t": {"*": 0, "weight": 0}}))(nn.Linear(2, 2, bias=False))
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight
+
+
+def test_a_weight_tied_to_one_outside_of_a_local_unit() -> None:
+    """It is in the unit above both, which must be local, too."""
+    inner = P("shard", local={"t": 0})
+    with pytest.raises(ValueError, match=r"'a.weight', also \['b.weight'\], is in unit '', above all its uses, .* of 'b' says"):
+        fs.by_path({"b": inner})(Tied())
+    (unit,) = fs.by_path({"": inner, "b": inner})(Tied())
+    assert unit.local_axes == ("t",)
+
+
 class Normed(nn.Module):
     """A linear map to channels of which each rank of "tensor" has some, and their norm."""
 

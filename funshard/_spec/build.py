@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from .local import find_unmatched, mark_local
 from .spec import PartitionSpec
@@ -37,6 +37,8 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
             )
         owned.setdefault(owners[-1] if owners else "", []).append(param)
     every = {"": root or P(), **chosen}
+    for path, params in owned.items():
+        _check_tied_local(path, every[path], params, chosen)
     units = [unit for path, params in owned.items() for unit in _units(path, every[path], params)]
     for p in dict.fromkeys(every.values()):
         if (glob := find_unmatched(p.local_axes, (x for path in owned if every[path] == p for x in owned[path]))) is not None:
@@ -52,6 +54,21 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
     entries = tuple(sorted(chosen.items(), key=lambda item: natural_key(item[0])))
     names = tuple(param.name for param in tree.all_params)
     return PartitionSpec(entries, root or P(), tuple(units), tree.ignored, names=names)
+
+
+def _check_tied_local(owner: str, own: P, params: Iterable[Param], chosen: Mapping[str, P]) -> None:
+    """Raise ValueError for a parameter that a selected module is local over and shares with modules outside of it."""
+    for path, p in chosen.items():
+        inside = f"{path}." if path else ""
+        if not p.local_axes or f"{owner}.".startswith(inside):
+            continue
+        for param in params:
+            is_inside = any(name.startswith(inside) for name in param.names)
+            if is_inside and not {*mark_local(param, p.local_axes).local} <= {*mark_local(param, own.local_axes).local}:
+                raise ValueError(
+                    f"parameter '{param.name}', also {list(param.names[1:])}, is in unit '{owner}', above all its uses, and the "
+                    f"{p} of '{path}' says that it is local: expected local= in the P of '{owner}'"
+                )
 
 
 def build_with_leftovers(tree: ModuleTree, selected: Mapping[str, P], p: P) -> PartitionSpec:
