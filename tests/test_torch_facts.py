@@ -651,6 +651,8 @@ def test_reinterpreted() -> None:
             assert torch.equal(torch.vmap(torch.vmap(f))(x), f(x))
     back = torch.vmap(lambda raw: _torch.view_as_dtype(raw, torch.float32))(x.view(torch.uint8))
     assert torch.equal(back, x)
+    empty = torch.vmap(torch.vmap(lambda raw: _torch.view_as_dtype(raw, torch.float64), 1), 1)(torch.empty(2, 3, 4, 0).byte())
+    assert (empty.shape, empty.dtype) == ((3, 4, 2, 0), torch.float64)
     weighed = lambda w, raw: (w * _torch.view_as_dtype(raw, torch.float32)).sum()  # noqa: E731
     g = torch.vmap(grad(weighed), (None, 0))(torch.ones(4), x[0].view(torch.uint8))
     assert torch.equal(g, x[0])

@@ -11,6 +11,7 @@ from torch import Tensor
 from .._spec.bind import bind_spec
 from .._spec.checks import check_buffers, check_mapping, check_trainable, find_full_params
 from .._spec.division import ReduceBy
+from .._spec.local import refuse_local
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import reduce_unit, resolve_reduction
@@ -78,6 +79,8 @@ def reduce_mean(grads: Mapping[str, Tensor], spec: PartitionSpec, weight: float 
             do not count, NaN included. If all weights are 0 the result is zeros.
 
     Raises:
+        NotImplementedError: For a unit with local axes: there a rank's gradients have parts of other ranks' losses, which this
+            rank's weight does not fit. Multiply the loss by `weight_share` instead.
         ValueError: As `reduce_grads` does.
 
     Example:
@@ -87,6 +90,13 @@ def reduce_mean(grads: Mapping[str, Tensor], spec: PartitionSpec, weight: float 
         >>> fs.reduce_mean({"weight": torch.ones(2, 4)}, spec, samples)
         {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
+    spec = bind_spec(spec)
+    sizes = dict(spec.bound_mesh.sizes)
+    refuse_local(
+        (unit for unit in spec if any(sizes[axis] > 1 for axis in unit.local_axes)),
+        "reduce_mean",
+        "the loss times weight_share(weight, spec), and reduce='sum' in functional_call or reduce_grads",
+    )
     share = weight_share(weight, spec)
     weighted = {name: torch.where(share > 0, g * share.to(g.device, g.dtype), 0).to(g.dtype) for name, g in grads.items()}
     return reduce_grads(weighted, spec, reduce="sum")

@@ -141,7 +141,11 @@ class _Reinterpreted(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert in_dims[0] is not None
-        return view_as_dtype(x.movedim(in_dims[0], 0).contiguous(), dtype), 0
+        rows = x.movedim(in_dims[0], 0)
+        if not rows.numel():  # torch refuses to view most strides of empty tensors
+            last = rows.shape[-1] * x.element_size() // dtype.itemsize
+            return rows.new_empty((*rows.shape[:-1], last), dtype=dtype), 0
+        return view_as_dtype(rows.contiguous(), dtype), 0
 
 
 class _Donated(Tensor):

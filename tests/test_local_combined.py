@@ -1,0 +1,204 @@
+"""Local units together with every other option of P and every form of a step: gradients and the global norm of one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from depth import depth, each
+from ranks import Pool
+from test_local import LAYERS, OPTIONS, batches, full_sizes, objective, spec_of, whole_params
+from test_local_training import KINDS, Rank, Tree, norm
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+import funshard as fs
+from funshard import Compile, P, Precision, Remat
+
+AOT = Compile(backend="aot_eager")
+OFFLOAD = ("params", "activations")
+
+
+def save_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    del ctx, args, kwargs
+    return CheckpointPolicy.MUST_SAVE if "mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+EXACT, SINGLE, HALF, SHORT = (
+    {"rtol": rtol, "atol": atol} for rtol, atol in ((1e-9, 1e-11), (1e-4, 1e-6), (2e-2, 2e-3), (0.15, 0.02))
+)
+CASES: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "offloaded, recomputed": ({"remat": True, "offload": OFFLOAD}, EXACT),
+    "fp16, gathered once": ({"reshard": False, "precision": Precision(param=torch.float16)}, HALF),
+    "bf16, offloaded": ({"offload": "params", "precision": Precision(param=torch.bfloat16)}, SHORT),
+    "matrix products saved": ({"remat": Remat(save=save_matmuls)}, EXACT),
+    "compiled units, recomputed": ({"compile": AOT, "remat": True}, EXACT),
+    "compiled units, offloaded": ({"compile": AOT, "offload": "params"}, EXACT),
+    "bf16, compiled units": ({"compile": AOT, "precision": Precision(param=torch.bfloat16)}, SHORT),
+    "reduced in float32": ({"precision": Precision(param=torch.float32)}, SINGLE),
+    "gathered once, offloaded": ({"reshard": False, "offload": "params"}, EXACT),
+}
+
+
+class Mixed(Rank):
+    """A rank's side, whose loss is in float64 whatever the units compute in. Layers alone are compiled, not the root."""
+
+    def __init__(self, rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+        of_root: dict[str, Any] = {"axis": "shard"} | {name: value for name, value in options.items() if name != "compile"}
+        super().__init__(rank, sizes, of_root)
+        layers = {f"layers.{i}": P(**{**of_root, **options}, local=LAYERS[kind][1]) for i, kind in enumerate(KINDS)}
+        self.spec = fs.policies.by_path({"": P(**of_root), **layers})(self.model).on(self.spec.bound_mesh)
+
+    def loss(self, params: Tree, x: Tensor) -> Tensor:
+        return objective(fs.functional_call(self.model, params, (x, self.axes), spec=self.spec).double())
+
+    def mean(self, params: Tree, xs: Tensor) -> Tensor:
+        return torch.stack([self.loss(params, x) for x in xs]).mean()
+
+
+def in_backward(case: Mixed) -> Tree:
+    """The step of SGD with a rate of 1."""
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0, donate=True)
+    params = {key: p.clone() for key, p in case.params.items()}
+    result = fs.update_in_backward(update, case.loss, params, init(params), list(case.x), spec=case.spec)
+    return {key: case.params[key] - p for key, p in result.params.items()}
+
+
+def scaled(case: Mixed) -> Tree:
+    state = fs.loss_scale.init(1024.0)
+    grads = fs.grad(lambda p: fs.loss_scale.scale(state, case.mean(p, case.x)))(case.params)
+    grads, finite = fs.loss_scale.unscale(state, grads, case.spec)
+    assert finite
+    return grads
+
+
+STEPS: dict[str, Callable[[Mixed], Tree]] = {
+    "fs.compile": lambda case: fs.compile(lambda p, xs: fs.grad(case.mean)(p, xs), backend="aot_eager")(case.params, case.x),
+    "torch.func.grad": lambda case: torch.func.grad(case.mean)(case.params, case.x),
+    "no_sync": lambda case: fs.accumulate(case.loss, case.params, list(case.x), spec=case.spec, keep="full")[0],
+    "update_in_backward": in_backward,
+    "loss_scale": scaled,
+}
+
+
+def run(rank: int, sizes: dict[str, int], options: dict[str, Any], tolerance: dict[str, Any], steps: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own reads
+        warnings.simplefilter("ignore", fs.CompileWarning)  # in torch.func.grad: the modules' axes are arguments
+        case = Mixed(rank, sizes, options)
+        want = case.expected()
+        for name in steps:
+            grads = STEPS[name](case)
+            case.check(grads, want, **tolerance)
+            torch.testing.assert_close(fs.optim.global_norm(grads, case.spec).double(), norm(want), **tolerance)
+
+
+@each
+@pytest.mark.parametrize("name", depth(list(CASES)[:3], list(CASES)))
+def test_options_on_real_ranks(gloo4: Pool, name: str) -> None:
+    options, tolerance = CASES[name]
+    steps = [step for step in STEPS if step != "fs.compile" or name == "offloaded, recomputed"]
+    for sizes in depth([{"tensor": 2, "expert": 2}], [{"tensor": 2, "expert": 2}, {"expert": 2, "shard": 2}]):
+        gloo4.run(run, sizes, options, tolerance, depth(steps, list(STEPS)))
+
+
+def test_two_real_ranks(gloo2: Pool) -> None:
+    gloo2.run(run, {"expert": 2}, {"offload": OFFLOAD}, EXACT, list(STEPS)[1:])
+
+
+@pytest.mark.parametrize("codec", [fs.codecs.int8(), fs.codecs.nf4()], ids=str)
+def test_frozen_local_units_at_rest(codec: fs.Codec) -> None:
+    """Slices of which some are padding alone; every rank decodes the same whole parameters."""
+    sizes = full_sizes({"tensor": 2, "expert": 2})
+    torch.manual_seed(1)
+    xs, (model, _), (whole, full) = batches(sizes), spec_of(KINDS, sizes, OPTIONS[0]), whole_params(KINDS)
+    for layer in range(2):
+        model.get_submodule(f"layers.{layer}").requires_grad_(False)
+    paths = {f"layers.{i}": P("shard", local=LAYERS[KINDS[i]][1], at_rest=codec) for i in range(2)}
+    spec = fs.policies.by_path({"": P("shard"), **paths})(model)
+
+    def rank(mesh: Any, x: Tensor) -> tuple[Tree, Tree]:
+        on = spec.on(mesh)
+        axes = {name: on.axis(name) for name in ("tensor", "expert")}
+        params = fs.shard(full, on)
+        trained, frozen = fs.partition(params, on)
+        grads = fs.grad(lambda p: objective(fs.functional_call(model, {**frozen, **p}, (x, axes), spec=on)))(trained)
+        return {"norm": fs.optim.global_norm(grads, on)}, fs.unshard(params, on)
+
+    found, decoded = fs.testing.spmd(rank, sizes)(xs)
+    values = {name: p[0] for name, p in decoded.items()}
+    for name, p in decoded.items():
+        assert torch.equal(p, values[name].expand_as(p))
+        torch.testing.assert_close(values[name], full[name], rtol=0.3, atol=0.3)
+    trained = {name: p for name, p in values.items() if "layers.2" in name or "head" in name}
+    want = torch.func.grad(
+        lambda p: torch.stack([objective(torch.func.functional_call(whole, {**values, **p}, (x,))) for x in xs]).mean()
+    )(trained)
+    torch.testing.assert_close(found["norm"], norm(want).expand(4))
+
+
+def test_uneven_batches() -> None:
+    """`reduce_mean` weighs a rank's gradients, which have parts of other ranks' losses: only `weight_share` is right."""
+    sizes = full_sizes({"shard": 2, "expert": 2})
+    torch.manual_seed(1)
+    xs, (model, spec), (whole, full) = batches(sizes), spec_of(KINDS, sizes, OPTIONS[0]), whole_params(KINDS)
+    weights = torch.tensor([1.0, 3.0, 2.0, 5.0], dtype=torch.float64)
+
+    def rank(mesh: Any, x: Tensor, weight: Tensor) -> Tree:
+        on = spec.on(mesh)
+        params, axes = fs.shard(full, on), {name: on.axis(name) for name in ("tensor", "expert")}
+        share = fs.weight_share(weight, on)
+        with pytest.raises(
+            NotImplementedError, match=r"unit 'layers.1' is local over axis 'expert', and reduce_mean.*weight_sh"
+        ):
+            fs.reduce_mean(full, on, weight)
+        loss = lambda p: share * objective(fs.functional_call(model, p, (x, axes), spec=on, reduce="sum"))  # noqa: E731
+        return fs.unshard(fs.grad(loss)(params), on)
+
+    want = torch.func.grad(
+        lambda p: (
+            sum(w * objective(torch.func.functional_call(whole, p, (x,))) for w, x in zip(weights, xs, strict=True))
+            / weights.sum()
+        )
+    )(full)
+    for name, g in fs.testing.spmd(rank, sizes)(xs, weights).items():
+        torch.testing.assert_close(g, want[name].expand_as(g), rtol=1e-9, atol=1e-11)
+
+
+class Tied(nn.Module):
+    """Two column-parallel maps of one weight."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8 // ranks, bias=False), nn.Linear(8, 8 // ranks, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor, axis: Any = None) -> Tensor:
+        for layer in (self.a, self.b):
+            x = layer(x).tanh()
+            x = x if axis is None else fs.collectives.gather_slices(x.T.contiguous(), axis, reduce="sum").T
+        return x
+
+
+@pytest.mark.parametrize("globs", [0, {"a.weight": 0}, {"b.weight": 0}], ids=str)
+def test_tied_pieces(globs: Any) -> None:
+    """A glob may match either name of a tied weight; globs that disagree are refused."""
+    whole, local = Tied().double(), Tied(2).double()
+    full = {name: p.detach() for name, p in whole.named_parameters()}
+    spec = fs.policies.whole(P("shard", local={"tensor": globs}))(local)
+    batch = torch.randn(2, 1, 5, 8, dtype=torch.float64).expand(2, 2, 5, 8).flatten(0, 1)
+
+    def rank(mesh: Any, x: Tensor) -> Tree:
+        on = spec.on(mesh)
+        loss = lambda p: objective(fs.functional_call(local, p, (x, on.axis("tensor")), spec=on))  # noqa: E731
+        return fs.unshard(fs.grad(loss)(fs.shard(full, on)), on)
+
+    found = fs.testing.spmd(rank, {"shard": 2, "tensor": 2})(batch)["a.weight"]
+    mean = torch.func.grad(lambda p: torch.stack([objective(torch.func.functional_call(whole, p, (x,))) for x in batch]).mean())
+    want = mean(full)["a.weight"]
+    torch.testing.assert_close(found, want.expand_as(found), rtol=1e-9, atol=1e-11)
+    with pytest.raises(ValueError, match=r"for its names .'a.weight', 'b.weight'.: expected one dimension"):
+        fs.policies.whole(P(local={"tensor": {"a.*": 0, "b.*": 1}}))(local)
