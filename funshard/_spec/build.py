@@ -66,8 +66,8 @@ def _check_tied_local(owner: str, own: P, params: Iterable[Param], chosen: Mappi
             is_inside = any(name.startswith(inside) for name in param.names)
             if is_inside and not {*mark_local(param, p.local_axes).local} <= {*mark_local(param, own.local_axes).local}:
                 raise ValueError(
-                    f"parameter '{param.name}', also {list(param.names[1:])}, is in unit '{owner}', above all its uses, and the "
-                    f"{p} of '{path}' says that it is local: expected local= in the P of '{owner}'"
+                    f"parameter '{param.name}', also {list(param.names[1:])}, is in unit '{owner}', above all its uses, and "
+                    f"the {p} of '{path}' says that it is local: expected local= in the P of '{owner}'"
                 )
 
 
