@@ -252,12 +252,12 @@ def _is_averaged(tensor: Tensor) -> bool:
 def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict[str, tuple[str, ...]]:
     """Return the mesh axes to average over, by key, for tensors that are averaged."""
     mesh = spec.bound_mesh
-    chosen = mesh.select(axes)
+    chosen, sizes = mesh.select(axes), dict(mesh.sizes)
     out: dict[str, tuple[str, ...]] = {}
     for key, tensor in params.items():
         if key in spec.ignored:
             continue
-        split = distinct_axes(spec.owner(key), tensor, dict(mesh.sizes))
+        split = distinct_axes(spec.owner(key), tensor, sizes)
         if axes is not None and (both := [name for name in chosen if name in split]):
             what = "unit" if key in spec.by_key else "parameter"
             why = f"{what} '{key}' is split over '{both[0]}', where each rank has other elements"

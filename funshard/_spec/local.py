@@ -116,11 +116,10 @@ def refuse_local(units: Iterable[Unit], what: str, instead: str) -> None:
 
 def check_axes_are_given(axes: object, units: Iterable[Unit], what: str) -> None:
     """Raise ValueError where ``axes`` is None, for all, and a unit is local over one: there ranks may have other channels."""
-    local = {axis: unit for unit in units for axis in unit.local_axes} if axes is None else {}
-    for axis, unit in local.items():
+    if axes is None and (unit := next((unit for unit in units if unit.local_axes), None)) is not None:
         raise ValueError(
-            f"{what}: unit '{unit.key}' is local over axis '{axis}', where ranks may have values of other channels: "
-            f"expected axes=, the mesh axes over which all ranks have the same channels, got None"
+            f"{what}: unit '{unit.key}' is local over axis '{unit.local_axes[0]}', where ranks may have values of other "
+            "channels: expected axes=, the mesh axes over which all ranks have the same channels, got None"
         )
 
 
@@ -141,13 +140,14 @@ def distinct_axes(owner: Unit | Param, tensor: Tensor, sizes: Mapping[str, int])
     """
     if not isinstance(owner, Param):
         return owner.distinct_axes
-    shapes = whole_shape(owner, sizes), owner.shape
-    if owner.local and tuple(tensor.shape) not in shapes:
+    if not owner.local or tuple(tensor.shape) == (whole := whole_shape(owner, sizes)):
+        return ()
+    if tuple(tensor.shape) != owner.shape:
         raise ValueError(
-            f"parameter '{owner.name}': expected the whole, {list(shapes[0])}, or this rank's piece of it, {list(shapes[1])}, "
+            f"parameter '{owner.name}': expected the whole, {list(whole)}, or this rank's piece of it, {list(owner.shape)}, "
             f"got {list(tensor.shape)}; it is local over {dict(owner.local)}"
         )
-    return () if not owner.local or tuple(tensor.shape) == shapes[0] else tuple(axis for axis, _ in owner.local)
+    return tuple(axis for axis, _ in owner.local)
 
 
 def piece_offsets(param: Param, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:

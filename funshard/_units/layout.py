@@ -26,6 +26,7 @@ __all__ = [
     "insert_padding",
     "longest_padding",
     "param_views",
+    "rank_along",
     "slice_index",
     "slice_pieces",
     "to_memory_order",
@@ -146,11 +147,17 @@ def from_memory_order(piece: Tensor, param: Param) -> Tensor:
 
 def slice_index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
     """Return which slice of the unit the rank at these mesh coordinates owns."""
-    at = 0
-    for name in unit.p.axes:
+    return rank_along(unit.p.axes, mesh, coordinates)[0]
+
+
+def rank_along(axes: Iterable[str], mesh: Mesh, coordinates: Sequence[int]) -> tuple[int, int]:
+    """Return the number of a rank among those along some axes, the first one outermost, and how many there are."""
+    rank, ranks = 0, 1
+    for name in axes:
         i = mesh.names.index(name)
-        at = at * mesh.axes[i][1].size + coordinates[i]
-    return at
+        size = mesh.axes[i][1].size
+        rank, ranks = rank * size + coordinates[i], ranks * size
+    return rank, ranks
 
 
 def rank_coords(mesh: Mesh, rank: int | None) -> tuple[int, ...]:

@@ -257,6 +257,7 @@ class _UnitConverter:
         out = copy_like(initial, initial) if _torch.is_pinned(initial) else initial.clone()
         mesh = self._spec.bound_mesh
         coords, sizes = rank_coords(mesh, None), dict(mesh.sizes)
+        at = dict(zip(mesh.names, coords, strict=True))
         for piece in slice_pieces(self.unit, self._spec, coords):
             param = piece.param
             if param.name not in own:
@@ -266,7 +267,7 @@ class _UnitConverter:
             if got != (expected := f"{list(whole_shape(param, sizes))} {initial.dtype}"):
                 hint = describe_pieces(param, sizes)
                 raise ValueError(f"'{slot}' of parameter '{param.name}': expected {expected}, got {got}{hint}")
-            offsets = piece_offsets(param, sizes, dict(zip(mesh.names, coords, strict=True)))
+            offsets = piece_offsets(param, sizes, at)
             local = full[tuple(slice(begin, begin + size) for begin, size in zip(offsets, param.shape, strict=True))]
             flat = to_memory_order(local, param).reshape(-1)
             out[piece.low : piece.high] = flat[piece.begin : piece.begin + piece.high - piece.low]

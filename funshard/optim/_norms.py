@@ -198,13 +198,13 @@ def _combine_over_ranks(
 ) -> Tensor:
     """Return the sum, or maximum, of one scalar for each tensor of a tree, over the ranks that have other elements of it."""
     check_spans_world(spec.bound_mesh, "a norm or an inner product")
+    sizes = dict(spec.bound_mesh.sizes)
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for key, value in values.items():
         owner = spec.owner(key)
-        axes = distinct_axes(owner, tree[key], dict(spec.bound_mesh.sizes))
         used = compute_device(owner, spec.bound_mesh) if isinstance(owner, Unit) else None
         value = value if used is None else value.to(used)  # what is sent is there
-        parts.setdefault(axes, []).append(value)
+        parts.setdefault(distinct_axes(owner, tree[key], sizes), []).append(value)
     totals: list[Tensor] = []
     for axes, of_units in parts.items():
         total = _combine(torch.stack(of_units), p)

@@ -107,7 +107,8 @@ class RangeSharer:
     """Divides ranges evenly among the ranks that hold them, in the same way on each of these ranks."""
 
     def __init__(self) -> None:
-        self._shares: dict[tuple[str, ...] | None, list[int]] = {}  # by the holders' axes, the bytes that each of them writes
+        # the bytes that each holder writes, by the number of holders and their axes
+        self._shares: dict[tuple[int, tuple[str, ...] | None], list[int]] = {}
 
     def share(
         self, begin: int, end: int, itemsize: int, rank: int, ranks: int, axes: tuple[str, ...] | None = None
@@ -116,7 +117,7 @@ class RangeSharer:
 
         The ranks along ``axes`` hold the same ranges for these axes, and perhaps different ones for others: each counts alone.
         """
-        shares = self._shares.setdefault(axes, [0] * ranks)
+        shares = self._shares.setdefault((ranks, axes), [0] * ranks)
         length = end - begin
         parts = max(1, min(ranks, length * itemsize // MIN_SHARED_BYTES))
         mine: list[tuple[int, int]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +16,7 @@ from ..._spec.tree import Param
 from ..._spec.unit import Unit
 from ..._units.flow import encode_at_rest
 from ..._units.host import place_slice
-from ..._units.layout import Piece, rank_coords, slice_pieces
-from ...collectives._mesh import Mesh
+from ..._units.layout import Piece, rank_along, rank_coords, slice_pieces
 from .boxes import Box
 
 __all__ = [
@@ -50,7 +49,7 @@ class TensorRange(NamedTuple):
     """The number of this rank among the ranks that hold the range."""
     holders: int
     axes: tuple[str, ...] | None = None
-    """The mesh axes along which these ranks are: None for all axes, none for one holder."""
+    """The mesh axes along which these ranks are; None for all axes, and for one holder."""
     box: Box | None = None
     """The box whose elements ``begin`` counts: a rank's piece of a parameter over local axes. None for the whole tensor."""
 
@@ -98,7 +97,7 @@ class SliceLeaf:
 
     def slice_index(self, spec: PartitionSpec) -> tuple[int, int]:
         """Return the number of this rank's slice among the slices that differ between ranks, and how many there are."""
-        return _rank_along(self.unit.distinct_axes, spec.bound_mesh)
+        return rank_along(self.unit.distinct_axes, spec.bound_mesh, rank_coords(spec.bound_mesh, None))
 
     def to_state(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
         """Return a slice that was read as a state has it: encoded, and on the device or host where it is kept."""
@@ -107,9 +106,10 @@ class SliceLeaf:
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
         """Yield the ranges of the parameters that lie in the slice."""
         mesh = spec.bound_mesh
-        sizes, at = dict(mesh.sizes), dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
+        sizes, coords = dict(mesh.sizes), rank_coords(mesh, None)
+        at = dict(zip(mesh.names, coords, strict=True))
         replicated = tuple(name for name in mesh.names if name not in self.unit.distinct_axes)
-        holder, holders = _rank_along(replicated, mesh)
+        holder, holders = rank_along(replicated, mesh, coords)
         flat = tensor.detach().resolve_conj().resolve_neg()
         for piece, (name, *aliases) in zip(self._pieces(spec), self.names, strict=True):
             data, param = flat if self.is_compact else flat[piece.low : piece.high], piece.param
@@ -162,7 +162,7 @@ class TensorLeaf:
             yield TensorRange(self.name, (), self.shape, tuple(range(len(self.shape))), 0, data, rank, ranks)
         elif len(data) or rank == 0:
             shape = (ranks, *self.shape)
-            yield TensorRange(self.name, (), shape, tuple(range(len(shape))), rank * math.prod(self.shape), data, 0, 1, ())
+            yield TensorRange(self.name, (), shape, tuple(range(len(shape))), rank * math.prod(self.shape), data, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class OwnedLeaf:
         """Yield the whole tensor on its owner."""
         if self.is_here:
             order = tuple(range(len(self.shape)))
-            yield TensorRange(self.names[0], self.names[1:], self.shape, order, 0, _flatten(tensor), 0, 1, ())
+            yield TensorRange(self.names[0], self.names[1:], self.shape, order, 0, _flatten(tensor), 0, 1)
 
 
 @dataclass(frozen=True)
@@ -228,14 +228,6 @@ def is_uniform(numbers: Tensor) -> bool:
     """Return whether all elements of a vector have the same bits; equal NaNs count as the same."""
     raw = numbers.contiguous().view(-1, 1).view(torch.uint8)
     return bool((raw == raw[:1]).all())
-
-
-def _rank_along(axes: Iterable[str], mesh: Mesh) -> tuple[int, int]:
-    """Return the number of this rank among those along some axes, the first one outermost, and how many there are."""
-    rank, ranks, at = 0, 1, dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
-    for name in axes:
-        rank, ranks = rank * mesh[name].size + at[name], ranks * mesh[name].size
-    return rank, ranks
 
 
 def _flatten(tensor: Tensor) -> Tensor:
