@@ -16,15 +16,14 @@ not overlap with what it computes. Ulysses: Jacobs et al. 2023, arXiv 2309.14509
 
 import argparse
 import math
-import time
 from collections.abc import Callable
 
+import gpt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import batch, ranks, text
+from gpt import Progress, add_run_options, batch, mesh_of, ranks, text
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard.collectives import Axis, ProcessAxis, all_to_all, permute, scatter
@@ -86,13 +85,8 @@ def ring(qkv: Tensor, order: Tensor, axis: Axis) -> Tensor:
 ATTENTION: dict[str, Attention] = {"ring": ring, "ulysses": ulysses}
 
 
-class Block(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+class Block(gpt.Block):
+    """A block of gpt.py whose attention is over slices of the sequence."""
 
     def forward(self, x: Tensor, order: Tensor, axis: Axis, attention: Attention) -> Tensor:
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -132,11 +126,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--batch", type=int, default=8, help="sequences of each step, over all ranks")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log-every", type=int, default=10)
-    parser.add_argument("--max-bytes", type=int, default=4_000_000)
+    add_run_options(parser, steps=40)
     args = parser.parse_args()
 
     rank, world, device = ranks()
@@ -149,9 +139,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.dim, args.heads, args.seq)  # the same values on every rank
-    spec = policy()(model).on(
-        init_device_mesh(device.type, (readers, args.context), mesh_dim_names=(*axes,)) if world > 1 else axes
-    )
+    spec = policy()(model).on(mesh_of(axes, device))
     params = {key: shard.to(device) for key, shard in fs.shard(model, spec).items()}
     axis, attention = spec.bound_mesh["context"], ATTENTION[args.attention]
 
@@ -162,16 +150,12 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed + 1)
     each, reader = args.batch // readers, rank // args.context
     init, update = fs.optim.from_torch(torch.optim.AdamW, lr=args.lr, fused=True, donate=True)
-    state, start = init(params), time.perf_counter()
+    state, progress = init(params), Progress(args, spec, rank)
     for step in range(args.steps):
         x, y = batch(train, (args.batch, args.seq), generator, device, slice(reader * each, (reader + 1) * each))
         grads, value = fs.grad_and_value(loss)(params, x, y)
         params, state = update(grads, state, params)
-        if step % args.log_every == 0 or step == args.steps - 1:
-            mean = fs.collectives.sum_over(value, spec.bound_mesh) / world
-            seconds = (time.perf_counter() - start) / (step + 1)
-            if rank == 0:
-                print(f"step {step:5d}  loss {mean:.4f}  seconds a step {seconds:.3f}", flush=True)
+        progress.report(step, value)
     if rank == 0:
         print(f"{world} ranks: {axes}, {args.attention}")
     if dist.is_initialized():

@@ -1,14 +1,20 @@
-"""What train_gpt.py and lora.py share: a byte-level GPT, the ranks, and text of the standard library."""
+"""What examples share: a byte-level GPT, the ranks, text of the standard library, and the frame of a training run."""
 
+import argparse
 import math
 import os
 import sysconfig
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import funshard as fs
 
 
 class Block(nn.Module):
@@ -76,3 +82,36 @@ def batch(
     starts = torch.randint(len(source) - shape[1] - 1, (shape[0], 1), generator=generator)[own]
     chunk = source[starts + torch.arange(shape[1] + 1)].long().to(device)
     return chunk[:, :-1], chunk[:, 1:]
+
+
+def add_run_options(parser: argparse.ArgumentParser, steps: int) -> None:
+    """Add the options of a training run: its steps, rate, seed, progress lines and text."""
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log-every", type=int, default=10)
+    parser.add_argument("--max-bytes", type=int, default=4_000_000)
+
+
+def mesh_of(axes: Mapping[str, int], device: torch.device) -> DeviceMesh | Mapping[str, int]:
+    """Return a mesh of these sizes by axis: of process groups where there are several ranks."""
+    if math.prod(axes.values()) == 1:
+        return axes
+    return init_device_mesh(device.type, (*axes.values(),), mesh_dim_names=(*axes,))
+
+
+class Progress:
+    """The progress lines of a training run."""
+
+    def __init__(self, args: argparse.Namespace, spec: fs.PartitionSpec, rank: int) -> None:
+        self.args, self.mesh, self.rank, self.start = args, spec.bound_mesh, rank, time.perf_counter()
+
+    def report(self, step: int, value: Tensor, norm: Tensor | None = None) -> None:
+        """Print the mean loss over all ranks, every few steps and at the last one."""
+        if step % self.args.log_every and step != self.args.steps - 1:
+            return
+        mean = fs.collectives.sum_over(value, self.mesh) / math.prod(size for _, size in self.mesh.sizes)
+        seconds = (time.perf_counter() - self.start) / (step + 1)
+        length = "" if norm is None else f"  norm {norm:.4f}"
+        if self.rank == 0:
+            print(f"step {step:5d}  loss {mean:.4f}{length}  seconds a step {seconds:.3f}", flush=True)

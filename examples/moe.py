@@ -14,15 +14,13 @@ Transformer) takes the shares of experts among the tokens of all ranks, so that 
 """
 
 import argparse
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import batch, ranks, text
+from gpt import Progress, add_run_options, batch, mesh_of, ranks, text
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard.collectives import Axis, Mesh, all_to_all, ragged_all_to_all, sum_over
@@ -144,11 +142,7 @@ def main() -> None:
     parser.add_argument("--balance", type=float, default=0.01)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16, help="sequences of each step, over all ranks")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log-every", type=int, default=10)
-    parser.add_argument("--max-bytes", type=int, default=4_000_000)
+    add_run_options(parser, steps=60)
     args = parser.parse_args()
 
     rank, world, device = ranks()
@@ -161,8 +155,7 @@ def main() -> None:
     whole = MoE(*sizes)  # the same values on every rank
     with torch.device("meta"):
         model = MoE(*sizes, parts=args.expert)  # the structure of a rank's pieces
-    spec = policy()(model)
-    spec = spec.on(init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)) if world > 1 else axes)
+    spec = policy()(model).on(mesh_of(axes, device))
     params = {key: shard.to(device) for key, shard in fs.shard(whole, spec).items()}
     del whole
 
@@ -173,17 +166,13 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed + 1)
     each = args.batch // world
     init, update = fs.optim.from_torch(torch.optim.AdamW, lr=args.lr, fused=True, donate=True)
-    state, start = init(params), time.perf_counter()
+    state, progress = init(params), Progress(args, spec, rank)
     for step in range(args.steps):
         x, y = batch(train, (args.batch, args.seq), generator, device, slice(rank * each, (rank + 1) * each))
         grads, value = fs.grad_and_value(loss)(params, x, y)
         grads, norm = fs.optim.clip_by_global_norm(grads, spec, 1.0)
         params, state = update(grads, state, params)
-        if step % args.log_every == 0 or step == args.steps - 1:
-            mean = fs.collectives.sum_over(value, spec.bound_mesh) / world
-            seconds = (time.perf_counter() - start) / (step + 1)
-            if rank == 0:
-                print(f"step {step:5d}  loss {mean:.4f}  norm {norm:.4f}  seconds a step {seconds:.3f}", flush=True)
+        progress.report(step, value, norm)
     if rank == 0:
         print(f"{world} ranks: {axes}, {sum(p.numel() for p in params.values()):,} parameters on each")
     if dist.is_initialized():

@@ -15,7 +15,6 @@ S - s micro-batches instead of all (PipeDream: Narayanan et al. 2019, arXiv 1806
 
 import argparse
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import batch, ranks, text
+from gpt import Progress, add_run_options, batch, mesh_of, ranks, text
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard.collectives import Axis, ProcessAxis, permute, reduce_scatter, scatter
@@ -117,7 +115,7 @@ def run_stage(model: GPT, h: Tensor, x: Tensor, y: Tensor, axis: ProcessAxis) ->
 def one_f_one_b(
     model: GPT, params: fs.Params, x: Tensor, y: Tensor, axis: ProcessAxis, spec: fs.PartitionSpec
 ) -> tuple[fs.Params, Tensor]:
-    """Return the gradient of `spmd`, and the mean loss of this rank's micro-batches on the last stage, 0 on others.
+    """Return the gradient of `spmd`, and a value whose mean over all ranks is the mean loss: 0 but on the last stage.
 
     At clock t stage s of S runs the forward of micro-batch (t - s) / 2 where that is whole, and otherwise the backward of
     (t + s + 1) / 2 - S. Then stages exchange in pairs: one has a result for the next stage, that one a cotangent.
@@ -131,6 +129,7 @@ def one_f_one_b(
         spec: The spec of the shards.
     """
     stages, stage = axis.size, axis.rank
+    weight = stages / len(x)  # of a micro-batch's loss, which only the ranks of the last stage have
     grads = {key: torch.zeros_like(shard) for key, shard in params.items()}
     nothing = next(iter(params.values())).new_zeros(*x.shape[1:], model.token.embedding_dim)
     received, value = nothing, nothing.new_zeros(())
@@ -147,11 +146,9 @@ def one_f_one_b(
             if 0 <= i < len(x):
                 (sent, loss), vjp = torch.func.vjp(lambda p, h, i=i: forward(p, h, x[i], y[i]), params, received)
                 backwards.append(vjp)
-                value = value + loss.detach() / len(x)
+                value = value + loss.detach() * weight
         elif 0 <= (clock + stage + 1) // 2 - stages < len(x):
-            # the objective is the mean over all ranks, and only the last stage's have a loss
-            weight = torch.full_like(value, stages / len(x))
-            own, sent = backwards.popleft()((received if stage < stages - 1 else nothing, weight))
+            own, sent = backwards.popleft()((received if stage < stages - 1 else nothing, torch.full_like(value, weight)))
             grads = {key: grad + own[key] for key, grad in grads.items()}
         pairs = [(s, s + 1) for s in range(clock % 2, stages - 1, 2)]
         received = permute(sent.detach(), axis, perm=[*pairs, *((b, a) for a, b in pairs)])
@@ -168,11 +165,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16, help="sequences of each step, over all ranks")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log-every", type=int, default=10)
-    parser.add_argument("--max-bytes", type=int, default=4_000_000)
+    add_run_options(parser, steps=40)
     args = parser.parse_args()
 
     rank, world, device = ranks()
@@ -185,11 +178,11 @@ def main() -> None:
     axes = {"stage": args.stages, "shard": readers}
     torch.manual_seed(args.seed)
     whole = GPT(args.blocks, args.dim, args.heads, args.seq)  # the same values on every rank
-    model = GPT(args.blocks, args.dim, args.heads, args.seq, args.stages)
-    spec = policy()(model).on(
-        init_device_mesh(device.type, (args.stages, readers), mesh_dim_names=(*axes,)) if world > 1 else axes
-    )
+    with torch.device("meta"):
+        model = GPT(args.blocks, args.dim, args.heads, args.seq, args.stages)  # the structure of a rank's pieces
+    spec = policy()(model).on(mesh_of(axes, device))
     params = {key: shard.to(device) for key, shard in fs.shard(whole, spec).items()}
+    del whole
     axis = spec.axis("stage")
 
     def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
@@ -199,7 +192,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed + 1)
     each, reader = args.batch // readers, rank % readers
     init, update = fs.optim.from_torch(torch.optim.AdamW, lr=args.lr, fused=True, donate=True)
-    state, start = init(params), time.perf_counter()
+    state, progress = init(params), Progress(args, spec, rank)
     for step in range(args.steps):
         xy = batch(train, (args.batch, args.seq), generator, device, slice(reader * each, (reader + 1) * each))
         x, y = (part.view(args.micro_batches, -1, args.seq) for part in xy)
@@ -208,11 +201,7 @@ def main() -> None:
         else:
             grads, value = one_f_one_b(model, params, x, y, axis, spec)
         params, state = update(grads, state, params)
-        if step % args.log_every == 0 or step == args.steps - 1:
-            mean = fs.collectives.sum_over(value, spec.bound_mesh) / (world if args.schedule == "spmd" else readers)
-            seconds = (time.perf_counter() - start) / (step + 1)
-            if rank == 0:
-                print(f"step {step:5d}  loss {mean:.4f}  seconds a step {seconds:.3f}", flush=True)
+        progress.report(step, value)
     if rank == 0:
         print(f"{world} ranks: {axes}, {args.schedule}")
     if dist.is_initialized():
