@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from depth import depth
+from depth import depth, each
 from models import unchanged
 from ranks import Pool
 from torch import Tensor, nn
@@ -187,6 +187,7 @@ def pure(rank: int, way: str, strategy: str) -> None:
     assert buffers["0.1.num_batches_tracked"] == 3
 
 
+@each
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("way", TRANSFORMS)
 def test_pure_form(gloo2: Pool, way: str, strategy: str) -> None:

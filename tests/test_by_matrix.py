@@ -9,7 +9,7 @@ from typing import Any
 import matrix_peers as peers
 import pytest
 import torch
-from depth import each, pairs
+from depth import each
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -112,7 +112,7 @@ def test_what_is_hidden() -> None:
     assert set(fs.optim.matrices(fs.policies.whole()(tied), select=fs.optim.hidden(tied)).by_name) == {"1.weight"}
 
 
-@pairs
+@each
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

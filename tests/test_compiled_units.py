@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from depth import depth, each, pairs, seldom
+from depth import depth, each, seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -170,7 +170,7 @@ def equal_to_eager(rank: int, name: str, how: str, *, alone: bool) -> list[str]:
     return [str(warning.message) for warning in caught if warning.category is fs.CompileWarning]
 
 
-@pairs
+@each
 @pytest.mark.parametrize("how", GRADS)
 @pytest.mark.parametrize("name", PS)
 def test_alone(name: str, how: str) -> None:
@@ -272,7 +272,9 @@ def saved_bytes(p: P) -> int:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # torch's own, where inductor is imported
 @pytest.mark.parametrize("compile", [AOT, pytest.param(True, marks=seldom)])
-@pytest.mark.parametrize("name", ["remat", "save a name", "save products", "save layer_norm"])
+@pytest.mark.parametrize(
+    "name", ["remat", "save a name", *(pytest.param(name, marks=seldom) for name in ("save products", "save layer_norm"))]
+)
 def test_saved_results_of_a_compiled_unit(alone: Pool, name: str, compile: Any) -> None:
     """No more bytes than eager saves, but for the state of the random numbers of a dropout; gathers are as many."""
     eager, compiled = (saved_bytes(P("shard", **PS[name], compile=c)) for c in (False, compile))
@@ -485,6 +487,7 @@ def leaf_step(
     return grads, buffers
 
 
+@each
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("how", ["fs.grad", "torch.func.grad"])
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
@@ -500,6 +503,7 @@ def test_what_people_write(kind: type[nn.Module], how: str) -> None:
     assert counted()[0] > 0 or kind is Borrows  # which reads another unit, and that Dynamo runs eagerly
 
 
+@each
 @pytest.mark.parametrize("kind", [Breaks, Branches, SetsBuffer, Statistics, Mixed, Rectified])
 @pytest.mark.parametrize("remat", [True, Remat(save={torch.ops.aten.addmm.default})])
 def test_what_people_write_recomputed(kind: type[nn.Module], remat: bool | Remat) -> None:

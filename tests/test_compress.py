@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, pairs
+from depth import depth, each, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -286,6 +286,7 @@ def through_torch(x: Tensor, chunk: int | None) -> Tensor:
     return torch.fake_quantize_per_channel_affine(rows, scale, zero.int(), 0, 0, 255).flatten()[: len(x)]
 
 
+@each
 @pytest.mark.parametrize("chunk", [None, 1, 5, 16, 10**6])
 @each_layout
 def test_quantized_as_by_torch(layout: str, chunk: int | None) -> None:
@@ -352,6 +353,7 @@ def low_rank(size: int, rank: int, seed: int = 0) -> fs.Params:
     return out
 
 
+@each
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 @each_layout
 def test_low_rank_gradients_are_sent_exactly(layout: str, rank: int) -> None:

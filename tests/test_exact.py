@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import some
+from depth import each, some
 from models import build, unchanged
 from ranks import Pool
 from torch import Tensor, nn
@@ -70,6 +70,7 @@ def values(*shape: int, seed: int = 5) -> Tensor:
 PS = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
 
 
+@each
 @pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("p", PS, ids=str)
 def test_simulated_ranks(p: P, sizes: dict[str, int]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import depth
+from depth import depth, each, seldom
 from ranks import Pool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -211,6 +211,7 @@ def check(name: str, n: int, got: list[list[Tensor]]) -> None:
             )
 
 
+@each
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_simulated_ranks(name: str, n: int) -> None:
@@ -331,6 +332,7 @@ def compiled(rank: int, x: Tensor) -> list[Tensor]:
     return [whole(x[rank]), graph(x[rank].cos()), ring(mesh, x[rank]), ring(mesh, x[rank].cos())]
 
 
+@seldom
 def test_compiled(gloo2: Pool) -> None:
     """One graph, by torch.compile and by make_fx, has the second derivatives of eager ranks and of simulated ones."""
     x = torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -304,6 +304,7 @@ def test_errors() -> None:
     assert step().params[""].shape == params[""].shape
 
 
+@each
 @pytest.mark.parametrize("where", ["the loss", "its gradient", "the update"])
 @pytest.mark.parametrize("clip", [None, "exact", "previous"])
 def test_an_error_leaves_no_reference_cycle(where: str, clip: str | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from collective_log import Collectives, world
+from depth import each
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import Kernels
@@ -54,6 +55,7 @@ MOST = {
 """So many for each unit, beyond the plain step's."""
 
 
+@each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("p", MOST)
 def test_kernels_of_a_step(p: str, way: str) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import slices
-from depth import depth, each, pairs
+from depth import depth, each
 from offloaded import everywhere
 from ranks import Pool
 from test_at_rest import quantized
@@ -540,7 +540,7 @@ COMPILED_SIMULATED = depth(["`codec=`", "`offload=` activations", "as written"],
 """By default what test_compile.py and test_compile_remat.py do not compile on real ranks."""
 
 
-@pairs
+@each
 @pytest.mark.parametrize("ranks", SIMULATED)
 @pytest.mark.parametrize("strategy", MAIN, ids=without_ticks)
 @pytest.mark.parametrize("transform", NOT_BY_DYNAMO, ids=without_ticks)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import each
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -59,6 +60,7 @@ def stepped(name: str, grads: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(out).double()
 
 
+@each
 @pytest.mark.parametrize("scale", [1.0, 2.0**-40, 2.0**40], ids=["", "tiny", "huge"])
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import each
 from ranks import Pool
 from test_by_matrix import GRADS, MODEL, PARAMS, WANTED, matrices_on, spec_on
 from torch import nn
@@ -113,6 +114,7 @@ ADAFACTOR: dict[str, dict[str, Any]] = {
 }
 
 
+@each
 @pytest.mark.parametrize("case", ADAFACTOR)
 @pytest.mark.parametrize("axis", ["shard", None])
 def test_torchs_adafactor_on_real_ranks(gloo2: Pool, case: str, axis: Any) -> None:

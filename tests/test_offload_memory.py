@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._dynamo  # torch imports it in its first operator under a mode, and that import holds frames, and their tensors
 from collective_log import meta_world
+from depth import each
 from offloaded import Told, everywhere
 from parity import WAYS
 from test_memory import no_collector
@@ -109,6 +110,7 @@ def step(blocks: int, way: str, p: P, mark: Callable[[], None] = lambda: None) -
     return where
 
 
+@each
 @pytest.mark.parametrize("way", ["fs", pytest.param("torch.func", marks=under_a_mode), "backward"])
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_two_loads_are_on_the_device(world: None, way: str, blocks: int) -> None:
@@ -129,6 +131,7 @@ def test_two_loads_are_on_the_device(world: None, way: str, blocks: int) -> None
     assert there.copies == [("cpu", True)] * saved + [("meta", True)] * (saved - OF_BLOCK)  # the last load has not left
 
 
+@each
 @pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_of_recomputed_units_the_arguments_leave(world: None, way: str, blocks: int) -> None:

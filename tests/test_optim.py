@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, world
+from depth import each
 from parity import numbers, same, sharded_call, squared
 from peer_models import MLP, Net
 from ranks import Pool
@@ -232,6 +233,7 @@ def parity_with_ddp(rank: int, strategy: str, max_norm: float, p: float) -> None
         same(params, fs.shard({name: q.detach() for name, q in full.items()}, spec, rank=rank), "parameters")
 
 
+@each
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("strategy", PARITY)
 def test_ddp_parity(gloo2: Pool, strategy: str, p: float) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from collective_log import SHORT, Collectives, world
-from depth import depth, seldom
+from depth import depth, each, seldom
 from parity import WAYS, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
 from ranks import Pool
@@ -85,6 +85,7 @@ def test_fsdp_compile(gloo2: Pool, strategy: str) -> None:
     gloo2.run(compiled_training, strategy)
 
 
+@each
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
 def test_fully_shard_compile_graph(p: P, way: str) -> None:

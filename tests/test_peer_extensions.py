@@ -366,6 +366,7 @@ def default_hook(rank: int, n: int, way: str) -> None:
             assert torch.equal(fs.gather_full(got, spec)["weight"], mean)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("n", [5, 8, 2])
 def test_default_communication_hook_behavior(gloo4: Pool, n: int, way: str) -> None:
