@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 from cases import owned
+from depth import pairs
 from hypothesis import strategies as st
 from ranks import Pool
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import funshard as fs
 from funshard._units import layout
 from funshard.optim import from_torch
-from funshard.optim._elementwise.checks import ELEMENTWISE_CLASSES
+from funshard.optim._elementwise.checks import ELEMENTWISE_CLASSES, LR_DIFFERENTIABLE_CLASSES
 
 SIZES = {"shard": 3}
 CASES: list[tuple[Any, dict[str, Any]]] = [
@@ -601,21 +602,41 @@ def test_derivatives_of_rates(cls: Any, differentiable: bool) -> None:
     def loss(lr: Any) -> Tensor:
         return (stepped(lr) ** 2).sum()
 
-    every = cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
-    right = [name for name in RATES if differentiable and (every or (cls is torch.optim.SGD and name != "forward mode"))]
-    for name, transform in RATES.items():
-        if name in right:
+    right = differentiable and cls in LR_DIFFERENTIABLE_CLASSES
+    for transform in RATES.values():
+        if right:
             wanted = (loss(at + eps) - loss(at - eps)) / (2 * eps)  # of numbers torch makes some in float32
             assert_close(transform(loss)(at.clone()), wanted, rtol=1e-6, atol=1e-6)
         else:
             with pytest.raises(RuntimeError, match=f"torch's {cls.__name__} makes a number of it"):
                 transform(loss)(at.clone())
     several = torch.tensor([0.1, 0.3]).double()
-    if differentiable and every:
+    if right:
         assert_close(torch.func.vmap(stepped)(several), torch.stack([stepped(lr) for lr in several]))
     else:
         with pytest.raises(RuntimeError, match="makes a number of it"):
             torch.func.vmap(stepped)(several)
+
+
+@pairs
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("policy", [fs.P("shard"), fs.P()], ids=str)
+@pytest.mark.parametrize("how", ["foreach", "fused", "donate", "fused donate"])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_kernels_without_batching_rules_on_simulated_ranks(cls: Any, how: str, policy: fs.P) -> None:
+    """The step of a script runs: a kernel and overwritten memory are means, and never say what a step is."""
+    spec, start = fs.policies.whole(policy)(nn.Linear(3, 4)), {"": torch.linspace(1, 2, 32)}
+
+    def steps(mesh: Any, grad: Tensor, **how: bool) -> Tensor:
+        init, update = from_torch(cls, lr=0.1, spec=spec.on(mesh), **how)
+        params = {"": start[""][: spec.on(mesh).shard_numel(spec.by_key[""])].clone()}
+        state = init(params)
+        for _ in range(2):
+            params, state = update({"": grad[: len(params[""])]}, state, params)
+        return params[""]
+
+    grads = torch.randn(2, 32)
+    assert_close(*(fs.testing.spmd(partial(steps, **some), 2)(grads) for some in (dict.fromkeys(how.split(), True), {})))
 
 
 # --- what state and params may be ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ def muon(spec: fs.PartitionSpec) -> Any:
 
 OPTIMIZERS: dict[str, Callable[[fs.PartitionSpec], Any]] = {
     "AdamW": lambda spec: from_torch(torch.optim.AdamW, differentiable=True, spec=spec, lr=0.05),
+    "SGD": lambda spec: from_torch(torch.optim.SGD, differentiable=True, spec=spec, lr=0.05, momentum=0.9, weight_decay=0.1),
     "muon": muon,
     "owners": by_owners,
 }
@@ -102,6 +104,40 @@ def test_on_simulated_ranks(name: str, policy: str, sizes: dict[str, int]) -> No
     got = fs.testing.spmd(lambda mesh, x: derivatives(POLICIES[policy](MODEL).on(mesh), name, x), sizes)(X[:ranks])
     for one, want in zip(got, wanted(name, ranks), strict=True):
         assert_close(one, want.expand(ranks), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("policy", ["sharded", "replicated"])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_update_in_backward(name: str, max_norm: float | None, policy: str) -> None:
+    """By a rate from inside of the simulated ranks, or from outside, where it is not batched; and along it and all shards."""
+
+    def rank(mesh: Any, x: Tensor, outer: Tensor | None = None) -> Any:
+        spec = POLICIES[policy](MODEL).on(mesh)
+        init, update = OPTIMIZERS[name](spec)
+
+        def after(lr: Tensor, params: fs.Params) -> Tensor:
+            step = lambda grads, state, params: update(grads, state, params, lr=lr)  # noqa: E731
+            run = fs.update_in_backward(step, partial(loss, spec), params, init(params), [x], spec=spec, max_norm=max_norm)
+            return loss(spec, run.params, x)
+
+        params = fs.shard(FULL, spec)
+        if outer is not None:
+            return after(outer, params)
+        point = LR, params
+        tangent = torch.ones_like(LR), {key: torch.zeros_like(p) for key, p in params.items()}
+        return torch.func.grad(after)(*point), torch.func.jvp(after, point, tangent)[1]
+
+    def mean(lr: Tensor, x: Tensor = X[:2]) -> Tensor:
+        return fs.testing.spmd(lambda mesh, x: rank(mesh, x, lr), len(x))(x).mean()
+
+    joined = X[:2].flatten(0, 1)[None]
+    want = (mean(LR + 1e-6, joined) - mean(LR - 1e-6, joined)) / 2e-6
+    slope, products = fs.testing.spmd(rank, 2)(X[:2])
+    lr = LR.clone().requires_grad_()
+    for got in (*slope, products.mean(), torch.func.grad(mean)(LR), *torch.autograd.grad(mean(lr), lr)):
+        assert_close(got, want, rtol=1e-6, atol=1e-7)
 
 
 def on_real_ranks(rank: int, sizes: dict[str, int], cases: list[tuple[str, str]]) -> None:

@@ -46,7 +46,13 @@ ELEMENTWISE_CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
 )
 """The elementwise optimizers of torch.optim. Pinned by ``test_every_optimizer_is_right_or_refused``."""
 
-LR_DIFFERENTIABLE_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+LR_DIFFERENTIABLE_CLASSES = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
 """The classes that can differentiate their learning rate as any tensor. Pinned by ``test_derivatives_of_rates``."""
 
 
@@ -173,14 +179,8 @@ def refuse_lost_rates(cls: type[torch.optim.Optimizer], rates: Iterable[tuple[st
     for what, rate in rates:
         if not (_torch.is_wrapped(rate) or _torch.is_tracked(rate)):
             continue
-        kept = (
-            cls in LR_DIFFERENTIABLE_CLASSES
-            or cls not in ELEMENTWISE_CLASSES
-            or (cls is torch.optim.SGD and rate.requires_grad)
-        )
-        if not (differentiable and kept):
+        if not (differentiable and (cls in LR_DIFFERENTIABLE_CLASSES or cls not in ELEMENTWISE_CLASSES)):
             raise RuntimeError(
                 f"from_torch: {what} is differentiated or batched, and torch's {cls.__name__} makes a number of it: expected "
-                f"differentiable=True and one of {[c.__name__ for c in LR_DIFFERENTIABLE_CLASSES]} (of torch.optim.SGD for "
-                "reverse mode alone)"
+                f"differentiable=True and one of {[c.__name__ for c in LR_DIFFERENTIABLE_CLASSES]}"
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -29,6 +31,7 @@ from .checks import (
 from .derivatives import SharedOptions, fill_padding, padding_masks, refuse_without_spec, split_axes
 from .eps_root import add_eps_root, warn_zero_gradients
 from .in_graph import flatten_update, reason_for_break, run_in_graph
+from .numbers_as_tensors import NumbersAsTensors
 from .options import (
     ParamOptions,
     expand_numbers,
@@ -164,6 +167,9 @@ def _update(
     ranges = {key: find_ranges(config.ranges, key, tensor) for key, tensor in params.items()}
     ranges = {key: unit_ranges for key, unit_ranges in ranges.items() if is_updated(params[key])}
     check_fits(grads, state, params, ranges, config.names, config.scalars)
+    is_batched = any(_torch.is_batched(x) for _, x in (*named_tensors(grads, state, params), *tensor_options(config, lr)))
+    if is_batched:  # memory that is not batched cannot take results that are
+        config = config._replace(donate=False)
     before = state
     state = {key: {name: expand_numbers(t, ranges.get(key)) for name, t in values.items()} for key, values in state.items()}
     refuse_lost_rates(config.cls, tensor_options(config, lr), differentiable=config.differentiable)
@@ -198,13 +204,15 @@ def _update(
             entered = shared.over_axes(lr, split_axes(shared_by, key))
             written = [x for x in (grads[key], entered) if isinstance(x, Tensor) and _torch.is_wrapped(x)]
             if written:
-                return sum((torch.zeros_like(x, dtype=tensor.dtype) for x in written), tensor)
+                return math.prod((torch.ones_like(x, dtype=tensor.dtype) for x in written), start=tensor)  # and tangents
         return copy_like(tensor, tensor) if _torch.is_pinned(tensor) else tensor.clone()
 
     masks = padding_masks(shared_by, params, config.rank)
     new_params = {key: make_writable(tensor, key) if key in ranges else tensor for key, tensor in params.items()}
     new_state = {key: {name: make_writable(tensor, key) for name, tensor in values.items()} for key, values in state.items()}
     optimizer = build_optimizer(config, lr)
+    if is_batched:
+        _choose_batchable_kernels(optimizer)
     param_groups: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
     stepped: list[tuple[str, int, Tensor, dict[str, Tensor]]] = []
     for key, unit_ranges in ranges.items():
@@ -232,7 +240,8 @@ def _update(
             stepped.append((key, at, piece, given))
     optimizer.param_groups = list(param_groups.values())
     if stepped:
-        optimizer.step()
+        with NumbersAsTensors() if _has_tensor_rate(config, lr) else nullcontext():
+            optimizer.step()
     for key, at, piece, given in stepped:
         write_back(config, given, optimizer.state[piece])
         if config.differentiable:
@@ -253,6 +262,18 @@ def _update(
             new_params |= {key: _torch.take_storage(new_params[key]) for key in ranges}
             new_state = {key: {n: _torch.take_storage(t) for n, t in values.items()} for key, values in new_state.items()}
     return new_params, {key: replace_values(values, new_state[key]) for key, values in before.items()}
+
+
+def _choose_batchable_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """Choose the kernels for single tensors: the fused and foreach ones have no batching rule."""
+    for group in optimizer.param_groups:
+        group.update({name: False for name in ("foreach", "fused") if name in group})
+
+
+def _has_tensor_rate(config: ElementwiseConfig, lr: float | Tensor | None) -> bool:
+    """Return whether an option of SGD, of which torch makes a number, is differentiated or batched."""
+    options = tensor_options(config, lr) if config.cls is torch.optim.SGD else ()
+    return any(_torch.is_wrapped(x) or _torch.is_tracked(x) for _, x in options)
 
 
 def _without_keys(keys: frozenset[str], tree: Mapping[str, Tree]) -> dict[str, Tree]:
