@@ -24,11 +24,13 @@ one of them:
     model calls  functional_call, trace_order, SyncBatchNorm
     transforms   grad, grad_and_value, hvp, per_sample_grads, remat, offload, compile
     steps        accumulate, update_in_backward, reduce_grads, reduce_mean, weight_share
+    planning     plan, Plan, Hardware
     submodules   policies, optim, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing
 
 For those who change the package, its map: a folder imports only from floors below its own (tests/test_house.py), and a name
 without an underscore is public.
 
+    8  _plan                            plan: memory, communication and time of a step before it runs
     7  _steps                           accumulate, update_in_backward: how gradients become a step
        _init                            init, init_buffers: a model on the meta device gets its values, a unit at a time
        testing                          laws and exactness for users: assert_exact, spmd, strategies
@@ -48,7 +50,6 @@ without an underscore is public.
 
 import typing as _typing
 from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
 
 from . import averaging, codecs, collectives, compress, loss_scale, optim, policies, testing
 from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
@@ -82,17 +83,21 @@ from .policies import Policy, by_path, by_size, by_type
 
 if _typing.TYPE_CHECKING:
     from . import checkpoint
+    from ._plan.hardware import Hardware
+    from ._plan.plan import Plan, plan
 
 __all__ = [
     "BufferWarning",
     "Codec",
     "Compile",
     "CompileWarning",
+    "Hardware",
     "ModuleTree",
     "P",
     "Param",
     "Params",
     "PartitionSpec",
+    "Plan",
     "Policy",
     "Precision",
     "Remat",
@@ -127,6 +132,7 @@ __all__ = [
     "param_views",
     "partition",
     "per_sample_grads",
+    "plan",
     "policies",
     "random_like",
     "reduce_grads",
@@ -145,7 +151,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> _ModuleType:
+_LAZY = {"Hardware": "_plan.hardware", "Plan": "_plan.plan", "plan": "_plan.plan"}
+"""The public names of modules that training does not need, by module."""
+
+
+def __getattr__(name: str) -> _typing.Any:
     if name == "checkpoint":  # half a second of imports, which training does not need
         return _import_module(".checkpoint", __name__)
+    if name in _LAZY:
+        return getattr(_import_module(f".{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

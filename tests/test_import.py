@@ -22,6 +22,7 @@ HEAVY = (
     "numpy.testing",
     "transformers",
     "funshard._compiled.passes",
+    "funshard._plan",
 )
 """What takes long to import, and that no call needs but those of the compiler."""
 

@@ -27,6 +27,8 @@ def render(directory: Path) -> None:
     for cls in named_tuples():
         # Python gives a named tuple's constructor a module of its own, where pdoc does not find the types of the fields.
         cls.__new__.__module__ = cls.__module__
+    for name in {*funshard.__all__} - vars(funshard).keys():  # pdoc finds no name that is imported when it is asked for
+        setattr(funshard, name, getattr(funshard, name))
     pdoc.render.configure(docformat="google")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

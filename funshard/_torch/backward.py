@@ -17,6 +17,7 @@ from torch._C._functorch import (
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
+from .dispatch import is_plain
 from .levels import current_level, detach_level, unwrap
 from .storage import storage_id
 
@@ -88,9 +89,7 @@ Buffer = TypeVar("Buffer", bound=HasDtype)
 
 def find_viewed_buffer(inner: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
     """Return the entry, by storage, of the buffer that a plain tensor views by shape, strides and offset alone, or None."""
-    if type(inner) is not Tensor or inner.layout is not torch.strided:
-        return None
-    note = live.get(storage_id(inner))
+    note = live.get(storage_id(inner)) if is_plain(inner) else None
     if note is None or inner.dtype != note.dtype or inner.is_conj() or inner.is_neg():
         return None
     return note

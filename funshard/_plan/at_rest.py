@@ -1,0 +1,131 @@
+"""The bytes that a rank holds between steps: parameters as they are stored, and the optimizer's state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .._spec.spec import PartitionSpec
+from .._spec.unit import Unit
+from ..optim import from_torch
+
+__all__ = ["Init", "StateBytes", "UnitBytes", "balance", "is_on_host", "optimizer_init", "state_bytes", "unit_bytes"]
+
+Init = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
+"""The function of an optimizer that returns its state before the first step."""
+
+
+class UnitBytes(NamedTuple):
+    """One unit at rest on one rank."""
+
+    slices: int
+    numel: int
+    """Elements of its parameters, on all ranks together."""
+    padding: int
+    """Elements of its buffer that are no parameter's."""
+    parameters: int
+    """Bytes of this rank's slice as it is stored."""
+    optimizer: int
+    """Bytes of its optimizer state."""
+    on_host: bool
+    """Whether it lives in host memory."""
+
+
+StateBytes = dict[str, dict[str, int]]
+"""By unit key, then by kind and dtype of state such as "exp_avg float32", bytes."""
+
+
+def is_on_host(unit: Unit, spec: PartitionSpec) -> bool:
+    """Return whether a unit lives in host memory and is used elsewhere: on any mesh but one of the CPU."""
+    return "params" in unit.p.offloads and spec.bound_mesh.device_type != "cpu"
+
+
+def optimizer_init(optimizer: object) -> Init | None:
+    """Return the ``init`` of an optimizer that is given by name, by class, or as a pair of functions; None for None.
+
+    Raises:
+        ValueError: For a name that torch.optim does not have.
+        TypeError: For anything else.
+    """
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, str):
+        classes = {name.lower(): cls for name, cls in vars(torch.optim).items() if inspect.isclass(cls)}
+        if (cls := classes.get(optimizer.lower())) is None or cls is torch.optim.Optimizer:
+            raise ValueError(f"optimizer: expected the name of a class of torch.optim such as 'adamw', got {optimizer!r}")
+        optimizer = cls
+    if inspect.isclass(optimizer) and issubclass(optimizer, torch.optim.Optimizer):
+        defaults: dict[str, Any] = {"lr": 1e-3} if "lr" in inspect.signature(optimizer).parameters else {}
+        return from_torch(optimizer, **defaults).init
+    if isinstance(optimizer, tuple) and len(optimizer) == 2 and callable(optimizer[0]):  # pyright: ignore[reportUnknownArgumentType]
+        return cast("Init", optimizer[0])
+    raise TypeError(
+        f"optimizer: expected a name such as 'adamw', a class of torch.optim, (init, update) as fs.optim makes them, or None, "
+        f"got {optimizer!r}"
+    )
+
+
+def state_bytes(spec: PartitionSpec, init: Init | None) -> StateBytes:
+    """Return the bytes of each unit's optimizer state, from shapes alone: ``init`` runs on the meta device."""
+    if init is None:
+        return {}
+    shards = {unit.key: _meta_shard(spec, unit) for unit in spec if not unit.at_rest}
+    found: StateBytes = {}
+    for key, state in init(shards).items():
+        kinds = found[key] = {}
+        for path, x in pytree.tree_flatten_with_path(state)[0]:
+            if isinstance(x, Tensor) and x.dim():
+                name = f"{'.'.join(str(getattr(part, 'key', part)) for part in path)} {str(x.dtype).removeprefix('torch.')}"
+                kinds[name] = kinds.get(name, 0) + x.nbytes
+    return found
+
+
+def _meta_shard(spec: PartitionSpec, unit: Unit) -> Tensor:
+    length, dtype = spec.stored(unit)
+    shard = torch.empty(length, dtype=dtype, device="meta")
+    return shard.requires_grad_(unit.requires_grad) if dtype.is_floating_point else shard
+
+
+def unit_bytes(spec: PartitionSpec, state: StateBytes) -> dict[str, UnitBytes]:
+    """Return what one rank holds of each unit between steps."""
+    found: dict[str, UnitBytes] = {}
+    for unit in spec:
+        length, dtype = spec.stored(unit)
+        found[unit.key] = UnitBytes(
+            spec.size(unit),
+            unit.numel,
+            spec.padded_numel(unit) - unit.numel,
+            length * dtype.itemsize,
+            sum(state.get(unit.key, {}).values()) if unit.requires_grad else 0,
+            is_on_host(unit, spec),
+        )
+    return found
+
+
+def balance(spec: PartitionSpec) -> tuple[int, int]:
+    """Return the fewest and the most elements of parameters, without padding, that a rank has."""
+    sizes = spec.bound_mesh.sizes
+    names = [name for name, _ in sizes]
+    totals = torch.zeros([size for _, size in sizes], dtype=torch.int64)
+    for unit in spec:
+        counts = _count_per_slice(unit, spec.size(unit), spec.shard_numel(unit))
+        dims = [names.index(axis) for axis in unit.p.axes]
+        counts = counts.view([totals.shape[d] for d in dims]).permute(sorted(range(len(dims)), key=dims.__getitem__))
+        totals += counts.reshape([n if d in dims else 1 for d, n in enumerate(totals.shape)])
+    return int(totals.min()), int(totals.max())
+
+
+def _count_per_slice(unit: Unit, slices: int, length: int) -> Tensor:
+    """Return the number of elements of parameters in each slice of a unit."""
+    bounds, start = torch.arange(slices + 1) * length, 0
+    below = torch.zeros_like(bounds)  # elements of parameters before each bound
+    for size, param in unit.parts:
+        if param is not None:
+            below += (bounds - start).clamp(0, size)
+        start += size
+    return below.diff()

@@ -1,0 +1,136 @@
+"""The collectives and copies of one unit as events: each starts when the one before has been waited for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from .._spec.unit import Unit
+from .._units.route import Route
+from .events import Category, Collective, Event, Kind, Phase
+
+__all__ = ["Chain", "EventList", "Step", "gather_steps", "reduce_steps"]
+
+Memory = Mapping[Category, int]
+
+
+class EventList:
+    """The events of a step, in the order in which the program starts them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.phase: Phase = "forward"
+
+    def add(
+        self,
+        kind: Kind,
+        unit: str,
+        memory: Memory | None = None,
+        *,
+        collective: Collective | None = None,
+        flops: int = 0,
+        moved_bytes: int = 0,
+        after: tuple[int, ...] = (),
+    ) -> int:
+        """Add an event and return its index."""
+        self.events.append(Event(kind, self.phase, unit, memory or {}, collective, flops, moved_bytes, after))
+        return len(self.events) - 1
+
+
+class Step(NamedTuple):
+    """A collective, or a copy of ``moved_bytes``, with what it allocates when it starts and frees when it is waited for."""
+
+    kind: Kind
+    collective: Collective | None
+    at_start: Memory
+    at_end: Memory
+    moved_bytes: int = 0
+
+
+class Chain:
+    """Steps one after the other. The first starts at once."""
+
+    def __init__(self, events: EventList, unit: str, steps: Iterable[Step]) -> None:
+        self._events, self._unit, self._steps = events, unit, deque(steps)
+        self._running: tuple[int, Memory] | None = None
+        self.advance()
+
+    def advance(self) -> None:
+        """Wait for the step that is under way, and start the next."""
+        if self._running is not None:
+            index, at_end = self._running
+            self._events.add("wait", self._unit, at_end, after=(index,))
+            self._running = None
+        if self._steps:
+            step = self._steps.popleft()
+            index = self._events.add(
+                step.kind, self._unit, step.at_start, collective=step.collective, moved_bytes=step.moved_bytes
+            )
+            self._running = index, step.at_end
+
+    def finish(self) -> None:
+        """Wait for all steps."""
+        while self._running is not None:
+            self.advance()
+
+
+def gather_steps(unit: Unit, route: Route, stored: int, sizes: Mapping[str, int]) -> list[Step]:
+    """Return the steps that gather a unit's buffer from a slice of ``stored`` bytes at rest."""
+    if not route.has_own_buffer:
+        return []
+    slice_numel = route.padded_numel // route.num_slices
+    piece = slice_numel * route.dtypes.param.itemsize
+    if route.codec:
+        piece = stored if route.form else route.codec._describe_encoding(slice_numel, route.shard_dtype)[0]
+    buffer = route.padded_numel * route.dtypes.param.itemsize
+    sent = 0  # bytes allocated for what is sent: the slice in another form, or on another device
+    steps: list[Step] = []
+    if route.device is not None:
+        sent = stored if route.codec else piece
+        steps.append(Step("copy", None, {"gathered": sent}, {}, sent))
+    elif (route.codec and not route.form) or (len(route.split_axes) > 1 and route.dtypes.param != route.shard_dtype):
+        sent = piece
+    for i, name in enumerate(reversed(route.split_axes)):
+        into, piece = piece, piece * sizes[name]
+        at_start = piece + (sent if i == 0 and route.device is None else 0)
+        steps.append(
+            Step(
+                "gather",
+                Collective("all_gather", name, sizes[name], into, piece),
+                {"gathered": at_start},
+                {"gathered": -(sent if i == 0 else into)},
+            )
+        )
+    if not route.split_axes and (route.device is None or route.codec):  # a cast or a decoded copy
+        return [*steps, Step("memory", None, {"gathered": buffer}, {"gathered": -sent})]
+    if route.codec:
+        steps.append(Step("memory", None, {"gathered": buffer}, {"gathered": -piece}))
+    return steps
+
+
+def reduce_steps(
+    route: Route, numel: int, dtype: torch.dtype, sizes: Mapping[str, int], *, scatters: bool = True
+) -> list[Step]:
+    """Return the steps that reduce a gradient of so many elements in the dtype of the reduction to slices in ``dtype``."""
+    size = numel * route.dtypes.reduce.itemsize
+    steps: list[Step] = []
+    for name in route.split_axes if scatters else ():
+        into, size = size, size // sizes[name]
+        steps.append(
+            Step(
+                "reduce",
+                Collective("reduce_scatter", name, sizes[name], into, size),
+                {"gradients": size},
+                {"gradients": -into},
+            )
+        )
+    steps += [Step("reduce", Collective("all_reduce", name, sizes[name], size, size), {}, {}) for name in route.replica_axes]
+    result = size // route.dtypes.reduce.itemsize * dtype.itemsize
+    if route.device is not None:
+        steps.append(Step("copy", None, {}, {"gradients": -size}, size))
+    elif result != size:
+        steps.append(Step("memory", None, {"gradients": result}, {"gradients": -size}))
+    return steps

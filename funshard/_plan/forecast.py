@@ -1,0 +1,284 @@
+"""The events of a step from shapes alone: the schedule of `functional_call` (_call/schedule.py), without the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .._spec.spec import PartitionSpec
+from .._spec.unit import Unit
+from .._units.buckets import OpenBuckets
+from .._units.route import Route
+from .chains import Chain, EventList, gather_steps, reduce_steps
+from .events import Kind
+from .module_runs import ModuleRun
+
+__all__ = ["CallForecast", "StepFacts"]
+
+
+class StepFacts:
+    """The facts of a step that all its calls share."""
+
+    def __init__(
+        self, spec: PartitionSpec, routes: Mapping[str, Route], tokens: int, bucket_bytes: int, prefetch: int = 1
+    ) -> None:
+        self.spec, self.routes, self.tokens, self.bucket_bytes = spec, routes, tokens, bucket_bytes
+        self.sizes = dict(spec.bound_mesh.sizes)
+        self.prefetch = prefetch
+        self.events = EventList()
+
+    def flops(self, run: ModuleRun, *, backward: bool = False) -> int:
+        """Return the FLOPs of a module's own matrices: two for each element and token, for each product that runs."""
+        matrices = [(unit, sum(param.numel for param in unit.params if len(param.shape) > 1)) for unit in run.units]
+        return sum(2 * numel * self.tokens * ((2 if unit.requires_grad else 1) if backward else 1) for unit, numel in matrices)
+
+    def grad_bytes(self, unit: Unit) -> int:
+        """Return the bytes of the gradients of a unit's parameters before they are reduced."""
+        return unit.numel * self.routes[unit.key].dtypes.param.itemsize if unit.requires_grad else 0
+
+
+class _Gathered:
+    """A unit that a call has gathered in forward."""
+
+    def __init__(self, unit: Unit, chain: Chain, nbytes: int) -> None:
+        self.unit, self.chain, self.nbytes = unit, chain, nbytes
+        self.is_there = True
+        self.is_ahead = False
+        """Whether backward has started to gather it and not come to it."""
+
+
+class CallForecast:
+    """One functional_call, or one run of a recomputed module inside it, and its backward.
+
+    ``given`` are the units that the call around it has gathered.
+    """
+
+    def __init__(self, facts: StepFacts, root: ModuleRun, *, is_inner: bool = False) -> None:
+        self._facts, self._events, self._root = facts, facts.events, root
+        self._given = {unit.key for unit in root.units} if is_inner else set[str]()
+        self._is_inner = is_inner
+        self._order = [unit for run in self._gathering_runs(root) for unit in run.units if unit.key not in self._given]
+        self._position = -1
+        self._in_use: dict[str, _Gathered] = {}
+        self._ahead: dict[str, _Gathered] = {}
+        self._pending: list[_Gathered] = []
+        self._to_the_end: list[_Gathered] = []
+        self._resharded: list[_Gathered] = []
+        self._backward_position = 0  # in that list
+        self._unscattered: list[Chain] = []
+        self._chains: list[Chain] = []
+        self._buckets: OpenBuckets[Any] = OpenBuckets()
+        self._bucket_chains: list[Chain] = []
+
+    def _gathering_runs(self, run: ModuleRun) -> list[ModuleRun]:
+        """Return the runs whose units this call gathers: none inside of recomputed modules."""
+        inner = [] if run.is_recomputed and run is not self._root else run.inner
+        if run is self._root and run.is_recomputed and not self._is_inner:
+            inner = []
+        return [run, *(one for other in inner for one in self._gathering_runs(other))]
+
+    # --- forward ---
+
+    def forward(self, kind: Kind = "compute", *, keep: bool = True) -> None:
+        """Add the events of forward. With ``keep`` the last units stay gathered for backward."""
+        if self._root.is_recomputed and not self._is_inner:
+            self._forward_recomputed(self._root)
+        else:
+            self._forward(self._root, kind)
+        for gathered in [*self._pending, *self._to_the_end]:
+            self._reshard(gathered, keep=keep)
+        for gathered in self._ahead.values():
+            gathered.chain.finish()
+            self._free(gathered)
+        self._pending, self._to_the_end, self._ahead = [], [], {}
+
+    def _forward(self, run: ModuleRun, kind: Kind) -> None:
+        own = [self._gather(unit) for unit in run.units if unit.key not in self._given]
+        flops = self._facts.flops(run)
+        self._events.add(kind, self._name(run), flops=0 if run.inner else flops)
+        for inner in run.inner:
+            if inner.is_recomputed:
+                self._forward_recomputed(inner)
+            else:
+                self._forward(inner, kind)
+        if run.inner:
+            self._events.add(kind, self._name(run), flops=flops)
+        self._leave(own, run)
+
+    def _forward_recomputed(self, run: ModuleRun) -> None:
+        own = [self._gather(unit) for unit in run.units if unit.key not in self._given]
+        CallForecast(self._facts, run, is_inner=True).forward(keep=False)
+        self._leave(own, run)
+
+    def _leave(self, own: list[_Gathered], run: ModuleRun) -> None:
+        for gathered in own:
+            reshards = gathered.unit.p.reshard and run.path != ""
+            (self._pending if reshards else self._to_the_end).append(gathered)
+
+    @staticmethod
+    def _name(run: ModuleRun) -> str:
+        return run.units[0].key if run.units else run.path
+
+    def _gather(self, unit: Unit) -> _Gathered:
+        gathered = self._in_use.get(unit.key)
+        if gathered is not None:
+            if gathered in self._pending:
+                self._pending.remove(gathered)
+            return gathered
+        for other in self._pending:
+            self._reshard(other, keep=False)
+        self._pending = []
+        gathered = self._ahead.pop(unit.key, None) or self._start_gather(unit)
+        self._in_use[unit.key] = gathered
+        following = self._following(unit)
+        gathered.chain.finish()
+        for other in following:
+            self._ahead[other.key] = self._start_gather(other)
+        return gathered
+
+    def _start_gather(self, unit: Unit) -> _Gathered:
+        facts, route = self._facts, self._facts.routes[unit.key]
+        length, dtype = facts.spec.stored(unit)
+        chain = Chain(self._events, unit.key, gather_steps(unit, route, length * dtype.itemsize, facts.sizes))
+        nbytes = route.padded_numel * route.dtypes.param.itemsize if route.has_own_buffer else 0
+        return _Gathered(unit, chain, nbytes)
+
+    def _following(self, unit: Unit) -> list[Unit]:
+        keys = [other.key for other in self._order]
+        if unit.key in keys[self._position + 1 :]:
+            self._position = keys.index(unit.key, self._position + 1)
+        found: list[Unit] = []
+        for other in self._order[self._position + 1 :]:
+            if len(found) >= self._facts.prefetch - len(self._ahead):
+                break
+            route = self._facts.routes[other.key]
+            busy = other.key in self._in_use or other.key in self._ahead or other in found
+            if (route.split_axes or route.device) and not busy:
+                found.append(other)
+        return found
+
+    def _reshard(self, gathered: _Gathered, *, keep: bool) -> None:
+        """End a unit's use in forward: free the buffer, unless backward finds it there."""
+        self._in_use.pop(gathered.unit.key, None)
+        route = self._facts.routes[gathered.unit.key]
+        if not keep and (route.reshard_after_forward or self._is_first_inner_run):
+            self._free(gathered)
+        self._resharded.append(gathered)
+
+    @property
+    def _is_first_inner_run(self) -> bool:
+        return self._is_inner and self._events.phase == "forward"
+
+    def _free(self, gathered: _Gathered) -> None:
+        if gathered.is_there:
+            gathered.is_there = gathered.is_ahead = False
+            self._events.add("memory", gathered.unit.key, {"gathered": -gathered.nbytes})
+
+    # --- backward ---
+
+    def backward(self) -> None:
+        """Add the events of backward, until all gradients are reduced."""
+        self._backward_position = len(self._resharded)
+        if self._root.is_recomputed and not self._is_inner:
+            self._backward_recomputed(self._root)
+        else:
+            self._backward(self._root)
+        for gathered in self._resharded:
+            self._free(gathered)  # what backward did not come to
+        for kind, bucket in self._buckets.unfilled():
+            self._reduce_bucket(kind, bucket.keys)
+        for chain in [*self._chains, *self._bucket_chains]:
+            chain.finish()
+
+    def _backward(self, run: ModuleRun) -> None:
+        if not run.has_backward:
+            return
+        reads_inner_first = bool(run.inner) and run.path != ""
+        if not reads_inner_first:
+            self._arrive(run)
+        flops, name = self._facts.flops(run, backward=True), self._name(run)
+        grads = sum(map(self._facts.grad_bytes, run.units))
+        self._events.add("compute", name, {"gradients": grads}, flops=flops)
+        for inner in reversed(run.inner):
+            if inner.is_recomputed:
+                self._backward_recomputed(inner)
+            else:
+                self._backward(inner)
+        if reads_inner_first:
+            self._arrive(run)
+        if run.inner:
+            self._events.add("compute", name)
+        self._reduce(run)
+
+    def _backward_recomputed(self, run: ModuleRun) -> None:
+        if not run.has_backward:
+            return
+        self._arrive(run)
+        inner = CallForecast(self._facts, run, is_inner=True)
+        inner.forward("recompute")
+        inner.backward()
+        self._reduce(run)
+
+    def _arrive(self, run: ModuleRun) -> None:
+        """Gather a module's units again where they were freed, and start to gather those that come next."""
+        for unit in reversed(run.units):
+            if unit.key in self._given:
+                continue
+            at = max((i for i, one in enumerate(self._resharded) if one.unit is unit), default=-1)
+            gathered = self._resharded[at]
+            is_behind = at >= self._backward_position
+            for passed in () if is_behind else self._resharded[at + 1 : self._backward_position]:
+                if passed.is_ahead:
+                    passed.chain.finish()
+                    self._free(passed)
+            self._gather_again(gathered)
+            gathered.chain.finish()
+            gathered.is_ahead = False
+            if is_behind:
+                continue
+            self._backward_position = at
+            for other in self._resharded[max(at - self._facts.prefetch, 0) : at][::-1]:
+                self._gather_again(other)
+
+    def _gather_again(self, gathered: _Gathered) -> None:
+        if not gathered.is_there and self._is_reached(gathered.unit):
+            gathered.chain = self._start_gather(gathered.unit).chain
+            gathered.is_there = gathered.is_ahead = True
+
+    def _is_reached(self, unit: Unit) -> bool:
+        return any(run.has_backward for run in self._root.walk() if unit in run.units)
+
+    def _reduce(self, run: ModuleRun) -> None:
+        """Free a module's units, and start to reduce their gradients."""
+        for unit in reversed(run.units):
+            if unit.key in self._given:
+                continue
+            for gathered in self._resharded:
+                if gathered.unit is unit:
+                    self._free(gathered)
+            if unit.requires_grad:
+                self._reduce_unit(unit)
+
+    def _reduce_unit(self, unit: Unit) -> None:
+        facts, route = self._facts, self._facts.routes[unit.key]
+        grads, buffer = facts.grad_bytes(unit), route.padded_numel * route.dtypes.reduce.itemsize
+        if not route.split_axes and route.replica_axes:
+            kind = (route.dtypes.reduce, unit.dtype, route.device, route.replica_axes, route.divide_after)
+            most = facts.bucket_bytes / route.dtypes.reduce.itemsize
+            if full := self._buckets.add(kind, unit.key, (), route.padded_numel, most):
+                self._reduce_bucket(kind, full.keys)
+            return
+        while self._unscattered:
+            self._unscattered.pop(0).advance()
+        self._events.add("memory", unit.key, {"gradients": buffer - grads})
+        chain = Chain(self._events, unit.key, reduce_steps(route, route.padded_numel, unit.dtype, facts.sizes))
+        self._chains.append(chain)
+        if route.split_axes:
+            self._unscattered.append(chain)
+
+    def _reduce_bucket(self, kind: object, keys: list[str]) -> None:
+        facts, units = self._facts, [self._facts.spec.by_key[key] for key in keys]
+        route, numel = facts.routes[keys[0]], sum(facts.routes[key].padded_numel for key in keys)
+        buffer = numel * route.dtypes.reduce.itemsize
+        self._events.add("memory", keys[-1], {"gradients": buffer - sum(map(facts.grad_bytes, units))})
+        self._bucket_chains.append(Chain(self._events, keys[-1], reduce_steps(route, numel, units[0].dtype, facts.sizes)))

@@ -1,0 +1,247 @@
+"""fs.plan from shapes alone: what it counts is what a step sends and holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+
+P = fs.P
+BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
+
+
+def load_common() -> Any:
+    """The module that counts collectives for examples/benchmarks/comm.py."""
+    spec = importlib.util.spec_from_file_location("benchmark_common", BENCHMARKS / "common.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+common = load_common()
+BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
+ONE, TWO = {"shard": 8}, {"replicate": 2, "shard": 4}
+BOTH = ("replicate", "shard")
+
+
+def blocks(p: P) -> fs.Policy:
+    return fs.by_type(common.Block, p=p)
+
+
+def nested(p: P, inner: P) -> fs.Policy:
+    return fs.policies.override(blocks(p), fs.by_type(nn.Linear, p=inner))
+
+
+CASES: dict[str, tuple[fs.Policy, dict[str, int]]] = {
+    "shard": (blocks(P("shard")), ONE),
+    "keep": (blocks(P("shard", reshard=False)), ONE),
+    "P()": (blocks(P()), ONE),
+    "P() in bf16": (blocks(P(precision=BF16)), ONE),
+    "HSDP": (blocks(P("shard")), TWO),
+    "HSDP in bf16": (blocks(P("shard", precision=BF16)), TWO),
+    "P() on two axes": (blocks(P()), TWO),
+    "both axes": (blocks(P(BOTH)), TWO),
+    "both axes in bf16": (blocks(P(BOTH, precision=BF16)), TWO),
+    "bf16": (blocks(P("shard", precision=BF16)), ONE),
+    "remat": (blocks(P("shard", remat=True)), ONE),
+    "remat keep": (blocks(P("shard", remat=True, reshard=False)), ONE),
+    "remat HSDP": (blocks(P("shard", remat=True)), TWO),
+    "whole": (fs.policies.whole(P("shard")), ONE),
+    "whole remat": (fs.policies.whole(P("shard", remat=True)), ONE),
+    "codec": (blocks(P("shard", precision=fs.Precision(codec=fs.codecs.int8()))), ONE),
+    "nested": (nested(P("shard"), P("shard")), ONE),
+    "nested remat": (nested(P("shard", remat=True), P("shard")), ONE),
+    "nested remat keep": (nested(P("shard", remat=True), P("shard", reshard=False)), ONE),
+    "remat in remat": (nested(P("shard", remat=True), P("shard", remat=True)), ONE),
+    "mixed": (nested(P("shard"), P()), TWO),
+}
+
+
+def work_of(spec: fs.PartitionSpec, model: nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
+    """What comm.py counts in one step, and its gradients."""
+    params, x = fs.shard(model, spec), torch.zeros(1, 16, dtype=torch.long)
+    trained, frozen = fs.partition(params, spec)
+
+    def loss(trained: fs.Params) -> torch.Tensor:
+        return common.loss_of(fs.functional_call(model, {**trained, **frozen}, (x,), spec=spec), x)
+
+    with common.Work() as work:
+        grads = fs.grad(loss)(trained)
+    return work, grads
+
+
+def counts_of(work: Any) -> dict[str, tuple[int, int, int]]:
+    ops = ("all_gather", "reduce_scatter", "all_reduce")
+    return {op: (work.ops[op], work.bytes[f"into {op}"], work.bytes[f"out of {op}"]) for op in ops if work.ops[op]}
+
+
+def totals(plan: fs.Plan) -> dict[str, tuple[int, int, int]]:
+    found: dict[str, tuple[int, int, int]] = {}
+    for one in plan.traffic:
+        old = found.get(one.op, (0, 0, 0))
+        found[one.op] = old[0] + one.count, old[1] + one.input_bytes, old[2] + one.output_bytes
+    return found
+
+
+def bound(case: str, model: nn.Module) -> fs.PartitionSpec:
+    policy, mesh = CASES[case]
+    spec = policy(model).on(init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh)))
+    return spec.ordered(fs.trace_order(model, spec, (torch.zeros(1, 16, dtype=torch.long),)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_counts_are_those_of_a_step(case: str) -> None:
+    """Collectives and bytes of every kind, to the byte; and the bytes of shards and gradients."""
+    model = common.GPT(4, 64, 2, 16)
+    with common.fake_world(8):
+        spec = bound(case, model)
+        plan = fs.plan(spec)
+        work, grads = work_of(spec, model)
+        assert totals(plan) == counts_of(work)
+        assert plan.at_rest["parameters"] == sum(shard.nbytes for shard in fs.shard(model, spec).values())
+        assert plan.peaks["update"]["gradients"] == sum(grad.nbytes for grad in grads.values())
+
+
+@pytest.mark.parametrize("case", ["shard", "HSDP", "remat", "nested remat", "both axes in bf16", "P()", "codec"])
+def test_what_is_allocated_is_freed(case: str) -> None:
+    """At the end of a step a rank holds what it held before it, and never less than nothing meanwhile."""
+    with torch.device("meta"):
+        model = common.GPT(3, 64, 2, 16)
+    policy, mesh = CASES[case]
+    plan = fs.plan(policy(model).on(mesh))
+    held = [dict(some) for some in plan.timeline.held()]
+    assert all(size >= 0 for some in held for size in some.values())
+    assert {name: size for name, size in held[-1].items() if size} == plan.at_rest
+
+
+def test_gathered_units() -> None:
+    """At most the root, the running unit and the next; without reshard all of them."""
+    with torch.device("meta"):
+        model = common.GPT(6, 64, 2, 16)
+    plan = fs.plan(blocks(P("shard"))(model).on(ONE))
+    size = {unit.key: plan.spec.padded_numel(unit) * 4 for unit in plan.spec}
+    assert plan.peaks["forward"]["gathered"] == size[""] + 2 * size["blocks.0"]
+    kept = fs.plan(blocks(P("shard", reshard=False))(model).on(ONE))
+    assert kept.peaks["forward"]["gathered"] == sum(size.values())
+
+
+def test_traffic_by_axis() -> None:
+    """With HSDP slices are reduced over the replicas, and nothing is gathered there."""
+    with torch.device("meta"):
+        model = common.GPT(4, 64, 2, 16)
+    plan = fs.plan(blocks(P("shard"))(model).on({"replicate": 32, "shard": 512}))
+    rows = {(one.axis, one.op): one for one in plan.traffic}
+    assert set(rows) == {("shard", "all_gather"), ("shard", "reduce_scatter"), ("replicate", "all_reduce")}
+    assert rows["replicate", "all_reduce"].input_bytes == rows["shard", "reduce_scatter"].output_bytes
+
+
+@pytest.mark.parametrize("name", ["adamw", "SGD", "adagrad", "rmsprop"])
+def test_optimizer_state(name: str) -> None:
+    """Bytes by kind and dtype are those of the state that the optimizer makes."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16))
+    spec = fs.by_type(nn.Linear)(model).on({"shard": 2})
+    plan = fs.plan(spec, optimizer=name)
+    cls = next(cls for key, cls in vars(torch.optim).items() if key.lower() == name.lower())
+    state = fs.optim.from_torch(cls, lr=0.1).init(fs.shard(model, spec, rank=0))
+    want = sum(x.nbytes for x in pytree.tree_leaves(state) if x.dim())
+    assert plan.at_rest["optimizer"] == want
+    assert sum(sum(kinds.values()) for kinds in plan.optimizer_state.values()) == want
+    assert all(kind.endswith(("float32", "bfloat16")) for kinds in plan.optimizer_state.values() for kind in kinds)
+
+
+def test_optimizer_on_frozen_and_host_units() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    policy = fs.policies.override(
+        fs.by_type(nn.Linear, p=P("shard", at_rest=fs.codecs.nf4())), fs.by_path({"1": P("shard", offload="params")})
+    )
+    plan = fs.plan(policy(model).on({"shard": 2}))
+    frozen, host = plan.units["0"], plan.units["1"]
+    assert frozen.optimizer == 0
+    assert frozen.parameters == plan.spec.stored(plan.spec.by_key["0"])[0]
+    assert host.on_host
+    assert plan.host_bytes == 3 * host.parameters
+    assert plan.at_rest == {"parameters": frozen.parameters, "optimizer": 0}
+    assert {event.unit for event in plan.events if event.kind == "copy"} == {"1"}
+
+
+def test_balance() -> None:
+    """The elements that each rank has, without padding, are counted as param_views shows them."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7), nn.Linear(7, 1))
+    spec = fs.policies.override(fs.by_type(nn.Linear), fs.by_path({"1": P(("shard", "replicate")), "2": P()}))(model)
+    spec = spec.on({"replicate": 2, "shard": 3})
+    have = [
+        sum(len(piece) for piece in fs.param_views(fs.shard(model, spec, rank=rank), spec, rank=rank).values())
+        for rank in range(6)
+    ]
+    assert fs.plan(spec).balance == (min(have), max(have))
+
+
+def test_exposed_communication() -> None:
+    """A slower network makes the step longer, by what it exposes alone; a fast one is hidden."""
+    with torch.device("meta"):
+        model = common.GPT(4, 64, 2, 16)
+    spec = blocks(P("shard"))(model).on(ONE)
+    links = (fs.Hardware(bandwidth=rate, latency=0, flops=1e12) for rate in (1e15, 1e9))
+    fast, slow = (fs.plan(spec, batch=4096, hardware=hardware) for hardware in links)
+    assert fast.exposed_seconds < 1e-3 * fast.seconds
+    assert slow.seconds - slow.exposed_seconds == pytest.approx(fast.seconds - fast.exposed_seconds)
+    assert slow.exposed_seconds > 10 * fast.exposed_seconds
+    total = sum(one.seconds for one in slow.traffic)
+    assert slow.exposed_seconds <= total
+
+
+def test_large_mesh_is_fast() -> None:
+    """126 blocks on 32 x 512 ranks take a fraction of a second."""
+    with torch.device("meta"):
+        model = common.Llama(126, 16384, 128, 53248, 128256, kv_heads=8)
+    spec = fs.by_type(common.LlamaBlock)(model).on({"replicate": 32, "shard": 512})
+    start = time.perf_counter()
+    plan = fs.plan(spec, batch=8192)
+    text = str(plan)
+    assert time.perf_counter() - start < 5
+    assert "replicate=32" in text
+    assert plan.at_rest["parameters"] == sum(spec.shard_numel(unit) for unit in spec) * 4
+
+
+def test_json_has_the_figures_of_the_table() -> None:
+    with torch.device("meta"):
+        model = common.GPT(2, 64, 2, 16)
+    plan = fs.plan(blocks(P("shard"))(model).on(TWO), batch=torch.zeros(2, 16, dtype=torch.long))
+    figures = plan.to_json()
+    assert figures["tokens"] == 32
+    assert figures["peak"] == plan.peak == max(sum(held.values()) for held in plan.peaks.values())
+    assert set(figures["units"]) == set(plan.spec.by_key)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"optimizer": "adamv"}, ValueError, "name of a class of torch.optim"),
+        ({"optimizer": 3}, TypeError, "expected a name such as 'adamw'"),
+        ({"batch": "4"}, TypeError, "number of tokens"),
+        ({"hardware": fs.Hardware(bandwidth={"other": 1e9})}, ValueError, "no bandwidth for axis 'shard'"),
+    ],
+)
+def test_wrong_arguments(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    spec = fs.policies.whole()(nn.Linear(4, 4)).on({"shard": 2})
+    with pytest.raises(error, match=words):
+        str(fs.plan(spec, **change))
+
+
+def test_wrong_hardware() -> None:
+    with pytest.raises(ValueError, match="bandwidth"):
+        fs.Hardware(bandwidth=0)
+    with pytest.raises(ValueError, match="'80GB'"):
+        fs.Hardware(memory="a lot")
