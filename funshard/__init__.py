@@ -31,20 +31,21 @@ For those who change the package, its map: a folder imports only from floors bel
 without an underscore is public.
 
     8  _plan                            plan: memory, communication and time of a step before it runs
-    7  _steps                           accumulate, update_in_backward: how gradients become a step
+    8  _steps                           accumulate, update_in_backward: how gradients become a step
        _init                            init, init_buffers: a model on the meta device gets its values, a unit at a time
        testing                          laws and exactness for users: assert_exact, spmd, strategies
-    6  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
+    7  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
        _call                            functional_call: entry, the four modes, the running call, schedule
        _compiled                        fs.compile: the step and the passes over its graph
-    5  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads, random_like
+    6  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads, random_like
        _transforms                      grad, hvp, remat, checkpoint_name, offload, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
-    4  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
+    5  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
        policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
        codecs                           int8 and NF4, for what is sent and what is at rest
-    3  _spec                            P, Precision, Remat, Unit, PartitionSpec: frozen data
-    2  collectives                      meshes, collectives and their transposes
+    4  _spec                            P, Precision, Remat, Unit, PartitionSpec: frozen data
+    3  collectives                      meshes, collectives and their transposes
+    2  _phases                          what a step does, in a profiler's trace and in the log
     1  _torch                           every private part of torch, and the test that pins it
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree of what models return
 
+from . import _torch
+from ._phases import LOGGER
 from ._spec.bind import bind_spec
 from ._spec.host import compute_device
 from ._spec.spec import PartitionSpec
@@ -112,7 +115,7 @@ def update(
     """Return the state for the next step: the scale grows after good steps in a row, and falls after a bad one.
 
     As torch.amp.GradScaler's ``update``, without a synchronisation, on the device of ``finite``. A scale that would overflow
-    does not grow.
+    does not grow. Where the logger "funshard" is enabled for INFO, a skipped step is logged, and the host waits for ``finite``.
 
     Args:
         state: The state.
@@ -139,6 +142,8 @@ def update(
     grown = scale * growth_factor
     kept = torch.where(grows & torch.isfinite(grown), grown, scale)
     zero = torch.zeros_like(good)
+    if not torch.compiler.is_compiling() and LOGGER.isEnabledFor(logging.INFO) and _torch.is_eager() and not finite:
+        LOGGER.info("loss_scale.update: a step is skipped; its gradients were not finite at a scale of %g", state.scale)
     return LossScale(torch.where(finite, kept, scale * backoff_factor), torch.where(finite & ~grows, good, zero))
 
 

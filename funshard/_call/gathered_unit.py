@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
+from .._phases import phase
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import hook_running_node
 from .._units.chain import CollectiveChain
@@ -59,7 +60,7 @@ class GatheredUnit:
     def unshard(self) -> None:
         """Start to gather the buffer."""
         if self.route.has_own_buffer:
-            with _torch.below_transforms():
+            with phase("gather", self.unit.key), _torch.below_transforms():
                 self.chain = start_gather(self.shard, self.unit.key, self.schedule.routes, self.schedule.buffers)
                 self.schedule.order_check.record_gather(self.unit.key)
 
@@ -72,7 +73,7 @@ class GatheredUnit:
             return self.shard
         chain, self.chain = self.chain, None
         assert chain is not None
-        with _torch.below_transforms():
+        with phase("wait for", self.unit.key), _torch.below_transforms():
             return chain.result()
 
     def parameters(self, shard: Tensor) -> Sequence[Tensor]:
@@ -190,6 +191,10 @@ class GatheredUnit:
 
         """
         self.release()
+        with phase("reduce", self.unit.key):
+            return self._reduce_grads(grads)
+
+    def _reduce_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         schedule = self.schedule
         own = [_torch.unwrap_level(g) if g is not None else None for g in grads] if schedule.is_last_backward() else grads
         if not _torch.any_tracked(own):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .._phases import phase
 from .._spec.remat import Remat
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
@@ -149,7 +150,8 @@ class _ModuleRun:
             | own.get(module, {})
             for module, parameters in self._parameters.items()
         }
-        out, used = self._run(attributes, self._insert_gathered(params), spec, now, replaced, args, kwargs)
+        with phase("run" if self._first else "recompute", self._place.path):
+            out, used = self._run(attributes, self._insert_gathered(params), spec, now, replaced, args, kwargs)
         first, self._first = self._first, False
         written = {
             i: now[names[0]] is not copy

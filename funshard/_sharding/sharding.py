@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor, nn
 
 from .. import _torch
+from .._phases import LOGGER
 from .._spec.bind import bind_spec, check_spec
 from .._spec.checks import check_mapping, check_shards, check_trainable, collect_full_params
 from .._spec.division import ReduceBy, Reduction
@@ -78,6 +79,7 @@ def shard(
     if src is not None:
         return scatter_full(full, spec, src=src)
     assert full is not None
+    LOGGER.info("shard: %r", spec)
     out: Params = {}
     for unit in spec:
         piece = scatter_whole(flatten_whole(full, unit, spec), unit, mesh, rank)

@@ -32,6 +32,7 @@ __all__ = [
     "fake_mode",
     "is_eager",
     "is_fake",
+    "is_profiling",
     "is_traced",
     "write_into",
 ]
@@ -56,6 +57,14 @@ def is_traced() -> bool:
     Pinned by ``test_fully_shard_compile_graph``.
     """
     return get_proxy_mode() is not None
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler records ranges: torch.profiler, emit_nvtx or emit_itt.
+
+    Pinned by ``test_a_profiler_is_seen``.
+    """
+    return torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def is_eager() -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._phases import phase
 from .saved_tensors import TensorRestorer, hook_running_node
 
 __all__ = ["OffloadBatch", "OffloadQueue", "OffloadedTensor", "current_queue"]
@@ -37,7 +38,8 @@ class HostBuffer:
         self._on_device: Tensor | None = source
         self._is_fetched = False
         self._host = _torch.allocate_like(source, host)
-        self._copy = _torch.AsyncCopy(source, self._host)
+        with phase("copy activations to the host"):
+            self._copy = _torch.AsyncCopy(source, self._host)
 
     def has_values_of(self, source: Tensor) -> bool:
         """Return whether the copy has the values that a tensor of the same storage and span has now.
@@ -64,8 +66,9 @@ class HostBuffer:
     def prefetch(self) -> Tensor:
         """Start to copy the values back if they are not on the device, and return the tensor there."""
         if self._on_device is None:
-            self._on_device = _torch.allocate_like(self._host, self._device)
-            self._copy, self._is_fetched = _torch.AsyncCopy(self._host, self._on_device), True
+            with phase("copy activations to the device"):
+                self._on_device = _torch.allocate_like(self._host, self._device)
+                self._copy, self._is_fetched = _torch.AsyncCopy(self._host, self._on_device), True
         return self._on_device
 
     def wait(self) -> Tensor:

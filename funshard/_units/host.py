@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._phases import phase
 from .._spec.host import HOST, compute_device
 from .._spec.unit import Unit
 from ..collectives._mesh import Mesh
@@ -33,7 +34,8 @@ def start_copy_to_device(shard: Tensor, device: torch.device, dtype: torch.dtype
     if dtype.itemsize < shard.itemsize:
         shard = _torch.allocate_like(shard, HOST, dtype=dtype, beside=device).copy_(shard)
     there = _torch.allocate_like(shard, device)
-    return there, _torch.AsyncCopy(shard, there)
+    with phase("copy shard to the device"):
+        return there, _torch.AsyncCopy(shard, there)
 
 
 def host_copy_step(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], PendingResult]:
@@ -42,7 +44,8 @@ def host_copy_step(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Pend
     def step(x: Tensor, own: Tensor | None) -> PendingResult:
         x = x.to(dtype)
         there = _torch.allocate_like(x, HOST)
-        copy = _torch.AsyncCopy(x, there)
+        with phase("copy gradient to the host"):
+            copy = _torch.AsyncCopy(x, there)
 
         def end(x: Tensor = x) -> Tensor:  # which is held until then
             copy.wait()

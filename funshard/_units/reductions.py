@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._phases import phase
 from .._spec.unit import Unit
 from .accumulation import GradReceiver
 from .buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBuckets
@@ -147,9 +148,10 @@ class ReductionQueue:
             self._reduce_bucket(full, kind)
 
     def _reduce_bucket(self, bucket: Bucket, kind: _Kind) -> None:
-        buffer = _torch.concat_flat(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind[0]))
-        bucket.pieces.clear()
-        chain = CollectiveChain(buffer, self._steps[kind])
+        with phase("reduce bucket", " ".join(bucket.keys)):
+            buffer = _torch.concat_flat(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind[0]))
+            bucket.pieces.clear()
+            chain = CollectiveChain(buffer, self._steps[kind])
         self._full_buckets.append((bucket, chain))
         if kind[2] is not None:
             self._host_copies.append(chain)
@@ -159,9 +161,10 @@ class ReductionQueue:
         for kind, bucket in self._open_buckets.unfilled():
             self._reduce_bucket(bucket, kind)
         self._report_finished(0)
-        parts = [(key, chain.result()) for key, chain in self._slices]
-        for bucket, chain in self._full_buckets:
-            parts += bucket.split(chain.result())
+        with phase("wait for reductions"):
+            parts = [(key, chain.result()) for key, chain in self._slices]
+            for bucket, chain in self._full_buckets:
+                parts += bucket.split(chain.result())
         reduced = self._on_final_device(parts)
         self._reset()
         out: dict[str, Tensor] = {}

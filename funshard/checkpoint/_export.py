@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._phases import phase
 from .._sharding.agree import check_ranks_agree, has_peers
 from .._sharding.full import gather_to_first
 from .._spec.bind import bind_spec
@@ -117,7 +118,8 @@ def export(
         ranks.run_on_first(begin, "checkpoint.export")
         with torch.no_grad():
             for unit in spec:
-                full = _gather(params, unit, spec)
+                with phase("gather", unit.key):
+                    full = _gather(params, unit, spec)
                 ranks.run_on_first(lambda full=full: _write(staging, files, full), "checkpoint.export")
                 del full  # before the next unit is gathered
             ranks.run_on_first(

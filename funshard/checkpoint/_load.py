@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._phases import LOGGER, phase
 from .._spec.bind import bind_spec
 from .._spec.local import describe_pieces, whole_shape
 from .._spec.spec import PartitionSpec
@@ -77,7 +78,9 @@ def load(
         raise TypeError(f"checkpoint.load: only: expected the path of a part of the state, as 'params', got {only!r}")
     ranks = connect_ranks(spec, "checkpoint.load", timeout)
     loader = ranks.run(lambda: _Loader(Path(path), spec, ranks, only, like), "checkpoint.load")
-    return ranks.run(lambda: loader.read(check=check), "checkpoint.load")
+    state = ranks.run(lambda: loader.read(check=check), "checkpoint.load")
+    LOGGER.info("checkpoint.load: %s is read", path)
+    return state
 
 
 class _Loader:
@@ -121,7 +124,7 @@ class _Loader:
 
     def read(self, *, check: bool) -> Any:
         """Read the leaves, and return the state."""
-        with torch.no_grad():
+        with torch.no_grad(), phase("checkpoint read"):
             for numbers in self._iter_rounds():
                 memory = {i: self._allocate(self._leaves[i]) for i in numbers}
                 parts = [part for i in numbers for part in self._iter_ranges(self._leaves[i], memory[i])]

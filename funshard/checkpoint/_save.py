@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .._phases import LOGGER, phase
 from .._spec.bind import bind_spec
 from .._spec.spec import PartitionSpec
 from ._errors import CheckpointError, SavedError
@@ -140,11 +141,13 @@ def save(
 
     def begin() -> StateSummary:
         _finish_last(when_busy)
-        summary = summarize_state(state, spec, ranks)
-        resources.planner = RangeSavePlanner(summary.ranges)
-        resources.staging = StagingDirectory(target, over_damaged=True) if ranks.rank == 0 else None
+        with phase("checkpoint plan"):
+            summary = summarize_state(state, spec, ranks)
+            resources.planner = RangeSavePlanner(summary.ranges)
+            resources.staging = StagingDirectory(target, over_damaged=True) if ranks.rank == 0 else None
         if asynchronous:
-            resources.planner.stage()
+            with phase("checkpoint copy"):
+                resources.planner.stage()
         return summary
 
     def message(summary: StateSummary) -> tuple[str, str, Any]:
@@ -152,9 +155,10 @@ def save(
 
     def write() -> None:
         assert resources.planner is not None
-        with resources.release_on_error():
+        with resources.release_on_error(), phase("checkpoint write"):
             _write(directory, resources.planner, tree, resources.staging, writing)
             resources.planner.release()
+        LOGGER.info("checkpoint.save: %s is complete", target)
 
     with resources.release_on_error():
         summary, messages = ranks.run_and_exchange(begin, "checkpoint.save", message)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
+from .._phases import phase
 from ._mesh import Axis, Simulated
 from ._ops import OPS, OpContext, missing_group_error, start_op
 from ._sequence import check_sequence
@@ -101,9 +102,12 @@ def _collective(op: str, size: int, name: str, root: int, label: str) -> LinearM
     def run(x: Tensor, *_: Tensor) -> Tensor:
         if not name:
             return OPS[op].stack(x, root).clone()
-        if label and OPS[op].sends:
+        if not OPS[op].sends:
+            return start_op(op, x, OpContext(size, name, root))()
+        if label:
             check_sequence([f"{op} of {label}"], name, x)
-        return start_op(op, x, OpContext(size, name, root))()
+        with phase(op, f"of {label}" if label else ""):
+            return start_op(op, x, OpContext(size, name, root))()
 
     return LinearMap(run, lambda: _collective(OPS[op].transpose, size, name, root, label), size)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
 from ... import _torch
+from ..._phases import phase
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import Params
 from .._checks import break_message, check_rate, named_tensors, refuse_shared_memory
@@ -141,7 +142,7 @@ def _update(
         return _run_step(config, grads, state, params, options, rates, tracked=True, donate=False)
     if config.donate:
         refuse_shared_memory(named_tensors(grads, {key: unit.slices for key, unit in state.items()}, params))
-    with torch.no_grad():
+    with phase("update of matrices"), torch.no_grad():
         return _run_step(config, grads, state, params, config.options_with_lr(lr), rates, tracked=False, donate=config.donate)
 
 

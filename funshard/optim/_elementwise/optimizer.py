@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
+from ..._phases import phase
 from ..._spec.checks import check_mapping
 from ..._spec.spec import PartitionSpec
 from ..._spec.unit_state import UnitState, replace_values
@@ -119,7 +120,7 @@ def elementwise(
 
 def _compilable_update(config: ElementwiseConfig) -> Update:
     """Return the update, which inside torch.compile is part of the graph or breaks it."""
-    update = partial(_update, config)
+    update = partial(_update_in_range, config)
     if reason := reason_for_break(config):
         return _torch.disable_in_graph(reason)(update)
     flat_update = flatten_update(config, _update)
@@ -153,6 +154,11 @@ def _init_state(config: ElementwiseConfig, params: Mapping[str, Tensor]) -> Stat
             values = {name: x if name in config.scalars else copy_like(tensor, x) for name, x in values.items()}
         state[key] = UnitState(values, config.scalars.intersection(values))
     return state
+
+
+def _update_in_range(config: ElementwiseConfig, *args: Any, **kwargs: Any) -> tuple[Params, State]:
+    with phase("update", config.cls.__name__):
+        return _update(config, *args, **kwargs)
 
 
 def _update(

@@ -1,0 +1,35 @@
+"""The phases of a step, such as one unit's gather: ranges in the traces of torch.profiler, and lines of the log at DEBUG."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from . import _torch
+
+__all__ = ["LOGGER", "phase"]
+
+LOGGER = logging.getLogger("funshard")
+"""The log of the package: decisions and files at INFO, each phase at DEBUG. It has no handler of its own."""
+LOGGER.addHandler(logging.NullHandler())
+
+_NO_RANGE: AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+def phase(action: str, subject: str = "") -> AbstractContextManager[Any]:
+    """Return a context whose block a trace shows as ``funshard::action subject``, and whose start is logged at DEBUG.
+
+    Without a profiler it does nothing. A profiler is torch.profiler, torch.autograd.profiler.emit_nvtx or emit_itt. Graphs that
+    are compiled or recorded have no ranges: they would be operators in them.
+    """
+    if torch.compiler.is_compiling():
+        return _NO_RANGE
+    if LOGGER.isEnabledFor(logging.DEBUG):
+        LOGGER.debug("%s", f"{action} {subject}".rstrip())
+    if not _torch.is_profiling() or _torch.is_traced():
+        return _NO_RANGE
+    return torch.profiler.record_function(f"funshard::{action} {subject}".rstrip())

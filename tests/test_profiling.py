@@ -1,0 +1,188 @@
+"""The ranges that a trace of torch.profiler shows and the lines of the log: every phase of a step under its unit's name."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from collective_log import world
+from ranks import Pool
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import funshard as fs
+from funshard import P, checkpoint
+from funshard._phases import phase
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def make(p: P, **mesh: int) -> tuple[fs.PartitionSpec, dict[str, Tensor], Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    spec = fs.by_type(Block, p=p)(model)
+    if mesh:
+        spec = spec.on(mesh)
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return fs.functional_call(model, params, (x,), spec=spec).square().mean()
+
+    return spec, fs.shard(model, spec), loss
+
+
+def ranges(run: Any) -> Counter[str]:
+    """Return how often each range of ours is in the trace of a function."""
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run()
+    return Counter({e.key.removeprefix("funshard::"): e.count for e in trace.key_averages() if e.key.startswith("funshard::")})
+
+
+def step(p: P) -> Counter[str]:
+    _, params, loss = make(p)
+    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-3)
+    state = init(params)
+    return ranges(lambda: update(fs.grad(loss)(params, torch.randn(2, 4)), state, params))
+
+
+def test_every_phase_has_its_units_name() -> None:
+    """Forward gathers a unit once, backward again unless it is the last, and reduces each."""
+    with world(2):
+        found = step(P("shard"))
+    assert found["update AdamW"] == 1
+    for k in range(3):
+        again = k < 2
+        assert found[f"gather {k}"] == found[f"wait for {k}"] == 1 + again, found
+        assert found[f"reduce {k}"] == 1, found
+
+
+def test_replicated_units_share_a_bucket() -> None:
+    with world(2):
+        found = step(P())
+    assert found["reduce bucket 2 1 0"] == found["wait for reductions"] == 1, found
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_recomputed_units_show_it(remat: bool) -> None:
+    with world(2):
+        found = step(P("shard", remat=remat))
+    assert found["recompute 1"] == remat, found
+
+
+def test_stacks_of_transforms_have_ranges() -> None:
+    with world(2):
+        _, params, loss = make(P("shard"))
+        x = torch.randn(2, 4)
+        found = ranges(lambda: fs.hvp(lambda p: loss(p, x), params, {key: torch.ones_like(p) for key, p in params.items()}))
+    assert found["gather_mean of unit '1'"] == 4, found  # values and tangents, in forward and in backward
+    assert found["scatter_mean of unit '1'"] == 2, found
+
+
+def test_checkpoints_have_ranges(tmp_path: Path) -> None:
+    spec, params, _ = make(P("shard"), shard=1)
+    found = ranges(lambda: checkpoint.save(tmp_path / "a", params, spec).wait())
+    found += ranges(lambda: checkpoint.load(tmp_path / "a", spec))
+    assert found["checkpoint plan"] == found["checkpoint write"] == found["checkpoint read"] == 1, found
+
+
+def traced(rank: int) -> dict[str, int]:
+    return dict(step(P("shard")))
+
+
+def test_real_ranks(gloo2: Pool) -> None:
+    """All ranks have the same ranges, and the numbers do not change."""
+    first, second = gloo2.run(traced)
+    assert first == second
+    assert first["gather 0"] == 2
+
+
+def test_a_profiler_is_seen() -> None:
+    """By the private question of torch that `_torch.is_profiling` asks."""
+    assert not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def test_without_a_profiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> Any:
+        raise AssertionError(name)
+
+    monkeypatch.setattr(torch.profiler, "record_function", refuse)
+    with world(2):
+        _, params, loss = make(P("shard"))
+        fs.grad(loss)(params, torch.randn(2, 4))
+        with profile(activities=[ProfilerActivity.CPU]), pytest.raises(AssertionError, match=re.escape("funshard::gather 0")):
+            fs.grad(loss)(params, torch.randn(2, 4))
+
+
+def test_compiled_graphs_have_no_ranges() -> None:
+    """They would be operators in the graph."""
+    with world(2):
+        _, params, loss = make(P("shard"))
+        compiled = fs.compile(lambda p, x: fs.grad(loss)(p, x), backend="aot_eager")
+        with profile(activities=[ProfilerActivity.CPU]), phase("outside"):
+            grads = compiled(params, torch.ones(2, 4))
+        assert grads.keys() == params.keys()
+
+
+def test_the_log_is_silent_unless_it_is_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    with world(2):
+        step(P("shard"))
+    assert "gather" not in "".join(capfd.readouterr())
+
+
+@contextlib.contextmanager
+def logged(level: int) -> Iterator[list[tuple[int, str]]]:
+    """Collect the levels and messages of the log; pytest's own plugin for it is off."""
+    found: list[tuple[int, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append((record.levelno, record.getMessage()))  # pyright: ignore[reportAttributeAccessIssue]
+    logger = logging.getLogger("funshard")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield found
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
+def test_info_names_the_spec_checkpoints_and_skipped_steps(tmp_path: Path) -> None:
+    with logged(logging.INFO) as found:
+        spec, params, _ = make(P("shard"), shard=1)
+        checkpoint.save(tmp_path / "a", params, spec).wait()
+        checkpoint.load(tmp_path / "a", spec)
+        for finite in (True, False):
+            fs.loss_scale.update(fs.loss_scale.init(8.0), torch.tensor(finite))
+    assert found == [
+        (logging.INFO, message)
+        for message in (
+            f"shard: {spec!r}",
+            f"checkpoint.save: {tmp_path / 'a'} is complete",
+            f"checkpoint.load: {tmp_path / 'a'} is read",
+            "loss_scale.update: a step is skipped; its gradients were not finite at a scale of 8",
+        )
+    ]
+
+
+def test_debug_names_each_phase() -> None:
+    with world(2), logged(logging.DEBUG) as found:
+        _, params, loss = make(P("shard"))
+        fs.grad(loss)(params, torch.randn(2, 4))
+    phases = [message for level, message in found if level == logging.DEBUG]
+    assert phases[-2:] == ["reduce 0", "wait for reductions"], phases
+    assert {"gather 0", "wait for 0", "gather 2"} <= {*phases}, phases
