@@ -106,10 +106,10 @@ def spmd(model: GPT, x: Tensor, y: Tensor, axis: Axis) -> Tensor:
     return model.predict(reduce_scatter(of_last, axis, reduce="sum"), scatter(y, axis))
 
 
-def run_stage(model: GPT, h: Tensor, x: Tensor, y: Tensor, axis: ProcessAxis) -> tuple[Tensor, Tensor]:
-    """Return this stage's result for one micro-batch, [batch, seq, dim], and the loss, which is 0 but for the last stage."""
+def run_stage(model: GPT, h: Tensor, x: Tensor, y: Tensor, axis: ProcessAxis) -> Tensor:
+    """Return this stage's result for one micro-batch: [batch, seq, dim], and of the last stage the loss."""
     h = model.blocks(model.embed(x) if axis.rank == 0 else h)
-    return h, model.predict(h, y) if axis.rank == axis.size - 1 else h.new_zeros(())
+    return model.predict(h, y) if axis.rank == axis.size - 1 else h
 
 
 def one_f_one_b(
@@ -120,6 +120,9 @@ def one_f_one_b(
     At clock t stage s of S runs the forward of micro-batch (t - s) / 2 where that is whole, and otherwise the backward of
     (t + s + 1) / 2 - S. Then stages exchange in pairs: one has a result for the next stage, that one a cotangent.
 
+    A stage's parameters are gathered before the first micro-batch, and their gradients reduced after the last: for the step it
+    holds both unsharded.
+
     Args:
         model: This stage's part.
         params: This rank's shards.
@@ -129,30 +132,33 @@ def one_f_one_b(
         spec: The spec of the shards.
     """
     stages, stage = axis.size, axis.rank
-    weight = stages / len(x)  # of a micro-batch's loss, which only the ranks of the last stage have
-    grads = {key: torch.zeros_like(shard) for key, shard in params.items()}
+    is_last = stage == stages - 1
+    pieces = {name: p.detach().requires_grad_() for name, p in fs.unshard(params, spec, whole=False).items()}
+    grads = {name: torch.zeros_like(p) for name, p in pieces.items()}
     nothing = next(iter(params.values())).new_zeros(*x.shape[1:], model.token.embedding_dim)
     received, value = nothing, nothing.new_zeros(())
-    backwards: deque[Callable[..., Any]] = deque()
-
-    def forward(params: fs.Params, h: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        # over "stage" gradients are reduced once, below
-        return fs.functional_call(model, params, (run_stage, h, x, y, axis), spec=spec, reduce_axes="shard")
-
+    weight = torch.full_like(value, stages / len(x))  # of a micro-batch's loss, which only the ranks of the last stage have
+    in_flight: deque[tuple[Tensor, Tensor]] = deque()
     for clock in range(2 * (len(x) + stages - 1)):
         sent = nothing
         if (clock - stage) % 2 == 0:
             i = (clock - stage) // 2
             if 0 <= i < len(x):
-                (sent, loss), vjp = torch.func.vjp(lambda p, h, i=i: forward(p, h, x[i], y[i]), params, received)
-                backwards.append(vjp)
-                value = value + loss.detach() * weight
+                h = received.detach().requires_grad_()
+                result = fs.functional_call(model, pieces, (run_stage, h, x[i], y[i], axis), spec=spec)
+                in_flight.append((h, result))
+                if is_last:
+                    value = value + result.detach() * weight
+                else:
+                    sent = result.detach()
         elif 0 <= (clock + stage + 1) // 2 - stages < len(x):
-            own, sent = backwards.popleft()((received if stage < stages - 1 else nothing, torch.full_like(value, weight)))
-            grads = {key: grad + own[key] for key, grad in grads.items()}
+            h, result = in_flight.popleft()
+            inputs, cotangent = (*pieces.values(), h), weight if is_last else received
+            *own, sent = torch.autograd.grad(result, inputs, cotangent, materialize_grads=True)
+            grads = {name: grad + part for (name, grad), part in zip(grads.items(), own, strict=True)}
         pairs = [(s, s + 1) for s in range(clock % 2, stages - 1, 2)]
-        received = permute(sent.detach(), axis, perm=[*pairs, *((b, a) for a, b in pairs)])
-    return fs.reduce_grads(grads, spec, reduce_axes="stage"), value
+        received = permute(sent, axis, perm=[*pairs, *((b, a) for a, b in pairs)])
+    return fs.reduce_grads(grads, spec), value
 
 
 def main() -> None:

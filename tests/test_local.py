@@ -161,6 +161,9 @@ def of_rank(mesh: Any, model: nn.Module, spec: fs.PartitionSpec, full: Tree, x: 
     found = derivatives(loss, params, lambda a, b: fs.optim.vdot(a, b, spec), direction)
     found["fs.grad"] = fs.grad(loss)(params)
     found["fs.hvp"] = fs.hvp(loss, params, direction)
+    pieces = fs.unshard(params, spec, whole=False)
+    found["reduced by hand"] = fs.reduce_grads(fs.grad(loss)(pieces), spec)
+    found["hvp of pieces"] = fs.hvp(lambda p: loss(fs.unshard(p, spec, whole=False)), params, direction)
     found["sum"] = fs.grad(lambda p: objective(fs.functional_call(model, p, (x, axes), spec=spec, reduce="sum")))(params)
     if eager:
         leaves = {key: p.clone().requires_grad_() for key, p in params.items()}
@@ -173,6 +176,7 @@ def check(found: Mapping[str, Tree], kinds: tuple[str, ...], xs: Tensor) -> None
     """Compare a rank's derivatives, as whole parameters, with those of one process."""
     want = expected(kinds, xs)
     want |= {"fs.grad": want["grad"], "autograd": want["grad"], "fs.hvp": want["hvp"], "whole": whole_params(kinds)[1]}
+    want |= {"reduced by hand": want["grad"], "hvp of pieces": want["hvp"]}
     want["sum"] = {name: g * len(xs) for name, g in want["grad"].items()}
     want["norm"] = {"": torch.stack([p.norm() for p in want["whole"].values()]).norm()}
     for name, tree in found.items():

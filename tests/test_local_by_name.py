@@ -113,6 +113,15 @@ def test_tensors_of_neither_shape_are_refused() -> None:
         fs.optim.global_norm({"weight": torch.zeros(3, 2)}, spec)
 
 
+def test_whole_parameters_in_a_call_are_refused() -> None:
+    """A call, and the reduction of its gradients, take pieces."""
+    spec = SPEC.on({"tensor": 2, "shard": 1})
+    message = r"expected shape \[2, 2\], got \[4, 2\]; it is local over .'tensor': 0.: .*as from unshard\(whole=False\)"
+    for call in (lambda: fs.functional_call(PIECES, WHOLE, torch.zeros(2), spec=spec), lambda: fs.reduce_grads(WHOLE, spec)):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_a_module_of_pieces_is_refused() -> None:
     """With one seed on all ranks their pieces would be the same values."""
     message = r"parameter 'weight' of unit '.*': expected \[4, 2\].*the model has its piece.*expected the whole model"

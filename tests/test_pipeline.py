@@ -6,9 +6,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from collective_log import Collectives, world
 from depth import each
 from ranks import Pool, launch
 from test_examples_axes import Tree, bind, check, losses
@@ -99,24 +101,21 @@ def on_ranks(rank: int, sizes: dict[str, int]) -> int:
     check(product, length, expected(sizes, along()))
     spec = example.policy()(model).on(mesh)
     kept = most = 0
+    run_stage, backward = example.run_stage, torch.autograd.grad
 
-    def vjp(*args: Any) -> Any:
+    def counted_stage(*args: Any) -> Tensor:
         nonlocal kept, most
-        out, backward = original(*args)
         kept, most = kept + 1, max(most, kept + 1)
+        return run_stage(*args)
 
-        def counted(cotangent: Any) -> Any:
-            nonlocal kept
-            kept -= 1
-            return backward(cotangent)
+    def counted_backward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal kept
+        kept -= 1
+        return backward(*args, **kwargs)
 
-        return out, counted
-
-    original, torch.func.vjp = torch.func.vjp, vjp
-    try:
+    with mock.patch.object(example, "run_stage", counted_stage), mock.patch("torch.autograd.grad", counted_backward):
         shards, value = example.one_f_one_b(model, fs.shard(gpt(), spec), xy[0], xy[1], spec.axis("stage"), spec)
-    finally:
-        torch.func.vjp = original
+    assert kept == 0
     check(fs.unshard(shards, spec), fs.optim.global_norm(shards, spec), want)
     assert (value > 0) == (mesh.get_local_rank("stage") == sizes["stage"] - 1)
     return most
@@ -175,6 +174,30 @@ def test_peak_of_1f1b_does_not_grow_with_micro_batches(gloo2: Pool) -> None:
         assert most < 1.05 * more < 1.1 * few
         assert spmd16 > 1.7 * spmd8 > 2.7 * spmd4
         assert 4 * most < spmd16
+
+
+@pytest.mark.parametrize("schedule", ["spmd", "1f1b"])
+@pytest.mark.parametrize("count", [2, 8])
+def test_each_unit_is_gathered_and_reduced_once_a_step(schedule: str, count: int) -> None:
+    """For any number of micro-batches; what they send besides are their results, and cotangents."""
+    with world(4):
+        model = gpt(2)
+        spec = example.policy()(model).on(bind({"stage": 2, "shard": 2}))
+        params = {unit.key: torch.zeros(spec.shard_numel(unit)).double() for unit in spec}
+        axis, x = spec.axis("stage"), torch.randint(256, (count, BATCH, SEQ))
+        with Collectives() as sent:
+            if schedule == "spmd":
+                fs.grad(lambda p: fs.functional_call(model, p, (example.spmd, x, x, axis), spec=spec))(params)
+            else:
+                example.one_f_one_b(model, params, x, x, axis, spec)
+    sizes = sorted(spec.shard_numel(unit) for unit in spec)
+    gathers = sorted(one.numel for one in sent.all if one.op == "all_gather")
+    assert [numel for numel in gathers if numel in sizes] == sizes
+    assert sorted(one.numel for one in sent.all if one.op == "reduce_scatter" and one.numel // 2 in sizes) == [
+        2 * n for n in sizes
+    ]
+    activations = {BATCH * SEQ * DIM * n for n in (1, count, count // 2)} | {0}
+    assert {one.numel for one in sent.all} <= {*sizes, *(2 * n for n in sizes), *activations}
 
 
 def saved(rank: int, path: str, sizes: dict[str, int]) -> None:

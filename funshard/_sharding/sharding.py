@@ -15,9 +15,9 @@ from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
-from .._units.flow import encode_at_rest
+from .._units.flow import encode_at_rest, gather_unit
 from .._units.host import place_slice
-from .._units.layout import Params, rank_coords
+from .._units.layout import Params, rank_coords, unflatten_unit
 from .._units.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
 from .agree import check_ranks_agree, fingerprint_params, has_peers, report_to_ranks
 from .full import scatter_full
@@ -113,7 +113,12 @@ def check_rank(who: str, spec: PartitionSpec, rank: int | None) -> None:
 
 
 def unshard(
-    shards: Mapping[str, Tensor], spec: PartitionSpec, *, units: Iterable[str] | None = None, reduce: ReduceBy = "mean"
+    shards: Mapping[str, Tensor],
+    spec: PartitionSpec,
+    *,
+    units: Iterable[str] | None = None,
+    reduce: ReduceBy = "mean",
+    whole: bool = True,
 ) -> Params:
     """Return the full parameters by name, as views of one buffer per unit. Inverse of `shard`.
 
@@ -126,6 +131,8 @@ def unshard(
         units: Keys of the units to gather; by default all that are given.
         reduce: The gradient of a shard is its slice of the "mean" over ranks of the full gradients, their "sum", or their sum
             over a number.
+        whole: Whether parameters that are local over an axis (`P`) are gathered over it, too. False: they are this rank's
+            pieces, as `functional_call` and `reduce_grads` take them.
 
     Raises:
         ValueError: For shards that do not fit the spec, naming the unit, before any communication.
@@ -148,10 +155,11 @@ def unshard(
             raise ValueError(f"unit '{key}' is missing: expected its shard among those given, got units {given[:4]}")
     full: Params = {}
     for unit in (spec.by_key[key] for key in chosen):
-        buffer = gather_whole(shards[unit.key], unit, mesh, reduction, check_order=True)
+        gather = gather_whole if whole else gather_unit
+        buffer = gather(shards[unit.key], unit, mesh, reduction, check_order=True)
         if _torch.shares_storage(buffer, shards[unit.key]):  # nothing was gathered, and the shard may be donated or written to
             buffer = _copy_lazily(buffer)
-        tensors = unflatten_whole(buffer, unit, mesh)
+        tensors = unflatten_whole(buffer, unit, mesh) if whole else unflatten_unit(buffer, unit)
         full.update(zip((p.name for p in unit.params), tensors, strict=True))
     return spec._to_model_order(full | {name: shards[name] for name in spec.ignored if name in shards})
 

@@ -149,7 +149,8 @@ def _take_full(params: Mapping[str, Tensor], param: Param, unit: Unit, sizes: Ma
     if tuple(tensor.shape) != shape:
         hint = "was the model changed after the spec was made?"
         if param.local:
-            hint = f"it is local over {dict(param.local)}: the {'piece of this rank' if sizes is None else 'whole'} is expected"
+            expected = "piece of this rank is expected, as from unshard(whole=False)" if sizes is None else "whole is expected"
+            hint = f"it is local over {dict(param.local)}: the {expected}"
         raise ValueError(
             f"parameter '{param.name}' of unit '{unit.key}': expected shape {list(shape)}, got {list(tensor.shape)}; {hint}"
         )
