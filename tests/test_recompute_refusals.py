@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import array
 import io
+import random
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -333,3 +335,236 @@ def test_a_buffer_that_is_refilled_before_backward() -> None:
     loss.backward()
     assert_close(leaf.grad, torch.zeros(3).double())
     assert buffer[0, 0] == 7
+
+
+GLOBAL: dict[str, Any] = {}
+_generator: Any = None
+
+
+class OfClass:
+    value: Any = None
+
+
+def reads_a_global(w: Tensor) -> Callable[[Tensor], Tensor]:
+    GLOBAL["w"] = w
+    return lambda x: (x * GLOBAL["w"]).sin()
+
+
+def reads_a_class(w: Tensor) -> Callable[[Tensor], Tensor]:
+    OfClass.value = w
+    return lambda x: torch.cat([x, OfClass.value]).sin()
+
+
+def reads_by_a_method(w: Tensor) -> Callable[[Tensor], Tensor]:
+    multiply = w.mul
+    return lambda x: multiply(x).sin()
+
+
+def reads_by_a_weak_reference(w: Tensor) -> Callable[[Tensor], Tensor]:
+    GLOBAL["keeps"], reference = w, weakref.ref(w)
+    return lambda x: (x * cast(Tensor, reference())).sin()
+
+
+OUTER_WAYS: dict[str, Callable[..., Any]] = {
+    **WAYS,
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1],
+    "hvp": lambda f: lambda x: fs.hvp(f, x, x),
+    "vmap": lambda f: lambda x: torch.vmap(f)(torch.stack([x, x])),
+}
+
+
+@pytest.mark.parametrize("way", OUTER_WAYS)
+@pytest.mark.parametrize("read", [reads_a_global, reads_a_class, reads_by_a_method, reads_by_a_weak_reference])
+def test_a_tensor_of_a_transform_around_is_refused(read: Any, way: str) -> None:
+    """A run is below the transform, where torch takes it for a constant: the gradient was zero. A constant is read."""
+    with pytest.raises(RuntimeError, match=r"remat of .* reads a tensor of .*neither an argument nor reached from one"):
+        OUTER_WAYS[way](lambda x: fs.remat(read(x * 2))(X).sum())(X.clone())
+    for w in (X * 2 + 1, (X * 2).detach()):
+        got, want = (
+            OUTER_WAYS[way](lambda x, r=wrap, w=w: (r(read(w))(X).sum() * x).sum())(X) for wrap in (fs.remat, lambda f: f)
+        )
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize("way", ["torch.func.grad", "jvp", "hvp"])
+def test_a_recomputed_module_that_reads_a_global_is_refused(way: str) -> None:
+    class Reads(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * GLOBAL["w"]
+
+    model = nn.Sequential(Reads(3, 3)).double()
+    spec = fs.by_type(Reads, p=fs.P("shard", remat=True))(model)
+    params = fs.shard(model, spec)
+
+    def loss(x: Tensor) -> Tensor:
+        GLOBAL["w"] = x.sin()
+        return fs.functional_call(model, params, X, spec=spec).sum()
+
+    with pytest.raises(RuntimeError, match=r"module '0' with .* reads a tensor of .*neither an argument nor reached from one"):
+        OUTER_WAYS[way](loss)(X.clone())
+
+
+@pytest.mark.parametrize("way", OUTER_WAYS)
+def test_parameters_of_a_functional_call_around_are_refused_by_name(way: str) -> None:
+    class Inside(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return fs.remat(lambda x: super(Inside, self).forward(x))(input)
+
+    module = Inside(3, 3).double()
+    bias = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"remat of .* reads parameter 'weight' of a Inside, .*functional_call"):
+        OUTER_WAYS[way](lambda x: torch.func.functional_call(module, {"weight": torch.outer(x, x), "bias": bias}, X).sum())(
+            X.clone()
+        )
+
+
+class TaggedTuple(tuple[Any, ...]):
+    def __new__(cls, first: Any, second: Any) -> TaggedTuple:
+        made = super().__new__(cls, (first, second))
+        made.tag = 2.0
+        return made
+
+    tag: float
+
+
+class TaggedSet(frozenset[Any]):
+    tag: float
+
+
+class TaggedTensor(Tensor):
+    pass
+
+
+def tags_a_tensor(x: Tensor) -> Any:
+    y: Any = x.sin()
+    y.tag = 2.0
+    return y
+
+
+def tags_a_subclass(x: Tensor) -> Any:
+    y: Any = x.sin().as_subclass(TaggedTensor)
+    y.tag = 2.0
+    return y
+
+
+def tags_a_tuple(x: Tensor) -> Any:
+    return TaggedTuple(x.sin(), x.cos())
+
+
+def tags_a_set(x: Tensor) -> Any:
+    out = TaggedSet([x.sin()])
+    out.tag = 2.0
+    return out
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("f", [tags_a_tensor, tags_a_subclass, tags_a_tuple, tags_a_set])
+def test_attributes_of_results_are_kept(f: Callable[[Tensor], Any], way: str) -> None:
+    classes: list[type] = []
+
+    def loss(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+        def of(x: Tensor) -> Tensor:
+            out = f(x)
+            classes.append(type(out))
+            return out.tag * (out if isinstance(out, Tensor) else torch.stack([*out]).square()).sum()
+
+        return of
+
+    got, want = (WAYS[way](loss(g))(X) for g in (fs.remat(f), f))
+    assert_close(got, want)
+    assert len(set(classes)) == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_attribute_of_a_result_with_a_tensor_is_refused(way: str) -> None:
+    def f(x: Tensor) -> Any:
+        y: Any = x.sin()
+        y.extra = {"more": [x.cos()]}
+        return y
+
+    with pytest.raises(RuntimeError, match=r"remat of .*f sets the attribute 'extra' of a result to .*: expected it returned"):
+        WAYS[way](lambda x: (fs.remat(f)(x).extra["more"][0] * x).sum())(X)
+
+
+class Python(random.Random):
+    pass
+
+
+GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch": (lambda: torch.Generator().manual_seed(3), lambda g: torch.rand(3, generator=g)),
+    "NumPy": (lambda: np.random.default_rng(3), lambda g: torch.from_numpy(g.random(3))),
+    "NumPy, legacy": (lambda: np.random.RandomState(3), lambda g: torch.from_numpy(g.rand(3))),
+    "Python": (lambda: random.Random(3), lambda g: torch.tensor([g.random() for _ in range(3)])),
+    "a subclass": (lambda: Python(3), lambda g: torch.tensor([g.random() for _ in range(3)])),
+}
+
+
+class Deep:
+    def __init__(self, generator: Any) -> None:
+        self.inside = {"a": [(generator,)]}
+
+
+def holds_in_a_closure(generator: Any) -> Callable[[], Any]:
+    deep = Deep(generator)
+    return lambda: deep.inside["a"][0][0]
+
+
+def holds_in_a_global(generator: Any) -> Callable[[], Any]:
+    global _generator
+    _generator = generator
+    return lambda: _generator
+
+
+def holds_in_a_class(generator: Any) -> Callable[[], Any]:
+    OfClass.value = generator
+    return lambda: OfClass.value
+
+
+def holds_in_a_local_class(generator: Any) -> Callable[[], Any]:
+    class Local:
+        value = generator
+
+        @property
+        def hidden(self) -> Any:
+            return generator
+
+    return lambda: (Local.value, Local().hidden)[0]
+
+
+@pytest.mark.parametrize("way", [*WAYS, "hvp"])
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("hold", [holds_in_a_closure, holds_in_a_global, holds_in_a_class, holds_in_a_local_class])
+def test_generators_are_found_where_functions_name_them(hold: Any, kind: str, way: str) -> None:
+    """Each run draws what the first one drew, and the generator moves on once."""
+    make, draw = GENERATORS[kind]
+
+    def two_steps(wrap: Callable[..., Any]) -> list[Any]:
+        get = hold(make())
+
+        def f(x: Tensor) -> Tensor:
+            return (x.sin() * draw(get())).square() + x.cos() * draw(get())
+
+        return [OUTER_WAYS[way](lambda x: wrap(f)(x).sum())(X) for _ in range(2)]
+
+    assert_close(two_steps(fs.remat), two_steps(lambda f: f))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dropout_whose_generator_is_a_global(way: str) -> None:
+    class Drops(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * torch.rand(3, generator=_generator).double()
+
+    model = nn.Sequential(Drops(3, 3), nn.Tanh(), Drops(3, 3)).double()
+
+    def gradients(p: fs.P) -> list[Any]:
+        holds_in_a_global(torch.Generator().manual_seed(3))
+        spec = fs.by_type(Drops, p=p)(model)
+        params = fs.shard(model, spec)
+
+        def loss(x: Tensor) -> Tensor:
+            return fs.functional_call(model, {k: v * x[0] for k, v in params.items()}, x, spec=spec).square().sum()
+
+        return [WAYS[way](loss)(X) for _ in range(2)]
+
+    assert_close(gradients(fs.P("shard", remat=True)), gradients(fs.P("shard")))

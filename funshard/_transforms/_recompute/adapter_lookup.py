@@ -23,7 +23,7 @@ from ..._spec.unit_state import UnitState
 from ...collectives._mesh import Mesh, Simulated
 from .adapters import ADAPTERS, Contents, ObjectAdapter, Part, ordered_elements, part_of, refill
 from .array_adapters import find_array_adapter
-from .stateful_adapters import NUMPY_ADAPTER, STATEFUL_ADAPTERS, find_simulated_ranks
+from .stateful_adapters import STATEFUL_ADAPTERS, find_generator_adapter, find_simulated_ranks
 
 __all__ = ["find_adapter"]
 
@@ -42,7 +42,7 @@ def find_adapter(obj: Any) -> ObjectAdapter | None:
 def _find_by_class(cls: type) -> ObjectAdapter | None:
     if issubclass(cls, nn.Module):
         return STATEFUL_ADAPTERS[nn.Module]
-    for base in (tuple, threading.local):
+    for base in (tuple, frozenset, threading.local):
         if issubclass(cls, base):
             return ADAPTERS[base]
     if adapter := ADAPTERS.get(cls) or STATEFUL_ADAPTERS.get(cls):
@@ -51,9 +51,9 @@ def _find_by_class(cls: type) -> ObjectAdapter | None:
         return adapter
     if cls is UnitState:
         return _make_adapter(cls)
+    if adapter := find_generator_adapter(cls):
+        return adapter
     package, _, module = cls.__module__.partition(".")
-    if package == "numpy" and cls.__name__ == "Generator":
-        return NUMPY_ADAPTER
     is_opaque = package in _OPAQUE_PACKAGES or (package == "torch" and module.partition(".")[0] != "distributions")
     if hasattr(cls, "__next__") and (is_opaque or package == "_io" or not cls.__dictoffset__):
         return STATEFUL_ADAPTERS[Iterator]

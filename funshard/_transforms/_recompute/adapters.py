@@ -86,9 +86,19 @@ def ordered_elements(obj: set[Any] | frozenset[Any]) -> list[Any]:
     return sorted(elements, key=lambda element: (type(element).__name__, repr(element))) if plain else elements
 
 
-def _make_tuple(cls: Any, contents: Contents) -> Any:
-    values = contents[0][1]
-    return cls._make(values) if hasattr(cls, "_make") else cls(values)
+def _immutable_adapter(base: Any, read: Callable[[Any], Part]) -> ObjectAdapter:
+    """Return the adapter of tuple or frozenset and its subclasses, which may have attributes and their own ``__new__``."""
+
+    def make(cls: Any, contents: Contents) -> Any:
+        is_structseq = hasattr(cls, "n_sequence_fields")  # torch.return_types.max: only its own __new__ is safe
+        obj = cls(contents[0][1]) if is_structseq else base.__new__(cls, contents[0][1])
+        if len(contents) > 1:
+            vars(obj).update(zip(*contents[1], strict=True))
+        return obj
+
+    return ObjectAdapter(
+        lambda obj: [read(obj), *([part_of(vars(obj))] if type(obj).__dictoffset__ else [])], make, get_context=type
+    )
 
 
 def _view_adapter(make: Callable[[Any], Any]) -> ObjectAdapter:
@@ -136,12 +146,8 @@ def _fill_cell(cell: Any, contents: Contents) -> None:
 
 
 ADAPTERS: dict[type, ObjectAdapter] = {
-    tuple: ObjectAdapter(lambda obj: [(list(range(len(obj))), list(tuple.__iter__(obj)))], _make_tuple, get_context=type),
-    frozenset: ObjectAdapter(
-        lambda obj: [(list(range(len(obj))), ordered_elements(obj))],
-        lambda cls, contents: cls(contents[0][1]),
-        get_context=type,
-    ),
+    tuple: _immutable_adapter(tuple, lambda obj: (list(range(len(obj))), list(tuple.__iter__(obj)))),
+    frozenset: _immutable_adapter(frozenset, lambda obj: (list(range(len(obj))), ordered_elements(obj))),
     types.MethodType: ObjectAdapter(
         lambda obj: [(["__func__", "__self__"], [obj.__func__, obj.__self__])],
         lambda _, contents: types.MethodType(*contents[0][1]),
@@ -172,4 +178,4 @@ ADAPTERS: dict[type, ObjectAdapter] = {
         lambda obj: [part_of(obj)], lambda obj, contents: refill(obj, contents[0]), lambda _: WeakKeyDictionary[Any, Any]()
     ),
 }
-"""The adapters of these classes; of their subclasses only for tuple and threading.local."""
+"""The adapters of these classes; of their subclasses only for tuple, frozenset and threading.local."""

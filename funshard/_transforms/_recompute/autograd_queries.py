@@ -1,4 +1,4 @@
-"""Search for code that reads requires_grad, grad_fn or is_leaf of a tensor, and a mode that refuses it.
+"""Search for code that reads requires_grad, grad_fn or is_leaf of a tensor, or generators of random numbers in globals.
 
 The first run of a `remat` has no graph, so such a query would have another answer than in the run for the gradient. Where
 this module finds a query, the first run records a graph as well. It reads code and runs none: that of the functions and
@@ -9,18 +9,22 @@ a table holds; in the first run that is answered as for tensors without gradient
 from __future__ import annotations
 
 import dis
+import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .adapter_lookup import find_adapter
 from .adapters import read_cell
+from .stateful_adapters import find_generator_adapter
 
-__all__ = ["GRAD", "QUERY_GETTERS", "REGISTER_HOOK", "ForbiddenFunctions", "find_autograd_queries"]
+__all__ = ["GRAD", "QUERY_GETTERS", "REGISTER_HOOK", "CodeReads", "ForbiddenFunctions", "find_code_reads"]
 
 REGISTER_HOOK: Callable[..., Any] = torch.Tensor.register_hook
 """``tensor.register_hook``, which changes the gradient of one level."""
@@ -36,7 +40,7 @@ GRAD: Callable[..., Any] = getattr(torch.Tensor, "grad").__get__  # noqa: B009
 _QUERIES = frozenset({*QUERY_GETTERS, "grad"})
 _FOREIGN_PACKAGES = {*sys.stdlib_module_names, "torch", "funshard", "numpy"}
 _CACHE_SIZE = 4096
-_CACHE: dict[tuple[frozenset[types.CodeType], frozenset[type]], frozenset[str]] = {}
+_CACHE: dict[tuple[frozenset[types.CodeType], frozenset[type]], CodeReads] = {}
 
 
 class ForbiddenFunctions(TorchFunctionMode):
@@ -71,17 +75,34 @@ def _is_own_code(frame: types.FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "funshard")
 
 
-def find_autograd_queries(objects: Sequence[Any]) -> frozenset[str]:
-    """Return which attributes of `QUERY_GETTERS`, or ``grad``, the code of functions, or of methods of objects, reads.
+@dataclass(frozen=True)
+class CodeReads:
+    """What the code of functions reads, found without running it."""
+
+    queries: frozenset[str]
+    """Attributes of `QUERY_GETTERS`, or ``grad``. The code that reads them need not run."""
+    variables: Sequence[Callable[[], Any]]
+    """Functions that return the values of globals, attributes of classes, and closures of methods."""
+
+    def may_read_tensors(self) -> bool:
+        """Return whether one of the variables is a tensor or an object that can have attributes or items."""
+        return any(isinstance(value := get(), Tensor) or find_adapter(value) is not None for get in self.variables)
+
+    def find_generators(self, reached: Container[int]) -> list[Any]:
+        """Return the generators of random numbers among the variables, except for those with these ids."""
+        values = {id(value): value for get in self.variables if find_generator_adapter(type(value := get()))}
+        return [value for key, value in values.items() if key not in reached]
+
+
+def find_code_reads(objects: Sequence[Any]) -> CodeReads:
+    """Return what the code of functions, or of methods of objects, reads.
 
     Args:
         objects: What a recomputed function can reach, itself included.
-
-    Returns:
-        Their names. The code that reads them need not run.
     """
     functions = [obj for obj in objects if isinstance(obj, types.FunctionType)]
-    key = frozenset(f.__code__ for f in functions), frozenset(map(type, objects))
+    named = (value for obj in objects if isinstance(obj, types.CellType) for value in read_cell(obj)[0][1])
+    key = frozenset(f.__code__ for f in functions), frozenset([*map(type, objects), *(x for x in named if isinstance(x, type))])
     if key not in _CACHE:
         if len(_CACHE) >= _CACHE_SIZE:
             _CACHE.clear()
@@ -90,8 +111,10 @@ def find_autograd_queries(objects: Sequence[Any]) -> frozenset[str]:
     return _CACHE[key]
 
 
-def _search_code(functions: list[types.FunctionType], classes: set[type]) -> frozenset[str]:
+def _search_code(functions: list[types.FunctionType], classes: set[type]) -> CodeReads:
     queries, names = set[str](), set[str]()
+    variables: list[Callable[[], Any]] = []
+    read_classes = set(classes)
     seen: set[types.CodeType] = set()
     todo = [*functions, *_find_methods(classes, {"forward", "__call__"})]
     while todo:
@@ -103,10 +126,18 @@ def _search_code(functions: list[types.FunctionType], classes: set[type]) -> fro
         for code in _nested_codes(f.__code__):
             found.update(code.co_names)
             queries |= _read_queries(code)
-        todo += _find_functions(f, found)
+        for get, value in _find_variables(f, found):
+            if isinstance(value, types.FunctionType):
+                todo.append(value)
+            elif isinstance(value, type):
+                read_classes.add(value)
+            elif not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+                variables.append(get)
         todo += _find_methods(classes, found - names)
         names |= found
-    return frozenset(queries)
+    bases = {base for cls in read_classes for base in cls.__mro__ if base.__module__.partition(".")[0] not in _FOREIGN_PACKAGES}
+    variables += [functools.partial(vars(base).get, name) for base in bases for name in names & vars(base).keys()]
+    return CodeReads(frozenset(queries), variables)
 
 
 def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -125,15 +156,19 @@ def _read_queries(code: types.CodeType) -> set[str]:
     return strings | {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_ATTR"} & _QUERIES
 
 
-def _find_functions(f: types.FunctionType, names: set[str]) -> Iterator[types.FunctionType]:
-    """Yield the functions of these names among its globals and in modules among those, and those in its closure."""
-    variables = [f.__globals__[name] for name in names if name in f.__globals__]
-    modules = (value for value in variables if isinstance(value, types.ModuleType))
-    in_modules = [vars(module)[name] for module in modules for name in names if name in vars(module)]
+def _find_variables(f: types.FunctionType, names: set[str]) -> Iterator[tuple[Callable[[], Any], Any]]:
+    """Yield getters, with values, of these globals, of these names in modules among those, and of what the closure holds."""
+    mappings = [
+        f.__globals__,
+        *(vars(value) for name in names if isinstance(value := f.__globals__.get(name), types.ModuleType)),
+    ]
+    for mapping in mappings:
+        yield from ((functools.partial(mapping.get, name), mapping[name]) for name in names if name in mapping)
     cells = [value for cell in f.__closure__ or () for value in read_cell(cell)[0][1]]
-    for value in (*variables, *in_modules, *cells, getattr(f, "__wrapped__", None)):
-        if isinstance(value, types.FunctionType):
-            yield value
+    for value in (*cells, getattr(f, "__wrapped__", None)):
+        # others would be kept alive, and those of a function that is reached are reached as well
+        if isinstance(value, types.FunctionType | type) or find_generator_adapter(type(value)):
+            yield functools.partial(lambda value: value, value), value
 
 
 def _find_methods(classes: Iterable[type], names: set[str]) -> Iterator[types.FunctionType]:

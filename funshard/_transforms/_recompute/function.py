@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ from ... import _torch
 from ..._spec.remat import Remat
 from ..._torch import DATA
 from .ambient import AmbientState, compared_variables, context_variables, set_context_variables
-from .autograd_queries import GRAD, QUERY_GETTERS, REGISTER_HOOK, ForbiddenFunctions, find_autograd_queries
-from .graph_checks import differentiates_operand, find_parameter, has_grad
+from .autograd_queries import GRAD, QUERY_GETTERS, REGISTER_HOOK, ForbiddenFunctions, find_code_reads
+from .graph_checks import check_backward_hooks, check_not_read, differentiates_operand, find_parameter, has_grad
 from .outcome import RunOutcome
+from .outer_tensors import OuterTensors
 from .reachable import TENSOR, ReachableObjects
 from .saved_results import SavedResults
 from .snapshot import RunInputs, Snapshot
+from .tensor_attributes import attributes_equal, check_result_attributes, copy_attributes, with_attributes
 
 __all__ = ["RecomputedFunction", "recomputing_names"]
 
@@ -62,17 +64,22 @@ class RecomputedFunction:
         levels += self._grad and any(_torch.unwrap(x).requires_grad for x in reached.tensors)
         self._in_stack = (_torch.current_level() > 0 and levels > 1) or _RUNNING.in_stack
         if self._in_stack:
-            self._refuse_backward_hooks(reached.objects)
+            check_backward_hooks(reached.objects, name)
         # (requires_grad, is_leaf) of each operand, if the function may ask; a stack of transforms refuses the question
         records = self._grad and not self._in_stack and not _torch.is_traced() and any(x.requires_grad for x in reached.tensors)
         has_grads = any(map(has_grad, reached.tensors))
-        queries = find_autograd_queries(reached.objects) if records or has_grads else frozenset[str]()
+        reads = find_code_reads(reached.objects)
+        self._generators = reads.find_generators({id(obj) for obj in reached.objects})
+        queries = reads.queries if records or has_grads else frozenset[str]()
         self._queries = queries & QUERY_GETTERS.keys() if records else frozenset[str]()
         self._may_read_grads = has_grads and "grad" in queries
         self._answers = [(x.requires_grad, x.is_leaf) for x in reached.tensors] if self._queries else None
         # most runs in a stack are of transforms, where the results of another run have other values
         saves = remat.save is not None and not self._in_stack and not _torch.is_traced()
         self._saved_results = SavedResults(remat, name, owned[0] if owned else roots["the function"]) if saves else None
+        # a module has no closure: most name no variable, and then the mode would only cost time
+        watches = _torch.current_level() and (not owned or reads.may_read_tensors())
+        self._outer_tensors = OuterTensors(name, reached.objects) if watches else None
         self._is_last = self._is_graph_kept = False
         self._paths = [reached.path_of((TENSOR, i), self._root_names) for i in range(len(reached.tensors))]
         self._attributes = {i: dict(vars(x)) for i, x in enumerate(reached.tensors) if vars(x)}
@@ -86,18 +93,6 @@ class RecomputedFunction:
         """The operands, before the first run has ended."""
         assert self._reached is not None
         return list(self._reached.tensors)
-
-    def _refuse_backward_hooks(self, objects: Iterable[object]) -> None:
-        """Raise RuntimeError for a module's backward hook: torch drops it inside forward mode, and another run would not."""
-        for module in objects:
-            hooks = (module._backward_pre_hooks, module._backward_hooks) if isinstance(module, nn.Module) else ()
-            for hook in (hook for some in hooks for hook in some.values()):
-                name = getattr(hook, "__qualname__", type(hook).__name__)
-                raise RuntimeError(
-                    f"{self.name} reaches a {type(module).__name__} with the backward hook {name}, which in a stack of "
-                    "transforms torch calls for one of them or for none: expected an autograd.Function that changes the "
-                    "gradient, or the hook removed"
-                )
 
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
@@ -124,7 +119,7 @@ class RecomputedFunction:
                 operands = zip(xs, self._answers, self._paths, strict=True)
                 xs = tuple(self._with_answers(x, *answers, path) for x, answers, path in operands)
         if self._attributes:
-            xs = tuple(_with_attributes(x, self._attributes.get(i)) for i, x in enumerate(xs))
+            xs = tuple(with_attributes(x, self._attributes.get(i)) for i, x in enumerate(xs))
         versions = [_torch.version(x) for x in xs]
         inputs = RunInputs(self._snapshot, xs, self._changed, self._reached, self.name)
         try:
@@ -142,7 +137,7 @@ class RecomputedFunction:
                     "function runs again; change a copy"
                 )
         for i, x in enumerate(xs):
-            if (now := vars(x)) and not _attributes_equal(now, self._attributes.get(i, {})):
+            if (now := vars(x)) and not attributes_equal(now, self._attributes.get(i, {})):
                 raise RuntimeError(
                     f"{self.name} sets an attribute of a tensor that it was given: {self._paths[i]} has {[*now]}; expected "
                     "the tensor unchanged, because the function runs again"
@@ -174,13 +169,14 @@ class RecomputedFunction:
         _RUNNING.names, _RUNNING.in_stack = (*before[0], self.name), self._in_stack
         try:
             if self._ambient is None:
-                self._ambient = AmbientState(xs)
+                self._ambient = AmbientState(xs, self._generators)
                 saving = self._save_or_reuse(xs, self._ambient)
                 with (
                     torch.set_grad_enabled(self._grad),
                     set_context_variables(inputs.roots[-1]),
                     self._in_transforms(xs),
                     saving,
+                    self._outer_tensors or contextlib.nullcontext(),
                 ):
                     out, variables = self._call(*inputs.roots[:-1]), compared_variables()
                 self._ambient.record_end()
@@ -196,6 +192,7 @@ class RecomputedFunction:
         if self._first is None:
             self._check_deferred(out, outcome, after)
             self._check_results(outcome, after, xs)
+            check_result_attributes(outcome.results, self.name)
         return outcome, after
 
     def _run_in_context(self, roots: Sequence[Any]) -> tuple[Any, dict[contextvars.ContextVar[Any], Any]]:
@@ -257,11 +254,7 @@ class RecomputedFunction:
                         "depends on that: a run without a graph cannot tell its derivatives from others; expected "
                         "the gradient by torch.func.grad, as of forces: torch.func.grad(self.energy)(x)"
                     )
-                if read := find_parameter(_torch.unwrap(result), after.objects):
-                    raise RuntimeError(
-                        f"{self.name} reads {read}, which is not one of its arguments and would have no gradient: expected "
-                        "fs.remat(lambda p, x: torch.func.functional_call(module, p, x)), or P(remat=True) of a unit"
-                    )
+                check_not_read(self.name, find_parameter(_torch.unwrap(result), after.objects))
                 raise RuntimeError(
                     f"{self.name} reads a tensor of the running computation that is neither an argument nor reached from one "
                     f"({path} depends on it), where it would have no gradient: expected it among the arguments"
@@ -272,6 +265,10 @@ class RecomputedFunction:
         assert self._reached is not None
         assert self._left is not None
         (after, outcome), reached = self._left, self._reached
+        if self._outer_tensors is not None:
+            self._outer_tensors.check()
+            self._outer_tensors = None
+        outputs = copy_attributes(outcome.results, outputs)
         self._left = self._reached = None
         out, variables = outcome.write_back(after, reached, self._changed, outputs)
         outcome.results = []
@@ -279,18 +276,3 @@ class RecomputedFunction:
             if var.get(variables) is not value:  # `variables` as the default, which no variable has as its value
                 var.set(value)
         return out
-
-
-def _with_attributes(x: Tensor, attributes: Mapping[str, Any] | None) -> Tensor:
-    """Return an operand with these attributes of Python: a view if it is the caller's tensor, which has others by now."""
-    if not attributes or _attributes_equal(vars(x), attributes):
-        return x
-    if vars(x):
-        with torch.enable_grad():
-            x = x.view_as(x)
-    vars(x).update(attributes)
-    return x
-
-
-def _attributes_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)

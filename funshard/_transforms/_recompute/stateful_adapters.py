@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from ...collectives._mesh import Mesh, Simulated
 from .adapters import Contents, ObjectAdapter, OpaqueState, part_of
 from .iterators import read_position
 
-__all__ = ["CALL_ATTRIBUTES", "NUMPY_ADAPTER", "STATEFUL_ADAPTERS", "find_simulated_ranks"]
+__all__ = ["CALL_ATTRIBUTES", "STATEFUL_ADAPTERS", "find_generator_adapter", "find_simulated_ranks"]
 __all__ += ["read_module_state", "set_attributes"]
 
 CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH)
@@ -63,12 +64,35 @@ def _generator_adapter(
     return ObjectAdapter(lambda generator: [(["state"], [OpaqueState(get_state(generator))])], fill, make, get_context)
 
 
-NUMPY_ADAPTER = _generator_adapter(
-    lambda g: (type(g), type(g.bit_generator)),
-    lambda classes: classes[0](classes[1]()),
-    lambda g: pickle.dumps(g.bit_generator.state),
-    lambda g, state: setattr(g.bit_generator, "state", pickle.loads(state)),
+_TORCH_ADAPTER = _generator_adapter(lambda g: g.device, torch.Generator, torch.Generator.get_state, torch.Generator.set_state)
+_PYTHON_ADAPTER = _generator_adapter(
+    type, lambda cls: cls.__new__(cls), lambda g: g.getstate(), lambda g, state: g.setstate(state)
 )
+_NUMPY_ADAPTERS = {
+    "Generator": _generator_adapter(
+        lambda g: (type(g), type(g.bit_generator)),
+        lambda classes: classes[0](classes[1]()),
+        lambda g: pickle.dumps(g.bit_generator.state),
+        lambda g, state: setattr(g.bit_generator, "state", pickle.loads(state)),
+    ),
+    "RandomState": _generator_adapter(
+        type,
+        lambda cls: cls(),
+        lambda g: pickle.dumps(g.get_state(legacy=False)),
+        lambda g, state: g.set_state(pickle.loads(state)),
+    ),
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def find_generator_adapter(cls: type) -> ObjectAdapter | None:
+    """Return the adapter of a class of random number generators; None for another class, and for one without a state."""
+    if issubclass(cls, torch.Generator):
+        return _TORCH_ADAPTER
+    if issubclass(cls, random.Random):
+        return None if issubclass(cls, random.SystemRandom) else _PYTHON_ADAPTER
+    bases = (base.__name__ for base in cls.__mro__ if base.__module__.partition(".")[0] == "numpy")
+    return next((adapter for name in bases if (adapter := _NUMPY_ADAPTERS.get(name))), None)
 
 
 def find_simulated_ranks(obj: PartitionSpec | Mesh | Simulated) -> list[Tensor]:
@@ -110,11 +134,5 @@ STATEFUL_ADAPTERS: dict[type, ObjectAdapter] = {
         lambda obj: [(["position"], [OpaqueState(read_position(obj))])], lambda obj, contents: None, _refuse_copy
     ),
     Simulated: ObjectAdapter(_read_ranks, _replace_ranks, get_context=lambda obj: obj),
-    torch.Generator: _generator_adapter(
-        lambda g: g.device, torch.Generator, torch.Generator.get_state, torch.Generator.set_state
-    ),
-    random.Random: _generator_adapter(
-        lambda _: None, lambda _: random.Random(), random.Random.getstate, random.Random.setstate
-    ),
 }
-"""The adapters of modules, iterators without a copy, simulated ranks and their containers, and random number generators."""
+"""The adapters of modules, iterators without a copy, and simulated ranks and their containers."""
