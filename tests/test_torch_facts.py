@@ -762,6 +762,43 @@ def test_constants_come_back_wrapped() -> None:
     assert seen == [False, True, True, True, False]
 
 
+def test_functions_lose_subclasses() -> None:
+    """Those in a transform; a class that wraps another tensor has a dispatch of its own."""
+
+    class Tagged(Tensor):
+        pass
+
+    class Wraps(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Doubles(_torch.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return (x * 2).as_subclass(Tagged)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return grad * 2
+
+    classes: list[type[Tensor]] = []
+
+    def f(x: Tensor) -> Tensor:
+        classes.append(type(out := Doubles.apply(x)))
+        return out.sum()
+
+    f(torch.ones(2).requires_grad_())
+    grad(f)(torch.ones(2))
+    assert classes == [Tagged, Tensor]
+    kinds = [_torch.is_attribute_subclass(cls) for cls in (Tagged, Tensor, torch.nn.Parameter, torch.nn.Buffer, Wraps)]
+    assert kinds == [True, False, False, False, False]
+
+
 def test_a_dispatch_mode() -> None:
     """It sees operators below all transforms; what it keeps by `same_memory` has no graph, and counts the same versions."""
 

@@ -20,6 +20,7 @@ __all__ = [
     "args_under_autograd",
     "detach_in_dispatch",
     "has_dispatch_mode",
+    "is_attribute_subclass",
     "is_graph_retained",
     "is_inplace_view",
     "is_plain",
@@ -148,3 +149,13 @@ def detach_in_dispatch(tensor: Tensor) -> Tensor:
 def is_graph_retained() -> bool:
     """Return whether the running backward retains its graph for another one (retain_graph). Pinned by ``test_a_kept_graph``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
+
+
+def is_attribute_subclass(cls: type[Tensor]) -> bool:
+    """Return whether a class of tensors only adds attributes and methods: it wraps no other tensor.
+
+    torch.func's autograd Functions return plain tensors for those. Pinned by ``test_functions_lose_subclasses``.
+    """
+    if cls in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return False
+    return getattr(cls, "__torch_dispatch__") is torch._C._disabled_torch_dispatch_impl  # noqa: B009

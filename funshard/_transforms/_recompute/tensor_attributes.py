@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ... import _torch
 from .reachable import ReachableObjects
 
 __all__ = ["attributes_equal", "check_result_attributes", "copy_attributes", "with_attributes"]
@@ -43,15 +44,9 @@ def check_result_attributes(results: Sequence[Tensor], name: str) -> None:
 def copy_attributes(results: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the outputs, which autograd has made, with the first run's classes and attributes of Python."""
     out = [
-        output.as_subclass(type(r)) if _is_plain_subclass(type(r)) else output
+        output.as_subclass(type(r)) if _torch.is_attribute_subclass(type(r)) else output
         for r, output in zip(results, outputs, strict=True)
     ]
     for result, output in zip(results, out, strict=True):
         vars(output).update(vars(result))
     return out
-
-
-def _is_plain_subclass(cls: type[Tensor]) -> bool:
-    """Return whether a class wraps no other tensor: torch.func's autograd Functions lose it."""
-    dispatch = getattr(cls, "__torch_dispatch__")  # noqa: B009  pyright sees a method here
-    return cls not in (Tensor, nn.Parameter, nn.Buffer) and dispatch == torch._C._disabled_torch_dispatch_impl
