@@ -81,7 +81,7 @@ def flipped(path: Path) -> None:
     raw = bytearray(file.read_bytes())
     storage: Any = metadata.read_metadata(path).storage_data
     info = max((info for info in storage.values() if info.relative_path == file.name), key=lambda info: info.length)
-    found = read_record(lambda at, size: bytes(raw[info.offset + at :][:size]), info.length, check=True)
+    found = read_record(lambda at, size: bytes(raw[info.offset + at :][:size]), info.length, check_other_members=True)
     raw[info.offset + found.offset + 2] ^= 64
     file.write_bytes(raw)
 

@@ -120,7 +120,7 @@ def export(
             for unit in spec:
                 with phase("gather", unit.key):
                     full = _gather(params, unit, spec)
-                ranks.run_on_first(lambda full=full: _write(staging, files, full), "checkpoint.export")
+                ranks.run_on_first(lambda full=full: _write_tensors(staging, files, full), "checkpoint.export")
                 del full  # before the next unit is gathered
             ranks.run_on_first(
                 lambda: _finish(staging, files, _unsharded_tensors(params, spec, buffers or {})), "checkpoint.export"
@@ -206,8 +206,8 @@ def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> di
     return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
 
 
-def _write(staging: StagingDirectory | None, files: list[FileLayout], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to their places in the files."""
+def _write_tensors(staging: StagingDirectory | None, files: list[FileLayout], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to their places in the files. Only the first rank calls this, which has a staging directory."""
     assert staging is not None
     for file in files:
         if names := [name for name in tensors if name in file.entries]:
@@ -222,7 +222,7 @@ def _write(staging: StagingDirectory | None, files: list[FileLayout], tensors: M
 def _finish(staging: StagingDirectory | None, files: list[FileLayout], extra: Mapping[str, Tensor]) -> None:
     """Write the extra tensors and the index, flush all files and publish the directory."""
     assert staging is not None
-    _write(staging, files, extra)
+    _write_tensors(staging, files, extra)
     sizes = {file.name: file.size for file in files}
     if len(files) > 1:
         index = make_index(files)

@@ -71,12 +71,12 @@ def optimizer_state_dict(
     """
     spec = bind_spec(spec)
     ranks = connect_ranks(spec, "checkpoint.optimizer_state_dict", timeout)
-    groups, group_of = group_by_options(spec, options)
+    groups, group_of_param = group_by_options(spec, options)
 
     def describe() -> tuple[list[StateDict], dict[str, _UnitConverter], str]:
         given = [{"params": [torch.empty(0)], **group} for group in groups]
         param_groups = optimizer_class(given, **defaults).state_dict()["param_groups"]
-        converters = _make_converters(state, spec, group_of)
+        converters = _make_converters(state, spec, group_of_param)
         lines = [f"{name}: {_slot_signature(slot)}" for key in state for name, slot in converters[key].iter_slots(state[key])]
         return param_groups, converters, hashlib.sha256(json.dumps(lines).encode()).hexdigest()
 
@@ -90,7 +90,7 @@ def optimizer_state_dict(
     if rank0_only and ranks.rank:
         return {}
     for i, group in enumerate(param_groups):
-        group["params"] = [p.name for unit in spec if unit.key in state for p in unit.params if group_of[p.name] == i]
+        group["params"] = [p.name for unit in spec if unit.key in state for p in unit.params if group_of_param[p.name] == i]
     return {"state": out, "param_groups": [group for group in param_groups if group["params"]]}
 
 
@@ -132,9 +132,9 @@ def from_optimizer_state_dict(
     ranks = connect_ranks(spec, "checkpoint.from_optimizer_state_dict", timeout)
 
     def read() -> State:
-        _, group_of = group_by_options(spec, options)
+        _, group_of_param = group_by_options(spec, options)
         states, known = _states_by_name(found, spec)
-        converters = _make_converters(init_state, spec, group_of)
+        converters = _make_converters(init_state, spec, group_of_param)
         wanted = {param.name for converter in converters.values() for param in converter.unit.params}
         if unknown := [name for name in states if name not in wanted]:
             raise ValueError(f"parameter '{unknown[0]}' has a state, expected one of those of init_state: {sorted(wanted)[:3]}")
@@ -175,7 +175,7 @@ def _states_by_name(found: Mapping[str, Any], spec: PartitionSpec) -> tuple[dict
 
 
 def _make_converters(
-    state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec, group_of: Mapping[str, int]
+    state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec, group_of_param: Mapping[str, int]
 ) -> dict[str, _UnitConverter]:
     """Return a converter for each unit of a state. Raises ValueError for a key that is no unit of the spec."""
     for key in state:
@@ -183,16 +183,16 @@ def _make_converters(
             raise ValueError(
                 f"unit '{key}' is not in the spec: expected some of {list(spec.by_key)[:8]}; is the state another's?"
             )
-    numbers = find_option_numbers(state, state, spec, (), group_of)
-    return {key: _UnitConverter(spec.by_key[key], spec, group_of, numbers) for key in state}
+    numbers = find_option_numbers(state, state, spec, (), group_of_param)
+    return {key: _UnitConverter(spec.by_key[key], spec, group_of_param, numbers) for key in state}
 
 
 class _UnitConverter:
     """Converts the state of one unit to states by parameter name, and back."""
 
-    def __init__(self, unit: Unit, spec: PartitionSpec, group_of: Mapping[str, int], numbers: frozenset[int]) -> None:
-        self.unit, self._spec, self._group_of, self._numbers = unit, spec, group_of, numbers
-        self._groups = list(dict.fromkeys(group_of[param.name] for param in self.unit.params))  # as numbers are stacked
+    def __init__(self, unit: Unit, spec: PartitionSpec, group_of_param: Mapping[str, int], numbers: frozenset[int]) -> None:
+        self.unit, self._spec, self._group_of_param, self._numbers = unit, spec, group_of_param, numbers
+        self._groups = list(dict.fromkeys(group_of_param[param.name] for param in self.unit.params))  # as numbers are stacked
 
     def iter_slots(self, slots: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | list[Tensor]]]:
         """Yield ``(slot, slice)``, or ``(slot, a number for each group of options)``. Raises ValueError for other shapes."""
@@ -217,7 +217,7 @@ class _UnitConverter:
                     out[name][slot] = tensor
             else:
                 for param in self.unit.params:
-                    number = value[self._groups.index(self._group_of[param.name])]
+                    number = value[self._groups.index(self._group_of_param[param.name])]
                     out[param.name][slot] = (number.cpu() if offload_to_cpu else number).clone()
         if {*slots} == COUNTED:
             out = {name: {s: t for s, t in own.items() if s != "step"} for name, own in out.items() if own["step"] > 0}
@@ -276,7 +276,7 @@ class _UnitConverter:
     def _read_number(self, slot: str, initial: Tensor, groups: set[int], own: Mapping[str, Any]) -> Tensor:
         """Return the number that all parameters of some groups have."""
         found: dict[str, Tensor] = {}
-        for name in (param.name for param in self.unit.params if self._group_of[param.name] in groups):
+        for name in (param.name for param in self.unit.params if self._group_of_param[param.name] in groups):
             value = own.get(name, initial)
             found[name] = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else initial.dtype).cpu()
         (first, number), *_ = found.items()

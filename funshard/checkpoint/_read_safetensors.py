@@ -89,7 +89,7 @@ def read_safetensors(
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """A tensor in an open file."""
+    """A tensor in an open safetensors file, and a function that reads a part of it."""
 
     file: Path
     key: str

@@ -156,7 +156,7 @@ def save(
     def write() -> None:
         assert resources.planner is not None
         with resources.release_on_error(), phase("checkpoint write"):
-            _write(directory, resources.planner, tree, resources.staging, writing)
+            _write_checkpoint(directory, resources.planner, tree, resources.staging, writing)
             resources.planner.release()
         LOGGER.info("checkpoint.save: %s is complete", target)
 
@@ -207,7 +207,9 @@ def _check_paths(paths: list[str]) -> None:
         )
 
 
-def _write(directory: Path, planner: RangeSavePlanner, tree: Any, staging: StagingDirectory | None, ranks: Ranks) -> None:
+def _write_checkpoint(
+    directory: Path, planner: RangeSavePlanner, tree: Any, staging: StagingDirectory | None, ranks: Ranks
+) -> None:
     """Write this rank's file. The first rank then writes the metadata of all files, and commits the directory."""
     writer = CheckpointWriter(directory, ranks.rank)
 

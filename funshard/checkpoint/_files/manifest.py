@@ -10,7 +10,7 @@ from typing import Any
 
 from .._errors import CheckpointError, DamagedError, NewerError
 from .._state.json_schema import check_fields, check_tree, raise_damaged
-from .regular import checksum, read_regular
+from .regular import SIZE_LIMIT, checksum, read_regular
 
 __all__ = ["MANIFEST", "MAX_SEQUENCE", "METADATA", "Manifest", "is_plain_name", "read_manifest", "write_manifest"]
 
@@ -19,8 +19,6 @@ MANIFEST = "funshard.json"
 METADATA = ".metadata"
 """The name of torch's metadata file, which says where each tensor is in the other files."""
 VERSION = 1
-SIZE_LIMIT = 1 << 63
-"""More bytes than any file has."""
 MAX_SEQUENCE = SIZE_LIMIT - 1
 """The highest sequence number: checkpoints that have it are ordered by time alone."""
 

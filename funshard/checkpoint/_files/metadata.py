@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from .._errors import CheckpointError, DamagedError
 from .manifest import METADATA, is_plain_name
 from .pickles import PickledName, PickledObject, read_pickle
-from .regular import read_regular
+from .regular import SIZE_LIMIT, read_regular
 
 __all__ = ["StorageInfo", "read_metadata"]
 
@@ -37,7 +37,6 @@ NAMES = {STORAGE_INFO, LAYOUT, "torch.Size", "collections.OrderedDict", "builtin
 """The names that a metadata file may have. Early releases of Python 3.11 pickle an enum member as ``getattr(enum, name)``."""
 PATHS = re.compile(r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path")
 """The classes of the checkpoint's own path; Python 3.13 keeps them in ``pathlib._local``."""
-SIZE_LIMIT = 1 << 63
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class CheckpointReader(FileSystemReader):
         """Read the parts of one chunk, a tensor in a file, that some items ask for."""
         if offset + length > os.fstat(file.fileno()).st_size:
             raise DamagedError("it was cut short")
-        found = read_record(lambda at, size: _read_exactly(file, offset + at, size), length, check=self._check)
+        found = read_record(lambda at, size: _read_exactly(file, offset + at, size), length, check_other_members=self._check)
         for item in items:
             self._check_chunk(found, item.storage_index)
         dense = torch.empty_strided(found.shape, found.stride, device="meta").is_contiguous()

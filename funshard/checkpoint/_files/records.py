@@ -19,6 +19,7 @@ import torch
 
 from .._errors import DamagedError
 from .pickles import PERSISTENT, PickledName, PickledObject, read_pickle
+from .regular import SIZE_LIMIT
 
 __all__ = ["Record", "read_record"]
 
@@ -28,7 +29,6 @@ V2, V3, PARAMETER = REBUILDS = [
 """The functions that rebuild a tensor, by which a pickle says what its arguments are. They are not called."""
 MAX_MEMBERS = 64
 """The most members of a ZIP file with one tensor: torch writes seven."""
-SIZE_LIMIT = 1 << 63
 HEAD_BYTES, TAIL_BYTES = 2048, 4096
 """The beginning and the end of a ZIP file of one tensor, in which everything but the elements lies."""
 
@@ -47,19 +47,19 @@ class Record:
     """The offset of the first element in these bytes, in elements."""
 
 
-def read_record(read: Callable[[int, int], bytes], length: int, *, check: bool) -> Record:
+def read_record(read: Callable[[int, int], bytes], length: int, *, check_other_members: bool) -> Record:
     """Return the place of the tensor in a ZIP file that torch.save wrote, without reading its elements.
 
     Args:
         read: A function from an offset and a length to the bytes there.
         length: The bytes of the ZIP file.
-        check: Whether to compare the checksums of the other members.
+        check_other_members: Whether to compare the checksums of the other members.
 
     Raises:
         DamagedError: For bytes that torch.save did not write for one tensor.
     """
     try:
-        found = _find_record(_BufferedEnds(read, length), check=check)
+        found = _find_record(_BufferedEnds(read, length), check_other_members=check_other_members)
     except (DamagedError, OSError):
         raise
     except Exception as error:  # zipfile raises a dozen classes of errors for bytes that are no ZIP file
@@ -72,7 +72,7 @@ def read_record(read: Callable[[int, int], bytes], length: int, *, check: bool) 
     return found
 
 
-def _find_record(view: _BufferedEnds, *, check: bool) -> Record:
+def _find_record(view: _BufferedEnds, *, check_other_members: bool) -> Record:
     with zipfile.ZipFile(view) as archive:
         every = archive.infolist()
         members = {info.filename.partition("/")[2]: info for info in every}
@@ -81,7 +81,7 @@ def _find_record(view: _BufferedEnds, *, check: bool) -> Record:
         for name, info in members.items():
             if info.compress_type != zipfile.ZIP_STORED:
                 raise DamagedError(f"its record '{name}' is compressed")
-            if check and not name.startswith("data/"):
+            if check_other_members and not name.startswith("data/"):
                 archive.read(info)  # compares the checksum
         dtype, key, start, shape, stride = _parse_tensor(archive.read(members["data.pkl"]))
         if members.get("byteorder") is not None and archive.read(members["byteorder"]) != b"little":

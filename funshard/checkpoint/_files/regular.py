@@ -14,7 +14,10 @@ except ImportError:
 
 from .._errors import DamagedError
 
-__all__ = ["checksum", "open_regular", "read_regular"]
+__all__ = ["SIZE_LIMIT", "checksum", "open_regular", "read_regular"]
+
+SIZE_LIMIT = 1 << 63
+"""More bytes than any file has, and more elements than any tensor."""
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -21,7 +21,7 @@ from ...optim._option_numbers import find_option_numbers, is_slice
 from .containers import FACTORIES, get_kind, is_container, open_container
 from .leaves import OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 from .matrix_state import FALLBACK
-from .plain_values import is_plain, plain_to_json
+from .plain_values import is_plain_value, plain_to_json
 from .tree import (
     MAX_DEPTH,
     ContainerNode,
@@ -212,7 +212,11 @@ class _Describer:
                 f"state '{'.'.join(path[:8])}...': expected at most {MAX_DEPTH} containers in each other, got more"
             )
         kind, argument = get_kind(value)
-        if bad := [key for key in value if not is_plain(key)] if isinstance(value, Mapping) and not self._is_template else []:
+        if (
+            bad := [key for key in value if not is_plain_value(key)]
+            if isinstance(value, Mapping) and not self._is_template
+            else []
+        ):
             raise TypeError(
                 f"state '{'.'.join(path)}': expected keys that are strings, numbers, bytes or None, got {bad[0]!r} "
                 f"({type(bad[0]).__name__})"

@@ -11,13 +11,13 @@ import torch
 
 from .._errors import DamagedError
 
-__all__ = ["is_plain", "plain_from_json", "plain_to_json"]
+__all__ = ["is_plain_value", "plain_from_json", "plain_to_json"]
 
 PLAIN = (bool, int, float, str, type(None))
 """The classes whose values JSON holds as they are."""
 
 
-def is_plain(value: object) -> bool:
+def is_plain_value(value: object) -> bool:
     """Return whether `plain_to_json` takes a value."""
     return type(value) in PLAIN or isinstance(value, bytes | torch.dtype)
 
