@@ -33,7 +33,7 @@ def find_option_numbers(
     keys: Iterable[str],
     spec: PartitionSpec,
     path: Sequence[str],
-    group_of: Mapping[str, int] | None = None,
+    group_of_param: Mapping[str, int] | None = None,
 ) -> frozenset[int]:
     """Return the ids of tensors that are numbers, one for each of the unit's options, as `optim.from_torch` has them.
 
@@ -46,7 +46,7 @@ def find_option_numbers(
         keys: The units to look at.
         spec: The spec of the state.
         path: The path of the state, for errors.
-        group_of: Which options each parameter has, if that is known.
+        group_of_param: Which options each parameter has, if that is known.
 
     Raises:
         ValueError: Naming the slot, if nothing decides.
@@ -62,7 +62,7 @@ def find_option_numbers(
         paths, leaves = (f(of_unit, namespace=NAMESPACE) for f in (optree.tree_paths, optree.tree_leaves))
         slots = [(slot, x) for slot, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor) and x.dim() < 2]
         vectors = [(slot, x) for slot, x in slots if x.dim()]
-        groups = len({group_of[param.name] for param in unit.params}) if group_of else None
+        groups = len({group_of_param[param.name] for param in unit.params}) if group_of_param else None
         lengths = range(2, len(unit.params) + 1) if groups is None else range(groups, groups + 1)
         short = [id(x) for _, x in vectors if len(x) in lengths and len(x) > 1]
         numbers = {id(x) for _, x in vectors if id(x) in short and not is_slice(x, unit, spec)}

@@ -47,24 +47,28 @@ def ignoring(
         >>> fs.policies.ignoring(fs.policies.whole(), modules=["0"])(model).ignored
         ('0.bias', '0.weight')
     """
-    some, others = _to_list("modules", modules), _to_list("params", params)
-    for item in some:
+    module_items, param_items = _to_list("modules", modules), _to_list("params", params)
+    for item in module_items:
         if not isinstance(item, str | nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module)):
             raise TypeError(f"ignoring: modules: expected path patterns, module classes or modules, got {type(item).__name__}")
-    for item in others:
+    for item in param_items:
         if not isinstance(item, str | nn.Parameter):
             raise TypeError(f"ignoring: params: expected name patterns or parameters, got {type(item).__name__}")
 
-    return NamedPolicy(format_call("ignoring", policy, some, others), functools.partial(_build_ignoring, policy, some, others))
+    return NamedPolicy(
+        format_call("ignoring", policy, module_items, param_items),
+        functools.partial(_build_ignoring, policy, module_items, param_items),
+    )
 
 
-def _build_ignoring(policy: Policy, some: list[object], others: list[object], tree: ModuleTree) -> PartitionSpec:
-    gone = {node.path for node in tree.nodes() for item in some if _matches_module(item, node)}
-    names = {p.name for node in tree.nodes() for p in node.params for item in others if _matches_param(item, p, node)}
-    for item in some:
+def _build_ignoring(policy: Policy, modules: list[object], params: list[object], tree: ModuleTree) -> PartitionSpec:
+    """Build the policy's spec of the tree without the modules and parameters that match; refuse what matches nothing."""
+    gone = {node.path for node in tree.nodes() for item in modules if _matches_module(item, node)}
+    names = {p.name for node in tree.nodes() for p in node.params for item in params if _matches_param(item, p, node)}
+    for item in modules:
         if not any(_matches_module(item, node) for node in tree.nodes()):
             raise ValueError(f"ignoring: modules: {item!r} matches no module: expected some of {list(tree.canonical)[:8]}")
-    for item in others:
+    for item in params:
         if not any(_matches_param(item, p, node) for node in tree.nodes() for p in node.params):
             raise ValueError(f"ignoring: params: {item!r} matches no parameter of the model")
     if tree.path in gone:

@@ -20,7 +20,7 @@ from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Outcome
 
 __all__ = ["assert_exact"]
 
-VALUES_HINT = "call torch.manual_seed with one seed on all ranks before the model is built"
+MODEL_SEED_HINT = "call torch.manual_seed with one seed on all ranks before the model is built"
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -71,11 +71,11 @@ def assert_exact(
     """
     if order not in (1, 2):
         raise ValueError(f"assert_exact: order: expected 1 or 2, got {order!r}")
-    case = Case(loss, model, bind_spec(spec), batch, method, _on_simulated_ranks(spec), local)
+    case = Case(loss, model, bind_spec(spec), batch, method, _is_bound_to_sizes(spec), local)
     if not case.simulated and has_peers(case.spec.bound_mesh):  # before anything that ranks with other models would wait in
         with report_to_ranks(case.spec, together=True):
             values = fingerprint_params(collect_full_params(model, case.spec), case.spec)
-        check_ranks_agree(case.spec, values, hint=VALUES_HINT)
+        check_ranks_agree(case.spec, values, hint=MODEL_SEED_HINT)
     _check_batch_is_stacked(case)
     tolerance = _choose_tolerance(case.spec) if tolerance is None else tolerance
     once = case.run_plain(seed)
@@ -109,7 +109,7 @@ def assert_exact(
         raise AssertionError(f"assert_exact: on shards, another {difference}. {why}")
 
 
-def _on_simulated_ranks(spec: PartitionSpec) -> bool:
+def _is_bound_to_sizes(spec: PartitionSpec) -> bool:
     """Return whether the spec is bound to sizes alone; raise ValueError if only some axes have process groups."""
     axes = spec.bound_mesh.axes
     if spec.bound_mesh.is_simulated:

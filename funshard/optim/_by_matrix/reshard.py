@@ -159,7 +159,7 @@ def _slice_unit(whole: Params, unit: Unit, new: Matrices) -> Tensor:
 
 
 def _move_to_owner(x: Tensor, name: str, old: Matrices, new: Matrices) -> Tensor:
-    """Send an owner's tensor to the new owner."""
+    """Broadcast an owner's tensor; return it on the new owner, and an empty one elsewhere. All ranks call this."""
     mesh = old.spec.bound_mesh
     shape = x.shape if old._is_owner(name) else x.shape[1:]
     full = x if old._is_owner(name) else x.new_zeros(shape)

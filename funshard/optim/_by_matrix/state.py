@@ -36,7 +36,7 @@ State = dict[str, MatrixState]
 
 
 def init_state(config: MatrixConfig, params: Mapping[str, Tensor]) -> State:
-    """Return the state before the first step, by unit key."""
+    """Return the state before the first step, by unit key: zeros, or what the rule's ``init_owned`` returns for each matrix."""
     others = config.fallback_tensors(params)
     fallback = config.fallback[0](others)
     if [*fallback] != [*others]:

@@ -65,14 +65,14 @@ def group_by_options(
 ) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
     """Return ``(the distinct options, the index of each parameter's options)``; ``check`` runs on each distinct one."""
     groups: list[Mapping[str, Any]] = []
-    group_of: dict[str, int] = {}
+    group_of_param: dict[str, int] = {}
     for param in (param for unit in spec for param in unit.params):
         own = {} if options is None else dict(options(param.name, param))
         if own not in groups:
             check(param.name, own)
             groups.append(own)
-        group_of[param.name] = groups.index(own)
-    return groups, group_of
+        group_of_param[param.name] = groups.index(own)
+    return groups, group_of_param
 
 
 def option_ranges(
@@ -83,7 +83,7 @@ def option_ranges(
     Ranges of shards are under unit keys, ranges of single parameters' parts (`param_views`) under parameter names.
     """
     spec = bind_spec(spec)
-    groups, group_of = group_by_options(spec, options, check)
+    groups, group_of_param = group_by_options(spec, options, check)
     is_rank_unknown = rank is None and spec.bound_mesh.is_simulated
     if is_rank_unknown and len(groups) > 1:
         raise ValueError(
@@ -96,24 +96,25 @@ def option_ranges(
         parts = {param.name: OptionRanges(numels[unit.key]) for unit in spec if not unit.at_rest for param in unit.params}
         return groups or [{}], {key: OptionRanges(numel) for key, numel in numels.items()} | parts | frozen
     where = param_views({key: torch.empty(numel, device="meta") for key, numel in numels.items()}, spec, rank=rank)
-    by_key = {key: _ranges_of_unit(spec.by_key[key], numel, where, group_of) for key, numel in numels.items()}
+    by_key = {key: _ranges_of_unit(spec.by_key[key], numel, where, group_of_param) for key, numel in numels.items()}
     parts = {
-        name: OptionRanges(len(x), (OptionRange(0, len(x), group_of[name]),), (group_of[name],)) for name, x in where.items()
+        name: OptionRanges(len(x), (OptionRange(0, len(x), group_of_param[name]),), (group_of_param[name],))
+        for name, x in where.items()
     }
     return groups or [{}], by_key | parts | frozen
 
 
-def _ranges_of_unit(unit: Unit, numel: int, where: Mapping[str, Tensor], group_of: Mapping[str, int]) -> OptionRanges:
+def _ranges_of_unit(unit: Unit, numel: int, where: Mapping[str, Tensor], group_of_param: Mapping[str, int]) -> OptionRanges:
     """Return a unit's ranges. Neighbours with the same options are one range: fewer kernels."""
     ranges: list[OptionRange] = []
     for param in unit.params:
-        begin, group = int(where[param.name].storage_offset()), group_of[param.name]
+        begin, group = int(where[param.name].storage_offset()), group_of_param[param.name]
         end = begin + len(where[param.name])
         if ranges and ranges[-1].group == group and end > begin:
             ranges[-1] = ranges[-1]._replace(end=end)
         elif end > begin:
             ranges.append(OptionRange(begin, end, group))
-    groups = tuple(dict.fromkeys(group_of[param.name] for param in unit.params))
+    groups = tuple(dict.fromkeys(group_of_param[param.name] for param in unit.params))
     absent = [OptionRange(0, 0, group) for group in groups if group not in {option_range.group for option_range in ranges}]
     return OptionRanges(numel, (*ranges, *absent), groups)
 

@@ -48,7 +48,10 @@ class ElementwiseConfig(NamedTuple):
 def init_vector_state(
     cls: type[torch.optim.Optimizer], piece: Tensor, options: Mapping[str, Any], initial: InitialState | None = None
 ) -> dict[str, Tensor]:
-    """Return the state that torch creates in its first step, with momentum as zeros."""
+    """Return a vector's state before the first step: as torch's ``_init_group`` creates it, and SGD's momentum as zeros.
+
+    ``initial`` creates it for a class that is not in ``ELEMENTWISE_CLASSES``.
+    """
     if cls not in ELEMENTWISE_CLASSES and initial is not None:
         return dict(initial(piece))
     if cls is torch.optim.SGD:
