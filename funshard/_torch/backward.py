@@ -123,19 +123,19 @@ Versioned = Tensor | tuple[Tensor, int]
 """A tensor, and its version if that is not 0: one object less for the garbage collector to go through, for each tensor."""
 
 
-def unpack_versioned(kept: Versioned, shape: torch.Size | None = None) -> Tensor:
+def unpack_versioned(kept: Versioned, shape_in_error: torch.Size | None = None) -> Tensor:
     """Return the tensor, or probe, that `pack_versioned` kept. Raise RuntimeError if it was modified in place since."""
     tensor, expected = kept if type(kept) is tuple else (cast("Tensor", kept), 0)
     if (now := unwrap(tensor)._version) != expected:
         raise RuntimeError(
-            f"a tensor of shape {list(shape or tensor.shape)} needed for gradient computation was modified in place: "
+            f"a tensor of shape {list(shape_in_error or tensor.shape)} needed for gradient computation was modified in place: "
             f"it is at version {now}, expected version {expected}"
         )
     return tensor
 
 
 def prioritize_backward(tensors: Iterable[Tensor]) -> None:
-    """Let backward run the nodes that made these tensors as early as it can.
+    """Let backward run the nodes from these tensors to their leaves, along first inputs, as early as it can.
 
     By default it runs nodes in the reverse order of forward, the first ones last, and until then their gradients wait.
     Pinned by ``test_backward_early``.
@@ -166,7 +166,7 @@ def is_last_backward(level_: int) -> bool:
 
 
 def in_python_node() -> bool:
-    """Return whether the running node of backward is defined in Python: it may differentiate something itself."""
+    """Return whether backward runs the node of a custom autograd Function, which may differentiate something itself."""
     return isinstance(torch._C._current_autograd_node(), BackwardCFunction)
 
 

@@ -133,7 +133,7 @@ def _log_sum_exp(op: OpOverload) -> int | None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has one storage with strides: no subclass but a parameter and a fake tensor does."""
+    """Return whether a tensor is a strided Tensor, Parameter or FakeTensor. Wrappers of transforms pass: call it below them."""
     return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and tensor.layout is torch.strided
 
 

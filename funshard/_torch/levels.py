@@ -137,14 +137,15 @@ def has_tangent(tensor: Tensor) -> bool:
 def _has_tangent(tensor: Tensor, keys: DispatchKeys) -> bool:
     # the keys may be those of a transform that has ended: once the stack is empty, its own have nothing to go to
     target = level_of(tensor)
-    ended = contextlib.nullcontext() if target > 0 else torch._C._ExcludeDispatchKeyGuard(_TRANSFORMS)
+    ended = contextlib.nullcontext() if target > 0 else torch._C._ExcludeDispatchKeyGuard(_FUNCTORCH_KEYS)
     with torch._C._ForceDispatchKeyGuard(*keys), at_level(target), ended:
         return has_tangent(tensor)
 
 
-_TRANSFORMS = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode).add(
+_FUNCTORCH_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode).add(
     torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
 )
+"""The dispatch keys of torch.func, excluded where no transform runs any more."""
 
 
 @contextlib.contextmanager
@@ -197,7 +198,7 @@ def is_leaf(tensor: Tensor) -> bool:
 
 
 def any_tracked(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether one of these `is_tracked`, or is in a wrapper of a transform, running or ended; None is not."""
+    """Return whether one of these is in a transform's wrapper, or `is_tracked` in the current grad mode; None is not."""
     follows = torch.is_grad_enabled() or in_forward_ad()  # or else nobody follows but transforms
     return any(x is not None and (is_wrapped(x) or (follows and is_tracked(x))) for x in tensors)
 

@@ -15,11 +15,13 @@ from .levels import current_level
 __all__ = ["NoGradInForwardMode"]
 
 
-class _Active(threading.local):
+class _ModeCount(threading.local):
+    """How many of the modes this thread is within."""
+
     count = 0
 
 
-_ACTIVE = _Active()
+_MODES = _ModeCount()
 
 
 class NoGradInForwardMode(TorchFunctionMode):
@@ -33,14 +35,14 @@ class NoGradInForwardMode(TorchFunctionMode):
     @staticmethod
     def is_active() -> bool:
         """Return whether this thread is within one, even if that is disabled for the moment."""
-        return _ACTIVE.count > 0
+        return _MODES.count > 0
 
     def __enter__(self) -> NoGradInForwardMode:
-        _ACTIVE.count += 1
+        _MODES.count += 1
         return super().__enter__()  # pyright: ignore[reportReturnType]
 
     def __exit__(self, *error: Any) -> None:
-        _ACTIVE.count -= 1
+        _MODES.count -= 1
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:

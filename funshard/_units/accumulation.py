@@ -16,7 +16,7 @@ from .._spec.spec import PartitionSpec
 
 __all__ = ["Accumulation", "GradReceiver", "find_accumulation"]
 
-_ACTIVE: list[Accumulation] = []
+_ACTIVE_ACCUMULATIONS: list[Accumulation] = []
 """The accumulations whose loss or backward runs, of all threads.
 
 The shards of `accumulate` find theirs by identity. What a loss computes from them (``{k: 2 * p}``, a step inside, a recomputed
@@ -39,7 +39,7 @@ class GradReceiver(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Accumulation:
-    """A context in which functional_calls with this spec reduce gradients as accumulate says."""
+    """A context in which this thread's functional_calls use accumulate's tensors and reductions for the loss's shards."""
 
     spec: PartitionSpec
     shards: Mapping[str, Tensor]
@@ -55,10 +55,10 @@ class Accumulation:
     """The receiver of the replacements' gradients."""
 
     def __enter__(self) -> None:
-        _ACTIVE.append(self)
+        _ACTIVE_ACCUMULATIONS.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        del _ACTIVE[next(i for i, active in enumerate(_ACTIVE) if active is self)]
+        del _ACTIVE_ACCUMULATIONS[next(i for i, active in enumerate(_ACTIVE_ACCUMULATIONS) if active is self)]
 
     def replace(self, params: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Reduction, GradReceiver | None]:
         """Return what a functional_call with these parameters uses instead, how it reduces, and where gradients go."""
@@ -78,7 +78,7 @@ def find_accumulation(
     Raises:
         ValueError: If a call on these shards says itself how to reduce, or has another spec.
     """
-    if not _ACTIVE:
+    if not _ACTIVE_ACCUMULATIONS:
         return None
     says, active = reduce != "mean" or reduce_axes is not None, _of_this_thread()
     for one in reversed(active):
@@ -102,6 +102,6 @@ def find_accumulation(
 def _of_this_thread() -> list[Accumulation]:
     """Return this thread's accumulations; in a thread of autograd, which runs a checkpoint again, those of all."""
     if torch.compiler.is_compiling():
-        return _ACTIVE
-    own = [active for active in _ACTIVE if active.thread == threading.get_ident()]
-    return _ACTIVE if not own and isinstance(threading.current_thread(), threading._DummyThread) else own
+        return _ACTIVE_ACCUMULATIONS
+    own = [active for active in _ACTIVE_ACCUMULATIONS if active.thread == threading.get_ident()]
+    return _ACTIVE_ACCUMULATIONS if not own and isinstance(threading.current_thread(), threading._DummyThread) else own

@@ -32,7 +32,7 @@ REDUCE_MEAN = Reduction()
 
 
 def resolve_reduction(by: ReduceBy, axes: Iterable[str] | None, mesh: Mesh, units: Iterable[Unit]) -> Reduction:
-    """Return how these units' gradients are reduced, over these mesh axes or all.
+    """Return the reduction of these units' gradients: by mean, sum or a divisor, over these mesh axes or all.
 
     Raises:
         ValueError: For an unknown axis and, naming the unit, without an axis that it is split over.
@@ -95,7 +95,7 @@ def gather_unit(
     if route.codec:
         value = _gather_encoded(route.codec, move(piece.detach(), route.device, piece.dtype), split, route.dtypes.param, label)
         return _apply_route(piece, value, *_constants(route, mesh, label), True)
-    if not route.is_plain:
+    if not route.has_only_collectives:
         return _apply_route(piece, None, *_constants(route, mesh, label), True)
     for axis in reversed(rest):
         piece = vary(piece, axis, reduce=route.reduce_op, label=label)
@@ -132,7 +132,7 @@ def reduce_unit(
     route = Route.for_unit(unit, mesh, reduction, precision, dtype)
     if not unit.numel:
         return buffer.new_empty(0, dtype=dtype, device=route.device and HOST)
-    if not route.is_plain:
+    if not route.has_only_collectives:
         return _apply_route(buffer, None, *_constants(route, mesh, label), False)
     split, rest = ([mesh[name] for name in names] for names in (route.split_axes, route.replica_axes))
     return reduce_along(buffer, split, rest, route.reduce_op, label)

@@ -108,7 +108,7 @@ class Route:
         return self.codec._decode_slices(tensors, self.padded_numel // self.num_slices, self.dtypes.param)
 
     @property
-    def is_plain(self) -> bool:
+    def has_only_collectives(self) -> bool:
         """Whether collectives alone make the route: nothing is cast, divided or copied."""
         return (
             self.dtypes == (self.shard_dtype, self.shard_dtype)

@@ -145,7 +145,7 @@ def sum_over(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def sum_shards(x: Tensor, axis: Axis) -> Tensor:
-    """Return the sum over ranks of values computed from shards alone: a differentiable global norm.
+    """Return the sum over ranks of values computed from shards, as for a global norm; its transpose is the mean over ranks.
 
     Type: ``S[n] -> [n]``. Transpose: the mean over ranks, which takes ``[n]`` back to ``S[n]``. The picture is
     `all_reduce`'s.

@@ -89,7 +89,7 @@ class SequenceCheck:
         if self._work is None:
             return
         work, self._work = self._work, None
-        with _naming_silent_ranks():
+        with _explain_timeout():
             work.wait()
         if self._is_different():
             raise RuntimeError(f"{self._error}: {self._difference()}. {REMEDY}")
@@ -140,14 +140,14 @@ def get_host_group(name: str) -> HostGroup:
         ranks = dist.get_process_group_ranks(group)
         timeout = _torch.group_timeout(group)
         of_ranks = "sequence", timeout, *ranks  # groups of the same ranks share one
-        with _naming_silent_ranks():
+        with _explain_timeout():
             groups[key] = groups.get(of_ranks) or HostGroup(ranks, f"sequence within {timeout.total_seconds()} s", timeout)
         groups[of_ranks] = groups[key]
     return groups[key]
 
 
 @contextlib.contextmanager
-def _naming_silent_ranks() -> Generator[None]:
+def _explain_timeout() -> Generator[None]:
     """Say what it means that other ranks do not compare their collectives within the group's timeout."""
     try:
         yield
