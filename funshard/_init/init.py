@@ -99,11 +99,13 @@ def init(
                 continue
         digest = torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)
     if together:
-        check_ranks_agree(spec, digest if check_values else None, hint=VALUES_HINT)
+        check_ranks_agree(spec, digest if check_values else None, hint=INITIALIZER_HINT)
     return params
 
 
-VALUES_HINT = "expected initialisers that depend on the module and torch's default generators alone; or give check_values=False"
+INITIALIZER_HINT = (
+    "expected initialisers that depend on the module and torch's default generators alone; or give check_values=False"
+)
 
 
 def _init_units(

@@ -48,14 +48,19 @@ def hash_spec(spec: PartitionSpec) -> list[int]:
     return list(struct.unpack("<4q", hashlib.sha256("\n".join(_spec_lines(spec)).encode()).digest()))
 
 
-VALUES_HINT = (
+SHARD_VALUES_HINT = (
     "call torch.manual_seed with one seed on all ranks before the model is built, or take those of one rank by "
     "shard(..., src=0), or, if they are meant to differ, give check_values=False"
 )
 
 
 def check_ranks_agree(
-    spec: PartitionSpec, values: Tensor | None = None, asked: tuple[str, ...] = (), *, error: str = "", hint: str = VALUES_HINT
+    spec: PartitionSpec,
+    values: Tensor | None = None,
+    asked: tuple[str, ...] = (),
+    *,
+    error: str = "",
+    hint: str = SHARD_VALUES_HINT,
 ) -> None:
     """Raise ValueError on every rank of the mesh if specs or values differ, or if one rank reports an error.
 

@@ -88,7 +88,7 @@ def shard(
 
 
 def _is_source(src: int | None, rank: int | None, spec: PartitionSpec) -> bool:
-    """Return whether this rank's values are used; raise ValueError if its rank is not known."""
+    """Return whether `shard` uses the values of this process; raise ValueError if rank= and src= do not fit the mesh."""
     mesh = spec.bound_mesh
     if src is not None:
         if rank is not None:

@@ -20,6 +20,7 @@ __all__ = ["is_skeleton", "skeleton"]
 M = TypeVar("M", bound=nn.Module)
 
 _SKELETONS: WeakSet[nn.Module] = WeakSet()
+"""The modules that `skeleton` has returned."""
 
 
 def skeleton(model: M) -> M:
@@ -97,7 +98,7 @@ def skeleton(model: M) -> M:
 
 
 def _forbid_direct_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise RuntimeError where a skeleton is called by itself: some kernels of torch compute with what has no values."""
+    """Raise RuntimeError if a skeleton is called outside of functional_call, unless all tensor arguments are on meta."""
     if type(vars(module)["_parameters"]) is not dict or not any(param.is_meta for param in module.parameters()):
         return  # in a functional_call, ours or torch's
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -114,6 +115,7 @@ def is_skeleton(model: object) -> bool:
 
 
 def _make_meta_parameter(param: Tensor, name: str) -> nn.Parameter:
+    """Return a meta parameter with the strides and attributes of a dense one; raise TypeError, with the name, for others."""
     if type(param) is not nn.Parameter or param.layout is not torch.strided:
         raise TypeError(f"skeleton: parameter '{name}': expected a dense nn.Parameter, got {type(param).__name__}")
     empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")

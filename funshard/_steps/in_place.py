@@ -147,7 +147,7 @@ def replacement_key(node: object) -> str | None:
 
 
 def add_grad(sums: Params, key: str, grad: Tensor, *, owned: bool = True) -> None:
-    """Add a gradient to a sum. The first one becomes the sum; unless it is ``owned``, a copy of it does."""
+    """Add a gradient to the unit's sum, in float32 or wider. The first becomes the sum, unless it is cast or not ``owned``."""
     if key in sums:
         sums[key].add_(grad)
     else:

@@ -16,12 +16,13 @@ __all__ = ["activate", "active_runs", "number_views", "run_unrecorded"]
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-_ACTIVE = threading.local()
+_THREAD = threading.local()
+"""``runs``: the runs that are numbered in this thread, the innermost last."""
 
 
 def active_runs() -> tuple[ValueNumbering, ...]:
     """Return the runs that are numbered now, the innermost last."""
-    return getattr(_ACTIVE, "runs", ())
+    return getattr(_THREAD, "runs", ())
 
 
 def run_unrecorded(f: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
@@ -48,9 +49,9 @@ def number_views(tensors: Sequence[Tensor], key: str, source: Tensor | None) -> 
 def activate(run: ValueNumbering) -> Generator[None]:
     """Make a run active within this context; it may leave its mode before the end."""
     before = active_runs()
-    _ACTIVE.runs = (*before, run)
+    _THREAD.runs = (*before, run)
     try:
         with run:
             yield
     finally:
-        _ACTIVE.runs = before
+        _THREAD.runs = before

@@ -131,6 +131,7 @@ _ITERATOR = STATEFUL_ADAPTERS[Iterator]
 
 
 def _refers_to_tensors(iterator: Any, owned: set[nn.Module]) -> bool:
+    """Return whether an iterator, or one inside it, holds tensors; parameters of ``owned`` modules do not count."""
     todo, seen = [iterator], [iterator]
     while todo:
         reached = ReachableObjects(find_referents(todo.pop()), owned)

@@ -24,13 +24,15 @@ __all__ += ["read_module_state", "set_attributes"]
 CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH)
 """The attributes of a module that functional_call replaces."""
 
-_INTERNAL_DICTS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)} - {*CALL_ATTRIBUTES}
-"""The names of a module's dicts of hooks and submodules, most of which are empty."""
+_HOOK_AND_SUBMODULE_DICTS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)} - {
+    *CALL_ATTRIBUTES
+}
+"""The names of a module's dicts of hooks and submodules, without parameters and buffers; most are empty."""
 
 
 def _read_module(module: nn.Module, but: tuple[str, ...] = ()) -> Contents:
     """Read the attributes of a module, without internal dicts that are empty."""
-    return [part_of({k: v for k, v in vars(module).items() if k not in but and (k not in _INTERNAL_DICTS or v)})]
+    return [part_of({k: v for k, v in vars(module).items() if k not in but and (k not in _HOOK_AND_SUBMODULE_DICTS or v)})]
 
 
 def read_module_state(module: nn.Module) -> Contents:
@@ -41,7 +43,7 @@ def read_module_state(module: nn.Module) -> Contents:
 def set_attributes(module: nn.Module, new: Mapping[str, Any], but: tuple[str, ...] = CALL_ATTRIBUTES) -> None:
     """Replace all attributes of a module except ``but``; those that it has keep their order."""
     attributes = vars(module)
-    for name in [name for name in attributes if name not in new and name not in but and name not in _INTERNAL_DICTS]:
+    for name in [name for name in attributes if name not in new and name not in but and name not in _HOOK_AND_SUBMODULE_DICTS]:
         del attributes[name]
     attributes.update((name, value) for name, value in new.items() if name not in but)
 
