@@ -19,7 +19,7 @@ MESH = "_mesh_of_call"
 
 
 class SyncBatchNorm(BatchNorm):
-    """BatchNorm whose statistics are those of the joined batch of all ranks: torch.nn.SyncBatchNorm of collectives.
+    """BatchNorm over the joined batch of all ranks, whose statistics `gather_values` collects: as torch.nn.SyncBatchNorm.
 
     In training, the mean and variance of each channel are over the batches of all ranks on the mesh of the `functional_call`
     that runs it (of several axes, those in ``axes``), or, outside of one, over all processes. Ranks may have different

@@ -86,15 +86,16 @@ def _check_names(path: str, options: Compile) -> None:
     known: Sequence[str] = ()
     what, given = "backend", options.backend
     if isinstance(given, str) and given not in (known := _torch.list_backends()):
-        raise ValueError(_unknown_name(path, what, given, known))
+        raise ValueError(_format_unknown_name(path, what, given, known))
     if given == "inductor" and options.mode is not None and options.mode not in (known := _torch.list_inductor_modes()):
-        raise ValueError(_unknown_name(path, "mode", options.mode, known))
+        raise ValueError(_format_unknown_name(path, "mode", options.mode, known))
     for name, _ in options.options if given == "inductor" else ():
         if name.replace("-", "_") not in (known := _torch.list_inductor_options()):
-            raise ValueError(_unknown_name(path, "options", name, difflib.get_close_matches(name, known) or known[:5]))
+            raise ValueError(_format_unknown_name(path, "options", name, difflib.get_close_matches(name, known) or known[:5]))
 
 
-def _unknown_name(path: str, what: str, given: str, known: Sequence[str]) -> str:
+def _format_unknown_name(path: str, what: str, given: str, known: Sequence[str]) -> str:
+    """Return the message of the error for a backend, a mode or an option that torch.compile does not know."""
     return f"module '{path}': Compile: {what}: expected one of {', '.join(map(repr, known))}, got {given!r}"
 
 

@@ -43,10 +43,10 @@ class CompileWarning(UserWarning):
 
 
 def find_compiled(spec: PartitionSpec, modules: Mapping[str, nn.Module]) -> dict[str, Compile]:
-    """Return how the modules of these paths are compiled, by ``P(compile=...)`` or because their ``.compile()`` was called.
+    """Return how each compiled module is compiled, by path: by ``P(compile=...)`` or, among ``modules``, by its ``.compile()``.
 
     Raises:
-        ValueError: For a unit inside of a compiled one whose `P` says more than how its parameters are kept.
+        ValueError: For a unit inside of a compiled module that has remat, casts or offloaded activations.
     """
     in_place = {path: m._compiled_call_impl for path, m in modules.items() if m._compiled_call_impl is not None}
     found = {
@@ -63,7 +63,7 @@ def _compiled_by_spec(spec: PartitionSpec) -> Mapping[str, Compile]:
 
 
 def _check_units_inside(spec: PartitionSpec, *paths: str) -> bool:
-    """Return True, or raise ValueError for what `find_compiled` refuses."""
+    """Return True; raise ValueError if a unit inside one of these modules has remat, casts or offloaded activations."""
     for path in paths:
         for inner, p in spec._chosen.items():
             casts = p.precision is not None and has_casts(p.precision)

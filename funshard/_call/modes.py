@@ -3,7 +3,7 @@
 | mode | when | gathers | what autograd keeps of a weight | reductions |
 |---|---|---|---|---|
 | `Scheduled` | process groups; no transform, or one torch.func.grad | ahead of use | how to have it again | behind backward |
-| `Stacked` | several of grad, vjp, jvp | where used | the same, for each level | where the gradient is |
+| `RegatherPerLevel` | several of grad, vjp, jvp | where used | the same, for each level | where the gradient is |
 | `DataFlow` | vmap, simulated ranks, forward mode, recording | where used | the weight | where the gradient is |
 | compiled_call.py | inside torch.compile | the whole tree at once | what the compiler likes | where the compiler likes |
 
@@ -33,7 +33,7 @@ from .schedule import CallOptions, Schedule
 from .stacked_gathers import StackedGathers
 from .write_watch import WriteWatch
 
-__all__ = ["DataFlow", "Mode", "Scheduled", "Stacked", "UnitInUse", "choose_mode", "units_given_full"]
+__all__ = ["DataFlow", "Mode", "RegatherPerLevel", "Scheduled", "UnitInUse", "choose_mode", "units_given_full"]
 
 
 class UnitInUse:
@@ -51,7 +51,8 @@ class UnitInUse:
         level: int,
         gathered_unit: GatheredUnit | None = None,
     ) -> None:
-        self.unit, self.views, self.watch = unit, views, watch
+        self.unit, self.watch = unit, watch
+        self.views = views  # the parameters, in the order of unit.params
         self.reshard = reshard
         self.level = level  # of transforms that it was gathered under
         self.gathered_unit = gathered_unit  # where the schedule has gathered it
@@ -92,8 +93,8 @@ def choose_mode(
     *,
     is_recomputing: bool,
     replaces: bool,
-) -> Scheduled | Stacked | DataFlow:
-    """Return the mode of a call that is not compiled.
+) -> Scheduled | RegatherPerLevel | DataFlow:
+    """Return the mode of an uncompiled call: scheduled, gathered again by each level of transforms, or plain data flow.
 
     Args:
         params: The parameters of the call.
@@ -107,8 +108,8 @@ def choose_mode(
     if _is_schedulable(params, spec):
         schedule = Schedule(params, _sharded_part(params, spec), reduction, options, receiver)
         return Scheduled(schedule, params, spec, reduction, replaces)
-    if not is_recomputing and replaces and torch.is_grad_enabled() and _is_stackable(spec):
-        return Stacked(params, spec, reduction, options.check_order)
+    if not is_recomputing and replaces and torch.is_grad_enabled() and _can_regather_per_level(spec):
+        return RegatherPerLevel(params, spec, reduction, options.check_order)
     return DataFlow(params, spec, reduction, options.check_order)
 
 
@@ -123,7 +124,7 @@ def _is_schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
     )
 
 
-def _is_stackable(spec: PartitionSpec) -> bool:
+def _can_regather_per_level(spec: PartitionSpec) -> bool:
     """Return whether each of the transforms that run can gather again what it saves."""
     return (
         _torch.current_level() > 0
@@ -189,7 +190,7 @@ class DataFlow:
         """Do nothing: every gather was compared before it started."""
 
 
-class Stacked(DataFlow):
+class RegatherPerLevel(DataFlow):
     """Data flow where each level of transforms saves how to gather a weight again, instead of the weight."""
 
     def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, check_order: bool) -> None:

@@ -34,7 +34,10 @@ _VIEW_ERRORS = ("is a view and is being modified inplace", "another view of its 
 
 
 class UnitScopes:
-    """The units in use in one call, each in the run of a module that it was gathered in; the first scope is the call's own."""
+    """The units in use in one call, by the run of a module that gathered them; the first scope is the call's own.
+
+    After a run, units with ``reshard=True`` are freed at the next gather, and others at the end of the call.
+    """
 
     def __init__(
         self, mode: Mode, params: Mapping[str, Tensor], spec: PartitionSpec, offload: ActivationOffload | None
@@ -106,7 +109,7 @@ class UnitScopes:
         many.clear()
 
     def enter(self, units: list[Unit]) -> None:
-        """Begin a module's run: gather its units. What is gathered from here on is freed where the run ends."""
+        """Begin a module's run: gather its units. Those gathered from here on belong to this run, until `leave`."""
         self._scopes.append([])
         try:
             for unit in units:

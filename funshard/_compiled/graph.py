@@ -36,10 +36,11 @@ __all__ = [
 _PHASE_KEY, _RESHARD_KEY = "funshard_phase", "funshard_reshard"
 CHECK_ORDER_KEY, UNIT_KEY = "funshard_check_order", "funshard_unit"
 _GRAD_FUNCTIONS = (FUNC_GRADIENT, torch.autograd.grad)
+"""The functions that take a gradient, as Dynamo calls them in its graph."""
 
 
 def annotate_phases(graph: Graph) -> str:
-    """Annotate each node of Dynamo's graph with the number of gradients taken so far. Return all annotations as a string.
+    """Annotate Dynamo's nodes with the number of gradients taken up to each, itself included. Return all as a string.
 
     AOTAutograd copies a node's annotations to the nodes that it makes from it, those of its backward included.
     """

@@ -72,16 +72,17 @@ def _compare_order(done: Tensor, group: str, names: str) -> None:
 
 
 @torch.library.custom_op("funshard::all_gather", mutates_args=())
-def _all_gather(shard: Tensor, size: int, name: str) -> Tensor:
+def _all_gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
     """Start gloo's gather in place, as functional_call does, because torch's operator needs the buffer twice."""
-    full = shard.new_empty(size * len(shard), *shard.shape[1:])
-    ops.start_op("gather_mean", shard, ops.OpContext(size, name), full)
+    full = shard.new_empty(num_ranks * len(shard), *shard.shape[1:])
+    ops.start_op("gather_mean", shard, ops.OpContext(num_ranks, group), full)
     return full
 
 
 @_all_gather.register_fake
-def _(shard: Tensor, size: int, name: str) -> Tensor:
-    return shard.new_empty(size * len(shard), *shard.shape[1:])
+def _all_gather_fake(shard: Tensor, num_ranks: int, group: str) -> Tensor:
+    """Return an empty buffer for the shards of all ranks of the group."""
+    return shard.new_empty(num_ranks * len(shard), *shard.shape[1:])
 
 
 @torch.library.custom_op("funshard::cat", mutates_args=())
@@ -91,5 +92,5 @@ def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 
 @_cat.register_fake
-def _(tensors: list[Tensor], dim: int = 0) -> Tensor:
+def _cat_fake(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return torch.cat(tensors, dim)
