@@ -22,7 +22,7 @@ import gpt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import Progress, add_run_options, batch, mesh_of, ranks, text
+from gpt import LossReport, add_run_options, batch, mesh_of, ranks, text
 from torch import Tensor, nn
 
 import funshard as fs
@@ -150,7 +150,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed + 1)
     each, reader = args.batch // readers, rank // args.context
     init, update = fs.optim.from_torch(torch.optim.AdamW, lr=args.lr, fused=True, donate=True)
-    state, progress = init(params), Progress(args, spec, rank)
+    state, progress = init(params), LossReport(args, spec, rank)
     for step in range(args.steps):
         x, y = batch(train, (args.batch, args.seq), generator, device, slice(reader * each, (reader + 1) * each))
         grads, value = fs.grad_and_value(loss)(params, x, y)

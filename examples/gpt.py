@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from progress import Progress
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -100,18 +101,18 @@ def mesh_of(axes: Mapping[str, int], device: torch.device) -> DeviceMesh | Mappi
     return init_device_mesh(device.type, (*axes.values(),), mesh_dim_names=(*axes,))
 
 
-class Progress:
-    """The progress lines of a training run."""
+class LossReport:
+    """The progress of a training run, by the loss of each step."""
 
     def __init__(self, args: argparse.Namespace, spec: fs.PartitionSpec, rank: int) -> None:
-        self.args, self.mesh, self.rank, self.start = args, spec.bound_mesh, rank, time.perf_counter()
+        self.args, self.mesh, self.start = args, spec.bound_mesh, time.perf_counter()
+        self.progress = Progress(args.steps, shown=rank == 0)
 
     def report(self, step: int, value: Tensor, norm: Tensor | None = None) -> None:
-        """Print the mean loss over all ranks, every few steps and at the last one."""
+        """Show the mean loss over all ranks, every few steps and at the last one."""
         if step % self.args.log_every and step != self.args.steps - 1:
             return
         mean = fs.collectives.sum_over(value, self.mesh) / math.prod(size for _, size in self.mesh.sizes)
         seconds = (time.perf_counter() - self.start) / (step + 1)
-        length = "" if norm is None else f"  norm {norm:.4f}"
-        if self.rank == 0:
-            print(f"step {step:5d}  loss {mean:.4f}{length}  seconds a step {seconds:.3f}", flush=True)
+        length = {} if norm is None else {"norm": float(norm)}
+        self.progress.show(step, loss=float(mean), **length, **{"seconds a step": seconds})

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import Progress, add_run_options, batch, mesh_of, ranks, text
+from gpt import LossReport, add_run_options, batch, mesh_of, ranks, text
 from torch import Tensor, nn
 
 import funshard as fs
@@ -166,7 +166,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed + 1)
     each = args.batch // world
     init, update = fs.optim.from_torch(torch.optim.AdamW, lr=args.lr, fused=True, donate=True)
-    state, progress = init(params), Progress(args, spec, rank)
+    state, progress = init(params), LossReport(args, spec, rank)
     for step in range(args.steps):
         x, y = batch(train, (args.batch, args.seq), generator, device, slice(rank * each, (rank + 1) * each))
         grads, value = fs.grad_and_value(loss)(params, x, y)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import Progress, add_run_options, batch, mesh_of, ranks, text
+from gpt import LossReport, add_run_options, batch, mesh_of, ranks, text
 from torch import Tensor, nn
 
 import funshard as fs
@@ -198,7 +198,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed + 1)
     each, reader = args.batch // readers, rank % readers
     init, update = fs.optim.from_torch(torch.optim.AdamW, lr=args.lr, fused=True, donate=True)
-    state, progress = init(params), Progress(args, spec, rank)
+    state, progress = init(params), LossReport(args, spec, rank)
     for step in range(args.steps):
         xy = batch(train, (args.batch, args.seq), generator, device, slice(reader * each, (reader + 1) * each))
         x, y = (part.view(args.micro_batches, -1, args.seq) for part in xy)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import Progress, add_run_options, batch, mesh_of, ranks, text
+from gpt import LossReport, add_run_options, batch, mesh_of, ranks, text
 from torch import Tensor, nn
 
 import funshard as fs
@@ -160,7 +160,7 @@ def main() -> None:
     torch.manual_seed(args.seed + 2 + (rank if args.sequence else reader))  # dropout: alike where activations are
 
     init, update = fs.optim.from_torch(torch.optim.AdamW, lr=args.lr, fused=True, donate=True)
-    state, progress = init(params), Progress(args, spec, rank)
+    state, progress = init(params), LossReport(args, spec, rank)
     for step in range(args.steps):
         x, y = batch(train, (args.batch, args.seq), generator, device, slice(reader * each, (reader + 1) * each))
         grads, value = fs.grad_and_value(loss)(params, x, y)

@@ -10,6 +10,8 @@ That goes on:      torchrun --nproc-per-node 2 --max-restarts 3 examples/train_g
 
 Matrices of hidden layers are --optimizer's, with --matrix-lr; embeddings, head and norms always AdamW's, with --lr.
 
+A terminal shows one line that rewrites itself, if tqdm is installed; a file gets a line every --log-every steps.
+
 With --checkpoint the last three states are kept. Ranks that torchrun starts again after one has died go on from the last one,
 and so does a new start with --resume, on as many ranks with the same losses to the last bit, on others to rounding.
 
@@ -28,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import GPT, Block, batch, ranks, text
+from progress import Progress
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -56,6 +59,7 @@ parser.add_argument("--log-every", type=int, default=20)
 parser.add_argument("--eval-batches", type=int, default=10)
 parser.add_argument("--sample", type=int, default=200, help="bytes of text to generate at the end")
 parser.add_argument("--save", help="a file for the trained parameters, such as gpt.pt for lora.py")
+parser.add_argument("--plot", metavar="FILE", help="a picture of loss, rate, speed and memory over steps, such as run.svg")
 parser.add_argument("--checkpoint", type=Path, help="a directory for states to go on from, one every so many steps")
 parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
 parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
@@ -194,19 +198,20 @@ if found := last_checkpoint():
 
 # --- training ---
 
+progress = Progress(args.steps, first, shown=rank == 0)
 start, since, saving = time.perf_counter(), first, None
 for step in range(first, args.steps):
     grads, value = gradients(params)
-    now = {name: lr * schedule(step) for name, lr in rates.items()}
-    params, state = update(grads, state, params, **now)
+    scheduled = {name: lr * schedule(step) for name, lr in rates.items()}
+    params, state = update(grads, state, params, **scheduled)
     losses += value
     if step % args.log_every == 0 or step == args.steps - 1:
         mean = over_ranks(losses / (step + 1 - line))
         now = time.perf_counter()
         speed = (step + 1 - since) * args.batch * args.seq / (now - start)
         held = sum(tensor.nbytes for tensor in optree.tree_leaves((params, state)))
-        if rank == 0:
-            print(f"step {step:5d}  loss {mean:.4f}  tokens/s {speed:,.0f}  bytes per rank {held:,}", flush=True)
+        shown = {"loss": float(mean), "lr": scheduled["lr"], "tokens/s": speed, "bytes per rank": held}
+        progress.show(step, **shown)
         start, since, line = now, step + 1, step + 1
         losses.zero_()
     if args.checkpoint and ((step + 1) % args.every == 0 or step == args.steps - 1):
@@ -218,6 +223,8 @@ for step in range(first, args.steps):
         saving = fs.checkpoint.save(path, everything(step + 1), spec, asynchronous=True)
 if saving is not None:
     saving.wait()  # while there are ranks
+if args.plot:
+    progress.plot(args.plot)
 
 # --- validation, and a sample: every rank takes part in the gathers ---
 

@@ -74,7 +74,9 @@ def test_train_gpt_learns(ranks: int, strategy: str) -> None:
     assert last < first - 1.5
     assert "validation loss" in output
     assert "sample:\ndef " in output
-    total, held = (re.search(pattern, output) for pattern in (r"total .* ([\d,]+)\n", r"bytes per rank ([\d,]+)\nvalid"))
+    total, held = (
+        re.search(pattern, output) for pattern in (r"total .* ([\d,]+)\n", r"bytes per rank ([\d,]+)  left 0:00\nvalid")
+    )
     assert total is not None
     assert held is not None
     per_rank = int(total[1].replace(",", ""))
