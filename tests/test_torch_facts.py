@@ -42,6 +42,26 @@ def fake_group() -> Iterator[str]:
     dist.destroy_process_group()
 
 
+def test_a_world_in_name() -> None:
+    """`_torch.fake_world` is a process group with groups inside it, and leaves none; real tensors stay real inside a mode."""
+    with _torch.fake_world(16):
+        group = _torch.resolve_group(_torch.axis_group(range(0, 16, 4)))
+        assert (group.size(), group.rank()) == (4, 0)
+        with _torch.fake_mode(), _torch.real_tensors():
+            assert (torch.ones(2) + 1).tolist() == [2, 2]
+        with pytest.raises(RuntimeError, match="has a process group"), _torch.fake_world(2):
+            pass
+        assert dist.get_world_size() == 16
+    assert not dist.is_initialized()
+
+
+def test_flops() -> None:
+    """`_torch.counted_flops` knows products, and 0 for others."""
+    x = torch.ones(2, 3)
+    assert _torch.counted_flops(torch.ops.aten.mm.default, (x, x.t()), {}, torch.ones(2, 2)) == 2 * 2 * 3 * 2
+    assert _torch.counted_flops(torch.ops.aten.add.Tensor, (x, x), {}, x) == 0
+
+
 def raw_gather(name: str) -> Callable[[Tensor], Tensor]:
     ops = torch.ops._c10d_functional
     return lambda x: ops.wait_tensor(ops.all_gather_into_tensor(x, 2, name))

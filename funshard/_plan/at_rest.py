@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from ..optim import from_torch
@@ -71,12 +72,13 @@ def optimizer_init(optimizer: object) -> Init | None:
 
 
 def state_bytes(spec: PartitionSpec, init: Init | None) -> StateBytes:
-    """Return the bytes of each unit's optimizer state, from shapes alone: ``init`` runs on the meta device."""
+    """Return the bytes of each unit's optimizer state, from shapes alone: ``init`` runs on fake tensors."""
     if init is None:
         return {}
-    shards = {unit.key: _meta_shard(spec, unit) for unit in spec if not unit.at_rest}
+    with _torch.fake_mode():
+        states = init({unit.key: _make_shard(spec, unit) for unit in spec if not unit.at_rest})
     found: StateBytes = {}
-    for key, state in init(shards).items():
+    for key, state in states.items():
         kinds = found[key] = {}
         for path, x in pytree.tree_flatten_with_path(state)[0]:
             if isinstance(x, Tensor) and x.dim():
@@ -85,9 +87,9 @@ def state_bytes(spec: PartitionSpec, init: Init | None) -> StateBytes:
     return found
 
 
-def _meta_shard(spec: PartitionSpec, unit: Unit) -> Tensor:
+def _make_shard(spec: PartitionSpec, unit: Unit) -> Tensor:
     length, dtype = spec.stored(unit)
-    shard = torch.empty(length, dtype=dtype, device="meta")
+    shard = torch.empty(length, dtype=dtype)
     return shard.requires_grad_(unit.requires_grad) if dtype.is_floating_point else shard
 
 

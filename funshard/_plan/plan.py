@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from .events import Category, Collective, Event, Phase
 from .forecast import CallForecast, StepFacts
 from .hardware import Hardware
 from .module_runs import module_runs
+from .run_step import record_step
 from .table import format_plan
 from .timeline import Held, Timeline
 
@@ -57,6 +58,8 @@ class Plan:
     optimizer_state: StateBytes
     tokens: int
     """Tokens of this rank's batch; 0 where computation is not counted."""
+    batch_bytes: int
+    """Bytes of this rank's batch, where activations are counted."""
     has_activations: bool
     """Whether activations are counted: the plan ran a step."""
 
@@ -69,7 +72,9 @@ class Plan:
     def at_rest(self) -> dict[Category, int]:
         """The bytes on the device between steps, by category."""
         there = [unit for unit in self.units.values() if not unit.on_host]
-        return {"parameters": sum(unit.parameters for unit in there), "optimizer": sum(unit.optimizer for unit in there)}
+        parameters, optimizer = (sum(getattr(unit, name) for unit in there) for name in ("parameters", "optimizer"))
+        batch: dict[Category, int] = {"activations": self.batch_bytes} if self.batch_bytes else {}
+        return {"parameters": parameters, "optimizer": optimizer, **batch}
 
     @property
     def host_bytes(self) -> int:
@@ -168,20 +173,27 @@ def plan(
     spec: PartitionSpec,
     *,
     batch: Any = None,
+    step: Callable[..., Any] | None = None,
     optimizer: object = "adamw",
     hardware: Hardware | None = None,
 ) -> Plan:
-    """Return what one rank holds, sends and computes in a training step, from shapes alone.
+    """Return what one rank holds, sends and computes in a training step, before it runs.
 
-    The mesh may have any sizes (``spec.on({"replicate": 32, "shard": 512})``), and no process group is needed. Gathers and
-    reductions are those of `functional_call`, with units in the order of ``spec.order``; the update writes in place, as with
-    ``donate=True``. A unit counts as read again in backward, which one of embeddings alone is not. Activations are not counted.
+    The mesh may have any sizes (``spec.on({"replicate": 32, "shard": 512})``), and no process group is needed.
+
+    Without ``step`` the plan is made from the spec alone. Gathers and reductions are those of `functional_call`, with units in
+    the order of ``spec.order``; the update writes in place, as with ``donate=True``. Activations are not counted.
+
+    With ``step`` the step runs once on fake tensors, on a process group of ranks in name only, and all that it allocates,
+    computes and sends is counted. Indices that a model computes from its data, such as a router's, are spread evenly.
     See ``examples/guide/planning.md``.
 
     Args:
         spec: The spec, on a mesh.
         batch: This rank's number of tokens, or its batch: tensors of which the first one with integers has an element for each
             token, or else the first one a row. Without it, computation takes no time.
+        step: ``step(params, state, batch, *, spec)``: the training step, which gives ``spec`` to `functional_call`. It may
+            leave ``spec`` out where its own is bound to no mesh, and the mesh here is one axis "shard". ``batch`` are tensors.
         optimizer: The name of a class of torch.optim, such as "adamw", such a class, the pair ``(init, update)``, or None.
         hardware: The rates that times are computed from; a `Hardware` with its defaults if not given.
 
@@ -190,6 +202,8 @@ def plan(
 
     Raises:
         ValueError: For simulated ranks, an axis of the mesh without a bandwidth, and an unknown optimizer.
+        RuntimeError: With ``step``, if this process has a process group.
+        NotImplementedError: With ``step``, for ``P(offload=...)`` where the batch is not on an accelerator.
 
     Example:
         >>> import torch, funshard as fs
@@ -204,10 +218,15 @@ def plan(
     spec = bind_spec(spec)
     if spec.bound_mesh.is_simulated:
         raise ValueError("plan: the spec is on simulated ranks: expected a mesh of processes, or sizes such as {'shard': 8}")
-    state = state_bytes(spec, optimizer_init(optimizer))
+    init = optimizer_init(optimizer)
+    state = state_bytes(spec, init)
     units = unit_bytes(spec, state)
     tokens = count_tokens(batch)
-    return Plan(spec, hardware or Hardware(), forecast(spec, units, tokens), units, state, tokens, False)
+    if step is None:
+        events, batch_bytes = forecast(spec, units, tokens), 0
+    else:
+        events, batch_bytes = record_step(step, spec, batch, init)
+    return Plan(spec, hardware or Hardware(), events, units, state, tokens, batch_bytes, step is not None)
 
 
 def count_tokens(batch: Any) -> int:

@@ -7,6 +7,7 @@ and runs, storages, and process groups.
 from .backward import *
 from .compiling import *
 from .dispatch import *
+from .fake_ranks import *
 from .files import *
 from .groups import *
 from .levels import *
