@@ -100,6 +100,8 @@ def needed(page: str) -> None:
 def test_blocks_run(gloo2: Pool, page: str, ranks: int, tmp_path: Path) -> None:
     """Every python block runs as it stands, on one rank and on two, and prints what the text block after it shows."""
     needed(page)
+    if ranks > 1 and "<!-- without a process group -->" in PAGES[page].read_text():
+        pytest.skip("the page is about what runs before there is a process group")
     if ranks == 1:
         run(page, str(tmp_path))
     else:
