@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -95,6 +96,44 @@ def test_simulated_ranks(attention: str, sizes: tuple[int, int]) -> None:
     want = in_one_process(sizes[0])
     for rank in range(len(xys)):
         check([{name: g[rank] for name, g in tree.items()} for tree in found], norm[rank], want)
+
+
+def in_replicas(mesh: Any, xy: Tensor, attention: str, p: fs.P) -> tuple[list[Tree], Tensor]:
+    """As `on_mesh`, with slices over some axes only."""
+    with mock.patch.object(example, "policy", return_value=fs.policies.by_path({"blocks.*": p}, p)):
+        return on_mesh(mesh, xy, attention)
+
+
+HSDP = [fs.P("shard"), fs.P(("shard", "context")), fs.P("context", reshard=False), fs.P()]
+
+
+@pairs
+@pytest.mark.parametrize("p", HSDP, ids=str)
+@pytest.mark.parametrize("order", [("replicate", "shard", "context"), ("context", "replicate", "shard")], ids="-".join)
+@pytest.mark.parametrize("attention", example.ATTENTION)
+def test_replicas_on_simulated_ranks(attention: str, order: tuple[str, ...], p: fs.P) -> None:
+    """2 x 2 x 2: the transposes of permute and all_to_all beside reductions over replicas, whatever is split."""
+    sizes = dict.fromkeys(order, 2)
+    xys = tokens(4).view(*(1 if name == "context" else 2 for name in order), 2, BATCH, SEQ)
+    xys = xys.expand(2, 2, 2, 2, BATCH, SEQ).reshape(8, 2, BATCH, SEQ)
+    found, norm = fs.testing.spmd(lambda mesh, xy: in_replicas(mesh, xy, attention, p), sizes)(xys)
+    want = in_one_process(4)
+    for rank in range(8):
+        check([{name: g[rank] for name, g in tree.items()} for tree in found], norm[rank], want)
+
+
+def in_replicas_on_rank(rank: int, attention: str, p: fs.P) -> tuple[list[Tree], Tensor]:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "context"))
+    return in_replicas(mesh, tokens(2)[rank // 2], attention, p)
+
+
+@each
+@pytest.mark.parametrize("p", HSDP, ids=str)
+@pytest.mark.parametrize("attention", example.ATTENTION)
+def test_replicas_on_four_ranks(gloo4: Pool, attention: str, p: fs.P) -> None:
+    want = in_one_process(2)
+    for found, norm in gloo4.run(in_replicas_on_rank, attention, p):
+        check(found, norm, want)
 
 
 def on_rank(rank: int, sizes: tuple[int, int], attention: str) -> tuple[list[Tree], Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 
 from .local import find_unmatched, mark_local
 from .spec import PartitionSpec
@@ -42,7 +43,12 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
     units = [unit for path, params in owned.items() for unit in _units(path, every[path], params)]
     for p in dict.fromkeys(every.values()):
         if (glob := find_unmatched(p.local_axes, (x for path in owned if every[path] == p for x in owned[path]))) is not None:
-            raise ValueError(f"{p}: '{glob}' matches no parameter of its units: expected a glob of names such as '*.up.weight'")
+            where, expected = "", "a glob of names such as '*.up.weight'"
+            for path, params in owned.items():
+                if name := next((name for param in params for name in param.names if fnmatchcase(name, glob)), None):
+                    where = f", but '{name}' of unit '{path}', which has {every[path]}"
+                    expected = "a policy that selects its module, too: what a policy leaves is replicated over local axes"
+            raise ValueError(f"{p}: '{glob}' matches no parameter of its units{where}: expected {expected}")
     encoded = [path for path in owned if every[path].at_rest]
     if encoded and not any(unit.at_rest for unit in units):
         raise ValueError(

@@ -197,9 +197,8 @@ def matrices(spec: PartitionSpec, *, select: Select | None = None, cost: Cost | 
     """
     spec = bind_spec(spec)
     found = select_matrices(spec, select, cost)
-    refuse_local(
-        (matrix.unit for matrix in found), "an optimizer of matrices", "select= without its parameters: a piece is no matrix"
-    )
+    instead = "select= without its parameters, which fallback= then updates: ranks along that axis have no matrix in common"
+    refuse_local((matrix.unit for matrix in found), "an optimizer of matrices", instead)
     batches = batch_matrices(found, spec)
     names = tuple(tuple(found[i].name for i in group) for group in batches)
     return Matrices(spec, tuple(assign_owners(found, batches, spec)), names)

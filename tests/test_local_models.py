@@ -1,0 +1,232 @@
+"""Local units in models as users write them: HSDP, axes of one rank, dropout, buffers, policies by size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from depth import each
+from ranks import Pool
+from test_local import batches, check, full_sizes, objective, of_rank, simulate, spec_of, whole_params
+from test_local_training import Tree, norm
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import funshard as fs
+from funshard.collectives import Axis
+
+HSDP = {"replicate": 2, "expert": 2, "shard": 2}
+ORDERS = [("replicate", "expert", "shard"), ("expert", "shard", "replicate"), ("shard", "replicate", "expert")]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "shard": {"axis": "shard"},
+    "kept": {"axis": "shard", "reshard": False},
+    "recomputed": {"axis": "shard", "remat": True},
+    "replicated": {"axis": None},
+    "on both axes": {"axis": ("replicate", "shard")},
+    "offloaded": {"axis": "shard", "offload": ("params", "activations")},
+    "aligned": {"axis": "shard", "align": 7},
+}
+
+
+@each
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_hsdp_with_experts(order: tuple[str, ...], option: str) -> None:
+    """Each expert's slices are on two replicas, whatever the order of the axes."""
+    simulate(("experts", "replicated"), full_sizes({name: HSDP[name] for name in order}), OPTIONS[option])
+
+
+@each
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("one", ["replicate", "expert", "shard", "tensor"])
+def test_an_axis_of_one_rank_beside_axes_of_two(one: str, at: int, option: str) -> None:
+    """In every place of the mesh."""
+    others = [name for name in ("expert", "shard", "tensor", "replicate") if name != one][:2]
+    names = [*others[:at], one, *others[at:]]
+    simulate(("pair", "experts"), full_sizes({name: 1 if name == one else 2 for name in names}), OPTIONS[option])
+
+
+# --- dropout ---
+
+FEATURES, HIDDEN, ROWS = 4, 12, 6
+
+
+class Dropped(nn.Module):
+    """Columns and rows, whose hidden features and results are dropped: a rank draws for its columns, all draw for results."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.up, self.down = nn.Linear(FEATURES, HIDDEN // ranks), nn.Linear(HIDDEN // ranks, FEATURES, bias=False)
+
+    def forward(self, x: Tensor, seeds: tuple[list[int], int], axis: Axis | None = None) -> Tensor:
+        columns, shared = seeds  # of the columns that this module has, by rank, and of what ranks share
+        x = self.first(x)
+        x = x * mask(shared, x)
+        hidden = self.up(x).tanh()
+        kept = torch.cat([mask(seed, part) for seed, part in zip(columns, hidden.chunk(len(columns), -1), strict=True)], -1)
+        y = self.down(hidden * kept)
+        return y if axis is None else fs.collectives.all_reduce(y, axis, reduce="sum")
+
+
+def mask(seed: int, like: Tensor) -> Tensor:
+    """Dropout's, drawn from torch's own generator."""
+    torch.manual_seed(seed)
+    return nn.functional.dropout(torch.ones_like(like), 0.4)
+
+
+def dropped(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    """Masks differ on all ranks, or on those that have other rows; the reference draws the same ones."""
+    torch.manual_seed(0)
+    whole = Dropped().double()
+    full = {name: p.detach() for name, p in whole.named_parameters()}
+    local = Dropped(sizes["tensor"]).double()
+    names = {"up.*": 0, "down.weight": 1}
+    spec = fs.policies.by_path({"": fs.P(**options, local={"tensor": names})})(local)
+    spec = spec.on(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    axis, at = spec.axis("tensor"), spec.bound_mesh["shard"].rank
+    xs = torch.randn(sizes["shard"], ROWS, FEATURES, dtype=torch.float64)
+    seeds = [([100 * group + part for part in range(sizes["tensor"])], 7 + group) for group in range(sizes["shard"])]
+
+    def loss(params: Tree) -> Tensor:
+        columns, shared = seeds[at]
+        mine = [columns[axis.rank]], shared
+        return objective(fs.functional_call(local, params, (xs[at], mine, axis), spec=spec))
+
+    def mean(params: Tree) -> Tensor:
+        values = [objective(torch.func.functional_call(whole, params, (x, seed))) for x, seed in zip(xs, seeds, strict=True)]
+        return torch.stack(values).mean()
+
+    params = fs.shard(full, spec)
+    direction = {name: p.cos() for name, p in full.items()}
+    found = [fs.grad(loss)(params), torch.func.grad(loss)(params), fs.hvp(loss, params, fs.shard(direction, spec))]
+    found.append(fs.accumulate(lambda p, _: loss(p), params, [0, 0], spec=spec)[0])
+    want = torch.func.grad(mean)(full)
+    for tree, of_one in zip(found, (want, want, fs.hvp(mean, full, direction), want), strict=True):
+        for name, got in fs.unshard(tree, spec).items():
+            torch.testing.assert_close(got, of_one[name], rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(fs.optim.global_norm(tree, spec), norm(of_one))
+
+
+DROPOUT_OPTIONS = [OPTIONS[name] for name in ("shard", "recomputed", "replicated", "offloaded", "kept")]
+
+
+@each
+@pytest.mark.parametrize("options", DROPOUT_OPTIONS, ids=str)
+@pytest.mark.parametrize("sizes", [{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"tensor": 1, "shard": 4}], ids=str)
+def test_dropout(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    gloo4.run(dropped, sizes, options)
+
+
+@pytest.mark.parametrize("options", DROPOUT_OPTIONS[:2], ids=str)
+def test_dropout_on_two_ranks(gloo2: Pool, options: dict[str, Any]) -> None:
+    gloo2.run(dropped, {"shard": 1, "tensor": 2}, options)
+
+
+# --- buffers ---
+
+
+class Counting(nn.Module):
+    """Experts, each with its BatchNorm over rows of all ranks and a counter of them: buffers of a rank's own experts."""
+
+    def __init__(self, experts: int, ranks: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts // ranks, FEATURES, FEATURES))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(FEATURES, affine=False) for _ in range(experts // ranks))
+        self.head = nn.Linear(FEATURES, FEATURES)
+        self.register_buffer("rows", torch.zeros(experts // ranks))
+
+    def forward(self, x: Tensor, axis: Axis | None = None) -> Tensor:
+        """Of rows [experts * n, features], n for each expert."""
+        size = 1 if axis is None else axis.size
+        there = x if axis is None else fs.collectives.all_to_all(x, axis)
+        rows = there.view(size, len(self.weight), -1, FEATURES)
+        self.rows += rows.shape[0] * rows.shape[2]
+        outs = []
+        for i, (weight, bn) in enumerate(zip(self.weight, self.norms, strict=True)):
+            y = bn((rows[:, i].flatten(0, 1) @ weight).tanh())
+            outs.append(y.view(size, 1, -1, FEATURES))
+        y = torch.cat(outs, 1).reshape(x.shape)
+        return self.head(y if axis is None else fs.collectives.all_to_all(y, axis))
+
+
+def counted(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    """Statistics of an expert are those of its rows, on whatever ranks; the call returns a rank's own."""
+    torch.manual_seed(0)
+    experts, group = 4, sizes["expert"]
+    whole, local = Counting(experts).double(), Counting(experts, group).double()
+    full = {name: p.detach() for name, p in whole.named_parameters()}
+    p = fs.P(**options)
+    spec = fs.policies.by_path({"": fs.P(**options, local={"expert": {"weight": 0}}), "head": p})(local)
+    spec = spec.on(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    axis, at = spec.axis("expert"), {name: x.rank for name, x in spec.bound_mesh.axes}
+    xs = torch.randn(sizes["shard"], group, experts * 3, FEATURES, dtype=torch.float64)
+
+    def loss(params: Tree) -> tuple[Tensor, Tree]:
+        x, buffers = xs[at["shard"], at["expert"]], {name: b.clone() for name, b in local.named_buffers()}
+        return objective(fs.functional_call(local, params, (x, axis), spec=spec, buffers=buffers)), buffers
+
+    def mean(params: Tree) -> tuple[Tensor, list[Tree]]:
+        """Of the groups of ranks that share experts, whose rows have one set of statistics."""
+        values, states = [], []
+        for of_group in xs:
+            buffers = {name: b.clone() for name, b in whole.named_buffers()}
+            x = of_group.view(group, experts, -1, FEATURES).transpose(0, 1).reshape(-1, FEATURES)
+            values.append(objective(torch.func.functional_call(whole, (params, buffers), (x,))))
+            states.append(buffers)
+        return torch.stack(values).mean(), states
+
+    params = fs.shard(full, spec)
+    grads, buffers = fs.grad(loss, has_aux=True)(params)
+    want, states = torch.func.grad(mean, has_aux=True)(full)
+    for name, got in fs.unshard(grads, spec).items():
+        torch.testing.assert_close(got, want[name], rtol=1e-9, atol=1e-11)
+    mine, first = states[at["shard"]], at["expert"] * (experts // group)
+    torch.testing.assert_close(buffers["rows"], mine["rows"][first : first + experts // group])
+    for i in range(experts // group):
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(buffers[f"norms.{i}.{name}"], mine[f"norms.{first + i}.{name}"])
+    floating = {name: b for name, b in buffers.items() if b.is_floating_point()}
+    averaged = fs.averaging.average_buffers(floating, spec, axes="shard")
+    for name, got in averaged.items():
+        path = name.split(".")
+        theirs = ".".join([path[0], str(first + int(path[1])), *path[2:]]) if len(path) > 1 else name
+        mean_of = torch.stack([state[theirs].detach() for state in states]).mean(0)
+        torch.testing.assert_close(got, mean_of if len(path) > 1 else mean_of[first : first + experts // group])
+
+
+@each
+@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("shard", "recomputed", "replicated", "kept")], ids=str)
+@pytest.mark.parametrize("sizes", [{"shard": 2, "expert": 2}, {"expert": 4, "shard": 1}], ids=str)
+def test_buffers_of_experts(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    gloo4.run(counted, sizes, options)
+
+
+def test_buffers_of_experts_on_two_ranks(gloo2: Pool) -> None:
+    gloo2.run(counted, {"expert": 2, "shard": 1}, OPTIONS["shard"])
+
+
+# --- policies ---
+
+
+@pytest.mark.parametrize("min_numel", [1, 60, 130])
+def test_by_size(min_numel: int) -> None:
+    """Units by size, each local where its parameters are; a piece that would be in the root, replicated, is refused."""
+    sizes = full_sizes({"tensor": 2, "shard": 2})
+    kinds = ("pair", "replicated", "pair")
+    torch.manual_seed(1)
+    xs, (model, _), (_, full) = batches(sizes), spec_of(kinds, sizes, {"axis": "shard"}), whole_params(kinds)
+    p = fs.P("shard", local={"tensor": {"layers.?.up.*": 0, "layers.?.down.weight": 1}})
+    if min_numel == 60:
+        message = r"'layers.\?.down.weight' matches no .*, but 'layers.0.down.weight' of unit '', .*: what a policy leaves"
+        with pytest.raises(ValueError, match=message):
+            fs.by_size(min_numel, p=p)(model)
+        return
+    spec = fs.by_size(min_numel, p=p)(model)
+    local = {param.name for unit in spec for param in unit.params if param.local}
+    assert local == {f"layers.{i}.{name}" for i in (0, 2) for name in ("up.weight", "up.bias", "down.weight")}
+    found = fs.testing.spmd(lambda mesh, x: of_rank(mesh, model, spec, full, x, eager=False), sizes)(xs)
+    for rank in range(len(xs)):
+        check({name: {key: x[rank] for key, x in tree.items()} for name, tree in found.items()}, kinds, xs)

@@ -1,0 +1,149 @@
+"""Optimizers and averages of local units are those of the whole parameters in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from depth import each
+from ranks import Pool
+from test_local import objective
+from test_local_training import MESHES, MICRO, Rank, Tree
+from torch import Tensor
+
+import funshard as fs
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2}),
+    "Adam": (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "Rprop": (torch.optim.Rprop, {}),
+}
+KERNELS: dict[str, dict[str, Any]] = {
+    "single": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "fused, donated": {"fused": True, "donate": True},
+}
+FUSED = ("SGD", "Adagrad", "Adam", "AdamW")
+
+
+def trained(rank: int, sizes: dict[str, int], options: dict[str, Any], name: str, kernel: str) -> None:
+    """Steps with an option of a parameter's own, and the state by parameter name."""
+    case = Rank(rank, sizes, options)
+    cls, settings = OPTIMIZERS[name]
+    want = {name: p.clone().requires_grad_() for name, p in case.full.items()}
+    bias = [p for name, p in want.items() if name.endswith("bias")]
+    others = [p for name, p in want.items() if not name.endswith("bias")]
+    lr = settings.get("lr", 0.01)
+    theirs = cls([{"params": others}, {"params": bias, "lr": lr / 2}], **settings)
+    of_bias = lambda name, _: {"lr": lr / 2} if name.endswith("bias") else {}  # noqa: E731
+    init, update = fs.optim.from_torch(cls, **settings, **KERNELS[kernel], spec=case.spec, options=of_bias)
+    params = {key: p.clone() for key, p in case.params.items()}
+    state = init(params)
+    for i in range(MICRO):
+        loss = torch.stack([objective(torch.func.functional_call(case.whole, want, (x[i],))) for x in case.xs]).mean()
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()
+        params, state = update(fs.grad(case.loss)(params, case.x[i]), state, params)
+    case.check(params, {name: p.detach() for name, p in want.items()}, rtol=1e-6, atol=1e-8)
+    names = [name for name, value in theirs.state[others[0]].items() if isinstance(value, Tensor) and value.dim()]
+    for of_torch in names:
+        slices = {key: values[of_torch] for key, values in state.items()}
+        case.check(slices, {name: theirs.state[p][of_torch] for name, p in want.items()}, rtol=1e-6, atol=1e-8)
+
+
+@each
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("options", [{"axis": "shard"}, {"axis": None}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any], name: str) -> None:
+    sizes = {"shard": 1, **sizes}
+    gloo4.run(trained, sizes, options, name, "single")
+
+
+@each
+@pytest.mark.parametrize("sizes", MESHES[:2], ids=str)
+@pytest.mark.parametrize("kernel", list(KERNELS)[1:])
+@pytest.mark.parametrize("name", FUSED)
+def test_kernels(gloo4: Pool, sizes: dict[str, int], kernel: str, name: str) -> None:
+    gloo4.run(trained, sizes, {"axis": "shard"}, name, kernel)
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
+def test_two_ranks(gloo2: Pool, name: str) -> None:
+    gloo2.run(trained, {"expert": 2, "shard": 1}, {"axis": "shard"}, name, "fused")
+
+
+def averaged(rank: int, sizes: dict[str, int]) -> None:
+    """Replicas drift apart, average sometimes, and never with ranks that hold other pieces."""
+    case = Rank(rank, {"shard": 1, **sizes}, {"axis": "shard"})
+    replica = case.spec.axis("replicate").rank
+
+    def drifted(by: Tensor | float) -> Tree:
+        return {name: p * (1 + by) for name, p in case.full.items()}
+
+    mine, mean = fs.shard(drifted(float(replica)), case.spec, check_values=False), drifted(0.5)
+    state = fs.averaging.init()
+    for step in range(4):
+        params, state = fs.averaging.periodic(mine, state, case.spec, period=2)
+        want = drifted(float(replica)) if step % 2 else mean
+        for key, p in fs.shard(want, case.spec, check_values=False).items():
+            torch.testing.assert_close(params[key], p)
+    average = fs.averaging.average(mine, case.spec, axes="replicate")
+    case.check(average, mean)
+    smooth = fs.averaging.ema(average, case.params, decay=0.75)
+    case.check(smooth, {name: 0.75 * p + 0.25 * case.full[name] for name, p in mean.items()})
+    early = fs.averaging.choose_reduce_axes(fs.averaging.init(5), case.spec, start=2, reduce_axes="shard")
+    assert "replicate" not in early
+
+
+@each
+@pytest.mark.parametrize(
+    "sizes", [{"replicate": 2, "expert": 2, "shard": 1}, {"tensor": 2, "replicate": 2, "shard": 1}], ids=str
+)
+def test_averages_of_replicas(gloo4: Pool, sizes: dict[str, int]) -> None:
+    gloo4.run(averaged, sizes)
+
+
+@pytest.mark.parametrize("optimizer", [fs.optim.muon, fs.optim.shampoo, fs.optim.soap], ids=lambda f: f.__name__)
+def test_matrices_of_local_units_are_refused(optimizer: Any) -> None:
+    """A rank's experts are whole matrices, and its columns are none: neither are matrices that ranks share."""
+    model = torch.nn.ParameterDict({"experts": torch.zeros(2, 4, 4), "columns": torch.zeros(4, 4), "plain": torch.zeros(4, 4)})
+    by_name = {"expert": {"experts": 0, "columns": 1}}
+    spec = fs.policies.whole(fs.P("shard", local=by_name))(model).on({"expert": 2, "shard": 1})
+    message = r"local over axis 'expert', and an optimizer of matrices .*select= without its parameters, which fallback= then"
+    with pytest.raises(NotImplementedError, match=message):
+        optimizer(spec)  # by default all with two dimensions
+    with pytest.raises(NotImplementedError, match=message):
+        fs.optim.matrices(spec, select=lambda name, _: name == "experts")
+    plain = fs.optim.matrices(spec, select=lambda name, _: name == "plain")
+    assert [matrix.name for matrix in plain.chosen] == ["plain"]
+
+
+def beside_matrices(rank: int, name: str) -> None:
+    """What the optimizer of matrices does not take is the fallback's: local pieces are updated as by AdamW alone."""
+    case = Rank(rank, {"expert": 2, "shard": 2}, {"axis": "shard"})
+    grads = fs.grad(case.loss)(case.params, case.x[0])
+    fallback = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, spec=case.spec)
+    chosen = fs.optim.matrices(case.spec, select=lambda name, _: name == "layers.2.linear.weight")
+    init, update = getattr(fs.optim, name)(chosen, fallback=fallback)
+    params, _ = update(grads, init(case.params), case.params)
+    plain, _ = fallback.update(grads, fallback.init(case.params), case.params)
+    found, want = fs.unshard(params, case.spec), fs.unshard(plain, case.spec)
+    for key, value in found.items():
+        assert torch.equal(value, want[key]) == (key != "layers.2.linear.weight"), key
+
+
+@pytest.mark.parametrize("name", ["muon", "shampoo", "soap"])
+def test_experts_beside_an_optimizer_of_matrices(gloo4: Pool, name: str) -> None:
+    gloo4.run(beside_matrices, name)
