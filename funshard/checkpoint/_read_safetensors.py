@@ -138,6 +138,7 @@ def _open_tensors(path: Path, stack: ExitStack, rename: Callable[[str], str | No
 
 
 def _open_tensor(file: Path, key: str, opened: Any) -> _FileTensor:
+    """Return a tensor of an open file without reading it; raise ValueError for an unknown dtype."""
     found = opened.get_slice(key)
     dtype = DTYPES.get(found.get_dtype())
     if dtype is None:
@@ -208,6 +209,7 @@ def _find_tensors(param: Param, stored: Mapping[str, _FileTensor]) -> list[_File
 
 
 def _check_tensor(stored: _FileTensor, param: Param, unit: Unit, sizes: Mapping[str, int], *, cast: bool) -> None:
+    """Raise ValueError unless a stored tensor fits; with ``cast``, another floating-point dtype does."""
     where, shape = f"parameter '{param.name}' of unit '{unit.key}'", whole_shape(param, sizes)
     if stored.shape != shape:
         hint = describe_pieces(param, sizes)
@@ -222,6 +224,7 @@ def _check_tensor(stored: _FileTensor, param: Param, unit: Unit, sizes: Mapping[
 
 
 def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpec, rank: int, ranks: int) -> Tensor:
+    """Read this rank's slice of a unit. Parameters stored under several names must be equal under all."""
     leaf = parameter_slice(unit)
     memory = leaf.allocate(spec)
     for part in leaf.ranges(memory, spec, rank, ranks):

@@ -174,6 +174,7 @@ def _is_left_over(path: Path) -> bool:
 
 
 def _is_locked(lock: Path) -> bool:
+    """Return whether a process holds the lock; False if the file is gone."""
     try:
         handle = os.open(lock, os.O_RDWR)
     except FileNotFoundError:

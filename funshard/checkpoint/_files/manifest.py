@@ -19,6 +19,7 @@ MANIFEST = "funshard.json"
 METADATA = ".metadata"
 """The name of torch's metadata file, which says where each tensor is in the other files."""
 VERSION = 1
+"""The version of the manifest's format."""
 MAX_SEQUENCE = SIZE_LIMIT - 1
 """The highest sequence number: checkpoints that have it are ordered by time alone."""
 

@@ -29,6 +29,7 @@ from .regular import SIZE_LIMIT, read_regular
 __all__ = ["StorageInfo", "read_metadata"]
 
 DCP = f"{dcp.__name__}."
+"""The prefix of the classes that a metadata file pickles."""
 STORAGE_INFO, LAYOUT = f"{filesystem.__name__}._StorageInfo", f"{serialization.__name__}._get_layout"
 CLASSES = "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata"
 NAMES = {STORAGE_INFO, LAYOUT, "torch.Size", "collections.OrderedDict", "builtins.getattr", f"{DCP}_MEM_FORMAT_ENCODING"} | {

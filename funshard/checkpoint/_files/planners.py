@@ -151,6 +151,7 @@ def _allocate_staging(nbytes: int, devices: set[torch.device]) -> Tensor:
 
 
 def _align(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to a multiple of 16."""
     return nbytes + -nbytes % 16
 
 

@@ -108,6 +108,7 @@ def _has_layout(target: Tensor, found: Record) -> bool:
 
 
 def _read_exactly(file: BinaryIO, offset: int, size: int) -> bytes:
+    """Read ``size`` bytes at an offset; raise DamagedError if the file ends before."""
     file.seek(offset)
     raw = b""
     while len(raw) < size and (more := file.read(size - len(raw))):

@@ -57,6 +57,7 @@ GRACE = 2.0
 
 
 def _run_exchange(value: str, group: str, rank: int, size: int, timeout: timedelta) -> list[str]:
+    """Return the values of all ranks, in their order, exchanged through the default store."""
     store, prefix, name = _torch.default_store(), f"funshard/checkpoint/{group}", uuid.uuid4().hex
     requests, answer = [f"{prefix}/from/{i}" for i in range(size)], f"{prefix}/to/{name}"
     own = json.dumps([name, value])

@@ -245,4 +245,5 @@ def _exchange_rows(own: list[int], mesh: Mesh, timeout: timedelta) -> list[list[
 
 
 def _error_text(error: Exception | None) -> tuple[str, str] | None:
+    """Return the class and the message of an error."""
     return None if error is None else (type(error).__name__, str(error))

@@ -43,6 +43,7 @@ def range_to_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
 
 
 def _iter_boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """Yield the boxes that the elements ``begin`` to ``end`` of a row-major tensor make up, in order."""
     if begin == end:
         return
     if len(shape) < 2:

@@ -231,4 +231,5 @@ def is_uniform(numbers: Tensor) -> bool:
 
 
 def _flatten(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements in one dimension, detached and without lazy conjugation or negation."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)

@@ -124,6 +124,7 @@ def _check_replicas(every: list[dict[str, tuple[str, int, int]]]) -> None:
 
 
 def _check_distinct(names: list[str]) -> None:
+    """Raise ValueError if two leaves of a state have one name."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
