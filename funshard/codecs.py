@@ -39,6 +39,7 @@ NF4 = (
 """The 16 values of NormalFloat: quantiles of the normal distribution, with a zero. Appendix E of Dettmers et al., 2023."""
 
 _MIDDLES = tuple((a + b) / 2 for a, b in itertools.pairwise(NF4))
+"""The bounds between neighbouring levels of NF4."""
 _PAIRS = tuple((a, b) for a in NF4 for b in NF4)
 """The two values that each byte stands for."""
 _SCALES = 256
@@ -86,6 +87,7 @@ def nf4(block: int = 64, *, double_quant: bool = False) -> Codec:
 
 
 def _check_block(block: object, of: int) -> None:
+    """Raise TypeError or ValueError unless ``block`` is a positive multiple of ``of``."""
     if not isinstance(block, int) or isinstance(block, bool):
         raise TypeError(f"block: expected a whole number of elements, got {block!r}")
     if block < 1 or block % of:
@@ -153,6 +155,7 @@ class _FromNF4:
 
 
 def _widen_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return float32, or the dtype if it is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 

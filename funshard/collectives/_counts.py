@@ -60,6 +60,7 @@ def check_counts(x: Tensor, ranks: int, send: Sequence[int], receive: Sequence[i
 def _compare_counts(
     x: Tensor, axis: ProcessAxis, send_counts: Counts, receive_counts: Counts | None, size: int | None
 ) -> tuple[list[int], list[int]]:
+    """Return the counts to send and to receive, compared between ranks; even ones where only shapes count."""
     n, here = axis.size, axis.rank or 0
     with _torch.below_transforms():
         if _torch.is_fake(_torch.unwrap(x)) or _torch.is_fake(torch.empty(0, device="cpu")):  # only shapes are asked for
@@ -92,6 +93,7 @@ def _compare_counts(
 
 
 def _to_list(name: str, counts: Counts) -> list[int]:
+    """Return counts as a list; raise ValueError for floats, other shapes than [N], and counts under vmap."""
     if not isinstance(counts, Tensor):
         return [*counts]
     if counts.dim() != 1 or counts.is_floating_point():

@@ -43,6 +43,7 @@ def _check_reduce(reduce: str) -> str:
 
 
 def _check_reducible(reduce: str, x: Tensor) -> str:
+    """Return ``reduce``; raise TypeError for the mean of an integer or bool tensor."""
     if _check_reduce(reduce) == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"a mean over ranks needs a floating point tensor, got {x.dtype}; use reduce='sum'")
     return reduce

@@ -222,6 +222,7 @@ def _broadcast_stack(x: Tensor, root: int) -> Tensor:
 
 
 def _sum_to(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+    """Start a sum over ranks that only the root gets: the others get zeros."""
     total = _make_all_reduce("sum")(x, context, own)
     is_root = _torch.resolve_group(context.name).rank() == context.root
     return total if is_root else total.then(torch.zeros_like)

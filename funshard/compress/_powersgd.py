@@ -237,11 +237,13 @@ def _pieces(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec, over: tu
 
 
 def _matrix(tensor: Tensor, n: int, m: int) -> Tensor:
+    """Return a tensor as a matrix [n, m], padded with zeros."""
     flat = tensor.reshape(-1)
     return (torch.nn.functional.pad(flat, (0, n * m - len(flat))) if n * m > len(flat) else flat).view(n, m)
 
 
 def _check_state(state: PowerSGD, shapes: Mapping[str, Shape], error_feedback: bool) -> None:
+    """Raise ValueError unless the state has the tensors of these matrices, in their shapes."""
     for key, (n, m, r) in shapes.items():
         parts = (("q", state.q, (m, r)), *((("error", state.error, (n, m)),) if error_feedback else ()))
         for part, tensors, shape in parts:

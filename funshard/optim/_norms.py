@@ -220,4 +220,5 @@ def upcast(tensor: Tensor) -> Tensor:
 
 
 def _combine(values: Tensor, p: float) -> Tensor:
+    """Combine the parts of a p-norm: their sum, or for p = inf their maximum; 0 if there are none."""
     return values.sum() if p < math.inf or not values.numel() else values.amax()

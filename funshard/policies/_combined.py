@@ -65,5 +65,6 @@ def override(base: Policy, extra: Policy) -> Policy:
 
 
 def _build_override(base: Policy, extra: Policy, tree: ModuleTree) -> PartitionSpec:
+    """Build a spec of the units of both policies; ``extra`` decides for modules that both choose, ``base`` for the root."""
     first, second = base(tree), extra(tree)
     return build(drop_ignored(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)

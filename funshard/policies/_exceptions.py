@@ -77,12 +77,14 @@ def _build_ignoring(policy: Policy, modules: list[object], params: list[object],
 
 
 def _matches_module(item: object, node: ModuleTree) -> bool:
+    """Return whether a pattern matches a path of the module, or the item is its class, a base class, or itself."""
     if isinstance(item, str):
         return any(matches_path(item.split("."), path.split(".")) for path in node.names)
     return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
 
 
 def _matches_param(item: object, param: Param, owner: ModuleTree) -> bool:
+    """Return whether a pattern matches a name of the parameter, or the item is the parameter itself."""
     if isinstance(item, str):
         return any(matches_path(item.split("."), name.split(".")) for name in param.names)
     own = owner.module._parameters
@@ -118,6 +120,7 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
 
 
 def _build_full_precision(policy: Policy, classes: tuple[type[nn.Module], ...], tree: ModuleTree) -> PartitionSpec:
+    """Build the policy's spec with modules of these classes as units, in float32 where their parameters are cast."""
     full = Precision(param=torch.float32, restore_outputs=True)
     spec = policy(tree)
     chosen = dict(spec.selected)

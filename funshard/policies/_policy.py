@@ -63,6 +63,7 @@ def format_call(name: str, *args: object, p: P | None = None) -> str:
 
 
 def _text(item: object) -> str:
+    """Return an argument in a policy's repr: classes and functions by name, modules and tensors by class."""
     if isinstance(item, type):
         return item.__name__
     if isinstance(item, nn.Module | torch.Tensor):

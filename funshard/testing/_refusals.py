@@ -75,6 +75,7 @@ def explain_vmap(model: nn.Module) -> Generator[None]:
 
 
 def _runs_checkpoint(traceback: TracebackType | None) -> bool:
+    """Return whether a traceback has a frame of torch.utils.checkpoint."""
     while traceback is not None:
         if traceback.tb_frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             return True

@@ -42,6 +42,7 @@ def check_step(
 
 
 def _check_slice(what: str, tensor: object, like: Tensor, numel: int) -> None:
+    """Raise TypeError or ValueError unless this is a slice of ``numel`` elements with the dtype and device of ``like``."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what}: expected a tensor, got {type(tensor).__name__}; what is not used has gradient zeros")
     if tuple(tensor.shape) != (numel,) or tensor.dtype != like.dtype or tensor.device != like.device:
@@ -50,6 +51,7 @@ def _check_slice(what: str, tensor: object, like: Tensor, numel: int) -> None:
 
 
 def _check_state(known: Matrices, slots: Sequence[str], owned: OwnedShapes, key: str, state: object) -> None:
+    """Raise TypeError or ValueError unless the state of a unit is that of its matrices."""
     if not isinstance(state, MatrixState):
         raise TypeError(f"state of unit '{key}': expected a MatrixState, got {type(state).__name__}; make it by init(params)")
     names = known._names_in(key)

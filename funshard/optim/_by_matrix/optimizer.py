@@ -110,6 +110,7 @@ def break_graphs(optimizer: MatrixOptimizer, name: str, why: str) -> MatrixOptim
 
 
 def _owned_shapes(rule: MatrixRule, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that only a matrix's owner has, by their names in the state."""
     state = rule.init_owned(torch.empty(shape, dtype=dtype, device="meta"))
     return {name: tuple(x.shape) for name, x in state.items() if name not in rule.slots}
 

@@ -107,6 +107,7 @@ def _gather_state(state: MatrixState, unit: Unit, old: Matrices, known: frozense
 
 
 def _gather_params(piece: Tensor, unit: Unit, old: Matrices) -> Params:
+    """Gather a unit's parameters, by name; their gradients are summed over ranks."""
     buffer = gather_unit(piece, unit, old.spec.bound_mesh, SUM)
     return {param.name: x for param, x in zip(unit.params, unflatten_unit(buffer, unit), strict=True)}
 
@@ -116,6 +117,7 @@ def _keep_names(tensors: Params, names: set[str]) -> Params:
 
 
 def _common_number(numbers: Tensor, what: str) -> Tensor:
+    """Return the number that all parameters of a unit share; raise ValueError if theirs differ."""
     if numbers.dim() and bool((numbers != numbers[0]).any()):
         raise ValueError(f"reshard: {what}: expected one number for all parameters of a unit, got {numbers.tolist()}")
     return numbers if not numbers.dim() else numbers[0]

@@ -155,6 +155,7 @@ def check_fits(
 
 
 def _check_like(what: str, grad: object, param: Tensor) -> None:
+    """Raise TypeError or ValueError unless a gradient is dense and has its parameter's shape, dtype and device."""
     if not isinstance(grad, Tensor):
         raise TypeError(f"{what}: expected a tensor, got {type(grad).__name__}; an unused parameter has gradient zeros")
     if grad.layout != torch.strided:
