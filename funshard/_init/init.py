@@ -144,6 +144,7 @@ def _init_units(
 
 
 def _check_whole(full: Mapping[str, Tensor], spec: PartitionSpec) -> None:
+    """Raise ValueError for a local parameter of which ``full`` has one rank's piece."""
     sizes = dict(spec.bound_mesh.sizes)
     for param in (param for unit in spec for param in unit.params if param.local):
         shape = whole_shape(param, sizes)
@@ -213,6 +214,7 @@ def init_buffers(
 
 
 def _unit_param_name(slot: Slot, spec: PartitionSpec) -> tuple[str, ...]:
+    """Return the name that a unit has for a slot, in a tuple; an empty tuple if no unit owns it."""
     owned = spec.by_name.get(slot.name) if slot.param else None
     return () if owned is None else (owned[1].name,)
 
@@ -231,6 +233,7 @@ def _resolve_device(spec: PartitionSpec, device: torch.device | str | None) -> t
 
 
 def _resolve_seed(seed: int | None, init_fn: InitFn | None) -> int:
+    """Return the seed, torch's initial one for None; raise TypeError for an argument of another type."""
     if init_fn is not None and not callable(init_fn):
         raise TypeError(f"init: init_fn: expected a function of a module, got {type(init_fn).__name__}")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -102,6 +102,7 @@ class InitSandbox:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors begin at one element of the same storage."""
     return _torch.storage_id(a) == _torch.storage_id(b) and a.storage_offset() == b.storage_offset()
 
 

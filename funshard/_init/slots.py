@@ -106,6 +106,7 @@ def find_initialisers(model: nn.Module, init_fn: InitFn | None) -> list[Initiali
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules inside a module and then itself, each once."""
     if module in seen:
         return
     seen.add(module)

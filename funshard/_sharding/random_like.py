@@ -169,6 +169,7 @@ def _draw_signs(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _has_fractions(tensor: Tensor) -> bool:
+    """Return whether a tensor holds no whole numbers: it is floating-point, complex or bool."""
     return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
 
 

@@ -139,6 +139,7 @@ def _own_functions(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
 
 
 def _captured_objects(function: FunctionType) -> Iterator[object]:
+    """Yield the objects that a function holds: its closure, its defaults, and the owners of bound methods there."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     for value in (*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield value
@@ -148,6 +149,7 @@ def _captured_objects(function: FunctionType) -> Iterator[object]:
 
 
 def _is_filled(cell: Any) -> bool:
+    """Return whether a cell of a closure has a value."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

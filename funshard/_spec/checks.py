@@ -46,6 +46,7 @@ def check_shards(shards: Mapping[str, Tensor], spec: PartitionSpec, *, part: boo
 
 
 def _check_stored(shards: Mapping[str, Tensor], spec: PartitionSpec, units: Iterable[Unit], *, part: bool = False) -> None:
+    """Raise an error unless the shards fit the spec: by bytes for units with ``at_rest``, else by length and dtype."""
     lengths: dict[str, int] = {}
     stored = spec._all_stored()
     for unit in units:
@@ -140,6 +141,7 @@ def take_full_params(params: Mapping[str, Tensor], unit: Unit, sizes: Mapping[st
 
 
 def _take_full(params: Mapping[str, Tensor], param: Param, unit: Unit, sizes: Mapping[str, int] | None = None) -> Tensor:
+    """Return a full parameter, found under any of its names; raise ValueError or TypeError unless it fits."""
     tensor = next((params[name] for name in param.names if name in params), None)
     shape = param.shape if sizes is None else whole_shape(param, sizes)
     if tensor is None:
@@ -192,6 +194,7 @@ def collect_full_params(model_or_params: nn.Module | Mapping[str, Tensor], spec:
 
 
 def _collect_from_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tensor]:
+    """Return a model's parameters by each name, detached; raise ValueError unless they fit the spec."""
     for path, module in model.named_modules():
         check_not_compiled(path, module)
     named = dict(model.named_parameters(remove_duplicate=False))

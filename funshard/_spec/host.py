@@ -35,6 +35,7 @@ def compute_device(unit: Unit, mesh: Mesh) -> torch.device | None:
 
 @_torch.assume_constant
 def _mesh_compute_device(mesh: Mesh) -> torch.device | None:
+    """Return the mesh's device, a constant to torch.compile."""
     return mesh.device
 
 
@@ -49,5 +50,6 @@ def check_host_resident(shards: Mapping[str, Tensor], spec: PartitionSpec) -> No
 
 
 def _host_resident_units(spec: PartitionSpec) -> tuple[tuple[str, torch.device], ...]:
+    """Return the keys of the units that live in host memory, and the device on which each is used."""
     devices = ((unit.key, compute_device(unit, spec.bound_mesh)) for unit in spec)
     return tuple((key, device) for key, device in devices if device is not None)

@@ -125,6 +125,7 @@ def _policy_of(context_fn: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def _is_saved(fn: Callable[..., Any], answer: object) -> bool:
+    """Return whether the answer of a save function means to save; raise TypeError for an answer of another kind."""
     if isinstance(answer, bool):
         return answer
     if answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):

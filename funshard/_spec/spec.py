@@ -270,6 +270,7 @@ class PartitionSpec:
 
 
 def _count_slices(spec: PartitionSpec, p: P) -> int:
+    """Return into how many slices the axes of ``p`` split a unit."""
     sizes = dict(spec.sizes or ())
     return torch.Size(sizes[axis] for axis in p.axes).numel()
 
@@ -279,11 +280,13 @@ def _stored_by_key(spec: PartitionSpec) -> dict[str, tuple[int, torch.dtype]]:
 
 
 def _stored_of(unit: Unit, spec: PartitionSpec) -> tuple[int, torch.dtype]:
+    """Return the length and dtype of a unit's shard: those of its bytes with ``at_rest``."""
     numel = spec.shard_numel(unit)
     return (unit.at_rest._describe_encoding(numel, unit.dtype)[0], torch.uint8) if unit.at_rest else (numel, unit.dtype)
 
 
 def _restrict(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSpec:
+    """Return the spec of these units inside the module at ``path``, which keeps no remat and no compile of its own."""
     return dataclasses.replace(
         spec,
         selected=tuple((inner, p) for inner, p in spec.selected if inner != path and is_within(inner, path)),

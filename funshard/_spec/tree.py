@@ -168,6 +168,7 @@ class ModuleTree:
 
 
 def _prune(node: ModuleTree, gone: set[str], cut: set[str]) -> ModuleTree:
+    """Return the tree without the parameters ``gone`` and the modules ``cut``."""
     return dataclasses.replace(
         node,
         params=tuple(p for p in node.params if p.name not in gone),
@@ -237,6 +238,7 @@ def _collect_names(
     paths: dict[nn.Module, list[str]],
     names: dict[torch.Tensor, list[str]],
 ) -> None:
+    """Collect every path of each module and name of each parameter; refuse cycles, and compiled and lazy modules."""
     if module in above:
         raise ValueError(f"module '{path}' contains itself: expected a tree of modules")
     check_not_compiled(path, module)

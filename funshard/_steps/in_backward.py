@@ -271,6 +271,7 @@ def _clip(grads: Params, max_norm: float | Tensor | None, norm: Tensor | None, s
 
 
 def _check_state(state: object, params: Mapping[str, Tensor]) -> None:
+    """Raise TypeError or ValueError unless the state is a dict with an entry for each unit."""
     if not isinstance(state, Mapping):
         raise TypeError(f"update_in_backward: state: expected a dict by unit key, got {type(state).__name__}")
     for key in params:

@@ -75,6 +75,7 @@ def mutated_args(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 @functools.cache
 def _mutated_arg_slots(op: OpOverload) -> tuple[tuple[int | None, str], ...]:
+    """Return the position, None if keyword-only, and the name of each argument that an operator writes to."""
     if not op._schema.is_mutable:
         return ()
     return tuple(
@@ -129,6 +130,7 @@ LOG_SUM_EXP = "compute_log_sumexp"
 
 @functools.cache
 def _log_sum_exp(op: OpOverload) -> int | None:
+    """Return the position of an operator's argument ``compute_log_sumexp``; None if it has none."""
     return next((i for i, arg in enumerate(op._schema.arguments) if arg.name == LOG_SUM_EXP), None)
 
 

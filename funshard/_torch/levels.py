@@ -123,6 +123,7 @@ def tracking_levels(tensor: Tensor, keys: DispatchKeys) -> frozenset[int]:
 
 
 def _has_graph(tensor: Tensor) -> bool:
+    """Return whether a tensor requires grad; False for a view made under no_grad of a tensor that does."""
     if not tensor.requires_grad or tensor.grad_fn is not None:
         return tensor.requires_grad
     made_without = tensor._is_view() and tensor._base is not None and tensor._base.requires_grad

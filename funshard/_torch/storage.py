@@ -101,11 +101,13 @@ def is_sole_holder(tensor: Tensor) -> bool:
 
 
 def _holders(tensor: Tensor) -> tuple[int, int]:
+    """Return how many references a tensor's storage has in C++, and in Python."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 _ONE_HOLDER = _holders(torch.empty(1))
+"""The holders of a storage that has one tensor."""
 
 
 def lazy_clone(tensor: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ _STREAMS: list[torch.Stream] = []
 
 @functools.cache
 def _beside(device: torch.device, towards: bool) -> torch.Stream:
+    """Return the stream of a device for copies in one direction, made at the first call."""
     _STREAMS.append(torch.Stream(device=device))
     return _STREAMS[-1]
 

@@ -186,6 +186,7 @@ def is_differentiated_outside(arguments: object) -> bool:
 
 
 def _select_arguments(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> Any:
+    """Return the arguments at ``argnums``; raise ValueError for an index out of range."""
     for i in (argnums,) if isinstance(argnums, int) else argnums:
         if not -len(args) <= i < len(args):
             raise ValueError(f"grad: argnums {argnums} but only {len(args)} positional arguments: expected 0..{len(args) - 1}")

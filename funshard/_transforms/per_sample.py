@@ -167,6 +167,7 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _zero_probe(like: Tensor) -> Tensor:
+    """Return a probe of one real zero, in the wide dtype of a buffer."""
     real = torch.view_as_real(like) if like.is_complex() else like  # Dynamo does not know dtype.to_real
     return real.new_zeros((), dtype=_wide_dtype(real.dtype))
 

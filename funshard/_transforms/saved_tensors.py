@@ -86,6 +86,7 @@ def _is_last_reader(level: int) -> bool:
 
 
 def _raise_freed() -> Tensor:
+    """Raise the RuntimeError of a freed graph, instead of returning its saved tensor."""
     raise _freed_error()
 
 
@@ -95,6 +96,8 @@ def mark_graph_freed(like: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, ...
 
 
 class _FreedGraph(_torch.Function):
+    """The identity on gradients, whose own backward raises RuntimeError: its graph was freed."""
+
     @staticmethod
     def forward(like: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tuple(grad.view_as(grad) for grad in grads)

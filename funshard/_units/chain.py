@@ -210,6 +210,7 @@ def make_route_table(
 
 
 def _group(axis: Axis) -> ProcessAxis:
+    """Return the axis, which must not be simulated."""
     assert isinstance(axis, ProcessAxis)
     return axis
 
@@ -220,6 +221,7 @@ def _gather_step(axis: ProcessAxis, tag: UnitTag | None) -> StartStep:
 
 
 def _reduce_step(op: str, axis: ProcessAxis, tag: UnitTag | None = None) -> StartStep:
+    """Return a function that starts a reduction; ``unvary...`` operations write into their input, unless traced."""
     context = OpContext(axis.size, axis.reduction_name or axis.name, tag=tag)
     in_place = op.startswith("unvary")
     return lambda x, own: start_op(op, x, context, (None if _torch.is_traced() else x) if in_place else own)

@@ -167,6 +167,7 @@ class _Constants(NamedTuple):
 
 
 def _constants(route: Route, mesh: Mesh, label: str) -> _Constants:
+    """Return a route as constants for Dynamo, and the ranks of simulated axes, which are tensors."""
     axes = [[mesh[name] for name in names] for names in (route.split_axes, route.replica_axes)]
     ranks = tuple(axis.rank for some in axes for axis in some if isinstance(axis, Simulated))
     split, rest = (tuple((a.size, a.name if isinstance(a, ProcessAxis) else None) for a in some) for some in axes)
@@ -179,6 +180,7 @@ def _constants(route: Route, mesh: Mesh, label: str) -> _Constants:
 def _axes(
     ranks: Sequence[Tensor], split: Sequence[tuple[int, str | None]], rest: Sequence[tuple[int, str | None]]
 ) -> tuple[list[Axis], list[Axis]]:
+    """Return the axes that split a unit, and the others, from the constants of a route."""
     values = iter(ranks)
 
     def axis(size: int, name: str | None) -> Axis:

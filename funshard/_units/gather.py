@@ -29,6 +29,7 @@ def start_gather(shard: Tensor, key: str, routes: RouteTable, buffers: BufferPoo
 
 
 def _start_collectives(piece: Tensor, key: str, routes: RouteTable, buffers: BufferPool) -> CollectiveChain:
+    """Return the chain of a unit's gather, which sends a codec's bytes, or the slice in the parameters' dtype."""
     route, steps = routes.by_key[key], routes.steps[key].gather
     if route.codec:
         whole = piece if route.split_axes or route.device else piece.clone()

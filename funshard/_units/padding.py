@@ -60,6 +60,7 @@ def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> N
 
 
 def _concat_ranges(piece: Tensor, ranges: Ranges) -> Tensor:
+    """Return these ranges of a piece, end to end: a view if there is one range."""
     parts = [piece[low:high] for low, high in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -36,6 +36,7 @@ def flatten_whole(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec)
 
 
 def _flatten_piece(tensors: Sequence[Tensor], unit: Unit, padded: int) -> Tensor:
+    """Return the flat buffer of a unit's tensors, each in its memory order, padded to ``padded`` elements."""
     flat = [to_memory_order(x, param).reshape(-1) for x, param in zip(tensors, unit.params, strict=True)]
     return concat_padded(flat, unit, padded)
 
@@ -59,6 +60,7 @@ def unflatten_whole(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[Tensor]:
 
 
 def _join(pieces: list[Tensor], param: Param, sizes: Mapping[str, int]) -> Tensor:
+    """Join the pieces of a local parameter, in the order of their ranks, to the whole one."""
     for axis, dim in reversed(param.local):
         size = sizes[axis]
         pieces = [torch.cat(pieces[i : i + size], dim) for i in range(0, len(pieces), size)]

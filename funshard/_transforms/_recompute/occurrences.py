@@ -33,6 +33,7 @@ def record_count(function: object, remat: Remat, count: int) -> None:
 
 
 def _counts_of(function: object) -> dict[Save, int]:
+    """Return the counts kept for a function; a new dict, which nothing keeps, if it takes no weak reference."""
     with contextlib.suppress(TypeError):  # an object without weak references
         return _COUNTS.setdefault(function, {})
     return {}

@@ -102,6 +102,7 @@ def _no_reference() -> None:
 
 
 def _refer_to(obj: Any) -> Callable[[], Any]:
+    """Return a weak reference to an object, a strong one to a module, and one to None if the class takes none."""
     if isinstance(obj, nn.Module):
         return lambda: obj
     try:
