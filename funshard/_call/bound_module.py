@@ -87,6 +87,7 @@ def _find_modules(module: nn.Module, path: str) -> dict[str, nn.Module]:
 
 
 def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned:
+    """Return the owners of these modules' parameters; raise ValueError unless they are those of the spec."""
     owners = spec._compute_once(_owners_by_path)
     parameters = {path: own_tensors(module, "_parameters") for path, module in modules.items()}
     for path, mine in owners.items():
@@ -117,6 +118,7 @@ def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned
 
 
 _NOTHING_OWNED: Mapping[str, tuple[Unit, int]] = {}
+"""The owners of a module without parameters of units."""
 
 
 def _owners_by_path(spec: PartitionSpec) -> dict[str, dict[str, tuple[Unit, int]]]:

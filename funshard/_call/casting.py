@@ -28,6 +28,8 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _map_floats(fn: Callable[[Tensor | PackedSequence], Tensor | PackedSequence], tree: Any) -> Any:
+    """Apply ``fn`` to the floating-point tensors and packed sequences of a tree, also those in dataclasses."""
+
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return fn(leaf) if leaf.is_floating_point() else leaf

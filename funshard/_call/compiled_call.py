@@ -173,6 +173,7 @@ def _swap_tensors(swaps: Sequence[tuple[dict[str, Any], str, Tensor]]) -> Genera
 
 
 def _check_casts_inside(spec: PartitionSpec) -> None:
+    """Raise NotImplementedError for a unit with casts inside the model, where this torch can trace none."""
     for path, p in spec.by_path.items():
         if path and p.precision and has_casts(p.precision) and not _torch.FORWARD_CAN_BE_REPLACED:
             raise NotImplementedError(

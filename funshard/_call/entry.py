@@ -120,4 +120,5 @@ def _are_copies(tensors: Sequence[Tensor]) -> bool:
 
 
 def _on_processes(spec: PartitionSpec) -> bool:
+    """Return whether an axis of the spec has a process group."""
     return any(isinstance(axis, ProcessAxis) and axis.name for _, axis in spec.bound_mesh.axes)

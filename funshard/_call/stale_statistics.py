@@ -79,6 +79,7 @@ def _statistics_version(name: str, layer: nn.Module) -> tuple[int, int]:
 
 
 def _is_initial(layer: nn.Module) -> bool:
+    """Return whether running statistics are still mean 0 and variance 1; False for fake tensors."""
     for attr, value in (("running_mean", 0), ("running_var", 1)):
         if (tensor := layer._buffers.get(attr)) is not None:
             is_equal = torch.all(tensor == value)

@@ -81,6 +81,7 @@ class WriteWatch:
 
 
 def _can_be_copied(x: Tensor) -> bool:
+    """Return whether a tensor is dense and has values, and is of no subclass but Parameter."""
     return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta
 
 

@@ -206,6 +206,7 @@ _SORTING_OPTIONS = {
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:
+    """Return inductor's options for a mode of torch.compile."""
     if mode is None:
         return {}
     from .._torch.compiler import list_mode_options  # here, because the compiler takes a second to import
