@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import launch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -106,3 +107,27 @@ def test_what_the_migration_table_offers_exists() -> None:
     for name, keywords in offered:
         if name not in OTHERS:
             assert keywords <= {*inspect.signature(resolve(name)).parameters} if keywords else resolve(name), (name, keywords)
+
+
+def script(sign: str) -> str:
+    """The page's script before (``-``) or after (``+``)."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return "\n".join(line[2:] for line in diff.splitlines() if line[:1] in (sign, " ", ""))
+
+
+def test_one_script_before_and_after(tmp_path: Path) -> None:
+    """FSDP2's and ours print the same losses and end with the same parameters, bit for bit."""
+    said, models = [], []
+    for name, sign in (("before", "-"), ("after", "+")):
+        folder = tmp_path / name
+        folder.mkdir()
+        path = folder / "train.py"
+        path.write_text(f"import os, warnings\nos.chdir({str(folder)!r})\nwarnings.simplefilter('ignore')\n" + script(sign))
+        said.append(launch(2, path))
+        models.append(torch.load(folder / "model.pt"))
+    assert said[0] == said[1]
+    assert said[0].startswith("step 0  loss 5.7")
+    before, after = models
+    assert [*before] == [*after]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert 50 <= len(script("-").splitlines()) <= 60
