@@ -23,7 +23,7 @@ one of them:
     layout       flatten, unflatten, param_views
     model calls  functional_call, trace_order, SyncBatchNorm
     transforms   grad, grad_and_value, hvp, per_sample_grads, remat, offload, compile
-    steps        accumulate, update_in_backward, reduce_grads, reduce_mean, weight_share
+    steps        accumulate, update_in_backward, reduce_grads, reduce_mean, weight_share; check
     planning     plan, Plan, Hardware
     submodules   policies, optim, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing
 
@@ -80,6 +80,7 @@ from ._transforms.grad import grad, grad_and_value, hvp
 from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
 from ._units.layout import Params, flatten, param_views, unflatten
+from .collectives._rank_check.check import check
 from .policies import Policy, by_path, by_size, by_type
 
 if _typing.TYPE_CHECKING:
@@ -110,6 +111,7 @@ __all__ = [
     "by_path",
     "by_size",
     "by_type",
+    "check",
     "checkpoint",
     "checkpoint_name",
     "codecs",

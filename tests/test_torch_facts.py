@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -1091,6 +1092,46 @@ def test_a_late_import_keeps_the_default_group(imported: str) -> None:
         assert done.stdout == "False False", done.stderr
     else:  # its threads may not have their names yet
         assert done.stdout.startswith("True "), done.stderr
+
+
+def test_connect_store() -> None:
+    """A connection of its own: the first value of a key stays, a counter takes negative numbers, and may be set."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        store, other = (_torch.connect_store("a", timedelta(seconds=1)) for _ in range(2))
+        assert store.compare_set("decision", "", "first") == b"first"
+        assert other.compare_set("decision", "", "second") == b"first"
+        assert store.add("count", 1 << 62) + store.add("count", -1) == (1 << 63) - 1
+        other.set("count", "0")
+        assert store.add("count", 2) == 2
+        assert not _torch.default_store().check(["count"])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_compiler_files_are_on_the_stack() -> None:
+    """While a backend compiles, and not while its result runs."""
+    seen: list[bool] = []
+
+    def look() -> None:
+        frame: FrameType | None = sys._getframe()
+        names = []
+        while frame is not None:
+            names.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        seen.append(any(map(_torch.is_compiler_file, names)))
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        look()
+
+        def run(*args: Any) -> Any:
+            look()
+            return graph(*args)
+
+        return run
+
+    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert seen == [True, False]
 
 
 def test_default_store() -> None:

@@ -167,6 +167,15 @@ def sharded(p: fs.P, grad: Callable = fs.grad_and_value, *, check_order: bool = 
     return lambda model: funshard(model, fs.by_type(Block, p=p)(model).bound, grad, check_order=check_order)
 
 
+def compared(build: Callable[[nn.Module], Step]) -> Callable[[nn.Module], Step]:
+    """The same step inside of `funshard.check`."""
+
+    def wrapped(model: nn.Module) -> Step:
+        return fs.check()(build(model))
+
+    return wrapped
+
+
 def fully_sharded(reshard: bool, precision: fs.Precision | None = None) -> Callable[[nn.Module], Step]:
     def build(model: nn.Module) -> Step:
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))

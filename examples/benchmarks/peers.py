@@ -22,8 +22,9 @@ attention made ("save attention"), or that and all products ("save products"), a
 checkpointing and by ``P(remat=Remat(save=...))``; try them on a long batch (--seq 512 --batch 8). And those that gather and
 compute in bf16 and reduce in float32 (--modes 'plain,plain bf16,FSDP2,FSDP2 bf16,fs,fs bf16'). Those "unchecked" leave out
 that ranks compare their collectives (--modes 'fs,fs unchecked,fs keep,fs keep unchecked'): the column "unchecked" is a mode's
-time over that of the same mode without it. Those with "AdamW" also update (--modes 'FSDP2 AdamW,fs AdamW,fs compiled + AdamW,fs
-compiled AdamW'): by torch's fused kernels, in the memory of the old parameters and state, or inside the graph of `fs.compile`.
+time over that of the same mode without it. Those with "check" run inside of `funshard.check` (--modes 'fs,fs check'). Those
+with "AdamW" also update (--modes 'FSDP2 AdamW,fs AdamW,fs compiled + AdamW,fs compiled AdamW'): by torch's fused kernels, in
+the memory of the old parameters and state, or inside the graph of `fs.compile`.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from common import (
     Block,
     Step,
     checkpointed,
+    compared,
     fully_sharded,
     loss_of,
     plain,
@@ -177,12 +179,17 @@ UNCHECKED: dict[str, Callable[[nn.Module], Step]] = {
     "fs keep unchecked": sharded(fs.P("shard", reshard=False), check_order=False),
     "fs P() unchecked": sharded(fs.P(), check_order=False),
 }
+CHECKED: dict[str, Callable[[nn.Module], Step]] = {
+    "fs check": compared(sharded(fs.P("shard"))),
+    "fs keep check": compared(sharded(fs.P("shard", reshard=False))),
+    "fs P() check": compared(sharded(fs.P())),
+}
 ADAMW: dict[str, Callable[[nn.Module], Step]] = {
     "FSDP2 AdamW": fsdp2_adamw,
     "fs AdamW": adamw(),
 }
 COMPILED |= {"fs compiled + AdamW": adamw(compile_grad=True), "fs compiled AdamW": adamw(compile_step=True)}
-ALL = MODES | COMPILED | REMAT | LOW | UNCHECKED | ADAMW
+ALL = MODES | COMPILED | REMAT | LOW | UNCHECKED | CHECKED | ADAMW
 
 
 def peak_of(mode: str) -> Callable[..., int]:
@@ -224,6 +231,7 @@ def main() -> None:
     bases = [base for base in ("FSDP2", "DDP", "plain", "FSDP2 AdamW") if base in modes]
     if any(mode in UNCHECKED for mode in modes):
         bases.append("unchecked")
+    bases += [mode.removesuffix(" check") for mode in modes if mode in CHECKED]
     rows, figures = [], {}
     for mode in modes:
         against = {base: f"{mode} {base}" if base == "unchecked" else base for base in bases}

@@ -16,6 +16,7 @@ from .. import _torch
 from .._spec.checks import take_full_params
 from .._spec.spec import PartitionSpec
 from .._units.layout import to_memory_order
+from ..collectives._announce import announce
 from ..collectives._functions import gather_slices
 from ..collectives._mesh import Mesh, ProcessAxis
 
@@ -205,6 +206,7 @@ def broadcast_text(text: str, mesh: Mesh, source: tuple[int, ...], device: torch
         if group is None:
             continue
         length = torch.tensor([len(data)], device=device)
+        announce("broadcast of a text", group.group_name)
         dist.broadcast(length, group=group, group_src=src)
         data = data if len(data) == int(length) else data.new_empty(int(length))
         if len(data):

@@ -19,6 +19,7 @@ from .._units.host import place_slice, start_copy_to_host
 from .._units.layout import Params, rank_coords
 from .._units.route import Route
 from .._units.whole import flatten_whole, gather_whole, unflatten_whole
+from ..collectives._announce import announce
 from ..collectives._mesh import Mesh
 from .agree import broadcast_text, process_group
 
@@ -68,7 +69,10 @@ def _copy_params(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offloa
 
     From a device to the host this is one copy, for which the returned function waits.
     """
-    buffer = gather_to_first(piece, unit, mesh) if rank0_only else gather_whole(piece, unit, mesh, Reduction())
+    if rank0_only:
+        buffer = gather_to_first(piece, unit, mesh)
+    else:
+        buffer = gather_whole(piece, unit, mesh, Reduction(), check_order=True)
     if buffer is None:
         return dict
     if offload_to_cpu and buffer.device.type != "cpu":
@@ -142,6 +146,7 @@ def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
             continue
         raw = _as_bytes(piece)
         rows = raw.new_empty(axis.size, len(raw)) if at[name] == 0 else None
+        announce("gather to the first rank", group.group_name, f"unit '{unit.key}' over '{name}'", raw)
         dist.gather(raw, None if rows is None else list(rows), group=group, group_dst=0)
         if rows is None:
             return None
@@ -170,6 +175,7 @@ def _scatter_from(
         if group is None or any(here[n] != want[n] for n in rest):
             continue
         out = torch.empty(numel, dtype=unit.dtype, device=device)
+        announce("scatter" if split else "broadcast", group.group_name, f"unit '{unit.key}' over '{name}'", out)
         if split:
             whole = None if buffer is None or here[name] != want[name] else _as_bytes(buffer)
             pieces = None if whole is None else list(whole.view(axis.size, len(whole) // axis.size))

@@ -9,6 +9,7 @@ from .compiling import *
 from .dispatch import *
 from .fake_ranks import *
 from .files import *
+from .frames import *
 from .groups import *
 from .levels import *
 from .no_grad import *

@@ -12,7 +12,7 @@ from torch.distributed.constants import default_pg_timeout
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["default_store", "group_timeout", "make_unregistered_gloo"]
+__all__ = ["connect_store", "default_store", "group_timeout", "make_unregistered_gloo"]
 
 if dist.is_available() and not dist.is_initialized():
     # The functions of this module take `group.WORLD` as it is at import for a default argument. Imported later, as Dynamo
@@ -24,6 +24,20 @@ if dist.is_available() and not dist.is_initialized():
 def default_store() -> Store:
     """Return the key-value store of the default process group. Pinned by ``test_default_store``."""
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def connect_store(prefix: str, timeout: timedelta) -> Store:
+    """Return another connection to the default process group's store, which another thread may use.
+
+    Pinned by ``test_connect_store``.
+
+    Args:
+        prefix: The prefix of its keys.
+        timeout: The timeout of a wait for a key.
+    """
+    store = dist.PrefixStore(prefix, default_store().clone())  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+    store.set_timeout(timeout)
+    return store
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
@@ -47,6 +61,5 @@ def make_unregistered_gloo(prefix: str, rank: int, size: int, timeout: timedelta
         size: The number of its ranks.
         timeout: The timeout of the connection and of every collective.
     """
-    store = dist.PrefixStore(prefix, default_store().clone())  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
-    store.set_timeout(timeout)  # by which gloo waits for the addresses of the others
+    store = connect_store(prefix, timeout)  # by whose timeout gloo waits for the addresses of the others
     return dist.ProcessGroupGloo(store, rank, size, timeout)

@@ -148,14 +148,20 @@ class RouteSteps(NamedTuple):
     """Whether slices in the CPU's memory carry a tag when they are gathered."""
 
     @classmethod
-    def for_route(cls, route: Route, mesh: Mesh, tag: UnitTag | None = None) -> RouteSteps:
-        """Return the steps over the mesh's process groups. With a ``tag`` ranks compare what they send."""
+    def for_route(cls, key: str, route: Route, mesh: Mesh, tag: UnitTag | None = None) -> RouteSteps:
+        """Return the steps of a unit over the mesh's process groups. With a ``tag`` ranks compare what they send."""
         split, rest = ([_group(mesh[name]) for name in names] for names in (route.split_axes, route.replica_axes))
-        slices = [_reduce_step(f"scatter_{route.reduce_op}", axis, tag) for axis in split]
-        sums = [_reduce_step(f"unvary_{route.reduce_op}", axis) for axis in rest]
+        unit = f"unit '{key}'" if split else f"the bucket that ends with unit '{key}'"
+        split_labels, rest_labels = (
+            [f"{unit} over '{name}'" for name in names] for names in (route.split_axes, route.replica_axes)
+        )
+        scatter, reduce = f"scatter_{route.reduce_op}", f"unvary_{route.reduce_op}"
+        slices = [_reduce_step(scatter, axis, label, tag) for axis, label in zip(split, split_labels, strict=True)]
+        sums = [_reduce_step(reduce, axis, label) for axis, label in zip(rest, rest_labels, strict=True)]
+        gathers = [_gather_step(axis, label, tag) for axis, label in zip(split, split_labels, strict=True)]
         out = () if route.device is None else (host_copy_step(route.result_dtype),)
         return cls(
-            tuple(_gather_step(axis, tag) for axis in reversed(split)),
+            tuple(reversed(gathers)),
             (*_add_division([*slices, *sums], route), *out),
             tuple(axis.name for axis in split),
             tuple(axis.reduction_name or axis.name for axis in (*split, *rest)),
@@ -201,7 +207,7 @@ def make_route_table(
     keys = tuple(routes)
     return RouteTable(
         routes,
-        {key: RouteSteps.for_route(routes[key], mesh, UnitTag(keys, i) if compares else None) for i, key in enumerate(keys)},
+        {k: RouteSteps.for_route(k, routes[k], mesh, UnitTag(keys, i) if compares else None) for i, k in enumerate(keys)},
         tuple(i for i, key in enumerate(spec.order) if (routes[key].split_axes or routes[key].device) and not inside(key)),
         connected,
         compares,
@@ -215,14 +221,14 @@ def _group(axis: Axis) -> ProcessAxis:
     return axis
 
 
-def _gather_step(axis: ProcessAxis, tag: UnitTag | None) -> StartStep:
-    context = OpContext(axis.size, axis.name, tag=tag)
+def _gather_step(axis: ProcessAxis, label: str, tag: UnitTag | None) -> StartStep:
+    context = OpContext(axis.size, axis.name, tag=tag, label=label)
     return lambda x, own: start_op("gather_mean", x, context, own)
 
 
-def _reduce_step(op: str, axis: ProcessAxis, tag: UnitTag | None = None) -> StartStep:
+def _reduce_step(op: str, axis: ProcessAxis, label: str, tag: UnitTag | None = None) -> StartStep:
     """Return a function that starts a reduction; ``unvary...`` operations write into their input, unless traced."""
-    context = OpContext(axis.size, axis.reduction_name or axis.name, tag=tag)
+    context = OpContext(axis.size, axis.reduction_name or axis.name, tag=tag, label=label)
     in_place = op.startswith("unvary")
     return lambda x, own: start_op(op, x, context, (None if _torch.is_traced() else x) if in_place else own)
 

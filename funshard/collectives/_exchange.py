@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from ._announce import announce
 from ._dims import check_dim, check_divisible
 from ._mesh import Axis, Simulated
 from ._ops import OpContext, missing_group_error, start_exchange
@@ -135,6 +136,7 @@ def _send_on_group(x: Tensor, sources: tuple[int, ...], name: str) -> Tensor:
     send = [int(source == rank) for source in sources]
     receive = [int(sources[rank] == sender) for sender in range(size)]
     sent = x.unsqueeze(0) if any(send) else x.new_empty(0, *x.shape)
+    announce("permute", name, sent=x)
     received = start_exchange(sent, OpContext(size, name), send, receive)()
     return received.squeeze(0) if any(receive) else torch.zeros_like(x, memory_format=torch.contiguous_format)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
+from ._announce import announce
 
 __all__ = ["HostGroup", "host_groups"]
 
@@ -30,28 +31,34 @@ class HostGroup:
         ranks: Global ranks, in the order in which they are counted; this process is one of them.
         name: Distinguishes the groups of the same ranks. Equal on all of them.
         timeout: Of the connection and of every operation.
+        is_announced: Whether `funshard.check` compares its operations: not those of a thread in the background.
     """
 
-    def __init__(self, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
+    def __init__(self, ranks: Sequence[int], name: str, timeout: timedelta, *, is_announced: bool = True) -> None:
         digest = hashlib.blake2b(repr([*ranks]).encode(), digest_size=16).hexdigest()
         self.ranks = tuple(ranks)
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
+        self._name, self._is_announced = name, is_announced
+        self._announce("connection")
         self._group = _torch.make_unregistered_gloo(f"funshard/{name}/{digest}/", self.rank, self.size, timeout)
 
-    def all_reduce_max(self, x: Tensor) -> dist.Work:
-        """Start to replace a tensor by the largest values of all ranks."""
+    def all_reduce_max(self, x: Tensor, label: str = "") -> dist.Work:
+        """Start to replace a tensor by the largest values of all ranks. The label says for what, to `funshard.check`."""
+        self._announce("all-reduce", label)
         options: Any = dist.AllreduceOptions()  # its stub does not say that the attribute takes ReduceOp.MAX
         options.reduceOp = dist.ReduceOp.MAX
         return self._group.allreduce([x], options)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's tensor, stacked by rank. All have the same shape."""
+        self._announce("all-gather")
         rows = [torch.empty_like(x) for _ in self.ranks]
         self._group.allgather([rows], [x]).wait()
         return torch.stack(rows)
 
     def all_gather_object(self, value: object) -> list[Any]:
         """Return every rank's value, by rank."""
+        self._announce("all-gather")
         own, lengths = self._serialize(value)
         received, rows = _receive_buffers(lengths)
         self._group.allgather([rows], [own]).wait()
@@ -59,6 +66,7 @@ class HostGroup:
 
     def gather_object(self, value: object) -> list[Any]:
         """Return every rank's value on the first rank, an empty list on the others."""
+        self._announce("gather")
         own, lengths = self._serialize(value)
         options = dist.GatherOptions()
         options.rootRank = 0
@@ -68,11 +76,16 @@ class HostGroup:
 
     def broadcast_object(self, value: object) -> Any:
         """Return the first rank's value on every rank."""
+        self._announce("broadcast")
         buffer = bytearray(pickle.dumps(value)) if self.rank == 0 else bytearray()
         length = int(self._broadcast(torch.tensor(len(buffer))))
         buffer = buffer or bytearray(length)
         self._broadcast(torch.frombuffer(buffer, dtype=torch.uint8))
         return pickle.loads(buffer)
+
+    def _announce(self, op: str, label: str = "") -> None:
+        if self._is_announced:
+            announce(op, self.ranks, f"between hosts, {label or f'for {self._name}'}")
 
     def _broadcast(self, x: Tensor) -> Tensor:
         options = dist.BroadcastOptions()

@@ -47,13 +47,15 @@ class PendingResult:
 class OpContext(NamedTuple):
     """The process group of an op by its size and name, and the root of the ops that have one.
 
-    With a ``tag`` ranks on gloo compare which unit they gather or reduce, if the buffer has margins for it.
+    With a ``tag`` ranks on gloo compare which unit they gather or reduce, if the buffer has margins for it. The ``label`` names
+    what is sent, for `funshard.check`.
     """
 
     size: int
     name: str
     root: int = 0
     tag: UnitTag | None = None
+    label: str = ""
 
 
 def missing_group_error(size: int) -> ValueError:

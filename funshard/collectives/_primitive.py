@@ -107,7 +107,7 @@ def _collective(op: str, size: int, name: str, root: int, label: str) -> LinearM
         if label:
             check_sequence([f"{op} of {label}"], name, x)
         with phase(op, f"of {label}" if label else ""):
-            return start_op(op, x, OpContext(size, name, root))()
+            return start_op(op, x, OpContext(size, name, root, label=label))()
 
     return LinearMap(run, lambda: _collective(OPS[op].transpose, size, name, root, label), size)
 

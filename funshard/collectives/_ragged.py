@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
+from ._announce import announce
 from ._counts import Counts, check_counts, resolve_counts
 from ._exchange import all_to_all
 from ._gather_values import gather_values
@@ -77,6 +78,8 @@ def _ragged_map(send: Sequence[int], receive: Sequence[int], rows: int, size: in
     """Return the map from ``rows`` to ``size`` rows on a process group, or on one rank (no name)."""
 
     def run(x: Tensor) -> Tensor:
+        if name:
+            announce("ragged_all_to_all", name)
         x = x.narrow(0, 0, sum(send))
         out = start_exchange(x, OpContext(len(send), name), send, receive)() if name else x
         padding = size - sum(receive)

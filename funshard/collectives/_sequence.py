@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
+from ._announce import RankError
 from ._host_group import HostGroup, host_groups
 from ._tag import REMEDY
 
@@ -77,8 +78,9 @@ class SequenceCheck:
         self._names, self._error = names, error
         digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
         self._own = digest, -digest
+        self._work: dist.Work | None = None
         self._maxima = torch.tensor(self._own)  # the maxima over ranks are a rank's own only where all ranks have the same
-        self._work: dist.Work | None = group.all_reduce_max(self._maxima)
+        self._work = group.all_reduce_max(self._maxima, f"to compare {names[0]}")
 
     def finish(self) -> None:
         """Wait for the other ranks' names.
@@ -151,6 +153,8 @@ def _explain_timeout() -> Generator[None]:
     """Say what it means that other ranks do not compare their collectives within the group's timeout."""
     try:
         yield
+    except RankError:
+        raise
     except RuntimeError as error:
         raise RuntimeError(
             "ranks are to compare the collectives that they have started, and one has not within the process group's timeout, "

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from ... import _torch
+from ...collectives._announce import announce
 
 __all__ = ["exchange_through_store"]
 
@@ -31,6 +32,7 @@ def exchange_through_store(value: str, group: str, rank: int, size: int, timeout
     Raises:
         RuntimeError: If a rank did not call this in time.
     """
+    announce("exchange through the store", group, "for a checkpoint")
     found: list[list[str]] = []
     errors: list[BaseException] = []
 

@@ -98,7 +98,9 @@ class Ranks:
             number = self._numbers[key] = self._next
             Ranks._last = max(self._last, number)
             with self.explain_lost():
-                host_groups()[key] = HostGroup(self._members, f"checkpoint/{background=}/{number}", self._timeout)
+                host_groups()[key] = HostGroup(
+                    self._members, f"checkpoint/{background=}/{number}", self._timeout, is_announced=not background
+                )
             self._group_numbers[background] = [number]
         self._group_ref = weakref.ref(host_groups()[key])
 

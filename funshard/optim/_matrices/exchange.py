@@ -17,6 +17,7 @@ from torch import Tensor
 from ... import _torch
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import slice_index
+from ...collectives._announce import announce
 from ...collectives._mesh import ProcessAxis
 from ...collectives._ops import OpContext, PendingResult, missing_group_error, start_exchange
 from ...collectives._primitive import LinearFunction, linear_map
@@ -102,6 +103,7 @@ def _send(flat: Tensor, step: AllToAll) -> PendingResult:
     """Start the all-to-all of a step, if it sends anything."""
     if not step.group:
         return PendingResult((), lambda: flat)
+    announce("all-to-all of matrices", step.group)
     return start_exchange(flat, OpContext(len(step.send), step.group), step.send, step.receive)
 
 

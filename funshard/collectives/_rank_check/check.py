@@ -1,0 +1,221 @@
+"""The check around a step: ranks compare every collective before it starts, and hear of each other's errors."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ... import _torch
+from .._announce import RankError, listen
+from .._ops import OPS, OpContext, PendingResult
+from .monitor import Monitor
+from .user_line import describe_line, find_error_line, find_user_line
+
+__all__ = ["check"]
+
+VARIABLE = "FUNSHARD_CHECK"
+TIMEOUT = 300.0
+_NAMES = {
+    "gather": "all-gather", "scatter": "reduce-scatter", "reduce": "all-reduce", "unvary": "all-reduce",
+    "shards_to_sum": "all-reduce", "sum_to_shards": "all-reduce", "sum_to": "reduce", "all_to_all": "all-to-all",
+}  # fmt: skip
+"""The names of ops, or of what comes before "_mean" and "_sum" in them, as torch calls the collective."""
+
+
+class _Switch:
+    """Whether the check is on in this process, and for how many users."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.depth = 0  # of `check` blocks
+        self.monitor: Monitor | None = None
+        self._table = dict(OPS)
+
+    def turn_on(self) -> None:
+        self.users += 1
+        if self.users == 1:
+            self._table = dict(OPS)
+            OPS.update({name: replace(op, group=_with_announcement(name, op.group)) for name, op in OPS.items() if op.sends})
+            listen(_compare)
+
+    def turn_off(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            OPS.update(self._table)
+            listen(None)
+
+    def find_monitor(self) -> Monitor | None:
+        """Return the monitor of the default process group, None without one."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+            return None
+        world = dist.group.WORLD
+        assert world is not None
+        if self.monitor is None or self.monitor.world() is not world:
+            if dist.get_backend() == "fake":
+                return None
+            if self.monitor is not None:
+                self.monitor.stop()
+            try:
+                self.monitor = Monitor(world)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"fs.check: the store of the default process group gives no second connection: {error}; expected one that "
+                    "all ranks can reach, such as the TCPStore of torchrun"
+                ) from error
+            self.monitor.timeout = _timeouts[-1]
+        return self.monitor
+
+
+_switch = _Switch()
+_timeouts = [TIMEOUT]
+
+
+def _with_announcement(
+    name: str, group: Callable[[Tensor, OpContext, Tensor | None], PendingResult]
+) -> Callable[[Tensor, OpContext, Tensor | None], PendingResult]:
+    """Return the start of a collective on a process group, which is announced before."""
+    kind, _, how = name.rpartition("_")
+    kind = kind if kind in _NAMES else name
+    shown = _NAMES.get(kind, name) + (f" ({how})" if kind in ("scatter", "reduce", "unvary") else "")
+
+    def start(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+        _compare(shown, context.name, context.label, x, own)
+        return group(x, context, own)
+
+    return start
+
+
+def _compare(op: str, group: str | Sequence[int], label: str, sent: Tensor | None, own: Tensor | None = None) -> None:
+    if _torch.is_traced() or (sent is not None and _torch.is_fake(sent)):
+        return
+    monitor = _switch.find_monitor()
+    if monitor is None or len(ranks := monitor.ranks_of(group)) < 2:
+        return
+    dtype = None if sent is None else (sent if own is None else own).dtype
+    size = "" if sent is None else f" of {sent.numel():,} x {str(dtype).removeprefix('torch.')}"
+    monitor.compare(f"{op}{size}{label and ', ' + label}", ranks, describe_line(find_user_line()))
+
+
+@contextlib.contextmanager
+def check(timeout: float = TIMEOUT) -> Generator[None]:
+    """Have ranks compare every collective before it starts, and stop together where one differs, raises or is missing.
+
+    All ranks of the default process group enter it, around a step or a whole run; ``FUNSHARD_CHECK=1`` in the environment
+    checks the whole process. Ranks compare the operation, unit, axis, dtype, size and number of each collective of funshard,
+    over the store of the process group. A rank that only is slow gets a warning. See ``debugging.md``.
+
+    The collectives in a graph of `fs.compile` are compared together, when the graph starts. Simulated ranks, fake tensors and
+    a process without other ranks have nothing to compare. A check within another one only changes the limit.
+
+    Args:
+        timeout: Seconds to wait for a missing rank. The time in which it compiles does not count.
+
+    Returns:
+        A context manager, which is also a decorator.
+
+    Raises:
+        RuntimeError: On every rank: if ranks are about to start different collectives, with what each was about to start and
+            the line of user code; if another rank raises, with its message; if a rank does not come within the limit or leaves
+            the block earlier, with its name and where it is.
+        ValueError: If the limit is not positive.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Linear(2, 1)
+        >>> spec = fs.policies.whole()(model)
+        >>> params = fs.shard(model, spec)
+        >>> with fs.check(timeout=60):
+        ...     loss = fs.functional_call(model, params, (torch.ones(2),), spec=spec)
+    """
+    if not timeout > 0:
+        raise ValueError(f"fs.check: timeout: expected a positive number of seconds, got {timeout!r}")
+    is_outermost = _switch.depth == 0
+    _switch.depth += 1
+    _timeouts.append(timeout)
+    _switch.turn_on()
+    try:
+        _set_timeout()
+        if is_outermost:
+            _enter()
+        yield
+        if is_outermost:
+            _compare_end()
+    except BaseException as error:
+        if is_outermost:
+            _report(error, error.__traceback__)
+        raise
+    finally:
+        _timeouts.pop()
+        _set_timeout()
+        _switch.depth -= 1
+        _switch.turn_off()
+
+
+def _set_timeout() -> None:
+    if _switch.monitor is not None:
+        _switch.monitor.timeout = _timeouts[-1]
+
+
+def _enter() -> None:
+    if (monitor := _switch.find_monitor()) is not None:
+        monitor.check += 1
+
+
+def _compare_end() -> None:
+    """Compare that all ranks have come to the end of the block."""
+    monitor, line = _switch.monitor, describe_line(find_user_line())
+    if monitor is None:
+        return
+    monitor.leave(f"left fs.check() ({line})")
+    if (monitor := _switch.find_monitor()) is not None:
+        monitor.compare(f"the end of fs.check(), block {monitor.check}", monitor.ranks, line)
+        monitor.wait_for_answers()
+
+
+def _report(error: BaseException, traceback: TracebackType | None) -> None:
+    """Tell the other ranks of an error, and be ready for another check."""
+    if (monitor := _switch.monitor) is None:
+        return
+    first = (str(error).strip() or "no message").splitlines()[0][:500]
+    monitor.report(f"fs.check: rank {monitor.rank} raised {type(error).__name__}: {first} ({find_error_line(traceback)})")
+    monitor.forget_error()
+
+
+def _start_from_environment() -> None:
+    """Turn the check on for the whole process if ``FUNSHARD_CHECK=1``.
+
+    Raises:
+        ValueError: If the variable is something else than 0 or 1.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}: expected 0 or 1, got {value!r}")
+    if value != "1":
+        return
+    _switch.turn_on()
+    show = sys.excepthook
+
+    def report_and_show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
+        if not isinstance(error, RankError):
+            _report(error, traceback)
+        return show(kind, error, traceback)
+
+    sys.excepthook = report_and_show
+
+
+@atexit.register
+def _stop() -> None:
+    if _switch.monitor is not None:
+        _switch.monitor.end_process()
+
+
+_start_from_environment()

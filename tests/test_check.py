@@ -1,0 +1,487 @@
+"""`funshard.check`: ranks that disagree, raise, or do not come stop together, with the collective, the rank and the line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diverging
+import pytest
+import torch
+import torch.distributed as dist
+from depth import depth
+from diverging import CASES, LIMIT, PLAIN_LIMIT, Trainer, raise_error
+from ranks import Pool, ended, free_port, launch, start
+from torch import nn
+
+import funshard as fs
+from funshard.collectives import _announce
+from funshard.collectives._ops import OPS
+from funshard.collectives._rank_check import check as switch
+from funshard.collectives._rank_check.channel import Channel, name_ranks
+from funshard.collectives._rank_check.monitor import Monitor
+from funshard.collectives._rank_check.user_line import describe_line, find_user_line
+
+RAISED = {"raise_in_forward": "a bad batch", "raise_in_backward": "a bad gradient", "raise_in_update": "a bad update"}
+DIFFERENT = {
+    "another_model": ("all-gather of 24 x float32, unit 'layers.0' over 'shard'", "all-gather of 40 x float32"),
+    "another_order": ("unit 'layers.1'", "unit 'layers.2'"),
+    "a_skipped_unit": ("all-gather of", "unit 'layers.1'"),
+    "another_dtype": ("float32", "float64"),
+    "another_spec": ("all-gather", "between hosts"),
+    "another_number_of_microbatches": ("unit 'layers.0'", "the end of fs.check()"),
+    "a_skipped_nan": ("all-reduce of 1 x float32", "unit 'layers.0'"),
+    "a_loop_left_early": ("unit 'layers.0'", "the end of fs.check()"),
+    "a_lone_gather_full": ("gather_mean of unit 'layers.0'", "the end of fs.check()"),
+}
+"""What an error names, on two ranks: what each rank was about to start."""
+
+
+def error_of(run: Callable[[], object]) -> str:
+    """What it raises, '' for nothing."""
+    try:
+        run()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def diverge(rank: int, names: list[str]) -> list[tuple[str, float]]:
+    """The cases, one after the other: each begins after the error of the one before."""
+    return [diverging.run(name, checked=True) for name in names]
+
+
+def check_cases(pool: Pool, names: list[str]) -> None:
+    """Every rank gets the same error within the limit; a rank that raises gets its own."""
+    rows = pool.run(diverge, names)
+    last = pool.size - 1
+    for name, results in zip(names, zip(*rows, strict=True), strict=True):
+        texts = [text for text, _ in results]
+        assert max(seconds for _, seconds in results) < LIMIT, name
+        if name in RAISED:
+            assert texts[last] == f"ValueError: {RAISED[name]}"
+            for text in texts[:last]:
+                assert text.startswith(f"RankError: fs.check: rank {last} raised ValueError: {RAISED[name]} ("), text
+                assert "diverging.py:" in text
+        elif name == "a_recompiling_rank":
+            assert texts[last].startswith("ended"), texts
+            assert any(f"rank {last}, which compiles at" in text for text in texts[:last]), texts
+            assert all(text.startswith("ended") for text in texts), texts
+        else:
+            assert len({*texts}) == 1, texts
+            assert texts[0].startswith("RankError: fs.check: ranks disagree on collective"), texts[0]
+            assert "diverging.py:" in texts[0]
+            if pool.size == 2:
+                for words in DIFFERENT[name]:
+                    assert words in texts[0], texts[0]
+
+
+CHECKED = [name for name in CASES if name != "raise_in_teardown"]
+
+
+def test_every_case_is_an_error_on_every_rank(gloo2: Pool) -> None:
+    check_cases(gloo2, CHECKED)
+    check_cases(gloo2, CHECKED[:1])  # and the processes go on
+
+
+def test_every_case_is_an_error_on_four_ranks(gloo4: Pool) -> None:
+    check_cases(gloo4, depth(["another_order", "raise_in_backward", "a_loop_left_early", "a_recompiling_rank"], CHECKED))
+
+
+def outcome(case: str, how: str, ranks: int) -> list[str]:
+    """What each rank of a script says, or how its process has ended."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        processes = start(ranks, Path(diverging.__file__), [case, how], output.name)
+        end = time.monotonic() + 60
+        for process in processes:
+            process.join(max(0, end - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        ended(processes, 0)
+        said = output.read()
+    lines = dict(re.findall(r"^rank (\d) (.*)$", said, re.MULTILINE))
+    return [lines.get(str(rank), f"exit code {codes[rank]}") for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", depth([2], [2, 4]))
+def test_a_rank_that_raises_after_its_process_group_is_gone(ranks: int) -> None:
+    *others, last = outcome("raise_in_teardown", "check", ranks)
+    assert "ValueError: a bad end" in last
+    for text in others:
+        assert f"fs.check: rank {ranks - 1} raised ValueError: a bad end" in text
+
+
+PLAIN = {
+    "another_model": "exit code -6",
+    "another_order": "ranks gather or reduce different units",
+    "a_skipped_unit": "Timed out|timeout",
+    "another_dtype": "exit code -6",
+    "another_spec": "Timed out|timeout",
+    "another_number_of_microbatches": "Timed out|timeout",
+    "raise_in_forward": "Connection closed|Read error",
+    "raise_in_backward": "Connection closed|Read error",
+    "raise_in_update": "Connection closed|Read error",
+    "a_skipped_nan": "Timed out|timeout",
+    "a_loop_left_early": "Timed out|timeout",
+    "a_lone_gather_full": "one has not within the process group's timeout",
+    "a_recompiling_rank": "Timed out|timeout",
+    "raise_in_teardown": "Connection closed|Read error",
+}
+"""What ranks say without the check, of those that do not raise themselves: debugging.md has it as a table."""
+
+
+@pytest.mark.parametrize("ranks", depth([2], [2, 4]))
+@pytest.mark.parametrize("case", depth(["another_dtype", "a_skipped_unit", "raise_in_forward", "a_lone_gather_full"], [*CASES]))
+def test_without_the_check(case: str, ranks: int) -> None:
+    """The table's other column: no case names the rank, and most wait for the timeout or for the other's end."""
+    texts = outcome(case, "plain", ranks)
+    assert "RankError" not in str(texts)
+    failed = [text for text in texts if "ValueError" not in text and "ended" not in text.split(": ")[-1]]
+    assert any(re.search(PLAIN[case], text) for text in failed), texts
+    for text in failed:  # the end of the first is an error to the others
+        assert re.search(f"{PLAIN[case]}|Connection closed|Read error|timeout", text), texts
+
+
+def test_the_tables_cases_are_these() -> None:
+    assert set(PLAIN) == set(CASES)
+    assert PLAIN_LIMIT < LIMIT
+
+
+# --- A rank that does not come ---
+
+
+def come_late(rank: int, seconds: float, timeout: float) -> str:
+    """The last rank sleeps within its check."""
+    trainer = Trainer()
+    try:
+        with fs.check(timeout):
+            trainer.step()
+            if rank:
+                time.sleep(seconds)
+            trainer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_line(gloo2: Pool) -> None:
+    for text in gloo2.run(come_late, 5.0, 2.0):
+        assert re.search(r"rank 0 has waited \d s to start all-gather .* unit 'layers.0' over 'shard'", text), text
+        assert re.search(r"for rank 1, which is at .*test_check.py:\d+ in come_late: time.sleep\(seconds\)", text), text
+        assert "fs.check(timeout=2)" in text
+
+
+def leave_alone(rank: int) -> str:
+    """Rank 1 leaves its block, while rank 0 waits for it on a channel of other ranks."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    axis = fs.collectives.Mesh.of(mesh)["shard"]
+    try:
+        with fs.check(60):
+            if rank != 1:
+                fs.collectives.all_reduce(torch.ones(1), axis)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_has_left_the_block_is_not_waited_for(gloo4: Pool) -> None:
+    begin = time.monotonic()
+    texts = gloo4.run(leave_alone)
+    assert time.monotonic() - begin < 30
+    for text in texts:
+        assert "rank 1 does not come: it has left fs.check()" in text, text
+        assert "all-reduce" in text
+
+
+ALONE = """
+import time, torch, torch.distributed as dist
+import funshard as fs
+
+dist.init_process_group("gloo")
+axis = fs.collectives.Mesh.world()["shard"]
+if dist.get_rank():
+    time.sleep(5)
+else:
+    try:
+        with fs.check(2):
+            fs.collectives.all_reduce(torch.ones(1), axis)
+    except RuntimeError as error:
+        print(error, flush=True)
+"""
+
+
+def test_a_rank_that_has_not_entered_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ALONE)
+    assert "for rank 1, which has not entered fs.check()" in launch(2, script)
+
+
+# --- What is compared, and what is left alone ---
+
+
+def other_collectives(rank: int) -> list[str]:
+    """One rank makes another call of the same size."""
+    axis = fs.collectives.Mesh.world()["shard"]
+    x = torch.ones(2)
+    pairs: list[tuple[Callable[[], object], Callable[[], object]]] = [
+        (lambda: fs.collectives.permute(x, axis), lambda: fs.collectives.all_to_all(x, axis)),
+        (lambda: fs.collectives.all_reduce(x, axis), lambda: fs.collectives.all_reduce(x, axis, reduce="sum")),
+        (lambda: fs.collectives.broadcast(x, axis), lambda: fs.collectives.all_reduce(x.double(), axis)),
+        (lambda: fs.collectives.ragged_all_to_all(x, axis, [1, 1]), lambda: fs.collectives.gather_values(x, axis)),
+    ]
+    return [error_of(fs.check(LIMIT)(pair[rank])) for pair in pairs]
+
+
+def test_all_collectives_are_compared(gloo2: Pool) -> None:
+    for errors in gloo2.run(other_collectives):
+        first, second, third, fourth = errors
+        for words, error in [
+            ("permute of 2 x float32", first),
+            ("all-to-all of 2 x float32", first),
+            ("all-reduce (mean) of 2", second),
+            ("all-reduce (sum) of 2", second),
+            ("broadcast of 2 x float32", third),
+            ("of 2 x float64", third),
+            ("between hosts", fourth),
+            ("all-gather of 2 x float32", fourth),
+        ]:
+            assert words in error
+
+
+def save_alone(rank: int, folder: str) -> str:
+    """Rank 0 saves, and the other one evaluates."""
+    trainer = Trainer()
+    try:
+        with fs.check(LIMIT):
+            fs.checkpoint.save(f"{folder}/all", trainer.params, trainer.spec)
+            saving = fs.checkpoint.save(f"{folder}/background", trainer.params, trainer.spec, asynchronous=True)
+            trainer.step()
+            saving.wait()
+            fs.checkpoint.load(f"{folder}/all", trainer.spec)
+            fs.gather_full(trainer.params, trainer.spec, rank0_only=True)
+            fs.shard(trainer.model, trainer.spec, src=0)
+            if rank == 0:
+                fs.checkpoint.save(f"{folder}/alone", trainer.params, trainer.spec)
+            else:
+                trainer.call(trainer.params)
+    except (RuntimeError, fs.checkpoint.CheckpointError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_of_one_rank(gloo2: Pool, tmp_path: Path) -> None:
+    for text in gloo2.run(save_alone, str(tmp_path)):
+        assert "ranks disagree on collective" in text, text
+        assert "test_check.py" in text
+        assert "fs.checkpoint.save(" in text
+        assert "trainer.call(" in text or "self.layers[i]" in text
+
+
+def transforms(rank: int) -> None:
+    """The check changes no result, of any transform, under nested checks; and is gone after it."""
+    trainer = Trainer()
+
+    def loss(params: fs.Params) -> torch.Tensor:
+        return trainer.call(params).square().sum()
+
+    def results() -> list[torch.Tensor]:
+        _, tangent = torch.func.jvp(loss, (trainer.params,), (trainer.params,))
+        second = fs.hvp(loss, trainer.params, trainer.params)
+        grads = [fs.grad(loss)(trainer.params), torch.func.grad(loss)(trainer.params), second]
+        return [tangent, *(x for tree in grads for x in tree.values())]
+
+    expected, table = results(), dict(OPS)
+    with fs.check(LIMIT):
+        with fs.check(5):
+            got = results()
+        got += results()
+    assert all(map(torch.equal, got, expected + expected))
+    assert table == OPS
+    assert _announce._listener is None
+
+
+def test_no_transform_changes(gloo2: Pool) -> None:
+    gloo2.run(transforms)
+
+
+def compiled(rank: int) -> str:
+    """A compiled step: its graph is compared when it starts."""
+    trainer = Trainer()
+    step = fs.compile(fs.grad(lambda p: trainer.call(p).square().sum()), backend="aot_eager")
+    with fs.check(60):
+        step(trainer.params)
+    try:
+        with fs.check(LIMIT):
+            if rank == 0:
+                step(trainer.params)
+            else:
+                trainer.step((2, 1, 0))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_compiled_step_is_compared_when_it_starts(gloo2: Pool) -> None:
+    for text in gloo2.run(compiled):
+        assert "ranks disagree on collective" in text, text
+        assert "rank 0 all-reduce, between hosts, to compare" in text, text
+
+
+def test_without_other_ranks_nothing_happens() -> None:
+    trainer = Trainer()
+    expected = trainer.step()
+    with fs.check(timeout=1):
+        got = trainer.step()
+        run = fs.testing.spmd(lambda mesh, x: fs.collectives.sum_over(x, mesh), 2)
+        assert run(torch.tensor([1.0, 3.0])).tolist() == [4.0, 4.0]
+    assert all(torch.equal(got[key], expected[key]) for key in expected)
+    assert fs.check(timeout=1)(lambda: 7)() == 7
+    with pytest.raises(KeyError), fs.check():
+        raise KeyError
+    assert _announce._listener is None
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_limit_that_is_none(timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout: expected a positive number"), fs.check(timeout):
+        pass
+    assert _announce._listener is None
+
+
+def without_connection(rank: int) -> list[object]:
+    """Its own setup fails on every rank; afterwards nothing is left of it."""
+
+    def fail() -> Any:
+        raise RuntimeError("no route to host")
+
+    switch._switch.monitor, old = None, Monitor._connect
+    Monitor._connect = staticmethod(fail)
+    try:
+        with fs.check():
+            pass
+    except RuntimeError as error:
+        text = str(error)
+    finally:
+        Monitor._connect = staticmethod(old)
+    return [text, _announce._listener, switch._switch.depth, switch._switch.users]
+
+
+def test_a_check_that_cannot_connect(gloo2: Pool) -> None:
+    for text, *rest in gloo2.run(without_connection):
+        assert "gives no second connection: no route to host; expected" in text
+        assert rest == [None, 0, 0]
+    gloo2.stop()
+
+
+# --- The whole process ---
+
+PROCESS = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+import funshard as fs
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Linear(4, 4)
+spec = fs.policies.whole()(model)
+params, rank = fs.shard(model, spec), dist.get_rank()
+for i in range(3):
+    if rank == 1 and i == 1:
+        if sys.argv[1] == "raise":
+            raise ValueError("a bad batch")
+        if sys.argv[1] == "end":
+            sys.exit(3)
+    try:
+        fs.grad(lambda p: fs.functional_call(model, p, (torch.ones(2, 4),), spec=spec).sum())(params)
+    except RuntimeError as error:
+        print("rank", rank, error, flush=True)
+        raise
+print("finished", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def run_processes(script: Path, *argv: str) -> list[tuple[int, str]]:
+    """Exit codes and outputs of two ranks, as processes that end as a user's do."""
+    port = free_port()
+    common = {"FUNSHARD_CHECK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), *argv],
+            env={**os.environ, **common, **paths, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=90)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(ranks, said, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("raise", 1, "fs.check: rank 1 raised ValueError: a bad batch"),
+        ("end", 3, "rank 1 does not come: it has ended"),
+        ("fine", 0, "finished"),
+    ],
+)
+def test_the_variable_checks_the_whole_process(tmp_path: Path, how: str, code: int, words: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROCESS)
+    (first, said), (second, _) = run_processes(script, how)
+    assert (first, second) == (min(code, 1), code), said
+    assert words in said
+
+
+def test_the_variable_takes_no_other_value() -> None:
+    env = {**os.environ, "FUNSHARD_CHECK": "yes"}
+    command = [sys.executable, "-c", "import funshard"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert "FUNSHARD_CHECK: expected 0 or 1, got 'yes'" in done.stderr
+
+
+# --- Its parts ---
+
+
+def test_ranks_are_named() -> None:
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([0, 2]) == "ranks 0, 2"
+    assert name_ranks(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (20)"
+
+
+def test_the_line_is_the_users() -> None:
+    line: list[str] = []
+
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            line.append(describe_line(find_user_line()))
+            return x
+
+    Looks()(torch.ones(1))
+    assert re.search(r"test_check.py:\d+ in (.*Looks.)?forward: line.append", line[0])
+    assert describe_line(None) == "no line of user code"
+    with pytest.raises(ValueError, match="a bad gradient"):
+        raise_error(torch.ones(1))
+
+
+def test_a_channel_lets_all_start_or_none() -> None:
+    """A rank that reports an error as the last one comes, and the last one itself: the first to set the key decides."""
+    store = dist.HashStore()
+    channel = Channel(store, (0,), 0, "x")
+    assert channel.compare("a", "line") == ""
+    channel.stop("an error", store)
+    assert channel.compare("b", "line") == "an error"
+    assert channel.decide(0, "late", store) == "start"
