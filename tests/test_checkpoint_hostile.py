@@ -114,6 +114,11 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a FIFO": (replaced(os.mkfifo), "expected a regular file as 'funshard.json', got .*FIFO"),
     "a device without end": (replaced(lambda file: file.symlink_to("/dev/zero")), "expected a regular file"),
     "a directory": (replaced(os.mkdir), "expected a regular file"),
+    "a link to itself": (replaced(lambda file: file.symlink_to(file.name)), "got a link that leads to itself"),
+    "a link to itself that describes": (
+        lambda path: ((path / ".metadata").unlink(), (path / ".metadata").symlink_to(".metadata")),
+        "'.metadata' is damaged or missing",
+    ),
     "a FIFO that describes": (
         lambda path: ((path / ".metadata").unlink(), os.mkfifo(path / ".metadata")),
         "'.metadata' is damaged or missing",
@@ -150,6 +155,14 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "1"
     save(path)
     return path
+
+
+def test_a_lost_manifest_is_named(tmp_path: Path, saved_once: Path) -> None:
+    """What is left is read as a checkpoint of another program, which has other names."""
+    shutil.copytree(saved_once, tmp_path / "1")
+    (tmp_path / "1" / "funshard.json").unlink()
+    with pytest.raises(ValueError, match=r"is not in the checkpoint: .*; the checkpoint has .* lost its funshard\.json\?"):
+        checkpoint.load(tmp_path / "1", made()[1])
 
 
 def test_latest_of_two_jobs_is_the_one_that_ended_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -26,7 +27,12 @@ def open_regular(path: Path) -> BinaryIO:
     Raises FileNotFoundError if there is none, and DamagedError for other files: a FIFO would wait for a writer, and a device
     may never end.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise DamagedError(f"expected a regular file as '{path.name}', got a link that leads to itself") from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise DamagedError(f"expected a regular file as '{path.name}', got a directory, a device or a FIFO")

@@ -48,7 +48,11 @@ class StoredTensors:
         key = self.find_key(names)
         tensor = None if key is None else self.metadata.state_dict_metadata[key]
         if key is None or not isinstance(tensor, TensorStorageMetadata):
-            raise ValueError(f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape or ())} {dtype}, got none")
+            others = sorted(self.metadata.state_dict_metadata)[:3]
+            raise ValueError(
+                f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape or ())} {dtype}, got none; the checkpoint "
+                f"has {others} and so on: was another model saved, or has a checkpoint of funshard lost its funshard.json?"
+            )
         if (shape is not None and tuple(tensor.size) != tuple(shape)) or tensor.properties.dtype != dtype:
             raise ValueError(
                 f"tensor '{names[0]}': expected {list(shape or ())} {dtype}, got {list(tensor.size)} {tensor.properties.dtype} "
