@@ -739,6 +739,36 @@ def test_a_graph_break_inside_of_a_gradient_says_so() -> None:
         compile(step, backend="aot_eager")(fs.shard(model, spec), torch.ones(3, 2))
 
 
+class TooLong(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 4:
+            raise IndexError('a batch of "more" than 4')
+        return super().forward(x)
+
+
+def test_errors_of_the_step_are_its_own() -> None:
+    """Those of forward and those of funshard's checks, not Dynamo's "Observed exception"; later calls run."""
+    model = TooLong(2, 2)
+    spec = fs.policies.whole()(model).on({"shard": 1})
+    params = fs.shard(model, spec)
+    loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
+    step = compile(fs.grad(loss), backend="aot_eager")
+    for _ in range(2):
+        with pytest.raises(IndexError, match=r'^a batch of "more" than 4$'):
+            step(params, torch.ones(5, 2))
+        torch.testing.assert_close(step(params, torch.ones(3, 2)), fs.grad(loss)(params, torch.ones(3, 2)))
+    with pytest.raises(ValueError, match=r"^unit 'b' is not in the spec"):
+        step({**params, "b": torch.ones(2)}, torch.ones(3, 2))
+
+    def private(params: fs.Params, x: Tensor, **options: Any) -> Any:
+        return fs.per_sample_grads(lambda p, x: loss(p, x[None]), params, x, spec=spec, clip=1.0, **options)
+
+    with pytest.raises(RuntimeError, match=r"^per_sample_grads: noise is drawn .* expected fullgraph=False"):
+        compile(functools.partial(private, noise=0.5), backend="aot_eager")(params, torch.ones(3, 2))
+    with pytest.raises(ValueError, match=r"^per_sample_grads: clip with randomness='same' inside torch.compile: expected"):
+        compile(functools.partial(private, randomness="same"), backend="aot_eager")(params, torch.ones(3, 2))
+
+
 def test_graph_breaks_are_errors_unless_allowed() -> None:
     def step(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()

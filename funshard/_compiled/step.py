@@ -99,6 +99,8 @@ def compile(
             except Exception as error:
                 if errors:
                     raise errors[-1] from error
+                if (raised := _torch.find_traced_error(error)) is not None:
+                    raise raised from error
                 if "DynamicLayer.cpp" in str(error):  # torch's own assertion, where it goes on after a break
                     raise RuntimeError(
                         "compile: the graph breaks inside of a gradient, as by a branch on values in forward, and torch cannot "

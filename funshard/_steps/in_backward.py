@@ -138,7 +138,8 @@ def _step_in_place(
         runs.backward(runs.forward(batch, len(runs.parts.values), scales))
         batch, following = following, next(rest, _NONE)
     last = _LastBackward(runs, scales)
-    loss = runs.forward(batch, len(runs.parts.values), scales, last)
+    is_measured = max_norm is not None and clip == "exact"
+    loss = runs.forward(batch, len(runs.parts.values), scales, last, retains_graph=is_measured)
     if scales is not None:
         check_weight_count(scales, len(runs.parts.values))
     new: dict[str, tuple[Tensor, Any]] = {}
@@ -152,7 +153,7 @@ def _step_in_place(
         new[key] = _update_unit(update, key, _clip({key: grad}, max_norm, by, plan.spec)[key], state, plan.params)
 
     with torch.no_grad():
-        if max_norm is not None and clip == "exact":
+        if is_measured:
             last.backward(loss, measure, retain_graph=True)
             norm = global_norm_from_squares(squares, plan.params, plan.spec)
         by = norm

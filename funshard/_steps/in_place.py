@@ -45,14 +45,19 @@ class MicrobatchRunner:
     def parts(self, parts: GradSums) -> None:
         self._sums.parts = parts
 
-    def forward(self, batch: Any, i: int, scales: Tensor | None, receiver: GradReceiver | None = None) -> Tensor:
-        """Return the scaled loss of a micro-batch. Reduced gradients go to ``receiver``, or else to the sums."""
+    def forward(
+        self, batch: Any, i: int, scales: Tensor | None, receiver: GradReceiver | None = None, *, retains_graph: bool = False
+    ) -> Tensor:
+        """Return the scaled loss of a micro-batch.
+
+        Reduced gradients go to ``receiver``, or else to the sums. With ``retains_graph`` backward runs more than once.
+        """
         if i and is_differentiated_outside(batch):
             raise ValueError(
                 f"accumulate: micro-batch {i} requires grad and the first one does not: expected all of them or none; "
                 "give a list"
             )
-        within = self.plan.make_context(self.given, self.entered, receiver or self._sums)
+        within = self.plan.make_context(self.given, self.entered, receiver or self._sums, retains_graph=retains_graph)
         with within, torch.enable_grad():
             self._sums.in_loss = True
             loss, aux = self.plan.run_loss(self._f, self.given, batch)

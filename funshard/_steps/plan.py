@@ -88,11 +88,13 @@ class AccumulationPlan:
         """Whether reductions over the axes that a unit is not split over wait for the end."""
         return self.in_place and not self.full and not self.single
 
-    def make_context(self, given: Params, entered: Params, receiver: GradReceiver | None = None) -> Accumulation:
+    def make_context(
+        self, given: Params, entered: Params, receiver: GradReceiver | None = None, *, retains_graph: bool = False
+    ) -> Accumulation:
         """Return the context for a run of the loss."""
         partial = Reduction(self.reduction.by, frozenset()) if self.is_deferred else self.reduction
         thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
-        return Accumulation(self.spec, given, entered, partial, self.reduction, thread, receiver)
+        return Accumulation(self.spec, given, entered, partial, self.reduction, thread, receiver, retains_graph)
 
     def run_loss(self, f: Callable[..., Any], given: Params, batch: Any) -> tuple[Tensor, Any]:
         """Return the loss of a micro-batch and its aux. ValueError if ``f`` hooks a shard: calls bypass the hook."""

@@ -194,7 +194,9 @@ def _unflatten_units(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Pa
     return full
 
 
-@_torch.disable_in_graph("noise is drawn by a generator, which no graph can seed")
+@_torch.disable_in_graph(
+    "per_sample_grads: noise is drawn by a generator, which no graph can seed: expected fullgraph=False, or no compilation"
+)
 def _add_noise(
     grads: Mapping[str, Tensor],
     scale: float,

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
 
-__all__ = ["Accumulation", "GradReceiver", "find_accumulation"]
+__all__ = ["Accumulation", "GradReceiver", "find_accumulation", "is_graph_retained"]
 
 _ACTIVE_ACCUMULATIONS: list[Accumulation] = []
 """The accumulations whose loss or backward runs, of all threads.
@@ -53,6 +53,8 @@ class Accumulation:
     thread: int
     receiver: GradReceiver | None = None
     """The receiver of the replacements' gradients."""
+    retains_graph: bool = False
+    """Whether backward runs more than once through the graph of the loss."""
 
     def __enter__(self) -> None:
         _ACTIVE_ACCUMULATIONS.append(self)
@@ -97,6 +99,11 @@ def find_accumulation(
         if is_same and not says:
             return one
     return None
+
+
+def is_graph_retained() -> bool:
+    """Return whether backward will run more than once through what the loss of an accumulation computes here."""
+    return bool(_ACTIVE_ACCUMULATIONS) and any(active.retains_graph for active in _of_this_thread())
 
 
 def _of_this_thread() -> list[Accumulation]:
