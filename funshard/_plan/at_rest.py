@@ -15,7 +15,17 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from ..optim import from_torch
 
-__all__ = ["Init", "StateBytes", "UnitBytes", "balance", "is_on_host", "optimizer_init", "state_bytes", "unit_bytes"]
+__all__ = [
+    "Init",
+    "StateBytes",
+    "UnitBytes",
+    "balance",
+    "is_on_host",
+    "optimizer_init",
+    "state_bytes",
+    "sum_state",
+    "unit_bytes",
+]
 
 Init = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 """The function of an optimizer that returns its state before the first step."""
@@ -91,6 +101,15 @@ def _make_shard(spec: PartitionSpec, unit: Unit) -> Tensor:
     length, dtype = spec.stored(unit)
     shard = torch.empty(length, dtype=dtype)
     return shard.requires_grad_(unit.requires_grad) if dtype.is_floating_point else shard
+
+
+def sum_state(state: StateBytes) -> dict[str, int]:
+    """Return the bytes of all units' state by kind and dtype."""
+    found: dict[str, int] = {}
+    for kinds in state.values():
+        for kind, size in kinds.items():
+            found[kind] = found.get(kind, 0) + size
+    return found
 
 
 def unit_bytes(spec: PartitionSpec, state: StateBytes) -> dict[str, UnitBytes]:

@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._spec.bind import bind_spec
-from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
-from .._units.buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA
-from .._units.route import Route
-from .at_rest import StateBytes, UnitBytes, balance, is_on_host, optimizer_init, state_bytes, unit_bytes
-from .events import Category, Collective, Event, Phase
-from .forecast import CallForecast, StepFacts
-from .hardware import Hardware
-from .module_runs import module_runs
-from .run_step import record_step
+from .._spec.unit import P
+from .at_rest import StateBytes, UnitBytes, balance, optimizer_init, state_bytes, sum_state, unit_bytes
+from .choices import Comparison, candidates, with_p
+from .events import Category, Event, Phase
+from .from_spec import count_tokens, forecast, unit_routes
+from .hardware import Hardware, parse_bytes
+from .run_step import record_step, takes
 from .table import format_plan
 from .timeline import Held, Timeline
+from .traffic import Traffic, sum_traffic
 
-__all__ = ["Plan", "Traffic", "plan"]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The collectives of one kind that a rank takes part in along one mesh axis in a step."""
-
-    axis: str
-    op: str
-    """"all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"."""
-    count: int
-    input_bytes: int
-    output_bytes: int
-    sent_bytes: int
-    """The bytes that this rank sends over the axis."""
-    seconds: float
-    """Their time, hidden behind computation or not."""
+__all__ = ["Plan", "plan"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +43,20 @@ class Plan:
     """Tokens of this rank's batch; 0 where computation is not counted."""
     batch_bytes: int
     """Bytes of this rank's batch, where activations are counted."""
-    has_activations: bool
-    """Whether activations are counted: the plan ran a step."""
+    batch: Any = None
+    step: Callable[..., Any] | None = None
+    optimizer: object = None
+
+    @property
+    def has_activations(self) -> bool:
+        """Whether activations are counted: the plan ran a step."""
+        return self.step is not None
+
+    @property
+    def is_on_host_alone(self) -> bool:
+        """Whether the step ran on the CPU, where nothing can be offloaded."""
+        tensors = (x for x in pytree.tree_leaves(self.batch) if isinstance(x, Tensor))
+        return self.step is not None and next((x.device.type for x in tensors if not x.is_meta), "cpu") == "cpu"
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -99,22 +94,7 @@ class Plan:
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """What is sent in a step, a line for each mesh axis and kind of collective."""
-        found: dict[tuple[str, str], list[Collective]] = {}
-        for event in self.events:
-            if (one := event.collective) is not None:
-                found.setdefault((one.axis, one.op), []).append(one)
-        return tuple(
-            Traffic(
-                axis,
-                op,
-                len(some),
-                sum(one.input_bytes for one in some),
-                sum(one.output_bytes for one in some),
-                sum(one.sent_bytes for one in some),
-                sum(map(self.hardware.collective_seconds, some)),
-            )
-            for (axis, op), some in found.items()
-        )
+        return sum_traffic(self.events, self.hardware)
 
     @property
     def padding(self) -> int:
@@ -129,7 +109,7 @@ class Plan:
     @property
     def largest_unit(self) -> str:
         """The key of the unit whose gathered buffer is the largest."""
-        routes = _routes(self.spec)
+        routes = unit_routes(self.spec)
         return max(routes, key=lambda key: routes[key].padded_numel * routes[key].dtypes.param.itemsize, default="")
 
     @property
@@ -142,13 +122,71 @@ class Plan:
         """The part of the time in which the device waits for collectives and copies."""
         return self.timeline.exposed_seconds
 
+    def compare(self, choices: Mapping[str, PartitionSpec | P]) -> Comparison:
+        """Return the plans of other choices for the same step, batch, optimizer and hardware.
+
+        Args:
+            choices: By name a spec, on a mesh or else on this plan's, or a `P` for the units that have this plan's main one.
+
+        Returns:
+            The plans by name, fastest first; ``print`` shows a table.
+
+        Raises:
+            ValueError: If the step takes no ``spec``, so that it would run as before.
+        """
+        self._check_step_takes_spec("compare")
+        plans: dict[str, Plan] = {}
+        for name, choice in choices.items():
+            spec = with_p(self.spec, choice) if isinstance(choice, P) else choice
+            plans[name] = self._replan(spec if spec.sizes else spec.on(self.spec.bound_mesh))
+        return Comparison.by_time(plans)
+
+    def fit(self, memory: float | str | None = None, *, headroom: float = 0.1) -> Comparison:
+        """Return the choices whose peak fits into the memory of a device, fastest first.
+
+        Tries the axes to split over (and HSDP of other sizes on a mesh of one axis), reshard, remat, bfloat16 where nothing
+        is said of precision, offloaded parameters where the batch is on an accelerator, and 1 to 8 micro-batches if the step
+        takes ``microbatches``.
+
+        Args:
+            memory: Bytes, such as "80GB"; by default those of the plan's hardware.
+            headroom: The part of them that is left to fragmentation, the libraries, and what kernels allocate.
+
+        Returns:
+            The plans by choice; ``print`` shows a table.
+
+        Raises:
+            ValueError: Without ``step``, as activations are not counted then, and if the step takes no ``spec``.
+        """
+        if self.step is None:
+            raise ValueError("fit: without a step activations are not counted: expected a plan(spec, step=..., batch=...)")
+        self._check_step_takes_spec("fit")
+        limit = parse_bytes(self.hardware.memory if memory is None else memory) * (1 - headroom)
+        plans: dict[str, Plan] = {}
+        for choice in candidates(self):
+            rest = plan(choice.spec, optimizer=self.optimizer, hardware=self.hardware)
+            if sum(rest.at_rest.values()) > limit:
+                continue  # whatever the step does
+            found = self._replan(choice.spec, choice.options)
+            if found.peak <= limit:
+                plans[choice.name] = found
+        return Comparison.by_time(plans)
+
+    def _check_step_takes_spec(self, what: str) -> None:
+        if self.step is not None and not takes(self.step, "spec"):
+            raise ValueError(f"{what}: the step would run with the same spec: expected step(params, state, batch, *, spec)")
+
+    def _replan(self, spec: PartitionSpec, options: Mapping[str, Any] | None = None) -> Plan:
+        step = functools.partial(self.step, **options) if self.step and options else self.step
+        return plan(spec, batch=self.batch, step=step, optimizer=self.optimizer, hardware=self.hardware)
+
     def to_json(self) -> dict[str, Any]:
         """Return the figures as plain dicts, lists, numbers and strings."""
         return {
             "mesh": dict(self.spec.bound_mesh.sizes),
             "hardware": dataclasses.asdict(self.hardware),
             "at_rest": {**self.at_rest, "host": self.host_bytes},
-            "optimizer_state": _sum_state(self.optimizer_state),
+            "optimizer_state": sum_state(self.optimizer_state),
             "peak": self.peak,
             "peaks": self.peaks,
             "has_activations": self.has_activations,
@@ -226,53 +264,4 @@ def plan(
         events, batch_bytes = forecast(spec, units, tokens), 0
     else:
         events, batch_bytes = record_step(step, spec, batch, init)
-    return Plan(spec, hardware or Hardware(), events, units, state, tokens, batch_bytes, step is not None)
-
-
-def count_tokens(batch: Any) -> int:
-    """Return the number of tokens of a batch: a number, or tensors; 0 for None."""
-    if batch is None or isinstance(batch, int):
-        return batch or 0
-    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
-    if not tensors:
-        raise TypeError(f"plan: batch: expected a number of tokens, or tensors, got {batch!r:.80}")
-    integers = [x for x in tensors if not x.is_floating_point() and not x.is_complex()]
-    return integers[0].numel() if integers else tensors[0].numel() // max(tensors[0].shape[-1] if tensors[0].dim() else 1, 1)
-
-
-def forecast(spec: PartitionSpec, units: dict[str, UnitBytes], tokens: int) -> list[Event]:
-    """Return the events of a step from shapes alone."""
-    on_cpu = spec.bound_mesh.device_type == "cpu"
-    facts = StepFacts(spec, _routes(spec), tokens, BUCKET_BYTES if on_cpu else BUCKET_BYTES_CUDA)
-    call = CallForecast(facts, module_runs(spec))
-    call.forward()
-    facts.events.phase = "backward"
-    call.backward()
-    facts.events.phase = "update"
-    for unit in spec:
-        if unit.requires_grad and not units[unit.key].on_host:
-            grads = units[unit.key].parameters
-            moved = 3 * units[unit.key].parameters + 2 * units[unit.key].optimizer
-            facts.events.add("update", unit.key, moved_bytes=moved)
-            facts.events.add("memory", unit.key, {"gradients": -grads})
-    return facts.events.events
-
-
-def _routes(spec: PartitionSpec) -> dict[str, Route]:
-    """Return each unit's route; that of a unit on the host leads over a device, also where none is known."""
-    routes: dict[str, Route] = {}
-    for unit in spec:
-        route = Route.for_unit(unit, spec.bound_mesh, Reduction(), unit.p.precision, spec.stored(unit)[1])
-        if is_on_host(unit, spec):
-            at = route.device or torch.device("cuda")
-            route = dataclasses.replace(route, device=at, has_own_buffer=True, reshard_after_forward=unit.p.reshard)
-        routes[unit.key] = route
-    return routes
-
-
-def _sum_state(state: StateBytes) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for kinds in state.values():
-        for kind, size in kinds.items():
-            found[kind] = found.get(kind, 0) + size
-    return found
+    return Plan(spec, hardware or Hardware(), events, units, state, tokens, batch_bytes, batch, step, optimizer)
