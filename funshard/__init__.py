@@ -24,12 +24,13 @@ one of them:
     model calls  functional_call, trace_order, SyncBatchNorm
     transforms   grad, grad_and_value, hvp, per_sample_grads, remat, offload, compile
     steps        accumulate, update_in_backward, reduce_grads, reduce_mean, weight_share; check
-    planning     plan, Plan, Hardware
+    planning     plan, Plan, Hardware, visualize
     submodules   policies, optim, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing
 
 For those who change the package, its map: a folder imports only from floors below its own (tests/test_house.py), and a name
 without an underscore is public.
 
+    9  __main__                         python -m funshard plan
     8  _plan                            plan: memory, communication and time of a step before it runs
     8  _steps                           accumulate, update_in_backward: how gradients become a step
        _init                            init, init_buffers: a model on the meta device gets its values, a unit at a time
@@ -87,6 +88,7 @@ if _typing.TYPE_CHECKING:
     from . import checkpoint
     from ._plan.hardware import Hardware
     from ._plan.plan import Plan, plan
+    from ._plan.visualize import visualize
 
 __all__ = [
     "BufferWarning",
@@ -150,11 +152,12 @@ __all__ = [
     "unflatten",
     "unshard",
     "update_in_backward",
+    "visualize",
     "weight_share",
 ]
 
 
-_LAZY = {"Hardware": "_plan.hardware", "Plan": "_plan.plan", "plan": "_plan.plan"}
+_LAZY = {"Hardware": "_plan.hardware", "Plan": "_plan.plan", "plan": "_plan.plan", "visualize": "_plan.visualize"}
 """The public names of modules that training does not need, by module."""
 
 

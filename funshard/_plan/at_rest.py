@@ -20,6 +20,7 @@ __all__ = [
     "StateBytes",
     "UnitBytes",
     "balance",
+    "count_per_slice",
     "is_on_host",
     "optimizer_init",
     "state_bytes",
@@ -134,14 +135,14 @@ def balance(spec: PartitionSpec) -> tuple[int, int]:
     names = [name for name, _ in sizes]
     totals = torch.zeros([size for _, size in sizes], dtype=torch.int64)
     for unit in spec:
-        counts = _count_per_slice(unit, spec.size(unit), spec.shard_numel(unit))
+        counts = count_per_slice(unit, spec.size(unit), spec.shard_numel(unit))
         dims = [names.index(axis) for axis in unit.p.axes]
         counts = counts.view([totals.shape[d] for d in dims]).permute(sorted(range(len(dims)), key=dims.__getitem__))
         totals += counts.reshape([n if d in dims else 1 for d, n in enumerate(totals.shape)])
     return int(totals.min()), int(totals.max())
 
 
-def _count_per_slice(unit: Unit, slices: int, length: int) -> Tensor:
+def count_per_slice(unit: Unit, slices: int, length: int) -> Tensor:
     """Return the number of elements of parameters in each slice of a unit."""
     bounds, start = torch.arange(slices + 1) * length, 0
     below = torch.zeros_like(bounds)  # elements of parameters before each bound

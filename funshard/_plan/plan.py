@@ -21,6 +21,7 @@ from .events import Category, Event, Phase
 from .from_spec import count_tokens, forecast, unit_routes
 from .hardware import Hardware, parse_bytes
 from .run_step import record_step, takes
+from .svg import draw_plan
 from .table import format_plan
 from .timeline import Held, Timeline
 from .traffic import Traffic, sum_traffic
@@ -199,6 +200,10 @@ class Plan:
             "exposed_seconds": self.exposed_seconds,
             "units": {key: {**unit._asdict(), "peak": self.peaks_by_unit.get(key, 0)} for key, unit in self.units.items()},
         }
+
+    def to_svg(self) -> str:
+        """Return a picture as the text of an SVG file: memory over the step, units on the ranks, and streams over time."""
+        return draw_plan(self)
 
     def __str__(self) -> str:
         return format_plan(self)

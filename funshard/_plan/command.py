@@ -1,0 +1,150 @@
+"""``python -m funshard plan``: a plan of a model from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .. import policies
+from .._call.call import functional_call
+from .._spec.spec import PartitionSpec
+from .._spec.unit import P
+from .._transforms.grad import grad_and_value
+from ..optim import from_torch
+from .plan import Plan, plan
+
+__all__ = ["main"]
+
+EPILOG = """MODULE:CALLABLE returns the model; it is called on the meta device. With --batch the model runs on fake tensors: it is
+called with integers of that shape (or "8x1024:float32"), the loss is a cross entropy of its first result, and AdamW updates
+the parameters in place. --compare takes P as in Python: --compare 'P("shard", reshard=False)' 'P("shard", remat=True)'."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    parser = argparse.ArgumentParser("python -m funshard", description="Plan a training step before it runs.", epilog=EPILOG)
+    command = parser.add_subparsers(required=True).add_parser("plan", epilog=EPILOG, description="Plan a training step.")
+    command.add_argument("model", metavar="MODULE:CALLABLE", help="what returns the model")
+    command.add_argument("--policy", default="whole", help="whole, by_type:NAME[,NAME] or by_size:BYTES (whole)")
+    command.add_argument("--mesh", default="shard=8", help="axes and sizes, such as replicate=2,shard=8 (shard=8)")
+    command.add_argument("--p", default='P("shard")', help="the P of all units (P('shard'))")
+    command.add_argument("--batch", help="the shape of a rank's batch, such as 8x1024")
+    command.add_argument("--tokens", type=int, help="a rank's number of tokens, without running the model")
+    command.add_argument("--optimizer", default="adamw", help="a class of torch.optim (adamw)")
+    command.add_argument("--compare", nargs="+", default=[], metavar="P", help="other choices of P")
+    command.add_argument("--fit", metavar="BYTES", help="find what fits into so much memory, such as 80GB; needs --batch")
+    command.add_argument("--json", action="store_true", help="print the figures as JSON")
+    command.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan into a file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, or those of the process. Return its exit status."""
+    args = make_parser().parse_args(argv)
+    try:
+        found = _plan_of(args)
+        results: dict[str, Any] = {"plan": found}
+        if args.compare:
+            results["compare"] = found.compare({text: _read_p(text) for text in args.compare})
+        if args.fit:
+            results["fit"] = found.fit(args.fit)
+    except (ValueError, TypeError, ImportError, AttributeError) as error:
+        print(f"python -m funshard plan: {error}", file=sys.stderr)
+        return 2
+    if args.svg:
+        args.svg.write_text(found.to_svg())
+    if args.json:
+        print(json.dumps({key: _to_json(value) for key, value in results.items()}, default=str))
+    else:
+        print("\n\n".join(map(str, results.values())))
+    return 0
+
+
+def _to_json(value: Any) -> Any:
+    return value.to_json() if isinstance(value, Plan) else {name: one.to_json() for name, one in value.items()}
+
+
+def _plan_of(args: argparse.Namespace) -> Plan:
+    sys.path.insert(0, os.getcwd())
+    module, _, name = args.model.partition(":")
+    if not name:
+        raise ValueError(f"expected MODULE:CALLABLE, got {args.model!r}")
+    make = getattr(importlib.import_module(module), name)
+    with torch.device("meta"):
+        model: nn.Module = make()
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"{args.model}: expected it to return a module, got {type(model).__name__}")
+    spec = _find_policy(args.policy, model, _read_p(args.p))(model).on(_read_mesh(args.mesh))
+    if not args.batch:
+        return plan(spec, batch=args.tokens, optimizer=args.optimizer)
+    cls = {name.lower(): cls for name, cls in vars(torch.optim).items()}.get(args.optimizer.lower())
+    optimizer = from_torch(cls, lr=1e-3, donate=True) if cls else args.optimizer
+    return plan(spec, batch=_read_batch(args.batch), step=_make_step(model, optimizer), optimizer=optimizer)
+
+
+def _read_p(text: str) -> P:
+    value = eval(text, {"__builtins__": {}, "P": P, "True": True, "False": False})  # the user's own command line
+    if not isinstance(value, P):
+        raise TypeError(f"expected a P such as P('shard'), got {text!r}")
+    return value
+
+
+def _read_mesh(text: str) -> dict[str, int]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and size.isdecimal() for name, _, size in pairs):
+        raise ValueError(f"--mesh: expected axes and sizes such as replicate=2,shard=8, got {text!r}")
+    return {name: int(size) for name, _, size in pairs}
+
+
+def _read_batch(text: str) -> Tensor:
+    shape, _, dtype = text.partition(":")
+    sizes = shape.split("x")
+    if not all(size.isdecimal() for size in sizes) or not isinstance(
+        kind := getattr(torch, dtype or "int64", None), torch.dtype
+    ):
+        raise ValueError(f"--batch: expected a shape such as 8x1024 or 8x1024:float32, got {text!r}")
+    return torch.empty([int(size) for size in sizes], dtype=kind, device="meta")
+
+
+def _find_policy(text: str, model: nn.Module, p: P) -> Callable[[nn.Module], PartitionSpec]:
+    kind, _, value = text.partition(":")
+    if kind == "whole":
+        return policies.whole(p)
+    if kind == "by_size":
+        return policies.by_size(int(value), p=p)
+    if kind == "by_type":
+        types = {type(module) for module in model.modules() if type(module).__name__ in value.split(",")}
+        if types:
+            return policies.by_type(*types, p=p)
+        known = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(f"--policy: the model has no module of type {value!r}: expected some of {known}")
+    raise ValueError(f"--policy: expected whole, by_type:NAME or by_size:BYTES, got {text!r}")
+
+
+def _make_step(model: nn.Module, optimizer: Any) -> Callable[..., Any]:
+    """Return a training step of a model: the cross entropy of its first result, and an update in place."""
+
+    def step(params: Any, state: Any, batch: Tensor, *, spec: PartitionSpec) -> Any:
+        buffers = {name: torch.empty_like(x, device=batch.device) for name, x in model.named_buffers()}
+
+        def loss(params: Any) -> Tensor:
+            out = functional_call(model, params, (batch,), spec=spec, buffers=buffers)
+            first = next(x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point())
+            rows = first.flatten(0, -2) if first.dim() > 1 else first[None]
+            return F.cross_entropy(rows.float(), torch.zeros(len(rows), dtype=torch.int64, device=rows.device))
+
+        grads, _ = grad_and_value(loss)(params)
+        return optimizer.update(grads, state, params)
+
+    return step
