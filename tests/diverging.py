@@ -212,6 +212,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=timedelta(seconds=PLAIN_LIMIT))
     rank = dist.get_rank()
     text, seconds = run(case, checked=how == "check")
-    print(f"rank {rank} after {seconds:.1f} s: {text}", flush=True)
+    print(f"\nrank {rank} after {seconds:.1f} s: {text}", flush=True)  # warnings of torch may end without a line break
     if how == "plain" and text == "ended":
         time.sleep(PLAIN_LIMIT + 2)  # it goes on with something else: the end of a process is an error to the others

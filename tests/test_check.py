@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import diverging
 import pytest
 import torch
 import torch.distributed as dist
-from depth import depth
+from depth import depth, seldom
 from diverging import CASES, LIMIT, PLAIN_LIMIT, Trainer, raise_error
 from ranks import Pool, ended, free_port, launch, start
 from torch import nn
@@ -105,7 +106,7 @@ def outcome(case: str, how: str, ranks: int) -> list[str]:
         codes = [process.exitcode for process in processes]
         ended(processes, 0)
         said = output.read()
-    lines = dict(re.findall(r"^rank (\d) (.*)$", said, re.MULTILINE))
+    lines = dict(re.findall(r"rank (\d) (after .*)$", said, re.MULTILINE))
     return [lines.get(str(rank), f"exit code {codes[rank]}") for rank in range(ranks)]
 
 
@@ -382,7 +383,7 @@ def test_a_check_that_cannot_connect(gloo2: Pool) -> None:
 # --- The whole process ---
 
 PROCESS = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from torch import nn
 import funshard as fs
 
@@ -397,6 +398,8 @@ for i in range(3):
             raise ValueError("a bad batch")
         if sys.argv[1] == "end":
             sys.exit(3)
+        if sys.argv[1] == "kill":
+            os.kill(os.getpid(), 9)
     try:
         fs.grad(lambda p: fs.functional_call(model, p, (torch.ones(2, 4),), spec=spec).sum())(params)
     except RuntimeError as error:
@@ -446,6 +449,16 @@ def test_the_variable_checks_the_whole_process(tmp_path: Path, how: str, code: i
     assert words in said
 
 
+@seldom
+def test_a_killed_rank_does_not_answer(tmp_path: Path) -> None:
+    """It has told nobody, so the others wait for ten seconds."""
+    script = tmp_path / "script.py"
+    script.write_text(PROCESS)
+    (first, said), (second, _) = run_processes(script, "kill")
+    assert (first, second) == (1, -9), said
+    assert "rank 1, which does not answer: it has ended or is stopped" in said
+
+
 def test_the_variable_takes_no_other_value() -> None:
     env = {**os.environ, "FUNSHARD_CHECK": "yes"}
     command = [sys.executable, "-c", "import funshard"]
@@ -472,6 +485,8 @@ def test_the_line_is_the_users() -> None:
 
     Looks()(torch.ones(1))
     assert re.search(r"test_check.py:\d+ in (.*Looks.)?forward: line.append", line[0])
+    with ThreadPoolExecutor(1) as threads:  # as autograd's, which run backward on an accelerator
+        assert "threads.submit(find_user_line)" in describe_line(threads.submit(find_user_line).result())
     assert describe_line(None) == "no line of user code"
     with pytest.raises(ValueError, match="a bad gradient"):
         raise_error(torch.ones(1))
