@@ -91,7 +91,7 @@ assert "write_back" in nodes(running, x[0])
 GRADIENTS = """
 found = nodes(step, x)
 assert "_apply_route" in found, found
-assert "_add_probe" in nodes(samples, x[0])
+assert "_attach_probe" in nodes(samples, x[0])
 """
 
 ORDERS = {

@@ -106,7 +106,7 @@ def per_sample_grads(
     same_random = contextlib.nullcontext() if compiled else AmbientState(pytree.tree_leaves(args)).restored()
 
     def probed_loss(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
-        return f(_unflatten_units({key: _add_probe(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
+        return f(_unflatten_units({key: _attach_probe(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
 
     buffers = _gather_units(params, units, mesh)
     probes = {unit.key: _zero_probe(params[unit.key]) for unit in units}
@@ -136,7 +136,8 @@ _HOOK_MESSAGE = (
 
 
 @_torch.allow_in_graph
-def _add_probe(buffer: Tensor, probe: Tensor) -> Tensor:
+def _attach_probe(buffer: Tensor, probe: Tensor) -> Tensor:
+    """Return the buffer; the probe's gradient is the squared norm of the buffer's gradient."""
     # One node for Dynamo, which would lose the backward, and with it the clipping. As collectives._primitive.
     return _Probe.apply(buffer, probe)
 

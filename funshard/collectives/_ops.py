@@ -135,7 +135,8 @@ def _gather_by_broadcasts(x: Tensor, context: OpContext, own: Tensor) -> Pending
     return PendingResult(under_way, result)
 
 
-def _gather_stack(x: Tensor, root: int) -> Tensor:
+def _all_gather_stack(x: Tensor, root: int) -> Tensor:
+    """Return all ranks' slices, concatenated, for each stacked rank; ``root`` is for other ops."""
     return x.flatten(0, 1).unsqueeze(0).expand(len(x), *(-1,) * (x.dim() - 1))
 
 
@@ -272,9 +273,9 @@ class _Op:
 
 
 OPS: dict[str, _Op] = {
-    "gather_mean": _Op(_all_gather, _gather_stack, "scatter_mean"),
+    "gather_mean": _Op(_all_gather, _all_gather_stack, "scatter_mean"),
     "scatter_mean": _Op(_make_scatter(mean=True), _scatter_stack(mean=True), "gather_mean"),
-    "gather_sum": _Op(_all_gather, _gather_stack, "scatter_sum"),
+    "gather_sum": _Op(_all_gather, _all_gather_stack, "scatter_sum"),
     "scatter_sum": _Op(_make_scatter(mean=False), _scatter_stack(mean=False), "gather_sum"),
     "reduce_mean": _Op(_make_all_reduce("avg"), _mean_stack, "reduce_mean"),
     "reduce_sum": _Op(_make_all_reduce("sum"), _sum_stack, "reduce_sum"),

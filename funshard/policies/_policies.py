@@ -138,7 +138,7 @@ def by_size(
 
 
 def _build_by_size(
-    min_numel: float, leaves: tuple[type[nn.Module], ...], excluded: tuple[type[nn.Module], ...], p: P, tree: ModuleTree
+    min_numel: float, force_leaf: tuple[type[nn.Module], ...], exclude: tuple[type[nn.Module], ...], p: P, tree: ModuleTree
 ) -> PartitionSpec:
     held: dict[str, dict[str, int]] = {node.path: {} for node in tree.nodes()}
     for param in tree.all_params:
@@ -148,13 +148,13 @@ def _build_by_size(
     for node in tree.nodes():
         if node is not tree and tree.dominators(node)[-1] not in descended:
             continue
-        if sum(held[node.path].values()) >= min_numel and not issubclass(node.cls, leaves):
+        if sum(held[node.path].values()) >= min_numel and not issubclass(node.cls, force_leaf):
             descended[node.path] = node
     chosen: dict[str, P] = {}
     taken: set[str] = set()
     for path, node in reversed(descended.items()):  # children first
         left = sum(numel for name, numel in held[path].items() if name not in taken)
-        if node is not tree and left >= min_numel and not issubclass(node.cls, excluded):
+        if node is not tree and left >= min_numel and not issubclass(node.cls, exclude):
             chosen[path] = p
             taken |= held[path].keys()
     return build_with_leftovers(tree, chosen, p)

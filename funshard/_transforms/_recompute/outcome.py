@@ -86,19 +86,19 @@ class RunOutcome:
         self, after: ReachableObjects, reached: ReachableObjects, changed: set[int], outputs: Sequence[Tensor]
     ) -> Any:
         """Write what the run has changed into the caller's objects, with ``outputs`` as results, and return two roots."""
-        writer = _OutcomeWriter(self, after, reached, outputs)
+        resolver = _OutcomeResolver(self, after, reached, outputs)
         for k, obj in enumerate(after.objects):
             i = self.input_indices.get(k)
             if not after.adapters[k].is_mutable or (i is not None and i not in changed):
                 continue
             if i is not None or any(token[0] != CONSTANT for _, tokens in after.contents[k] for token in tokens):
                 target = obj if i is None else reached.objects[i]
-                write_contents(target, after.adapters[k], writer.get_contents(k), reached.owned)
-        return writer.get_value(after.roots[0]), writer.get_value(after.roots[1])
+                write_contents(target, after.adapters[k], resolver.get_contents(k), reached.owned)
+        return resolver.get_value(after.roots[0]), resolver.get_value(after.roots[1])
 
 
-class _OutcomeWriter:
-    """Replaces the objects and tensors of a run by the caller's. A class for the reason of `RunInputs`."""
+class _OutcomeResolver:
+    """Resolves the tokens of a run to the caller's objects and tensors. A class for the reason of `RunInputs`."""
 
     def __init__(
         self, outcome: RunOutcome, after: ReachableObjects, reached: ReachableObjects, outputs: Sequence[Tensor]

@@ -94,7 +94,7 @@ def find_ranges(ranges: Mapping[str, OptionRanges] | None, key: str, tensor: obj
 
 
 def check_arguments(grads: object, params: object, lr: object) -> None:
-    """Raise TypeError unless these are dicts of tensors and a learning rate."""
+    """Raise TypeError unless the first two are mappings, and ``lr`` is a number, a tensor or None."""
     check_mapping(params)
     check_mapping(grads, "grads")
     check_rate(lr, "lr")

@@ -33,7 +33,7 @@ Select = Callable[[str, Param], bool | Sequence[int]]
 Cost = Callable[[tuple[int, ...]], float]
 """``cost(shape)``: the owner's work for a matrix [n, m] or [batch, n, m], in any unit."""
 
-FLOPS_PER_ELEMENT_SENT = 512
+MULTIPLICATIONS_PER_ELEMENT_SENT = 512
 """Multiplications that take as long as sending an element to its owner and back, at 10^14 multiplications and 10^11 bytes a
 second, 2 bytes an element, for a Newton-Schulz iteration of 5 steps. Only its order of magnitude matters.
 """
@@ -124,7 +124,7 @@ def select_matrices(spec: PartitionSpec, select: Select | None, cost: Cost | Non
 
 def _default_cost(shape: tuple[int, ...]) -> float:
     """Return n^2 m multiplications, plus the time to send the elements."""
-    return math.prod(shape) * ((min(shape[-2:]) if len(shape) > 1 else 1) + FLOPS_PER_ELEMENT_SENT)
+    return math.prod(shape) * ((min(shape[-2:]) if len(shape) > 1 else 1) + MULTIPLICATIONS_PER_ELEMENT_SENT)
 
 
 def _matrix_shape(unit: Unit, param: Param, select: Select | None) -> tuple[int, ...] | None:
