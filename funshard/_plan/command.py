@@ -26,9 +26,9 @@ from .plan import Plan, plan
 
 __all__ = ["main"]
 
-EPILOG = """MODULE:CALLABLE returns the model; it is called on the meta device. With --batch the model runs on fake tensors: it is
-called with integers of that shape (or "8x1024:float32"), the loss is a cross entropy of its first result, and AdamW updates
-the parameters in place. --compare takes P as in Python: --compare 'P("shard", reshard=False)' 'P("shard", remat=True)'."""
+EPILOG = """MODULE:CALLABLE returns the model; it is called on the meta device. With --batch it runs on fake tensors: it is
+called with integers of that shape (or "8x1024:float32"), its loss is a cross entropy of its first result, and AdamW writes in
+place. --compare takes P as in Python: --compare 'P("shard", reshard=False)' 'P("shard", remat=True)'."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -110,9 +110,8 @@ def _read_mesh(text: str) -> dict[str, int]:
 def _read_batch(text: str) -> Tensor:
     shape, _, dtype = text.partition(":")
     sizes = shape.split("x")
-    if not all(size.isdecimal() for size in sizes) or not isinstance(
-        kind := getattr(torch, dtype or "int64", None), torch.dtype
-    ):
+    kind = getattr(torch, dtype or "int64", None)
+    if not all(size.isdecimal() for size in sizes) or not isinstance(kind, torch.dtype):
         raise ValueError(f"--batch: expected a shape such as 8x1024 or 8x1024:float32, got {text!r}")
     return torch.empty([int(size) for size in sizes], dtype=kind, device="meta")
 

@@ -25,6 +25,7 @@ COLORS: dict[Category, str] = {
     "activations": "#ee6677",
 }
 STREAM_COLORS = {"compute": "#4477aa", "network": "#228833", "host": "#aa3377"}
+COLLECTIVE_COLORS = {"reduce": "#ccbb44", "exchange": "#ee6677"}
 PHASE_COLORS = {"forward": "#dddddd", "backward": "#bbbbbb", "update": "#dddddd"}
 
 
@@ -163,9 +164,7 @@ def _draw_timeline(plan: Plan, top: float) -> Iterable[str]:
     for stream, label, start, end in boxes:
         if stream not in rows:
             continue
-        color = (
-            "#ccbb44" if label.startswith("reduce") else "#ee6677" if label.startswith("exchange") else STREAM_COLORS[stream]
-        )
+        color = COLLECTIVE_COLORS.get(label.partition(" ")[0], STREAM_COLORS[stream])
         x, width = LEFT + WIDTH * start / total, max(WIDTH * (end - start) / total, 0.3)
         yield _rect(x, top + 14 + 30 * rows.index(stream), width, 22, color, f"{label}: {format_seconds(end - start)}")
     legend = (("computation", "#4477aa"), ("gathers", "#228833"), ("reductions", "#ccbb44"), ("the model's own", "#ee6677"))
