@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import diverging
@@ -487,6 +488,10 @@ def test_the_line_is_the_users() -> None:
     assert re.search(r"test_check.py:\d+ in (.*Looks.)?forward: line.append", line[0])
     with ThreadPoolExecutor(1) as threads:  # as autograd's, which run backward on an accelerator
         assert "threads.submit(find_user_line)" in describe_line(threads.submit(find_user_line).result())
+    scope: dict[str, Any] = {"find": find_user_line}
+    exec(compile("def look(): return find()", __file__, "exec"), scope)  # code without a hash, as Dynamo makes
+    look: Any = FunctionType(scope["look"].__code__.replace(co_consts=({},)), scope)
+    assert look().function == "look"
     assert describe_line(None) == "no line of user code"
     with pytest.raises(ValueError, match="a bad gradient"):
         raise_error(torch.ones(1))
