@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils.flop_counter import flop_registry
 
 from .backward import current_graph_task
 from .dispatch import OpOverload
@@ -59,6 +58,8 @@ def in_backward() -> bool:
 
 def counted_flops(op: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of one call of an operator that torch's counter knows, 0 for others. Pinned by ``test_flops``."""
+    from torch.utils.flop_counter import flop_registry  # which training does not need
+
     count = flop_registry.get(op.overloadpacket)
     return int(count(*args, **kwargs, out_val=out)) if count else 0
 
