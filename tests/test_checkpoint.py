@@ -375,8 +375,8 @@ def _slowly(monkeypatch: pytest.MonkeyPatch, fail: bool = False) -> None:
                 raise OSError(28, "No space left on device")
         real(*args, **kwargs)
 
-    real = _save._write
-    monkeypatch.setattr(_save, "_write", write)
+    real = _save._write_checkpoint
+    monkeypatch.setattr(_save, "_write_checkpoint", write)
 
 
 def test_a_second_save_waits_or_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

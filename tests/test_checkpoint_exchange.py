@@ -314,7 +314,7 @@ def full_disk(rank: int, folder: str) -> None:
     spec = fs.policies.always(P("shard"))(model)
     params = fs.shard(model, spec)
     path = Path(folder) / "files"
-    write, writes = _export._write, 0
+    write, writes = _export._write_tensors, 0
 
     def failing(*args: Any) -> None:
         nonlocal writes
@@ -323,11 +323,11 @@ def full_disk(rank: int, folder: str) -> None:
             raise OSError(28, "No space left on device")
         write(*args)
 
-    _export._write = failing
+    _export._write_tensors = failing
     try:
         refused(OSError, "No space left", lambda: checkpoint.export(path, params, spec))
     finally:
-        _export._write = write
+        _export._write_tensors = write
     torch.distributed.barrier()
     assert os.listdir(folder) == []
     torch.distributed.barrier()
