@@ -131,7 +131,7 @@ def test_public_docstrings_have_args_and_returns() -> None:
 def test_docstrings_render_as_html_without_a_warning(tmp_path: Path) -> None:
     """README's command, with warnings as errors: a page for every public module, with every public name on it."""
     pytest.importorskip("pdoc")
-    assert f"python {RENDER.relative_to(ROOT)}\n" in (ROOT / "README.md").read_text()
+    assert f"python {RENDER.relative_to(ROOT)}`" in (ROOT / "README.md").read_text()
     load(RENDER).render(tmp_path)
     for name in [*TOP, *BELOW]:
         *path, last = name.removeprefix("fs.").split(".")
