@@ -8,8 +8,7 @@ import pytest
 import torch
 from depth import each
 from ranks import Pool
-from test_local import objective
-from test_local_training import MESHES, MICRO, Rank, Tree
+from test_local_training import MESHES, Rank, Tree, check_training
 from torch import Tensor
 
 import funshard as fs
@@ -48,14 +47,7 @@ def trained(rank: int, sizes: dict[str, int], options: dict[str, Any], name: str
     of_bias = lambda name, _: {"lr": lr / 2} if name.endswith("bias") else {}  # noqa: E731
     init, update = fs.optim.from_torch(cls, **settings, **KERNELS[kernel], spec=case.spec, options=of_bias)
     params = {key: p.clone() for key, p in case.params.items()}
-    state = init(params)
-    for i in range(MICRO):
-        loss = torch.stack([objective(torch.func.functional_call(case.whole, want, (x[i],))) for x in case.xs]).mean()
-        theirs.zero_grad()
-        loss.backward()
-        theirs.step()
-        params, state = update(fs.grad(case.loss)(params, case.x[i]), state, params)
-    case.check(params, {name: p.detach() for name, p in want.items()}, rtol=1e-6, atol=1e-8)
+    state = check_training(case, want, theirs, update, params, init(params))
     names = [name for name, value in theirs.state[others[0]].items() if isinstance(value, Tensor) and value.dim()]
     for of_torch in names:
         slices = {key: values[of_torch] for key, values in state.items()}

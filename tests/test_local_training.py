@@ -123,12 +123,8 @@ def averaged(case: Rank) -> None:
     )
 
 
-def trained(case: Rank) -> None:
-    """The state and parameters of AdamW after three steps are those of one process."""
-    want = {name: p.clone().requires_grad_() for name, p in case.full.items()}
-    theirs = torch.optim.AdamW(want.values(), lr=0.1, weight_decay=0.1)
-    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1, spec=case.spec)
-    params, state = case.params, init(case.params)
+def check_training(case: Rank, want: Tree, theirs: torch.optim.Optimizer, update: Any, params: Tree, state: Any) -> Any:
+    """Check that parameters after a step for each batch are those of one process; return the state."""
     for i in range(MICRO):
         loss = torch.stack([objective(torch.func.functional_call(case.whole, want, (x[i],))) for x in case.xs]).mean()
         theirs.zero_grad()
@@ -136,6 +132,15 @@ def trained(case: Rank) -> None:
         theirs.step()
         params, state = update(fs.grad(case.loss)(params, case.x[i]), state, params)
     case.check(params, {name: p.detach() for name, p in want.items()}, rtol=1e-6, atol=1e-8)
+    return state
+
+
+def trained(case: Rank) -> None:
+    """The state and parameters of AdamW after three steps are those of one process."""
+    want = {name: p.clone().requires_grad_() for name, p in case.full.items()}
+    theirs = torch.optim.AdamW(want.values(), lr=0.1, weight_decay=0.1)
+    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1, spec=case.spec)
+    check_training(case, want, theirs, update, case.params, init(case.params))
 
 
 def gathered(case: Rank) -> None:

@@ -14,7 +14,8 @@ from .events import Category, Collective, Event, Kind, Phase
 
 __all__ = ["Chain", "EventList", "Step", "gather_steps", "reduce_steps"]
 
-Memory = Mapping[Category, int]
+MemoryChange = Mapping[Category, int]
+"""By category, the bytes that an event allocates, or frees where negative."""
 
 
 class EventList:
@@ -28,7 +29,7 @@ class EventList:
         self,
         kind: Kind,
         unit: str,
-        memory: Memory | None = None,
+        memory: MemoryChange | None = None,
         *,
         collective: Collective | None = None,
         flops: int = 0,
@@ -45,8 +46,8 @@ class Step(NamedTuple):
 
     kind: Kind
     collective: Collective | None
-    at_start: Memory
-    at_end: Memory
+    at_start: MemoryChange
+    at_end: MemoryChange
     moved_bytes: int = 0
 
 
@@ -55,7 +56,7 @@ class Chain:
 
     def __init__(self, events: EventList, unit: str, steps: Iterable[Step]) -> None:
         self._events, self._unit, self._steps = events, unit, deque(steps)
-        self._running: tuple[int, Memory] | None = None
+        self._running: tuple[int, MemoryChange] | None = None
         self.advance()
 
     def advance(self) -> None:

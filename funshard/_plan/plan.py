@@ -31,7 +31,7 @@ __all__ = ["Plan", "plan"]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What one rank holds, sends and computes in a training step. `plan` makes it; ``print`` shows it as a table."""
+    """The memory, communication and time of a training step on one rank. `plan` makes it; ``print`` shows it as a table."""
 
     spec: PartitionSpec
     """The spec, on its mesh."""
@@ -94,7 +94,7 @@ class Plan:
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
-        """What is sent in a step, a line for each mesh axis and kind of collective."""
+        """The bytes that a step sends, a line for each mesh axis and kind of collective."""
         return sum_traffic(self.events, self.hardware)
 
     @property

@@ -77,7 +77,7 @@ def _is_own_code(frame: types.FrameType) -> bool:
 
 @dataclass(frozen=True)
 class CodeReads:
-    """What the code of functions reads, found without running it."""
+    """The attributes and variables that the code of functions reads, found without running it."""
 
     queries: frozenset[str]
     """Attributes of `QUERY_GETTERS`, or ``grad``. The code that reads them need not run."""
