@@ -361,7 +361,6 @@ def compiled(rank: int) -> None:
 
 
 @seldom
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")
 def test_compiled(gloo2: Pool) -> None:
     gloo2.run(compiled)
 

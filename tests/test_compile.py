@@ -41,7 +41,6 @@ _found.loader.exec_module(common)
 Step = Callable[..., Any]
 LAYERS = 3
 IMPORT = "`torch.jit.script_method`"  # torch's own, when inductor is first imported
-pytestmark = pytest.mark.filterwarnings(f"ignore:{IMPORT}")
 
 
 def has_cpp_compiler() -> bool:

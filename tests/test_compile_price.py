@@ -20,8 +20,6 @@ from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 import funshard as fs
 from funshard._spec.fingerprint import find_fingerprinted
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")
-
 
 class Block(nn.Module):
     def __init__(self, width: int = 4) -> None:

@@ -270,7 +270,6 @@ def saved_bytes(p: P) -> int:
     return sum(event.self_cpu_memory_usage for event in profile.events())
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # torch's own, where inductor is imported
 @pytest.mark.parametrize("compile", [AOT, pytest.param(True, marks=seldom)])
 @pytest.mark.parametrize(
     "name", ["remat", "save a name", *(pytest.param(name, marks=seldom) for name in ("save products", "save layer_norm"))]
@@ -513,7 +512,6 @@ def test_what_people_write_recomputed(kind: type[nn.Module], remat: bool | Remat
         torch.testing.assert_close(got, leaf_step(kind, fs.grad, False), **EXACT)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # torch's own, where inductor is imported
 @pytest.mark.parametrize("compile", [AOT, pytest.param(True, marks=seldom)])
 def test_clipping_in_backward_reads_saved_tensors_twice(compile: bool | Compile) -> None:
     """Also after a backward that ran once, for whose code torch reuses what forward has saved."""
@@ -662,7 +660,6 @@ def test_a_graph_break_with_fullgraph_is_an_error() -> None:
         leaf_step(Breaks, fs.grad, Compile(backend="aot_eager", fullgraph=True))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # torch's own, where inductor is imported
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -1223,7 +1223,6 @@ def test_leaves_of_transforms() -> None:
 # --- torch.compile ---
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # torch's own, where inductor is imported
 @pytest.mark.parametrize(
     ("given", "options"),
     [
