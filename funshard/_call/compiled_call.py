@@ -55,9 +55,10 @@ def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None,
     replaced = _replace_buffers(modules, spec, buffers)
     for _, own, attr, _, now in replaced.values():
         swaps.append((own, attr, now))
-    with _swap_tensors(swaps), _override_modules(modules, spec):
+    with _swap_tensors(swaps), _override_modules(modules, spec), _drop_new_entries(modules):
         run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""].precision)
-        out = _wrap_in_region(run, "", spec)(*inputs.args, **inputs.kwargs)
+        with _torch.undo_attribute_writes(model):
+            out = _wrap_in_region(run, "", spec)(*inputs.args, **inputs.kwargs)
         after = {name: own[attr] for name, (_, own, attr, _, _) in replaced.items()}
     _keep_buffers(model, replaced, after, buffers)
     return out
@@ -170,6 +171,23 @@ def _swap_tensors(swaps: Sequence[tuple[dict[str, Any], str, Tensor]]) -> Genera
     finally:
         for own, attr, tensor in reversed(before):
             own[attr] = tensor
+
+
+@contextlib.contextmanager
+def _drop_new_entries(modules: Mapping[str, nn.Module]) -> Generator[None]:
+    """Remove the buffers and submodules that forward makes."""
+    entries: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+    for module in modules.values():
+        own_buffers, own_modules = module._buffers, module._modules
+        entries.append((own_buffers, tuple(own_buffers)))
+        entries.append((own_modules, tuple(own_modules)))
+    try:
+        yield
+    finally:
+        for own, names in entries:
+            if len(own) != len(names):
+                for name in set(own).difference(names):
+                    del own[name]
 
 
 def _check_casts_inside(spec: PartitionSpec) -> None:

@@ -1,0 +1,79 @@
+"""The attributes that traced code sets in modules: Dynamo writes them into the real modules after the graph has run."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator
+from typing import Any
+
+from torch import nn
+
+from .tracing import assume_constant
+
+__all__ = ["undo_attribute_writes"]
+
+_MARK = "_funshard_called"
+"""The attribute that finds a model among the objects of Dynamo's tables. No module ever has it."""
+
+_Table = dict[Any, dict[str, Any]]
+"""What Dynamo knows of the writes to attributes, by its variable for the object, and by name."""
+
+
+class _OpenContexts(threading.local):
+    """The contexts that a thread traces: the graph, the model's modules, and copies of the tables when each was entered."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Any, set[nn.Module], list[_Table]]] = []
+
+
+_open_contexts = _OpenContexts()
+
+
+@contextlib.contextmanager
+def undo_attribute_writes(model: nn.Module) -> Generator[None]:
+    """Undo, at the end of this context in traced code, what was set or deleted in the attributes of the model's modules.
+
+    Later code reads the attributes of before, and the modules are not written to after the graph. Dynamo's tables are private;
+    pinned by ``test_attributes_that_forward_sets_are_restored``.
+    """
+    setattr(model, _MARK, True)
+    _note_writes()
+    try:
+        yield
+    finally:
+        _restore_writes()
+
+
+@assume_constant
+def _note_writes() -> None:
+    """Copy the tables, and note the modules of the marked model."""
+    graph, tables = _writes_of_graph()
+    model = next(variable for variable, attributes in tables[0].items() if _MARK in attributes)
+    for table in tables:
+        del table[model][_MARK]
+    copies = [{variable: dict(attributes) for variable, attributes in table.items()} for table in tables]
+    # others are left over from traces that Dynamo has given up
+    _open_contexts.stack = [context for context in _open_contexts.stack if context[0] is graph]
+    _open_contexts.stack.append((graph, set(model.value.modules()), copies))
+
+
+@assume_constant
+def _restore_writes() -> None:
+    """Make the tables what they were for the modules of the innermost context."""
+    _, modules, copies = _open_contexts.stack.pop()
+    _, tables = _writes_of_graph()
+    for table, copy in zip(tables, copies, strict=True):
+        for variable, attributes in table.items():
+            if isinstance(value := getattr(variable, "value", None), nn.Module) and value in modules:
+                attributes.clear()
+                attributes.update(copy.get(variable, {}))
+
+
+def _writes_of_graph() -> tuple[Any, list[_Table]]:
+    """Return the graph that Dynamo traces now, and its tables: the new values, and from torch 2.14 on how they are set."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # here, since Dynamo is imported by the first compile
+
+    graph = InstructionTranslator.current_tx().output
+    names = ("store_attr_mutations", "attr_mutation_kinds")
+    return graph, [getattr(graph.side_effects, name) for name in names if hasattr(graph.side_effects, name)]
