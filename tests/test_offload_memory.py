@@ -203,7 +203,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     computes = Stream(log, "compute")
     monkeypatch.setattr(streams, "is_accelerator", lambda device: True)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: computes)
-    monkeypatch.setattr(streams, "_beside", lambda device, towards: Stream(log, "in"))
+    monkeypatch.setattr(streams, "_copy_stream", lambda device, towards: Stream(log, "in"))
     monkeypatch.setattr(host_buffers._torch, "allocate_like", lambda like, device: torch.empty_like(like))
     return log
 

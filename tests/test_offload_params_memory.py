@@ -269,7 +269,7 @@ def test_copies_have_a_unit_to_run_beside(monkeypatch: pytest.MonkeyPatch) -> No
         log.clear()
         monkeypatch.setattr(streams, "is_accelerator", lambda device: True)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: computes)
-        monkeypatch.setattr(streams, "_beside", lambda device, towards: ways[towards])
+        monkeypatch.setattr(streams, "_copy_stream", lambda device, towards: ways[towards])
         monkeypatch.setattr(_torch, "allocate_like", lambda like, device, **_: torch.empty_like(like))
         got = grad(shards)
     for key, g in got.items():

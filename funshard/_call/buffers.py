@@ -25,7 +25,7 @@ __all__ = [
     "set_buffers",
     "warn_discarded",
     "warn_discarded_in_graph",
-    "write_back",
+    "write_buffer",
 ]
 
 
@@ -65,7 +65,7 @@ def changes_statistics(module: nn.Module) -> bool:
 
 @_torch.allow_in_graph
 @has_side_effect
-def write_back(given: Tensor, now: Tensor) -> None:
+def write_buffer(given: Tensor, now: Tensor) -> None:
     """Write a buffer's new values into the given one, inside torch.compile.
 
     There a gradient is torch.func's, which refuses ``add_`` to a tensor from outside, such as BatchNorm's count of batches.

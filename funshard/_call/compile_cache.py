@@ -158,13 +158,13 @@ def _compile(options: Compile, remat: Remat | None, structure: Hashable, retains
     return out
 
 
-_MODES: WeakKeyDictionary[CompiledRun, set[tuple[bool, bool]]] = WeakKeyDictionary()
+_MODES_RUN: WeakKeyDictionary[CompiledRun, set[tuple[bool, bool]]] = WeakKeyDictionary()
 """The modes in which each compiled function has run: with gradients or without, in training or evaluation."""
 
 
 def is_first_run(run: CompiledRun, module: nn.Module) -> bool:
     """Return whether a function has not run before with or without gradients, in training or evaluation, as it will now."""
-    mode, known = (torch.is_grad_enabled(), module.training), _MODES.setdefault(run, set())
+    mode, known = (torch.is_grad_enabled(), module.training), _MODES_RUN.setdefault(run, set())
     is_first = mode not in known
     known.add(mode)
     return is_first

@@ -22,7 +22,7 @@ from .._spec.unit import Unit
 from .._transforms._recompute.regions import is_collecting_regions, mark_region
 from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit
-from .buffers import changes_statistics, warn_discarded_in_graph, write_back
+from .buffers import changes_statistics, warn_discarded_in_graph, write_buffer
 from .casting import buffer_dtypes, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
 from .entry import CallInputs
 
@@ -40,7 +40,7 @@ def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None,
     """
     spec, params = inputs.spec, inputs.params
     _check_casts_inside(spec)  # not on entering the context: Dynamo of torch 2.11 loses the error
-    full = _gather_units(inputs)
+    full = _gather_full_params(inputs)
     for name in spec.ignored:
         if name in params:
             full[name] = params[name]
@@ -64,7 +64,7 @@ def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None,
     return out
 
 
-def _gather_units(inputs: CallInputs) -> dict[str, Tensor]:
+def _gather_full_params(inputs: CallInputs) -> dict[str, Tensor]:
     """Return the full parameters by all their names."""
     spec, params, check_order, by = inputs.spec, inputs.params, inputs.options.check_order, inputs.reduction.by
     over = inputs.reduction.over if inputs.reduction.over is None else tuple(inputs.reduction.over)
@@ -153,7 +153,7 @@ def _keep_buffers(
             if moves or after[name] is not now:
                 lost.append(name)
         elif moves and after[name] is now and now.dtype == before.dtype:
-            write_back(before, after[name])
+            write_buffer(before, after[name])
         elif after[name] is not before:
             buffers[name] = cast_back(after[name], before, now)
     warn_discarded_in_graph(tuple(lost))

@@ -24,7 +24,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
 from .._spec.unit import Unit
 from .._transforms._recompute.reachable import ReachableObjects
-from .._units.accumulation import is_graph_retained
+from .._units.accumulation import is_backward_repeated
 from .casting import has_casts
 from .compile_cache import find_compiled_run, is_first_run
 from .compiled_node import TRANSPARENT, CompiledNode, GivenParameter
@@ -97,7 +97,7 @@ def compile_forward(
         if not can_run_compiled(call, path, args, kwargs):
             return forward(*args, **kwargs)
         level = _torch.current_level()
-        retains = level > 0 or is_graph_retained()
+        retains = level > 0 or is_backward_repeated()
         compiled = find_compiled_run(path, module, inside, options, remat, retains=retains)
         with (
             _plain_parameters(call, inside, before, level) as (given, units),

@@ -100,7 +100,7 @@ def _check_reduced(model: nn.Module, params: Mapping[str, Tensor], spec: Partiti
                     "fs.reduce_grads on the gradients"
                 )
         as_stored = all(tensor.dtype == unit.dtype for tensor in tensors)  # others were cast, as for mixed precision by hand
-        if as_stored and _are_copies(tensors) and _on_processes(spec) and is_first_warning(model, "full parameters"):
+        if as_stored and _are_copies(tensors) and _has_process_axis(spec) and is_first_warning(model, "full parameters"):
             warnings.warn(
                 f"functional_call: parameter '{unit.params[0].name}' is given in full and differentiated, and no gradient of "
                 f"full parameters is reduced: each of {ranks} ranks would train alone; expected fs.shard(model, spec), or "
@@ -119,6 +119,6 @@ def _are_copies(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _on_processes(spec: PartitionSpec) -> bool:
+def _has_process_axis(spec: PartitionSpec) -> bool:
     """Return whether an axis of the spec has a process group."""
     return any(isinstance(axis, ProcessAxis) and axis.name for _, axis in spec.bound_mesh.axes)

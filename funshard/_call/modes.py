@@ -29,8 +29,8 @@ from .._units.flow import gather_unit
 from .._units.layout import unflatten_unit
 from .casting import cast_params
 from .gathered_unit import GatheredUnit
+from .per_level_gathers import PerLevelGathers
 from .schedule import CallOptions, Schedule
-from .stacked_gathers import StackedGathers
 from .write_watch import WriteWatch
 
 __all__ = ["DataFlow", "Mode", "RegatherPerLevel", "Scheduled", "UnitInUse", "choose_mode", "units_given_full"]
@@ -137,7 +137,7 @@ def _can_regather_per_level(spec: PartitionSpec) -> bool:
 def _sharded_part(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:
     """Return the part of the spec whose units ``params`` holds as shards."""
     keys = spec.by_key.keys() & params.keys()
-    return spec if len(keys) == len(spec) else spec._restrict("", keys)
+    return spec if len(keys) == len(spec) else spec._restrict_to_units("", keys)
 
 
 def units_given_full(params: Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, UnitInUse]:
@@ -196,8 +196,8 @@ class RegatherPerLevel(DataFlow):
     def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, check_order: bool) -> None:
         super().__init__(params, spec, reduction, check_order)
         self._level = _torch.current_level()
-        self._nested = StackedGathers()
-        self.live = self._nested.live
+        self._gathers = PerLevelGathers()
+        self.live = self._gathers.live
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, gathered as data flow and known to the levels' graphs."""
@@ -206,7 +206,7 @@ class RegatherPerLevel(DataFlow):
         gathered = self._in_use(unit, buffer)
         shard = self.params[unit.key]
         if unit.p.reshard and not _torch.shares_storage(buffer, shard) and _torch.current_level() == self._level:
-            gathered.storage = self._nested.add(unit.key, shard, buffer, gather)
+            gathered.storage = self._gathers.add(unit.key, shard, buffer, gather)
         return gathered
 
 

@@ -183,7 +183,9 @@ class Call:
         @functools.cache  # it may run often in one call
         def insides() -> tuple[BoundModule, PartitionSpec]:
             place = self.place.submodule(path)
-            return place, self.spec._restrict(path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()})
+            return place, self.spec._restrict_to_units(
+                path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()}
+            )
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -72,15 +72,15 @@ def _compare_order(done: Tensor, group: str, names: str) -> None:
 
 
 @torch.library.custom_op("funshard::all_gather", mutates_args=())
-def _all_gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
+def _gloo_all_gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
     """Start gloo's gather in place, as functional_call does, because torch's operator needs the buffer twice."""
     full = shard.new_empty(num_ranks * len(shard), *shard.shape[1:])
     ops.start_op("gather_mean", shard, ops.OpContext(num_ranks, group), full)
     return full
 
 
-@_all_gather.register_fake
-def _all_gather_fake(shard: Tensor, num_ranks: int, group: str) -> Tensor:
+@_gloo_all_gather.register_fake
+def _gloo_all_gather_fake(shard: Tensor, num_ranks: int, group: str) -> Tensor:
     """Return an empty buffer for the shards of all ranks of the group."""
     return shard.new_empty(num_ranks * len(shard), *shard.shape[1:])
 

@@ -21,7 +21,7 @@ from .._units.host import place_slice
 from .._units.layout import Params, to_memory_order, unflatten_unit
 from .._units.whole import flatten_whole, scatter_whole
 from .slots import InitFn, Slot
-from .values import Values, WiderReachError, open_values
+from .values import InitialValues, WiderReachError, open_values
 
 __all__ = ["init", "init_buffers"]
 
@@ -109,7 +109,7 @@ INITIALIZER_HINT = (
 
 
 def _init_units(
-    values: Values, slots: dict[str, Slot], spec: PartitionSpec, rank: int | None, device: torch.device, compared: bool
+    values: InitialValues, slots: dict[str, Slot], spec: PartitionSpec, rank: int | None, device: torch.device, compared: bool
 ) -> tuple[Params, list[Tensor]]:
     """Return each unit's slice, and the fingerprints of its parameters if ``compared``."""
     most = _largest_nbytes(values, spec)
@@ -219,7 +219,7 @@ def _unit_param_name(slot: Slot, spec: PartitionSpec) -> tuple[str, ...]:
     return () if owned is None else (owned[1].name,)
 
 
-def _largest_nbytes(values: Values, spec: PartitionSpec) -> int:
+def _largest_nbytes(values: InitialValues, spec: PartitionSpec) -> int:
     """Return the bytes of the largest unit, or of the largest module's own tensors if they are more."""
     return max(values.largest_module, *(unit.numel * unit.dtype.itemsize for unit in spec), 0)
 

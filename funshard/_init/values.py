@@ -15,7 +15,7 @@ from .._call.module_state import calling_thread, restore_modules
 from .sandbox import InitSandbox
 from .slots import InitFn, Initialiser, Slot, find_initialisers, find_slots, format_slots
 
-__all__ = ["Values", "WiderReachError", "open_values"]
+__all__ = ["InitialValues", "WiderReachError", "open_values"]
 
 
 class WiderReachError(Exception):
@@ -23,8 +23,8 @@ class WiderReachError(Exception):
 
 
 @contextlib.contextmanager
-def open_values(model: nn.Module, init_fn: InitFn | None, seed: int, device: torch.device) -> Generator[Values]:
-    """Yield the model's `Values`; afterwards restore the model's tensors and torch's random state."""
+def open_values(model: nn.Module, init_fn: InitFn | None, seed: int, device: torch.device) -> Generator[InitialValues]:
+    """Yield the model's `InitialValues`; afterwards restore the model's tensors and torch's random state."""
     slots, runs = find_slots(model), find_initialisers(model, init_fn)
     devices = [device] if _torch.is_accelerator(device) else []
     with contextlib.ExitStack() as stack:
@@ -33,11 +33,11 @@ def open_values(model: nn.Module, init_fn: InitFn | None, seed: int, device: tor
         if torch.get_default_device().type == "meta":  # as within `with torch.device("meta")`, where the model was made
             stack.enter_context(device)
         with _torch.below_transforms():
-            values = Values(runs, slots.values(), InitSandbox(model, slots, seed, device), device)
+            values = InitialValues(runs, slots.values(), InitSandbox(model, slots, seed, device), device)
         yield values
 
 
-class Values:
+class InitialValues:
     """The values that a model's initialisers give its slots, within `open_values`.
 
     An initialiser's *reach* is the slots of its module and all others that it touches; only they have values when it runs. A

@@ -10,9 +10,9 @@ import torch
 
 from .._spec.unit import Unit
 from .._units.route import Route
-from .events import Category, Collective, Event, Kind, Phase
+from .events import Category, Collective, Event, EventKind, Phase
 
-__all__ = ["Chain", "EventList", "Step", "gather_steps", "reduce_steps"]
+__all__ = ["Chain", "ChainStep", "EventList", "gather_steps", "reduce_steps"]
 
 MemoryChange = Mapping[Category, int]
 """By category, the bytes that an event allocates, or frees where negative."""
@@ -27,7 +27,7 @@ class EventList:
 
     def add(
         self,
-        kind: Kind,
+        kind: EventKind,
         unit: str,
         memory: MemoryChange | None = None,
         *,
@@ -41,10 +41,10 @@ class EventList:
         return len(self.events) - 1
 
 
-class Step(NamedTuple):
+class ChainStep(NamedTuple):
     """A collective, or a copy of ``moved_bytes``, with what it allocates when it starts and frees when it is waited for."""
 
-    kind: Kind
+    kind: EventKind
     collective: Collective | None
     at_start: MemoryChange
     at_end: MemoryChange
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 class Chain:
     """Steps one after the other. The first starts at once."""
 
-    def __init__(self, events: EventList, unit: str, steps: Iterable[Step]) -> None:
+    def __init__(self, events: EventList, unit: str, steps: Iterable[ChainStep]) -> None:
         self._events, self._unit, self._steps = events, unit, deque(steps)
         self._running: tuple[int, MemoryChange] | None = None
         self.advance()
@@ -78,7 +78,7 @@ class Chain:
             self.advance()
 
 
-def gather_steps(unit: Unit, route: Route, stored: int, sizes: Mapping[str, int]) -> list[Step]:
+def gather_steps(unit: Unit, route: Route, stored: int, sizes: Mapping[str, int]) -> list[ChainStep]:
     """Return the steps that gather a unit's buffer from a slice of ``stored`` bytes at rest."""
     if not route.has_own_buffer:
         return []
@@ -88,17 +88,17 @@ def gather_steps(unit: Unit, route: Route, stored: int, sizes: Mapping[str, int]
         piece = stored if route.form else route.codec._describe_encoding(slice_numel, route.shard_dtype)[0]
     buffer = route.padded_numel * route.dtypes.param.itemsize
     sent = 0  # bytes allocated for what is sent: the slice in another form, or on another device
-    steps: list[Step] = []
+    steps: list[ChainStep] = []
     if route.device is not None:
         sent = stored if route.codec else piece
-        steps.append(Step("copy", None, {"gathered": sent}, {}, sent))
+        steps.append(ChainStep("copy", None, {"gathered": sent}, {}, sent))
     elif (route.codec and not route.form) or (len(route.split_axes) > 1 and route.dtypes.param != route.shard_dtype):
         sent = piece
     for i, name in enumerate(reversed(route.split_axes)):
         into, piece = piece, piece * sizes[name]
         at_start = piece + (sent if i == 0 and route.device is None else 0)
         steps.append(
-            Step(
+            ChainStep(
                 "gather",
                 Collective("all_gather", name, sizes[name], into, piece),
                 {"gathered": at_start},
@@ -106,32 +106,34 @@ def gather_steps(unit: Unit, route: Route, stored: int, sizes: Mapping[str, int]
             )
         )
     if not route.split_axes and (route.device is None or route.codec):  # a cast or a decoded copy
-        return [*steps, Step("memory", None, {"gathered": buffer}, {"gathered": -sent})]
+        return [*steps, ChainStep("memory", None, {"gathered": buffer}, {"gathered": -sent})]
     if route.codec:
-        steps.append(Step("memory", None, {"gathered": buffer}, {"gathered": -piece}))
+        steps.append(ChainStep("memory", None, {"gathered": buffer}, {"gathered": -piece}))
     return steps
 
 
 def reduce_steps(
     route: Route, numel: int, dtype: torch.dtype, sizes: Mapping[str, int], *, scatters: bool = True
-) -> list[Step]:
+) -> list[ChainStep]:
     """Return the steps that reduce a gradient of so many elements in the dtype of the reduction to slices in ``dtype``."""
     size = numel * route.dtypes.reduce.itemsize
-    steps: list[Step] = []
+    steps: list[ChainStep] = []
     for name in route.split_axes if scatters else ():
         into, size = size, size // sizes[name]
         steps.append(
-            Step(
+            ChainStep(
                 "reduce",
                 Collective("reduce_scatter", name, sizes[name], into, size),
                 {"gradients": size},
                 {"gradients": -into},
             )
         )
-    steps += [Step("reduce", Collective("all_reduce", name, sizes[name], size, size), {}, {}) for name in route.replica_axes]
+    steps += [
+        ChainStep("reduce", Collective("all_reduce", name, sizes[name], size, size), {}, {}) for name in route.replica_axes
+    ]
     result = size // route.dtypes.reduce.itemsize * dtype.itemsize
     if route.device is not None:
-        steps.append(Step("copy", None, {}, {"gradients": -size}, size))
+        steps.append(ChainStep("copy", None, {}, {"gradients": -size}, size))
     elif result != size:
-        steps.append(Step("memory", None, {"gradients": result}, {"gradients": -size}))
+        steps.append(ChainStep("memory", None, {"gradients": result}, {"gradients": -size}))
     return steps

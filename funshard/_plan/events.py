@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-__all__ = ["CATEGORIES", "PHASES", "Category", "Collective", "Event", "Kind", "Phase"]
+__all__ = ["CATEGORIES", "PHASES", "Category", "Collective", "Event", "EventKind", "Phase"]
 
 Category = Literal["parameters", "optimizer", "gathered", "gradients", "activations"]
 """The use of a tensor's memory."""
@@ -13,7 +13,7 @@ Category = Literal["parameters", "optimizer", "gathered", "gradients", "activati
 Phase = Literal["forward", "backward", "update"]
 """The part of a step."""
 
-Kind = Literal["gather", "compute", "recompute", "reduce", "exchange", "copy", "wait", "memory", "update"]
+EventKind = Literal["gather", "compute", "recompute", "reduce", "exchange", "copy", "wait", "memory", "update"]
 """The action of an event. An exchange is a collective of the model's own; "memory" only allocates or frees."""
 
 CATEGORIES: tuple[Category, ...] = ("parameters", "optimizer", "gathered", "gradients", "activations")
@@ -40,7 +40,7 @@ class Collective(NamedTuple):
 class Event(NamedTuple):
     """One event of a step, in the order in which the program starts them."""
 
-    kind: Kind
+    kind: EventKind
     phase: Phase
     unit: str
     memory: Mapping[Category, int]

@@ -10,7 +10,7 @@ from .._spec.unit import Unit
 from .._units.buckets import OpenBuckets
 from .._units.route import Route
 from .chains import Chain, EventList, gather_steps, reduce_steps
-from .events import Kind
+from .events import EventKind
 from .module_runs import ModuleRun
 
 __all__ = ["CallForecast", "StepFacts"]
@@ -79,7 +79,7 @@ class CallForecast:
 
     # --- forward ---
 
-    def forward(self, kind: Kind = "compute", *, keep: bool = True) -> None:
+    def forward(self, kind: EventKind = "compute", *, keep: bool = True) -> None:
         """Add the events of forward. With ``keep`` the last units stay gathered for backward."""
         if self._root.is_recomputed and not self._is_inner:
             self._forward_recomputed(self._root)
@@ -92,7 +92,7 @@ class CallForecast:
             self._free(gathered)
         self._pending, self._to_the_end, self._ahead = [], [], {}
 
-    def _forward(self, run: ModuleRun, kind: Kind) -> None:
+    def _forward(self, run: ModuleRun, kind: EventKind) -> None:
         own = [self._gather(unit) for unit in run.units if unit.key not in self._given]
         flops = self._facts.flops(run)
         self._events.add(kind, self._name(run), flops=0 if run.inner else flops)

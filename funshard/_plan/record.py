@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .even_indices import MOST_VALUES, fill_collective, give_even_indices, has_known_integers
-from .events import Category, Collective, Event, Kind, Phase
+from .events import Category, Collective, Event, EventKind, Phase
 
 __all__ = ["StepRecorder"]
 
@@ -156,7 +156,7 @@ class StepRecorder(_torch.DispatchMode):
         self._allocate(out, memory, category)
         for x in (out, sent) if category == "gradients" else (out,) if category else ():
             self._move(_torch.storage_id(x), category, memory)
-        kind: Kind = "gather" if op == "all_gather" else "reduce" if category else "exchange"
+        kind: EventKind = "gather" if op == "all_gather" else "reduce" if category else "exchange"
         at = _torch.storage_id(out)
         if op == "all_gather" and _torch.storage_id(sent) in self._units:
             self._units[at] = self._units[_torch.storage_id(sent)]
@@ -172,7 +172,7 @@ class StepRecorder(_torch.DispatchMode):
 
     def _add(
         self,
-        kind: Kind,
+        kind: EventKind,
         memory: Mapping[Category, int],
         *,
         collective: Collective | None = None,

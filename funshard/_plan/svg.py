@@ -50,11 +50,11 @@ def draw_plan(plan: Plan) -> str:
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", *, weight: str = "normal") -> str:
+def _svg_text(x: float, y: float, text: str, anchor: str = "start", *, weight: str = "normal") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
 
 
-def _rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
+def _svg_rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
     hint = f"<title>{escape(title)}</title>" if title else ""
     size = f'width="{max(width, 0):.2f}" height="{height:.1f}"'
     return f'<rect x="{x:.2f}" y="{y:.1f}" {size} fill="{fill}">{hint}</rect>'
@@ -65,11 +65,11 @@ def _draw_memory(plan: Plan, top: float) -> Iterable[str]:
     samples = _sample_memory(plan)
     peak = max(plan.peak, 1)
     step = WIDTH / max(len(samples) - 1, 1)
-    yield _text(LEFT, top - 18, f"Memory of a rank over the step: {format_bytes(plan.peak)} at the peak", weight="bold")
+    yield _svg_text(LEFT, top - 18, f"Memory of a rank over the step: {format_bytes(plan.peak)} at the peak", weight="bold")
     for part in range(5):
         y = top + HEIGHT - HEIGHT * part / 4
         yield f'<line x1="{LEFT}" y1="{y:.1f}" x2="{LEFT + WIDTH}" y2="{y:.1f}" stroke="#eeeeee"/>'
-        yield _text(LEFT - 6, y + 4, format_bytes(peak * part / 4), "end")
+        yield _svg_text(LEFT - 6, y + 4, format_bytes(peak * part / 4), "end")
     below = [0.0] * len(samples)
     for category in CATEGORIES:
         above = [b + held[category] for b, (_, _, held) in zip(below, samples, strict=True)]
@@ -79,8 +79,8 @@ def _draw_memory(plan: Plan, top: float) -> Iterable[str]:
             yield f'<polygon points="{" ".join([*upper, *reversed(lower)])}" fill="{COLORS[category]}"/>'
         below = above
     for i, (category, color) in enumerate(COLORS.items()):
-        yield _rect(LEFT + 480 + i * 96, top - 28, 10, 10, color)
-        yield _text(LEFT + 494 + i * 96, top - 19, category)
+        yield _svg_rect(LEFT + 480 + i * 96, top - 28, 10, 10, color)
+        yield _svg_text(LEFT + 494 + i * 96, top - 19, category)
     yield from _draw_strips(samples, step, top + HEIGHT + 6)
 
 
@@ -105,9 +105,9 @@ def _draw_strips(samples: Sequence[Sample], step: float, top: float) -> Iterable
             name, x = str(samples[begin][row]), LEFT + begin * step
             width = (min(i, len(samples) - 1) - begin) * step
             color = PHASE_COLORS.get(name, "#eeeeee") if row == 0 else ("#c8d8e8", "#eef2f6")[number % 2]
-            yield _rect(x, top + 20 * row, width, height, color, name or "the root")
+            yield _svg_rect(x, top + 20 * row, width, height, color, name or "the root")
             if width > 7 * len(name or "''"):
-                yield _text(x + width / 2, top + 20 * row + 12, name or "''", "middle")
+                yield _svg_text(x + width / 2, top + 20 * row + 12, name or "''", "middle")
             begin, number = i, number + 1
 
 
@@ -121,20 +121,20 @@ def _draw_ranks(plan: Plan, top: float) -> Iterable[str]:
     total = sum(spec.shard_numel(unit) for unit in spec) or 1
     shown = min(ranks, MOST_RANKS)
     more = f" (the first {shown} of {ranks:,})" if shown < ranks else ""
-    yield _text(LEFT, top, f"Units on the ranks that split them{more}; hatched: padding", weight="bold")
+    yield _svg_text(LEFT, top, f"Units on the ranks that split them{more}; hatched: padding", weight="bold")
     for rank in range(shown):
         x, y = float(LEFT), top + 14 + 26 * rank
-        yield _text(LEFT - 6, y + 15, f"rank {rank}", "end")
+        yield _svg_text(LEFT - 6, y + 15, f"rank {rank}", "end")
         for i, unit in enumerate(spec):
             length, slices = spec.shard_numel(unit), spec.size(unit)
             real = int(count_per_slice(unit, slices, length)[rank % slices])
             width = WIDTH * length / total
             part = width * real / length if length else 0.0
             title = f"{unit.key or 'the root'}: {real:,} of {length:,} elements"
-            yield _rect(x, y, part, 20, ("#4477aa", "#88aacc")[i % 2], title)
-            yield _rect(x + part, y, width - part, 20, "url(#padding)", title)
+            yield _svg_rect(x, y, part, 20, ("#4477aa", "#88aacc")[i % 2], title)
+            yield _svg_rect(x + part, y, width - part, 20, "url(#padding)", title)
             if width > 7 * len(unit.key or "''") and rank == 0:
-                yield _text(x + width / 2, y + 14, unit.key or "''", "middle")
+                yield _svg_text(x + width / 2, y + 14, unit.key or "''", "middle")
             x += width
 
 
@@ -142,10 +142,10 @@ def _draw_timeline(plan: Plan, top: float) -> Iterable[str]:
     """Yield the streams over time: computation, collectives, and copies to and from the host."""
     timeline, total = plan.timeline, plan.seconds or 1.0
     waiting = f"{format_seconds(plan.seconds)}, {format_seconds(plan.exposed_seconds)} of it waiting"
-    yield _text(LEFT, top, f"Time of the step: {waiting}", weight="bold")
+    yield _svg_text(LEFT, top, f"Time of the step: {waiting}", weight="bold")
     rows = [name for name in STREAM_COLORS if name != "host" or plan.host_bytes]
     for row, name in enumerate(rows):
-        yield _text(LEFT - 6, top + 30 + 30 * row, name, "end")
+        yield _svg_text(LEFT - 6, top + 30 + 30 * row, name, "end")
         yield f'<rect x="{LEFT}" y="{top + 14 + 30 * row}" width="{WIDTH}" height="22" fill="#f6f6f6"/>'
     last: dict[str, tuple[str, float, float]] = {}
     boxes: list[tuple[str, str, float, float]] = []
@@ -166,8 +166,8 @@ def _draw_timeline(plan: Plan, top: float) -> Iterable[str]:
             continue
         color = COLLECTIVE_COLORS.get(label.partition(" ")[0], STREAM_COLORS[stream])
         x, width = LEFT + WIDTH * start / total, max(WIDTH * (end - start) / total, 0.3)
-        yield _rect(x, top + 14 + 30 * rows.index(stream), width, 22, color, f"{label}: {format_seconds(end - start)}")
+        yield _svg_rect(x, top + 14 + 30 * rows.index(stream), width, 22, color, f"{label}: {format_seconds(end - start)}")
     legend = (("computation", "#4477aa"), ("gathers", "#228833"), ("reductions", "#ccbb44"), ("the model's own", "#ee6677"))
     for i, (name, color) in enumerate(legend):
-        yield _rect(LEFT + 420 + i * 130, top - 9, 10, 10, color)
-        yield _text(LEFT + 434 + i * 130, top, name)
+        yield _svg_rect(LEFT + 420 + i * 130, top - 9, 10, 10, color)
+        yield _svg_text(LEFT + 434 + i * 130, top, name)

@@ -137,9 +137,9 @@ class PartitionSpec:
         """Return what there is by parameter name in the order of ``named_parameters``; other names come last."""
         return {name: full[name] for name in dict.fromkeys((*self.names, *full)) if name in full}
 
-    def _restrict(self, path: str, keys: Iterable[str]) -> PartitionSpec:
+    def _restrict_to_units(self, path: str, keys: Iterable[str]) -> PartitionSpec:
         """Return the part of this spec for the submodule at ``path``, which uses the units of these keys."""
-        return self._compute_once(_restrict, path, frozenset(keys))
+        return self._compute_once(_restrict_to_units, path, frozenset(keys))
 
     def on(
         self,
@@ -285,7 +285,7 @@ def _stored_of(unit: Unit, spec: PartitionSpec) -> tuple[int, torch.dtype]:
     return (unit.at_rest._describe_encoding(numel, unit.dtype)[0], torch.uint8) if unit.at_rest else (numel, unit.dtype)
 
 
-def _restrict(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSpec:
+def _restrict_to_units(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSpec:
     """Return the spec of these units inside the module at ``path``, which keeps no remat and no compile of its own."""
     return dataclasses.replace(
         spec,

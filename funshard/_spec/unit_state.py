@@ -64,32 +64,38 @@ def replace_values(old: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 _Context = tuple[tuple[str, ...], frozenset[str]]
 
 
-def _unflatten(values: Iterable[Any], context: Any) -> UnitState:
+def _unflatten_state(values: Iterable[Any], context: Any) -> UnitState:
     names, numbers = context
     return UnitState(zip(names, values, strict=True), numbers)
 
 
-def _flatten(state: Any) -> tuple[list[Any], _Context]:
+def _flatten_state(state: Any) -> tuple[list[Any], _Context]:
     names = tuple(sorted(state))  # in any order of insertion states have the same structure, as dicts do
     return [state[name] for name in names], (names, state.numbers)
 
 
 def _flatten_with_keys(state: Any) -> tuple[list[tuple[Any, Any]], _Context]:
-    values, context = _flatten(state)
+    values, context = _flatten_state(state)
     return [(pytree.MappingKey(name), x) for name, x in zip(context[0], values, strict=True)], context
 
 
 pytree.register_pytree_node(
-    UnitState, _flatten, _unflatten, serialized_type_name="funshard.optim.UnitState", flatten_with_keys_fn=_flatten_with_keys
+    UnitState,
+    _flatten_state,
+    _unflatten_state,
+    serialized_type_name="funshard.optim.UnitState",
+    flatten_with_keys_fn=_flatten_with_keys,
 )
 _register: Any = optree.register_pytree_node
-_everywhere: Any = getattr(optree, "registry").__GLOBAL_NAMESPACE  # noqa: B009
+_global_namespace: Any = getattr(optree, "registry").__GLOBAL_NAMESPACE  # noqa: B009
 
 
 def _flatten_with_entries(state: Any) -> tuple[list[Any], _Context, tuple[str, ...]]:
-    values, context = _flatten(state)
+    values, context = _flatten_state(state)
     return values, context, context[0]
 
 
-_register(UnitState, _flatten_with_entries, lambda context, values: _unflatten(values, context), namespace=_everywhere)
+_register(
+    UnitState, _flatten_with_entries, lambda context, values: _unflatten_state(values, context), namespace=_global_namespace
+)
 torch.serialization.add_safe_globals([UnitState])

@@ -26,7 +26,7 @@ from .weights import check_weight_count, make_loss_scales
 
 __all__ = ["StepResult", "update_in_backward"]
 
-Update = Callable[[Params, dict[str, Any], Params], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
+UnitUpdateFn = Callable[[Params, dict[str, Any], Params], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
 """``update(grads, state, params) -> (new params, new state)``, of some units or all, each by itself."""
 
 
@@ -44,7 +44,7 @@ class StepResult(NamedTuple):
 
 
 def update_in_backward(
-    update: Update,
+    update: UnitUpdateFn,
     f: Callable[..., Any],
     params: Mapping[str, Tensor],
     state: Mapping[str, Any],
@@ -120,7 +120,7 @@ def update_in_backward(
 
 
 def _step_in_place(
-    update: Update,
+    update: UnitUpdateFn,
     f: Callable[..., Any],
     plan: AccumulationPlan,
     state: Mapping[str, Any],
@@ -256,7 +256,7 @@ class _LastBackward:
 
 
 def _update_unit(
-    update: Update, key: str, grad: Tensor, state: Mapping[str, Any], params: Mapping[str, Tensor]
+    update: UnitUpdateFn, key: str, grad: Tensor, state: Mapping[str, Any], params: Mapping[str, Tensor]
 ) -> tuple[Tensor, Any]:
     """Return the new shard and state of one unit."""
     new, states = update({key: grad}, {key: state[key]}, {key: params[key]})

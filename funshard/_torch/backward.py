@@ -106,7 +106,7 @@ def is_leaf_view(tensor: Tensor) -> bool:
     Pinned by ``test_views_of_leaves``.
     """
     node = tensor.grad_fn
-    for _ in range(_VIEWS):  # of views, of which backward knows only what they were made of
+    for _ in range(_MAX_VIEWS):  # of views, of which backward knows only what they were made of
         if node is None or len(node.next_functions) != 1:
             break
         node = node.next_functions[0][0]
@@ -116,7 +116,7 @@ def is_leaf_view(tensor: Tensor) -> bool:
     return (tensor.requires_grad and tensor.grad_fn is None) or isinstance(below, torch.nn.Parameter)
 
 
-_VIEWS = 4
+_MAX_VIEWS = 4
 
 
 Versioned = Tensor | tuple[Tensor, int]

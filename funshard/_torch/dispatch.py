@@ -99,7 +99,7 @@ def args_under_autograd(
 
     Pinned by ``test_operators_that_make_results``.
     """
-    if (at := _log_sum_exp(op)) is None:
+    if (at := _find_log_sum_exp(op)) is None:
         return args, kwargs
     if at < len(args):
         return (*args[:at], True, *args[at + 1 :]), kwargs
@@ -129,7 +129,7 @@ LOG_SUM_EXP = "compute_log_sumexp"
 
 
 @functools.cache
-def _log_sum_exp(op: OpOverload) -> int | None:
+def _find_log_sum_exp(op: OpOverload) -> int | None:
     """Return the position of an operator's argument ``compute_log_sumexp``; None if it has none."""
     return next((i for i, arg in enumerate(op._schema.arguments) if arg.name == LOG_SUM_EXP), None)
 

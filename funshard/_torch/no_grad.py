@@ -21,7 +21,7 @@ class _ModeCount(threading.local):
     count = 0
 
 
-_MODES = _ModeCount()
+_MODE_COUNT = _ModeCount()
 
 
 class NoGradInForwardMode(TorchFunctionMode):
@@ -35,14 +35,14 @@ class NoGradInForwardMode(TorchFunctionMode):
     @staticmethod
     def is_active() -> bool:
         """Return whether this thread is within one, even if that is disabled for the moment."""
-        return _MODES.count > 0
+        return _MODE_COUNT.count > 0
 
     def __enter__(self) -> NoGradInForwardMode:
-        _MODES.count += 1
+        _MODE_COUNT.count += 1
         return super().__enter__()  # pyright: ignore[reportReturnType]
 
     def __exit__(self, *error: Any) -> None:
-        _MODES.count -= 1
+        _MODE_COUNT.count -= 1
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:

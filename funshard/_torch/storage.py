@@ -18,7 +18,7 @@ from .tracing import is_traced
 __all__ = [
     "backend_name",
     "bound_device",
-    "concat_flat",
+    "concat_into",
     "has_internal_overlap",
     "host_bytes",
     "is_sole_holder",
@@ -61,7 +61,7 @@ def overwrite(target: Tensor, source: Tensor, *, bump_version: bool = True) -> N
         (unwrap(target) if bump_version else unwrap(target).data).copy_(unwrap(source))
 
 
-def concat_flat(pieces: Sequence[Tensor], out: Tensor) -> Tensor:
+def concat_into(pieces: Sequence[Tensor], out: Tensor) -> Tensor:
     """Concatenate contiguous tensors into a flat buffer of any dtype, by one kernel if they have one dtype.
 
     torch.cat needs flat tensors, and on CUDA casts each by its own kernel. Traced code has torch.cat, which compilers know.
@@ -97,16 +97,16 @@ def is_sole_holder(tensor: Tensor) -> bool:
 
     A buffer may be written over only then. Pinned by ``test_alone``.
     """
-    return _holders(tensor) == _ONE_HOLDER
+    return _count_references(tensor) == _ONE_REFERENCE
 
 
-def _holders(tensor: Tensor) -> tuple[int, int]:
+def _count_references(tensor: Tensor) -> tuple[int, int]:
     """Return how many references a tensor's storage has in C++, and in Python."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
-_ONE_HOLDER = _holders(torch.empty(1))
+_ONE_REFERENCE = _count_references(torch.empty(1))
 """The holders of a storage that has one tensor."""
 
 

@@ -38,25 +38,25 @@ class AsyncCopy:
     which frees memory only when the host next looks, and a step's memory is the same each time. The host never waits.
     """
 
-    __slots__ = ("_beside", "_computes", "_done")
+    __slots__ = ("_computes", "_done", "_stream")
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
         self._done: torch.Event | None = None
-        self._beside: torch.Stream | None = None
+        self._stream: torch.Stream | None = None
         device = target.device if is_accelerator(target.device) else source.device
         if not is_accelerator(device) or is_fake(source):
             target.copy_(source, non_blocking=True)
             return
         self._computes = torch.accelerator.current_stream(device)
-        self._beside = _beside(device, device == target.device)
-        self._beside.wait_stream(self._computes)
-        with self._beside:
+        self._stream = _copy_stream(device, device == target.device)
+        self._stream.wait_stream(self._computes)
+        with self._stream:
             target.copy_(source, non_blocking=True)
-        self._done = self._beside.record_event()
+        self._done = self._stream.record_event()
 
     def after(self) -> contextlib.AbstractContextManager[object]:
         """Return a context whose work is queued behind the copy, not behind what the device computes."""
-        return contextlib.nullcontext() if self._beside is None else self._beside
+        return contextlib.nullcontext() if self._stream is None else self._stream
 
     def wait(self) -> None:
         """Make the device's later computations wait for the copy."""
@@ -79,14 +79,14 @@ def synchronize_copies(device: torch.device | None = None) -> None:
         for stream in _STREAMS:
             stream.synchronize()
     elif is_accelerator(device):
-        _beside(device, False).synchronize()
+        _copy_stream(device, False).synchronize()
 
 
 _STREAMS: list[torch.Stream] = []
 
 
 @functools.cache
-def _beside(device: torch.device, towards: bool) -> torch.Stream:
+def _copy_stream(device: torch.device, towards: bool) -> torch.Stream:
     """Return the stream of a device for copies in one direction, made at the first call."""
     _STREAMS.append(torch.Stream(device=device))
     return _STREAMS[-1]

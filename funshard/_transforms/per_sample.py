@@ -96,7 +96,7 @@ def per_sample_grads(
         return torch.vmap(fn, dims, randomness=randomness, chunk_size=chunk_size)(full, *args)
 
     if clip is None:
-        buffers = _gather_units(params, units, mesh)
+        buffers = _gather_buffers(params, units, mesh)
         return vmap_samples(torch.func.grad(f), _unflatten_units(buffers, units))
 
     params = {unit.key: params[unit.key].detach() for unit in units}
@@ -108,7 +108,7 @@ def per_sample_grads(
     def probed_loss(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
         return f(_unflatten_units({key: _attach_probe(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
 
-    buffers = _gather_units(params, units, mesh)
+    buffers = _gather_buffers(params, units, mesh)
     probes = {unit.key: _zero_probe(params[unit.key]) for unit in units}
     with contextlib.nullcontext() if compiled else ForbiddenFunctions({REGISTER_HOOK: _HOOK_MESSAGE}):
         squares: Mapping[str, Tensor] = vmap_samples(torch.func.grad(probed_loss), probes)
@@ -117,7 +117,9 @@ def per_sample_grads(
     weights = (clip / (norms + 1e-6)).clamp(max=1)
 
     def weighted_loss(params: Mapping[str, Tensor]) -> Tensor:
-        return (vmap_samples(f, _unflatten_units(_gather_units(params, units, mesh, Reduction("sum")), units)) * weights).sum()
+        return (
+            vmap_samples(f, _unflatten_units(_gather_buffers(params, units, mesh, Reduction("sum")), units)) * weights
+        ).sum()
 
     with same_random:  # dropout as in the first pass
         grads: Params = grad(weighted_loss)(params)
@@ -173,7 +175,7 @@ def _zero_probe(like: Tensor) -> Tensor:
     return real.new_zeros((), dtype=_wide_dtype(real.dtype))
 
 
-def _gather_units(
+def _gather_buffers(
     params: Mapping[str, Tensor], units: Iterable[Unit], mesh: Mesh, reduction: Reduction = REDUCE_MEAN
 ) -> Params:
     """Return the buffers of the units; fs.compile frees those with ``P(reshard=True)`` between forward and backward."""

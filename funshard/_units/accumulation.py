@@ -14,7 +14,7 @@ from torch import Tensor
 from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
 
-__all__ = ["Accumulation", "GradReceiver", "find_accumulation", "is_graph_retained"]
+__all__ = ["Accumulation", "GradReceiver", "find_accumulation", "is_backward_repeated"]
 
 _ACTIVE_ACCUMULATIONS: list[Accumulation] = []
 """The accumulations whose loss or backward runs, of all threads.
@@ -101,7 +101,7 @@ def find_accumulation(
     return None
 
 
-def is_graph_retained() -> bool:
+def is_backward_repeated() -> bool:
     """Return whether backward will run more than once through what the loss of an accumulation computes here."""
     return bool(_ACTIVE_ACCUMULATIONS) and any(active.retains_graph for active in _of_this_thread())
 

@@ -15,7 +15,7 @@ BUCKET_BYTES = 2**22
 BUCKET_BYTES_CUDA = 25 * 2**20
 """The same for gradients on CUDA, where a collective costs more to start: DistributedDataParallel's default."""
 
-Kind = TypeVar("Kind", bound=Hashable)
+BucketKind = TypeVar("BucketKind", bound=Hashable)
 
 
 class Bucket:
@@ -46,19 +46,19 @@ class Bucket:
         return zip(self.keys, total.split(self._lengths) if len(self.keys) > 1 else [total], strict=True)
 
 
-class OpenBuckets(Generic[Kind]):
+class OpenBuckets(Generic[BucketKind]):
     """Buckets that are not full, by what the tensors in one must have in common."""
 
     def __init__(self) -> None:
-        self._filling: dict[Kind, Bucket] = {}
+        self._filling: dict[BucketKind, Bucket] = {}
 
-    def add(self, kind: Kind, key: str, pieces: Sequence[Tensor], numel: int, most: float) -> Bucket | None:
+    def add(self, kind: BucketKind, key: str, pieces: Sequence[Tensor], numel: int, most: float) -> Bucket | None:
         """Put a tensor into the bucket of its kind. Return that bucket, to be reduced, if it has ``most`` elements now."""
         if (bucket := self._filling.get(kind)) is None:
             bucket = self._filling[kind] = Bucket()
         bucket.add(key, pieces, numel)
         return self._filling.pop(kind) if bucket.numel >= most else None
 
-    def unfilled(self) -> ItemsView[Kind, Bucket]:
+    def unfilled(self) -> ItemsView[BucketKind, Bucket]:
         """Return the buckets that are still not full, with their kinds."""
         return self._filling.items()

@@ -94,9 +94,9 @@ def gather_unit(
         return route.decode(_gather_along(piece, split, label) if split else piece.clone(), route.form)
     if route.codec:
         value = _gather_encoded(route.codec, move(piece.detach(), route.device, piece.dtype), split, route.dtypes.param, label)
-        return _apply_route(piece, value, *_constants(route, mesh, label), True)
+        return _apply_route(piece, value, *_constants_of_route(route, mesh, label), True)
     if not route.has_only_collectives:
-        return _apply_route(piece, None, *_constants(route, mesh, label), True)
+        return _apply_route(piece, None, *_constants_of_route(route, mesh, label), True)
     for axis in reversed(rest):
         piece = vary(piece, axis, reduce=route.reduce_op, label=label)
     for axis in reversed(split):
@@ -133,7 +133,7 @@ def reduce_unit(
     if not unit.numel:
         return buffer.new_empty(0, dtype=dtype, device=route.device and HOST)
     if not route.has_only_collectives:
-        return _apply_route(buffer, None, *_constants(route, mesh, label), False)
+        return _apply_route(buffer, None, *_constants_of_route(route, mesh, label), False)
     split, rest = ([mesh[name] for name in names] for names in (route.split_axes, route.replica_axes))
     return reduce_along(buffer, split, rest, route.reduce_op, label)
 
@@ -149,7 +149,7 @@ def reduce_along(
     return buffer
 
 
-class _Constants(NamedTuple):
+class _RouteConstants(NamedTuple):
     """A route on a mesh as constants, and the ranks that vmap simulates, in a form that Dynamo can record."""
 
     ranks: tuple[Tensor, ...]
@@ -166,18 +166,18 @@ class _Constants(NamedTuple):
     """The label of its collectives."""
 
 
-def _constants(route: Route, mesh: Mesh, label: str) -> _Constants:
+def _constants_of_route(route: Route, mesh: Mesh, label: str) -> _RouteConstants:
     """Return a route as constants for Dynamo, and the ranks of simulated axes, which are tensors."""
     axes = [[mesh[name] for name in names] for names in (route.split_axes, route.replica_axes)]
     ranks = tuple(axis.rank for some in axes for axis in some if isinstance(axis, Simulated))
     split, rest = (tuple((a.size, a.name if isinstance(a, ProcessAxis) else None) for a in some) for some in axes)
     dtypes = route.dtypes.param, route.dtypes.reduce, route.shard_dtype
-    return _Constants(
+    return _RouteConstants(
         ranks, split, rest, route.reduce_op, (route.divide_before, route.divide_after), dtypes, route.device, label
     )
 
 
-def _axes(
+def _axes_from_constants(
     ranks: Sequence[Tensor], split: Sequence[tuple[int, str | None]], rest: Sequence[tuple[int, str | None]]
 ) -> tuple[list[Axis], list[Axis]]:
     """Return the axes that split a unit, and the others, from the constants of a route."""
@@ -221,12 +221,12 @@ def _apply_route(
     param_dtype, reduce_dtype, shard_dtype = dtypes
 
     def gather(piece: Tensor, *ranks: Tensor) -> Tensor:
-        return _gather_along(move(piece, device, param_dtype), _axes(ranks, split, rest)[0], label)
+        return _gather_along(move(piece, device, param_dtype), _axes_from_constants(ranks, split, rest)[0], label)
 
     def reduce_grad(grad: Tensor, *ranks: Tensor) -> Tensor:
         before, after = factors
         grad = move(grad, device, reduce_dtype)  # which is there, but for a slice that is to be reduced over more axes
-        grad = reduce_along(grad / before if before != 1 else grad, *_axes(ranks, split, rest), op, label)
+        grad = reduce_along(grad / before if before != 1 else grad, *_axes_from_constants(ranks, split, rest), op, label)
         return move(grad / after if after != 1 else grad, device and HOST, shard_dtype)
 
     return LinearFunction.apply(x, value, linear_map(*((gather, reduce_grad) if gathers else (reduce_grad, gather))), *ranks)

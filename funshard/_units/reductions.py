@@ -18,7 +18,7 @@ from .route import Route
 
 __all__ = ["ReductionQueue", "flat_pieces"]
 
-_Kind = tuple[torch.dtype, torch.dtype, torch.device | None, tuple[str, ...], float]
+_ReductionKind = tuple[torch.dtype, torch.dtype, torch.device | None, tuple[str, ...], float]
 """The common properties of replicated units in a bucket: dtypes of reduction and shards, device of use, axes and divisor."""
 
 
@@ -40,8 +40,8 @@ class ReductionQueue:
         self._on_host: dict[str, Route] = {}  # of whose units gradients go there
         self._slices: list[tuple[str, CollectiveChain]] = []
         self._full_buckets: list[tuple[Bucket, CollectiveChain]] = []
-        self._open_buckets: OpenBuckets[_Kind] = OpenBuckets()
-        self._steps: dict[_Kind, Sequence[StartStep]] = {}  # which replicated units of a kind share
+        self._open_buckets: OpenBuckets[_ReductionKind] = OpenBuckets()
+        self._steps: dict[_ReductionKind, Sequence[StartStep]] = {}  # which replicated units of a kind share
         self._zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # padding for all units, as nobody writes to it
 
     def begin_backward(self, task: int) -> None:
@@ -60,7 +60,7 @@ class ReductionQueue:
         elif steps.reduce:
             self.reduce_replicated(unit.key, pieces, route, steps)
         else:
-            buffer = _torch.concat_flat(pieces, pieces[0].new_empty(route.padded_numel, dtype=route.dtypes.reduce))
+            buffer = _torch.concat_into(pieces, pieces[0].new_empty(route.padded_numel, dtype=route.dtypes.reduce))
             self.add_unreduced(unit.key, buffer.to(route.shard_dtype))
 
     def _padding(self, route: Route, like: Tensor, routes: RouteTable) -> Tensor:
@@ -80,7 +80,7 @@ class ReductionQueue:
             del buffer
         self._report_finished(self._in_flight)
         buffer = self._buffers.take(route.padded_numel, route.dtypes.reduce, pieces[0])
-        chain = CollectiveChain(_torch.concat_flat(pieces, buffer), steps.reduce)
+        chain = CollectiveChain(_torch.concat_into(pieces, buffer), steps.reduce)
         self._unscattered.append((chain, buffer))
         self._add_chain(key, chain)
         if route.device is not None:
@@ -147,9 +147,9 @@ class ReductionQueue:
             self._report_finished(self._in_flight)
             self._reduce_bucket(full, kind)
 
-    def _reduce_bucket(self, bucket: Bucket, kind: _Kind) -> None:
+    def _reduce_bucket(self, bucket: Bucket, kind: _ReductionKind) -> None:
         with phase("reduce bucket", " ".join(bucket.keys)):
-            buffer = _torch.concat_flat(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind[0]))
+            buffer = _torch.concat_into(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind[0]))
             bucket.pieces.clear()
             chain = CollectiveChain(buffer, self._steps[kind])
         self._full_buckets.append((bucket, chain))

@@ -21,7 +21,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.whole import unflatten_whole
 from ._files.directory import LOCK
-from ._files.safetensors_layout import INDEX, NAMES, SINGLE, FileLayout, TensorEntry, lay_out_files, make_index
+from ._files.safetensors_layout import DTYPE_NAMES, INDEX, SINGLE, FileLayout, TensorEntry, lay_out_files, make_index
 from ._files.staging import StagingDirectory, find_replaced
 from ._ranks.ranks import TIMEOUT, connect_ranks
 from ._state.leaves import check_storable
@@ -165,7 +165,7 @@ def _iter_entries(
     def make_entry(model_name: str, shape: tuple[int, ...], own: torch.dtype) -> TensorEntry:
         stored = dtype if dtype is not None and own.is_floating_point else own
         name = rename(model_name)
-        if stored not in NAMES:
+        if stored not in DTYPE_NAMES:
             raise ValueError(f"'{model_name}': expected a dtype that safetensors has, got {stored}")
         if name in seen:
             raise ValueError(

@@ -232,7 +232,7 @@ def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpe
         for view, values in _read_boxes(part, first):
             view.copy_(values)
         for other in others:
-            _compare(part, other, first)
+            _check_tied_values(part, other, first)
     return leaf.to_state(memory, spec)
 
 
@@ -243,7 +243,7 @@ def _read_boxes(part: TensorRange, stored: _FileTensor) -> Iterator[tuple[Tensor
         yield view, stored.read(where)
 
 
-def _compare(part: TensorRange, other: _FileTensor, first: _FileTensor) -> None:
+def _check_tied_values(part: TensorRange, other: _FileTensor, first: _FileTensor) -> None:
     """Check that two tensors of one tied parameter have the same values in a range."""
     for (_, values), (_, expected) in zip(_read_boxes(part, other), _read_boxes(part, first), strict=True):
         if values.dtype != expected.dtype or not torch.equal(_view_bytes(values), _view_bytes(expected)):

@@ -71,8 +71,8 @@ def _compare_counts(
         is_alone = n == 1 or not is_comparable(axis.name)
         error, send, receive = "", [0] * n, None
         try:
-            send = _to_list("send_counts", send_counts)
-            receive = None if receive_counts is None else _to_list("receive_counts", receive_counts)
+            send = _counts_to_list("send_counts", send_counts)
+            receive = None if receive_counts is None else _counts_to_list("receive_counts", receive_counts)
             check_counts(x, n, send, receive, size)
         except ValueError as wrong:
             if is_alone:
@@ -92,7 +92,7 @@ def _compare_counts(
         return send, [other[3 + here] for other in rows]
 
 
-def _to_list(name: str, counts: Counts) -> list[int]:
+def _counts_to_list(name: str, counts: Counts) -> list[int]:
     """Return counts as a list; raise ValueError for floats, other shapes than [N], and counts under vmap."""
     if not isinstance(counts, Tensor):
         return [*counts]

@@ -93,7 +93,7 @@ def powersgd(
         """Return the shapes and ranks of the unit's matrices that are worth compressing."""
         if not unit.requires_grad:
             return {}
-        if _as_buffer(unit, batched, over):
+        if _is_one_matrix(unit, batched, over):
             side = math.ceil(math.sqrt(spec.shard_numel(unit) * rank_count((a for a in unit.p.axes if a in over), spec)))
             sides = {unit.key: (side, side)}
         else:
@@ -120,14 +120,14 @@ def powersgd(
         for key, tensors in given.items():
             unit = spec.by_key[key]
             if units[key] or not any(name in over for name in unit.p.axes):
-                pieces[key] = _pieces(tensors, unit, spec, over, batched)
+                pieces[key] = _tensors_to_compress(tensors, unit, spec, over, batched)
             else:
                 shards[key] = reduce_exactly(to_buffer(tensors, unit, spec), unit, spec, spec.bound_mesh.names)
         sent: Params = {}
         q, error = dict(state.q), dict(state.error)
         for dtype in dict.fromkeys(given[key][0].dtype for key in pieces):
             some = {name: g for key in pieces if given[key][0].dtype == dtype for name, g in pieces[key].items()}
-            matrices = {name: _matrix(some[name], *every[name][:2]) for name in some if name in every}
+            matrices = {name: _to_padded_matrix(some[name], *every[name][:2]) for name in some if name in every}
             if error_feedback:
                 matrices = {name: m + error[name].to(m) for name, m in matrices.items()}
             rest = {name: g for name, g in some.items() if name not in every}
@@ -159,9 +159,9 @@ def _approximate(
 ) -> tuple[Params, Params, Params]:
     """Return approximate means of the matrices, means of the rest, and the next q: one dtype, two collectives."""
     size = rank_count(over, spec)
-    start = _orthogonal(q)
+    start = _orthonormalize(q)
     summed = _sum_ranks({k: m @ start[k] for k, m in matrices.items()} | {k: g / size for k, g in rest.items()}, over, spec)
-    p = _orthogonal({k: summed[k] for k in matrices})
+    p = _orthonormalize({k: summed[k] for k in matrices})
     q = {k: x / size for k, x in _sum_ranks({k: m.mT @ p[k] for k, m in matrices.items()}, over, spec).items()}
     return {k: p[k] @ q[k].mT for k in matrices}, {k: summed[k] for k in rest}, q
 
@@ -177,7 +177,7 @@ def _sum_ranks(tensors: Params, over: tuple[str, ...], spec: PartitionSpec) -> P
     return {k: part.view(tensors[k].shape) for k, part in bucket.split(flat)}
 
 
-def _orthogonal(matrices: Params) -> Params:
+def _orthonormalize(matrices: Params) -> Params:
     """Orthonormal columns that span what the matrices' columns do; those of one shape at once.
 
     By QR, and one column by its norm. Gram-Schmidt, which torch's hook has for two columns, differs from it by signs, which
@@ -220,23 +220,25 @@ def _mix(x: N) -> N:
     return x ^ (x >> 16)
 
 
-def _as_buffer(unit: Unit, batched: bool, over: tuple[str, ...]) -> bool:
+def _is_one_matrix(unit: Unit, batched: bool, over: tuple[str, ...]) -> bool:
     """Return whether the unit is compressed as one matrix: also where a rank has only a slice of it."""
     return batched or any(name not in over for name in unit.p.axes)
 
 
-def _pieces(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec, over: tuple[str, ...], batched: bool) -> Params:
+def _tensors_to_compress(
+    tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec, over: tuple[str, ...], batched: bool
+) -> Params:
     """Return the tensors to compress, reduced exactly over the other axes: the unit's buffer by key, or parameters by name."""
     rest = other_axes(over, spec)
     if rest or batched:
         buffer = reduce_over_axes(to_buffer(tensors, unit, spec), unit, spec, rest)
-        if _as_buffer(unit, batched, over):
+        if _is_one_matrix(unit, batched, over):
             return {unit.key: buffer}
         tensors = unflatten_unit(buffer, unit)
     return {param.name: tensor for param, tensor in zip(unit.params, tensors, strict=True)}
 
 
-def _matrix(tensor: Tensor, n: int, m: int) -> Tensor:
+def _to_padded_matrix(tensor: Tensor, n: int, m: int) -> Tensor:
     """Return a tensor as a matrix [n, m], padded with zeros."""
     flat = tensor.reshape(-1)
     return (torch.nn.functional.pad(flat, (0, n * m - len(flat))) if n * m > len(flat) else flat).view(n, m)

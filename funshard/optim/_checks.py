@@ -10,9 +10,10 @@ from torch import Tensor
 
 from .. import _torch
 
-__all__ = ["break_message", "check_rate", "named_tensors", "refuse_shared_memory"]
+__all__ = ["StateMapping", "break_message", "check_rate", "named_tensors", "refuse_shared_memory"]
 
-State = Mapping[str, Mapping[str, Tensor]]
+StateMapping = Mapping[str, Mapping[str, Tensor]]
+"""An elementwise state that is only read: by unit key and name."""
 
 
 def check_rate(lr: object, what: str, *, optional: bool = True) -> None:
@@ -29,7 +30,9 @@ def break_message(name: str, why: str) -> str:
     return f"{name}'s update cannot be part of a graph: {why}. Compile the gradients, and call update outside"
 
 
-def named_tensors(grads: Mapping[str, Tensor], state: State, params: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(
+    grads: Mapping[str, Tensor], state: StateMapping, params: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(name for an error, tensor)`` for every tensor of the trees."""
     yield from ((f"params['{key}']", tensor) for key, tensor in params.items())
     yield from ((f"grads['{key}']", tensor) for key, tensor in grads.items())

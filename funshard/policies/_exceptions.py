@@ -47,7 +47,7 @@ def ignoring(
         >>> fs.policies.ignoring(fs.policies.whole(), modules=["0"])(model).ignored
         ('0.bias', '0.weight')
     """
-    module_items, param_items = _to_list("modules", modules), _to_list("params", params)
+    module_items, param_items = _items_to_list("modules", modules), _items_to_list("params", params)
     for item in module_items:
         if not isinstance(item, str | nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module)):
             raise TypeError(f"ignoring: modules: expected path patterns, module classes or modules, got {type(item).__name__}")
@@ -91,7 +91,7 @@ def _matches_param(item: object, param: Param, owner: ModuleTree) -> bool:
     return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
 
 
-def _to_list(what: str, items: object) -> list[object]:
+def _items_to_list(what: str, items: object) -> list[object]:
     if isinstance(items, str) or not isinstance(items, Iterable):
         raise TypeError(f"ignoring: {what}: expected an iterable, got {type(items).__name__}; put it in a list")
     return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]

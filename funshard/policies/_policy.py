@@ -59,17 +59,17 @@ class NamedPolicy:
 
 def format_call(name: str, *args: object, p: P | None = None) -> str:
     """Return a call much as it was written; ``p`` where it is not the default."""
-    return f"{name}({', '.join([*map(_text, args), *([f'p={p}'] if p is not None and p != SHARD else [])])})"
+    return f"{name}({', '.join([*map(_format_argument, args), *([f'p={p}'] if p is not None and p != SHARD else [])])})"
 
 
-def _text(item: object) -> str:
+def _format_argument(item: object) -> str:
     """Return an argument in a policy's repr: classes and functions by name, modules and tensors by class."""
     if isinstance(item, type):
         return item.__name__
     if isinstance(item, nn.Module | torch.Tensor):
         return f"<{type(item).__name__}>"
     if isinstance(item, list):
-        return f"[{', '.join(map(_text, item))}]"
+        return f"[{', '.join(map(_format_argument, item))}]"
     return getattr(item, "__qualname__", None) or repr(item)
 
 

@@ -191,7 +191,7 @@ def _fill_mask(tensors: Iterable[Tensor | None], mask: Sequence[bool]) -> tuple[
     return tuple(next(values) if is_given else None for is_given in mask)
 
 
-def _restrict(fn: TensorFunction, xs: Sequence[Tensor], free: Sequence[bool], out: Sequence[bool]) -> TensorFunction:
+def _restrict_arguments(fn: TensorFunction, xs: Sequence[Tensor], free: Sequence[bool], out: Sequence[bool]) -> TensorFunction:
     """Return ``fn`` as a function of its free arguments, with only the wanted results."""
 
     def restricted(*free_xs: Tensor) -> tuple[Tensor, ...]:
@@ -236,7 +236,7 @@ class _Vjp:
 
     def _split(self, operands: Sequence[Tensor]) -> tuple[TensorFunction, list[Tensor], tuple[Tensor, ...]]:
         xs, cotangents = operands[: len(self.wanted)], operands[len(self.wanted) :]
-        part = _restrict(self.fn, xs, self.wanted, self.given)
+        part = _restrict_arguments(self.fn, xs, self.wanted, self.given)
         return part, [x for x, wanted in zip(xs, self.wanted, strict=True) if wanted], tuple(cotangents)
 
 
@@ -248,6 +248,6 @@ def _make_jvp(fn: TensorFunction, given: Sequence[bool], differentiable: Sequenc
             return ()
         xs, tangents = operands[: len(given)], operands[len(given) :]
         primals = tuple(x for x, is_given in zip(xs, given, strict=True) if is_given)
-        return torch.func.jvp(_restrict(fn, xs, given, differentiable), primals, tangents)[1]
+        return torch.func.jvp(_restrict_arguments(fn, xs, given, differentiable), primals, tangents)[1]
 
     return jvp

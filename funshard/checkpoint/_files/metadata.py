@@ -32,9 +32,14 @@ DCP = f"{dcp.__name__}."
 """The prefix of the classes that a metadata file pickles."""
 STORAGE_INFO, LAYOUT = f"{filesystem.__name__}._StorageInfo", f"{serialization.__name__}._get_layout"
 CLASSES = "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata"
-NAMES = {STORAGE_INFO, LAYOUT, "torch.Size", "collections.OrderedDict", "builtins.getattr", f"{DCP}_MEM_FORMAT_ENCODING"} | {
-    f"{DCP}{name}" for name in CLASSES.split()
-}
+ALLOWED_GLOBALS = {
+    STORAGE_INFO,
+    LAYOUT,
+    "torch.Size",
+    "collections.OrderedDict",
+    "builtins.getattr",
+    f"{DCP}_MEM_FORMAT_ENCODING",
+} | {f"{DCP}{name}" for name in CLASSES.split()}
 """The names that a metadata file may have. Early releases of Python 3.11 pickle an enum member as ``getattr(enum, name)``."""
 PATHS = re.compile(r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path")
 """The classes of the checkpoint's own path; Python 3.13 keeps them in ``pathlib._local``."""
@@ -67,7 +72,7 @@ def read_metadata(path: Path) -> Metadata:
 
 def _check_pickled_name(name: str) -> None:
     is_dtype = name.startswith("torch.") and isinstance(getattr(torch, name[6:], None), torch.dtype)
-    if name not in NAMES and not is_dtype and not PATHS.fullmatch(name):
+    if name not in ALLOWED_GLOBALS and not is_dtype and not PATHS.fullmatch(name):
         raise DamagedError(f"it asks for {name}, which is no description of tensors: it is not loaded")
 
 

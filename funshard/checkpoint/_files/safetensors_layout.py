@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "INDEX", "NAMES", "SINGLE", "FileLayout", "TensorEntry", "lay_out_files", "make_index"]
+__all__ = ["DTYPES", "DTYPE_NAMES", "INDEX", "SINGLE", "FileLayout", "TensorEntry", "lay_out_files", "make_index"]
 
 SINGLE = "model.safetensors"
 """The name of the file if there is one."""
@@ -34,7 +34,7 @@ DTYPES = {
     "C64": torch.complex64,
 }
 """The dtypes by their names in the files."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _lay_out_file(name: str, entries: list[TensorEntry], metadata: Mapping[str, 
     offsets: dict[str, tuple[int, TensorEntry]] = {}
     for entry in sorted(entries, key=lambda e: -e.dtype.itemsize):
         begin, at = at, at + entry.nbytes
-        header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": [*entry.shape], "data_offsets": [begin, at]}
+        header[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": [*entry.shape], "data_offsets": [begin, at]}
         offsets[entry.model_name] = begin, entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

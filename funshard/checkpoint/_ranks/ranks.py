@@ -60,7 +60,7 @@ class Ranks:
         known = [self._numbers[key] if key in host_groups() else -1 for key in keys]
         numbers = hash_spec(spec)
         with self.explain_lost():  # twice the time: a rank may be one timeout late that an earlier failure kept waiting
-            rows = _exchange_rows([dist.get_rank(), self._last, *known, *numbers], mesh, 2 * timeout)
+            rows = _gather_numbers([dist.get_rank(), self._last, *known, *numbers], mesh, 2 * timeout)
             if any(row[4:] != numbers for row in rows):
                 check_ranks_agree(spec)
         self._members, last, *group_numbers = ([row[i] for row in rows] for i in range(4))
@@ -237,7 +237,7 @@ def connect_ranks(spec: PartitionSpec, where: str, timeout: float) -> Ranks:
     return Ranks(spec, timedelta(seconds=timeout))
 
 
-def _exchange_rows(own: list[int], mesh: Mesh, timeout: timedelta) -> list[list[int]]:
+def _gather_numbers(own: list[int], mesh: Mesh, timeout: timedelta) -> list[list[int]]:
     """Return the numbers of all ranks of the mesh in its row-major order, by an exchange along each axis."""
     rows = [own]
     for axis in (axis for _, axis in reversed(mesh.axes) if isinstance(axis, ProcessAxis) and axis.size > 1):

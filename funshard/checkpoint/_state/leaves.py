@@ -157,7 +157,7 @@ class TensorLeaf:
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
         """Yield the whole tensor, or this rank's row."""
-        data = _flatten(tensor)
+        data = _flatten_tensor(tensor)
         if not self.is_per_rank:
             yield TensorRange(self.name, (), self.shape, tuple(range(len(self.shape))), 0, data, rank, ranks)
         elif len(data) or rank == 0:
@@ -184,7 +184,7 @@ class OwnedLeaf:
         """Yield the whole tensor on its owner."""
         if self.is_here:
             order = tuple(range(len(self.shape)))
-            yield TensorRange(self.names[0], self.names[1:], self.shape, order, 0, _flatten(tensor), 0, 1)
+            yield TensorRange(self.names[0], self.names[1:], self.shape, order, 0, _flatten_tensor(tensor), 0, 1)
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,6 @@ def is_uniform(numbers: Tensor) -> bool:
     return bool((raw == raw[:1]).all())
 
 
-def _flatten(tensor: Tensor) -> Tensor:
+def _flatten_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor's elements in one dimension, detached and without lazy conjugation or negation."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)

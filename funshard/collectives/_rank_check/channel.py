@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from ..._torch.groups import Store
 
-__all__ = ["Channel", "Record", "name_ranks"]
+__all__ = ["AnnouncedStart", "Channel", "name_ranks"]
 
 _ONE = 1 << 47
 """The part of the sum that counts ranks. Below it, there is room for the digests of 32 bits of 32,768 ranks."""
@@ -23,7 +23,7 @@ _START = "start"
 """The value of the key that lets ranks start the collective; any other is an error."""
 
 
-class Record(NamedTuple):
+class AnnouncedStart(NamedTuple):
     """A collective that a rank is about to start."""
 
     sequence: int
@@ -58,7 +58,7 @@ class Channel:
         n, store = self.sequence, self._store
         digest = hashlib.blake2b(f"{n} {what}".encode(), digest_size=4).digest()
         own = _ONE + int.from_bytes(digest, "little")
-        store.set(self._record_key(self._rank), f"{n}\n{what}\n{line}")
+        store.set(self._announcement_key(self._rank), f"{n}\n{what}\n{line}")
         total = store.add(f"{self._prefix}/sum", own)
         count = total // _ONE
         if count == 1 and n > 1:  # all ranks have come here since, so none waits for that key any more
@@ -80,24 +80,24 @@ class Channel:
         """Have all ranks raise an error instead of starting the next collective."""
         self.decide(self.sequence, error, store)
 
-    def read_records(self, store: Store) -> dict[int, Record]:
+    def read_announced(self, store: Store) -> dict[int, AnnouncedStart]:
         """Return the last record of each rank that has written one."""
-        records: dict[int, Record] = {}
+        records: dict[int, AnnouncedStart] = {}
         for rank in self.ranks:
-            if store.check([key := self._record_key(rank)]):
+            if store.check([key := self._announcement_key(rank)]):
                 sequence, what, line = store.get(key).decode().split("\n", 2)
-                records[rank] = Record(int(sequence), what, line)
+                records[rank] = AnnouncedStart(int(sequence), what, line)
         return records
 
     def _describe_difference(self) -> str:
         by_record: defaultdict[str, list[int]] = defaultdict(list)
-        for rank, record in self.read_records(self._store).items():
+        for rank, record in self.read_announced(self._store).items():
             by_record[record.describe()].append(rank)
         each = "; ".join(f"{name_ranks(ranks)} {text}" for text, ranks in by_record.items())
         where = f"collective {self.sequence + 1} of {name_ranks(self.ranks)}"
         return f"fs.check: ranks disagree on {where}. Each was about to start: {each}"
 
-    def _record_key(self, rank: int) -> str:
+    def _announcement_key(self, rank: int) -> str:
         return f"{self._prefix}/record/{rank}"
 
     def _go_key(self, sequence: int) -> str:

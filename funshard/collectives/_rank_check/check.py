@@ -45,7 +45,7 @@ class _Switch:
         if self.users == 1:
             self._table = dict(OPS)
             OPS.update({name: replace(op, group=_with_announcement(name, op.group)) for name, op in OPS.items() if op.sends})
-            listen(_compare)
+            listen(_compare_on_ranks)
 
     def turn_off(self) -> None:
         self.users -= 1
@@ -88,13 +88,13 @@ def _with_announcement(
     shown = _NAMES.get(kind, name) + (f" ({how})" if kind in ("scatter", "reduce", "unvary") else "")
 
     def start(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
-        _compare(shown, context.name, context.label, x, own)
+        _compare_on_ranks(shown, context.name, context.label, x, own)
         return group(x, context, own)
 
     return start
 
 
-def _compare(op: str, group: str | Sequence[int], label: str, sent: Tensor | None, own: Tensor | None = None) -> None:
+def _compare_on_ranks(op: str, group: str | Sequence[int], label: str, sent: Tensor | None, own: Tensor | None = None) -> None:
     if _torch.is_traced() or (sent is not None and _torch.is_fake(sent)):
         return
     monitor = _switch.find_monitor()

@@ -56,7 +56,7 @@ class SilenceWatch:
             self._end_wait()
             self._wait = wait
             return
-        records = wait.channel.read_records(store)
+        records = wait.channel.read_announced(store)
         missing = [r for r in wait.channel.ranks if r not in records or records[r].sequence < wait.sequence]
         if not missing:
             return

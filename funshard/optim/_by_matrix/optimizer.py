@@ -19,7 +19,7 @@ from .._matrices.matrices import Matrices, matrices
 from .checks import check_step
 from .config import Fallback, MatrixConfig
 from .rule import MatrixInit, MatrixOptions, MatrixRule, MatrixUpdate, rule_from_update
-from .state import MatrixState, State, init_state, place_like
+from .state import MatrixState, init_state, place_like
 from .step import MatrixStep
 
 __all__ = ["Fallback", "MatrixOptimizer", "break_graphs", "by_matrix", "optimizer_from_rule"]
@@ -28,9 +28,9 @@ __all__ = ["Fallback", "MatrixOptimizer", "break_graphs", "by_matrix", "optimize
 class MatrixOptimizer(NamedTuple):
     """A pair of pure functions; it holds no state itself."""
 
-    init: Callable[[Mapping[str, Tensor]], State]
+    init: Callable[[Mapping[str, Tensor]], dict[str, MatrixState]]
     """Returns the state before the first step, by unit key of ``params``."""
-    update: Callable[..., tuple[Params, State]]
+    update: Callable[..., tuple[Params, dict[str, MatrixState]]]
     """``update(grads, state, params, *, lr=None, fallback_lr=None) -> (new params, new state)``, for some or all units."""
 
 
@@ -115,7 +115,7 @@ def _owned_shapes(rule: MatrixRule, shape: tuple[int, ...], dtype: torch.dtype) 
     return {name: tuple(x.shape) for name, x in state.items() if name not in rule.slots}
 
 
-def _init(config: MatrixConfig, params: Mapping[str, Tensor]) -> State:
+def _init(config: MatrixConfig, params: Mapping[str, Tensor]) -> dict[str, MatrixState]:
     check_step(config.matrices, config.rule.slots, config.owned, params)
     return init_state(config, params)
 
@@ -128,7 +128,7 @@ def _update(
     *,
     lr: float | Tensor | None = None,
     fallback_lr: float | Tensor | None = None,
-) -> tuple[Params, State]:
+) -> tuple[Params, dict[str, MatrixState]]:
     check_step(config.matrices, config.rule.slots, config.owned, params, grads=grads, state=state)
     check_rate(lr, "lr")
     check_rate(fallback_lr, "fallback_lr")
@@ -140,14 +140,16 @@ def _update(
     given = [x for x in pytree.tree_leaves((grads, state, params, lr, fallback_lr)) if isinstance(x, Tensor)]
     if not _torch.is_eager() or _torch.any_tracked(given):
         options = config.shared_options(config.options_with_lr(lr))
-        return _run_step(config, grads, state, params, options, rates, tracked=True, donate=False)
+        return _update_units(config, grads, state, params, options, rates, tracked=True, donate=False)
     if config.donate:
         refuse_shared_memory(named_tensors(grads, {key: unit.slices for key, unit in state.items()}, params))
     with phase("update of matrices"), torch.no_grad():
-        return _run_step(config, grads, state, params, config.options_with_lr(lr), rates, tracked=False, donate=config.donate)
+        return _update_units(
+            config, grads, state, params, config.options_with_lr(lr), rates, tracked=False, donate=config.donate
+        )
 
 
-def _run_step(
+def _update_units(
     config: MatrixConfig,
     grads: Mapping[str, Tensor],
     state: Mapping[str, MatrixState],
@@ -157,7 +159,7 @@ def _run_step(
     *,
     tracked: bool,
     donate: bool,
-) -> tuple[Params, State]:
+) -> tuple[Params, dict[str, MatrixState]]:
     if donate:
         if any(map(_torch.is_pinned, params.values())):
             _torch.synchronize_copies()  # what a gather may still read
@@ -169,7 +171,7 @@ def _run_step(
     step = MatrixStep(config.rule, config.matrices, options, grads, state, params, tracked=tracked, donate=donate)
     fallback: dict[str, Any] = {}
     new_params: Params = {}
-    new_state: State = {}
+    new_state: dict[str, MatrixState] = {}
 
     def update_fallback() -> None:
         given = {name: x for unit in state.values() for name, x in unit.fallback.items()}

@@ -16,7 +16,7 @@ from .._matrices.slices import SliceLayout
 from .config import MatrixConfig
 from .rule import OwnedState
 
-__all__ = ["MatrixState", "State", "init_state", "place_like"]
+__all__ = ["MatrixState", "init_state", "place_like"]
 
 
 class MatrixState(NamedTuple):
@@ -32,10 +32,7 @@ class MatrixState(NamedTuple):
     """The state of ``fallback``: by unit key if the unit has no matrix, else by parameter name."""
 
 
-State = dict[str, MatrixState]
-
-
-def init_state(config: MatrixConfig, params: Mapping[str, Tensor]) -> State:
+def init_state(config: MatrixConfig, params: Mapping[str, Tensor]) -> dict[str, MatrixState]:
     """Return the state before the first step, by unit key: zeros, or what the rule's ``init_owned`` returns for each matrix."""
     others = config.fallback_tensors(params)
     fallback = config.fallback[0](others)
@@ -50,7 +47,7 @@ def init_state(config: MatrixConfig, params: Mapping[str, Tensor]) -> State:
         whole |= {name: {key: x for key, x in state.items() if key not in slots} for name, state in initial.items()}
         for slot, parts in slots.items() if config.rule.needs_values else ():
             parts |= batch.spread({name: state[slot] for name, state in initial.items()})
-    state: State = {}
+    state: dict[str, MatrixState] = {}
     for key, tensor in params.items():
         layout, names = config.matrices._slice_layout(key), config.matrices._names_in(key)
         some = {slot: {n: parts[n] for n in names if n in parts} for slot, parts in slots.items()} if names else {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import _torch
 from ..._spec.checks import check_mapping, check_trainable
-from .._checks import check_rate
+from .._checks import StateMapping, check_rate
 from .options import OptionRanges
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "refuse_lost_rates",
 ]
 
-State = Mapping[str, Mapping[str, Tensor]]
 
 InitialState = Callable[[Tensor], Mapping[str, Tensor]]
 """A function from a vector to its state before the first step."""
@@ -117,7 +116,7 @@ def check_options(defaults: Mapping[str, Any], *, donate: bool, device: object) 
 
 def check_fits(
     grads: Mapping[str, Tensor],
-    state: State,
+    state: StateMapping,
     params: Mapping[str, Tensor],
     ranges: Mapping[str, OptionRanges],
     names: Iterable[frozenset[str]],

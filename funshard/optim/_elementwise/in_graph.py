@@ -12,14 +12,13 @@ from torch.utils import _pytree as pytree
 from ... import _torch
 from ..._spec.checks import check_mapping
 from ..._spec.unit_state import replace_values
-from .._checks import break_message, named_tensors
+from .._checks import StateMapping, break_message, named_tensors
 from .checks import ELEMENTWISE_CLASSES, refuse_derivatives
 from .numbers_as_tensors import NumbersAsTensors
 from .torch_optimizer import ElementwiseConfig, tensor_options
 
 __all__ = ["flatten_update", "reason_for_break", "run_in_graph"]
 
-States = Mapping[str, Mapping[str, Tensor]]
 UpdateFn = Callable[..., tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]]
 FlatUpdate = Callable[..., tuple[Tensor, ...]]
 
@@ -119,7 +118,7 @@ def run_in_graph(
     config: ElementwiseConfig,
     flat_update: FlatUpdate,
     grads: Mapping[str, Tensor],
-    state: States,
+    state: StateMapping,
     params: Mapping[str, Tensor],
     lr: float | Tensor | None,
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:

@@ -43,7 +43,7 @@ from .options import (
     state_of_range,
 )
 from .streaming import copy_like, is_on_device, stream_update
-from .torch_optimizer import ElementwiseConfig, build_optimizer, init_vector_state, share_options, tensor_options, write_back
+from .torch_optimizer import ElementwiseConfig, build_optimizer, init_vector_state, share_options, tensor_options, write_state
 
 __all__ = ["Optimizer", "State", "elementwise"]
 
@@ -249,7 +249,7 @@ def _update(
         with NumbersAsTensors() if _has_tensor_rate(config, lr) else nullcontext():
             optimizer.step()
     for key, at, piece, given in stepped:
-        write_back(config, given, optimizer.state[piece])
+        write_state(config, given, optimizer.state[piece])
         if config.differentiable:
             new_params[key] = scatter_range(new_params[key], piece, ranges[key], at)
             for name, tensor in given.items():

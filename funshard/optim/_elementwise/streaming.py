@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ... import _torch
+from .._checks import StateMapping
 
-__all__ = ["Values", "copy_like", "is_on_device", "stream_update"]
+__all__ = ["TensorsByName", "copy_like", "is_on_device", "stream_update"]
 
-Values = dict[str, Tensor]
-States = Mapping[str, Mapping[str, Tensor]]
-StepFn = Callable[[Mapping[str, Tensor], States, Mapping[str, Tensor]], tuple[Values, dict[str, Values]]]
+TensorsByName = dict[str, Tensor]
+StepFn = Callable[[Mapping[str, Tensor], StateMapping, Mapping[str, Tensor]], tuple[TensorsByName, dict[str, TensorsByName]]]
 """``step(grads, state, params)``, which writes into its arguments."""
 
 
@@ -30,11 +30,11 @@ def copy_like(template: Tensor, values: Tensor) -> Tensor:
 class _PendingCopies:
     """Copies of tensors to a device, or back."""
 
-    def __init__(self, tensors: Values, targets: Values) -> None:
+    def __init__(self, tensors: TensorsByName, targets: TensorsByName) -> None:
         self.tensors, self.targets = tensors, targets
         self._copies = [_torch.AsyncCopy(tensor, targets[name]) for name, tensor in tensors.items()]
 
-    def wait(self) -> Values:
+    def wait(self) -> TensorsByName:
         """Make the current stream wait for the copies, and return their targets."""
         for copy in self._copies:
             copy.wait()
@@ -43,13 +43,13 @@ class _PendingCopies:
 
 def stream_update(
     step: StepFn,
-    given: tuple[Mapping[str, Tensor], States, Mapping[str, Tensor]],
+    given: tuple[Mapping[str, Tensor], StateMapping, Mapping[str, Tensor]],
     keys: Sequence[str],
     device: torch.device,
     *,
     donate: bool,
     keep: frozenset[str],
-) -> tuple[Values, dict[str, Values]]:
+) -> tuple[TensorsByName, dict[str, TensorsByName]]:
     """Run ``step`` on the device, unit by unit; results live where the given tensors do.
 
     Args:
@@ -64,8 +64,8 @@ def stream_update(
         ``(new params, new state)`` of these units.
     """
     grads, state, params = given
-    new_params: Values = {}
-    new_state: dict[str, Values] = {}
+    new_params: TensorsByName = {}
+    new_state: dict[str, TensorsByName] = {}
 
     def start_copy(key: str) -> _PendingCopies:
         values = {"": params[key], **{f".{name}": x for name, x in state[key].items() if name not in keep}, "grad": grads[key]}

@@ -15,7 +15,7 @@ from .checks import ELEMENTWISE_CLASSES, InitialState
 from .derivatives import SharedOptions
 from .options import OptionRanges, scale_lr
 
-__all__ = ["ElementwiseConfig", "build_optimizer", "init_vector_state", "share_options", "tensor_options", "write_back"]
+__all__ = ["ElementwiseConfig", "build_optimizer", "init_vector_state", "share_options", "tensor_options", "write_state"]
 
 
 class ElementwiseConfig(NamedTuple):
@@ -76,7 +76,7 @@ def share_options(group: Mapping[str, Any], shared: SharedOptions, axes: tuple[s
     return {name: [] if name == "params" else shared.over_axes(option, axes) for name, option in group.items()}
 
 
-def write_back(config: ElementwiseConfig, given: dict[str, Tensor], after: Mapping[str, Tensor]) -> None:
+def write_state(config: ElementwiseConfig, given: dict[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """Write into ``given`` the state that torch replaced instead of updating."""
     for name, tensor in after.items():
         if name not in given:

@@ -69,7 +69,7 @@ class MatrixBatch(NamedTuple):
         """Return the parts of whole matrices on all replicas. Inverse of `collect`."""
         if self.to_owners is None or self.from_owners is None:
             return {matrix.name: self._scatter_simulated(whole[matrix.name], matrix) for matrix in self.matrices}
-        return self._name_parts(exchange_matrices(self._flatten(whole), self.from_owners, self.to_owners))
+        return self._name_parts(exchange_matrices(self._flatten_matrices(whole), self.from_owners, self.to_owners))
 
     def start_collect(self, parts: Mapping[str, Tensor]) -> Callable[[], Params]:
         """Start `collect`, asynchronously if nothing tracks the tensors; call the result to wait."""
@@ -88,7 +88,7 @@ class MatrixBatch(NamedTuple):
         if self.from_owners is None or not _can_overlap(whole):
             parts = self.spread(whole)
             return lambda: parts
-        way, flat = self.from_owners, self._flatten(whole)
+        way, flat = self.from_owners, self._flatten_matrices(whole)
         if chunk != (0, 1):
             way, flat = self.from_owners_in_chunks[chunk[0]], chunk_pieces(flat, way.steps[0].sizes, chunk)
         pending = start_plan(flat, way)
@@ -117,7 +117,7 @@ class MatrixBatch(NamedTuple):
     def _as_matrices(self, flat: Sequence[Tensor]) -> Params:
         return {m.name: _view_matrix(x, m) if len(x) else x for m, x in zip(self.matrices, flat, strict=True)}
 
-    def _flatten(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
+    def _flatten_matrices(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
         tensors = ((whole[matrix.name], matrix) for matrix in self.matrices)
         return [_flatten_matrix(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
 

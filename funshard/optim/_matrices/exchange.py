@@ -24,9 +24,9 @@ from ...collectives._primitive import LinearFunction, linear_map
 from .flat import Chunk, chunk_slice, concat_flat, split_flat
 from .owners import Matrix, all_coords
 
-__all__ = ["ExchangePlan", "Piece", "exchange_matrices", "plan_from_owners", "plan_to_owners", "start_plan"]
+__all__ = ["ExchangePlan", "SliceIndex", "exchange_matrices", "plan_from_owners", "plan_to_owners", "start_plan"]
 
-Piece = tuple[int, int]
+SliceIndex = tuple[int, int]
 """``(number of the matrix, number of the slice)``."""
 Coords = tuple[int, ...]
 """A rank's coordinates on the mesh."""
@@ -113,7 +113,7 @@ def plan_to_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coor
     own_slice = planner.slice_of(coords)
     held = [(i, own_slice) for i in range(len(matrices))]
 
-    def begin(coords: Coords) -> list[Piece]:
+    def begin(coords: Coords) -> list[SliceIndex]:
         own = planner.slice_of(coords)
         return [(i, own) for i, m in enumerate(matrices) if planner.sizes[i][own] and planner.same_replica(m.owner, coords)]
 
@@ -131,7 +131,7 @@ def plan_from_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Co
     planner = _ExchangePlanner(matrices, spec, chunk)
     own_slice = planner.slice_of(coords)
 
-    def begin(coords: Coords) -> list[Piece]:
+    def begin(coords: Coords) -> list[SliceIndex]:
         return [
             (i, s) for i, m in enumerate(matrices) if m.owner == coords for s in range(planner.slices) if planner.sizes[i][s]
         ]
@@ -143,12 +143,12 @@ def plan_from_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Co
     return planner.finish_plan(sizes, steps, last, [planner.sizes[i][own_slice] for i in range(len(matrices))])
 
 
-def _owner(matrices: Sequence[Matrix], axis: int, piece: Piece) -> int:
+def _owner(matrices: Sequence[Matrix], axis: int, piece: SliceIndex) -> int:
     """Return the owner's coordinate on an axis for a piece."""
     return matrices[piece[0]].owner[axis]
 
 
-AxisRoute = tuple[int, Callable[[Piece], int] | None]
+AxisRoute = tuple[int, Callable[[SliceIndex], int] | None]
 """An axis, and a function from a piece to its rank on that axis; None sends it to all ranks."""
 
 
@@ -170,7 +170,7 @@ class _ExchangePlanner:
         """Return the number of the slice that a rank has."""
         return slice_index(self._unit, self.mesh, coords)
 
-    def coordinate(self, axis: int, piece: Piece) -> int:
+    def coordinate(self, axis: int, piece: SliceIndex) -> int:
         """Return the coordinate, on an axis, of the ranks with the piece's slice."""
         return self._of_slice[piece[1]][axis]
 
@@ -179,12 +179,12 @@ class _ExchangePlanner:
         return all(owner[i] == coords[i] for i in self.replica_axes)
 
     def plan_steps(
-        self, begin: Callable[[Coords], list[Piece]], routes: Sequence[AxisRoute], coords: Coords, held: list[Piece]
-    ) -> tuple[list[AllToAll], list[Piece]]:
+        self, begin: Callable[[Coords], list[SliceIndex]], routes: Sequence[AxisRoute], coords: Coords, held: list[SliceIndex]
+    ) -> tuple[list[AllToAll], list[SliceIndex]]:
         """Return ``(steps, pieces held after them)`` for the rank at ``coords``, which begins with the pieces ``held``."""
 
         @functools.cache
-        def held_after(coords: Coords, number: int) -> list[Piece]:
+        def held_after(coords: Coords, number: int) -> list[SliceIndex]:
             if not number:
                 return begin(coords)
             axis, to = routes[number - 1]
@@ -211,17 +211,21 @@ class _ExchangePlanner:
         return out, held
 
     def finish_plan(
-        self, begin: Sequence[int], steps: tuple[list[AllToAll], list[Piece]], last: Sequence[Piece], end: Sequence[int]
+        self,
+        begin: Sequence[int],
+        steps: tuple[list[AllToAll], list[SliceIndex]],
+        last: Sequence[SliceIndex],
+        end: Sequence[int],
     ) -> ExchangePlan:
         """Return the plan of these steps, with a last one that puts the pieces in the order ``last``."""
         routes, held = steps
         where = {piece: i for i, piece in enumerate(held)}
         return ExchangePlan(tuple(begin), (*routes, AllToAll(self._sizes(held), tuple(where[p] for p in last))), tuple(end))
 
-    def _sizes(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
+    def _sizes(self, pieces: Sequence[SliceIndex]) -> tuple[int, ...]:
         return tuple(self.sizes[i][s] for i, s in pieces) or (0,)
 
-    def _numel(self, pieces: Sequence[Piece]) -> int:
+    def _numel(self, pieces: Sequence[SliceIndex]) -> int:
         return sum(self.sizes[i][s] for i, s in pieces)
 
 

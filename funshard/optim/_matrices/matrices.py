@@ -12,7 +12,7 @@ from ..._spec.local import refuse_local
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import Params, rank_coords
 from .batch import MatrixBatch
-from .owners import Cost, Matrix, Select, assign_owners, batch_matrices, format_table, largest_unit_numel, select_matrices
+from .owners import Cost, Matrix, Select, assign_owners, batch_matrices, format_owners, largest_unit_numel, select_matrices
 from .slices import SliceLayout
 
 __all__ = ["Matrices", "matrices"]
@@ -41,7 +41,7 @@ class Matrices:
         object.__setattr__(self, "_of_unit", of_unit)
 
     def __str__(self) -> str:
-        return format_table(self.chosen, self.spec)
+        return format_owners(self.chosen, self.spec)
 
     def owner(self, name: str) -> tuple[int, ...]:
         """Return the mesh coordinates of the rank that owns a matrix.

@@ -22,7 +22,7 @@ __all__ = [
     "assign_owners",
     "batch_matrices",
     "count_chunks",
-    "format_table",
+    "format_owners",
     "hidden",
     "largest_unit_numel",
     "select_matrices",
@@ -221,7 +221,7 @@ def _batch_key(unit: Unit) -> tuple[object, ...]:
     return unit.p.axes, unit.dtype, "params" in unit.p.offloads
 
 
-def format_table(found: Sequence[Matrix], spec: PartitionSpec) -> str:
+def format_owners(found: Sequence[Matrix], spec: PartitionSpec) -> str:
     """Return a table with a row for each rank: its matrices, their elements and relative cost; then the other parameters."""
     ranks = all_coords(spec)
     mean = sum(matrix.cost for matrix in found) / len(ranks)

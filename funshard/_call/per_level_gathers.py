@@ -21,10 +21,10 @@ from .. import _torch
 from .._transforms.saved_tensors import RestorableBuffer, TensorRestorer, hook_running_node
 from .saved_weights import MAX_UNSHARDED_IN_BACKWARD, check_unmodified
 
-__all__ = ["StackedGathers"]
+__all__ = ["PerLevelGathers"]
 
 
-class StackedGathers:
+class PerLevelGathers:
     """The gathers of one call that the backwards of its transforms repeat."""
 
     def __init__(self) -> None:
@@ -62,7 +62,13 @@ class _RepeatableGather:
     """A gather that can be repeated as any level sees it."""
 
     def __init__(
-        self, call: StackedGathers, key: str, number: int, shard: Tensor, dtype: torch.dtype, gather: Callable[[Tensor], Tensor]
+        self,
+        call: PerLevelGathers,
+        key: str,
+        number: int,
+        shard: Tensor,
+        dtype: torch.dtype,
+        gather: Callable[[Tensor], Tensor],
     ) -> None:
         self._key, self.number, self.dtype = key, number, dtype
         self._call, self._shard, self._gather = call, shard, gather
