@@ -100,6 +100,8 @@ def _check_block(block: object, of: int) -> None:
 
 @dataclass(frozen=True)
 class _ToInt8:
+    """The encoder of `int8`: codes, scales of blocks, and the length."""
+
     block: int
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,6 +111,8 @@ class _ToInt8:
 
 @dataclass(frozen=True)
 class _FromInt8:
+    """The decoder of `int8`."""
+
     block: int
 
     def __call__(self, codes: Tensor, absmax: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -118,6 +122,8 @@ class _FromInt8:
 
 @dataclass(frozen=True)
 class _ToNF4:
+    """The encoder of `nf4`: two codes a byte, and scales, perhaps quantized themselves."""
+
     block: int
     double_quant: bool
 
@@ -137,6 +143,8 @@ class _ToNF4:
 
 @dataclass(frozen=True)
 class _FromNF4:
+    """The decoder of `nf4`."""
+
     block: int
     double_quant: bool
 

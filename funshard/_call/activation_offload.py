@@ -55,6 +55,7 @@ class ActivationOffload:
                 vars(modules[path])["forward"] = self._around_forward(path, modules[path], live)
 
     def _around_forward(self, path: str, module: nn.Module, live: Live) -> Callable[..., Any]:
+        """Return the module's forward, which offloads the tensors that it saves where that is possible."""
         forward = module.forward
 
         @functools.wraps(forward)
@@ -83,6 +84,7 @@ def choose_offload(
 
 
 def _offloaded_paths(spec: PartitionSpec) -> frozenset[str]:
+    """Return the paths of the modules with ``P(offload="activations")``."""
     return frozenset(path for path, p in spec.by_path.items() if "activations" in p.offloads)
 
 

@@ -47,6 +47,7 @@ def warn_discarded_in_graph(names: tuple[str, ...]) -> None:
 
 
 def _warn(names: Sequence[str], stacklevel: int) -> None:
+    """Warn that forward changed buffers that the call throws away."""
     shown = ", ".join(f"'{name}'" for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(

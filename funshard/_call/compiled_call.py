@@ -88,6 +88,7 @@ def _gather_full_params(inputs: CallInputs) -> dict[str, Tensor]:
 
 
 def _gather_unit_views(shard: Tensor, spec: PartitionSpec, unit: Unit, reduction: Reduction) -> Sequence[Tensor]:
+    """Gather a unit, and return its parameters as views of one buffer."""
     return unflatten_unit(gather_unit(shard, unit, spec.bound_mesh, reduction, unit.p.precision), unit)
 
 

@@ -149,6 +149,7 @@ def _find_obstacle(call: Call) -> str | None:
 
 
 def _warn_eager(path: str, module: nn.Module, reason: str) -> None:
+    """Warn once for each class of modules and reason that a unit runs without compilation."""
     if is_first_warning(type(module), reason):
         warnings.warn(
             f"module '{path}' with P(compile=True) runs without compilation, with the same results: {reason}",

@@ -74,6 +74,7 @@ def check_call(
 
 
 def _check_count(name: str, value: object, least: int) -> None:
+    """Raise TypeError or ValueError unless a value is a whole number of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a whole number, got {value!r}")
     if value < least:

@@ -69,6 +69,7 @@ class GatheredUnit:
         self.forward_buffer = self._wait_chain()
 
     def _wait_chain(self) -> Tensor:
+        """Wait for the gather, and return the buffer; the shard itself if it needs none."""
         if not self.route.has_own_buffer:
             return self.shard
         chain, self.chain = self.chain, None
@@ -82,6 +83,7 @@ class GatheredUnit:
         return self._parameters(shard)
 
     def _parameters(self, shard: Tensor) -> Sequence[Tensor]:
+        """Return the parameters as views of the buffer, with the shard's graph if gradients are wanted."""
         if torch.is_grad_enabled() and shard.requires_grad:
             return _Unflatten.apply(shard, self)
         return unflatten_unit(self.buffer, self.unit)
@@ -129,6 +131,7 @@ class GatheredUnit:
         return lease
 
     def _current_lease(self) -> BufferLease | None:
+        """Return the lease of the buffer while something holds it, else None."""
         return self._lease() if self._lease else None
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> SavedView:
@@ -195,6 +198,7 @@ class GatheredUnit:
             return self._reduce_grads(grads)
 
     def _reduce_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Start to reduce the gradients and return None; return the reduced gradient at once where a transform tracks them."""
         schedule = self.schedule
         own = [_torch.unwrap_level(g) if g is not None else None for g in grads] if schedule.is_last_backward() else grads
         if not _torch.any_tracked(own):

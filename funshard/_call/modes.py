@@ -169,12 +169,14 @@ class DataFlow:
         return lambda shard: gather_unit(shard, unit, mesh, reduction, unit.p.precision, check_order=check_order)
 
     def _buffer(self, unit: Unit, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Gather a unit's buffer, a copy where forward-mode AD could write to the caller's tangent."""
         buffer = gather(self.params[unit.key])
         if _torch.in_forward_ad() and self.spec.size(unit) == 1:
             buffer = buffer.clone()  # forward may write to it, and so to its tangent, which is the caller's
         return buffer
 
     def _in_use(self, unit: Unit, buffer: Tensor) -> UnitInUse:
+        """Return the unit in use, with a watch for writes to its buffer."""
         watch = WriteWatch(unit, (buffer,))
         return UnitInUse(unit, unflatten_unit(buffer, unit), watch, reshard=unit.p.reshard, level=_torch.current_level())
 

@@ -79,6 +79,7 @@ class GatheringParameters(dict[str, Any]):
         super().__delitem__(name)
 
     def _disown(self, name: str) -> None:
+        """Treat a parameter as the module's own from here on, not as one of a unit."""
         if name in self._owned:  # which all calls share
             self._owned = {other: at for other, at in self._owned.items() if other != name}
 
@@ -108,6 +109,7 @@ class GatheringParameters(dict[str, Any]):
 
 
 def _created_in_forward(what: str) -> RuntimeError:
+    """Return the error for a parameter or buffer that forward creates."""
     return RuntimeError(
         f"{what} is made in forward: a call puts the model back as it was, so it would be made again in each call and never "
         "trained; expected all of them made before the spec, in __init__ or by running the model once"

@@ -91,6 +91,7 @@ class _RepeatableGather:
     def _view(
         self, level: int, followed: frozenset[int], shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt
     ) -> Tensor:
+        """Return the view as its level saw it, of the buffer gathered again."""
         over = self._call.is_over(level)
         below = max(followed, default=-1)
         buffer = self._call.recent_buffer(self, below)

@@ -165,6 +165,8 @@ class Call:
         return gathered is not None and gathered.views[i] is tensor
 
     def _wrap_in_scope(self, forward: Callable[..., Any], units: list[Unit]) -> Callable[..., Any]:
+        """Return the forward of the module at which these units are gathered and released."""
+
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             self.scopes.enter(units)
@@ -178,6 +180,7 @@ class Call:
     def _wrap_recomputed(
         self, path: str, before: ModuleAttributes, forward: Callable[..., Any], units: list[Unit]
     ) -> Callable[..., Any]:
+        """Return the forward of a module with ``P(remat=...)``, which runs again in backward."""
         scoped = self._wrap_in_scope(forward, units)
 
         @functools.cache  # it may run often in one call

@@ -89,6 +89,7 @@ class UnitScopes:
         return gathered
 
     def _refuse_checkpoints(self, unit: Unit, hook: Callable[..., object] | None) -> None:
+        """Raise RuntimeError if torch.utils.checkpoint inside the call runs a module with this unit."""
         inside = hook is not self._outer and hook is not None and hook.__module__ == "torch.utils.checkpoint"
         quiet = self._differentiable and not torch.is_grad_enabled()  # as in a reentrant checkpoint, or by the user's wish
         if inside or (quiet and _torch.count_reentrant_checkpoints() > self._outer_reentrant):

@@ -90,6 +90,7 @@ class StandIns:
         return out
 
     def _make_stand_in(self, tensor: Tensor, where: str) -> Tensor:
+        """Return a tensor that raises when it is used if this one is, or was computed from, a parameter of the model."""
         inner = _torch.unwrap(tensor)
         if not self._names or inner.layout is not torch.strided or isinstance(tensor, _torch.StandIn):
             return tensor

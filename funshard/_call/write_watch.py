@@ -70,6 +70,7 @@ class WriteWatch:
         return None
 
     def _describe(self, changed: list[bool]) -> str:
+        """Name the parameter that was changed, or those among which it is."""
         names = [param.name for param in self._unit.params]
         buffer, copy, _ = self._watched[0] if len(changed) == 1 else (None, None, 0)
         if buffer is not None and copy is not None and buffer.dim() == 1:  # and no vmap has batched it

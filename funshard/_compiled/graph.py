@@ -68,6 +68,7 @@ def get_regions(node: Node) -> tuple[int, ...]:
 
 
 def _op_name(node: Node) -> str:
+    """Return the operator that a node calls, "" if it calls none."""
     return str(node.target) if node.op == "call_function" else ""
 
 

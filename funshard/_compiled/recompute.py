@@ -58,6 +58,7 @@ def mark_saved(graph: Graph, remats: Sequence[Remat]) -> None:
 
 
 def _save_in_regions(node: Node, regions: Iterable[int]) -> None:
+    """Note on a node that these regions save its result."""
     annotate(node, **{_SAVED_KEY: (*(get_annotation(node, _SAVED_KEY) or ()), *regions)})
 
 

@@ -122,6 +122,7 @@ class _SlotWatch(_torch.DispatchMode):
         return func(*args, **kwargs)
 
     def _slots_of(self, values: Iterable[object]) -> set[Slot]:
+        """Return the slots whose memory is among the values."""
         ids = (_torch.storage_id(x) for x in values if isinstance(x, Tensor) and _torch.is_plain(x))
         return {slot for key in ids if (slot := self._storages.get(key))}
 

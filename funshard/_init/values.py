@@ -64,6 +64,7 @@ class InitialValues:
                 self._unsure.add(i)
 
     def _widen(self, i: int, slots: set[Slot]) -> None:
+        """Add slots to the reach of an initialiser."""
         self._reach[i] |= slots
         for slot in slots:
             self._reached_by[slot].add(i)
@@ -133,11 +134,13 @@ class InitialValues:
         return run.written
 
     def _allocate_unset(self, slot: Slot, given: Tensor | None) -> Tensor:
+        """Return memory for a slot, filled with NaN if that shows what is never written."""
         if not slot.uses_nan:
             return slot.empty(self._device)  # in memory of its own, so that a write to it is seen
         return (slot.empty(self._device) if given is None else given).fill_(torch.nan)
 
     def _check_set(self, slot: Slot, value: Tensor, written: set[Slot]) -> None:
+        """Raise ValueError if a slot was left without values."""
         if not value.numel() or _torch.is_fake(value):
             return
         pieces = value.reshape(-1).split(1 << 24) if slot.uses_nan else ()  # a mask of all of it would be memory
@@ -149,6 +152,7 @@ class InitialValues:
             )
 
     def _check_held_bytes(self, beside: list[Slot], runs: list[int], most: int) -> None:
+        """Raise ValueError if initialisers that touch other units would hold more than the largest unit."""
         if (nbytes := sum(slot.nbytes for slot in beside)) > most:
             foreign = {i: self._reach[i] - self._own[self._runs[i].module] for i in runs}
             widest = max(runs, key=lambda i: sum(slot.nbytes for slot in foreign[i]))

@@ -99,6 +99,7 @@ def state_bytes(spec: PartitionSpec, init: Init | None) -> StateBytes:
 
 
 def _make_shard(spec: PartitionSpec, unit: Unit) -> Tensor:
+    """Return an empty shard of a unit, as an optimizer's ``init`` gets it."""
     length, dtype = spec.stored(unit)
     shard = torch.empty(length, dtype=dtype)
     return shard.requires_grad_(unit.requires_grad) if dtype.is_floating_point else shard

@@ -76,6 +76,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _plan_of(args: argparse.Namespace) -> Plan:
+    """Return the plan that the command line asks for."""
     sys.path.insert(0, os.getcwd())
     module, _, name = args.model.partition(":")
     if not name:
@@ -94,6 +95,7 @@ def _plan_of(args: argparse.Namespace) -> Plan:
 
 
 def _read_p(text: str) -> P:
+    """Parse a `P` such as ``P('shard')``."""
     value = eval(text, {"__builtins__": {}, "P": P, "True": True, "False": False})  # the user's own command line
     if not isinstance(value, P):
         raise TypeError(f"expected a P such as P('shard'), got {text!r}")
@@ -101,6 +103,7 @@ def _read_p(text: str) -> P:
 
 
 def _read_mesh(text: str) -> dict[str, int]:
+    """Parse a mesh such as ``replicate=2,shard=8``."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name and size.isdecimal() for name, _, size in pairs):
         raise ValueError(f"--mesh: expected axes and sizes such as replicate=2,shard=8, got {text!r}")
@@ -108,6 +111,7 @@ def _read_mesh(text: str) -> dict[str, int]:
 
 
 def _read_batch(text: str) -> Tensor:
+    """Return the tensor on the meta device that a text such as ``8x1024:float32`` describes."""
     shape, _, dtype = text.partition(":")
     sizes = shape.split("x")
     kind = getattr(torch, dtype or "int64", None)
@@ -117,6 +121,7 @@ def _read_batch(text: str) -> Tensor:
 
 
 def _find_policy(text: str, model: nn.Module, p: P) -> Callable[[nn.Module], PartitionSpec]:
+    """Return the policy that a text such as ``by_type:Block`` names."""
     kind, _, value = text.partition(":")
     if kind == "whole":
         return policies.whole(p)

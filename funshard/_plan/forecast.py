@@ -93,6 +93,7 @@ class CallForecast:
         self._pending, self._to_the_end, self._ahead = [], [], {}
 
     def _forward(self, run: ModuleRun, kind: EventKind) -> None:
+        """Add the events of a module's forward and of those inside it."""
         own = [self._gather(unit) for unit in run.units if unit.key not in self._given]
         flops = self._facts.flops(run)
         self._events.add(kind, self._name(run), flops=0 if run.inner else flops)
@@ -106,11 +107,13 @@ class CallForecast:
         self._leave(own, run)
 
     def _forward_recomputed(self, run: ModuleRun) -> None:
+        """Add the events of the forward of a module that is recomputed, which keeps nothing."""
         own = [self._gather(unit) for unit in run.units if unit.key not in self._given]
         CallForecast(self._facts, run, is_inner=True).forward(keep=False)
         self._leave(own, run)
 
     def _leave(self, own: list[_Gathered], run: ModuleRun) -> None:
+        """Note that a module has run: the next gather reshards its units, the end of forward those that are kept."""
         for gathered in own:
             reshards = gathered.unit.p.reshard and run.path != ""
             (self._pending if reshards else self._to_the_end).append(gathered)
@@ -120,6 +123,7 @@ class CallForecast:
         return run.units[0].key if run.units else run.path
 
     def _gather(self, unit: Unit) -> _Gathered:
+        """Add the gather of a unit that is not in use yet, and start those that are prefetched."""
         gathered = self._in_use.get(unit.key)
         if gathered is not None:
             if gathered in self._pending:
@@ -137,6 +141,7 @@ class CallForecast:
         return gathered
 
     def _start_gather(self, unit: Unit) -> _Gathered:
+        """Add the start of a unit's gather."""
         facts, route = self._facts, self._facts.routes[unit.key]
         length, dtype = facts.spec.stored(unit)
         chain = Chain(self._events, unit.key, gather_steps(unit, route, length * dtype.itemsize, facts.sizes))
@@ -144,6 +149,7 @@ class CallForecast:
         return _Gathered(unit, chain, nbytes)
 
     def _following(self, unit: Unit) -> list[Unit]:
+        """Return the next units to prefetch after this one."""
         keys = [other.key for other in self._order]
         if unit.key in keys[self._position + 1 :]:
             self._position = keys.index(unit.key, self._position + 1)
@@ -170,6 +176,7 @@ class CallForecast:
         return self._is_inner and self._events.phase == "forward"
 
     def _free(self, gathered: _Gathered) -> None:
+        """Add the release of a gathered unit's buffer."""
         if gathered.is_there:
             gathered.is_there = gathered.is_ahead = False
             self._events.add("memory", gathered.unit.key, {"gathered": -gathered.nbytes})
@@ -191,6 +198,7 @@ class CallForecast:
             chain.finish()
 
     def _backward(self, run: ModuleRun) -> None:
+        """Add the events of a module's backward and of those inside it."""
         if not run.has_backward:
             return
         reads_inner_first = bool(run.inner) and run.path != ""
@@ -211,6 +219,7 @@ class CallForecast:
         self._reduce(run)
 
     def _backward_recomputed(self, run: ModuleRun) -> None:
+        """Add the events of a module that runs again in backward, then backward."""
         if not run.has_backward:
             return
         self._arrive(run)
@@ -241,11 +250,13 @@ class CallForecast:
                 self._gather_again(other)
 
     def _gather_again(self, gathered: _Gathered) -> None:
+        """Start the gather that backward needs, unless the unit is there or backward does not reach it."""
         if not gathered.is_there and self._is_reached(gathered.unit):
             gathered.chain = self._start_gather(gathered.unit).chain
             gathered.is_there = gathered.is_ahead = True
 
     def _is_reached(self, unit: Unit) -> bool:
+        """Return whether backward reaches a module that uses the unit."""
         return any(run.has_backward for run in self._root.walk() if unit in run.units)
 
     def _reduce(self, run: ModuleRun) -> None:
@@ -260,6 +271,7 @@ class CallForecast:
                 self._reduce_unit(unit)
 
     def _reduce_unit(self, unit: Unit) -> None:
+        """Add the reduction of a unit's gradients: into a bucket if it is replicated, else on its own."""
         facts, route = self._facts, self._facts.routes[unit.key]
         grads, buffer = facts.grad_bytes(unit), route.padded_numel * route.dtypes.reduce.itemsize
         if not route.split_axes and route.replica_axes:
@@ -277,6 +289,7 @@ class CallForecast:
             self._unscattered.append(chain)
 
     def _reduce_bucket(self, kind: object, keys: list[str]) -> None:
+        """Add the reduction of a full bucket of these units."""
         facts, units = self._facts, [self._facts.spec.by_key[key] for key in keys]
         route, numel = facts.routes[keys[0]], sum(facts.routes[key].padded_numel for key in keys)
         buffer = numel * route.dtypes.reduce.itemsize

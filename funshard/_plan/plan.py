@@ -174,10 +174,12 @@ class Plan:
         return Comparison.by_time(plans)
 
     def _check_step_takes_spec(self, what: str) -> None:
+        """Raise ValueError if the planned step cannot run with another spec."""
         if self.step is not None and not takes(self.step, "spec"):
             raise ValueError(f"{what}: the step would run with the same spec: expected step(params, state, batch, *, spec)")
 
     def _replan(self, spec: PartitionSpec, options: Mapping[str, Any] | None = None) -> Plan:
+        """Return the plan of the same step with another spec and other options of the step."""
         step = functools.partial(self.step, **options) if self.step and options else self.step
         return plan(spec, batch=self.batch, step=step, optimizer=self.optimizer, hardware=self.hardware)
 

@@ -136,6 +136,7 @@ class StepRecorder(_torch.DispatchMode):
             memory[category] = memory.get(category, 0) + size
 
     def _free(self, at: int) -> None:
+        """Add the release of a storage."""
         category, size = self._storages.pop(at, ("activations", 0))
         self._units.pop(at, None)
         self._lazy.pop(at, None)
@@ -144,11 +145,13 @@ class StepRecorder(_torch.DispatchMode):
             self._add("memory", {category: -size})
 
     def _wait(self, x: Tensor) -> None:
+        """Add the wait for the collective that fills a tensor, if one does."""
         index = self._sending.pop(_torch.storage_id(x), None)
         if index is not None:
             self._add("wait", {}, after=(index,))
 
     def _send(self, name: str, args: Any, sent: Tensor, out: Tensor) -> None:
+        """Add the start of a collective, with the memory of its output."""
         op = _COLLECTIVES[name]
         axis, ranks = self._axes.get(args[-1], (str(args[-1]), 1))
         memory: dict[Category, int] = {}
@@ -180,6 +183,7 @@ class StepRecorder(_torch.DispatchMode):
         moved_bytes: int = 0,
         after: tuple[int, ...] = (),
     ) -> int:
+        """Add an event of the current phase and unit. Return its index."""
         phase: Phase = self._phase  # pyright: ignore[reportAssignmentType]
         self.events.append(Event(kind, phase, self._unit, memory, collective, flops, moved_bytes, after))
         return len(self.events) - 1

@@ -112,6 +112,7 @@ def _draw_strips(samples: Sequence[Sample], step: float, top: float) -> Iterable
 
 
 def _num_ranks(plan: Plan) -> int:
+    """Return over how many ranks the plan's units are split at most."""
     return max((unit.slices for unit in plan.units.values()), default=1)
 
 

@@ -99,6 +99,7 @@ def report_to_ranks(spec: PartitionSpec, together: bool) -> Generator[None]:
 
 
 def _raise_spec_difference(lines: list[str], mesh: Mesh, device: torch.device) -> NoReturn:
+    """Raise ValueError with the first line in which the ranks' specs differ."""
     texts = gather_texts("\n".join(lines), mesh, device)
     other, rank = next((t.split("\n"), r) for r, t in enumerate(texts) if t != texts[0])
     first = texts[0].split("\n")
@@ -111,6 +112,7 @@ def _raise_spec_difference(lines: list[str], mesh: Mesh, device: torch.device) -
 
 
 def _raise_value_difference(own: Tensor, spec: PartitionSpec, mesh: Mesh, hint: str) -> NoReturn:
+    """Raise ValueError with the first parameter whose values differ, and the ranks that differ."""
     rows = _gather_rows(own, mesh)
     differs = rows != rows[0]
     names = [(unit.key, param.name) for unit in spec for param in unit.params]
@@ -179,6 +181,7 @@ def has_peers(mesh: Mesh) -> bool:
 
 
 def _process_axes(mesh: Mesh) -> list[ProcessAxis]:
+    """Return the axes of more than one rank that have a process group."""
     return [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1]
 
 

@@ -101,6 +101,7 @@ class _Range(NamedTuple):
 
 
 def _draw_like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor, draw: Draw, rank: int | None) -> Tensor:
+    """Draw random values for a shard or a full parameter: the same for each element on every mesh."""
     owner = spec.owner(key)
     if not isinstance(owner, Unit):
         owner = dataclasses.replace(owner, shape=tuple(tensor.shape))

@@ -77,6 +77,7 @@ class Codec:
         return self._forms[numel, dtype]
 
     def _form(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
+        """Return the bytes that an encoded slice needs, and the dtypes and shapes of its tensors."""
         try:
             encoded = self._encode_slice(torch.empty(numel, dtype=dtype, device="meta"))
         except RuntimeError as error:

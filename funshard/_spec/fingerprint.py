@@ -20,6 +20,7 @@ _NUMBERS = itertools.count()
 
 @functools.lru_cache(maxsize=256)
 def _fingerprint(contents: Hashable) -> str:
+    """Return a string that no other contents have; equal contents have the same one while it is cached."""
     return f"{next(_NUMBERS)}"
 
 

@@ -276,6 +276,7 @@ def _count_slices(spec: PartitionSpec, p: P) -> int:
 
 
 def _stored_by_key(spec: PartitionSpec) -> dict[str, tuple[int, torch.dtype]]:
+    """Return each unit's number of elements and dtype at rest."""
     return {unit.key: _stored_of(unit, spec) for unit in spec}
 
 

@@ -141,6 +141,7 @@ class ModuleTree:
         return tuple(path for path in chains[0] if path in common)
 
     def _chain(self, name: str) -> list[str]:
+        """Return the canonical paths of the modules from the root to the one with this parameter."""
         parts = name.split(".")[:-1]
         return [self.canonical[".".join(parts[:i])] for i in range(len(parts) + 1)]
 
@@ -224,6 +225,7 @@ def module_tree(model: nn.Module | ModuleTree) -> ModuleTree:
 def _node(
     module: nn.Module, paths: Mapping[nn.Module, list[str]], infos: Mapping[torch.Tensor, Param], seen: set[nn.Module]
 ) -> ModuleTree:
+    """Return the tree of a module and of those inside it that no other one contains yet."""
     seen.add(module)
     first, *rest = paths[module]
     own = tuple(infos[p] for p in module._parameters.values() if p is not None)
@@ -271,6 +273,7 @@ def check_not_compiled(path: str, module: nn.Module, *, in_place: bool = False) 
 
 
 def _describe_param(tensor: torch.Tensor, names: list[str]) -> Param:
+    """Return a tensor's `Param`: names, shape, dtype and order in memory."""
     order = tuple(sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)))
     if not tensor.permute(order).is_contiguous():  # expanded or strided with gaps: no dense format to keep
         order = tuple(range(tensor.dim()))

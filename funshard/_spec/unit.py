@@ -93,6 +93,7 @@ class P:
             raise ValueError(f"P: expected align >= 1, got {self.align}")
 
     def _check_offload(self) -> None:
+        """Raise TypeError or ValueError for an unknown ``offload``, and bring it into one form."""
         what = (self.offload,) if isinstance(self.offload, str) else () if self.offload is None else self.offload
         expected = f"{' or '.join(map(repr, OFFLOADS))}, a set of them or None"
         if not isinstance(what, tuple | list | set | frozenset) or not all(type(one) is str for one in what):

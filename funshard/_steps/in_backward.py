@@ -218,6 +218,7 @@ class _LastBackward:
                 yield node.register_hook(lambda grads, _, some=some: self._on_use(some, grads))
 
     def _on_use(self, uses: Sequence[tuple[int, str]], grads: Sequence[Tensor | None]) -> None:
+        """Count these uses of units as passed, and update each unit whose gradient is complete."""
         for j, key in uses:
             self._uses[key] -= 1
             if grads[j] is not None:
@@ -236,6 +237,7 @@ class _LastBackward:
         self._finish_if_complete(key)
 
     def _finish_if_complete(self, key: str) -> None:
+        """Update a unit if all parts of its gradient have come."""
         if not (self._uses[key] or self._in_flight[key] or key in self._incomplete):
             self._finish(key, self._runs.parts)
 

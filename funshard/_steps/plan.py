@@ -135,6 +135,7 @@ class AccumulationPlan:
         return grad.to(shard.dtype)
 
     def _reduce(self, unit: Unit, through: Params, shard: Tensor, count: int) -> Tensor:
+        """Return a unit's mean gradient over the micro-batches, reduced over the axes that backward did not reduce."""
         mesh, p, by = self.spec.bound_mesh, unit.p, self.reduction.by
         if self.full:
             full = {x.name: _pop_sum(through, x.name, shard, x.shape) for x in unit.params}
@@ -151,6 +152,7 @@ class AccumulationPlan:
         return reduce_unit((grad / count).to(dtypes.reduce), unit, mesh, reduction, p.precision, shard.dtype)
 
     def _units(self) -> Iterator[Unit]:
+        """Return the units with parameters in this step."""
         return (unit for unit in self.spec if unit.key in self.params)
 
 

@@ -280,6 +280,7 @@ def depends_only_on(tensor: Tensor, leaves: Iterable[Tensor]) -> bool:
 
 
 def _leaf(x: Tensor) -> Tensor:
+    """Return the leaf that a tensor is an alias of, or the leaf itself."""
     return x if x.grad_fn is None else x.grad_fn.next_functions[0][0].variable  # pyright: ignore
 
 

@@ -136,6 +136,7 @@ def has_tangent(tensor: Tensor) -> bool:
 
 
 def _has_tangent(tensor: Tensor, keys: DispatchKeys) -> bool:
+    """Return whether a tensor has a tangent, as seen with the dispatch keys of a transform."""
     # the keys may be those of a transform that has ended: once the stack is empty, its own have nothing to go to
     target = level_of(tensor)
     ended = contextlib.nullcontext() if target > 0 else torch._C._ExcludeDispatchKeyGuard(_FUNCTORCH_KEYS)

@@ -39,6 +39,7 @@ class StandIn(Tensor):
 
 
 def _stand_ins(value: Any) -> Iterator[StandIn]:
+    """Yield the stand-ins in a value and in the lists, tuples and dicts inside it."""
     if isinstance(value, StandIn):
         yield value
     elif isinstance(value, list | tuple | dict):

@@ -121,6 +121,7 @@ def check_materialized(model: nn.Module, params: Mapping[str, Tensor], spec: Par
 
 
 def _extend_message(error: Exception, hints: list[str]) -> None:
+    """Append hints to the message of an error."""
     if hints and error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\nfunctional_call: {'; '.join(hints)}", *error.args[1:])
 

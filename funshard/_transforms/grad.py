@@ -194,6 +194,7 @@ def _select_arguments(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> 
 
 
 def _replace_arguments(args: tuple[Any, ...], argnums: int | tuple[int, ...], chosen: Any) -> tuple[Any, ...]:
+    """Return the positional arguments with the chosen ones replaced."""
     out = list(args)
     for i, value in [(argnums, chosen)] if isinstance(argnums, int) else zip(argnums, chosen, strict=True):
         out[i] = value

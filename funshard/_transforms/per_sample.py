@@ -251,6 +251,7 @@ def _check_batch(args: tuple[object, ...]) -> int:
 
 
 def _check_privacy(clip: float | None, noise: float | None, reduce: ReduceBy, randomness: str) -> None:
+    """Raise ValueError for options of per_sample_grads that contradict each other."""
     Reduction.make(reduce)
     if clip is None and reduce != "mean":
         raise ValueError(f"per_sample_grads: expected clip with reduce={reduce!r}: without it nothing is reduced")

@@ -112,6 +112,7 @@ class _FreedGraph(_torch.Function):
 
 
 def _freed_error() -> RuntimeError:
+    """Return the error for a graph that a plain autograd.grad inside torch.func.grad has freed."""
     return RuntimeError(
         "the graph of a torch.autograd.grad(..., create_graph=True, retain_graph=False) inside a torch.func.grad was freed: "
         "expected retain_graph=True, or torch.func.grad inside as well"

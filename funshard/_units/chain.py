@@ -222,6 +222,7 @@ def _group(axis: Axis) -> ProcessAxis:
 
 
 def _gather_step(axis: ProcessAxis, label: str, tag: UnitTag | None) -> StartStep:
+    """Return the start of a gather along an axis."""
     context = OpContext(axis.size, axis.name, tag=tag, label=label)
     return lambda x, own: start_op("gather_mean", x, context, own)
 

@@ -190,6 +190,7 @@ def _axes_from_constants(
 
 
 def _gather_along(piece: Tensor, split: Sequence[Axis], label: str) -> Tensor:
+    """Gather a piece along the axes that split it, the innermost first."""
     for axis in reversed(split):
         piece = gather_slices(piece, axis, label=label)
     return piece

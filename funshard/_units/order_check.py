@@ -66,6 +66,7 @@ class OrderCheck:
         self._finish(self._pending + self._start())
 
     def _start(self, *, tagged: bool = True) -> list[SequenceCheck]:
+        """Start to compare the order of collectives; return the running comparisons."""
         if self._sequence is None:
             return []
         error = "ranks ran different units, and were given each other's values: what this call computed is wrong"
@@ -73,6 +74,7 @@ class OrderCheck:
             return self._sequence.start_checks(error, tagged=tagged)
 
     def _finish(self, checks: list[SequenceCheck]) -> None:
+        """Wait for comparisons, and raise the error of one that differs."""
         with _torch.below_transforms(), _torch.below_autograd():
             while checks:
                 checks.pop().finish()

@@ -35,6 +35,7 @@ class ReductionQueue:
         self._reset()
 
     def _reset(self) -> None:
+        """Forget all that is under way."""
         self._unscattered: list[tuple[CollectiveChain, Tensor]] = []  # whole gradients that are not reduced to slices yet
         self._host_copies: list[CollectiveChain] = []  # slices, and buckets, on their way to the host
         self._on_host: dict[str, Route] = {}  # of whose units gradients go there
@@ -64,6 +65,7 @@ class ReductionQueue:
             self.add_unreduced(unit.key, buffer.to(route.shard_dtype))
 
     def _padding(self, route: Route, like: Tensor, routes: RouteTable) -> Tensor:
+        """Return zeros as long as the longest padding of any unit."""
         at = route.device or like.device, route.dtypes.param
         if at not in self._zeros:
             longest = max(route.longest_padding for route in routes.by_key.values())
@@ -104,6 +106,7 @@ class ReductionQueue:
         self._add_chain(key, CollectiveChain(grad, ()))
 
     def _add_chain(self, key: str, chain: CollectiveChain) -> None:
+        """Keep a unit's running reduction, and announce it to the receiver."""
         self._slices.append((key, chain))
         if self._receiver:
             self._receiver.expect(key)
@@ -125,6 +128,7 @@ class ReductionQueue:
         return chain.result()
 
     def _report(self, parts: Iterable[tuple[str, Tensor]], receiver: GradReceiver) -> None:
+        """Hand reduced gradients to the receiver."""
         for key, grad in self._on_final_device([*parts]):
             receiver.receive(key, grad)
 
@@ -148,6 +152,7 @@ class ReductionQueue:
             self._reduce_bucket(full, kind)
 
     def _reduce_bucket(self, bucket: Bucket, kind: _ReductionKind) -> None:
+        """Start to reduce a bucket."""
         with phase("reduce bucket", " ".join(bucket.keys)):
             buffer = _torch.concat_into(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind[0]))
             bucket.pieces.clear()

@@ -145,6 +145,7 @@ def from_optimizer_state_dict(
 
 
 def _slot_signature(slot: Tensor | list[Tensor]) -> Any:
+    """Return what ranks compare of a slot: shape and dtype, or its numbers."""
     if isinstance(slot, Tensor):
         return [[*slot.shape], str(slot.dtype)]
     return [(one.tolist(), str(one.dtype)) for one in slot]

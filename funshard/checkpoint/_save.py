@@ -54,6 +54,8 @@ class Saving:
         return self.path
 
     def _start(self, write: Callable[[], None]) -> None:
+        """Run ``write`` in a thread that the process waits for, and keep its error."""
+
         def run() -> None:
             try:
                 write()
@@ -201,6 +203,7 @@ def _finish_last(when_busy: str) -> None:
 
 
 def _check_paths(paths: list[str]) -> None:
+    """Raise ValueError unless all ranks give one path."""
     if other := next((rank for rank, path in enumerate(paths) if path != paths[0]), 0):
         raise ValueError(
             f"checkpoint.save: expected one path on all ranks, got on rank 0 {paths[0]!r}, on rank {other} {paths[other]!r}"

@@ -132,6 +132,7 @@ def _permutation(sources: tuple[int, ...], name: str) -> LinearMap:
 
 
 def _send_on_group(x: Tensor, sources: tuple[int, ...], name: str) -> Tensor:
+    """Send a tensor to the ranks that take it, and return the received one, zeros if none."""
     size, rank = len(sources), _torch.resolve_group(name).rank()
     send = [int(source == rank) for source in sources]
     receive = [int(sources[rank] == sender) for sender in range(size)]

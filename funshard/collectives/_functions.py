@@ -37,6 +37,7 @@ Reduce = Literal["mean", "sum"]
 
 
 def _check_reduce(reduce: str) -> str:
+    """Return ``reduce`` if it is "mean" or "sum"; raise ValueError otherwise."""
     if reduce not in ("mean", "sum"):
         raise ValueError(f"reduce: expected 'mean' or 'sum', got {reduce!r}")
     return reduce

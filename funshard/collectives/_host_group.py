@@ -84,10 +84,12 @@ class HostGroup:
         return pickle.loads(buffer)
 
     def _announce(self, op: str, label: str = "") -> None:
+        """Announce a collective to fs.check, unless the group serves the check itself."""
         if self._is_announced:
             announce(op, self.ranks, f"between hosts, {label or f'for {self._name}'}")
 
     def _broadcast(self, x: Tensor) -> Tensor:
+        """Overwrite a tensor with the first rank's."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._group.broadcast([x], options).wait()

@@ -258,6 +258,7 @@ _TASKS = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": 
 
 
 def _warn_of_tasks() -> None:
+    """Warn if a launcher started several processes and there is no process group."""
     for name, launcher in _TASKS.items():
         size = os.environ.get(name, "")
         if size.isdecimal() and int(size) > 1:
@@ -266,6 +267,7 @@ def _warn_of_tasks() -> None:
 
 @functools.cache
 def _warn_once(name: str, launcher: str, size: int) -> None:
+    """Warn that processes of a launcher would train alone."""
     warnings.warn(
         f"this process has no process group, and {name}={size}: if {launcher} started it as one of {size}, each trains alone; "
         "expected torch.distributed.init_process_group(rank=..., world_size=...) before this, or start it by torchrun; where "

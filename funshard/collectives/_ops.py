@@ -103,6 +103,7 @@ def _return_output(out: Tensor) -> Tensor:
 
 
 def _all_gather(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+    """Start to gather from all ranks, into ``own`` if given."""
     if own is not None and own.itemsize == 1:
         x = x.to(own.dtype)
     if x.dtype != torch.uint8 and (not x.is_floating_point() or x.itemsize == 1):  # gloo lacks int16 and 8-bit floats
@@ -185,6 +186,7 @@ def _mean_stack(x: Tensor, root: int) -> Tensor:
 
 
 def _split_rows(x: Tensor) -> Tensor:
+    """Return stacked ranks' tensors with dimension 1 split into one part for each rank."""
     return x.unflatten(1, (len(x), -1)) if x.shape[1] else x.new_empty(len(x), len(x), 0, *x.shape[2:])
 
 
@@ -232,6 +234,7 @@ def _sum_to(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
 
 
 def _sum_to_stack(x: Tensor, root: int) -> Tensor:
+    """Return the sum at the root, zeros on the other stacked ranks."""
     is_root = (torch.arange(len(x), device=x.device) == root).view(-1, *(1,) * (x.dim() - 1))
     return torch.where(is_root, x.sum(0, keepdim=True, dtype=x.dtype), 0)
 
@@ -260,12 +263,15 @@ def start_exchange(x: Tensor, context: OpContext, send: Sequence[int], receive: 
 
 
 def _slice(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+    """Return a copy of this rank's part; no rank sends."""
     n = len(x) // context.size
     return PendingResult((), lambda: x.narrow(0, context.root * n, n).clone())
 
 
 @dataclass(frozen=True)
 class _Op:
+    """A collective on a process group and on stacked ranks, with the name of its transpose."""
+
     group: Callable[[Tensor, OpContext, Tensor | None], PendingResult]
     stack: Callable[[Tensor, int], Tensor]
     transpose: str

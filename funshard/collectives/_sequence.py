@@ -101,9 +101,11 @@ class SequenceCheck:
             unfinished.append(self)
 
     def _is_different(self) -> bool:
+        """Return whether some rank ran other collectives."""
         return tuple(self._maxima.tolist()) != self._own
 
     def _difference(self) -> str:
+        """Return the first collective that differs, and where, by a gather of all names."""
         group = self._group()
         if group is None:
             return "their process group is gone"

@@ -164,6 +164,8 @@ def cast(dtype: torch.dtype, inner: Compressor[S] | None = None) -> Compressor[S
 
 
 def _cast(dtype: torch.dtype, inner: Compressor[S]) -> Compressor[S]:
+    """Return a compressor that casts gradients for the one inside it."""
+
     def reduce(grads: Mapping[str, Tensor], state: S, spec: PartitionSpec) -> tuple[Params, S]:
         spec = bind_spec(spec)
         given = check_grads(grads, spec)

@@ -92,6 +92,7 @@ def _matches_param(item: object, param: Param, owner: ModuleTree) -> bool:
 
 
 def _items_to_list(what: str, items: object) -> list[object]:
+    """Return the items as a list; raise TypeError for a string or no iterable."""
     if isinstance(items, str) or not isinstance(items, Iterable):
         raise TypeError(f"ignoring: {what}: expected an iterable, got {type(items).__name__}; put it in a list")
     return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]

@@ -6,7 +6,6 @@ are counted once, root options are never changed) tests/test_policies.py says so
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +17,7 @@ from .._spec.build import build, build_with_leftovers
 from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree
 from .._spec.unit import P
-from ._policy import SHARD, NamedPolicy, Policy, check_classes, check_p, count_literal, format_call, matches_path
+from ._policy import SHARD, NamedPolicy, Policy, check_classes, check_p, count_literal, format_call, matches_path, override_p
 
 __all__ = ["always", "by_path", "by_size", "by_type", "custom", "mark", "marked", "whole"]
 
@@ -67,6 +66,7 @@ def always(p: P = SHARD) -> Policy:
 
 
 def _p_if_has_params(p: P, node: ModuleTree) -> P | None:
+    """Return the `P` for a module with parameters of its own, None for another."""
     return p if node.params else None
 
 
@@ -95,6 +95,7 @@ def by_type(*classes: type[nn.Module], p: P = SHARD) -> Policy:
 
 
 def _build_by_type(classes: tuple[type[nn.Module], ...], p: P, tree: ModuleTree) -> PartitionSpec:
+    """Build the spec with every module of these classes as a unit."""
     chosen = {node.path: p for node in tree.nodes() if issubclass(node.cls, classes)}
     if not chosen:
         names = list(dict.fromkeys(node.cls.__name__ for node in tree.nodes()))
@@ -140,6 +141,7 @@ def by_size(
 def _build_by_size(
     min_numel: float, force_leaf: tuple[type[nn.Module], ...], exclude: tuple[type[nn.Module], ...], p: P, tree: ModuleTree
 ) -> PartitionSpec:
+    """Build the spec with a unit for each module that has ``min_numel`` elements besides those of the units inside it."""
     held: dict[str, dict[str, int]] = {node.path: {} for node in tree.nodes()}
     for param in tree.all_params:
         for path in tree.dominators(param):
@@ -183,23 +185,13 @@ def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) ->
 
 
 def _select_custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P, node: ModuleTree) -> P | None:
+    """Return the `P` that the user's function chooses for a module, None for no unit."""
     result = fn(node.module)
     if isinstance(result, bool):
         return p if result else None
     if not isinstance(result, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"custom: module '{node.path}': expected {fn} to give a bool or a dict, got {result!r}")
-    return _override_fields(p, result, f"custom: module '{node.path}'") if result else None
-
-
-def _override_fields(p: P, fields: Mapping[str, Any], where: str) -> P:
-    known = [f.name for f in dataclasses.fields(P)]
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"{where}: P has no field '{name}': expected some of {known}")
-    try:
-        return dataclasses.replace(p, **fields)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{where}: {error}") from None
+    return override_p(p, result, f"custom: module '{node.path}'") if result else None
 
 
 def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
@@ -236,6 +228,7 @@ def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
 
 
 def _build_by_path(patterns: Mapping[str, P], p: P, tree: ModuleTree) -> PartitionSpec:
+    """Build the spec with the modules that patterns match as units: of several patterns, the most literal one counts."""
     best: dict[str, tuple[int, str]] = {}
     for pattern, value in patterns.items():
         hits = [path for path in tree.canonical if matches_path(pattern.split("."), path.split("."))]
@@ -274,7 +267,7 @@ def mark(module: _Module, **overrides: Any) -> _Module:
         >>> [unit.path for unit in fs.policies.marked()(torch.nn.Sequential(torch.nn.Linear(2, 2), block))]
         ['', '1']
     """
-    _override_fields(SHARD, overrides, "mark")
+    override_p(SHARD, overrides, "mark")
     setattr(module, _MARK, {**getattr(module, _MARK, {}), **overrides})
     return module
 
@@ -296,5 +289,6 @@ def marked(p: P = SHARD) -> Policy:
 
 
 def _select_marked(p: P, node: ModuleTree) -> P | None:
+    """Return the `P` of a module that `mark` has marked, None for others."""
     overrides = vars(node.module).get(_MARK)
-    return None if overrides is None else _override_fields(p, overrides, f"mark: module '{node.path}'")
+    return None if overrides is None else override_p(p, overrides, f"mark: module '{node.path}'")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,7 +14,17 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree, module_tree
 from .._spec.unit import P
 
-__all__ = ["SHARD", "NamedPolicy", "Policy", "check_classes", "check_p", "count_literal", "format_call", "matches_path"]
+__all__ = [
+    "SHARD",
+    "NamedPolicy",
+    "Policy",
+    "check_classes",
+    "check_p",
+    "count_literal",
+    "format_call",
+    "matches_path",
+    "override_p",
+]
 
 
 class Policy(Protocol):
@@ -40,7 +50,7 @@ SHARD = P("shard")
 """The `P` of every policy that is given no other."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class NamedPolicy:
     """A policy that prints as the call that made it.
 
@@ -78,6 +88,18 @@ def check_p(where: str, p: object) -> None:
     if not isinstance(p, P):
         hint = f"; write P({p!r})" if isinstance(p, str | tuple) else ""
         raise TypeError(f"{where}: expected a P such as P('shard'), got {p!r}{hint}")
+
+
+def override_p(p: P, fields: Mapping[str, Any], where: str) -> P:
+    """Return the `P` with these fields replaced; raise ValueError that says where for an unknown one."""
+    known = [f.name for f in dataclasses.fields(P)]
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{where}: P has no field '{name}': expected some of {known}")
+    try:
+        return dataclasses.replace(p, **fields)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
 def check_classes(what: str, classes: Iterable[object]) -> None:

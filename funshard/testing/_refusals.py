@@ -28,6 +28,7 @@ def record_units(spec: PartitionSpec, modules: Mapping[str, nn.Module], visited:
 
 
 def _append_key(visited: list[str], key: str, _module: nn.Module, _args: object) -> None:
+    """Append a unit's key: a hook of its module."""
     visited.append(key)
 
 

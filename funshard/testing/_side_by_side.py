@@ -170,6 +170,8 @@ class Case:
         return out
 
     def _run_stacked(self, seed: int, vector: Params | None) -> list[_PlainRun]:
+        """Run the plain model on all ranks at once, under vmap, and return each one's results."""
+
         def rank(mesh: Mesh, batch: Any, buffers: Params) -> dict[Key, Tensor]:
             self._install(buffers, mesh)
             value = self.loss(self._call, clone_tensors(batch))

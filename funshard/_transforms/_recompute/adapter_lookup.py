@@ -40,6 +40,7 @@ def find_adapter(obj: Any) -> ObjectAdapter | None:
 
 @functools.lru_cache(maxsize=4096)
 def _find_by_class(cls: type) -> ObjectAdapter | None:
+    """Return the adapter of the objects of a class, None for constants."""
     if issubclass(cls, nn.Module):
         return STATEFUL_ADAPTERS[nn.Module]
     for base in (tuple, frozenset, threading.local):
@@ -142,6 +143,7 @@ _OPAQUE_PACKAGES = {
 
 
 def _attributes_of(obj: Any) -> dict[str, Any]:
+    """Return an object's own ``__dict__``, past properties of that name; {} without one."""
     try:
         return object.__getattribute__(obj, "__dict__")
     except AttributeError:
@@ -149,6 +151,7 @@ def _attributes_of(obj: Any) -> dict[str, Any]:
 
 
 def _read_slots(obj: Any, slots: Sequence[tuple[str, Any]]) -> Part:
+    """Return the names and values of the slots that are set."""
     names, values = [], []
     for name, slot in slots:
         with contextlib.suppress(AttributeError):
@@ -158,6 +161,7 @@ def _read_slots(obj: Any, slots: Sequence[tuple[str, Any]]) -> Part:
 
 
 def _fill_slots(obj: Any, slots: Sequence[tuple[str, Any]], part: Part) -> None:
+    """Set an object's slots to these values, and delete the others."""
     values = dict(zip(*part, strict=True))
     for name, slot in slots:
         if name in values:

@@ -110,6 +110,7 @@ _VIEWS: list[Any] = [getattr(base, name) for base in (dict, OrderedDict) for nam
 
 
 def _make_partial(cls: Any, contents: Contents) -> Any:
+    """Make a functools.partial from its contents."""
     (_, (func, *args)), keywords, attributes = contents
     partial = cls(func, *args, **dict(zip(*keywords, strict=True)))
     vars(partial).update(zip(*attributes, strict=True))
@@ -125,6 +126,7 @@ def _read_function(f: Any) -> Contents:
 
 
 def _make_function(context: Any, contents: Contents) -> Any:
+    """Make a function with the same code from its contents: cells, defaults and attributes."""
     (_, cells), (_, (defaults, keyword_defaults, attributes)) = contents
     code, variables, name = context
     function = types.FunctionType(code, variables, name, defaults, tuple(cells))

@@ -113,6 +113,7 @@ def _get_python_states() -> tuple[Any, Any]:
 
 
 def _set_python_states(states: tuple[Any, Any]) -> None:
+    """Set the random states of Python and NumPy."""
     python, numpy = states
     random.setstate(python)
     if numpy:
@@ -120,6 +121,7 @@ def _set_python_states(states: tuple[Any, Any]) -> None:
 
 
 def _states_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two random states are equal; True for fake tensors."""
     with _torch.below_transforms():
         return _torch.is_fake(a) or torch.equal(a, b)
 

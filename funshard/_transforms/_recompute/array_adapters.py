@@ -32,6 +32,7 @@ def _fill_array(obj: array.array[Any], contents: Contents) -> None:
 
 
 def _read_numpy(obj: Any) -> Contents:
+    """Return an array's contents: its objects, or a sample of at most ``_MAX_BYTES`` of its bytes; none if it is read-only."""
     if not obj.flags.writeable or type(obj.base).__name__ in ("memmap", "mmap"):
         return []
     if obj.dtype.hasobject:
@@ -41,18 +42,21 @@ def _read_numpy(obj: Any) -> Contents:
 
 
 def _fill_numpy(obj: Any, contents: Contents) -> None:
+    """Write the saved bytes into an array, if all of them were saved."""
     state = contents[0][1][0] if contents and contents[0][1] else None
     if isinstance(state, OpaqueState) and obj.size and obj.nbytes <= _MAX_BYTES:
         obj[...] = sys.modules["numpy"].frombuffer(state.value[2], obj.dtype).reshape(obj.shape)
 
 
 def _make_numpy(context: Any) -> Any:
+    """Return an empty array; raise TypeError for one that cannot be copied."""
     if context is None:
         raise TypeError("a NumPy array is copied up to 1 MiB, and if it is no view and contains no objects")
     return sys.modules["numpy"].empty(*context)
 
 
 def _numpy_context(obj: Any) -> Any:
+    """Return the shape and dtype of an array that can be copied, else None."""
     can_copy = type(obj).__name__ == "ndarray" and obj.base is None and obj.nbytes <= _MAX_BYTES and not obj.dtype.hasobject
     return (obj.shape, obj.dtype) if can_copy else None
 

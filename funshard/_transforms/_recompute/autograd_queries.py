@@ -64,6 +64,7 @@ class ForbiddenFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _concerns(self, args: tuple[Any, ...]) -> bool:
+        """Return whether a call asks about one of the operands."""
         return self._operands is None or any(x is args[0] for x in self._operands)
 
 
@@ -112,6 +113,7 @@ def find_code_reads(objects: Sequence[Any]) -> CodeReads:
 
 
 def _search_code(functions: list[types.FunctionType], classes: set[type]) -> CodeReads:
+    """Return what the code of these functions and classes, and of all that they call, reads."""
     queries, names = set[str](), set[str]()
     variables: list[Callable[[], Any]] = []
     read_classes = set(classes)

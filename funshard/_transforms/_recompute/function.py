@@ -34,6 +34,8 @@ __all__ = ["RecomputedFunction", "recomputing_names"]
 
 
 class _Running(threading.local):
+    """The recomputed functions that this thread runs."""
+
     names: tuple[str, ...] = ()
     in_stack = False
 
@@ -165,6 +167,7 @@ class RecomputedFunction:
         return x.view_as(x) if x.requires_grad and x.is_leaf and not is_leaf else x
 
     def _run(self, inputs: RunInputs, xs: Sequence[Tensor]) -> tuple[RunOutcome, ReachableObjects]:
+        """Run the function in the surroundings of its first run. Return its outcome and the objects that it has reached."""
         before = _RUNNING.names, _RUNNING.in_stack
         _RUNNING.names, _RUNNING.in_stack = (*before[0], self.name), self._in_stack
         try:

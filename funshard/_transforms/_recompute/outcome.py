@@ -43,6 +43,7 @@ class RunOutcome:
         ]
 
     def _comparable(self, token: Token) -> Token:
+        """Return a token in a form that is equal in two runs: inputs by index, results by their own number."""
         kind, x = token
         if kind == CONSTANT:
             return token
@@ -107,6 +108,7 @@ class _OutcomeResolver:
         self._objects: dict[int, Any] = {}
 
     def get_value(self, token: Token) -> Any:
+        """Return the value of a token: a constant, a tensor or an object, made at the first call."""
         kind, x = token
         if kind == CONSTANT:
             return x
@@ -118,12 +120,14 @@ class _OutcomeResolver:
         return self._objects[x]
 
     def _get_object(self, k: int) -> Any:
+        """Return the object of this number: an input, a mutable object itself, or an immutable one filled with its contents."""
         if k in self._outcome.input_indices:
             return self._reached.objects[self._outcome.input_indices[k]]
         obj, adapter = self._after.objects[k], self._after.adapters[k]
         return obj if adapter.is_mutable else adapter.fill(adapter.get_context(obj), self.get_contents(k))
 
     def get_contents(self, k: int) -> Any:
+        """Return the contents of the object of this number."""
         return [(names, [self.get_value(token) for token in tokens]) for names, tokens in self._after.contents[k]]
 
 
@@ -159,10 +163,12 @@ def _contents_equal(before: Any, after: Any) -> bool:
 
 
 def _list_names(names: list[Any]) -> str:
+    """Return a few names, or how many values there are."""
     return f"{len(names)} values" if len(names) > 8 or not all(isinstance(name, str) for name in names) else str(names)
 
 
 def _describe(token: Token, outcome: RunOutcome) -> str:
+    """Return the value of a token in words, for an error."""
     kind, x = token
     if kind == CONSTANT:
         return repr(x) if isinstance(x, int | float | str | None) else f"a {type(x).__name__}"

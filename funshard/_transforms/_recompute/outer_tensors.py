@@ -57,6 +57,7 @@ class OuterTensors(TorchFunctionMode):
                 self._refuse(x)
 
     def _refuse(self, x: Tensor) -> NoReturn:
+        """Raise RuntimeError for a tensor that is neither an argument nor reached from one."""
         check_not_read(self._name, describe_parameter({id(x)}, self._objects))
         raise RuntimeError(
             f"{self._name} reads a tensor of shape {list(x.shape)} that is neither an argument nor reached from one, as in a "
@@ -66,6 +67,7 @@ class OuterTensors(TorchFunctionMode):
 
 
 def _may_be_outer(value: Any) -> bool:
+    """Return whether a value is a tensor of a transform, or may contain one."""
     return _torch.is_wrapped(value) if isinstance(value, Tensor) else type(value) in (tuple, list)
 
 

@@ -46,6 +46,7 @@ class ReachableObjects:
             self._search(roots, more)
 
     def _search(self, roots: Sequence[Any], more: Sequence[Any]) -> None:
+        """Find all that the roots reach, then what the others reach besides."""
         self.tensors: list[Tensor] = []
         self.objects: list[Any] = []
         self.adapters: list[ObjectAdapter] = []  # of the objects
@@ -61,6 +62,7 @@ class ReachableObjects:
         self._read_objects()
 
     def _read_objects(self) -> None:
+        """Read the contents of the objects that were found and not read yet, and of those in them."""
         while (i := len(self.contents)) < len(self.objects):
             self.contents.append(
                 [
@@ -82,12 +84,14 @@ class ReachableObjects:
         return frozenset(id(self.tensors[i]) for i in held) & registered
 
     def _is_in_module(self, i: int) -> bool:
+        """Return whether a tensor was found inside a module."""
         parent = self._tensor_parents[i][0]
         while parent >= 0 and not isinstance(self.objects[parent], nn.Module):
             parent = self._object_parents[parent][0]
         return parent >= 0
 
     def _token_of(self, value: Any, parent: int, name: Any) -> Token:
+        """Return a value's token; number it if it is a new tensor or object."""
         cls = type(value)
         if cls in PLAIN_TYPES or cls is _torch.StandIn:
             return CONSTANT, value

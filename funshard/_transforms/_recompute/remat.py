@@ -235,6 +235,7 @@ class _Vjp:
             return torch.autograd.grad(outs, free, cotangents, create_graph=recorded, allow_unused=True)
 
     def _split(self, operands: Sequence[Tensor]) -> tuple[TensorFunction, list[Tensor], tuple[Tensor, ...]]:
+        """Return the function of the wanted arguments, these arguments, and the cotangents."""
         xs, cotangents = operands[: len(self.wanted)], operands[len(self.wanted) :]
         part = _restrict_arguments(self.fn, xs, self.wanted, self.given)
         return part, [x for x, wanted in zip(xs, self.wanted, strict=True) if wanted], tuple(cotangents)

@@ -141,6 +141,7 @@ def _is_recomputable(node: Node) -> bool:
 
 
 def _tag(nodes: Iterable[Node], policy: CheckpointPolicy) -> None:
+    """Mark the calls among nodes as saved or recomputed, in torch's form."""
     for node in nodes:
         if node.op == "call_function":
             node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0  # one region

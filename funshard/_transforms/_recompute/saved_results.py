@@ -85,6 +85,7 @@ class _SavedResult:
 
 
 def _changed_error(name: str, op: _torch.OpOverload, how: str = "") -> RuntimeError:
+    """Return the error for a saved result that was changed in place."""
     return RuntimeError(
         f"{name}: the result of {op} is saved, and was changed in place afterwards{how}: expected it unchanged; do not save "
         "this operator, or change a copy of its result"

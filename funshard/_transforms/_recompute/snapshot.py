@@ -98,7 +98,7 @@ class Snapshot:
 
 
 def _no_reference() -> None:
-    return None
+    """Return None, as a dead weak reference does."""
 
 
 def _refer_to(obj: Any) -> Callable[[], Any]:

@@ -49,6 +49,7 @@ def set_attributes(module: nn.Module, new: Mapping[str, Any], but: tuple[str, ..
 
 
 def _refuse_copy(_: Any) -> Any:
+    """Raise TypeError: an iterator cannot be copied."""
     raise TypeError("an iterator cannot be set back: call next() outside, and pass the value")
 
 
@@ -120,6 +121,7 @@ def _replace_ranks(obj: Any, contents: Contents) -> Any:
 
 
 def _read_ranks(obj: Any) -> Contents:
+    """Return the simulated ranks that an object holds."""
     ranks = find_simulated_ranks(obj)
     return [(list(range(len(ranks))), ranks)]
 

@@ -113,6 +113,7 @@ class ValueNumbering(_torch.DispatchMode):
         return None if ref is None or ref() is None else number
 
     def _set_number(self, x: Tensor, key: Hashable) -> None:
+        """Give a tensor's storage the number of a key."""
         storage = x.untyped_storage()
         self._storages[_torch.storage_id_of(storage)] = weakref.ref(storage), self.number_key(key)
 
@@ -129,6 +130,7 @@ class ValueNumbering(_torch.DispatchMode):
         return self.number_key((call, count, traits.draws and self._draw_count))
 
     def _key_of(self, x: Any) -> Hashable:
+        """Return a hashable key of an argument that is equal for equal values in two runs."""
         if isinstance(x, Tensor):
             if not _torch.is_plain(x):
                 return object()
@@ -139,6 +141,7 @@ class ValueNumbering(_torch.DispatchMode):
         return type(x), x
 
     def _storage_key(self, x: Tensor) -> Hashable:
+        """Return the number of a tensor's storage, or the storage itself if it comes from outside."""
         number = self.number_of(x)
         return ("outside", _torch.storage_id(x)) if number is None else number
 

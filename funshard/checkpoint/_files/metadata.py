@@ -71,6 +71,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _check_pickled_name(name: str) -> None:
+    """Raise DamagedError for a name that a metadata file does not need."""
     is_dtype = name.startswith("torch.") and isinstance(getattr(torch, name[6:], None), torch.dtype)
     if name not in ALLOWED_GLOBALS and not is_dtype and not PATHS.fullmatch(name):
         raise DamagedError(f"it asks for {name}, which is no description of tensors: it is not loaded")
@@ -80,6 +81,7 @@ def _check_pickled_name(name: str) -> None:
 
 
 def _parse_metadata(found: Any) -> Metadata:
+    """Return torch's metadata from the objects of its pickle."""
     state = _get_fields(found, f"{DCP}Metadata")
     tensors: dict[str, Any] = {}
     known: dict[int, Any] = {}  # tied parameters share one entry
@@ -99,6 +101,7 @@ def _parse_metadata(found: Any) -> Metadata:
 
 
 def _parse_entry(found: Any, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+    """Return the entry of a tensor, with its chunks."""
     if type(found) is PickledObject and found.name == f"{DCP}BytesStorageMetadata":
         return BytesStorageMetadata()
     state = _get_fields(found, f"{DCP}TensorStorageMetadata")
@@ -117,6 +120,7 @@ def _parse_entry(found: Any, name: str) -> TensorStorageMetadata | BytesStorageM
 
 
 def _parse_dtype(properties: Any) -> torch.dtype:
+    """Return the dtype among a tensor's properties."""
     state = properties.state if _is_object(properties, f"{DCP}TensorProperties") else None
     named = state[0] if type(state) is tuple and state else None
     dtype = getattr(torch, named.dotted[6:], None) if type(named) is PickledName else None
@@ -126,6 +130,7 @@ def _parse_dtype(properties: Any) -> torch.dtype:
 
 
 def _parse_index(found: Any) -> MetadataIndex:
+    """Return the name and offset of a chunk."""
     state = _get_fields(found, f"{DCP}MetadataIndex")
     name, offset = state.get("fqn"), state.get("offset")
     if type(name) is not str:
@@ -134,6 +139,7 @@ def _parse_index(found: Any) -> MetadataIndex:
 
 
 def _parse_info(found: Any) -> StorageInfo:
+    """Return where a chunk is stored."""
     state = _get_fields(found, STORAGE_INFO)
     file: Any = state.get("relative_path")
     if not is_plain_name(file):
@@ -147,6 +153,7 @@ def _parse_info(found: Any) -> StorageInfo:
 
 
 def _raise_damaged(expected: str, found: Any) -> NoReturn:
+    """Raise DamagedError that says what was expected and what was found."""
     got = found if isinstance(found, str) else getattr(found, "name", reprlib.repr(found))
     raise DamagedError(f"expected {expected}, got {got}")
 
@@ -163,12 +170,14 @@ def _get_fields(found: Any, name: str) -> dict[Any, Any]:
 
 
 def _get_dict(state: dict[Any, Any], name: str) -> dict[Any, Any]:
+    """Return a field that must be a dict."""
     if type(found := state.get(name)) is not dict:
         _raise_damaged(f"a dict as '{name}'", found)
     return found
 
 
 def _parse_shape(found: Any) -> torch.Size:
+    """Return a shape, of a torch.Size or a sequence."""
     values = found.args[0] if _is_object(found, "torch.Size") and len(found.args) == 1 else found
     if type(values) not in (tuple, list):
         _raise_damaged("a shape", values)
@@ -176,6 +185,7 @@ def _parse_shape(found: Any) -> torch.Size:
 
 
 def _parse_size(value: Any) -> int:
+    """Return a size that must be a whole number within the limit."""
     if type(value) is not int or not 0 <= value < SIZE_LIMIT:
         _raise_damaged("a number that is no less than 0", value)
     return value

@@ -83,6 +83,7 @@ KEYS = (str, int, PickledObject)
 
 
 def _read(raw: bytes, check_name: Callable[[str], None]) -> Any:
+    """Run the pickle's opcodes, without calling anything, and return what they build."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}

@@ -83,6 +83,7 @@ class RangeSavePlanner(SavePlanner):
                         self._add(part, box, view)
 
     def _add(self, part: TensorRange, box: Box, view: Tensor) -> None:
+        """Add a box of a range as a chunk to write."""
         chunk = _make_chunk(box)
         index = MetadataIndex(part.name, chunk.offsets)
         data = TensorWriteData(chunk, TensorProperties(dtype=view.dtype), torch.Size(part.shape))
@@ -110,6 +111,7 @@ class RangeSavePlanner(SavePlanner):
             _staging_memory[:] = [self._memory]
 
     def _devices(self) -> set[torch.device]:
+        """Return the accelerators with tensors to write."""
         return {view.device for _, view in self._items.values() if view.device.type != "cpu"}
 
     # The methods that torch.distributed.checkpoint calls.

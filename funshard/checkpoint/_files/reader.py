@@ -41,6 +41,7 @@ class CheckpointReader(FileSystemReader):
         self._tensors: Any = metadata.state_dict_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the planned chunks into their tensors, in file order, and check each."""
         wanted: dict[tuple[str, int, int], list[ReadItem]] = {}
         for item in plan.items:
             info: Any = self.storage_data[item.storage_index]

@@ -73,6 +73,7 @@ def read_record(read: Callable[[int, int], bytes], length: int, *, check_other_m
 
 
 def _find_record(view: _BufferedEnds, *, check_other_members: bool) -> Record:
+    """Return the record of the tensor in an archive; raise DamagedError for anything that torch.save would not write."""
     with zipfile.ZipFile(view) as archive:
         every = archive.infolist()
         members = {info.filename.partition("/")[2]: info for info in every}

@@ -97,6 +97,7 @@ class StagingDirectory:
                 shutil.rmtree(replaced, ignore_errors=True)
 
     def _find_replaced(self) -> str | None:
+        """Return the damage of what the checkpoint replaces, as `find_replaced` does with the options of this save."""
         return find_replaced(self.path, over_damaged=self._over_damaged, any_directory=self._is_carried is not None)
 
     def _move_replaced(self) -> Path:
@@ -118,6 +119,7 @@ class StagingDirectory:
         self._unlock()
 
     def _unlock(self) -> None:
+        """Close and unlock the lock file."""
         lock, self._lock = self._lock, None
         if lock is not None:
             with contextlib.suppress(OSError):  # also closes and unlocks it if it raises

@@ -89,6 +89,7 @@ class Ranks:
         return found
 
     def _group_key(self, *, background: bool) -> tuple[object, ...]:
+        """Return the key under which the group of hosts is kept."""
         return "checkpoint", self._axes, self._timeout, background
 
     def _take_group(self, *, background: bool) -> None:

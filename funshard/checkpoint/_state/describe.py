@@ -175,6 +175,7 @@ class _Describer:
         return make_matrix_state_node(step, slices, owned, fallback)
 
     def _describe_owned(self, value: Tensor, param: Param, path: StatePath) -> OwnedLeaf:
+        """Describe a tensor of a matrix that its owner holds."""
         self._values.append(value)
         (names,) = stored_names([param], path.path, path.slot)
         is_here = value.dim() == 0 or len(value) > 0

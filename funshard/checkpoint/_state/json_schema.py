@@ -89,6 +89,7 @@ def _check_slot(data: Any, path: Path) -> None:
 
 
 def _check_units(data: Any, path: Path) -> None:
+    """Raise DamagedError unless the data describe a state by unit."""
     where = _format_path(path)
     check_fields(data, {"whole": bool, "params": list, "rest": list}, where)
     kind = data.get("kind", "dict")
@@ -129,6 +130,7 @@ def _open_node(data: Any, path: Path, wanted: str = "") -> tuple[str, Any]:
 
 
 def _is_container(data: Any, path: Path) -> bool:
+    """Return whether the data describe a container, not a leaf."""
     kind, _ = _open_node(data, path)
     return kind in SEQUENCES or kind in MAPPINGS or kind in TUPLES or kind == "other"
 
@@ -174,6 +176,7 @@ def _check_items(data: Any, count: int, path: Path) -> Sequence[Any]:
 
 
 def _check_tensor(shape: Any, dtype: Any, flags: Sequence[Any], path: Path) -> None:
+    """Raise DamagedError unless these are a shape, a dtype and flags."""
     if type(shape) is not list or any(type(size) is not int or not 0 <= size < MAX_NUMEL for size in shape):
         raise_damaged(_format_path(path), "a shape", shape)
     if type(dtype) is not dict or [*dtype] != ["dtype"]:
@@ -184,6 +187,7 @@ def _check_tensor(shape: Any, dtype: Any, flags: Sequence[Any], path: Path) -> N
 
 
 def _check_plain(value: Any, path: Path) -> Any:
+    """Return a plain value from its JSON; raise DamagedError with its path if that is damaged."""
     try:
         return plain_from_json(value)
     except DamagedError as error:

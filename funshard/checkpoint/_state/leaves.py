@@ -92,6 +92,7 @@ class SliceLeaf:
         return memory
 
     def _pieces(self, spec: PartitionSpec) -> Iterator[Piece]:
+        """Return the pieces of the leaf's parameters in this rank's slice."""
         every = slice_pieces(self.unit, spec, rank_coords(spec.bound_mesh, None))
         return (piece for piece in every if self.subset is None or piece.param in self.subset)
 

@@ -74,6 +74,7 @@ def matrix_state_from_json(
 
 
 def _owned_from_json(data: Any, param: Param, path: StatePath, is_here: bool) -> ContainerNode:
+    """Return the node of a matrix's owned state from the description in a file."""
     leaves: dict[str, Node] = {}
     for slot, child in file_entries(data) or ():
         shape, dtype, is_accelerated = child["owned"]

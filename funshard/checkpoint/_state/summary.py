@@ -52,6 +52,7 @@ class StateSummary:
         return tree_to_json(self.node, self.spec, every)
 
     def _add(self, leaf: Leaf, value: Any, ranks: Ranks) -> None:
+        """Add a leaf: what all ranks must have in common, or each rank's own."""
         name = leaf_names(leaf)[0]
         if isinstance(value, Tensor):
             check_storable(value, f"state '{name}'")

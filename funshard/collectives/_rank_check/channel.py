@@ -90,6 +90,7 @@ class Channel:
         return records
 
     def _describe_difference(self) -> str:
+        """Return the error that says what each rank was about to start."""
         by_record: defaultdict[str, list[int]] = defaultdict(list)
         for rank, record in self.read_announced(self._store).items():
             by_record[record.describe()].append(rank)
@@ -101,6 +102,7 @@ class Channel:
         return f"{self._prefix}/record/{rank}"
 
     def _go_key(self, sequence: int) -> str:
+        """Return the store's key that decides whether ranks start this collective."""
         return f"{self._prefix}/go/{sequence}"
 
 

@@ -41,6 +41,7 @@ class _Switch:
         self._table = dict(OPS)
 
     def turn_on(self) -> None:
+        """Have all collectives announced, from the first user on."""
         self.users += 1
         if self.users == 1:
             self._table = dict(OPS)
@@ -48,6 +49,7 @@ class _Switch:
             listen(_compare_on_ranks)
 
     def turn_off(self) -> None:
+        """Restore the collectives after the last user."""
         self.users -= 1
         if self.users == 0:
             OPS.update(self._table)
@@ -95,6 +97,7 @@ def _with_announcement(
 
 
 def _compare_on_ranks(op: str, group: str | Sequence[int], label: str, sent: Tensor | None, own: Tensor | None = None) -> None:
+    """Compare a collective with the other ranks' before it starts."""
     if _torch.is_traced() or (sent is not None and _torch.is_fake(sent)):
         return
     monitor = _switch.find_monitor()
@@ -161,11 +164,13 @@ def check(timeout: float = TIMEOUT) -> Generator[None]:
 
 
 def _set_timeout() -> None:
+    """Apply the innermost limit to the running monitor."""
     if _switch.monitor is not None:
         _switch.monitor.timeout = _timeouts[-1]
 
 
 def _enter() -> None:
+    """Count that this process enters a check."""
     if (monitor := _switch.find_monitor()) is not None:
         monitor.check += 1
 
@@ -214,6 +219,7 @@ def _start_from_environment() -> None:
 
 @atexit.register
 def _stop() -> None:
+    """End the monitor with the process."""
     if _switch.monitor is not None:
         _switch.monitor.end_process()
 

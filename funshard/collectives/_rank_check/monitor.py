@@ -71,6 +71,7 @@ class Monitor:
 
     @staticmethod
     def _connect() -> Store:
+        """Return a connection to the store that never times out."""
         return _torch.connect_store("funshard/check", timedelta(days=7))  # the thread ends a wait
 
     # --- main thread ---
@@ -184,11 +185,13 @@ class Monitor:
     # --- the thread beside ---
 
     def _listen(self) -> None:
+        """Look for errors and for silent ranks until the check ends: the thread's function."""
         with contextlib.suppress(RuntimeError):  # the store has ended with its rank
             while not self._stopped.wait(TICK) and self.world() is not None:
                 self._look()
 
     def _look(self) -> None:
+        """Read a new error, if any, and look at who is waited for."""
         epoch, store = self._epoch, self._side_store
         alert = store.add(f"{epoch}/alert", 0)
         if alert >= _ERROR and not self.error:

@@ -70,6 +70,7 @@ class SilenceWatch:
         self._look_at_slow(missing, f"{begin} {{:.0f}} s {goal}", wait, store, epoch)
 
     def _look_at_slow(self, missing: list[int], text: str, wait: Wait, store: Store, epoch: str) -> None:
+        """Ask the missing ranks where they are; warn if they are slow, and stop all if one is beyond the limit."""
         now, limit = time.monotonic(), self._monitor.timeout
         waited, step, self._looked = now - wait.begin, now - self._looked, now
         if waited < min(SLOW, limit / 3):
@@ -92,12 +93,14 @@ class SilenceWatch:
             _warn(text)
 
     def _end_wait(self) -> None:
+        """Forget the wait that is over."""
         self._asks_in: str | None = None
         self._asked, self._looked, self._compiling = 0.0, time.monotonic(), 0.0
         self._has_warned = False
         self._answers: dict[int, _Answer] = {}
 
     def _answer(self, store: Store) -> None:
+        """Write where this rank is, for those that wait for it."""
         self._number += 1
         line, is_compiling = describe_main_thread()
         wait = self._monitor.wait
@@ -123,6 +126,7 @@ class SilenceWatch:
 
 
 def _describe(rank: int, answer: _Answer | None, is_mute: bool) -> str:
+    """Return a missing rank's answer in words."""
     if answer is None:
         return f"rank {rank}, which has not entered fs.check()"
     if is_mute:

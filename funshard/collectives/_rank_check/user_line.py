@@ -34,6 +34,7 @@ def _line_of(code: CodeType, number: int) -> UserLine:
 
 @functools.lru_cache(maxsize=4096)
 def _is_user_file(name: str) -> bool:
+    """Return whether a file is neither of the libraries here nor of Python."""
     if name.startswith(_LIBRARIES):
         return False
     return not name.startswith(_STANDARD_LIBRARY) or any(part in name for part in _SITE_PACKAGES)

@@ -183,6 +183,7 @@ def _check_options(
     coefficients: Sequence[float],
     dtype: torch.dtype,
 ) -> None:
+    """Raise ValueError or TypeError for an option that muon does not take."""
     check_nonnegative("muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
     if steps not in range(1, 100):
         raise ValueError(f"muon: steps: expected 1 to 99, got {steps}")

@@ -116,6 +116,7 @@ def _owned_shapes(rule: MatrixRule, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def _init(config: MatrixConfig, params: Mapping[str, Tensor]) -> dict[str, MatrixState]:
+    """Check the parameters, and return the state before the first step."""
     check_step(config.matrices, config.rule.slots, config.owned, params)
     return init_state(config, params)
 
@@ -129,6 +130,7 @@ def _update(
     lr: float | Tensor | None = None,
     fallback_lr: float | Tensor | None = None,
 ) -> tuple[Params, dict[str, MatrixState]]:
+    """Check the arguments, and run a step, tracked if a transform or graph needs it."""
     check_step(config.matrices, config.rule.slots, config.owned, params, grads=grads, state=state)
     check_rate(lr, "lr")
     check_rate(fallback_lr, "fallback_lr")
@@ -160,6 +162,7 @@ def _update_units(
     tracked: bool,
     donate: bool,
 ) -> tuple[Params, dict[str, MatrixState]]:
+    """Return parameters and state after a step of the matrices and of the fallback."""
     if donate:
         if any(map(_torch.is_pinned, params.values())):
             _torch.synchronize_copies()  # what a gather may still read

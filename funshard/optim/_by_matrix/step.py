@@ -108,6 +108,7 @@ class MatrixStep:
         return {slot: old[slot] if x is old[slot] else old[slot].copy_(x) for slot, x in new.items()}
 
     def _options_of(self, matrix: Matrix) -> MatrixOptions:
+        """Return the options of a matrix, its step among them."""
         return {**self._options[matrix.name], "step": self.steps[matrix.unit.key]}
 
     def _compute_owned(self, batch: MatrixBatch, sent: Mapping[str, Payload]) -> list[Params]:

@@ -140,6 +140,7 @@ def _compilable_update(config: ElementwiseConfig) -> Update:
 
 
 def _init_state(config: ElementwiseConfig, params: Mapping[str, Tensor]) -> State:
+    """Return the state before the first step, by unit key."""
     check_mapping(params)
     state: State = {}
     for key, tensor in params.items():
@@ -169,6 +170,7 @@ def _update(
     *,
     lr: float | Tensor | None = None,
 ) -> tuple[Params, State]:
+    """Check the arguments, and return parameters and state after a step."""
     check_arguments(grads, params, lr)
     ranges = {key: find_ranges(config.ranges, key, tensor) for key, tensor in params.items()}
     ranges = {key: unit_ranges for key, unit_ranges in ranges.items() if is_updated(params[key])}

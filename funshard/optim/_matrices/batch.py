@@ -110,21 +110,26 @@ class MatrixBatch(NamedTuple):
         return lambda x: x + torch.stack(zeros).sum().to(x.dtype)
 
     def _on_device(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the parts of all matrices, on the device that computes."""
         device = compute_device(self.matrices[0].unit, self.spec.bound_mesh)
         tensors = [parts[matrix.name] for matrix in self.matrices]
         return tensors if device is None else [x.to(device, non_blocking=True) for x in tensors]
 
     def _as_matrices(self, flat: Sequence[Tensor]) -> Params:
+        """Return flat tensors as matrices, by name; empty ones as they are."""
         return {m.name: _view_matrix(x, m) if len(x) else x for m, x in zip(self.matrices, flat, strict=True)}
 
     def _flatten_matrices(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the matrices as flat tensors, in order; empty ones stay empty."""
         tensors = ((whole[matrix.name], matrix) for matrix in self.matrices)
         return [_flatten_matrix(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
 
     def _name_parts(self, flat: Sequence[Tensor]) -> Params:
+        """Return the tensors of all matrices by name."""
         return {matrix.name: x for matrix, x in zip(self.matrices, flat, strict=True)}
 
     def _gather_simulated(self, piece: Tensor, matrix: Matrix) -> Tensor:
+        """Return the whole matrix at its owner, zeros on the other simulated ranks."""
         mesh, axes = self.spec.bound_mesh, matrix.unit.p.axes
         for name in mesh.names:
             if name not in axes:
@@ -135,6 +140,7 @@ class MatrixBatch(NamedTuple):
         return torch.where(self._is_owner(matrix, piece.device), whole, 0)
 
     def _scatter_simulated(self, whole: Tensor, matrix: Matrix) -> Tensor:
+        """Return this simulated rank's slice of the buffer with the owner's matrix."""
         mesh, axes = self.spec.bound_mesh, matrix.unit.p.axes
         flat = _flatten_matrix(torch.where(self._is_owner(matrix, whole.device), whole, 0), matrix)
         rest = self.spec.padded_numel(matrix.unit) - matrix.begin - len(flat)
@@ -143,6 +149,7 @@ class MatrixBatch(NamedTuple):
         return reduce_along(buffer, split, others, "sum")
 
     def _is_owner(self, matrix: Matrix, device: torch.device) -> Tensor:
+        """Return whether this rank owns the matrix, as a tensor."""
         here = torch.ones((), dtype=torch.bool, device=device)
         for (_, axis), at in zip(self.spec.bound_mesh.axes, matrix.owner, strict=True):
             here = here & (axis.rank == at if isinstance(axis, Simulated) else torch.tensor(axis.rank == at, device=device))

@@ -223,6 +223,7 @@ class _ExchangePlanner:
         return ExchangePlan(tuple(begin), (*routes, AllToAll(self._sizes(held), tuple(where[p] for p in last))), tuple(end))
 
     def _sizes(self, pieces: Sequence[SliceIndex]) -> tuple[int, ...]:
+        """Return the elements of these slices, (0,) if there are none."""
         return tuple(self.sizes[i][s] for i, s in pieces) or (0,)
 
     def _numel(self, pieces: Sequence[SliceIndex]) -> int:
@@ -237,6 +238,7 @@ def _count_overlap(matrix: Matrix, number: int, length: int) -> int:
 
 @_torch.allow_in_graph
 def _exchange(flat: Tensor, plan: ExchangePlan, inverse: ExchangePlan) -> Tensor:
+    """Run a plan, whose transpose is its inverse."""
     # Values that all replicas have alike count once: so the transpose is the inverse plan. Dynamo hands tuples on.
     runs = (functools.partial(_run_plan, ExchangePlan.from_plain(one)) for one in (plan, inverse))
     return LinearFunction.apply(flat, None, linear_map(*runs))

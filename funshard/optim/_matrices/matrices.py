@@ -117,6 +117,7 @@ class Matrices:
         return mesh.is_simulated or self.by_name[name].owner == rank_coords(mesh, None)
 
     def _parts(self, tree: Mapping[str, Tensor], key: str) -> Params:
+        """Return the parts of a unit's matrices in its slice; raise ValueError for another spec's."""
         if key not in self.spec.by_key:
             raise ValueError(f"unit '{key}' is not in the spec: expected some of {list(self.spec.by_key)[:8]}")
         unit = self.spec.by_key[key]
@@ -128,6 +129,7 @@ class Matrices:
         return {name: self._slice_layout(key).select(tree[key], name) for name in self._names_in(key)}
 
     def _check_whole(self, whole: Mapping[str, Tensor], keys: Mapping[str, None]) -> None:
+        """Raise ValueError unless these are the units' matrices, whole at their owners and empty elsewhere."""
         for name in whole:
             if name not in self.by_name:
                 raise ValueError(f"'{name}' is no matrix of these: expected some of {[*self.by_name][:8]}")
