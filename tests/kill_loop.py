@@ -1,8 +1,8 @@
 """A loop that saves at every step is killed at random moments and started again, so many times.
 
-    python tests/kill_loop.py --kills 50
+    python tests/kill_loop.py --kills 50 [--ranks 4]
 
-Two ranks; each time one of them, the first, or all are killed, interrupted or stopped, at some moment of a save or between two.
+Each time one of the ranks, the first, or all are killed, interrupted or stopped, at some moment of a save or between two.
 What has to hold each time: those that are left end by themselves, soon after the save's timeout; the last checkpoint loads,
 as a whole, and is not older than the last one whose end was told; and the directory does not grow. One line if it did.
 """
@@ -89,7 +89,7 @@ def last(said: str, what: str) -> int:
     return max((int(line.split()[1]) for line in said.splitlines() if line.startswith(f"{what} ")), default=0)
 
 
-def kill(folder: Path, order: random.Random, seconds: float) -> tuple[str, int]:
+def kill(folder: Path, order: random.Random, seconds: float, ranks: int) -> tuple[str, int]:
     """Start the loop, end it, and look: ``(what was done, the last step)``. Raises AssertionError with all that was said."""
     from ranks import start
 
@@ -99,11 +99,11 @@ def kill(folder: Path, order: random.Random, seconds: float) -> tuple[str, int]:
         def said() -> str:
             return Path(output.name).read_text()
 
-        processes = start(2, Path(__file__), ["--loop", str(folder), "--seed", str(order.random())], output.name)
+        processes = start(ranks, Path(__file__), ["--loop", str(folder), "--seed", str(order.random())], output.name)
         try:
             wait_for(lambda: last(said(), "over") > 0 or any(p.exitcode is not None for p in processes), SLACK * 2, said)
             time.sleep(order.uniform(0, seconds))
-            hit = processes if who == "all" else processes[:1] if who == "first" else processes[1:]
+            hit = processes if who == "all" else processes[:1] if who == "first" else [order.choice(processes[1:])]
             if who == "all" and how == signal.SIGSTOP:
                 how = signal.SIGKILL
             for process in hit:
@@ -139,12 +139,12 @@ def wait_for(true: Any, seconds: float, said: Any) -> None:
         time.sleep(0.005)
 
 
-def kills(number: int, folder: Path, seed: int, seconds: float = 0.5) -> Counter[str]:
+def kills(number: int, folder: Path, seed: int, seconds: float = 0.5, ranks: int = 2) -> Counter[str]:
     """What was done how many times, at moments up to so many seconds after the first save."""
     order, before = random.Random(seed), 0
     done: Counter[str] = Counter()
     for _ in range(number):
-        what, step = kill(folder, order, seconds)
+        what, step = kill(folder, order, seconds, ranks)
         assert step > before, f"{what}: expected later checkpoints than {before}, got {step}"
         done[what], before = done[what] + 1, step
     return done
@@ -154,11 +154,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", default="0")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--loop", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.loop:
         loop(args.loop, args.seed)
         sys.exit()
     with tempfile.TemporaryDirectory() as folder:
-        done = kills(args.kills, Path(folder), args.seed)
+        done = kills(args.kills, Path(folder), args.seed, ranks=args.ranks)
         print(f"{done.total()} times, {max(map(int, os.listdir(folder)))} checkpoints: {dict(done)}")

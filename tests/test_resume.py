@@ -200,9 +200,10 @@ def test_torchrun_starts_ranks_again(uninterrupted: Trained, tmp_path: Path) -> 
 
 
 @seldom
-def test_killed_at_random_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_killed_at_random_moments(tmp_path: Path, ranks: int) -> None:
     """The last checkpoint is whole each time, and the last; --thorough: fifty times."""
-    assert kill_loop.kills(depth(3, 50), tmp_path, seed=depth(4, 5)).total() == depth(3, 50)
+    assert kill_loop.kills(depth(3, 50), tmp_path, seed=depth(4, 5), ranks=ranks).total() == depth(3, 50)
 
 
 # --- What a loop may do while a save is under way. ---
