@@ -8,6 +8,7 @@ Every rank prints a line: its error, or that it has ended.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 import warnings
@@ -106,22 +107,10 @@ def another_number_of_microbatches(is_other: bool) -> None:
     fs.accumulate(lambda p, order: trainer.call(p, order).square().sum(), trainer.params, orders, spec=trainer.spec)
 
 
-def raise_in_forward(is_other: bool) -> None:
+def raise_in_part(part: str, is_other: bool) -> None:
     trainer = Trainer()
     for i in range(3):
-        trainer.step(fail="forward" if is_other and i == 1 else "")
-
-
-def raise_in_backward(is_other: bool) -> None:
-    trainer = Trainer()
-    for i in range(3):
-        trainer.step(fail="backward" if is_other and i == 1 else "")
-
-
-def raise_in_update(is_other: bool) -> None:
-    trainer = Trainer()
-    for i in range(3):
-        trainer.step(fail="update" if is_other and i == 1 else "")
+        trainer.step(fail=part if is_other and i == 1 else "")
 
 
 def raise_in_teardown(is_other: bool) -> None:
@@ -178,16 +167,13 @@ CASES: Mapping[str, Callable[[bool], None]] = {
         another_dtype,
         another_spec,
         another_number_of_microbatches,
-        raise_in_forward,
-        raise_in_backward,
-        raise_in_update,
         a_skipped_nan,
         a_loop_left_early,
         a_lone_gather_full,
         a_recompiling_rank,
         raise_in_teardown,
     )
-}
+} | {f"raise_in_{part}": functools.partial(raise_in_part, part) for part in ("forward", "backward", "update")}
 """By name, what a rank does; the argument says whether this rank is the one that differs: the last."""
 
 

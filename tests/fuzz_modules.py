@@ -315,9 +315,7 @@ class Collecting(Two):
 
 @piece
 class Autocast(One):
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = True
+    low = True
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.float16):
@@ -330,9 +328,7 @@ class Autocast(One):
 class AutocastSingle(One):
     """Parameters in float32, which autocast casts and keeps; one of two uses without a graph."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = True
+    low = True
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.float16):

@@ -17,6 +17,8 @@ import funshard as fs
 from funshard.policies import Policy
 
 VOCABULARY = 17
+SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT_SIZES: dict[str, Any] = SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
@@ -83,17 +85,7 @@ def llama_tied(ranks: int) -> Architecture:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
+    config = LlamaConfig(**TEXT_SIZES, num_key_value_heads=1, tie_word_embeddings=True, use_cache=False)
     ids = _tokens(ranks)
     return Architecture(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}, _labelled, (LlamaDecoderLayer,))
 
@@ -103,16 +95,11 @@ def mixtral(ranks: int) -> Architecture:
     from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
     config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+        **TEXT_SIZES,
         num_key_value_heads=1,
         num_local_experts=4,
         output_router_logits=True,
         experts_implementation="eager",  # grouped_mm knows no float64
-        max_position_embeddings=16,
         use_cache=False,
     )
     ids = _tokens(ranks)
@@ -144,15 +131,7 @@ def bert_with_dropout(ranks: int) -> Architecture:
     from transformers import BertConfig, BertForSequenceClassification
     from transformers.models.bert.modeling_bert import BertLayer
 
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=12,
-        max_position_embeddings=16,
-        num_labels=3,
-    )
+    config = BertConfig(**TEXT_SIZES, num_labels=3)
     batches = {"input_ids": _tokens(ranks), "labels": torch.randint(3, (ranks, 2))}
     return Architecture(BertForSequenceClassification(config), batches, _labelled, (BertLayer,))
 
@@ -161,15 +140,7 @@ def vit(ranks: int) -> Architecture:
     from transformers import ViTConfig, ViTForImageClassification
     from transformers.models.vit.modeling_vit import ViTLayer
 
-    config = ViTConfig(
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=12,
-        image_size=8,
-        patch_size=4,
-        num_labels=3,
-    )
+    config = ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=3)
     batches = {"pixel_values": torch.randn(ranks, 2, 3, 8, 8).double(), "labels": torch.randint(3, (ranks, 2))}
     return Architecture(ViTForImageClassification(config), batches, _labelled, (ViTLayer,))
 

@@ -145,6 +145,21 @@ def read(spec: fs.PartitionSpec, rank: int, ranks: int, metadata: Metadata, stor
     return memory
 
 
+def check_read_by_others(
+    full: dict[str, Tensor], specs: list[fs.PartitionSpec], others: list[fs.PartitionSpec], box_bytes: int
+) -> None:
+    """What the ranks of ``specs`` write tiles ``full`` once, and those of ``others`` read their slices from it, bit for bit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(box_file, "MAX_BOX_BYTES", box_bytes)
+        patch.setattr(box_file, "MIN_SHARED_BYTES", box_bytes)
+        metadata, stored = saved([dict(fs.shard(full, spec, rank=r)) for r, spec in enumerate(specs)], specs)
+        check_saved(metadata, stored, full)
+        for rank, spec in enumerate(others):
+            found, expected = read(spec, rank, len(others), metadata, stored), fs.shard(full, spec, rank=rank)
+            assert found.keys() == expected.keys()
+            assert all(found[key].equal(expected[key]) for key in expected)
+
+
 @settings(max_examples=depth(12, 300))
 @given(modules(frozen=True), st.data())
 def test_any_ranks_read_what_any_ranks_wrote(model: nn.Module, data: st.DataObject) -> None:
@@ -153,21 +168,10 @@ def test_any_ranks_read_what_any_ranks_wrote(model: nn.Module, data: st.DataObje
     if not full:
         return
     chosen = [data.draw(policies(model)) for _ in range(2)]
-    largest, smallest = box_file.MAX_BOX_BYTES, box_file.MIN_SHARED_BYTES
-    box_file.MAX_BOX_BYTES = box_file.MIN_SHARED_BYTES = 24
-    try:
-        specs, others = (
-            everyone(policy(model), dict(data.draw(meshes(max_size=depth(8, 64)))) or {"shard": 1}) for policy in chosen
-        )
-        written = [fs.shard(full, spec, rank=r) for r, spec in enumerate(specs)]
-        metadata, stored = saved([dict(x) for x in written], specs)
-        check_saved(metadata, stored, full)
-        for rank, spec in enumerate(others):
-            found, expected = read(spec, rank, len(others), metadata, stored), fs.shard(full, spec, rank=rank)
-            assert found.keys() == expected.keys()
-            assert all(found[key].equal(expected[key]) for key in expected)
-    finally:
-        box_file.MAX_BOX_BYTES, box_file.MIN_SHARED_BYTES = largest, smallest
+    specs, others = (
+        everyone(policy(model), dict(data.draw(meshes(max_size=depth(8, 64)))) or {"shard": 1}) for policy in chosen
+    )
+    check_read_by_others(full, specs, others, 24)
 
 
 def test_units_that_are_split_over_different_axes() -> None:

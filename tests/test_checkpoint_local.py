@@ -15,14 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
 from safetensors.torch import load_file
-from test_checkpoint_boxes import check_saved, everyone, read, saved
+from test_checkpoint_boxes import check_read_by_others, everyone
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard import P, checkpoint
-from funshard.checkpoint._state import boxes as box_file
 
 State = dict[str, Any]
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -365,14 +364,4 @@ def test_any_pieces_read_what_any_pieces_wrote(units: Units, data: st.DataObject
     named = {f"{i}.p{j}": shape for i, shapes in enumerate(units) for j, shape in enumerate(shapes)}
     full = {name: torch.randn(shape) for name, shape in named.items()}
     specs, others = (data.draw(local_specs(units)) for _ in range(2))
-    largest, smallest = box_file.MAX_BOX_BYTES, box_file.MIN_SHARED_BYTES
-    box_file.MAX_BOX_BYTES = box_file.MIN_SHARED_BYTES = data.draw(st.sampled_from([24, 400]))
-    try:
-        metadata, stored = saved([dict(fs.shard(full, spec, rank=r)) for r, spec in enumerate(specs)], specs)
-        check_saved(metadata, stored, full)
-        for rank, spec in enumerate(others):
-            found, expected = read(spec, rank, len(others), metadata, stored), fs.shard(full, spec, rank=rank)
-            assert found.keys() == expected.keys()
-            assert all(found[key].equal(expected[key]) for key in expected)
-    finally:
-        box_file.MAX_BOX_BYTES, box_file.MIN_SHARED_BYTES = largest, smallest
+    check_read_by_others(full, specs, others, data.draw(st.sampled_from([24, 400])))

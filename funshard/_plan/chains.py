@@ -10,35 +10,9 @@ import torch
 
 from .._spec.unit import Unit
 from .._units.route import Route
-from .events import Category, Collective, Event, EventKind, Phase
+from .events import Collective, EventKind, EventList, MemoryChange
 
-__all__ = ["Chain", "ChainStep", "EventList", "gather_steps", "reduce_steps"]
-
-MemoryChange = Mapping[Category, int]
-"""By category, the bytes that an event allocates, or frees where negative."""
-
-
-class EventList:
-    """The events of a step, in the order in which the program starts them."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.phase: Phase = "forward"
-
-    def add(
-        self,
-        kind: EventKind,
-        unit: str,
-        memory: MemoryChange | None = None,
-        *,
-        collective: Collective | None = None,
-        flops: int = 0,
-        moved_bytes: int = 0,
-        after: tuple[int, ...] = (),
-    ) -> int:
-        """Add an event and return its index."""
-        self.events.append(Event(kind, self.phase, unit, memory or {}, collective, flops, moved_bytes, after))
-        return len(self.events) - 1
+__all__ = ["Chain", "ChainStep", "gather_steps", "reduce_steps"]
 
 
 class ChainStep(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-__all__ = ["CATEGORIES", "PHASES", "Category", "Collective", "Event", "EventKind", "Phase"]
+__all__ = ["CATEGORIES", "PHASES", "Category", "Collective", "Event", "EventKind", "EventList", "MemoryChange", "Phase"]
 
 Category = Literal["parameters", "optimizer", "gathered", "gradients", "activations"]
 """The use of a tensor's memory."""
@@ -51,3 +51,30 @@ class Event(NamedTuple):
     """The bytes that it reads and writes: of device memory for an update, between host and device for a copy."""
     after: tuple[int, ...] = ()
     """The indices of the collectives and copies that must end before it starts."""
+
+
+MemoryChange = Mapping[Category, int]
+"""By category, the bytes that an event allocates, or frees where negative."""
+
+
+class EventList:
+    """The events of a step, in the order in which the program starts them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.phase: Phase = "forward"
+
+    def add(
+        self,
+        kind: EventKind,
+        unit: str,
+        memory: MemoryChange | None = None,
+        *,
+        collective: Collective | None = None,
+        flops: int = 0,
+        moved_bytes: int = 0,
+        after: tuple[int, ...] = (),
+    ) -> int:
+        """Add an event and return its index."""
+        self.events.append(Event(kind, self.phase, unit, memory or {}, collective, flops, moved_bytes, after))
+        return len(self.events) - 1

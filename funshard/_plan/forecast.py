@@ -9,8 +9,8 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.buckets import OpenBuckets
 from .._units.route import Route
-from .chains import Chain, EventList, gather_steps, reduce_steps
-from .events import EventKind
+from .chains import Chain, gather_steps, reduce_steps
+from .events import EventKind, EventList
 from .module_runs import ModuleRun
 
 __all__ = ["CallForecast", "StepFacts"]

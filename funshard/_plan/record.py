@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .even_indices import MOST_VALUES, fill_collective, give_even_indices, has_known_integers
-from .events import Category, Collective, Event, EventKind, Phase
+from .events import Category, Collective, EventKind, EventList
 
 __all__ = ["StepRecorder"]
 
@@ -37,14 +37,14 @@ class StepRecorder(_torch.DispatchMode):
 
     def __init__(self, shards: Mapping[str, Tensor], axes: Mapping[str, tuple[str, int]]) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.events = EventList()
         self._axes = axes  # by name of process group, the mesh axis and its size
         self._storages: dict[int, tuple[Category, int]] = {}
         self._units = {_torch.storage_id(shard): key for key, shard in shards.items()}
         self._shards = {_torch.storage_id(shard): shard.numel() for shard in shards.values()}
         self._lazy: dict[int, int] = {}  # the bytes of storages that copies share until they are written to
         self._sending: dict[int, int] = {}  # the event of the collective that fills a storage
-        self._unit, self._phase = "", "forward"
+        self._unit = ""
         self._was_backward = False
 
     def hold(self, tree: Any) -> None:
@@ -89,7 +89,7 @@ class StepRecorder(_torch.DispatchMode):
         flops = _torch.counted_flops(func, args, kwargs, out)
         moved = 0 if flops or traits.is_view else sum(x.nbytes for x in (*inputs, *outputs))
         if memory or flops or moved:
-            self._add("compute", memory, flops=flops, moved_bytes=moved)
+            self.events.add("compute", self._unit, memory, flops=flops, moved_bytes=moved)
         return out
 
     @staticmethod
@@ -101,16 +101,16 @@ class StepRecorder(_torch.DispatchMode):
     def _place(self, name: str, inputs: list[Tensor]) -> None:
         """Note the phase and the unit that an operator belongs to."""
         if _torch.in_backward():
-            self._phase, self._was_backward = "backward", True
-        elif self._was_backward and self._phase == "backward":
-            self._phase = "update"
+            self.events.phase, self._was_backward = "backward", True
+        elif self._was_backward and self.events.phase == "backward":
+            self.events.phase = "update"
         for x in inputs:
             storage = _torch.storage_id(x)
             if (key := self._units.get(storage)) is not None:
                 self._unit = key
                 is_read = self._shards.get(storage) != x.numel() or name.startswith("all_gather")
-                if is_read and self._phase == "update":
-                    self._phase = "forward"  # of another micro-batch
+                if is_read and self.events.phase == "update":
+                    self.events.phase = "forward"  # of another micro-batch
 
     def _allocate(
         self, x: Tensor, memory: dict[Category, int], category: Category | None = None, *, is_lazy: bool = False
@@ -120,7 +120,7 @@ class StepRecorder(_torch.DispatchMode):
         at = _torch.storage_id_of(storage)
         if at in self._storages:
             return
-        category = category or ("optimizer" if self._phase == "update" else "activations")
+        category = category or ("optimizer" if self.events.phase == "update" else "activations")
         size = 0 if is_lazy else storage.nbytes()
         if is_lazy:
             self._lazy[at] = storage.nbytes()
@@ -142,13 +142,13 @@ class StepRecorder(_torch.DispatchMode):
         self._lazy.pop(at, None)
         self._sending.pop(at, None)
         if size:
-            self._add("memory", {category: -size})
+            self.events.add("memory", self._unit, {category: -size})
 
     def _wait(self, x: Tensor) -> None:
         """Add the wait for the collective that fills a tensor, if one does."""
         index = self._sending.pop(_torch.storage_id(x), None)
         if index is not None:
-            self._add("wait", {}, after=(index,))
+            self.events.add("wait", self._unit, after=(index,))
 
     def _send(self, name: str, args: Any, sent: Tensor, out: Tensor) -> None:
         """Add the start of a collective, with the memory of its output."""
@@ -163,7 +163,9 @@ class StepRecorder(_torch.DispatchMode):
         at = _torch.storage_id(out)
         if op == "all_gather" and _torch.storage_id(sent) in self._units:
             self._units[at] = self._units[_torch.storage_id(sent)]
-        self._sending[at] = self._add(kind, memory, collective=Collective(op, axis, ranks, sent.nbytes, out.nbytes))
+        self._sending[at] = self.events.add(
+            kind, self._unit, memory, collective=Collective(op, axis, ranks, sent.nbytes, out.nbytes)
+        )
 
     def _move(self, at: int, category: Category | None, memory: dict[Category, int]) -> None:
         """Count a storage as another category, now that its use is known."""
@@ -172,18 +174,3 @@ class StepRecorder(_torch.DispatchMode):
             self._storages[at] = category, size
             memory[old] = memory.get(old, 0) - size
             memory[category] = memory.get(category, 0) + size
-
-    def _add(
-        self,
-        kind: EventKind,
-        memory: Mapping[Category, int],
-        *,
-        collective: Collective | None = None,
-        flops: int = 0,
-        moved_bytes: int = 0,
-        after: tuple[int, ...] = (),
-    ) -> int:
-        """Add an event of the current phase and unit. Return its index."""
-        phase: Phase = self._phase  # pyright: ignore[reportAssignmentType]
-        self.events.append(Event(kind, phase, self._unit, memory, collective, flops, moved_bytes, after))
-        return len(self.events) - 1

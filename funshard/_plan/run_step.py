@@ -56,7 +56,7 @@ def record_step(
             with recorder:
                 result = step(params, state, fake_batch, **options)
             size = sum(x.nbytes for x in pytree.tree_leaves(fake_batch) if isinstance(x, Tensor))
-            events = list(recorder.events)
+            events = list(recorder.events.events)
             del result
     if any(axis > 1 for axis in sizes.values()) and not any(event.collective for event in events):
         raise RuntimeError(

@@ -51,13 +51,9 @@ def resolve_reduction(by: ReduceBy, axes: Iterable[str] | None, mesh: Mesh, unit
 
 def scatter_unit(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
     """Return this rank's (or ``rank``'s) slice of a unit's full buffer, equal on all ranks. Inverse of `gather_unit`."""
-    if rank is not None:
-        at = rank_coords(mesh, rank)
-        for name in unit.p.axes:
-            buffer = scatter(buffer, mesh[name], rank=at[mesh.names.index(name)])
-        return buffer
+    at = {} if rank is None else dict(zip(mesh.names, rank_coords(mesh, rank), strict=True))
     for name in unit.p.axes:
-        buffer = scatter(buffer, mesh[name])
+        buffer = scatter(buffer, mesh[name], rank=at.get(name))
     return buffer
 
 
