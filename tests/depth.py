@@ -8,7 +8,8 @@ By default a law has fewer examples (`depth`, and the profiles of conftest.py), 
     @pytest.mark.parametrize("strategy", STRATEGIES)
     @pytest.mark.parametrize("way", WAYS)
 
-A test of seconds whose law cheaper tests hold as well is marked `seldom`: it runs by default only if it is asked for alone.
+A test of seconds whose law cheaper tests hold as well is marked `seldom`, and so are most values of a parameter whose cases
+take seconds each (`mark_seldom`): they run by default only if they are asked for alone.
 
 The others are counted as deselected. They are chosen from what -k or the command line has left: a case that is asked for runs.
 ``pytest --slice K/N`` runs every N-th of the others, beginning with the K-th, and nothing else: CI runs a tenth of them, which
@@ -50,6 +51,11 @@ def depth(default: T, thoroughly: T) -> T:
     return thoroughly if thorough() else default
 
 
+def mark_seldom(values: Iterable[T], *usual: T) -> list[Any]:
+    """Return the values of a parametrization, of which all but the ``usual`` ones are marked `seldom`."""
+    return [value if value in usual else pytest.param(value, marks=seldom) for value in values]
+
+
 def covering(cases: Sequence[Sequence[Hashable]], together: int) -> list[int]:
     """Which of the cases to run, so that any ``together`` values that are in one case are in one of these."""
     missing = [{*itertools.combinations(enumerate(case), min(together, len(case)))} for case in cases]
@@ -75,13 +81,15 @@ def dealt(to: T, firsts: Iterable[T], seconds: Iterable[V]) -> list[V]:
 
 def split(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """The tests that run by default, and the others."""
+    rare = {item for item in items if item.get_closest_marker("seldom")}
+    left_out = rare if len(rare) < len(items) else set()
     tables: dict[tuple[str, str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:
+        if item in left_out:
+            continue
         for mark, together in TOGETHER.items():
             if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker(mark):
                 tables[item.parent.nodeid, item.originalname, together].append(item)
-    rare = {item for item in items if item.get_closest_marker("seldom")}
-    left_out = rare if len(rare) < len(items) else set()
     for (*_, together), cases in tables.items():
         chosen = covering([_values(case) for case in cases], together)
         left_out |= {*cases} - {cases[i] for i in chosen}

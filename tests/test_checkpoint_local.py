@@ -10,7 +10,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from depth import depth, each
+from depth import depth, each, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -148,7 +148,7 @@ TWO = ["expert=2", "tensor=2", "shard=2", "replicate=2"]
 
 
 @each
-@pytest.mark.parametrize("mesh", FOUR)
+@pytest.mark.parametrize("mesh", mark_seldom(FOUR, "expert=2,shard=2", "tensor=2,expert=2", "replicate=2,expert=2"))
 @pytest.mark.parametrize("local", ["by_row", "by_column", "none"])
 def test_four_ranks_to_others(gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: Path, mesh: str, local: str) -> None:
     path = str(tmp_path / "a")

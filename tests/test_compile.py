@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import world
-from depth import depth, each, seldom, thorough
+from depth import depth, each, mark_seldom, seldom, thorough
 from models import build
 from ranks import Pool, launch
 from torch import Tensor, nn
@@ -377,7 +377,9 @@ def transformed(rank: int, compiler: str, which: str, transform: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("transform", ["grad_and_value", *depth([], ["fs.grad_and_value"]), "hvp", "vmap of grad"])
+@pytest.mark.parametrize(
+    "transform", mark_seldom(["grad_and_value", "fs.grad_and_value", "hvp", "vmap of grad"], "grad_and_value", "hvp")
+)
 @pytest.mark.parametrize("which", depth(["chain"], ["gpt", "llama"]))
 @pytest.mark.parametrize("compiler", ["fs.compile", *depth([], ["torch.compile"])])
 def test_transforms_equal_eager(gloo2: Pool, compiler: str, which: str, transform: str) -> None:
@@ -589,9 +591,16 @@ def test_peak_memory_is_not_above_eager() -> None:
             return value
 
         limit = 1.02 * peak_bytes(eager, params, zeros(params), *tokens(0))
-    ours, kept = inductors(True)[1], inductors(False)[1]
-    assert ours <= limit
-    assert depth(ours, limit) < kept  # three blocks of a Chain, all kept, are not more than eager's two and a gradient
+    assert inductors(True)[1] <= limit
+    if thorough():
+        assert limit < inductors(False)[1]  # three blocks of a Chain, all kept, are not more than eager's two and a gradient
+
+
+@seldom
+@needs_cpp
+@pytest.mark.usefixtures("no_kernels")
+def test_peak_memory_of_kept_units_is_above() -> None:
+    assert inductors(True)[1] < inductors(False)[1]
 
 
 # --- donation ---

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import depth, each, seldom
+from depth import depth, each, mark_seldom, seldom
 from ranks import Pool
 from test_compile import Chain, Read, Step, common, models, recording, same, tokens
 from torch import Tensor
@@ -115,8 +115,7 @@ EXPECTED = {
 }
 
 
-@each
-@pytest.mark.parametrize("transform", EXPECTED)
+@pytest.mark.parametrize("transform", mark_seldom(EXPECTED, "hvp", "grad of grad", "per sample, clipped"))
 def test_gradients_of_gradients_gather_again(transform: str) -> None:
     """Each phase gathers what the one before let go, tangents and cotangents with their weights; no more than eager does,
     which has no schedule in such a stack. Single samples' gradients, whose eager call keeps all units, free them."""
@@ -184,8 +183,8 @@ TRANSFORMS = ["jvp", "hvp", "hvp in reverse", "grad of grad", "vjp of grad", "ma
 
 
 @each
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "hvp", "grad of grad", "per sample, clipped"))
+@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "reshard", "keep", "remat"))
 def test_higher_orders_equal_eager(gloo2: Pool, strategy: str, transform: str) -> None:
     gloo2.run(equal_to_eager, transform, depth("chain", "gpt"), strategy)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import world
-from depth import depth, each, seldom, thorough
+from depth import depth, each, mark_seldom, seldom, thorough
 from live import peak_of
 from ranks import Pool
 from test_compile import IMPORT, Read, common, copies, models, needs_cpp, peak_bytes, recording, same, tokens, training, zeros
@@ -86,15 +86,20 @@ SAVES: dict[str, tuple[Any, list[int]]] = {  # mm (two of them backward's), exp,
 }
 
 
+def gradient(f: Step) -> Step:
+    return lambda w, x: torch.func.grad(lambda w, x: f(w, x).sum(), (0, 1))(w, x)
+
+
+@functools.cache
+def plain_graph() -> tuple[GraphModule, Any]:
+    return graph_of(gradient(curve), W, X)
+
+
 @pytest.mark.parametrize("save", SAVES)
 def test_what_is_not_kept_is_computed_twice(save: str) -> None:
     """And what save= keeps once, by all of its kinds; the result of the last operator, which nobody reads again, once too."""
     keep, counts = SAVES[save]
-
-    def gradient(f: Step) -> Step:
-        return lambda w, x: torch.func.grad(lambda w, x: f(w, x).sum(), (0, 1))(w, x)
-
-    plain, expected = graph_of(gradient(curve), W, X)
+    plain, expected = plain_graph()
     graph, got = graph_of(gradient(fs.remat(curve, save=keep)), W, X)
     assert count(plain, MM, EXP, SIN) == [1 + 2, 1, 2]
     assert count(graph, MM, EXP, SIN) == counts
@@ -151,7 +156,7 @@ def test_plain_torch_compile_computes_nothing_again() -> None:
 
 
 @needs_cpp
-@pytest.mark.parametrize("save", ["nothing", "operators", "a name"])
+@pytest.mark.parametrize("save", mark_seldom(["nothing", "operators", "a name"], "nothing", "a name"))
 def test_inductor_computes_the_same_twice(save: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products and kernels of inductor's code, which is not compiled: names outlive its passes, and it joins no two runs.
 
@@ -187,7 +192,7 @@ TRANSFORMS: dict[str, tuple[Step, list[int]]] = {  # and how often exp runs, wit
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "grad of grad", "vmap of grad", "micro-batches"))
 def test_in_every_transform(transform: str) -> None:
     """Values as without; each phase that reads what a region makes has copies of its own."""
     curve = lambda x: (x.sin().exp().sin() * x).sin()  # noqa: E731

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import world
-from depth import depth, each, seldom
+from depth import depth, each, mark_seldom, seldom
 from ranks import Pool
-from test_compile import Chain, Step, common, copies, gpt, loss_of, low_precision, same, training, zeros
+from test_compile import Chain, Step, copies, gpt, loss_of, low_precision, same, training, zeros
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
@@ -47,12 +47,12 @@ LENGTHS = [(4, 8), (4, 7), (4, 5), (4, 3), (4, 8)]
 BOTH = [(4, 8), (3, 8), (5, 6), (2, 3), (4, 8)]
 
 
-def graphs_of(shapes: list[tuple[int, int]], *, mark: bool = False, **options: Any) -> list[int]:
-    """How many graphs there are after each of these batches, for a GPT that is trained on a rank of 4."""
+def graphs_of(shapes: list[tuple[int, int]], *, mark: bool = False, which: str = "gpt", **options: Any) -> list[int]:
+    """How many graphs there are after each of these batches, for a GPT or a Chain that is trained on a rank of 4."""
     counts: list[int] = []
     with world(4):
-        model = gpt(1)
-        spec = fs.by_type(common.Block)(model).bound
+        model = gpt(1) if which == "gpt" else Chain(1, 16).double()
+        spec = fs.by_type(type(model.blocks[0]))(model).bound
         params = fs.shard(model, spec)
         step = compile(training(loss_of(model, spec)), backend="aot_eager", **options)
         state = zeros(params)
@@ -66,7 +66,9 @@ def graphs_of(shapes: list[tuple[int, int]], *, mark: bool = False, **options: A
 
 
 @needs_forward
-@pytest.mark.parametrize("options", [{"dynamic": True}, {"mark": True}], ids=["dynamic", "marked"])
+@pytest.mark.parametrize(
+    "options", mark_seldom([{"dynamic": True}, {"mark": True}], {"dynamic": True}), ids=["dynamic", "marked"]
+)
 def test_one_graph(options: dict[str, bool]) -> None:
     """For any size and length, with torch.compile's option or marks on the batch."""
     assert graphs_of(BOTH, **options) == [1] * len(BOTH)
@@ -77,12 +79,12 @@ def test_one_graph(options: dict[str, bool]) -> None:
 def test_a_second_shape_compiles_once_more(shapes: list[tuple[int, int]]) -> None:
     """Without either, the second size or length compiles once more, and others after it do not."""
     changed = [shape != shapes[0] for shape in shapes]
-    assert graphs_of(shapes) == [1 + any(changed[: i + 1]) for i in range(len(shapes))]
+    assert graphs_of(shapes, which=depth("chain", "gpt")) == [1 + any(changed[: i + 1]) for i in range(len(shapes))]
 
 
 def test_constant_shapes() -> None:
     """With dynamic=False each shape has its graph, and is not compiled again."""
-    assert graphs_of([(4, 8), (3, 8), (2, 8), (3, 8), (4, 8)], dynamic=False) == [1, 2, 3, 3, 3]
+    assert graphs_of([(4, 8), (3, 8), (2, 8), (3, 8), (4, 8)], which="chain", dynamic=False) == [1, 2, 3, 3, 3]
 
 
 @needs_forward
@@ -135,7 +137,7 @@ def trained(rank: int, strategy: str, *, mark: bool, which: str = "gpt", backend
 @needs_forward
 @each
 @pytest.mark.parametrize("mark", [False, True], ids=["dynamic", "marked"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "reshard", "remat"))
 def test_shapes_that_change_equal_eager(gloo2: Pool, strategy: str, mark: bool) -> None:
     """With parameters and state given away, by one graph, on ranks whose batches have other sizes and lengths."""
     gloo2.run(trained_on, strategy, mark)

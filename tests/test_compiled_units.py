@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from depth import depth, each, seldom
+from depth import depth, each, mark_seldom, seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -182,8 +182,8 @@ def on_two_ranks(rank: int, name: str, how: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("how", GRADS)
-@pytest.mark.parametrize("name", PS)
+@pytest.mark.parametrize("how", mark_seldom(GRADS, "fs.grad", "torch.func.grad", "vjp", "hvp"))
+@pytest.mark.parametrize("name", mark_seldom(PS, "shard", "remat", "save a name", "params"))
 def test_on_two_ranks(gloo2: Pool, name: str, how: str) -> None:
     gloo2.run(on_two_ranks, name, how)
 
@@ -555,7 +555,7 @@ def transformer(rank: int, name: str) -> None:
     assert counted()[0] > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", mark_seldom(["llama", "bert"], "llama"))
 def test_transformers_at_their_defaults(gloo2: Pool, name: str) -> None:
     gloo2.run(transformer, name)
 

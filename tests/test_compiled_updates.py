@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, each, seldom
+from depth import depth, each, mark_seldom, seldom
 from ranks import Pool
 from test_compile import IMPORT, needs_cpp, peak_bytes
 from torch import Tensor, nn
@@ -127,7 +127,7 @@ def trained(rank: int, name: str, backend: str, kind: str, policy: str = "shard"
 
 
 @each
-@pytest.mark.parametrize("name", depth(["AdamW", "SGD"], list(OPTIMIZERS)))
+@pytest.mark.parametrize("name", mark_seldom(OPTIMIZERS, "AdamW"))
 @pytest.mark.parametrize("kind", depth(["float"], ["float", "tensor"]))
 def test_updates_compile_with_the_step(gloo2: Pool, name: str, kind: str) -> None:
     """One graph for steps with other rates: equal to eager, the skipped one too, in the memory of the given tensors."""
@@ -157,7 +157,7 @@ def hostile(dtype: torch.dtype, i: int) -> Tensor:
 
 
 @each
-@pytest.mark.parametrize("name", depth(list(OPTIMIZERS)[:6], list(OPTIMIZERS)))
+@pytest.mark.parametrize("name", mark_seldom(OPTIMIZERS, "AdamW", "SGD", "Adam"))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *depth([], [torch.bfloat16, torch.complex128])])
 @pytest.mark.parametrize("lr", [1.0, *depth([], [1e-3])])
 def test_recorded_updates_equal_eager_ones(name: str, dtype: torch.dtype, lr: float) -> None:
@@ -223,7 +223,7 @@ def test_graphs_of_updates_have_no_profiler() -> None:
     assert not [target for target in targets if "profiler" in target]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mark_seldom(OPTIMIZERS, "AdamW", "NAdam", "Rprop", "fused AdamW"))
 def test_numbers_of_updates_are_in_memory(name: str) -> None:
     """inductor computes what is not for each element again: two powers in Adam."""
     params = {"w": torch.arange(1.0, 5.0)}

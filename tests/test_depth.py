@@ -6,7 +6,7 @@ import argparse
 import itertools
 
 import pytest
-from depth import choose, covering, each, pairs, parse_slice, seldom, split, thorough
+from depth import choose, covering, each, mark_seldom, pairs, parse_slice, seldom, split, thorough
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,6 +76,25 @@ def test_what_runs_seldom_is_left_out_unless_it_is_asked_for(request: pytest.Fix
     (rare,) = (item for item in items if item.name == "test_seldom")
     assert rare in split(items)[1]
     assert split([rare]) == ([rare], [])
+
+
+@each
+@pytest.mark.parametrize("letter", mark_seldom(LETTERS, "b", "c"))
+@pytest.mark.parametrize("number", NUMBERS)
+def test_some_letters(letter: str, number: int) -> None: ...
+
+
+def test_values_that_run_seldom_cover_nothing(request: pytest.FixtureRequest) -> None:
+    """Each of the usual letters and each number is in a case without the other letters, which are left out."""
+    assert isinstance(request.node.parent, pytest.Module)
+    collected = (item for item in request.node.parent.collect() if isinstance(item, pytest.Function))
+    items = [item for item in collected if item.originalname == "test_some_letters"]
+    assert len(items) == len(LETTERS) * len(NUMBERS)
+    runs = [item.callspec.params for item in split(items)[0]]
+    assert {case["letter"] for case in runs} == {"b", "c"}
+    assert {case["number"] for case in runs} == {*NUMBERS}
+    rare = [item for item in items if item.get_closest_marker("seldom")]
+    assert {item.callspec.params["letter"] for item in split(rare)[0]} == {"a", "d"}
 
 
 def test_slices_are_what_is_left_out(request: pytest.FixtureRequest) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import each
+from depth import depth, each
 from ranks import Pool
 from test_local_training import MESHES, Rank, Tree, norm
 from torch import Tensor
@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "remat": {"axis": "shard", "remat": True},
     "params on the host": {"axis": "shard", "offload": "params"},
     "activations on the host": {"axis": "shard", "offload": "activations"},
-    "compiled": {"axis": "shard", "compile": True},
+    "compiled": {"axis": "shard", "compile": depth(fs.Compile(backend="aot_eager"), True)},
     "bf16": {"axis": "shard", "precision": fs.Precision(param=torch.bfloat16, reduce=torch.float32)},
     "fp16": {"axis": "shard", "precision": fs.Precision(param=torch.float16)},
     "summed in bf16": {"axis": "shard", "precision": fs.Precision(reduce=torch.bfloat16)},
