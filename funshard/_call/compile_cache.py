@@ -16,6 +16,7 @@ from .. import _torch
 from .._spec.compiled import Compile
 from .._spec.remat import Remat
 from .._transforms._recompute.regions import RecomputeRegions, collect_regions, missing_names_message
+from .._transforms.saved_tensors import SavedTensorHooks, unpack
 
 __all__ = ["CompiledRun", "find_compiled_run", "is_first_run"]
 
@@ -38,7 +39,7 @@ class CompiledRun:
         """Return the result of the module at ``path``. Raises ValueError if it gives none of the names to save."""
         self._path = path
         try:
-            with collect_regions(self._regions) if self._names else contextlib.nullcontext():
+            with _torch.guard_hooks(), collect_regions(self._regions) if self._names else contextlib.nullcontext():
                 out = self.run(module, args, kwargs)
         except RuntimeError as error:
             if (explained := _explain(error, path)) is error:
@@ -142,6 +143,7 @@ def _compile(options: Compile, remat: Remat | None, structure: Hashable, retains
     Functions that ``retains`` tells apart share none, nor inductor's caches on disk: a backward that was compiled where it ran
     with ``retain_graph=False`` writes into what forward has saved, and refuses ``retain_graph=True``.
     """
+    _torch.run_uncompiled(SavedTensorHooks.pack, unpack)
     run = _torch.copy_function(_run_module, "run_compiled_unit")
     settings: dict[str, Any] = dict(options.options)
     if options.backend == "inductor":

@@ -29,7 +29,7 @@ from .casting import has_casts
 from .compile_cache import find_compiled_run, is_first_run
 from .compiled_node import TRANSPARENT, CompiledNode, GivenParameter
 from .modes import Scheduled, UnitInUse
-from .module_state import GatheringParameters, ModuleAttributes
+from .module_state import GatheringParameters, ModuleAttributes, own_tensors
 from .warn_once import is_first_warning
 from .write_watch import write_error
 
@@ -108,7 +108,8 @@ def compile_forward(
             call.scopes.compiled = path
             try:
                 below = functools.partial(compiled, path, module)
-                out = CompiledNode(path, below, given, args, kwargs).apply()
+                with _plain_buffers(path, inside, level):
+                    out = CompiledNode(path, below, given, args, kwargs).apply()
             finally:
                 call.scopes.compiled = None
         if any(x.requires_grad and not _torch.is_wrapped(x) for x in _reachable_tensors(call, module)):
@@ -128,7 +129,7 @@ def can_run_compiled(call: Call, path: str, args: object, kwargs: object) -> boo
     """Return whether torch can run the module at ``path`` compiled. Warn, once, of a user's choice that prevents it."""
     module, reason = call.place.modules[path], _find_obstacle(call)
     if reason is None and _torch.current_level():
-        reason = _find_opaque(call, module, args, kwargs)
+        reason = _find_opaque(call, path, module, args, kwargs)
     if reason:
         _warn_eager(path, module, reason)
     return reason is None
@@ -158,7 +159,7 @@ def _warn_eager(path: str, module: nn.Module, reason: str) -> None:
         )
 
 
-def _find_opaque(call: Call, module: nn.Module, args: object, kwargs: object) -> str | None:
+def _find_opaque(call: Call, path: str, module: nn.Module, args: object, kwargs: object) -> str | None:
     """Return what could hold tensors of a torch.func.grad where `CompiledNode` would not find them; None if nothing could."""
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
@@ -166,7 +167,8 @@ def _find_opaque(call: Call, module: nn.Module, args: object, kwargs: object) ->
                 return "an argument is differentiated outside of the transform, too"
         elif not isinstance(leaf, TRANSPARENT):
             return f"in a torch.func.grad, an argument of type {type(leaf).__name__} may hold tensors of that transform"
-    if any(map(_torch.is_wrapped, _reachable_tensors(call, module))):
+    buffers = (b for one in call.place.modules_inside(path) for b in own_tensors(one, "_buffers").values())
+    if any(map(_torch.is_wrapped, _reachable_tensors(call, module))) or any(b is not None and b.requires_grad for b in buffers):
         return "in a torch.func.grad, it reads a tensor of that transform that is no argument"
     return None
 
@@ -225,6 +227,34 @@ def _plain_parameters(
                 elif name not in views or (plain[name] is not views[name] and not level):
                     gathering[name] = plain[name]
             attributes["_parameters"] = gathering
+
+
+@contextlib.contextmanager
+def _plain_buffers(path: str, inside: Sequence[nn.Module], level: int) -> Generator[None]:
+    """Give modules their buffers without the wrappers of a torch.func.grad, in which the call has copied them."""
+    replaced: list[tuple[nn.Module, dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+    for module in inside:
+        if own := vars(module).get("_buffers"):  # a ScriptModule has none
+            plain = {name: b if b is None else _torch.unwrap_level(b) for name, b in own.items()}
+            replaced.append((module, own, plain))
+            vars(module)["_buffers"] = plain.copy()
+    try:
+        yield
+        for module, own, plain in replaced:
+            now: dict[str, Tensor | None] = vars(module)["_buffers"]
+            for name in own.keys() - now.keys():
+                del own[name]
+            for name, b in now.items():
+                if b is not None and b.requires_grad:
+                    raise RuntimeError(
+                        f"module '{path}' with P(compile=True) sets its buffer '{name}' to a tensor that has a derivative, "
+                        "inside of a torch.func.grad: expected buffer.detach(), no compile, or fs.grad"
+                    )
+                if name not in plain or b is not plain[name]:
+                    own[name] = b if b is None else _torch.wrap_at_level(b, level)
+    finally:
+        for module, own, _ in reversed(replaced):
+            vars(module)["_buffers"] = own
 
 
 @contextlib.contextmanager

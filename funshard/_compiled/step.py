@@ -93,7 +93,7 @@ def compile(
     floats = TracedFloats(function)
 
     def run_traced(*args: Any, **kwargs: Any) -> tuple[Any, str]:
-        with collect_regions() as regions, _torch.collect_graph_errors() as errors:
+        with _torch.guard_hooks(), collect_regions() as regions, _torch.collect_graph_errors() as errors:
             try:
                 return run(*args, **kwargs)
             except Exception as error:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import contextvars
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import torch
@@ -20,12 +21,14 @@ __all__ = [
     "compile_options",
     "copy_function",
     "find_traced_error",
+    "guard_hooks",
     "inductor_mode_options",
     "is_compiler_variable",
     "is_config_variable",
     "list_backends",
     "list_inductor_modes",
     "list_inductor_options",
+    "run_uncompiled",
 ]
 
 CompileOptions = dict[str, Any]
@@ -58,6 +61,34 @@ def copy_function(function: F, name: str) -> F:
     """
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name)  # pyright: ignore[reportReturnType]
+
+
+def run_uncompiled(*functions: types.FunctionType) -> None:
+    """Make Dynamo leave the frames of these functions, and of what they call, as they are.
+
+    Where it goes on after a graph break it compiles all frames, those of saved-tensor hooks included. Pinned by
+    ``test_saved_tensor_hooks_are_not_traced``.
+    """
+    from torch._dynamo.eval_frame import set_code_exec_strategy  # takes a second to import
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    for function in functions:
+        set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
+@contextlib.contextmanager
+def guard_hooks() -> Generator[None]:
+    """Have what Dynamo compiles depend on modules' hooks: by default it misses those that are registered later.
+
+    Pinned by ``test_hooks_that_are_registered_later``.
+    """
+    from torch._dynamo import config  # takes a second to import
+
+    before, config.skip_nnmodule_hook_guards = config.skip_nnmodule_hook_guards, False
+    try:
+        yield
+    finally:
+        config.skip_nnmodule_hook_guards = before
 
 
 def is_compiler_variable(var: contextvars.ContextVar[Any]) -> bool:
