@@ -319,7 +319,7 @@ class Worst(dist.ProcessGroup):
     def all_to_all_single(self, out: Tensor, x: Tensor, out_rows: list[int], rows: list[int], opts: Any = None) -> _Late:
         return _Late(
             self,
-            _named("all_to_all", x),
+            f"all_to_all of rows {x.dtype}{list(x.shape[1:])}" if rows else _named("all_to_all", x),
             _cut(x, rows or [len(x) // self._size] * self._size),
             [_whole(out)],
             lambda every: [b"".join(sent[self._rank] for sent in every)],
