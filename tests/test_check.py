@@ -88,11 +88,13 @@ def check_cases(pool: Pool, names: list[str]) -> None:
 CHECKED = [name for name in CASES if name != "raise_in_teardown"]
 
 
+@pytest.mark.usefixtures("not_on_worst")
 def test_every_case_is_an_error_on_every_rank(gloo2: Pool) -> None:
     check_cases(gloo2, CHECKED)
     check_cases(gloo2, CHECKED[:1])  # and the processes go on
 
 
+@pytest.mark.usefixtures("not_on_worst")
 def test_every_case_is_an_error_on_four_ranks(gloo4: Pool) -> None:
     check_cases(gloo4, depth(["another_order", "raise_in_backward", "a_loop_left_early", "a_recompiling_rank"], CHECKED))
 
