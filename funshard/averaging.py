@@ -64,7 +64,7 @@ def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = N
         tensor([2., 2., 2., 2., 2., 2., 2., 2.])
     """
     spec = bind_spec(spec)
-    return _mean(params, _averaging_axes(params, spec, axes), spec.bound_mesh)
+    return _average_buckets(params, _averaging_axes(params, spec, axes), spec.bound_mesh)
 
 
 def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = None) -> Params:
@@ -88,7 +88,7 @@ def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes:
     mesh = spec.bound_mesh
     chosen = mesh.select(axes)
     names = tuple(name for name, axis in mesh.axes if name in chosen and axis.size > 1)
-    return _mean(buffers, {name: names for name, buffer in buffers.items() if names and _is_averaged(buffer)}, mesh)
+    return _average_buckets(buffers, {name: names for name, buffer in buffers.items() if names and _is_averaged(buffer)}, mesh)
 
 
 def periodic(
@@ -128,7 +128,7 @@ def periodic(
     over = _averaging_axes(params, spec, axes)
     after = int(state.step) - warmup_steps
     due = after >= 0 and after % period == 0
-    return _mean(params, over if due else {}, spec.bound_mesh), Averaging(state.step + 1)
+    return _average_buckets(params, over if due else {}, spec.bound_mesh), Averaging(state.step + 1)
 
 
 def hierarchical(
@@ -180,7 +180,7 @@ def hierarchical(
     over = [_averaging_axes(params, spec, axes) for _, axes in levels]
     step = int(state.step)
     due = [tensors for (period, _), tensors in zip(levels, over, strict=True) if step >= warmup_steps and step % period == 0]
-    return _mean(params, due[-1] if due else {}, spec.bound_mesh), Averaging(state.step + 1)
+    return _average_buckets(params, due[-1] if due else {}, spec.bound_mesh), Averaging(state.step + 1)
 
 
 def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, reduce_axes: Axes) -> tuple[str, ...]:
@@ -267,7 +267,7 @@ def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axe
     return {key: names for key, names in out.items() if names}
 
 
-def _mean(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]], mesh: Mesh) -> Params:
+def _average_buckets(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]], mesh: Mesh) -> Params:
     out = dict(params)
     for names, bucket in _to_buckets(params, over):
         first = bucket.concat()

@@ -85,7 +85,7 @@ def nodes(f, x):
 
 
 assert "_primitive" in nodes(gathered, x)
-assert "write_back" in nodes(running, x[0])
+assert "write_buffer" in nodes(running, x[0])
 """
 
 GRADIENTS = """

@@ -209,11 +209,11 @@ def test_hooks_work_in_one_transform() -> None:
 
 
 def test_forward_ad_level() -> None:
-    """`_torch.in_forward_ad` tells an open forward-mode level."""
-    assert not _torch.in_forward_ad()
+    """`_torch.is_in_forward_ad` tells an open forward-mode level."""
+    assert not _torch.is_in_forward_ad()
     with torch.autograd.forward_ad.dual_level():
-        assert _torch.in_forward_ad()
-    assert not _torch.in_forward_ad()
+        assert _torch.is_in_forward_ad()
+    assert not _torch.is_in_forward_ad()
 
 
 def test_hooks_switch_the_version_check_off() -> None:
@@ -449,7 +449,7 @@ class Told(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        Told.told.append((_torch.is_last_backward(_torch.current_level()), _torch.in_python_node()))
+        Told.told.append((_torch.is_last_backward(_torch.current_level()), _torch.is_in_python_node()))
         return g
 
 
@@ -458,7 +458,7 @@ def test_last_backward() -> None:
     told: list[bool] = []
 
     def tell(tensor: Tensor) -> Tensor:
-        assert not _torch.in_python_node()
+        assert not _torch.is_in_python_node()
         told.append(_torch.is_last_backward(_torch.level_of(tensor)))
         return tensor
 
@@ -492,16 +492,16 @@ def test_last_backward() -> None:
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.complex64])
 def test_joined(given: torch.dtype) -> None:
-    """`_torch.concat_flat` is torch.cat of the flat tensors, into a buffer of any dtype; where it is recorded, by torch.cat."""
+    """`_torch.concat_into` is torch.cat of the flat tensors, into a buffer of any dtype; where it is recorded, by torch.cat."""
     pieces = [torch.randn(shape, dtype=given) for shape in [(2, 3), (), (0,), (4,), (1, 2, 3)]]
     wanted = torch.complex128 if given.is_complex else torch.float32
     out = torch.empty(17, dtype=wanted)
-    assert _torch.concat_flat(pieces, out) is out
+    assert _torch.concat_into(pieces, out) is out
     assert torch.equal(out, torch.cat([piece.reshape(-1) for piece in pieces]).to(wanted))
-    assert len(_torch.concat_flat([torch.empty(0)], torch.empty(0))) == 0
-    mixed = _torch.concat_flat([torch.ones(2, 2, dtype=given), torch.ones(1, dtype=wanted)], torch.zeros(5, dtype=wanted))
+    assert len(_torch.concat_into([torch.empty(0)], torch.empty(0))) == 0
+    mixed = _torch.concat_into([torch.ones(2, 2, dtype=given), torch.ones(1, dtype=wanted)], torch.zeros(5, dtype=wanted))
     assert torch.equal(mixed, torch.ones(5, dtype=wanted))
-    graph = make_fx(lambda *pieces: _torch.concat_flat(pieces, pieces[0].new_empty(17, dtype=wanted)))(*pieces).graph
+    graph = make_fx(lambda *pieces: _torch.concat_into(pieces, pieces[0].new_empty(17, dtype=wanted)))(*pieces).graph
     assert not any("_chunk_cat" in str(node.target) for node in graph.nodes)
 
 

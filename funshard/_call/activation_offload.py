@@ -52,9 +52,9 @@ class ActivationOffload:
         """Put the hooks around the forward of each of these modules but the root."""
         for path in paths:
             if path in modules and path != root and any(is_within(path, own) for own in self._own):
-                vars(modules[path])["forward"] = self._around_forward(path, modules[path], live)
+                vars(modules[path])["forward"] = self._wrap_forward(path, modules[path], live)
 
-    def _around_forward(self, path: str, module: nn.Module, live: Live) -> Callable[..., Any]:
+    def _wrap_forward(self, path: str, module: nn.Module, live: Live) -> Callable[..., Any]:
         """Return the module's forward, which offloads the tensors that it saves where that is possible."""
         forward = module.forward
 

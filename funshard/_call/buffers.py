@@ -30,7 +30,7 @@ __all__ = [
 
 
 class BufferWarning(UserWarning):
-    """Forward changed buffers, such as BatchNorm's running statistics, and the call threw the changes away."""
+    """The warning that a call has thrown away what forward changed in buffers, such as BatchNorm's running statistics."""
 
 
 def warn_discarded(model: nn.Module, names: Sequence[str], stacklevel: int) -> None:

@@ -141,7 +141,7 @@ def _find_obstacle(call: Call) -> str | None:
         return ""
     if _torch.has_dispatch_mode():
         return "a TorchDispatchMode is active, which sees no operators of compiled code"
-    if _torch.in_forward_ad():
+    if _torch.is_in_forward_ad():
         return "forward-mode AD does not run through it"
     level = _torch.current_level()
     if level > 1 or (level and not (isinstance(call.mode, Scheduled) and call.mode.is_at_call_level())):

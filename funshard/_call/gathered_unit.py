@@ -80,9 +80,9 @@ class GatheredUnit:
     def parameters(self, shard: Tensor) -> Sequence[Tensor]:
         """Return the unit's parameters in forward; their gradient goes to this shard."""
         self.is_trained = torch.is_grad_enabled() and shard.requires_grad
-        return self._parameters(shard)
+        return self._view_parameters(shard)
 
-    def _parameters(self, shard: Tensor) -> Sequence[Tensor]:
+    def _view_parameters(self, shard: Tensor) -> Sequence[Tensor]:
         """Return the parameters as views of the buffer, with the shard's graph if gradients are wanted."""
         if torch.is_grad_enabled() and shard.requires_grad:
             return _Unflatten.apply(shard, self)
@@ -176,7 +176,7 @@ class GatheredUnit:
         """Return the unit's parameters for backward to recompute its module with."""
         self.schedule.prefetch_backward(self)
         self.wait_again()
-        return self._parameters(shard)
+        return self._view_parameters(shard)
 
     def release(self) -> None:
         """Free backward's buffer; another use gathers it again."""

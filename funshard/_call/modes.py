@@ -115,7 +115,7 @@ def choose_mode(
 
 def _is_schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
     """Return whether gathers and reductions may run ahead and behind: nothing batches them or differentiates them twice."""
-    if _torch.in_forward_ad() or not _torch.can_replace_saved_tensors():
+    if _torch.is_in_forward_ad() or not _torch.can_replace_saved_tensors():
         return False
     if spec.bound_mesh.is_simulated:
         return False
@@ -160,7 +160,7 @@ class DataFlow:
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, gathered as data flow."""
-        return self._in_use(unit, self._buffer(unit, self._gather_function(unit)))
+        return self._make_unit_in_use(unit, self._gather_buffer(unit, self._gather_function(unit)))
 
     def _gather_function(self, unit: Unit) -> Callable[[Tensor], Tensor]:
         """Return the differentiable function from the unit's shard to its buffer."""
@@ -168,14 +168,14 @@ class DataFlow:
         mesh, reduction, check_order = self.spec.bound_mesh, self._reduction, self._check_order
         return lambda shard: gather_unit(shard, unit, mesh, reduction, unit.p.precision, check_order=check_order)
 
-    def _buffer(self, unit: Unit, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    def _gather_buffer(self, unit: Unit, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """Gather a unit's buffer, a copy where forward-mode AD could write to the caller's tangent."""
         buffer = gather(self.params[unit.key])
-        if _torch.in_forward_ad() and self.spec.size(unit) == 1:
+        if _torch.is_in_forward_ad() and self.spec.size(unit) == 1:
             buffer = buffer.clone()  # forward may write to it, and so to its tangent, which is the caller's
         return buffer
 
-    def _in_use(self, unit: Unit, buffer: Tensor) -> UnitInUse:
+    def _make_unit_in_use(self, unit: Unit, buffer: Tensor) -> UnitInUse:
         """Return the unit in use, with a watch for writes to its buffer."""
         watch = WriteWatch(unit, (buffer,))
         return UnitInUse(unit, unflatten_unit(buffer, unit), watch, reshard=unit.p.reshard, level=_torch.current_level())
@@ -204,8 +204,8 @@ class RegatherPerLevel(DataFlow):
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, gathered as data flow and known to the levels' graphs."""
         gather = self._gather_function(unit)
-        buffer = self._buffer(unit, gather)
-        gathered = self._in_use(unit, buffer)
+        buffer = self._gather_buffer(unit, gather)
+        gathered = self._make_unit_in_use(unit, buffer)
         shard = self.params[unit.key]
         if unit.p.reshard and not _torch.shares_storage(buffer, shard) and _torch.current_level() == self._level:
             gathered.storage = self._gathers.add(unit.key, shard, buffer, gather)

@@ -66,7 +66,7 @@ class GatheringParameters(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and value.requires_grad and super().get(name) is None:
-            raise _created_in_forward(f"parameter '{join_path(self.path, name)}'")
+            raise _creation_error(f"parameter '{join_path(self.path, name)}'")
         owned = self._owned_at_first.get(name)
         if owned is not None and self._is_view(*owned, value):  # put back, as by an inner functional_call at its end
             self._owned = {**self._owned, name: owned}
@@ -108,7 +108,7 @@ class GatheringParameters(dict[str, Any]):
         return {name: value for name, value in own if value is not original.get(name, self)}
 
 
-def _created_in_forward(what: str) -> RuntimeError:
+def _creation_error(what: str) -> RuntimeError:
     """Return the error for a parameter or buffer that forward creates."""
     return RuntimeError(
         f"{what} is made in forward: a call puts the model back as it was, so it would be made again in each call and never "
@@ -162,7 +162,7 @@ def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[
                     container.update(content)
     for module in added:
         if module not in before:
-            raise _created_in_forward(f"module {type(module).__name__}, which has parameters to train,")
+            raise _creation_error(f"module {type(module).__name__}, which has parameters to train,")
 
 
 def _new_trained_modules(container: Any, before: Iterable[Any]) -> Iterator[nn.Module]:

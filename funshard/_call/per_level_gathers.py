@@ -86,9 +86,9 @@ class _RepeatableGather:
         if level < 0:
             return None
         view = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return functools.partial(self._view, level, _torch.tracking_levels(tensor, self._call.keys), *view)
+        return functools.partial(self._restore_view, level, _torch.tracking_levels(tensor, self._call.keys), *view)
 
-    def _view(
+    def _restore_view(
         self, level: int, followed: frozenset[int], shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt
     ) -> Tensor:
         """Return the view as its level saw it, of the buffer gathered again."""

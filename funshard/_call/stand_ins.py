@@ -38,7 +38,7 @@ class StandIns:
         known, model = spec._compute_once(_known_holders), place.modules[place.path]
         if (held := known.get(model)) == []:
             return
-        self._names = _by_storage(place, spec, given)
+        self._names = _names_by_storage(place, spec, given)
         self._seen: dict[int, Any] = {}  # by the id of an object, what stands in its place
         found: list[tuple[str, str]] = []
         for path, attr in _attributes(place.modules) if held is None else held:
@@ -125,7 +125,7 @@ def _attributes(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, str]]:
     return [(path, attr) for module, path in once.items() for attr in vars(module) if attr not in _NN_MODULES]
 
 
-def _by_storage(place: BoundModule, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[int, str]:
+def _names_by_storage(place: BoundModule, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[int, str]:
     """Return the names of the model's parameters that the call replaces, by storage."""
     ignored = {name for name in spec.ignored if name in given}
     return {

@@ -50,7 +50,7 @@ class WriteWatch:
             return self._find_replaced()
         with _torch.below_transforms():
             changed = [
-                _torch.version(now) != version if before is None else not _equal(now, before)
+                _torch.version(now) != version if before is None else not _bits_equal(now, before)
                 for now, before, version in self._watched
             ]
             what = self._describe(changed) if moved or any(changed) else None
@@ -75,7 +75,7 @@ class WriteWatch:
         buffer, copy, _ = self._watched[0] if len(changed) == 1 else (None, None, 0)
         if buffer is not None and copy is not None and buffer.dim() == 1:  # and no vmap has batched it
             pairs = zip(unflatten_unit(buffer, self._unit), unflatten_unit(copy, self._unit), strict=True)
-            changed = [not _equal(*pair) for pair in pairs]
+            changed = [not _bits_equal(*pair) for pair in pairs]
         if len(changed) == len(names) and any(changed):
             return f"parameter '{names[changed.index(True)]}'"
         return f"one of the parameters {', '.join(map(repr, names))}"
@@ -86,7 +86,7 @@ def _can_be_copied(x: Tensor) -> bool:
     return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def _bits_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal bit by bit, NaN included."""
     return torch.equal(a, b) or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
 

@@ -19,7 +19,7 @@ from .table import format_bytes, format_rows, format_seconds
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Choice", "Comparison", "candidates", "main_p", "with_p"]
+__all__ = ["Choice", "Comparison", "candidates", "main_p", "replace_p"]
 
 MICROBATCHES = (1, 2, 4, 8)
 BF16 = Precision(param=torch.bfloat16, reduce=torch.float32)
@@ -62,7 +62,7 @@ def main_p(spec: PartitionSpec) -> P:
     return max(numel, key=numel.__getitem__) if numel else spec.root
 
 
-def with_p(spec: PartitionSpec, p: P) -> PartitionSpec:
+def replace_p(spec: PartitionSpec, p: P) -> PartitionSpec:
     """Return the spec with another `P` for its main units; their ``local``, ``at_rest`` and ``align`` stay."""
     old = main_p(spec)
     new = dataclasses.replace(p, local=old.local, at_rest=old.at_rest, align=old.align)
@@ -101,7 +101,7 @@ def candidates(plan: Plan) -> Iterator[Choice]:
             )
             sizes = " x ".join(f"{name}={size}" for name, size in bound.bound_mesh.sizes)
             name = f"{p}, {sizes}" + (f", {count} micro-batches" if count > 1 else "")
-            yield Choice(name, with_p(bound, p), count)
+            yield Choice(name, replace_p(bound, p), count)
 
 
 def main_dtype(spec: PartitionSpec) -> torch.dtype:

@@ -104,15 +104,15 @@ class CallForecast:
                 self._forward(inner, kind)
         if run.inner:
             self._events.add(kind, self._name(run), flops=flops)
-        self._leave(own, run)
+        self._end_run(own, run)
 
     def _forward_recomputed(self, run: ModuleRun) -> None:
         """Add the events of the forward of a module that is recomputed, which keeps nothing."""
         own = [self._gather(unit) for unit in run.units if unit.key not in self._given]
         CallForecast(self._facts, run, is_inner=True).forward(keep=False)
-        self._leave(own, run)
+        self._end_run(own, run)
 
-    def _leave(self, own: list[_Gathered], run: ModuleRun) -> None:
+    def _end_run(self, own: list[_Gathered], run: ModuleRun) -> None:
         """Note that a module has run: the next gather reshards its units, the end of forward those that are kept."""
         for gathered in own:
             reshards = gathered.unit.p.reshard and run.path != ""
@@ -134,7 +134,7 @@ class CallForecast:
         self._pending = []
         gathered = self._ahead.pop(unit.key, None) or self._start_gather(unit)
         self._in_use[unit.key] = gathered
-        following = self._following(unit)
+        following = self._units_to_prefetch(unit)
         gathered.chain.finish()
         for other in following:
             self._ahead[other.key] = self._start_gather(other)
@@ -148,7 +148,7 @@ class CallForecast:
         nbytes = route.padded_numel * route.dtypes.param.itemsize if route.has_own_buffer else 0
         return _Gathered(unit, chain, nbytes)
 
-    def _following(self, unit: Unit) -> list[Unit]:
+    def _units_to_prefetch(self, unit: Unit) -> list[Unit]:
         """Return the next units to prefetch after this one."""
         keys = [other.key for other in self._order]
         if unit.key in keys[self._position + 1 :]:

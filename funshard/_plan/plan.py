@@ -16,7 +16,7 @@ from .._spec.bind import bind_spec
 from .._spec.spec import PartitionSpec
 from .._spec.unit import P
 from .at_rest import StateBytes, UnitBytes, balance, optimizer_init, state_bytes, sum_state, unit_bytes
-from .choices import Comparison, candidates, with_p
+from .choices import Comparison, candidates, replace_p
 from .events import Category, Event, Phase
 from .from_spec import count_tokens, forecast, unit_routes
 from .hardware import Hardware, parse_bytes
@@ -138,7 +138,7 @@ class Plan:
         self._check_step_takes_spec("compare")
         plans: dict[str, Plan] = {}
         for name, choice in choices.items():
-            spec = with_p(self.spec, choice) if isinstance(choice, P) else choice
+            spec = replace_p(self.spec, choice) if isinstance(choice, P) else choice
             plans[name] = self._replan(spec if spec.sizes else spec.on(self.spec.bound_mesh))
         return Comparison.by_time(plans)
 

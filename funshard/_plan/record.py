@@ -100,7 +100,7 @@ class StepRecorder(_torch.DispatchMode):
 
     def _place(self, name: str, inputs: list[Tensor]) -> None:
         """Note the phase and the unit that an operator belongs to."""
-        if _torch.in_backward():
+        if _torch.is_in_backward():
             self.events.phase, self._was_backward = "backward", True
         elif self._was_backward and self.events.phase == "backward":
             self.events.phase = "update"

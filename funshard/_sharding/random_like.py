@@ -71,7 +71,7 @@ def random_like(
     if distribution not in ("normal", "rademacher"):
         raise ValueError(f"random_like: distribution: expected 'normal' or 'rademacher', got {distribution!r}")
     whole_number = isinstance(seed, int) and not isinstance(seed, bool)
-    if not whole_number and not (isinstance(seed, Tensor) and not seed.dim() and not _has_fractions(seed)):
+    if not whole_number and not (isinstance(seed, Tensor) and not seed.dim() and _is_integer(seed)):
         raise TypeError(f"random_like: seed: expected a whole number, or an integer tensor without dimensions, got {seed!r}")
     draw = _draw_normal if distribution == "normal" else _draw_signs
     for key, tensor in params.items():
@@ -169,9 +169,9 @@ def _draw_signs(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return (1 - 2 * (torch.stack([*words], -1) >> 31)).to(dtype)
 
 
-def _has_fractions(tensor: Tensor) -> bool:
-    """Return whether a tensor holds no whole numbers: it is floating-point, complex or bool."""
-    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+def _is_integer(tensor: Tensor) -> bool:
+    """Return whether a tensor has an integer dtype; bool is none."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _hash(name: str) -> int:

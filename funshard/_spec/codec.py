@@ -70,13 +70,13 @@ class Codec:
     def _describe_encoding(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
         """Return ``(number of bytes, form)`` of an encoded slice of so many elements, from shapes alone."""
         if torch.compiler.is_compiling():  # as PartitionSpec._compute_once
-            return self._form(numel, dtype)
+            return self._find_form(numel, dtype)
         if (numel, dtype) not in self._forms:
             with _torch.below_transforms():
-                self._forms[numel, dtype] = self._form(numel, dtype)
+                self._forms[numel, dtype] = self._find_form(numel, dtype)
         return self._forms[numel, dtype]
 
-    def _form(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
+    def _find_form(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
         """Return the bytes that an encoded slice needs, and the dtypes and shapes of its tensors."""
         try:
             encoded = self._encode_slice(torch.empty(numel, dtype=dtype, device="meta"))

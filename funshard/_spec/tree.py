@@ -136,11 +136,11 @@ class ModuleTree:
         Returns:
             The modules' paths, outermost first.
         """
-        chains = [self._chain(name) for name in item.names]
+        chains = [self._enclosing_paths(name) for name in item.names]
         common = set(chains[0]).intersection(*chains[1:])
         return tuple(path for path in chains[0] if path in common)
 
-    def _chain(self, name: str) -> list[str]:
+    def _enclosing_paths(self, name: str) -> list[str]:
         """Return the canonical paths of the modules from the root to the one with this parameter."""
         parts = name.split(".")[:-1]
         return [self.canonical[".".join(parts[:i])] for i in range(len(parts) + 1)]
@@ -160,7 +160,7 @@ class ModuleTree:
         chosen = {node.path for node in self.nodes() if modules(node)}
 
         def below(item: Param | ModuleTree) -> bool:
-            return any(not chosen.isdisjoint(self._chain(name)) for name in item.names)
+            return any(not chosen.isdisjoint(self._enclosing_paths(name)) for name in item.names)
 
         cut = {node.path for node in self.nodes() if node.path in chosen or (node is not self and below(node))}
         gone = {p.name for p in self.all_params if params(p) or below(p)}
@@ -218,18 +218,18 @@ def module_tree(model: nn.Module | ModuleTree) -> ModuleTree:
     names: dict[torch.Tensor, list[str]] = {}
     _collect_names(model, "", (), paths, names)
     infos = {tensor: _describe_param(tensor, fqns) for tensor, fqns in names.items()}
-    return _node(model, paths, infos, set())
+    return _build_node(model, paths, infos, set())
 
 
 # Not a closure that calls itself: that is a reference cycle, which keeps a dropped model alive until the next gc.
-def _node(
+def _build_node(
     module: nn.Module, paths: Mapping[nn.Module, list[str]], infos: Mapping[torch.Tensor, Param], seen: set[nn.Module]
 ) -> ModuleTree:
     """Return the tree of a module and of those inside it that no other one contains yet."""
     seen.add(module)
     first, *rest = paths[module]
     own = tuple(infos[p] for p in module._parameters.values() if p is not None)
-    children = tuple(_node(c, paths, infos, seen) for c in module._modules.values() if c is not None and c not in seen)
+    children = tuple(_build_node(c, paths, infos, seen) for c in module._modules.values() if c is not None and c not in seen)
     return ModuleTree(first, type(module), own, children, tuple(rest), module=module)
 
 

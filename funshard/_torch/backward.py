@@ -33,7 +33,7 @@ __all__ = [
     "depends_only_on",
     "find_viewed_buffer",
     "has_hooks",
-    "in_python_node",
+    "is_in_python_node",
     "is_last_backward",
     "is_leaf_view",
     "iter_nodes",
@@ -165,7 +165,7 @@ def is_last_backward(level_: int) -> bool:
     return running and not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
 
 
-def in_python_node() -> bool:
+def is_in_python_node() -> bool:
     """Return whether backward runs the node of a custom autograd Function, which may differentiate something itself."""
     return isinstance(torch._C._current_autograd_node(), BackwardCFunction)
 
@@ -272,14 +272,14 @@ Pinned by ``test_right_or_refused.py``'s modules that read it.
 
 def depends_only_on(tensor: Tensor, leaves: Iterable[Tensor]) -> bool:
     """Return whether the tensor's graph begins with these leaves alone, or with leaves that they are views of."""
-    known = {id(_leaf(x)) for x in leaves if x.requires_grad}
+    known = {id(_find_leaf(x)) for x in leaves if x.requires_grad}
     begins = (getattr(node, "variable", None) for node, _ in iter_nodes(tensor))
     if tensor.grad_fn is None:
         return id(tensor) in known
     return all(leaf is None or id(leaf) in known for leaf in begins)
 
 
-def _leaf(x: Tensor) -> Tensor:
+def _find_leaf(x: Tensor) -> Tensor:
     """Return the leaf that a tensor is an alias of, or the leaf itself."""
     return x if x.grad_fn is None else x.grad_fn.next_functions[0][0].variable  # pyright: ignore
 

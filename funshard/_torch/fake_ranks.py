@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from .backward import current_graph_task
 from .dispatch import OpOverload
 
-__all__ = ["axis_group", "counted_flops", "fake_world", "in_backward", "is_no_operator", "real_tensors"]
+__all__ = ["axis_group", "counted_flops", "fake_world", "is_in_backward", "is_no_operator", "real_tensors"]
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
     return unset_fake_temporarily()
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Return whether autograd runs a graph."""
     return current_graph_task() != -1
 

@@ -10,7 +10,7 @@ __all__ = ["TORCH_FOLDER", "is_compiler_file"]
 
 TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
 """The folder of torch's Python files, with a slash at the end."""
-_COMPILERS = (f"{TORCH_FOLDER}_dynamo/convert_frame.py", f"{TORCH_FOLDER}_inductor/compile_fx.py")
+_COMPILER_FILES = (f"{TORCH_FOLDER}_dynamo/convert_frame.py", f"{TORCH_FOLDER}_inductor/compile_fx.py")
 
 
 def is_compiler_file(name: str) -> bool:
@@ -18,4 +18,4 @@ def is_compiler_file(name: str) -> bool:
 
     Pinned by ``test_compiler_files_are_on_the_stack``.
     """
-    return name.startswith(_COMPILERS)
+    return name.startswith(_COMPILER_FILES)

@@ -27,9 +27,9 @@ __all__ = [
     "dispatch_keys",
     "has_only_derivatives",
     "has_tangent",
-    "in_forward_ad",
     "is_batched",
     "is_dead",
+    "is_in_forward_ad",
     "is_leaf",
     "is_tracked",
     "is_wrapped",
@@ -63,7 +63,7 @@ def needs_graph() -> bool:
     """
     if torch.is_inference_mode_enabled():
         return False
-    return current_level() > 0 or (torch.is_grad_enabled() and not in_forward_ad())
+    return current_level() > 0 or (torch.is_grad_enabled() and not is_in_forward_ad())
 
 
 def can_replace_saved_tensors() -> bool:
@@ -117,7 +117,7 @@ def tracking_levels(tensor: Tensor, keys: DispatchKeys) -> frozenset[int]:
     levels: list[int] = []
     while is_wrapped(tensor):
         tensor = _functorch.get_unwrapped(tensor)
-        if _has_graph(tensor) or (in_forward_ad() and _has_tangent(tensor, keys)):
+        if _has_graph(tensor) or (is_in_forward_ad() and _has_tangent(tensor, keys)):
             levels.append(level_of(tensor))
     return frozenset(levels)
 
@@ -132,7 +132,7 @@ def _has_graph(tensor: Tensor) -> bool:
 
 def has_tangent(tensor: Tensor) -> bool:
     """Return whether the innermost forward-mode derivative follows the tensor."""
-    return in_forward_ad() and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+    return is_in_forward_ad() and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _has_tangent(tensor: Tensor, keys: DispatchKeys) -> bool:
@@ -201,7 +201,7 @@ def is_leaf(tensor: Tensor) -> bool:
 
 def any_tracked(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether one of these is in a transform's wrapper, or `is_tracked` in the current grad mode; None is not."""
-    follows = torch.is_grad_enabled() or in_forward_ad()  # or else nobody follows but transforms
+    follows = torch.is_grad_enabled() or is_in_forward_ad()  # or else nobody follows but transforms
     return any(x is not None and (is_wrapped(x) or (follows and is_tracked(x))) for x in tensors)
 
 
@@ -293,6 +293,6 @@ def materialize_zeros(tangent: Tensor) -> Tensor:
     return torch.zeros_like(tangent) if tangent._is_zerotensor() else tangent  # pyright: ignore[reportPrivateUsage]
 
 
-def in_forward_ad() -> bool:
+def is_in_forward_ad() -> bool:
     """Return whether a torch.autograd.forward_ad level is open. Pinned by ``test_forward_ad_level``."""
     return torch.autograd.forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

@@ -16,7 +16,7 @@ __all__ = ["NoGradInForwardMode"]
 
 
 class _ModeCount(threading.local):
-    """How many of the modes this thread is within."""
+    """The number of the modes that this thread is within."""
 
     count = 0
 

@@ -107,7 +107,7 @@ def _count_references(tensor: Tensor) -> tuple[int, int]:
 
 
 _ONE_REFERENCE = _count_references(torch.empty(1))
-"""The holders of a storage that has one tensor."""
+"""The references of a storage that has one tensor."""
 
 
 def lazy_clone(tensor: Tensor) -> Tensor:

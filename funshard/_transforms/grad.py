@@ -179,7 +179,7 @@ def _describe(leaf: object) -> str:
 
 def is_differentiated_outside(arguments: object) -> bool:
     """Return whether anything outside can differentiate, batch or trace what is computed from these arguments."""
-    if torch.compiler.is_compiling() or _torch.current_level() or _torch.in_forward_ad():
+    if torch.compiler.is_compiling() or _torch.current_level() or _torch.is_in_forward_ad():
         return True
     tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

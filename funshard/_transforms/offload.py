@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class OffloadTarget:
-    """Which tensors move: those of at least ``at_least`` bytes, in batches of ``batch_bytes`` or of one run."""
+    """The tensors that move: those of at least ``at_least`` bytes, in batches of ``batch_bytes`` or of one run."""
 
     at_least: int = 1 << 20
     batch_bytes: float = math.inf
@@ -158,7 +158,7 @@ class OffloadHooks(SavedTensorHooks):
 
     def is_moved(self, tensor: Tensor) -> bool:
         """Return whether a saved tensor moves to the host, see `offload`."""
-        if not _is_flat_copyable(tensor) or _torch.in_forward_ad():
+        if not _is_flat_copyable(tensor) or _torch.is_in_forward_ad():
             return False
         inner = _torch.unwrap(tensor)
         if not self.target.is_source(inner.device) or any(_torch.storage_id(inner) in held for held in self.held):

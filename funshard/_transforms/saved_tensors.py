@@ -34,7 +34,7 @@ class RestorableBuffer(_torch.HasDtype, Protocol):
 
 
 class SavedTensorHooks:
-    """Decide what to keep of the tensors that a forward saves or, ``by_backward``, a node of a backward.
+    """The choice of what to keep of the tensors that a forward saves or, ``by_backward``, a node of a backward.
 
     ``live`` are the gathered buffers by storage. At the level ``over`` nothing reads what is saved.
     """
@@ -82,7 +82,7 @@ def hook_running_node(live: Mapping[int, RestorableBuffer], level: int) -> None:
 
 def _is_last_reader(level: int) -> bool:
     """Return whether nothing will read what the running node saves at this level."""
-    return _torch.is_last_backward(level) and not _torch.in_python_node()
+    return _torch.is_last_backward(level) and not _torch.is_in_python_node()
 
 
 def _raise_freed() -> Tensor:

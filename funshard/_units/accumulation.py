@@ -82,7 +82,7 @@ def find_accumulation(
     """
     if not _ACTIVE_ACCUMULATIONS:
         return None
-    says, active = reduce != "mean" or reduce_axes is not None, _of_this_thread()
+    says, active = reduce != "mean" or reduce_axes is not None, _active_in_this_thread()
     for one in reversed(active):
         shared = next((key for key, shard in one.shards.items() if params.get(key) is shard), None)
         is_same = one.spec is spec or (one.spec.units == spec.units and one.spec.sizes == spec.sizes)
@@ -103,10 +103,10 @@ def find_accumulation(
 
 def is_backward_repeated() -> bool:
     """Return whether backward will run more than once through what the loss of an accumulation computes here."""
-    return bool(_ACTIVE_ACCUMULATIONS) and any(active.retains_graph for active in _of_this_thread())
+    return bool(_ACTIVE_ACCUMULATIONS) and any(active.retains_graph for active in _active_in_this_thread())
 
 
-def _of_this_thread() -> list[Accumulation]:
+def _active_in_this_thread() -> list[Accumulation]:
     """Return this thread's accumulations; in a thread of autograd, which runs a checkpoint again, those of all."""
     if torch.compiler.is_compiling():
         return _ACTIVE_ACCUMULATIONS

@@ -214,7 +214,7 @@ def _apply_route(
     label: str,
     gathers: bool,
 ) -> Tensor:
-    # One node for Dynamo, as collectives._primitive.
+    """Gather a slice along a route, or reduce a buffer: one node for Dynamo, as in collectives._primitive."""
     param_dtype, reduce_dtype, shard_dtype = dtypes
 
     def gather(piece: Tensor, *ranks: Tensor) -> Tensor:

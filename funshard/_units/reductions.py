@@ -54,7 +54,7 @@ class ReductionQueue:
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None], shard: Tensor, routes: RouteTable) -> None:
         """Start to reduce a unit's gradient, given by parameter. To be called below all transforms."""
         route, steps = routes.by_key[unit.key], routes.steps[unit.key]
-        zeros = self._padding(route, shard, routes) if route.longest_padding else shard
+        zeros = self._padding_zeros(route, shard, routes) if route.longest_padding else shard
         pieces = flat_pieces(unit, grads, route, shard, zeros)
         if route.split_axes:
             self.reduce_split(unit.key, pieces, route, steps)
@@ -64,7 +64,7 @@ class ReductionQueue:
             buffer = _torch.concat_into(pieces, pieces[0].new_empty(route.padded_numel, dtype=route.dtypes.reduce))
             self.add_unreduced(unit.key, buffer.to(route.shard_dtype))
 
-    def _padding(self, route: Route, like: Tensor, routes: RouteTable) -> Tensor:
+    def _padding_zeros(self, route: Route, like: Tensor, routes: RouteTable) -> Tensor:
         """Return zeros as long as the longest padding of any unit."""
         at = route.device or like.device, route.dtypes.param
         if at not in self._zeros:
@@ -129,10 +129,10 @@ class ReductionQueue:
 
     def _report(self, parts: Iterable[tuple[str, Tensor]], receiver: GradReceiver) -> None:
         """Hand reduced gradients to the receiver."""
-        for key, grad in self._on_final_device([*parts]):
+        for key, grad in self._move_to_final_device([*parts]):
             receiver.receive(key, grad)
 
-    def _on_final_device(self, parts: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _move_to_final_device(self, parts: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Return reduced gradients in the shards' dtypes; wait once for those that are copied to the host."""
         routes = {key: self._on_host[key] for key, _ in parts if key in self._on_host}
         for device in {route.device for route in routes.values()}:
@@ -170,7 +170,7 @@ class ReductionQueue:
             parts = [(key, chain.result()) for key, chain in self._slices]
             for bucket, chain in self._full_buckets:
                 parts += bucket.split(chain.result())
-        reduced = self._on_final_device(parts)
+        reduced = self._move_to_final_device(parts)
         self._reset()
         out: dict[str, Tensor] = {}
         for key, grad in reduced:

@@ -18,4 +18,4 @@ class NewerError(CheckpointError):
 
 
 class DamagedError(ValueError):
-    """Bytes in a file are not what was written. Callers raise it as a `CheckpointError` that names the file."""
+    """The error for bytes in a file that are not what was written. Callers raise a `CheckpointError` that names the file."""

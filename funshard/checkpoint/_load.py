@@ -84,7 +84,7 @@ def load(
 
 
 class _Loader:
-    """Finds the tree to read in a checkpoint, checks that the files have its leaves, and reads them."""
+    """A load: it finds the tree to read in a checkpoint, checks that the files have its leaves, and reads them."""
 
     def __init__(self, directory: Path, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any) -> None:
         self._spec, self._ranks = spec, ranks

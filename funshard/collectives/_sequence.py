@@ -94,7 +94,7 @@ class SequenceCheck:
         with _explain_timeout():
             work.wait()
         if self._is_different():
-            raise RuntimeError(f"{self._error}: {self._difference()}. {REMEDY}")
+            raise RuntimeError(f"{self._error}: {self._find_difference()}. {REMEDY}")
 
     def __del__(self, unfinished: deque[SequenceCheck] = _UNFINISHED) -> None:
         if self._work is not None and (not self._work.is_completed() or self._is_different()):
@@ -104,7 +104,7 @@ class SequenceCheck:
         """Return whether some rank ran other collectives."""
         return tuple(self._maxima.tolist()) != self._own
 
-    def _difference(self) -> str:
+    def _find_difference(self) -> str:
         """Return the first collective that differs, and where, by a gather of all names."""
         group = self._group()
         if group is None:

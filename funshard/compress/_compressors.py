@@ -216,11 +216,11 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
             scale = (high / 255 - low / 255).clamp(min=torch.finfo(torch.float32).tiny)
             zero = (-low / scale).round().clamp(0, 255)
             data = ((pieces / scale[..., None]).round() + zero[..., None]).clamp(0, 255).to(torch.uint8)
-            scales, zeros = _from_all(torch.stack([scale, zero], -1), unit, spec, over).unbind(-1)
+            scales, zeros = _exchange_pieces(torch.stack([scale, zero], -1), unit, spec, over).unbind(-1)
             senders = rank_count(over, spec)
             most = torch.finfo(buffer.dtype).max * (1 - 2**-20) / senders  # half a level beyond the largest may be too much
             limits = torch.where(scales.isfinite(), min(most, torch.finfo(torch.float32).max / senders), torch.inf)[..., None]
-            received = _from_all(data, unit, spec, over).float().sub_(zeros[..., None]).mul_(scales[..., None] / senders)
+            received = _exchange_pieces(data, unit, spec, over).float().sub_(zeros[..., None]).mul_(scales[..., None] / senders)
             total = received.clamp(min=-limits, max=limits).sum(0)
             shards[key] = move_to_rest(total.flatten()[:n].to(buffer.dtype), unit, spec)
         return shards, state
@@ -228,7 +228,7 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
     return Compressor(lambda spec: (), reduce)
 
 
-def _from_all(pieces: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
+def _exchange_pieces(pieces: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
     """Return the pieces of all ranks for this rank, ``[ranks, ...]``: ``pieces[i]`` is for the owner of slice i of the unit."""
     mesh = spec.bound_mesh
     pieces = pieces.unsqueeze(1)

@@ -32,7 +32,7 @@ from ._compressor import (
 __all__ = ["PowerSGD", "powersgd"]
 
 N = TypeVar("N", int, Tensor)
-Shape = tuple[int, int, int]
+LowRankShape = tuple[int, int, int]
 """A matrix's rows, columns, and the rank of its approximation."""
 
 
@@ -89,7 +89,7 @@ def powersgd(
     if rank < 1:
         raise ValueError(f"compress.powersgd: expected a rank of at least 1, got {rank}")
 
-    def shapes(unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> dict[str, Shape]:
+    def shapes(unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> dict[str, LowRankShape]:
         """Return the shapes and ranks of the unit's matrices that are worth compressing."""
         if not unit.requires_grad:
             return {}
@@ -244,7 +244,7 @@ def _to_padded_matrix(tensor: Tensor, n: int, m: int) -> Tensor:
     return (torch.nn.functional.pad(flat, (0, n * m - len(flat))) if n * m > len(flat) else flat).view(n, m)
 
 
-def _check_state(state: PowerSGD, shapes: Mapping[str, Shape], error_feedback: bool) -> None:
+def _check_state(state: PowerSGD, shapes: Mapping[str, LowRankShape], error_feedback: bool) -> None:
     """Raise ValueError unless the state has the tensors of these matrices, in their shapes."""
     for key, (n, m, r) in shapes.items():
         parts = (("q", state.q, (m, r)), *((("error", state.error, (n, m)),) if error_feedback else ()))

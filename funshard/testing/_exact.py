@@ -146,7 +146,7 @@ def _dtype_tolerance(dtype: torch.dtype) -> float:
 
 
 class _DtypeRecorder(_torch.DispatchMode):
-    """Records the dtypes of all results."""
+    """A mode that records the dtypes of all results."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -106,7 +106,7 @@ def _view_adapter(make: Callable[[Any], Any]) -> ObjectAdapter:
     return ObjectAdapter(lambda view: [(["mapping"], gc.get_referents(view)[:1])], lambda _, contents: make(contents[0][1][0]))
 
 
-_VIEWS: list[Any] = [getattr(base, name) for base in (dict, OrderedDict) for name in ("keys", "values", "items")]
+_VIEW_METHODS: list[Any] = [getattr(base, name) for base in (dict, OrderedDict) for name in ("keys", "values", "items")]
 
 
 def _make_partial(cls: Any, contents: Contents) -> Any:
@@ -169,7 +169,7 @@ ADAPTERS: dict[type, ObjectAdapter] = {
         get_context=type,
     ),
     types.MappingProxyType: _view_adapter(types.MappingProxyType),
-    **{type(make(make.__objclass__())): _view_adapter(make) for make in _VIEWS},
+    **{type(make(make.__objclass__())): _view_adapter(make) for make in _VIEW_METHODS},
     threading.local: ObjectAdapter(  # a run sees the attributes of its own thread
         lambda obj: [part_of(vars(obj))],
         lambda obj, contents: refill(vars(obj), contents[0]),

@@ -44,7 +44,7 @@ _CACHE: dict[tuple[frozenset[types.CodeType], frozenset[type]], CodeReads] = {}
 
 
 class ForbiddenFunctions(TorchFunctionMode):
-    """Refuse functions of tensors within this context, except the queries of torch and of this library.
+    """A mode that refuses functions of tensors, except the queries of torch and of this library.
 
     Args:
         messages: By function, the message of the RuntimeError that it raises.

@@ -62,7 +62,7 @@ class RecomputedFunction:
         reached = ReachableObjects([*roots.values(), context_variables()], self._owned)
         self._reached: ReachableObjects | None = reached  # until the first run has ended
         self._snapshot, self._constants = Snapshot(reached, self._owned), reached.constants
-        levels = _torch.current_level() + _torch.in_forward_ad()  # plain autograd is another one, where it records
+        levels = _torch.current_level() + _torch.is_in_forward_ad()  # plain autograd is another one, where it records
         levels += self._grad and any(_torch.unwrap(x).requires_grad for x in reached.tensors)
         self._in_stack = (_torch.current_level() > 0 and levels > 1) or _RUNNING.in_stack
         if self._in_stack:

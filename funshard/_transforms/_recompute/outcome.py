@@ -99,7 +99,7 @@ class RunOutcome:
 
 
 class _OutcomeResolver:
-    """Resolves the tokens of a run to the caller's objects and tensors. A class for the reason of `RunInputs`."""
+    """The resolver of a run's tokens to the caller's objects and tensors. A class for the reason of `RunInputs`."""
 
     def __init__(
         self, outcome: RunOutcome, after: ReachableObjects, reached: ReachableObjects, outputs: Sequence[Tensor]

@@ -144,9 +144,9 @@ class _RecomputeFunction(_torch.Function):
             plain = [_torch.unwrap_to_level(x, 0) for x in operands]
             recorded = last or torch.is_grad_enabled()
             if not (recorded and any(_torch.is_tracked(x) for x in plain)):  # this derivative is not differentiated
-                is_first_order = isinstance(ctx.fn, RecomputedFunction) and not _torch.in_forward_ad()
+                is_first_order = isinstance(ctx.fn, RecomputedFunction) and not _torch.is_in_forward_ad()
                 with _torch.below_transforms(), ctx.fn.last_run() if is_first_order else contextlib.nullcontext():
-                    found = vjp.by_autograd(plain)
+                    found = vjp.run_by_autograd(plain)
                 return None, *_fill_mask(_mark_freed(operands, found) if last else found, wanted)
         return None, *_fill_mask(_RecomputeFunction.apply(vjp, *operands), wanted)
 
@@ -211,16 +211,18 @@ class _Vjp:
     given: tuple[bool, ...]
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        if not _torch.current_level() and not _torch.in_forward_ad():
+        if not _torch.current_level() and not _torch.is_in_forward_ad():
             xs = (x for x, wanted in zip(operands, self.wanted, strict=False) if wanted)
-            return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(xs, self.by_autograd(operands), strict=True))
+            return tuple(
+                torch.zeros_like(x) if g is None else g for x, g in zip(xs, self.run_by_autograd(operands), strict=True)
+            )
         part, free, cotangents = self._split(operands)
         pullback = torch.func.vjp(part, *free)[1]
         # with gradients off, the backwards of SiLU and others are kernels without a forward-mode rule
-        with torch.set_grad_enabled(torch.is_grad_enabled() or _torch.in_forward_ad()):
+        with torch.set_grad_enabled(torch.is_grad_enabled() or _torch.is_in_forward_ad()):
             return pullback(cotangents)
 
-    def by_autograd(self, operands: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    def run_by_autograd(self, operands: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Return the same by plain autograd, which frees as it goes: below all transforms. None stands for zero."""
         part, free, cotangents = self._split(operands)
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in operands)  # this derivative is differentiated

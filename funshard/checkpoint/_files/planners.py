@@ -65,7 +65,7 @@ def _make_chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class RangeSavePlanner(SavePlanner):
-    """Plans the writes of this rank's share of some ranges: one of the ranks that hold an element writes it."""
+    """A planner of the writes of this rank's share of some ranges: one of the ranks that hold an element writes it."""
 
     def __init__(self, parts: Iterable[TensorRange]) -> None:
         sharer = RangeSharer()
@@ -158,7 +158,7 @@ def _align(nbytes: int) -> int:
 
 
 class RangeLoadPlanner(LoadPlanner):
-    """Plans the reads of some ranges: of each stored tensor, the chunks that overlap with them."""
+    """A planner of the reads of some ranges: of each stored tensor, the chunks that overlap with them."""
 
     def __init__(self, parts: Sequence[TensorRange]) -> None:
         self._chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)

@@ -25,7 +25,7 @@ __all__ = ["CheckpointReader"]
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads and checks the items of a plan. Raises CheckpointError, naming tensor and file, for damaged ones."""
+    """A reader that checks the items of a plan. It raises CheckpointError, naming tensor and file, for damaged ones."""
 
     def __init__(self, path: Path, *, check: bool) -> None:
         super().__init__(path)

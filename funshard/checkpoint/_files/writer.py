@@ -31,7 +31,7 @@ PIECE_BYTES = 1 << 19
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a file on each rank. After `finish`, the first rank has the sizes of all files in ``sizes``."""
+    """A writer of one file on each rank. After `finish`, the first rank has the sizes of all files in ``sizes``."""
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path, single_file_per_rank=True, sync_files=False, overwrite=False)

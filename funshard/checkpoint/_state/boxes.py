@@ -105,7 +105,7 @@ def split_range(begin: int, end: int, itemsize: int) -> list[tuple[int, int]]:
 
 
 class RangeSharer:
-    """Divides ranges evenly among the ranks that hold them, in the same way on each of these ranks."""
+    """An even division of ranges among the ranks that hold them, in the same way on each of these ranks."""
 
     def __init__(self) -> None:
         # the bytes that each holder writes, by the number of holders and their axes

@@ -82,7 +82,7 @@ def describe(
 
 
 class _Describer:
-    """Describes the parts of a state and collects the values of their leaves."""
+    """A description of a state in the making: it describes the parts, and collects the values of their leaves."""
 
     def __init__(self, spec: PartitionSpec, values: list[Any], *, is_template: bool) -> None:
         self._spec, self._values, self._is_template = spec, values, is_template

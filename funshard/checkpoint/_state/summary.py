@@ -22,6 +22,7 @@ from .tree import ContainerNode, Node, iter_leaves, walk
 __all__ = ["StateSummary", "summarize_state"]
 
 RankMessage: TypeAlias = tuple[str, dict[str, Any], dict[str, tuple[str, int, int]]]
+"""What a rank sends of its summary: a digest of ``common``, then ``per_rank`` and ``replicas``."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ _NAMES = {
 
 
 class _Switch:
-    """Whether the check is on in this process, and for how many users."""
+    """The switch of the check in this process: how many users it is on for, and its monitor."""
 
     def __init__(self) -> None:
         self.users = 0

@@ -30,7 +30,7 @@ def add_eps_root(cls: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> 
         raise ValueError(f"from_torch: eps_root: expected at least 0, got {eps_root}")
 
     class WithEpsRoot(cls):  # pyright: ignore[reportGeneralTypeIssues]
-        """Divides by ``sqrt(v / (1 - b2^t) + eps_root) + eps``, as optax.adam does."""
+        """An optimizer that divides by ``sqrt(v / (1 - b2^t) + eps_root) + eps``, as optax.adam does."""
 
         def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             for group in self.param_groups:

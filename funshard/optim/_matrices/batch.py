@@ -63,7 +63,7 @@ class MatrixBatch(NamedTuple):
         """Return whole matrices from this rank's parts (`SliceLayout.select`), empty if another rank is the owner."""
         if self.to_owners is None or self.from_owners is None:
             return {matrix.name: self._gather_simulated(parts[matrix.name], matrix) for matrix in self.matrices}
-        return self._as_matrices(exchange_matrices(self._on_device(parts), self.to_owners, self.from_owners))
+        return self._as_matrices(exchange_matrices(self._move_to_device(parts), self.to_owners, self.from_owners))
 
     def spread(self, whole: Mapping[str, Tensor]) -> Params:
         """Return the parts of whole matrices on all replicas. Inverse of `collect`."""
@@ -76,7 +76,7 @@ class MatrixBatch(NamedTuple):
         if self.to_owners is None or not _can_overlap(parts):
             whole = self.collect(parts)
             return lambda: whole
-        pending = start_plan(self._on_device(parts), self.to_owners)
+        pending = start_plan(self._move_to_device(parts), self.to_owners)
         return lambda: self._as_matrices(pending())
 
     def chunk_count(self, whole: Sequence[Mapping[str, Tensor]]) -> int:
@@ -109,7 +109,7 @@ class MatrixBatch(NamedTuple):
         zeros = [x.reshape(-1)[:0].sum().abs().float().to(given[0].device) for x in given]
         return lambda x: x + torch.stack(zeros).sum().to(x.dtype)
 
-    def _on_device(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
+    def _move_to_device(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the parts of all matrices, on the device that computes."""
         device = compute_device(self.matrices[0].unit, self.spec.bound_mesh)
         tensors = [parts[matrix.name] for matrix in self.matrices]

@@ -33,7 +33,7 @@ Coords = tuple[int, ...]
 
 
 class AllToAll(NamedTuple):
-    """Reorder pieces, then exchange them over one axis."""
+    """A step of an exchange: reorder pieces, then exchange them over one axis."""
 
     sizes: tuple[int, ...]
     """Elements of each piece that the rank holds before it."""
@@ -153,7 +153,7 @@ AxisRoute = tuple[int, Callable[[SliceIndex], int] | None]
 
 
 class _ExchangePlanner:
-    """Follows the pieces of matrices whose units are split alike."""
+    """A planner that follows the pieces of matrices whose units are split alike."""
 
     def __init__(self, matrices: Sequence[Matrix], spec: PartitionSpec, chunk: Chunk = (0, 1)) -> None:
         self.mesh, self._unit = spec.bound_mesh, matrices[0].unit

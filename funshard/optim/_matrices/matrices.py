@@ -66,7 +66,7 @@ class Matrices:
         Raises:
             ValueError: A slice is not one of the spec's, or a unit's dtype differs from that of the units it is sent with.
         """
-        parts = {name: part for key in tree for name, part in self._parts(tree, key).items()}
+        parts = {name: part for key in tree for name, part in self._select_parts(tree, key).items()}
         self._check_sent_together(parts)
         out: Params = {}
         for group in self._batches_of(tree):
@@ -116,7 +116,7 @@ class Matrices:
         mesh = self.spec.bound_mesh
         return mesh.is_simulated or self.by_name[name].owner == rank_coords(mesh, None)
 
-    def _parts(self, tree: Mapping[str, Tensor], key: str) -> Params:
+    def _select_parts(self, tree: Mapping[str, Tensor], key: str) -> Params:
         """Return the parts of a unit's matrices in its slice; raise ValueError for another spec's."""
         if key not in self.spec.by_key:
             raise ValueError(f"unit '{key}' is not in the spec: expected some of {list(self.spec.by_key)[:8]}")
