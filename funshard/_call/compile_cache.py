@@ -155,7 +155,7 @@ def _compile(options: Compile, remat: Remat | None, structure: Hashable, retains
     from .._transforms._recompute.saved_nodes import UnitBackend  # takes a second to import
 
     out = CompiledRun(remat)
-    backend = UnitBackend(options.backend, settings, kwargs, remat, out.make_prehook)
+    backend = UnitBackend(options.backend, settings, kwargs, remat, out.make_prehook, retains=retains)
     out.run = torch.compile(run, backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph)
     return out
 

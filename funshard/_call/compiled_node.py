@@ -98,7 +98,8 @@ class CompiledNode:
         found: list[Tensor | None] = [None] * len(wanted)
         if pairs and wanted:
             outputs, given = zip(*pairs, strict=True)
-            found = [*torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)]
+            with _torch.keep_saved_tensors():
+                found = [*torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)]
         left = iter(found)
         return [next(left) if x.requires_grad else None for x in self.inputs]
 

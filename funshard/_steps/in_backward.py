@@ -154,7 +154,8 @@ def _step_in_place(
 
     with torch.no_grad():
         if is_measured:
-            last.backward(loss, measure, retain_graph=True)
+            with _torch.keep_saved_tensors():
+                last.backward(loss, measure, retain_graph=True)
             norm = global_norm_from_squares(squares, plan.params, plan.spec)
         by = norm
         if clip == "exact":

@@ -25,6 +25,7 @@ __all__ = [
     "inductor_mode_options",
     "is_compiler_variable",
     "is_config_variable",
+    "keep_saved_tensors",
     "list_backends",
     "list_inductor_modes",
     "list_inductor_options",
@@ -69,11 +70,12 @@ def run_uncompiled(*functions: types.FunctionType) -> None:
     Where it goes on after a graph break it compiles all frames, those of saved-tensor hooks included. Pinned by
     ``test_saved_tensor_hooks_are_not_traced``.
     """
-    from torch._dynamo.eval_frame import set_code_exec_strategy  # takes a second to import
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
+    # takes a second to import
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for function in functions:
-        set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+        set_code_exec_strategy(function.__code__, skip)
 
 
 @contextlib.contextmanager
@@ -89,6 +91,16 @@ def guard_hooks() -> Generator[None]:
         yield
     finally:
         config.skip_nnmodule_hook_guards = before
+
+
+def keep_saved_tensors() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which backwards of compiled code run twice (retain_graph=True): for compiling, and for the first run.
+
+    AOTAutograd makes one ahead of time where sizes are symbols; without this it frees what it reads, and refuses to be kept.
+    Pinned by ``test_sizes_that_change_in_a_torch_func_grad``.
+    """
+    config: Any = sys.modules.get("torch._functorch.config")
+    return contextlib.nullcontext() if config is None else config.patch(donated_buffer=False)
 
 
 def is_compiler_variable(var: contextvars.ContextVar[Any]) -> bool:

@@ -5,6 +5,7 @@ Import this module only to compile: torch's compilers take a second to import.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ... import _torch
 from ..._spec.remat import Chosen, Remat
 from ..._torch.compiler import (
     CustomGraphPass,
@@ -46,6 +48,7 @@ class UnitBackend:
         kwargs: Its other keyword arguments, for another backend than inductor.
         remat: What to save; None for what torch chooses.
         make_prehook: Returns, for a run of the code, what to call before its backward.
+        retains: Whether a backward may come back to what forward saved.
     """
 
     def __init__(
@@ -55,13 +58,17 @@ class UnitBackend:
         kwargs: dict[str, Any],
         remat: Remat | None,
         make_prehook: Callable[[], Callable[[Any], None]],
+        *,
+        retains: bool,
     ) -> None:
+        self._retains = retains
         self._backend, self._options, self._kwargs, self._make_prehook = backend, options, kwargs, make_prehook
         self._passes = None if remat is None else (_SavePass(remat), _RecomputePass())
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return compiled code for a graph."""
-        code = self._compile(graph, inputs)
+        with _torch.keep_saved_tensors() if self._retains else contextlib.nullcontext():
+            code = self._compile(graph, inputs)
 
         def run(*args: Any) -> Any:
             out = code(*args)
