@@ -29,14 +29,14 @@ class BackwardPrefetch:
         gathered.index = len(self._resharded)
         self._resharded.append(weakref.ref(gathered))
 
-    def task(self) -> int:
+    def run_number(self) -> int:
         """Return the number of this run of backward. A run inside it counts as a part of it."""
         return _torch.current_graph_task() if self._outer_task is None else self._outer_task
 
     @contextlib.contextmanager
     def inner_run(self) -> Generator[None]:
         """Count the runs of backward inside as parts of the running one."""
-        outer, self._outer_task = self._outer_task, self.task()
+        outer, self._outer_task = self._outer_task, self.run_number()
         try:
             yield
         finally:
@@ -44,7 +44,7 @@ class BackwardPrefetch:
 
     def advance_to(self, gathered: GatheredUnit) -> bool:
         """Gather this unit, and start to gather the next ones of backward. Return False if backward has been here before."""
-        task = self.task()
+        task = self.run_number()
         if self._task != task:
             self._task, self._position = task, len(self._resharded)
         if gathered.index >= self._position:  # the same unit, or one around it

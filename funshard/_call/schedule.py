@@ -86,7 +86,7 @@ class Schedule:
         gathered = self._ahead.pop(unit.key, None) or GatheredUnit(self, unit)
         self._in_use.add(unit.key)
         self.gathered_keys.append(unit.key)
-        following = self._following(unit.key)
+        following = self._units_to_prefetch(unit.key)
         if not following:
             self.buffers.clear()
         gathered.wait()  # before the next ones start: they would share the wire
@@ -95,7 +95,7 @@ class Schedule:
         self.buffers.clear()
         return gathered
 
-    def _following(self, key: str) -> list[str]:
+    def _units_to_prefetch(self, key: str) -> list[str]:
         """Return the units to gather ahead, now that forward has come to this one."""
         with contextlib.suppress(ValueError):  # it is not among those to come
             self._position = self._order.index(key, self._position + 1)
@@ -138,13 +138,13 @@ class Schedule:
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Start to reduce a unit's gradient, given by parameter, which nobody differentiates."""
         self.order_check.record_reduction(unit.key)
-        self.reductions.begin_backward(self.backward.task())
+        self.reductions.begin_backward(self.backward.run_number())
         with _torch.below_transforms():
             self.reductions.reduce(unit, grads, self.shards[unit.key], self.routes)
 
     def wait_reductions(self, shard: Tensor) -> dict[str, Tensor]:
         """Return the reduced gradients of this backward, by unit key. ``shard`` is any of those that they belong to."""
-        self.reductions.begin_backward(self.backward.task())
+        self.reductions.begin_backward(self.backward.run_number())
         self.order_check.check_backward()  # or some reduction might wait for ever
         with _torch.below_transforms():
             reduced = self.reductions.wait_all()

@@ -221,7 +221,7 @@ def _unit_param_name(slot: Slot, spec: PartitionSpec) -> tuple[str, ...]:
 
 def _largest_nbytes(values: InitialValues, spec: PartitionSpec) -> int:
     """Return the bytes of the largest unit, or of the largest module's own tensors if they are more."""
-    return max(values.largest_module, *(unit.numel * unit.dtype.itemsize for unit in spec), 0)
+    return max(values.largest_module_nbytes, *(unit.numel * unit.dtype.itemsize for unit in spec), 0)
 
 
 def _resolve_device(spec: PartitionSpec, device: torch.device | str | None) -> torch.device:

@@ -70,7 +70,7 @@ class InitialValues:
             self._reached_by[slot].add(i)
 
     @property
-    def largest_module(self) -> int:
+    def largest_module_nbytes(self) -> int:
         """The most bytes that one module owns."""
         return max((sum(slot.nbytes for slot in own) for own in self._own.values()), default=0)
 

@@ -54,7 +54,7 @@ class AsyncCopy:
             target.copy_(source, non_blocking=True)
         self._done = self._stream.record_event()
 
-    def after(self) -> contextlib.AbstractContextManager[object]:
+    def queue_behind(self) -> contextlib.AbstractContextManager[object]:
         """Return a context whose work is queued behind the copy, not behind what the device computes."""
         return contextlib.nullcontext() if self._stream is None else self._stream
 

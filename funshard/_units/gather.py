@@ -22,7 +22,7 @@ def start_gather(shard: Tensor, key: str, routes: RouteTable, buffers: BufferPoo
     if route.device is None:
         return _start_collectives(shard, key, routes, buffers)
     piece, copy = start_copy_to_device(shard, route.device, shard.dtype if route.codec else route.dtypes.param)
-    with copy.after():  # and beside what is computed with the unit before
+    with copy.queue_behind():  # and beside what is computed with the unit before
         chain = _start_collectives(piece, key, routes, buffers)
     chain.copy = copy
     return chain

@@ -79,6 +79,7 @@ class UnitBackend:
         return run
 
     def _compile(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph by the backend, with the passes that choose saved and recomputed nodes."""
         if self._backend == "inductor":
             # inductor's passes are between these two, and replace nodes
             save, recompute = self._passes or (None, None)

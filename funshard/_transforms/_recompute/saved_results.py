@@ -177,7 +177,7 @@ class _SavingRun(ValueNumbering):
         random_states = self._ambient.get_random_states() if draws else None
         if is_chosen:
             self._save(number, op, tree_map_only(Tensor, _torch.detach_in_dispatch, out), random_states)
-            self._count_one()
+            self._count_saved()
         else:
             self._save_if_named(number, op, out, random_states)
         return out
@@ -222,16 +222,17 @@ class _SavingRun(ValueNumbering):
             return
         if not self.is_done:
             self._save_named(_torch.unwrap(x))
-        self._count_one()
+        self._count_saved()
 
-    def _count_one(self) -> None:
-        """Count what is to be saved. No operator needs a number once there are as many as earlier calls have shown."""
+    def _count_saved(self) -> None:
+        """Count a saved result. No operator needs a number once there are as many as earlier calls have shown."""
         self.count += 1
         if not self.is_done and self.count == self._expected_count:
             self.is_done = True
             self._record_versions()
 
     def _save_named(self, x: Tensor) -> None:
+        """Save the result that a named tensor is a view of, if an operator of this run made it."""
         if _torch.is_plain(x) and (key := self.number_of(x)) in self._savers:
             saver = self._savers.pop(key)
             dtype, *view = saver.view
@@ -250,6 +251,7 @@ class _SavingRun(ValueNumbering):
             self._record_versions()
 
     def _record_versions(self) -> None:
+        """Record the versions of the saved results, and free those that were not named."""
         self._savers.clear()
         for result in self._saved.by_number.values():
             result.versions = result.current_versions()

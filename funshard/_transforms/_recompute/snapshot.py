@@ -60,7 +60,7 @@ class Snapshot:
         """Return the objects as they are now; None for one that is gone or has no weak reference."""
         return [reference() for reference in self._references]
 
-    def add_holders(self, indices: set[int]) -> set[int]:
+    def include_holders(self, indices: set[int]) -> set[int]:
         """Return these objects and all that contain them."""
         out, todo = set(indices), list(indices)
         while todo:
@@ -124,7 +124,7 @@ class RunInputs:
         self._snapshot, self._xs, self._name = snapshot, xs, name
         self._current = snapshot.get_current() if reached is None else reached.objects
         changed = changed | (snapshot.find_changed(self._current) if reached is None else set())
-        copied = sorted(snapshot.add_holders(snapshot.with_tensors | changed))
+        copied = sorted(snapshot.include_holders(snapshot.with_tensors | changed))
         self.objects = list(self._current)
         for i in copied:
             self.objects[i] = None
@@ -141,10 +141,12 @@ class RunInputs:
         self.roots = [self._get_value(token) for token in snapshot.roots]
 
     def _get_value(self, token: Token) -> Any:
+        """Return the value of a token: a constant, an operand or an object."""
         kind, x = token
         return x if kind == CONSTANT else self._xs[x] if kind == TENSOR else self._get_object(x)
 
     def _get_object(self, i: int) -> Any:
+        """Return the object of this number, made at the first call if the run gets one of its own."""
         snapshot, adapter, current = self._snapshot, self._snapshot.adapters[i], self._current[i]
         if self.objects[i] is None:
             if not adapter.is_mutable:

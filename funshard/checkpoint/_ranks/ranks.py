@@ -59,7 +59,7 @@ class Ranks:
         keys = [self._group_key(background=background) for background in (False, True)]
         known = [self._numbers[key] if key in host_groups() else -1 for key in keys]
         numbers = hash_spec(spec)
-        with self.explain_lost():  # twice the time: a rank may be one timeout late that an earlier failure kept waiting
+        with self.explain_lost_rank():  # twice the time: a rank may be one timeout late that an earlier failure kept waiting
             rows = _gather_numbers([dist.get_rank(), self._last, *known, *numbers], mesh, 2 * timeout)
             if any(row[4:] != numbers for row in rows):
                 check_ranks_agree(spec)
@@ -98,7 +98,7 @@ class Ranks:
         if min(numbers) < 0 or len({*numbers}) > 1:
             number = self._numbers[key] = self._next
             Ranks._last = max(self._last, number)
-            with self.explain_lost():
+            with self.explain_lost_rank():
                 host_groups()[key] = HostGroup(
                     self._members, f"checkpoint/{background=}/{number}", self._timeout, is_announced=not background
                 )
@@ -109,21 +109,21 @@ class Ranks:
         """Return every rank's value, on every rank."""
         if (group := self.group) is None:
             return [value]
-        with self.explain_lost():
+        with self.explain_lost_rank():
             return group.all_gather_object(value)
 
     def gather_to_first(self, value: T) -> list[T]:
         """Return every rank's value on the first rank, and [] on the others."""
         if (group := self.group) is None:
             return [value]
-        with self.explain_lost():
+        with self.explain_lost_rank():
             return group.gather_object(value)
 
     def broadcast(self, value: T) -> T:
         """Return the first rank's value on every rank."""
         if (group := self.group) is None:
             return value
-        with self.explain_lost():
+        with self.explain_lost_rank():
             return group.broadcast_object(value)
 
     def run(self, function: Callable[[], T], where: str) -> T:
@@ -203,7 +203,7 @@ class Ranks:
         raise cls(f"{where}: {shown}{more}" if self.size > 1 else text) from own
 
     @contextlib.contextmanager
-    def explain_lost(self) -> Generator[None]:
+    def explain_lost_rank(self) -> Generator[None]:
         """Raise an error of the process group as one that says that a rank was lost."""
         try:
             yield

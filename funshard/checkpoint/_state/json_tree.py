@@ -45,6 +45,7 @@ def tree_to_json(node: Node, spec: PartitionSpec, per_rank: Mapping[str, list[An
 
 
 def _leaf_to_json(node: StoredLeaf) -> Any:
+    """Return the data of a leaf for the manifest."""
     dtype = plain_to_json(node.dtype, "")
     match node:
         case SliceLeaf():

@@ -81,7 +81,7 @@ class Channel:
         self.decide(self.sequence, error, store)
 
     def read_announced(self, store: Store) -> dict[int, AnnouncedStart]:
-        """Return the last record of each rank that has written one."""
+        """Return the last start that each rank has announced, for those that have announced one."""
         records: dict[int, AnnouncedStart] = {}
         for rank in self.ranks:
             if store.check([key := self._announcement_key(rank)]):

@@ -115,7 +115,7 @@ def plan_to_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coor
 
     def begin(coords: Coords) -> list[SliceIndex]:
         own = planner.slice_of(coords)
-        return [(i, own) for i, m in enumerate(matrices) if planner.sizes[i][own] and planner.same_replica(m.owner, coords)]
+        return [(i, own) for i, m in enumerate(matrices) if planner.sizes[i][own] and planner.is_same_replica(m.owner, coords)]
 
     steps = planner.plan_steps(
         begin, [(axis, functools.partial(_owner, matrices, axis)) for axis in reversed(planner.split_axes)], coords, held
@@ -174,7 +174,7 @@ class _ExchangePlanner:
         """Return the coordinate, on an axis, of the ranks with the piece's slice."""
         return self._of_slice[piece[1]][axis]
 
-    def same_replica(self, owner: Coords, coords: Coords) -> bool:
+    def is_same_replica(self, owner: Coords, coords: Coords) -> bool:
         """Return whether two ranks agree on the axes that the unit is replicated over."""
         return all(owner[i] == coords[i] for i in self.replica_axes)
 
