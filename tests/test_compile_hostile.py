@@ -155,3 +155,33 @@ def test_sizes_that_change_where_backward_runs_twice() -> None:
             step = fs.update_in_backward(update, loss, params, init(params), [batch()[:n]], spec=spec, max_norm=0.1)
             results.append((step.params, step.norm))
     torch.testing.assert_close(results[2:], results[:2], **EXACT)
+
+
+class Constant(Leaf):
+    """What it computes under no_grad is a view, a tensor that is written to, and a list."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        with torch.no_grad():
+            first = super().forward(x).T
+            total = torch.zeros_like(x).add_(y)
+            parts = y.chunk(2)
+        return y * first.T + y * total + torch.cat([part * y[:1] for part in parts])
+
+
+@each
+@pytest.mark.parametrize("compiler", ["fs.compile", "torch.compile"])
+@pytest.mark.parametrize("forward", [True, False])
+def test_no_grad_in_a_compiled_hvp(compiler: str, forward: bool) -> None:
+    """torch.func.jvp itself differentiates through it."""
+    net = network(Constant)
+    spec = fs.by_type(Constant)(net).on({"shard": 1})
+    params = {key: shard.double() for key, shard in fs.shard(net, spec).items()}
+
+    def product(params: fs.Params, x: Tensor) -> fs.Params:
+        loss = lambda p: fs.functional_call(net, p, x, spec=spec).square().sum()  # noqa: E731
+        return fs.hvp(loss, params, {key: p.cos() for key, p in params.items()}, forward=forward)
+
+    compile = fs.compile if compiler == "fs.compile" else torch.compile
+    got = compile(product, backend="aot_eager", fullgraph=True)(params, batch())
+    torch.testing.assert_close(got, product(params, batch()), **EXACT)

@@ -47,7 +47,9 @@ class NoGradInForwardMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled() or not current_level() or func is torch._VF._unpack_dual:  # which reads a tangent
+        if torch.is_grad_enabled() or func is torch._VF._unpack_dual:  # which reads a tangent
+            return func(*args, **kwargs)
+        if not torch.compiler.is_compiling() and not current_level():  # Dynamo cannot trace the question
             return func(*args, **kwargs)
         with _set_fwd_grad_enabled(False):
             out = func(*args, **kwargs)

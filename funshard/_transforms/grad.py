@@ -94,7 +94,7 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None
     """Return the product of the Hessian of ``f`` at ``params`` with ``v``: shards from shards.
 
     Each rank passes the loss of its own batch. The result is its slice of the product with the Hessian of the mean loss over
-    ranks, exact in both forms. What ``f`` computes under ``torch.no_grad`` is a constant, except inside torch.compile.
+    ranks, exact in both forms. What ``f`` computes under ``torch.no_grad`` is a constant.
 
     Args:
         f: The loss as a function of params alone; it closes over the batch.
@@ -140,8 +140,6 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None
 
 def _forward_over_reverse(first: Callable[[Any], Any], params: Any, direction: Any) -> Any:
     """Return the ``jvp`` of a gradient; ``torch.no_grad`` in it has the meaning that it has for the gradient."""
-    if torch.compiler.is_compiling():
-        return torch.func.jvp(first, (params,), (direction,))[1]
     has_graph = torch.is_grad_enabled()
 
     def gradient(p: Any) -> Any:
