@@ -1288,10 +1288,10 @@ def test_optimizers_ask_is_compiling() -> None:
     param.grad = torch.ones(2)
     optimizer = torch.optim.RAdam([param], capturable=True, foreach=False)
     assert not torch.compiler.is_compiling()
-    with _torch.compiling(True):
+    with _torch.set_compiling(True):
         assert torch.compiler.is_compiling()
         optimizer.step()
-        with _torch.compiling(False), pytest.raises(AssertionError, match="capturable=True"):
+        with _torch.set_compiling(False), pytest.raises(AssertionError, match="capturable=True"):
             optimizer.step()
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()

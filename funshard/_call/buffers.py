@@ -36,17 +36,17 @@ class BufferWarning(UserWarning):
 def warn_discarded(model: nn.Module, names: Sequence[str], stacklevel: int) -> None:
     """Warn, once for a model, that the call throws away the changes of these buffers."""
     if names and is_first_warning(model, "discarded buffers"):
-        _warn(names, stacklevel + 1)
+        _warn_discarded(names, stacklevel + 1)
 
 
 @_torch.assume_constant
 def warn_discarded_in_graph(names: tuple[str, ...]) -> None:
     """Warn of the same inside torch.compile, which comes here when it traces, so once for each graph."""
     if names:
-        _warn(names, 2)
+        _warn_discarded(names, 2)
 
 
-def _warn(names: Sequence[str], stacklevel: int) -> None:
+def _warn_discarded(names: Sequence[str], stacklevel: int) -> None:
     """Warn that forward changed buffers that the call throws away."""
     shown = ", ".join(f"'{name}'" for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -41,7 +41,7 @@ def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: C
     read: dict[str, nn.Module] = {}
     updated: dict[str, nn.Module] = {}
     for path, layer in layers.items():
-        for name in _statistics(path, layer):
+        for name in _statistics_names(path, layer):
             if layer.training and name in given:
                 updated[name] = layer
             elif not layer.training and name not in given:
@@ -67,7 +67,7 @@ def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: C
         )
 
 
-def _statistics(path: str, layer: nn.Module) -> Iterator[str]:
+def _statistics_names(path: str, layer: nn.Module) -> Iterator[str]:
     """Yield the names of a layer's running mean and variance, if it keeps them."""
     return (join_path(path, attr) for attr in ("running_mean", "running_var") if layer._buffers.get(attr) is not None)
 

@@ -66,7 +66,7 @@ class StandIns:
             self._seen[id(value)] = value  # a container may hold itself
             if isinstance(value, _CONTAINERS):
                 self._seen[id(value)] = self._copy_container(value, where, inside=inside)
-            elif not inside and (attributes := _attributes_of(value)):
+            elif not inside and (attributes := _user_attributes(value)):
                 for attr, before in list(attributes.items()):
                     now = self._replace(before, f"{where}.{attr}", inside=True)
                     if now is not before:
@@ -136,7 +136,7 @@ def _names_by_storage(place: BoundModule, spec: PartitionSpec, given: Mapping[st
     }
 
 
-def _attributes_of(value: object) -> dict[str, Any] | None:
+def _user_attributes(value: object) -> dict[str, Any] | None:
     """Return the attributes of an object, None unless its class is a user's own."""
     cls = type(value)
     if not cls.__dictoffset__ or cls.__module__.partition(".")[0] in ("builtins", "torch", "funshard"):

@@ -13,7 +13,7 @@ import torch
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import P
-from .run_step import takes
+from .run_step import has_parameter
 from .table import format_bytes, format_rows, format_seconds
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ def replace_p(spec: PartitionSpec, p: P) -> PartitionSpec:
 def candidates(plan: Plan) -> Iterator[Choice]:
     """Yield the choices that `Plan.fit` tries: axes, reshard, remat, offload, precision and micro-batches."""
     spec, base = plan.spec, main_p(plan.spec)
-    counts = MICROBATCHES if plan.step is not None and takes(plan.step, "microbatches") else (1,)
+    counts = MICROBATCHES if plan.step is not None and has_parameter(plan.step, "microbatches") else (1,)
     precisions = (base.precision,) if base.precision or main_dtype(spec) != torch.float32 else (None, BF16)
     offloads = (base.offload,) if plan.is_on_host_alone else dict.fromkeys((base.offload, "params"))
-    for mesh, axes in _layouts(plan):
+    for mesh, axes in _iter_layouts(plan):
         bound = spec.on(mesh) if mesh else spec
         for reshard, remat, precision, offload, count in itertools.product(
             (True, False), dict.fromkeys((base.remat, False, True)), precisions, offloads, counts
@@ -109,7 +109,7 @@ def main_dtype(spec: PartitionSpec) -> torch.dtype:
     return max(spec, key=lambda unit: unit.numel).dtype if len(spec) else torch.float32
 
 
-def _layouts(plan: Plan) -> Iterator[tuple[dict[str, int] | None, tuple[str, ...]]]:
+def _iter_layouts(plan: Plan) -> Iterator[tuple[dict[str, int] | None, tuple[str, ...]]]:
     """Yield meshes of as many ranks, None for the plan's own, and the axes to split units over."""
     sizes = dict(plan.spec.bound_mesh.sizes)
     local = {axis for unit in plan.spec for axis in unit.local_axes}

@@ -28,7 +28,7 @@ def give_even_indices(name: str, args: Any, out: Any) -> Any:
         if is_index or (name == "sort" and i == 1 and _torch.is_fake(x)):
             if x.numel() > MOST_VALUES:
                 continue
-            choices = max(_choices(name, args), 1)
+            choices = max(_count_choices(name, args), 1)
             with _torch.real_tensors():
                 results[i] = (torch.arange(x.numel(), device=x.device) % choices).view(x.shape)
     return tuple(results) if many else results[0]
@@ -40,7 +40,7 @@ def has_known_integers(name: str, out: Any) -> bool:
     return known and not out.is_meta and not out.is_complex() and out.numel() <= MOST_VALUES
 
 
-def _choices(name: str, args: Any) -> int:
+def _count_choices(name: str, args: Any) -> int:
     """Return how many elements an operator chose among."""
     dim = args[2] if name == "topk" and len(args) > 2 else args[1] if name != "topk" and len(args) > 1 else -1
     x = args[0]

@@ -20,7 +20,7 @@ from .choices import Comparison, candidates, replace_p
 from .events import Category, Event, Phase
 from .from_spec import count_tokens, forecast, unit_routes
 from .hardware import Hardware, parse_bytes
-from .run_step import record_step, takes
+from .run_step import has_parameter, record_step
 from .svg import draw_plan
 from .table import format_plan
 from .timeline import Held, Timeline
@@ -175,7 +175,7 @@ class Plan:
 
     def _check_step_takes_spec(self, what: str) -> None:
         """Raise ValueError if the planned step cannot run with another spec."""
-        if self.step is not None and not takes(self.step, "spec"):
+        if self.step is not None and not has_parameter(self.step, "spec"):
             raise ValueError(f"{what}: the step would run with the same spec: expected step(params, state, batch, *, spec)")
 
     def _replan(self, spec: PartitionSpec, options: Mapping[str, Any] | None = None) -> Plan:

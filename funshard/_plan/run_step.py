@@ -18,10 +18,10 @@ from .at_rest import Init
 from .events import Event
 from .record import StepRecorder
 
-__all__ = ["record_step", "takes"]
+__all__ = ["has_parameter", "record_step"]
 
 
-def takes(step: Callable[..., Any], name: str) -> bool:
+def has_parameter(step: Callable[..., Any], name: str) -> bool:
     """Return whether a step has a parameter of this name."""
     return name in inspect.signature(step).parameters
 
@@ -45,7 +45,7 @@ def record_step(
     with _torch.fake_world(math.prod(sizes.values())), torch.enable_grad():
         mesh, groups = _make_mesh(sizes, device.type)
         bound = spec.on(mesh)
-        if takes(step, "spec"):
+        if has_parameter(step, "spec"):
             options["spec"] = bound
         with _torch.fake_mode():
             params = {unit.key: _make_shard(bound, unit.key, device) for unit in bound}

@@ -39,10 +39,10 @@ def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def format_plan(plan: Plan) -> str:
     """Format a plan: memory by phase, communication by axis, time, and what is worth knowing of the units."""
-    return "\n".join([*_memory(plan), "", *_traffic(plan), "", *_facts(plan)])
+    return "\n".join([*_format_memory(plan), "", *_format_traffic(plan), "", *_format_facts(plan)])
 
 
-def _memory(plan: Plan) -> list[str]:
+def _format_memory(plan: Plan) -> list[str]:
     """Return the lines on the bytes that one rank holds."""
     rest = {category: plan.at_rest.get(category, 0) for category in CATEGORIES}
     shown = CATEGORIES if plan.has_activations else CATEGORIES[:-1]
@@ -55,7 +55,7 @@ def _memory(plan: Plan) -> list[str]:
     return [*format_rows(rows), *notes]
 
 
-def _traffic(plan: Plan) -> list[str]:
+def _format_traffic(plan: Plan) -> list[str]:
     """Return the lines on what is sent over each axis."""
     sizes = dict(plan.spec.bound_mesh.sizes)
     rows = [["axis", "collective", "count", "in", "out", "sent by a rank", "time"]]
@@ -66,7 +66,7 @@ def _traffic(plan: Plan) -> list[str]:
     return format_rows(rows) if len(rows) > 1 else ["nothing is sent"]
 
 
-def _facts(plan: Plan) -> Iterable[str]:
+def _format_facts(plan: Plan) -> Iterable[str]:
     """Yield the lines on time and units."""
     without = "" if plan.tokens else "; without computation: that needs batch="
     yield f"step: {format_seconds(plan.seconds)}, {format_seconds(plan.exposed_seconds)} of it waiting{without}"

@@ -40,7 +40,7 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
     every = {"": root or P(), **chosen}
     for path, params in owned.items():
         _check_tied_local(path, every[path], params, chosen)
-    units = [unit for path, params in owned.items() for unit in _units(path, every[path], params)]
+    units = [unit for path, params in owned.items() for unit in _split_into_units(path, every[path], params)]
     for p in dict.fromkeys(every.values()):
         if (glob := find_unmatched(p.local_axes, (x for path in owned if every[path] == p for x in owned[path]))) is not None:
             where, expected = "", "a glob of names such as '*.up.weight'"
@@ -82,7 +82,7 @@ def build_with_leftovers(tree: ModuleTree, selected: Mapping[str, P], p: P) -> P
     return build(tree, selected, dataclasses.replace(p, local=None) if selected else p)
 
 
-def _units(path: str, p: P, params: list[Param]) -> Iterator[Unit]:
+def _split_into_units(path: str, p: P, params: list[Param]) -> Iterator[Unit]:
     """Yield a unit for each dtype, requires_grad and local axes of a path's parameters, with a suffix if there are several."""
     groups: dict[tuple[str, bool, tuple[str, ...]], list[Param]] = {}
     for param in sorted((mark_local(param, p.local_axes) for param in params), key=lambda param: param.sort_key):

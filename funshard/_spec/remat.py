@@ -80,14 +80,14 @@ class Remat:
             return lambda op, args, kwargs, out: op in operators
         required = _count_required_args(save)
         if required == 1:
-            return lambda op, args, kwargs, out: _is_saved(save, save(op))
+            return lambda op, args, kwargs, out: _means_to_save(save, save(op))
         policy = save if required else _policy_of(save)
         context = SelectiveCheckpointContext(is_recompute=False)
 
         def chosen(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
             context.op_output = out  # which torch before 2.13 does not know of
             try:
-                return _is_saved(policy, policy(context, op, *args, **kwargs))
+                return _means_to_save(policy, policy(context, op, *args, **kwargs))
             finally:
                 context.op_output = None
 
@@ -124,7 +124,7 @@ def _policy_of(context_fn: Callable[[], Any]) -> Callable[..., Any]:
     return policy
 
 
-def _is_saved(fn: Callable[..., Any], answer: object) -> bool:
+def _means_to_save(fn: Callable[..., Any], answer: object) -> bool:
     """Return whether the answer of a save function means to save; raise TypeError for an answer of another kind."""
     if isinstance(answer, bool):
         return answer

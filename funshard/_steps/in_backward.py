@@ -104,7 +104,7 @@ def update_in_backward(
     if max_norm is not None:
         check_max_norm("update_in_backward", max_norm)
     plan = AccumulationPlan.make(params, bind_spec(spec), "shards", has_aux, reduce, reduce_axes)
-    _check_state(state, plan.params)
+    _check_state_keys(state, plan.params)
     batches, known = split_first_batch(microbatches)
     if weights is not None and known is microbatches:
         check_weight_count(weights, len(known))
@@ -274,7 +274,7 @@ def _clip(grads: Params, max_norm: float | Tensor | None, norm: Tensor | None, s
     return grads if max_norm is None or norm is None else scale_to_norm(grads, max_norm, norm, spec)
 
 
-def _check_state(state: object, params: Mapping[str, Tensor]) -> None:
+def _check_state_keys(state: object, params: Mapping[str, Tensor]) -> None:
     """Raise TypeError or ValueError unless the state is a dict with an entry for each unit."""
     if not isinstance(state, Mapping):
         raise TypeError(f"update_in_backward: state: expected a dict by unit key, got {type(state).__name__}")

@@ -26,7 +26,6 @@ __all__ = [
     "annotate_graph",
     "assume_constant",
     "collect_graph_errors",
-    "compiling",
     "current_annotations",
     "disable_in_graph",
     "fake_mode",
@@ -34,6 +33,7 @@ __all__ = [
     "is_fake",
     "is_profiling",
     "is_traced",
+    "set_compiling",
     "write_into",
 ]
 
@@ -112,7 +112,7 @@ def assume_constant(fn: F) -> F:
 
 
 @contextlib.contextmanager
-def compiling(flag: bool) -> Generator[None]:
+def set_compiling(flag: bool) -> Generator[None]:
     """Make ``torch.compiler.is_compiling()`` this, which torch's optimizers ask: then they read no numbers on the host.
 
     Torch versions differ in what it is while AOTAutograd records operators. Pinned by ``test_optimizers_ask_is_compiling``.

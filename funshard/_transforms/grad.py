@@ -162,7 +162,7 @@ def _match_leaves(params: object, v: object) -> list[Tensor]:
     got = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(v)[0]}
     for path in (*expected, *got):
         if path not in expected or path not in got or not _is_like(got[path], expected[path]):
-            texts = [_describe(tree[path]) if path in tree else "none" for tree in (expected, got)]
+            texts = [_describe_leaf(tree[path]) if path in tree else "none" for tree in (expected, got)]
             raise ValueError(f"hvp: v{path}: expected {texts[0]} as in params, got {texts[1]}")
     return [got[path] for path in expected]
 
@@ -171,7 +171,7 @@ def _is_like(leaf: object, other: Tensor) -> bool:
     return isinstance(leaf, Tensor) and leaf.shape == other.shape and leaf.dtype == other.dtype
 
 
-def _describe(leaf: object) -> str:
+def _describe_leaf(leaf: object) -> str:
     return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 

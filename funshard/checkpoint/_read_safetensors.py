@@ -194,7 +194,7 @@ def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: Partitio
                     f"{param.dtype}, got {len(stored)} tensors such as {sorted(stored)[:3]}; rename= maps their names"
                 )
             for one in found:
-                _check_tensor(one, param, unit, sizes, cast=cast)
+                _check_stored_tensor(one, param, unit, sizes, cast=cast)
     for name in stored:
         if name not in spec.by_name and name not in spec.ignored:
             raise ValueError(
@@ -208,7 +208,7 @@ def _find_tensors(param: Param, stored: Mapping[str, _FileTensor]) -> list[_File
     return [stored[name] for name in param.names if name in stored]
 
 
-def _check_tensor(stored: _FileTensor, param: Param, unit: Unit, sizes: Mapping[str, int], *, cast: bool) -> None:
+def _check_stored_tensor(stored: _FileTensor, param: Param, unit: Unit, sizes: Mapping[str, int], *, cast: bool) -> None:
     """Raise ValueError unless a stored tensor fits; with ``cast``, another floating-point dtype does."""
     where, shape = f"parameter '{param.name}' of unit '{unit.key}'", whole_shape(param, sizes)
     if stored.shape != shape:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ._mesh import Axis
 
-__all__ = ["along", "check_dim", "check_divisible"]
+__all__ = ["apply_along", "check_dim", "check_divisible"]
 
 
 def check_dim(what: str, x: Tensor, dim: int) -> int:
@@ -37,6 +37,6 @@ def check_divisible(what: str, x: Tensor, axis: Axis, dim: int = 0) -> int:
     return at
 
 
-def along(dim: int, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def apply_along(dim: int, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply a function of tensors that acts on dimension 0 along another dimension."""
     return fn(x) if dim == 0 else fn(x.movedim(dim, 0)).movedim(0, dim)

@@ -79,7 +79,7 @@ def permute(x: Tensor, axis: Axis, shift: int | None = None, *, perm: Sequence[t
         >>> run(torch.tensor([1.0, 2.0, 3.0])).tolist()
         [3.0, 1.0, 2.0]
     """
-    sources = _sources(axis.size, shift, perm)
+    sources = _find_sources(axis.size, shift, perm)
     if isinstance(axis, Simulated):
         return _permute(x, axis.rank, sources, "")
     if sources == tuple(range(axis.size)):
@@ -91,7 +91,7 @@ def permute(x: Tensor, axis: Axis, shift: int | None = None, *, perm: Sequence[t
     return _permute(x.view_as(x), None, sources, axis.name)  # a view of x: see _primitive.apply
 
 
-def _sources(size: int, shift: int | None, perm: Sequence[tuple[int, int]] | None) -> tuple[int, ...]:
+def _find_sources(size: int, shift: int | None, perm: Sequence[tuple[int, int]] | None) -> tuple[int, ...]:
     """Return the rank that each rank receives from, -1 for none."""
     if perm is None:
         shift = 1 if shift is None else shift

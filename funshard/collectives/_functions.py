@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ._dims import along, check_divisible
+from ._dims import apply_along, check_divisible
 from ._mesh import Axis, Mesh, ProcessAxis, Simulated
 from ._primitive import apply
 
@@ -103,7 +103,7 @@ def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", dim: int =
         [[2.0], [3.0]]
     """
     dim, op = check_divisible("reduce_scatter", x, axis, dim), f"scatter_{_check_reducible(reduce, x)}"
-    return along(dim, lambda x: apply(op, x, axis, label=label), x)
+    return apply_along(dim, lambda x: apply(op, x, axis, label=label), x)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._dims import along, check_dim
+from ._dims import apply_along, check_dim
 from ._mesh import Axis
 from ._primitive import apply
 
@@ -37,4 +37,4 @@ def gather_values(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
         [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
     """
     dim = check_dim("gather_values", x, dim)
-    return along(dim, lambda x: apply("gather_sum", x, axis), x)
+    return apply_along(dim, lambda x: apply("gather_sum", x, axis), x)

@@ -89,7 +89,7 @@ class Mesh:
         if isinstance(mesh, Mesh):
             return mesh
         if isinstance(mesh, Mapping):
-            return Mesh(tuple((name, _axis(name, axis)) for name, axis in mesh.items()))
+            return Mesh(tuple((name, _to_axis(name, axis)) for name, axis in mesh.items()))
         if not hasattr(mesh, "mesh_dim_names"):
             raise TypeError(f"mesh: expected a DeviceMesh, or axis names with sizes such as {{'shard': 2}}, got {mesh!r}")
         names = mesh.mesh_dim_names or (("shard",) if mesh.ndim == 1 else None)
@@ -276,7 +276,7 @@ def _warn_once(name: str, launcher: str, size: int) -> None:
     )
 
 
-def _axis(name: object, axis: object) -> Axis:
+def _to_axis(name: object, axis: object) -> Axis:
     """Return an axis as it is, or one that is only a size."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"mesh: expected axis names, got {name!r}")

@@ -114,7 +114,7 @@ def powersgd(
         given = check_grads(grads, spec)
         units = {key: shapes(spec.by_key[key], spec, over) for key in given}
         every = {key: shape for unit in units.values() for key, shape in unit.items()}
-        _check_state(state, every, error_feedback)
+        _check_powersgd_state(state, every, error_feedback)
         shards: Params = {}
         pieces: dict[str, Params] = {}
         for key, tensors in given.items():
@@ -244,7 +244,7 @@ def _to_padded_matrix(tensor: Tensor, n: int, m: int) -> Tensor:
     return (torch.nn.functional.pad(flat, (0, n * m - len(flat))) if n * m > len(flat) else flat).view(n, m)
 
 
-def _check_state(state: PowerSGD, shapes: Mapping[str, LowRankShape], error_feedback: bool) -> None:
+def _check_powersgd_state(state: PowerSGD, shapes: Mapping[str, LowRankShape], error_feedback: bool) -> None:
     """Raise ValueError unless the state has the tensors of these matrices, in their shapes."""
     for key, (n, m, r) in shapes.items():
         parts = (("q", state.q, (m, r)), *((("error", state.error, (n, m)),) if error_feedback else ()))

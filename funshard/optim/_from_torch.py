@@ -139,14 +139,14 @@ def _adafactor(
 
     rule = rule_from_update(init, update, [(m.shape, m.unit.dtype) for m in known.chosen])
     resolved = resolve_options("from_torch", known, {"lr": of_torch["lr"], "weight_decay": of_torch["weight_decay"]}, options)
-    fallback = partial(_refused, known.spec), lambda grads, state, params, **rates: (dict(params), dict(state))
+    fallback = partial(_refuse_update, known.spec), lambda grads, state, params, **rates: (dict(params), dict(state))
     optimizer = optimizer_from_rule(
         rule, known, resolved, fallback=fallback, is_default_fallback=True, donate=donate, lr=float(of_torch["lr"])
     )
     return break_graphs(optimizer, "Adafactor", "torch's step reads its count on the host")
 
 
-def _refused(spec: PartitionSpec, params: Mapping[str, Tensor]) -> dict[str, Any]:
+def _refuse_update(spec: PartitionSpec, params: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return no state for what is not updated; raise ValueError for anything else, also on ranks that hold none of it."""
     for name, x in params.items():
         if is_updated(x) and (spec.by_name[name][1].numel if name in spec.by_name else len(x)):

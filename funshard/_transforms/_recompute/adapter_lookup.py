@@ -21,7 +21,7 @@ from torch import nn
 from ..._spec.spec import PartitionSpec
 from ..._spec.unit_state import UnitState
 from ...collectives._mesh import Mesh, Simulated
-from .adapters import ADAPTERS, Contents, ObjectAdapter, Part, ordered_elements, part_of, refill
+from .adapters import ADAPTERS, Contents, ObjectAdapter, Part, ordered_elements, refill, to_part
 from .array_adapters import find_array_adapter
 from .stateful_adapters import STATEFUL_ADAPTERS, find_generator_adapter, find_simulated_ranks
 
@@ -112,7 +112,7 @@ def _make_adapter(cls: type) -> ObjectAdapter | None:
         if slots:
             contents.append(_read_slots(obj, slots))
         if cls.__dictoffset__:
-            contents.append(part_of(_attributes_of(obj)))
+            contents.append(to_part(_attributes_of(obj)))
         return contents
 
     def fill(obj: Any, contents: Contents) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 __all__ = ["ADAPTERS", "PLAIN_TYPES", "Contents", "ObjectAdapter", "OpaqueState", "Part"]
-__all__ += ["ordered_elements", "part_of", "read_cell", "refill"]
+__all__ += ["ordered_elements", "read_cell", "refill", "to_part"]
 
 Part = tuple[list[Any], list[Any]]
 """Names or keys, and the values in the same order."""
@@ -68,7 +68,7 @@ class ObjectAdapter:
         return self.make_empty is not None
 
 
-def part_of(mapping: Mapping[Any, Any]) -> Part:
+def to_part(mapping: Mapping[Any, Any]) -> Part:
     """Return the keys and the values of a mapping."""
     return list(mapping), list(mapping.values())
 
@@ -97,7 +97,7 @@ def _immutable_adapter(base: Any, read: Callable[[Any], Part]) -> ObjectAdapter:
         return obj
 
     return ObjectAdapter(
-        lambda obj: [read(obj), *([part_of(vars(obj))] if type(obj).__dictoffset__ else [])], make, get_context=type
+        lambda obj: [read(obj), *([to_part(vars(obj))] if type(obj).__dictoffset__ else [])], make, get_context=type
     )
 
 
@@ -162,8 +162,8 @@ ADAPTERS: dict[type, ObjectAdapter] = {
         lambda obj: [
             # each argument by itself: a partial copies the containers of its arguments when it is made
             (["func", *(f"args[{i}]" for i in range(len(obj.args)))], [obj.func, *obj.args]),
-            part_of(obj.keywords),
-            part_of(vars(obj)),
+            to_part(obj.keywords),
+            to_part(vars(obj)),
         ],
         _make_partial,
         get_context=type,
@@ -171,13 +171,15 @@ ADAPTERS: dict[type, ObjectAdapter] = {
     types.MappingProxyType: _view_adapter(types.MappingProxyType),
     **{type(make(make.__objclass__())): _view_adapter(make) for make in _VIEW_METHODS},
     threading.local: ObjectAdapter(  # a run sees the attributes of its own thread
-        lambda obj: [part_of(vars(obj))],
+        lambda obj: [to_part(vars(obj))],
         lambda obj, contents: refill(vars(obj), contents[0]),
         lambda cls: cls.__new__(cls),
         type,
     ),
     WeakKeyDictionary: ObjectAdapter(
-        lambda obj: [part_of(obj)], lambda obj, contents: refill(obj, contents[0]), lambda _: WeakKeyDictionary[Any, Any]()
+        lambda obj: [to_part(obj)],
+        lambda obj, contents: refill(obj, contents[0]),
+        lambda _: WeakKeyDictionary[Any, Any](),
     ),
 }
 """The adapters of these classes; of their subclasses only for tuple, frozenset and threading.local."""

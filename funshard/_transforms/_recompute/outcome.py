@@ -65,7 +65,7 @@ class RunOutcome:
         """Return what differs from the outcome of the first run, with its path; empty if nothing does."""
         for name, a, b in zip(root_names, first.roots, self.roots, strict=False):
             if not tokens_equal(a, b):
-                return f"{name} was {_describe(a, first)}, now it is {_describe(b, self)}"
+                return f"{name} was {_describe_token(a, first)}, now it is {_describe_token(b, self)}"
         for k, (before, now) in enumerate(zip(first.contents, self.contents, strict=False)):
             if first.classes[k] is not self.classes[k]:
                 path = after.path_of((OBJECT, k), root_names)
@@ -73,10 +73,11 @@ class RunOutcome:
             for (names, tokens), (names_now, tokens_now) in zip(before, now, strict=False):
                 if not names_equal(names, names_now):
                     path = after.path_of((OBJECT, k), root_names)
-                    return f"in {path} there were {_list_names(names)}, now there are {_list_names(names_now)}"
+                    return f"in {path} there were {_abridge_names(names)}, now there are {_abridge_names(names_now)}"
                 for name, a, b in zip(names, tokens, tokens_now, strict=True):
                     if a[1] is not b[1] and not tokens_equal(a, b):
-                        return f"{after.path_in(k, name, root_names)} was {_describe(a, first)}, now it is {_describe(b, self)}"
+                        path = after.path_in(k, name, root_names)
+                        return f"{path} was {_describe_token(a, first)}, now it is {_describe_token(b, self)}"
         for k, was, now in zip(self.result_indices, first.layouts, self.layouts, strict=False):
             if was != now:
                 path = after.path_of((TENSOR, k), root_names)
@@ -162,12 +163,12 @@ def _contents_equal(before: Any, after: Any) -> bool:
     return True
 
 
-def _list_names(names: list[Any]) -> str:
+def _abridge_names(names: list[Any]) -> str:
     """Return a few names, or how many values there are."""
     return f"{len(names)} values" if len(names) > 8 or not all(isinstance(name, str) for name in names) else str(names)
 
 
-def _describe(token: Token, outcome: RunOutcome) -> str:
+def _describe_token(token: Token, outcome: RunOutcome) -> str:
     """Return the value of a token in words, for an error."""
     kind, x = token
     if kind == CONSTANT:

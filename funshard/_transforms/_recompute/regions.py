@@ -57,11 +57,11 @@ class RecomputeRegions:
 
 def missing_names_message(name: str, names: Collection[str], seen: Collection[str]) -> str:
     """Return the error message for a function that gives none of the names that are to be saved."""
-    some = f"some of {_list_names(seen)}" if seen else "funshard.checkpoint_name(x, name) in it"
-    return f"{name} is to save {_list_names(names)}, and gave none of these names while it ran: expected {some}"
+    some = f"some of {_quote_names(seen)}" if seen else "funshard.checkpoint_name(x, name) in it"
+    return f"{name} is to save {_quote_names(names)}, and gave none of these names while it ran: expected {some}"
 
 
-def _list_names(names: Collection[str]) -> str:
+def _quote_names(names: Collection[str]) -> str:
     return ", ".join(sorted(map(repr, names)))
 
 
@@ -104,7 +104,7 @@ def mark_region(remat: Remat, name: str) -> Generator[None]:
 
 def mark_name(x: Tensor, name: str) -> Tensor:
     """Return a tensor annotated with a name if an open region saves it."""
-    if not _is_saved(name):
+    if not _is_name_saved(name):
         return x
     with _torch.annotate_graph(**{NAME_KEY: name}):
         return x.view_as(x)
@@ -123,5 +123,5 @@ def _leave_region(number: int, name: str) -> None:
 
 
 @_torch.assume_constant
-def _is_saved(name: str) -> bool:
+def _is_name_saved(name: str) -> bool:
     return (regions := current_regions()) is not None and regions.is_saved(name)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..._batchnorm import MESH
 from ..._spec.spec import PartitionSpec
 from ...collectives._mesh import Mesh, Simulated
-from .adapters import Contents, ObjectAdapter, OpaqueState, part_of
+from .adapters import Contents, ObjectAdapter, OpaqueState, to_part
 from .iterators import read_position
 
 __all__ = ["CALL_ATTRIBUTES", "STATEFUL_ADAPTERS", "find_generator_adapter", "find_simulated_ranks"]
@@ -32,7 +32,7 @@ _HOOK_AND_SUBMODULE_DICTS = {name for name, value in vars(nn.Module()).items() i
 
 def _read_module(module: nn.Module, but: tuple[str, ...] = ()) -> Contents:
     """Read the attributes of a module, without internal dicts that are empty."""
-    return [part_of({k: v for k, v in vars(module).items() if k not in but and (k not in _HOOK_AND_SUBMODULE_DICTS or v)})]
+    return [to_part({k: v for k, v in vars(module).items() if k not in but and (k not in _HOOK_AND_SUBMODULE_DICTS or v)})]
 
 
 def read_module_state(module: nn.Module) -> Contents:

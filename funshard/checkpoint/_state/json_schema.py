@@ -45,7 +45,7 @@ def check_tree(data: Any, path: Path = ()) -> None:
         _check_units(content, path)
     elif kind == "tensor":
         shape, dtype, *flags = _check_items(content, 5, path)
-        _check_tensor(shape, dtype, flags, path)
+        _check_tensor_data(shape, dtype, flags, path)
     elif kind == "values":
         if type(content) is not list or not content:
             raise_damaged(_format_path(path), "the values of all ranks", content)
@@ -73,15 +73,15 @@ def _check_slot(data: Any, path: Path) -> None:
         for entry, child in _check_entries(owned, path):
             _, leaf = _open_node(child, (*path, str(entry)), "owned")
             shape, dtype, flag = _check_items(leaf, 3, path)
-            _check_tensor(shape, dtype, [flag], path)
+            _check_tensor_data(shape, dtype, [flag], path)
     elif kind == FALLBACK:
         for part in _check_items(content, 2, path):
             _check_slot(part, path)
     elif kind == "scalar":
         dtype, flag = _check_items(content, 2, path)
-        _check_tensor([], dtype, [flag], path)
+        _check_tensor_data([], dtype, [flag], path)
     elif kind == "slice":
-        _check_tensor([], content, [], path)
+        _check_tensor_data([], content, [], path)
     elif kind == "value":
         _check_plain(content, path)
     else:
@@ -175,7 +175,7 @@ def _check_items(data: Any, count: int, path: Path) -> Sequence[Any]:
     return data
 
 
-def _check_tensor(shape: Any, dtype: Any, flags: Sequence[Any], path: Path) -> None:
+def _check_tensor_data(shape: Any, dtype: Any, flags: Sequence[Any], path: Path) -> None:
     """Raise DamagedError unless these are a shape, a dtype and flags."""
     if type(shape) is not list or any(type(size) is not int or not 0 <= size < MAX_NUMEL for size in shape):
         raise_damaged(_format_path(path), "a shape", shape)

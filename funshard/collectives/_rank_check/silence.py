@@ -83,14 +83,14 @@ class SilenceWatch:
         if any(answer is not None and answer.is_compiling for answer in answers.values()):
             self._compiling += step
         mute = [rank for rank, answer in answers.items() if answer and now - max(answer.since, self._asked) > MUTE]
-        text = text.format(waited) + " for " + "; ".join(_describe(rank, answers[rank], rank in mute) for rank in missing)
+        text = text.format(waited) + " for " + "; ".join(_describe_rank(rank, answers[rank], rank in mute) for rank in missing)
         if waited - self._compiling > limit:
             self._monitor.declare(f"{text}. The limit is fs.check(timeout={limit:g})", store)
         elif mute:
             self._monitor.declare(text, store)
         elif not self._has_warned and now - self._asked > 1:
             self._has_warned = True
-            _warn(text)
+            _warn_now(text)
 
     def _end_wait(self) -> None:
         """Forget the wait that is over."""
@@ -125,7 +125,7 @@ class SilenceWatch:
         return how if int(number) >= wait.check else ""
 
 
-def _describe(rank: int, answer: _Answer | None, is_mute: bool) -> str:
+def _describe_rank(rank: int, answer: _Answer | None, is_mute: bool) -> str:
     """Return a missing rank's answer in words."""
     if answer is None:
         return f"rank {rank}, which has not entered fs.check()"
@@ -134,7 +134,7 @@ def _describe(rank: int, answer: _Answer | None, is_mute: bool) -> str:
     return f"rank {rank}, which {answer.doing}"
 
 
-def _warn(text: str) -> None:
+def _warn_now(text: str) -> None:
     """Warn now, in this thread: the main thread waits."""
     try:
         warnings.warn(text, RuntimeWarning, stacklevel=1)

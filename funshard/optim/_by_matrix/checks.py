@@ -35,7 +35,7 @@ def check_step(
             if key not in tree:
                 raise ValueError(f"unit '{key}' has no {what}: expected those of each of the params, got {[*tree][:8]}")
             if what == "state":
-                _check_state(known, slots, owned, key, tree[key])
+                _check_unit_state(known, slots, owned, key, tree[key])
             else:
                 _check_slice(f"{what} of unit '{key}'", tree[key], params[key], spec.shard_numel(spec.by_key[key]))
     known._check_sent_together({name: params[key] for key in params for name in known._names_in(key)})
@@ -50,7 +50,7 @@ def _check_slice(what: str, tensor: object, like: Tensor, numel: int) -> None:
         raise ValueError(f"{what}: expected [{numel}] {like.dtype} on {like.device}, got {got}; is it of another spec or mesh?")
 
 
-def _check_state(known: Matrices, slots: Sequence[str], owned: OwnedShapes, key: str, state: object) -> None:
+def _check_unit_state(known: Matrices, slots: Sequence[str], owned: OwnedShapes, key: str, state: object) -> None:
     """Raise TypeError or ValueError unless the state of a unit is that of its matrices."""
     if not isinstance(state, MatrixState):
         raise TypeError(f"state of unit '{key}': expected a MatrixState, got {type(state).__name__}; make it by init(params)")

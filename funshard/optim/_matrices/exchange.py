@@ -118,7 +118,10 @@ def plan_to_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coor
         return [(i, own) for i, m in enumerate(matrices) if planner.sizes[i][own] and planner.is_same_replica(m.owner, coords)]
 
     steps = planner.plan_steps(
-        begin, [(axis, functools.partial(_owner, matrices, axis)) for axis in reversed(planner.split_axes)], coords, held
+        begin,
+        [(axis, functools.partial(_owner_coord, matrices, axis)) for axis in reversed(planner.split_axes)],
+        coords,
+        held,
     )
     last = [(i, s) for i, m in enumerate(matrices) if m.owner == coords for s in range(planner.slices) if planner.sizes[i][s]]
     return planner.finish_plan(
@@ -143,7 +146,7 @@ def plan_from_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Co
     return planner.finish_plan(sizes, steps, last, [planner.sizes[i][own_slice] for i in range(len(matrices))])
 
 
-def _owner(matrices: Sequence[Matrix], axis: int, piece: SliceIndex) -> int:
+def _owner_coord(matrices: Sequence[Matrix], axis: int, piece: SliceIndex) -> int:
     """Return the owner's coordinate on an axis for a piece."""
     return matrices[piece[0]].owner[axis]
 
