@@ -7,6 +7,7 @@ import threading
 from collections.abc import Generator
 from typing import Any
 
+import torch
 from torch import nn
 
 from .tracing import assume_constant
@@ -37,6 +38,9 @@ def undo_attribute_writes(model: nn.Module) -> Generator[None]:
     Later code reads the attributes of before, and the modules are not written to after the graph. Dynamo's tables are private;
     pinned by ``test_attributes_that_forward_sets_are_restored``.
     """
+    if not torch.compiler.is_dynamo_compiling():  # as in torch.export, which runs the code itself
+        yield
+        return
     setattr(model, _MARK, True)
     _note_writes()
     try:
