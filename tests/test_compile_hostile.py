@@ -165,7 +165,7 @@ class Constant(Leaf):
         with torch.no_grad():
             first = super().forward(x).T
             total = torch.zeros_like(x).add_(y)
-            parts = y.chunk(2)
+            parts = y.split(1)
         return y * first.T + y * total + torch.cat([part * y[:1] for part in parts])
 
 
@@ -183,5 +183,6 @@ def test_no_grad_in_a_compiled_hvp(compiler: str, forward: bool) -> None:
         return fs.hvp(loss, params, {key: p.cos() for key, p in params.items()}, forward=forward)
 
     compile = fs.compile if compiler == "fs.compile" else torch.compile
-    got = compile(product, backend="aot_eager", fullgraph=True)(params, batch())
-    torch.testing.assert_close(got, product(params, batch()), **EXACT)
+    compiled = compile(product, backend="aot_eager", fullgraph=True)
+    for n in (3, 2):  # the second call compiles after an eager one
+        torch.testing.assert_close(compiled(params, batch()[:n]), product(params, batch()[:n]), **EXACT)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from .levels import current_level
 
-__all__ = ["NoGradInForwardMode"]
+__all__ = ["NoGradInForwardMode", "NoGradInTracedForwardMode"]
 
 
 class _ModeCount(threading.local):
@@ -24,12 +24,31 @@ class _ModeCount(threading.local):
 _MODE_COUNT = _ModeCount()
 
 
-class NoGradInForwardMode(TorchFunctionMode):
+class NoGradInTracedForwardMode(TorchFunctionMode):
     """A mode in which results under ``torch.no_grad`` in a torch.func transform are constants for jvp, too.
 
     It asks for the mode of gradients at each function of torch and keeps no state: C++ changes that mode, too. A view would
-    ask its base for a tangent later, so results are detached. Custom Functions run without it: what runs others' code in one
-    enters another where `is_active` was true. Pinned by ``test_no_grad_in_forward_mode``.
+    ask its base for a tangent later, so results are detached. This one is for torch.compile, as Dynamo cannot trace what the
+    other one asks and counts. Pinned by ``test_no_grad_in_a_compiled_hvp``.
+    """
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled() or func is torch._VF._unpack_dual:  # which reads a tangent
+            return func(*args, **kwargs)
+        with _set_fwd_grad_enabled(False):
+            out = func(*args, **kwargs)
+            given = [*args, *kwargs.values()]
+            if isinstance(out, Tensor):
+                return _detach_result(out, given)
+            return type(out)(_detach_result(x, given) for x in out) if type(out) in (list, tuple) else out
+
+
+class NoGradInForwardMode(NoGradInTracedForwardMode):
+    """The same mode outside of torch.compile.
+
+    Custom Functions run without it: what runs others' code in one enters another where `is_active` was true. Pinned by
+    ``test_no_grad_in_forward_mode``.
     """
 
     @staticmethod
@@ -46,17 +65,9 @@ class NoGradInForwardMode(TorchFunctionMode):
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.is_grad_enabled() or func is torch._VF._unpack_dual:  # which reads a tangent
-            return func(*args, **kwargs)
-        if not torch.compiler.is_compiling() and not current_level():  # Dynamo cannot trace the question
-            return func(*args, **kwargs)
-        with _set_fwd_grad_enabled(False):
-            out = func(*args, **kwargs)
-            given = [*args, *kwargs.values()]
-            if isinstance(out, Tensor):
-                return _detach_result(out, given)
-            return type(out)(_detach_result(x, given) for x in out) if type(out) in (list, tuple) else out
+        if torch.is_grad_enabled() or not current_level():
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _detach_result(x: Any, given: list[Any]) -> Any:

@@ -142,8 +142,11 @@ def _forward_over_reverse(first: Callable[[Any], Any], params: Any, direction: A
     """Return the ``jvp`` of a gradient; ``torch.no_grad`` in it has the meaning that it has for the gradient."""
     has_graph = torch.is_grad_enabled()
 
+    is_traced = torch.compiler.is_compiling()
+
     def gradient(p: Any) -> Any:
-        with torch.enable_grad(), _torch.NoGradInForwardMode():  # gradients that are off in here, f has switched off
+        mode = _torch.NoGradInTracedForwardMode() if is_traced else _torch.NoGradInForwardMode()
+        with torch.enable_grad(), mode:  # gradients that are off in here, f has switched off
             return first(p)
 
     out = torch.func.jvp(gradient, (params,), (direction,))[1]
