@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import funshard as fs
 from funshard import P, Params, _torch
-from funshard._sharding.agree import fingerprint_params
+from funshard._sharding.agree import hash_params
 
 KINDS = {
     "P('shard')": lambda model: fs.by_type(nn.Linear)(model).bound,
@@ -229,7 +229,7 @@ def digest(*tensors: Tensor) -> list[int]:
     for i, t in enumerate(tensors):
         model.register_parameter(f"w{i}", nn.Parameter(t, requires_grad=False))
     named = dict(model.named_parameters())
-    return fingerprint_params(named, fs.by_path({})(model).on({"shard": 1})).tolist()
+    return hash_params(named, fs.by_path({})(model).on({"shard": 1})).tolist()
 
 
 def bits(dtype: torch.dtype, numel: int, seed: int) -> Tensor:

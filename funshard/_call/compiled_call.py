@@ -15,7 +15,7 @@ from .. import _torch
 from .._spec.checks import find_full_params
 from .._spec.division import ReduceBy, Reduction
 from .._spec.fingerprint import find_fingerprinted
-from .._spec.remat import ALL, Remat
+from .._spec.remat import RECOMPUTE_ALL, Remat
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
 from .._spec.unit import Unit
@@ -224,7 +224,7 @@ def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with mark_region(remat if isinstance(remat, Remat) else ALL, name):
+        with mark_region(remat if isinstance(remat, Remat) else RECOMPUTE_ALL, name):
             return forward(*args, **kwargs)
 
     return run

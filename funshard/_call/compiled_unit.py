@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .. import _torch
 from .._spec.compiled import Compile
-from .._spec.remat import ALL
+from .._spec.remat import RECOMPUTE_ALL
 from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
 from .._spec.unit import Unit
@@ -89,7 +89,7 @@ def compile_forward(
         forward: The forward to run without compilation.
     """
     module, chosen = call.place.modules[path], call.spec._chosen.get(path)
-    remat = None if chosen is None or not chosen.remat else ALL if chosen.remat is True else chosen.remat
+    remat = None if chosen is None or not chosen.remat else RECOMPUTE_ALL if chosen.remat is True else chosen.remat
     inside = call.place.modules_inside(path)
 
     @functools.wraps(forward)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._sharding.agree import check_ranks_agree, fingerprint, has_peers, report_to_ranks
+from .._sharding.agree import check_ranks_agree, has_peers, hash_bits, report_to_ranks
 from .._sharding.sharding import check_rank
 from .._spec.bind import bind_spec
 from .._spec.checks import collect_full_params
@@ -132,7 +132,7 @@ def _init_units(
         full = _empty_whole(unit, sizes, device) if unit.local_axes else unflatten_unit(buffer, unit)
         values.fill({slots[param.name]: x for param, x in zip(unit.params, full, strict=True)}, most)
         if compared:
-            digests.extend(fingerprint(to_memory_order(x, param)).cpu() for x, param in zip(full, unit.params, strict=True))
+            digests.extend(hash_bits(to_memory_order(x, param)).cpu() for x, param in zip(full, unit.params, strict=True))
         if unit.local_axes:
             buffer = flatten_whole({param.name: x for param, x in zip(unit.params, full, strict=True)}, unit, spec)
         return scatter_whole(buffer, unit, spec.bound_mesh, rank)

@@ -26,7 +26,11 @@ _COLLECTIVES = {
     "broadcast": "broadcast",
     "broadcast_": "broadcast",
 }
-_OF_OUTPUT: Mapping[str, Category] = {"all_gather": "gathered", "reduce_scatter": "gradients", "all_reduce": "gradients"}
+_OUTPUT_CATEGORY: Mapping[str, Category] = {
+    "all_gather": "gathered",
+    "reduce_scatter": "gradients",
+    "all_reduce": "gradients",
+}
 
 
 class StepRecorder(_torch.DispatchMode):
@@ -155,7 +159,7 @@ class StepRecorder(_torch.DispatchMode):
         op = _COLLECTIVES[name]
         axis, ranks = self._axes.get(args[-1], (str(args[-1]), 1))
         memory: dict[Category, int] = {}
-        category = _OF_OUTPUT.get(op)
+        category = _OUTPUT_CATEGORY.get(op)
         self._allocate(out, memory, category)
         for x in (out, sent) if category == "gradients" else (out,) if category else ():
             self._move(_torch.storage_id(x), category, memory)

@@ -23,10 +23,10 @@ from ..collectives._mesh import Mesh, ProcessAxis
 __all__ = [
     "broadcast_text",
     "check_ranks_agree",
-    "fingerprint",
-    "fingerprint_params",
     "gather_texts",
     "has_peers",
+    "hash_bits",
+    "hash_params",
     "hash_spec",
     "process_group",
     "report_to_ranks",
@@ -65,7 +65,7 @@ def check_ranks_agree(
 ) -> None:
     """Raise ValueError on every rank of the mesh if specs or values differ, or if one rank reports an error.
 
-    ``values`` are the `fingerprint_params` of parameters that all ranks should have equal, ``asked`` are options that all must
+    ``values`` are the `hash_params` of parameters that all ranks should have equal, ``asked`` are options that all must
     have given, ``hint`` says what to do if values differ. Sends one small all-gather of a digest per mesh axis, and reads the
     results after the last one: a rank that raised earlier would leave the others waiting.
     """
@@ -132,7 +132,7 @@ _PIECE = 1 << 17
 """Words hashed at once: few enough that their factors stay in the cache."""
 
 
-def fingerprint_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
+def hash_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
     """Return a hash of the bits of each parameter, in the order of the spec, with NaN and -0.0 like any other values.
 
     A hash sums the 64-bit words, each times an odd number for its place, modulo 2**64: one changed word always changes it. It
@@ -141,14 +141,14 @@ def fingerprint_params(params: Mapping[str, Tensor], spec: PartitionSpec) -> Ten
     sizes = dict(spec.bound_mesh.sizes)
     with torch.no_grad():
         found = [
-            fingerprint(to_memory_order(tensor.detach(), param))
+            hash_bits(to_memory_order(tensor.detach(), param))
             for unit in spec
             for tensor, param in zip(take_full_params(params, unit, sizes), unit.params, strict=True)
         ]
         return torch.stack([number.to(found[0].device) for number in found]) if found else torch.zeros(0, dtype=torch.int64)
 
 
-def fingerprint(tensor: Tensor) -> Tensor:
+def hash_bits(tensor: Tensor) -> Tensor:
     """Return a hash of the tensor's bits, as an int64 scalar tensor; 0 on the meta device."""
     if tensor.is_meta:
         return torch.zeros((), dtype=torch.int64)

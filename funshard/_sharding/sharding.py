@@ -19,7 +19,7 @@ from .._units.flow import encode_at_rest, gather_unit
 from .._units.host import place_slice
 from .._units.layout import Params, rank_coords, unflatten_unit
 from .._units.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
-from .agree import check_ranks_agree, fingerprint_params, has_peers, report_to_ranks
+from .agree import check_ranks_agree, has_peers, hash_params, report_to_ranks
 from .full import scatter_full
 from .skeleton import is_skeleton
 
@@ -73,7 +73,7 @@ def shard(
                 )
             full = collect_full_params(model_or_params, spec)
         if together and check_values and src is None:
-            values = fingerprint_params(full or {}, spec)
+            values = hash_params(full or {}, spec)
     if together:
         check_ranks_agree(spec, values, () if src is None else (f"src={src}",))
     if src is not None:

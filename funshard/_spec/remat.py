@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .._torch import OpOverload
 
-__all__ = ["ALL", "Chosen", "Remat", "Save"]
+__all__ = ["RECOMPUTE_ALL", "Chosen", "Remat", "Save"]
 
 Save = Callable[..., Any] | Collection[str | OpOverload]
 """A function that chooses operators, or the operators, or names that `funshard.checkpoint_name` gives."""
@@ -94,7 +94,7 @@ class Remat:
         return chosen
 
 
-ALL = Remat()
+RECOMPUTE_ALL = Remat()
 """The `Remat` of ``P(remat=True)``, which saves nothing."""
 
 

@@ -22,7 +22,7 @@ from .._spec.unit import Unit
 from .._units.whole import unflatten_whole
 from ._files.directory import LOCK
 from ._files.safetensors_layout import DTYPE_NAMES, INDEX, SINGLE, FileLayout, TensorEntry, lay_out_files, make_index
-from ._files.staging import StagingDirectory, find_replaced
+from ._files.staging import StagingDirectory, check_replaceable
 from ._ranks.ranks import TIMEOUT, connect_ranks
 from ._state.leaves import check_storable
 
@@ -135,7 +135,7 @@ def export(
 def _check_target(target: Path, *, overwrite: bool) -> None:
     """Check that a directory can be put at the path. Raises FileExistsError or PermissionError otherwise."""
     try:
-        find_replaced(target, any_directory=overwrite)
+        check_replaceable(target, any_directory=overwrite)
     except FileExistsError as error:
         hint = "a directory, and no link" if overwrite else "overwrite=True replaces the weights in a directory"
         raise FileExistsError(f"{error}; {hint}") from None

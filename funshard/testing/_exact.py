@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .._sharding.agree import check_ranks_agree, fingerprint_params, has_peers, report_to_ranks
+from .._sharding.agree import check_ranks_agree, has_peers, hash_params, report_to_ranks
 from .._spec.bind import bind_spec
 from .._spec.checks import collect_full_params
 from .._spec.spec import PartitionSpec
@@ -74,7 +74,7 @@ def assert_exact(
     case = Case(loss, model, bind_spec(spec), batch, method, _is_bound_to_sizes(spec), local)
     if not case.simulated and has_peers(case.spec.bound_mesh):  # before anything that ranks with other models would wait in
         with report_to_ranks(case.spec, together=True):
-            values = fingerprint_params(collect_full_params(model, case.spec), case.spec)
+            values = hash_params(collect_full_params(model, case.spec), case.spec)
         check_ranks_agree(case.spec, values, hint=MODEL_SEED_HINT)
     _check_batch_is_stacked(case)
     tolerance = _choose_tolerance(case.spec) if tolerance is None else tolerance

@@ -18,13 +18,13 @@ from .directory import LOCK, NEW_SUFFIX, find_damage, is_directory, list_committ
 from .manifest import MANIFEST, MAX_SEQUENCE, METADATA, Manifest, write_manifest
 from .regular import checksum, read_regular
 
-__all__ = ["StagingDirectory", "find_replaced"]
+__all__ = ["StagingDirectory", "check_replaceable"]
 
 
 class StagingDirectory:
     """A directory beside ``path``, locked while its writer lives, that `publish` renames to ``path``.
 
-    `find_replaced` says what it may replace there.
+    `check_replaceable` says what it may replace there.
 
     Args:
         path: The final path.
@@ -35,7 +35,7 @@ class StagingDirectory:
 
     def __init__(self, path: Path, *, over_damaged: bool = False, is_carried: Callable[[str], bool] | None = None) -> None:
         self.path, self._over_damaged, self._is_carried = path.absolute(), over_damaged, is_carried
-        if damage := self._find_replaced():
+        if damage := self._check_replaceable():
             warnings.warn(f"checkpoint.save: takes the place of a damaged checkpoint: {damage}", stacklevel=2)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.directory = make_staging_path(self.path)
@@ -73,14 +73,14 @@ class StagingDirectory:
         if self._is_carried is not None and is_directory(self.path):
             _carry_over(self.path, self.directory, self._is_carried)
         _flush(self.directory)
-        replaced = None if self._find_replaced() is None else self._move_replaced()
+        replaced = None if self._check_replaceable() is None else self._move_replaced()
         try:
             os.rename(self.directory, self.path)
         except OSError:
             if replaced is not None:
                 with contextlib.suppress(OSError):
                     os.rename(replaced, self.path)
-            self._find_replaced()  # raises for what has come in the meantime
+            self._check_replaceable()  # raises for what has come in the meantime
             raise
         try:
             _flush(self.path.parent)
@@ -96,9 +96,9 @@ class StagingDirectory:
             if replaced is not None:
                 shutil.rmtree(replaced, ignore_errors=True)
 
-    def _find_replaced(self) -> str | None:
-        """Return the damage of what the checkpoint replaces, as `find_replaced` does with the options of this save."""
-        return find_replaced(self.path, over_damaged=self._over_damaged, any_directory=self._is_carried is not None)
+    def _check_replaceable(self) -> str | None:
+        """Return the damage of what the checkpoint replaces, as `check_replaceable` does with the options of this save."""
+        return check_replaceable(self.path, over_damaged=self._over_damaged, any_directory=self._is_carried is not None)
 
     def _move_replaced(self) -> Path:
         """Move what is at the path to a staging path, for this process or `clean` to remove, and return that path."""
@@ -106,7 +106,7 @@ class StagingDirectory:
         os.rename(self.path, moved)
         if self._is_carried is None and not find_damage(moved):  # a complete one has come in the meantime
             os.rename(moved, self.path)
-            self._find_replaced()
+            self._check_replaceable()
         return moved
 
     def abandon(self) -> None:
@@ -126,7 +126,7 @@ class StagingDirectory:
                 os.close(lock)
 
 
-def find_replaced(path: Path, *, over_damaged: bool = False, any_directory: bool = False) -> str | None:
+def check_replaceable(path: Path, *, over_damaged: bool = False, any_directory: bool = False) -> str | None:
     """Return the damage of the directory at a path that may be replaced, "" if it has none, or None if nothing is there.
 
     With ``over_damaged``, a damaged checkpoint may be replaced, with ``any_directory`` every directory, but never a link.

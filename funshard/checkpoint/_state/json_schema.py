@@ -14,7 +14,8 @@ from .tree import MAX_DEPTH
 
 __all__ = ["check_fields", "check_tree", "raise_damaged"]
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
+"""The keys that lead to a part of a state."""
 MAX_NUMEL = 1 << 63
 """More than any size of a tensor."""
 
@@ -35,7 +36,7 @@ def check_fields(data: Any, fields: dict[str, type], where: str) -> None:
             raise_damaged(f"{where}: field '{name}'", f"one of type {cls.__name__}", data[name])
 
 
-def check_tree(data: Any, path: Path = ()) -> None:
+def check_tree(data: Any, path: KeyPath = ()) -> None:
     """Check that data is a tree of `tree_to_json`. Raises DamagedError, with the path in the state, otherwise."""
     kind, content = _open_node(data, path)
     if _is_container(data, path):
@@ -57,7 +58,7 @@ def check_tree(data: Any, path: Path = ()) -> None:
         raise_damaged(_format_path(path), "a container or a leaf", kind)
 
 
-def _check_slot(data: Any, path: Path) -> None:
+def _check_slot(data: Any, path: KeyPath) -> None:
     """Check the data of one parameter in a unit's state, or of a part of it."""
     kind, content = _open_node(data, path)
     if _is_container(data, path):
@@ -88,7 +89,7 @@ def _check_slot(data: Any, path: Path) -> None:
         raise_damaged(_format_path(path), "a container or a leaf of a unit", kind)
 
 
-def _check_units(data: Any, path: Path) -> None:
+def _check_units(data: Any, path: KeyPath) -> None:
     """Raise DamagedError unless the data describe a state by unit."""
     where = _format_path(path)
     check_fields(data, {"whole": bool, "params": list, "rest": list}, where)
@@ -113,11 +114,11 @@ def _check_units(data: Any, path: Path) -> None:
 # --- Parts of trees and slots. ---
 
 
-def _format_path(path: Path) -> str:
+def _format_path(path: KeyPath) -> str:
     return f"state '{'.'.join(path)[:200]}'"
 
 
-def _open_node(data: Any, path: Path, wanted: str = "") -> tuple[str, Any]:
+def _open_node(data: Any, path: KeyPath, wanted: str = "") -> tuple[str, Any]:
     """Return the kind and the content of a node, which is of the kind ``wanted`` if that is given."""
     if len(path) > MAX_DEPTH:
         raise_damaged(_format_path(path), f"at most {MAX_DEPTH} containers in each other", "more")
@@ -129,13 +130,13 @@ def _open_node(data: Any, path: Path, wanted: str = "") -> tuple[str, Any]:
     return kind, content
 
 
-def _is_container(data: Any, path: Path) -> bool:
+def _is_container(data: Any, path: KeyPath) -> bool:
     """Return whether the data describe a container, not a leaf."""
     kind, _ = _open_node(data, path)
     return kind in SEQUENCES or kind in MAPPINGS or kind in TUPLES or kind == "other"
 
 
-def _check_entries(data: dict[str, Any], path: Path) -> list[tuple[Any, Any]]:
+def _check_entries(data: dict[str, Any], path: KeyPath) -> list[tuple[Any, Any]]:
     """Return ``(entry, child)`` for the children of a container."""
     kind, content = next(iter(data.items()))
     _check_argument(kind, data.get("of"), path)
@@ -149,7 +150,7 @@ def _check_entries(data: dict[str, Any], path: Path) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _check_pairs(content: Any, path: Path) -> list[tuple[Any, Any]]:
+def _check_pairs(content: Any, path: KeyPath) -> list[tuple[Any, Any]]:
     """Return ``(entry, child)`` pairs with distinct plain entries."""
     if type(content) is not list:
         raise_damaged(_format_path(path), "a list of pairs", content)
@@ -159,7 +160,7 @@ def _check_pairs(content: Any, path: Path) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _check_argument(kind: str, argument: Any, path: Path) -> None:
+def _check_argument(kind: str, argument: Any, path: KeyPath) -> None:
     """Check the argument of a container, as in `Container`."""
     is_length = kind == "deque" and type(argument) is int and 0 <= argument < MAX_NUMEL
     is_factory = kind == "defaultdict" and type(argument) is str and argument in FACTORIES
@@ -168,14 +169,14 @@ def _check_argument(kind: str, argument: Any, path: Path) -> None:
         raise_damaged(_format_path(path), f"no other argument of a {kind}", argument)
 
 
-def _check_items(data: Any, count: int, path: Path) -> Sequence[Any]:
+def _check_items(data: Any, count: int, path: KeyPath) -> Sequence[Any]:
     """Return a list of ``count`` items."""
     if type(data) is not list or len(data) != count:
         raise_damaged(_format_path(path), f"a list of {count}", data)
     return data
 
 
-def _check_tensor_data(shape: Any, dtype: Any, flags: Sequence[Any], path: Path) -> None:
+def _check_tensor_data(shape: Any, dtype: Any, flags: Sequence[Any], path: KeyPath) -> None:
     """Raise DamagedError unless these are a shape, a dtype and flags."""
     if type(shape) is not list or any(type(size) is not int or not 0 <= size < MAX_NUMEL for size in shape):
         raise_damaged(_format_path(path), "a shape", shape)
@@ -186,7 +187,7 @@ def _check_tensor_data(shape: Any, dtype: Any, flags: Sequence[Any], path: Path)
         raise_damaged(_format_path(path), "true or false", flags)
 
 
-def _check_plain(value: Any, path: Path) -> Any:
+def _check_plain(value: Any, path: KeyPath) -> Any:
     """Return a plain value from its JSON; raise DamagedError with its path if that is damaged."""
     try:
         return plain_from_json(value)

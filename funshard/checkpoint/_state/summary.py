@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..._sharding.agree import fingerprint
+from ..._sharding.agree import hash_bits
 from ..._spec.spec import PartitionSpec
 from .._ranks.ranks import Ranks
 from .describe import describe
@@ -74,13 +74,13 @@ class StateSummary:
                     )
                 index, slices = leaf.slice_index(self.spec)
                 if slices < ranks.size:
-                    self.replicas[name] = leaf.unit.key, index, int(fingerprint(value.detach()))
+                    self.replicas[name] = leaf.unit.key, index, int(hash_bits(value.detach()))
             case TensorLeaf(is_per_rank=True):
                 self.common[name] = f"each rank's own, of one shape on all, {list(leaf.shape)} {leaf.dtype}"
             case OwnedLeaf():
                 self.common[name] = f"of one rank, {list(leaf.shape)} {leaf.dtype}"
             case _:
-                self.common[name] = f"{list(value.shape)} {value.dtype} of digest {int(fingerprint(value.detach())):x}"
+                self.common[name] = f"{list(value.shape)} {value.dtype} of digest {int(hash_bits(value.detach())):x}"
         self.ranges.extend(leaf.ranges(value, self.spec, ranks.rank, ranks.size))
 
 
