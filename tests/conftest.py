@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 from depth import PROFILE, choose, parse_slice, thorough
-from ranks import Pool
+from ranks import Pool, freeze_imports
 
 torch.set_num_threads(1)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of ranks, too: starting its workers takes longer than their work
@@ -87,6 +87,7 @@ def not_on_worst(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    freeze_imports()
 
 
 @pytest.hookimpl(trylast=True)  # after -k
@@ -102,6 +103,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What the imports have made is there to stay: no run of the garbage collector has to go through it."""
+    """Collect what reading the tests has left, and freeze what their imports have made."""
     gc.collect()
-    gc.freeze()
+    freeze_imports()

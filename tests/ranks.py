@@ -40,6 +40,17 @@ CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["warm"])
 
 
+_modules = 0
+
+
+def freeze_imports() -> None:
+    """Exempt what imports have made from garbage collection, if there are new ones: each full run would go through it."""
+    global _modules
+    if len(sys.modules) != _modules:
+        _modules = len(sys.modules)
+        gc.freeze()
+
+
 def free_port() -> str:
     """One on the loopback that nobody listens on."""
     with socket.socket() as s:
@@ -61,7 +72,7 @@ def forked(target: Callable[..., None], *args: Any, daemon: bool = False) -> mp.
 
 def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe: Connection) -> None:
     _die_with_parent()
-    gc.freeze()  # what was imported before the fork: the collector's every run would go through it
+    freeze_imports()  # of before the fork
     sys.path[:] = path
     import torch
     import torch.distributed as dist
@@ -83,6 +94,7 @@ def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe:
         while (task := pipe.recv()) is not None:
             fn, args = task
             begin()
+            freeze_imports()
             try:
                 torch.manual_seed(0)
                 with watched():
@@ -217,13 +229,19 @@ def start(ranks: int, path: Path, argv: Sequence[str], output: str, **env: str) 
     port = free_port()
 
     def started(rank: int) -> mp.process.BaseProcess:
-        own = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
+        own = env
         if ranks > 1:
-            own |= _env(port) | {"TORCHELASTIC_RUN_ID": "tests", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = own | _env(port) | {"TORCHELASTIC_RUN_ID": "tests", "RANK": str(rank), "LOCAL_RANK": str(rank)}
             own |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        return forked(_script, str(path), list(argv), own, output)
+        return start_one(path, argv, output, **own)
 
     return [started(rank) for rank in range(ranks)]
+
+
+def start_one(path: Path, argv: Sequence[str], output: str, **env: str) -> mp.process.BaseProcess:
+    """The process of a script that has these variables beside those of this process."""
+    own = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
+    return forked(_script, str(path), list(argv), own, output)
 
 
 def ended(processes: Sequence[mp.process.BaseProcess], seconds: float = TIMEOUT) -> list[int | None]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, Sent, gathers, reduce, scatters, world
-from depth import dealt, depth, each, seldom
+from depth import dealt, depth, each, mark_seldom, seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -214,7 +214,10 @@ def by_way(way: str, loss: Any, params: fs.Params, batches: Sequence[Tensor], **
 @each
 @pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
 @pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "all axes"])
+@pytest.mark.parametrize(
+    "strategy",
+    mark_seldom([name for name in STRATEGIES if name != "all axes"], "shard", "kept", "replicated", "remat", "bf16", "codec"),
+)
 def test_on_two_ranks(gloo2: Pool, strategy: str, keep: str, way: str) -> None:
     """Every strategy: the mean, the sum, and the sum over a number, with aux, penalties and an unused unit."""
     gloo2.run(on_ranks, (2,), strategy, keep, way)
@@ -223,7 +226,7 @@ def test_on_two_ranks(gloo2: Pool, strategy: str, keep: str, way: str) -> None:
 @each
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "kept", "replicated", "all axes", "fp16", "bf16 reduced"))
 def test_on_replicas(gloo4: Pool, strategy: str, keep: str, way: str) -> None:
     """The same on a mesh of two axes, where "shards" reduces over one of them at the end."""
     gloo4.run(on_ranks, (2, 2), strategy, keep, way)
@@ -621,7 +624,7 @@ def computed_from(rank: int, keep: str, what: str) -> None:
 WHAT = ["changed", "twice", "step inside", "gradient of the input", "remat", "checkpoint", "teacher", "same architecture"]
 
 
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize("what", mark_seldom(WHAT, "changed", "twice", "step inside", "gradient of the input", "remat"))
 def test_what_is_computed_from_shards(gloo4: Pool, what: str) -> None:
     for keep in KEEPS:
         gloo4.run(computed_from, keep, what)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from depth import depth
+from depth import depth, mark_seldom
 from models import ARCHITECTURES, EXACT, Architecture, assert_mean_gradients, build, plain, unchanged
 from ranks import Pool
 from torch import Tensor
@@ -44,7 +44,7 @@ SIMULATED = [name for name in ARCHITECTURES if name not in ("mixtral", "bert_wit
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap's, of attention without a rule
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", mark_seldom(SIMULATED, *[*SIMULATED][::2]))
 def test_gradients_on_simulated_ranks_are_the_mean_of_plain_ones(name: str) -> None:
     """On three ranks, and on 2 x 2 with HSDP; buffers are arguments, as torch.func wants what a call writes to."""
     for sizes in ({"shard": 3}, {"replicate": 2, "shard": 2}):

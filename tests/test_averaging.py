@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, cases, each_rank, on_ranks, same, stacked
 from collective_log import Collectives, world
+from depth import mark_seldom
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import numbers, plain_call, squared
@@ -442,7 +443,7 @@ def post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: tuple
 
 
 @pytest.mark.parametrize("local", [("pair",), ()], ids=["pairs reduce", "nobody reduces"])
-@pytest.mark.parametrize("levels", [None, LEVELS], ids=["periodic", "hierarchical"])
+@pytest.mark.parametrize("levels", mark_seldom([None, LEVELS], LEVELS), ids=["periodic", "hierarchical"])
 def test_post_local_sgd(gloo4: Pool, levels: list[tuple[int, Any]] | None, local: tuple[str, ...]) -> None:
     gloo4.run(post_local_sgd, levels, local)
 

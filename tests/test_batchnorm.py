@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from depth import depth
+from depth import depth, mark_seldom
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import unchanged
@@ -117,7 +117,7 @@ def on_ranks(rank: int, layout: str, counts: tuple[int, ...]) -> dict[str, Tree]
         return synced(Mesh.world(), batch(*counts)[rank], LAYOUTS[layout], total)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", mark_seldom(LAYOUTS, *[*LAYOUTS][:3]))
 def test_real_ranks(gloo2: Pool, layout: str) -> None:
     spec, expected = fs.by_type(Block, p=LAYOUTS[layout])(MODEL).on({"shard": 2}), plain(batch(4, 4))
     for rank, got in enumerate(gloo2.run(on_ranks, layout, (4, 4))):
@@ -142,7 +142,7 @@ def on_grid(rank: int, axes: str | None) -> dict[str, Tree]:
         MODEL = before
 
 
-@pytest.mark.parametrize("axes", [None, ("shard",), "replicate"])
+@pytest.mark.parametrize("axes", mark_seldom([None, ("shard",), "replicate"], None, "replicate"))
 def test_two_axes(gloo4: Pool, axes: str | tuple[str, ...] | None) -> None:
     """With HSDP over all ranks, or over one axis alone: then the statistics are of the ranks along it."""
     xs, results = batch(4, 4, 4, 4), gloo4.run(on_grid, axes)

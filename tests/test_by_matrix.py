@@ -9,7 +9,7 @@ from typing import Any
 import matrix_peers as peers
 import pytest
 import torch
-from depth import each
+from depth import each, mark_seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -173,7 +173,7 @@ def loaded_in_the_middle(
 @pytest.mark.parametrize("like", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mesh", ["fsdp", "hsdp", "two axes"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", mark_seldom(OPTIMIZERS, *[*OPTIMIZERS][::2]))
 def test_another_world_size_in_the_middle(
     gloo2: Pool, gloo4: Pool, tmp_path: Path, optimizer: str, mesh: str, policy: str, like: bool
 ) -> None:
@@ -261,7 +261,7 @@ def resharded_on_ranks(rank: int, sizes: dict[str, int], axis: Any, policy: str,
 @each
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mesh", ["fsdp", "hsdp"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", mark_seldom(OPTIMIZERS, *[*OPTIMIZERS][::2]))
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_another_policy_in_the_middle(gloo2: Pool, gloo4: Pool, optimizer: str, mesh: str, policy: str) -> None:
     """Parameters and state resharded after half of the steps, on real ranks and simulated ones."""

@@ -13,7 +13,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from depth import depth, each
+from depth import depth, each, mark_seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -133,7 +133,7 @@ def load_all(rank: int, path: str, policy: str, replicas: int, *, same: bool) ->
 
 
 @each
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", mark_seldom(POLICIES, "by_type", "mixed"))
 @pytest.mark.parametrize("to", ["by_type", "mixed"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_four_ranks_to_fewer(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power_hook
 from collective_log import Collectives, Sent, world
-from depth import each
+from depth import each, mark_seldom
 from ranks import Pool
 from test_compress import COMPRESSORS, LAYOUTS, MODEL, gradients, steps
 from torch import Tensor, nn
@@ -184,7 +184,7 @@ POWER: dict[str, dict[str, Any]] = {
 
 @each
 @pytest.mark.parametrize("split", [False, True], ids=["replicated", "split"])
-@pytest.mark.parametrize("name", POWER)
+@pytest.mark.parametrize("name", mark_seldom(POWER, *[*POWER][:8]))
 def test_powersgd_is_ddps_hook(gloo2: Pool, name: str, split: bool) -> None:
     """Eight steps, from torch's own random numbers."""
     gloo2.run(beside_ddp, "powersgd", POWER[name], split)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from depth import depth
+from depth import depth, mark_seldom, seldom
 from ranks import launch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -51,6 +51,7 @@ AT_EXIT = "terminate called without an active exception"
 """What torch 2.13 says when gloo's threads outlive the interpreter, seldom and after all is done: worth a second run."""
 
 
+@seldom  # two agents of test_running.py are started by it, too
 def test_example_under_torchrun() -> None:
     """Torch's own launcher, whose part the other tests play themselves."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
@@ -128,7 +129,7 @@ def test_muon_beside_adamw(start: Any, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert says == "Muon has AdamW's loss of 6 steps after " + ("more than 6" if better is None else f"{better + 1}")
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("strategy", mark_seldom(["fsdp", "hsdp"], "fsdp"))
 def test_train_gpt_in_low_precision_and_micro_batches(strategy: str) -> None:
     """It learns in bf16 as well, and two micro-batches of half the size are as good as one batch."""
     whole = losses(run(2, "train_gpt.py", f"--strategy {strategy} {TINY}"))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import depth, each, seldom
+from depth import depth, each, mark_seldom, seldom
 from ranks import Pool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -246,7 +246,7 @@ def on_group(rank: int, n: int, names: list[str]) -> dict[str, list[Tensor]]:
     return {name: on_axis(axis, name, *(inputs(CASES[name], n, seed)[rank] for seed in (0, 1))) for name in names}
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", mark_seldom([2, 4], 2))
 def test_process_groups(gloo2: Pool, gloo4: Pool, n: int) -> None:
     """The same on real ranks."""
     names = depth(ON_GROUPS[n], [*CASES])
@@ -404,7 +404,7 @@ def exact_rows(rank: int, n: int) -> dict[str, list[Tensor]]:
     return out
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", mark_seldom([2, 4], 2))
 def test_exact_rows(gloo2: Pool, gloo4: Pool, n: int) -> None:
     """Each rank has its own number of rows, some none, in values and derivatives."""
     xs, vs = ([*inputs(CASES["ragged_all_to_all"], n, seed)] for seed in (0, 1))

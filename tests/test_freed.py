@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import some
+from depth import mark_seldom, some
 from parity import WAYS, average_gradients, numbers, same
 from peer_models import MLP, Net
 from ranks import Pool
@@ -381,7 +381,7 @@ def test_what_outlives_its_unit_is_right_or_an_error(gloo2: Pool, name: str) -> 
     gloo2.run(run_case, name)
 
 
-@pytest.mark.parametrize("how", HOLD)
+@pytest.mark.parametrize("how", mark_seldom(HOLD, "the parameter", "data", "a view", "untyped_storage", "numpy", "an iterator"))
 def test_what_is_held_stays_what_it_was(gloo2: Pool, how: str) -> None:
     """Held in every way that points at its memory, while the next units are gathered, in backward and in the next call."""
     gloo2.run(held, how)

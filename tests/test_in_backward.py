@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import world
-from depth import depth, each
+from depth import depth, each, mark_seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,7 +126,9 @@ def test_on_two_ranks(gloo2: Pool, strategy: str, count: int, clip: str, donate:
 @each
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("count", MICRO)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", mark_seldom(STRATEGIES, "shard", "kept", "replicated", "all axes", "fp16", "bf16 reduced", "remat")
+)
 def test_on_replicas(gloo4: Pool, strategy: str, count: int, clip: str) -> None:
     gloo4.run(on_ranks, (2, 2), strategy, count, clip, True)
 
@@ -179,7 +181,9 @@ def used_otherwise(rank: int, how: str) -> None:
 OTHERWISE = "twice/twice, remat/penalty/teacher/computed/one computed/inner gradient/checkpoint/remat/a unit alone"
 
 
-@pytest.mark.parametrize("how", OTHERWISE.split("/"))
+@pytest.mark.parametrize(
+    "how", mark_seldom(OTHERWISE.split("/"), "twice", "twice, remat", "teacher", "computed", "inner gradient", "remat")
+)
 def test_units_used_otherwise(gloo2: Pool, how: str) -> None:
     gloo2.run(used_otherwise, how)
 
@@ -241,7 +245,11 @@ def lived(p: P, in_flight: int, count: int, **options: Any) -> tuple[list[str], 
 
 
 @each
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True)], ids=str)
+@pytest.mark.parametrize(
+    "p",
+    mark_seldom([P("shard"), P("shard", reshard=False), P("shard", remat=True)], P("shard"), P("shard", remat=True)),
+    ids=str,
+)
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_updates_run_in_backward(p: P, in_flight: int) -> None:
     """A unit's update follows the backward of ``in_flight`` units before it, and its gradient goes with it."""
@@ -359,7 +367,11 @@ def of_loops(rank: int, p: P) -> None:
     same(fs.update_in_backward(donating, loss, params, init(params), batches, spec=spec), expected, {})
 
 
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P(), P("shard", remat=True)], ids=str)
+@pytest.mark.parametrize(
+    "p",
+    mark_seldom([P("shard"), P("shard", reshard=False), P(), P("shard", remat=True)], P("shard"), P("shard", remat=True)),
+    ids=str,
+)
 def test_modules_that_run_often(gloo2: Pool, p: P) -> None:
     """Each unit is complete after the last of its runs' backwards, even where the update writes into the shards."""
     gloo2.run(of_loops, p)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, each
+from depth import mark_seldom, seldom
 from ranks import Pool
 from test_local import LAYERS, OPTIONS, batches, full_sizes, objective, spec_of, whole_params
 from test_local_training import KINDS, Rank, Tree, norm
@@ -96,13 +96,18 @@ def run(rank: int, sizes: dict[str, int], options: dict[str, Any], tolerance: di
             torch.testing.assert_close(fs.optim.global_norm(grads, case.spec).double(), norm(want), **tolerance)
 
 
-@each
-@pytest.mark.parametrize("name", depth(list(CASES)[:3], list(CASES)))
-def test_options_on_real_ranks(gloo4: Pool, name: str) -> None:
-    options, tolerance = CASES[name]
-    steps = [step for step in STEPS if step != "fs.compile" or name == "offloaded, recomputed"]
-    for sizes in depth([{"tensor": 2, "expert": 2}], [{"tensor": 2, "expert": 2}, {"expert": 2, "shard": 2}]):
-        gloo4.run(run, sizes, options, tolerance, depth(steps, list(STEPS)))
+@pytest.mark.parametrize(
+    "sizes", mark_seldom([{"tensor": 2, "expert": 2}, {"expert": 2, "shard": 2}], {"tensor": 2, "expert": 2}), ids=str
+)
+@pytest.mark.parametrize("name", mark_seldom(CASES, *[*CASES][:3]))
+def test_options_on_real_ranks(gloo4: Pool, name: str, sizes: dict[str, int]) -> None:
+    gloo4.run(run, sizes, *CASES[name], [step for step in STEPS if step != "fs.compile"])
+
+
+@seldom
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_steps_on_real_ranks(gloo4: Pool, name: str) -> None:
+    gloo4.run(run, {"tensor": 2, "expert": 2}, *CASES[name], ["fs.compile"])
 
 
 def test_two_real_ranks(gloo2: Pool) -> None:

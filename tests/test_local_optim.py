@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import each
+from depth import each, mark_seldom
 from ranks import Pool
 from test_local_training import MESHES, Rank, Tree, check_training
 from torch import Tensor
@@ -57,7 +57,7 @@ def trained(rank: int, sizes: dict[str, int], options: dict[str, Any], name: str
 @each
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("options", [{"axis": "shard"}, {"axis": None}], ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mark_seldom(OPTIMIZERS, "AdamW", "SGD", "Adagrad", "RMSprop", "Rprop"))
 def test_optimizers(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any], name: str) -> None:
     sizes = {"shard": 1, **sizes}
     gloo4.run(trained, sizes, options, name, "single")

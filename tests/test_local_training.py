@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, each
+from depth import depth, each, mark_seldom
 from ranks import Pool
 from test_local import OPTIONS, batches, full_sizes, objective, spec_of, whole_params
 from torch import Tensor
@@ -178,7 +178,7 @@ def run(rank: int, sizes: dict[str, int], options: Mapping[str, Any], names: lis
 
 @each
 @pytest.mark.parametrize("options", depth(OPTIONS[:2], OPTIONS), ids=str)
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", mark_seldom(MESHES, *MESHES[:2]), ids=str)
 def test_training_with_local_units(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Every part of a training step speaks of the same gradient."""
     gloo4.run(run, sizes, options, list(CHECKS))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, each
+from depth import depth, each, mark_seldom
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -256,7 +256,7 @@ def derived_on_ranks(rank: int, sizes: dict[str, int], axis: Any, halves: bool) 
 
 @each
 @pytest.mark.parametrize("halves", [True, False])
-@pytest.mark.parametrize("mesh", ["fsdp", "ddp", "hsdp", "two axes"])
+@pytest.mark.parametrize("mesh", mark_seldom(["fsdp", "ddp", "hsdp", "two axes"], "fsdp", "hsdp"))
 def test_inverse_pair_and_derivatives_on_real_ranks(gloo2: Pool, gloo4: Pool, mesh: str, halves: bool) -> None:
     """Also where a rank has no part of a matrix, or owns none of a group: it sends and receives what the others do."""
     sizes, axis = LAWS[mesh]

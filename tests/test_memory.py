@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import world
-from depth import each
+from depth import each, mark_seldom
 from parity import WAYS, numbers
 from peer_models import Net, chain
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, **options: int) 
     return alive, at_turn, forward_peak, backward_peak
 
 
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
 def test_units_are_freed_between_forward_and_backward(way: str) -> None:
     """Root, one block and the next; after forward the root and the last block; after backward nothing."""
     with world(4):
@@ -112,7 +112,7 @@ def test_units_are_freed_between_forward_and_backward(way: str) -> None:
         assert alive.now() == []
 
 
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
 def test_nothing_is_ahead_without_prefetch(way: str) -> None:
     """prefetch=0: one block at a time."""
     with world(4):
@@ -124,7 +124,7 @@ def test_nothing_is_ahead_without_prefetch(way: str) -> None:
         assert alive.now() == []
 
 
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
 def test_kept_units_live_until_their_backward(way: str) -> None:
     """P(reshard=False): gathered once, all alive after forward, none after backward."""
     with world(4):
@@ -251,7 +251,7 @@ def test_a_graph_that_is_dropped_frees_what_it_held() -> None:
             assert inside[0]() is None
 
 
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
 def test_activations_go_with_the_step(way: str) -> None:
     """Outputs that their own nodes save (tanh) are in no cycle, under torch.func either."""
     with world(4), no_collector():

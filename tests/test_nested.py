@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo  # torch imports it in its first operator under a mode, and that import holds frames, and their tensors
 from collective_log import world
-from depth import each
+from depth import each, mark_seldom, seldom
 from ranks import Pool
 from test_memory import Alive, Curved, no_collector
 from torch import Tensor, nn
@@ -118,7 +118,20 @@ SENT = fs.Precision(codec=fs.Codec(halves, torch.add))
 
 @each
 @pytest.mark.parametrize("p", [P("shard"), P("shard", precision=SENT)], ids=["plain", "codec"])
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize(
+    "name",
+    mark_seldom(
+        STACKS,
+        "grad of grad",
+        "fs.grad of grad",
+        "autograd of grad",
+        "grad of grad of grad",
+        "jvp of grad",
+        "grad of jvp",
+        "grad of a pullback",
+        "two calls in one",
+    ),
+)
 def test_every_stack_is_exact(gloo2: Pool, name: str, p: P) -> None:
     """Beside the same stack on full parameters and the mean of the ranks' losses, and with weights saved in every way."""
     gloo2.run(exact, name, p)
@@ -173,7 +186,15 @@ def held(name: str, blocks: int) -> tuple[float, int]:
 TWICE = ["grad of grad", "fs.grad of grad", "autograd of grad", "grad of a pullback", "pulled back after all"]
 
 
-@pytest.mark.parametrize(("name", "most"), [*((name, 3) for name in TWICE), ("jvp of grad", 6), ("jvp of jvp of grad", 9)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *((name, 3) for name in TWICE[:2]),
+        *(pytest.param(name, 3, marks=seldom) for name in TWICE[2:]),
+        ("jvp of grad", 6),
+        pytest.param("jvp of jvp of grad", 9, marks=seldom),
+    ],
+)
 def test_no_unit_stays(name: str, most: int) -> None:
     """As many at 8 blocks as at 4: one that runs and those that were gathered last, with tangents two or three times that."""
     assert held(name, 4)[0] == held(name, 8)[0] == most

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from depth import each, seldom
+from depth import each, mark_seldom, seldom
 from hosted import elsewhere
 from models import unchanged
 from offloaded import everywhere
@@ -70,7 +70,7 @@ def units(rank: int, name: str, which: str, way: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("way", [*STEP])
+@pytest.mark.parametrize("way", mark_seldom([*STEP], "fs", "backward", "hvp", "torch.func"))
 @pytest.mark.parametrize("which", [*PS])
 @pytest.mark.parametrize("name", ["noisy", "gpt2"])
 def test_units_on_real_ranks(gloo2: Pool, name: str, which: str, way: str) -> None:

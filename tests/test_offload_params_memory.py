@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from collective_log import meta_world
+from depth import each
 from hosted import elsewhere
 from offloaded import Told
 from parity import WAYS
@@ -116,6 +117,7 @@ def in_slices(marks: dict[str, int]) -> dict[str, float]:
     return {name: size / SLICE for name, size in marks.items()}
 
 
+@each
 @pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
 @pytest.mark.parametrize(("blocks", "prefetch"), [(8, 1), (12, 1), (12, 2)])
 def test_the_device_holds_what_is_on_its_way(world: None, way: str, blocks: int, prefetch: int) -> None:

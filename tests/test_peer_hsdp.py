@@ -15,7 +15,7 @@ import torch.distributed as dist
 from cases import slice_numel
 from collective_log import Collectives, Sent, gather, reduce, scatter, world
 from collective_log import step as sent_by
-from depth import depth, each, some
+from depth import depth, each, mark_seldom, some
 from parity import WAYS, check_parity, next_token, numbers, plain_call, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
 from ranks import Pool
@@ -426,7 +426,7 @@ def resumed(rank: int, p: P) -> None:
         assert all(torch.equal(got[key], shard) for key, shard in expected.items())
 
 
-@pytest.mark.parametrize("p", [P("shard"), BOTH, P("replicate", reshard=False), P()], ids=str)
+@pytest.mark.parametrize("p", mark_seldom([P("shard"), BOTH, P("replicate", reshard=False), P()], P("shard"), BOTH), ids=str)
 def test_hsdp_save_load_state_dict(gloo4: Pool, p: P) -> None:
     """Parameters and optimizer state of HSDP, saved whole, go on in a fresh model: bit for bit in HSDP, and elsewhere."""
     gloo4.run(resumed, p)

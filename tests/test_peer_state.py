@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import each
+from depth import each, seldom
 from parity import average_gradients, numbers, plain_call, sharded_call, squared
 from peer_models import MLP, Net, Transformer
 from ranks import Pool
@@ -168,7 +168,13 @@ def by_names(rank: int, kind: str, wrapping: str, grouped: bool) -> None:
 
 @each
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-@pytest.mark.parametrize(("grouped", "kind"), [(False, kind) for kind in OPTIMIZERS] + [(True, kind) for kind in DECAYED])
+@pytest.mark.parametrize(
+    ("grouped", "kind"),
+    [
+        pytest.param(*case, marks=seldom if i % 2 else [])
+        for i, case in enumerate([*[(False, kind) for kind in OPTIMIZERS], *[(True, kind) for kind in DECAYED]])
+    ],
+)
 def test_optimizer_states_by_names(gloo2: Pool, grouped: bool, kind: str, wrapping: str) -> None:
     """Those of the plain model, and its optimizer takes them; so do other wrappings; back, bit for bit."""
     gloo2.run(by_names, kind, wrapping, grouped)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, each
+from depth import depth, each, mark_seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -147,7 +147,7 @@ def fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
 
 
 @each
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", mark_seldom(PRECISIONS, *[*PRECISIONS][:3]))
 @pytest.mark.parametrize("mesh_name", MESHES)
 def test_fsdp2(gloo4: Pool, mesh_name: str, name: str) -> None:
     """fully_shard on the blocks and the root."""
@@ -216,6 +216,6 @@ def fsdp1(rank: int, name: str) -> None:
     compare(got, expected, 1e-4 if name == "bf16 hybrid" else 0)
 
 
-@pytest.mark.parametrize("name", FSDP1)
+@pytest.mark.parametrize("name", mark_seldom(FSDP1, *[*FSDP1][:3]))
 def test_fsdp1(gloo4: Pool, name: str) -> None:
     gloo4.run(fsdp1, name)

@@ -14,12 +14,12 @@ import types
 import warnings
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from depth import each
+from depth import mark_seldom, seldom
 from last_bit import OtherLastBit
 from ranks import Pool, launch
 
@@ -94,9 +94,14 @@ def needed(page: str) -> None:
         pytest.importorskip(library)
 
 
-@each
-@pytest.mark.parametrize("ranks", [2, 1])
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def page_cases() -> list[Any]:
+    """Each page with a number of ranks: by default two, one for the page that compiles most."""
+    pages = [page for page in PAGES if blocks(page)]
+    marks = {(page, ranks): [seldom] * ((page == "transforms") == (ranks == 2)) for page in pages for ranks in (2, 1)}
+    return [pytest.param(*case, marks=marks[case], id=f"{case[0]}-{case[1]}") for case in marks]
+
+
+@pytest.mark.parametrize(("page", "ranks"), page_cases())
 def test_blocks_run(gloo2: Pool, page: str, ranks: int, tmp_path: Path) -> None:
     """Every python block runs as it stands, on one rank and on two, and prints what the text block after it shows."""
     needed(page)
@@ -179,14 +184,14 @@ def test_doctests(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
+@pytest.mark.parametrize("up", mark_seldom([True, False], True), ids=["up", "down"])
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("funshard._compiled")])
-def test_doctests_do_not_depend_on_the_last_bit(name: str) -> None:
+def test_doctests_do_not_depend_on_the_last_bit(name: str, up: bool) -> None:
     """The doctests pass on CPUs that round otherwise. Operators in compiled functions are not checked."""
     if name.endswith("_transforms.offload") and torch.__version__ < "2.13":
         pytest.skip("torch 2.11 fails an assertion of its own: its dispatch modes, within saved-tensor hooks")
-    for up in (True, False):
-        with OtherLastBit(up=up):
-            assert doctest.testmod(importlib.import_module(name)).failed == 0
+    with OtherLastBit(up=up):
+        assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 def test_printed_fractions_do_not_depend_on_the_last_bit(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth
+from depth import depth, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -154,7 +154,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "kept"))
 def test_state_that_passes_by_other_ways_on_ranks(gloo2: Pool, strategy: str) -> None:
     """Two real ranks with data of their own; by default each case is tried with one of the strategies."""
     names = [name for name in CASES if name != "nonlocal"]  # whose parity two references would change

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives
-from depth import dealt, depth, each, some
+from depth import dealt, depth, each, mark_seldom, some
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import Kernels
@@ -544,7 +544,7 @@ CHOICES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", ["fs.grad", "torch.func.grad"])
+@pytest.mark.parametrize("way", mark_seldom(["fs.grad", "torch.func.grad"], "fs.grad"))
 def test_the_peak_is_between_all_and_nothing(way: str) -> None:
     """Many blocks and a long batch: less is held the less is saved."""
     model, x = gpt(depth(5, 8)), torch.randn(2, 64, 16, dtype=torch.float64)
@@ -715,7 +715,7 @@ STRATEGIES: dict[str, Callable[[Any], fs.P]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "kept"))
 def test_units_on_two_ranks(gloo2: Pool, strategy: str) -> None:
     """Gathered again as often as ever; what is saved runs once, all else twice; bit for bit the gradients of no remat."""
     gloo2.run(on_ranks, strategy)

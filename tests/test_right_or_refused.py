@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import some
+from depth import mark_seldom, some
 from models import EXACT, unchanged
 from ranks import Pool
 from torch import Tensor, nn
@@ -247,7 +247,7 @@ def test_buffers_of_script_modules_are_left_alone(kind: type[nn.Module]) -> None
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
 
 
-@pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.parametrize("kind", mark_seldom(RIGHT, Detached, Data, ReadWithoutGrad, NestedCall, Scripted))
 def test_right(gloo2: Pool, kind: type[nn.Module]) -> None:
     """Exact with every strategy, by every way, and model and shards as they were."""
     gloo2.run(is_right, kind)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from ranks import ended, free_port, start_one
 
 import funshard
 
 PAGE = Path(funshard.__file__).parents[1] / "examples" / "guide" / "running.md"
-ENV = {
-    **{key: value for key, value in os.environ.items() if not key.startswith("SLURM_")},
-    "GLOO_SOCKET_IFNAME": "lo",
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-}
 
 
 @pytest.fixture
@@ -30,41 +24,43 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def run_together(commands: list[list[str]], envs: list[dict[str, str]], folder: Path) -> list[str]:
-    """Run processes side by side, and return what each prints; all of them have to end well within the time."""
-    processes = [
-        subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for command, env in zip(commands, envs, strict=True)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * len(processes), outputs
-    return [out for out, _ in outputs]
+def run_together(path: Path, argvs: list[list[str]], envs: list[dict[str, str]], folder: Path) -> list[str]:
+    """Run processes of a script side by side, and return what each prints; all of them have to end well within the time."""
+    outputs = [folder / f"output{i}" for i in range(len(envs))]
+    runs = zip(argvs, outputs, envs, strict=True)
+    codes = ended([start_one(path, argv, str(output), **env) for argv, output, env in runs])
+    said = [output.read_text() for output in outputs]
+    assert codes == [0] * len(codes), said
+    return said
 
 
 def test_two_agents(script: Path) -> None:
     """`--nnodes 2`: a mesh of two machines with two ranks each, and one of the four ranks prints."""
     options = re.findall(r"`torchrun (--nnodes 2 .*?) train.py`", PAGE.read_text())[0]
     options = options.replace("HOST:29500", f"127.0.0.1:{free_port()}").replace("--nproc-per-node 8", "--nproc-per-node 2")
-    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *options.split(), str(script)]
-    outputs = run_together([command, command], [ENV, ENV], script.parent)
+    argv = ["--local-addr", "127.0.0.1", *options.split(), str(script)]
+    torchrun = importlib.util.find_spec("torch.distributed.run")
+    assert torchrun is not None
+    assert torchrun.origin is not None
+    outputs = run_together(Path(torchrun.origin), [argv, argv], [{}, {}], script.parent)
     assert sorted(outputs) == ["", "learnt: True\n"]
 
 
 def test_srun_alone(script: Path) -> None:
     """The variables that the page gives to each rank, from those that SLURM sets."""
     shell = re.findall(r"^srun (bash -c '.*')$", PAGE.read_text(), re.MULTILINE)[0]
-    body = shell.removeprefix("bash -c '").removesuffix("'").replace("python train.py", f"{sys.executable} {script}")
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
-    envs = [{**ENV, **job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2)} for rank in range(4)]
-    outputs = run_together([["bash", "-c", body]] * 4, envs, script.parent)
+    body = shell.removeprefix("bash -c '").removesuffix("'").replace("python train.py", "env")
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
+    envs = [variables(body, {**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2)}) for rank in range(4)]
+    assert all(len(env) >= 10 for env in envs)
+    outputs = run_together(script, [[]] * 4, envs, script.parent)
     assert outputs == ["learnt: True\n", "", "", ""]
+
+
+def variables(body: str, env: dict[str, str]) -> dict[str, str]:
+    """What a command of bash that prints its variables adds to these."""
+    said = subprocess.run(
+        ["bash", "-c", body], env={"PATH": os.environ["PATH"], **env}, capture_output=True, text=True, check=True
+    )
+    found = dict(line.split("=", 1) for line in said.stdout.splitlines())
+    return {name: value for name, value in found.items() if name in env or re.fullmatch(r"(LOCAL_)?(RANK|WORLD_SIZE)", name)}

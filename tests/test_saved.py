@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from collective_log import world
+from depth import mark_seldom
 from ranks import Pool
 from test_memory import Curved, Peak, no_collector
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ def squares(tree: Any) -> Tensor:
     return sum(((g**2).sum() for g in tree.values()), torch.zeros((), dtype=torch.float64))
 
 
-@pytest.mark.parametrize("blocks", [4, 8])
+@pytest.mark.parametrize("blocks", mark_seldom([4, 8], 4))
 def test_torch_func_grad_holds_what_autograd_does(blocks: int) -> None:
     """Torch's own, of the plain model, holds twice that: all that its backward saves for a derivative that nobody takes."""
     assert held(grad, blocks) == held(fs.grad, blocks)
@@ -129,7 +130,11 @@ def backward_inside(rank: int, p: P) -> None:
         grad(freed)(params)
 
 
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
+@pytest.mark.parametrize(
+    "p",
+    mark_seldom([P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], P("shard"), P("shard", remat=True)),
+    ids=str,
+)
 def test_a_backward_inside_of_torch_func_grad(gloo2: Pool, p: P) -> None:
     """torch.autograd.grad inside of the function can be differentiated: only the transform's own, the last, keeps less."""
     gloo2.run(backward_inside, p)

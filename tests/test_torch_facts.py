@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from collective_log import world
+from depth import mark_seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch._C import _functorch
@@ -581,7 +582,7 @@ class Nested(torch.autograd.Function):
         return g * ctx.saved_tensors[0]
 
 
-@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize("name", mark_seldom(SAVES, *[*SAVES][:7]))
 def test_saved_outputs_hold_no_graph(name: str) -> None:
     """What `kept` keeps frees everything without the collector, and gives the gradients of plain autograd."""
     x = torch.rand(4, 4, requires_grad=True)
@@ -1083,7 +1084,7 @@ os._exit(0)  # no abort
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-@pytest.mark.parametrize("imported", ["torch", "funshard"])
+@pytest.mark.parametrize("imported", mark_seldom(["torch", "funshard"], "funshard"))
 def test_a_late_import_keeps_the_default_group(imported: str) -> None:
     """Default arguments of torch.distributed.nn.functional are the group of its import; funshard imports it before."""
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

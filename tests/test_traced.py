@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import SHORT, Collectives, world
-from depth import depth, each
+from depth import depth, each, mark_seldom
 from parity import WAYS
 from ranks import Pool
 from test_compiled import MODEL
@@ -250,7 +250,7 @@ def export_equals_eager(rank: int, strategy: str, strict: bool) -> None:
 
 
 @each
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", mark_seldom([False, True], False))
 @pytest.mark.parametrize("strategy", depth(["reshard", "replicate"], [*STRATEGIES]))
 def test_export_equals_eager(gloo2: Pool, strategy: str, strict: bool) -> None:
     """An exported forward, decomposed or saved and loaded too, on other shards and another number of rows."""

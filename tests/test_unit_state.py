@@ -13,6 +13,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from depth import mark_seldom
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
@@ -144,7 +145,8 @@ def test_states_of_one_tree_map_have_one_declaration(library: Any) -> None:
         UnitState(plain, ["step"])  # it is 'count' here
 
 
-def test_both_of_torchs_trees_know_a_state() -> None:
+@pytest.mark.parametrize("first", mark_seldom(["", "import funshard"], "import funshard"))
+def test_both_of_torchs_trees_know_a_state(first: str) -> None:
     """The one in C++ is imported on demand, in a process of its own here."""
     code = """
 import torch, torch.utils._cxx_pytree as tree
@@ -152,8 +154,7 @@ import funshard as fs
 state = {"": fs.optim.UnitState({"count": torch.ones(()), "sum": torch.ones(3)}, ["count"])}
 assert tree.tree_map(torch.neg, state)[""].numbers == {"count"}
 """
-    for lines in (code, "import funshard" + code):
-        subprocess.run([sys.executable, "-c", lines], check=True)
+    subprocess.run([sys.executable, "-c", first + code], check=True)
 
 
 def test_a_state_of_another_spec_is_refused(tmp_path: Path) -> None:

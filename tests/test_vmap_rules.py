@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import depth
+from depth import depth, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import unchanged
@@ -298,7 +298,7 @@ def test_any_nesting_on_a_mesh_of_groups(gloo4: Pool, many: list[Case]) -> None:
     check_on_groups(gloo4, many, {"a": 2, "b": 2})
 
 
-@pytest.mark.parametrize("op", COLLECTIVES)
+@pytest.mark.parametrize("op", mark_seldom(COLLECTIVES, *[*COLLECTIVES][::2]))
 def test_every_dimension_on_a_process_group(gloo2: Pool, op: str) -> None:
     """One vmap on each of two processes, from and to every dimension of 2- and 3-D inputs, or from none."""
     many = []

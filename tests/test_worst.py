@@ -22,7 +22,7 @@ import test_matrix
 import test_optim
 import torch
 import torch.distributed as dist
-from depth import depth, each, seldom, some
+from depth import depth, each, mark_seldom, seldom, some
 from ranks import Pool
 from test_compress import COMPRESSORS, steps
 from test_matrix import STRATEGIES, TRANSFORMS, without_ticks
@@ -374,7 +374,7 @@ def test_what_overlaps(worst2: Pool, worst4: Pool, layout: str) -> None:
     (worst2 if len(LAYOUTS[layout][0]) == 1 else worst4).run(overlapped, layout)
 
 
-@pytest.mark.parametrize("layout", ["some", "four"])
+@pytest.mark.parametrize("layout", mark_seldom(["some", "four"], "some"))
 def test_compressors(worst2: Pool, worst4: Pool, layout: str) -> None:
     pool, size = (worst2, 2) if layout == "some" else (worst4, 4)
     names = [*COMPRESSORS]
