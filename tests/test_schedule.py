@@ -375,6 +375,31 @@ def test_nested_units_are_ahead(prefetch: int) -> None:
         assert (again[0] < events.backward.index("compute last")) == (prefetch > 0)
 
 
+class InnerLast(nn.Module):
+    """A block whose backward comes to the unit inside of it before its own parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.own, self.inner = nn.Linear(5, 5), MLP(5, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.own(x).tanh())
+
+
+@pytest.mark.parametrize("prefetch", AHEAD)
+def test_a_unit_around_the_next_one_is_gathered_once_in_backward(prefetch: int) -> None:
+    """It was gathered ahead, dropped when backward came to the unit inside, and gathered again."""
+    with world(8):
+        model = nn.Sequential(*(InnerLast(8 + i) for i in range(3))).double()
+        spec = fs.by_type(InnerLast, MLP, p=CLOSE)(model).bound
+        with Collectives() as sent:
+            fs.grad(lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec, prefetch=prefetch).sum())(
+                fs.shard(model, spec)
+            )
+        handed_over = 2  # forward hands the buffers of the last block and of its inner unit to backward
+        assert Counter(one.op for one in sent.all)["all_gather"] == 2 * len(spec) - handed_over
+
+
 @pytest.mark.parametrize("order", [[], ["a"], ["", "c", "b", "a"], ["a", "a", "a", "a"], ["b", "", "b", "c", "b"]], ids=str)
 def test_a_wrong_order_bounds_what_is_wasted(order: list[str]) -> None:
     """Units that are gathered in vain are so once, and those that are not named are gathered when they are used."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Generator
 
 from .. import _torch
+from .._spec.tree import is_within
 from .gathered_unit import GatheredUnit
 from .saved_weights import MAX_UNSHARDED_IN_BACKWARD
 
@@ -50,7 +51,8 @@ class BackwardPrefetch:
         if gathered.index >= self._position:  # the same unit, or one around it
             return False
         for passed in self._resharded[gathered.index + 1 : self._position]:
-            if (other := passed()) is not None:
+            other = passed()
+            if other is not None and not is_within(gathered.unit.path, other.unit.path):  # a unit around it may come after it
                 other.chain = None
         self._position = gathered.index
         if not gathered.is_trained:

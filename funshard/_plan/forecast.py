@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._spec.spec import PartitionSpec
+from .._spec.tree import is_within
 from .._spec.unit import Unit
 from .._units.buckets import OpenBuckets
 from .._units.route import Route
@@ -237,7 +238,7 @@ class CallForecast:
             gathered = self._resharded[at]
             is_behind = at >= self._backward_position
             for passed in () if is_behind else self._resharded[at + 1 : self._backward_position]:
-                if passed.is_ahead:
+                if passed.is_ahead and not is_within(unit.path, passed.unit.path):
                     passed.chain.finish()
                     self._free(passed)
             self._gather_again(gathered)
