@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from depth import each, seldom
 from ranks import Pool
 from test_compiled_units import AOT, EXACT, Leaf, batch, reset
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
 
 import funshard as fs
 from funshard import P
+from funshard._transforms.error_hints import find_hint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -186,3 +190,143 @@ def test_no_grad_in_a_compiled_hvp(compiler: str, forward: bool) -> None:
     compiled = compile(product, backend="aot_eager", fullgraph=True)
     for n in (3, 2):  # the second call compiles after an eager one
         torch.testing.assert_close(compiled(params, batch()[:n]), product(params, batch()[:n]), **EXACT)
+
+
+# --- errors that say what to do ---
+
+
+class Checkpoints(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Branches(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x) if x.sum() > 0 else x
+
+
+class Prints(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        print("forward")
+        return self.l(x)
+
+
+class Warns(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        logging.getLogger("test").warning("forward")
+        return self.l(x)
+
+
+class Writes(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.l.weight.clamp_(-1, 1)
+        return self.l(x)
+
+
+class Keeps(Leaf):
+    kept: ClassVar[list[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(self.l(x))
+        return self.kept[-1].sin()
+
+
+class Differentiates(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.l(x).sum(), x)[0]
+
+
+class Misfits(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x) @ x
+
+
+class BackwardHook(Leaf):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l.register_full_backward_hook(lambda module, given, out: given)
+
+
+class Seeds(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x) * torch.rand(6, generator=torch.Generator().manual_seed(0))
+
+
+HINTS: dict[type[nn.Module], str] = {
+    Checkpoints: "forward uses torch.utils.checkpoint: expected P(remat=True) of the unit, or fs.remat",
+    Branches: "forward has a branch, a size or an assertion that depends on values: expected torch.where",
+    Prints: "forward prints or logs: expected that under `if not torch.compiler.is_compiling()`",
+    Warns: "forward prints or logs: expected that under",
+    Recurrent: "expected torch._dynamo.config.allow_rnn = True, or P(compile=True) of units",
+    Writes: "forward changes a parameter, a buffer or an argument in place: expected a new tensor",
+    Keeps: "forward keeps a tensor that it computes, in a list",
+    Differentiates: "expected fs.grad, fs.grad_and_value or torch.func.grad for every gradient",
+    BackwardHook: "a module has a backward hook: expected tensor.register_hook in forward, or P(compile=True) of units",
+    Seeds: "a torch.Generator is made inside of the compiled function: expected one that is made outside",
+}
+
+
+def compiled_gradient(kind: type[nn.Module], **options: Any) -> Any:
+    net = network(kind)
+    spec = fs.by_type(kind)(net).on({"shard": 1})
+    step = fs.compile(fs.grad(lambda p, x: fs.functional_call(net, p, x, spec=spec).sum()), backend="aot_eager", **options)
+    return step(fs.shard(net, spec), batch())
+
+
+@pytest.mark.parametrize("kind", HINTS, ids=lambda kind: kind.__name__)
+def test_compile_errors_say_what_to_do(kind: type[nn.Module]) -> None:
+    """Dynamo's words stay, and a note names what forward does."""
+    if kind is Checkpoints and TorchVersion(torch.__version__) < "2.13":
+        pytest.skip("an older torch compiles it")
+    with pytest.raises(RuntimeError) as error:
+        compiled_gradient(kind)
+    assert f"funshard: {HINTS[kind]}" in find_hint(error.value)
+
+
+def test_an_operator_that_fails_has_its_own_words() -> None:
+    with pytest.raises(RuntimeError, match=r"^a and b must have same reduction dim"):
+        compiled_gradient(Misfits)
+
+
+@each
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("outer", ["fs.compile", "torch.compile"])
+def test_a_compiled_step_in_a_compiled_function(inside: bool, outer: str) -> None:
+    """It is a part of the graph that is being traced, also where it is made there."""
+
+    def halve(params: fs.Params) -> fs.Params:
+        return {key: p / 2 for key, p in params.items()}
+
+    def make() -> Callable[[fs.Params], fs.Params]:
+        return fs.compile(halve, donate_argnums=0, backend="aot_eager")
+
+    made = make()
+
+    def twice(params: fs.Params) -> fs.Params:
+        return make()(make()(params)) if inside else made(made(params))
+
+    compile = fs.compile if outer == "fs.compile" else torch.compile
+    given = {"a": torch.tensor([4.0, 8.0])}
+    got = compile(twice, backend="aot_eager", fullgraph=True)(given)
+    torch.testing.assert_close((got, given), ({"a": torch.tensor([1.0, 2.0])},) * 2)
+
+
+def test_a_compiled_step_in_a_transform_is_refused() -> None:
+    square = fs.compile(lambda x: (x * x).sum(), backend="aot_eager")
+    for transform in (torch.func.grad(square), torch.vmap(square), lambda x: torch.func.jvp(square, (x,), (x,))):
+        with pytest.raises(RuntimeError, match=r"the compiled step is called inside of a torch.func transform, .* expected"):
+            transform(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "nope"}, r"^compile: mode: expected one of .*'max-autotune'.*, got 'nope'"),
+        ({"options": {"fallback_randm": True}}, r"^compile: options: expected one of 'fallback_random'.*, got"),
+    ],
+)
+def test_a_name_that_torch_does_not_know(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fs.compile(lambda x: x, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from .._spec.compiled import Compile
+from .._spec.compiled import Compile, check_names
 from .._spec.remat import Remat
 from .._transforms._recompute.regions import RecomputeRegions, collect_regions, missing_names_message
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
@@ -69,35 +68,17 @@ def _explain(error: RuntimeError, path: str) -> RuntimeError:
     is_dynamo, is_graph_break = _torch.classify_compile_error(error)
     if not is_dynamo:
         return error
-    what = str(error).partition("\n")[0]
+    what, hint = _torch.describe_compile_error(error), _torch.find_compile_hint(error)
     if is_graph_break:
         return RuntimeError(
             f"module '{path}' with Compile(fullgraph=True) has a graph break ({what}): expected a forward that torch.compile "
             "traces as one graph, fullgraph=False, or no compile"
         )
-    details = str(error).partition("got RuntimeError(")[2].partition("\n")[0]
+    expected = f"{hint}; or a forward" if hint else "expected a forward"
     return RuntimeError(
-        f"module '{path}' with P(compile=True) does not compile: {what}{f' ({details}' if details else ''}; expected a forward "
-        "that runs without compile, as P(compile=False) shows, and that the backend of torch.compile takes"
+        f"module '{path}' with P(compile=True) does not compile: {what}; {expected} that runs without compile, as "
+        "P(compile=False) shows, and that the backend of torch.compile takes"
     )
-
-
-def _check_names(path: str, options: Compile) -> None:
-    """Raise ValueError for a backend, a mode or options that torch.compile does not know."""
-    known: Sequence[str] = ()
-    what, given = "backend", options.backend
-    if isinstance(given, str) and given not in (known := _torch.list_backends()):
-        raise ValueError(_format_unknown_name(path, what, given, known))
-    if given == "inductor" and options.mode is not None and options.mode not in (known := _torch.list_inductor_modes()):
-        raise ValueError(_format_unknown_name(path, "mode", options.mode, known))
-    for name, _ in options.options if given == "inductor" else ():
-        if name.replace("-", "_") not in (known := _torch.list_inductor_options()):
-            raise ValueError(_format_unknown_name(path, "options", name, difflib.get_close_matches(name, known) or known[:5]))
-
-
-def _format_unknown_name(path: str, what: str, given: str, known: Sequence[str]) -> str:
-    """Return the message of the error for a backend, a mode or an option that torch.compile does not know."""
-    return f"module '{path}': Compile: {what}: expected one of {', '.join(map(repr, known))}, got {given!r}"
 
 
 def _run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,7 +108,7 @@ def find_compiled_run(
     runs = _RUNS.setdefault(module, {})
     run = runs.get((options, remat, retains))
     if run is None:
-        _check_names(path, options)
+        check_names(f"module '{path}': Compile", options.backend, options.mode, dict(options.options))
         structure = tuple(
             (type(one), tuple((name, p.shape, p.dtype) for name, p in dict.items(vars(one)["_parameters"]) if p is not None))
             for one in inside

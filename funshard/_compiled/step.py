@@ -19,7 +19,9 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from .. import _torch
+from .._spec.compiled import check_names
 from .._transforms._recompute.regions import collect_regions, current_regions
+from .._transforms.error_hints import add_compile_hint
 from ..optim._checks import refuse_shared_memory
 from .floats import TracedFloats
 
@@ -82,6 +84,10 @@ def compile(
             f"compile: expected prefetch of at least 0 and in_flight of at least 1, got {prefetch} and {in_flight}"
         )
     donated_indices = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    if torch.compiler.is_compiling():  # a part of the graph that is being traced
+        return cast("Step", lambda *args, **kwargs: _run_inside(step, donated_indices, *args, **kwargs))
+    if mode or options:
+        check_names("compile", "inductor", mode, options or {})
     compiler = _Backend(backend, prefetch, in_flight, {**_mode_options(mode), **(options or {})})
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, str]:
@@ -100,16 +106,25 @@ def compile(
                 if errors:
                     raise errors[-1] from error
                 if (raised := _torch.find_traced_error(error)) is not None:
-                    raise raised from error
+                    raise add_compile_hint(raised, error) from error
                 if "DynamicLayer.cpp" in str(error):  # torch's own assertion, where it goes on after a break
                     raise RuntimeError(
                         "compile: the graph breaks inside of a gradient, as by a branch on values in forward, and torch cannot "
                         "go on from there: expected a step that is one graph, or no compile; fullgraph=True names the line"
                     ) from error
-                raise ValueError(regions.problem) if regions.problem else error  # noqa: B904 - the same one
+                if regions.problem:
+                    raise ValueError(regions.problem) from error
+                raise add_compile_hint(error, error)  # noqa: B904 - the same one
 
     @functools.wraps(step)
     def compiled(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _run_inside(step, donated_indices, *args, **kwargs)
+        if _torch.current_level():
+            raise RuntimeError(
+                "compile: the compiled step is called inside of a torch.func transform, in which torch runs no compiled code: "
+                "expected the transform inside of the step, or the step without compile"
+            )
         donated = _check_donated(args, donated_indices)
         are_traced = floats.trace(args, kwargs)
         try:
@@ -152,6 +167,14 @@ def _run_step(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: 
         for into, value in writes:
             _torch.write_into(into, value)
     return (tuple(results) if isinstance(out, tuple) else results[0]), ""
+
+
+def _run_inside(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+    """Return the results of the step inside of another function that torch.compile traces, whose schedule holds."""
+    out, problem = _run_step(step, donate_argnums, *args, **kwargs)
+    if problem:
+        raise ValueError(problem)
+    return out
 
 
 def _can_write_into(old: Any, new: Any) -> bool:

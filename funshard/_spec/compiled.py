@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Compile"]
+from .. import _torch
+
+__all__ = ["Compile", "check_names"]
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,21 @@ class Compile:
             "fullgraph": self.fullgraph or None,
         }
         return f"Compile({', '.join(f'{name}={value!r}' for name, value in shown.items() if value is not None)})"
+
+
+def check_names(where: str, backend: object, mode: str | None, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for a backend, a mode or options that torch.compile does not know; ``where`` begins the message."""
+    known: Sequence[str] = ()
+    if isinstance(backend, str) and backend not in (known := _torch.list_backends()):
+        raise ValueError(_format_unknown_name(where, "backend", backend, known))
+    if backend == "inductor" and mode is not None and mode not in (known := _torch.list_inductor_modes()):
+        raise ValueError(_format_unknown_name(where, "mode", mode, known))
+    for name in options if backend == "inductor" else ():
+        if name.replace("-", "_") not in (known := _torch.list_inductor_options()):
+            known = difflib.get_close_matches(name, known) or known[:5]
+            raise ValueError(_format_unknown_name(where, "options", name, known))
+
+
+def _format_unknown_name(where: str, what: str, given: str, known: Sequence[str]) -> str:
+    """Return the message of the error for a backend, a mode or an option that torch.compile does not know."""
+    return f"{where}: {what}: expected one of {', '.join(map(repr, known))}, got {given!r}"

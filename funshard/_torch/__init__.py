@@ -6,6 +6,7 @@ and runs, storages, and process groups.
 
 from .attribute_writes import *
 from .backward import *
+from .compile_errors import *
 from .compiling import *
 from .dispatch import *
 from .fake_ranks import *

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import contextlib
 import contextvars
-import re
 import sys
 import types
 from collections.abc import Callable, Generator
@@ -17,10 +14,8 @@ from torch.utils._config_module import ConfigModule
 
 __all__ = [
     "CompileOptions",
-    "classify_compile_error",
     "compile_options",
     "copy_function",
-    "find_traced_error",
     "guard_hooks",
     "inductor_mode_options",
     "is_compiler_variable",
@@ -122,40 +117,6 @@ def is_config_variable(var: contextvars.ContextVar[Any]) -> bool:
         known = (x for entry in entries for x in vars(entry).values() if isinstance(x, contextvars.ContextVar))
         _IS_CONFIG.update({var: var.name == "decimal_context"} | dict.fromkeys(known, True))
     return _IS_CONFIG[var]
-
-
-def classify_compile_error(error: Exception) -> tuple[bool, bool]:
-    """Return whether an error is one of Dynamo's, and whether it is a graph break that ``fullgraph=True`` refuses."""
-    from torch._dynamo import exc  # takes a second to import
-
-    return isinstance(error, exc.TorchDynamoException), isinstance(error, exc.Unsupported)
-
-
-_RAISED = re.compile(  # torch 2.11 shows its own variables for the arguments
-    r"raised exception (\w+)\((?:\[ConstantVariable\(str: )?(.+?)(?:\)\])?\)$", re.MULTILINE
-)
-_DISABLED = re.compile(r"was wrapped with `torch\.compiler\.disable` \(reason: (.+)\)$", re.MULTILINE)
-
-
-def find_traced_error(error: Exception) -> Exception | None:
-    """Return the built-in exception that the traced program raises, or an error with the reason why it must not be traced.
-
-    Dynamo replaces both by an error of its own. Return None for any other error, and for exceptions with other arguments than
-    a string. Pinned by ``test_errors_of_the_step_are_its_own``.
-    """
-    if not classify_compile_error(error)[1]:
-        return None
-    if disabled := _DISABLED.search(str(error)):
-        return RuntimeError(disabled[1])
-    if (raised := _RAISED.search(str(error))) is None:
-        return None
-    kind: Any = getattr(builtins, raised[1], None)
-    try:
-        message = ast.literal_eval(raised[2])
-    except (SyntaxError, ValueError):
-        return None
-    is_plain = isinstance(message, str) and isinstance(kind, type) and issubclass(kind, Exception)
-    return kind(message) if is_plain else None
 
 
 def list_backends() -> list[str]:

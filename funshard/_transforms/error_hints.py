@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
+from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._spec.table import abridge
 
-__all__ = ["add_argument_hints", "add_hints", "as_call_arguments", "check_materialized", "find_hint"]
+__all__ = ["add_argument_hints", "add_compile_hint", "add_hints", "as_call_arguments", "check_materialized", "find_hint"]
 __all__ += ["find_running_module", "is_forward_rule_missing"]
 
 E = TypeVar("E", bound=BaseException)
@@ -68,6 +69,13 @@ def add_hints(error: E, model: nn.Module | None = None, *, known: str = "") -> E
         hint = f"torch has no forward-mode rule for {op}: a gradient of a gradient may do, as fs.hvp(..., forward=False)"
     path = find_running_module(error.__traceback__, model)
     return _add_note(error, _PREFIX + ("" if path is None else f"module '{path}': ") + hint)
+
+
+def add_compile_hint(error: E, compile_error: BaseException) -> E:
+    """Return an error, with a note that says what to do if torch.compile has raised ``compile_error`` because of it."""
+    if find_hint(add_hints(error)) or not (hint := _torch.find_compile_hint(compile_error)):
+        return error
+    return _add_note(error, _PREFIX + hint)
 
 
 def add_argument_hints(

@@ -1,0 +1,91 @@
+"""Errors of torch.compile: the program's own error inside of one, and what to do about the known ones."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from typing import Any
+
+__all__ = ["classify_compile_error", "describe_compile_error", "find_compile_hint", "find_traced_error"]
+
+
+def classify_compile_error(error: Exception) -> tuple[bool, bool]:
+    """Return whether an error is one of Dynamo's, and whether it is a graph break that ``fullgraph=True`` refuses."""
+    from torch._dynamo import exc  # takes a second to import
+
+    return isinstance(error, exc.TorchDynamoException), isinstance(error, exc.Unsupported)
+
+
+_RAISED = re.compile(  # torch 2.11 shows its own variables for the arguments
+    r"raised exception (\w+)\((?:\[ConstantVariable\(str: )?(.+?)(?:\)\])?\)$", re.MULTILINE
+)
+_RUN_ON_FAKES = re.compile(r"Dynamo failed to run FX node with fake tensors: .*: got (\w+)\((.+)\)$", re.DOTALL)
+_DISABLED = re.compile(r"was wrapped with `torch\.compiler\.disable` \(reason: (.+)\)$", re.MULTILINE)
+
+
+def find_traced_error(error: Exception) -> Exception | None:
+    """Return the built-in exception that the traced program raises, or an error with the reason why it must not be traced.
+
+    Dynamo replaces both by an error of its own. Return None for any other error, and for exceptions with other arguments than
+    a string. Pinned by ``test_errors_of_the_step_are_its_own``.
+    """
+    if not classify_compile_error(error)[0]:
+        return None
+    if disabled := _DISABLED.search(str(error)):
+        return RuntimeError(disabled[1])
+    raised = _RAISED.search(str(error)) or _RUN_ON_FAKES.search(str(error).partition("\n  Hint: ")[0])
+    return None if raised is None else _make_error(raised[1], raised[2])
+
+
+def _make_error(name: str, argument: str) -> Exception | None:
+    """Return a built-in exception, by its name and by its argument as a Python literal; None unless that is a string."""
+    kind: Any = getattr(builtins, name, None)
+    try:
+        message = ast.literal_eval(argument)
+    except (SyntaxError, ValueError):
+        return None
+    is_plain = isinstance(message, str) and isinstance(kind, type) and issubclass(kind, Exception)
+    return kind(message) if is_plain else None
+
+
+def describe_compile_error(error: Exception) -> str:
+    """Return a line about an error of Dynamo's: its own first one, and the error that it is about."""
+    first, _, after = str(error).partition("\n")
+    if (cause := find_traced_error(error)) is not None:
+        return f"{first} ({str(cause).partition(chr(10))[0]!r})"
+    return f"{first.partition(' raised:')[0]} ({after.partition(chr(10))[0]!r})" if first.endswith(" raised:") else first
+
+
+_HINTS = [
+    (r"storage of TensorWrapper",
+     "forward keeps a tensor that it computes, in a list, a global or an object: expected it among the results (has_aux=True), "
+     "or no compile"),
+    (r"view is the output of a function that returns multiple views|mutate a captured Tensor|leaf Variable that requires grad",
+     "forward changes a parameter, a buffer or an argument in place: expected a new tensor (w = self.weight.clamp(-1, 1)), "
+     "buffers that are given by buffers=, or no compile"),
+    (r"tag_activation_checkpoint",
+     "forward uses torch.utils.checkpoint: expected P(remat=True) of the unit, or fs.remat"),
+    (r"[Dd]ata-dependent",
+     "forward has a branch, a size or an assertion that depends on values: expected torch.where, torch.cond or a mask, or "
+     "P(compile=True) of units, whose graphs may break"),
+    (r"builtin operator `print`|LoggingLogger|logging\.Logger",
+     "forward prints or logs: expected that under `if not torch.compiler.is_compiling()`, or the function in "
+     "torch._dynamo.config.ignore_logging_functions, or P(compile=True) of units, whose graphs may break"),
+    (r"RNN, GRU, or LSTM",
+     "expected torch._dynamo.config.allow_rnn = True, or P(compile=True) of units, which run it as it is"),
+    (r"Module-level backwards hooks",
+     "a module has a backward hook: expected tensor.register_hook in forward, or P(compile=True) of units"),
+    (r"`torch\.autograd\.grad` with|Tensor\.backward\(\)|requires_grad_\(\)",
+     "expected fs.grad, fs.grad_and_value or torch.func.grad for every gradient inside of the compiled function"),
+    (r"Opaque object type: <class 'torch\._C\.Generator'>|Generator\.__new__",
+     "a torch.Generator is made inside of the compiled function: expected one that is made outside of it"),
+    (r"`disallow_in_graph`", "torch.func.linearize cannot be compiled: expected torch.func.jvp or fs.hvp"),
+]  # fmt: skip
+"""torch's words, and what to do. Pinned by ``test_compile_errors_say_what_to_do``."""
+
+
+def find_compile_hint(error: BaseException) -> str:
+    """Return what to do about a known error of torch.compile; empty for none."""
+    text = str(error)
+    return next((hint for words, hint in _HINTS if re.search(words, text)), "")
