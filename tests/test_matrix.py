@@ -460,7 +460,7 @@ def table() -> str:
     shape = " x ".join(map(str, hybrid.sizes(hybrid.real).values()))
     counts = f"{', '.join(map(str, SIMULATED[:-1]))} and {SIMULATED[-1]}"
     caption = (
-        f"Every transform is exact with every strategy: equal, to 1e-{DIGITS} in float64, to plain autograd of the unsharded "
+        f"Each result equals, to 1e-{DIGITS} in float64, plain autograd of the unsharded "
         "model's loss, the mean over ranks. Values, tangents and samples are each rank's own. The tests run on "
         f"{counts} simulated ranks and on {alone.real} real ones, for HSDP on {shape}."
     )
