@@ -155,7 +155,7 @@ def test_four_ranks_to_others(gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: P
     gloo4.run(save, path, mesh, local)
     pools = (gloo4, FOUR), (gloo2, TWO), (alone, ["shard=1"])
     others = [(pool, axes, dims) for pool, every in pools for axes in every for dims in LOCALS]
-    step = depth(9, 1)
+    step = depth(18, 1)
     for pool, axes, dims in others[FOUR.index(mesh) % step :: step]:
         pool.run(load, path, axes, dims)
     alone.run(read_by_torch, path)

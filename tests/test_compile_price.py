@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, seldom
+from depth import depth, mark_seldom, seldom
 from ranks import Pool, launch
 from test_compile import needs_cpp
 from torch import Tensor, nn
@@ -102,9 +102,11 @@ def compiles(rank: int) -> None:
     check(policy(model).bound, 3)
 
 
-def test_equal_specs_share_a_graph(gloo2: Pool) -> None:
+@pytest.mark.parametrize("ranks", mark_seldom(["alone", "gloo2"], "alone"))
+def test_equal_specs_share_a_graph(request: pytest.FixtureRequest, ranks: str) -> None:
     """A spec that is made anew, with the same contents, does not compile again; any other does, and has its own values."""
-    gloo2.run(compiles)
+    pool: Pool = request.getfixturevalue(ranks)
+    pool.run(compiles)
 
 
 def test_fingerprints() -> None:

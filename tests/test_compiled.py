@@ -79,7 +79,7 @@ def same(expected: object, got: object) -> None:
         torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "fs.grad_and_value", "grad of grad"))
+@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "grad of grad"))
 def test_compiled_equals_eager(gloo2: Pool, transform: str) -> None:
     """One graph per step, values and gradients as without the compiler."""
     gloo2.run(compiled_and_eager, transform, "blocks")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import each
+from depth import each, mark_seldom
 from ranks import Pool
 from test_local import batches, check, full_sizes, objective, of_rank, simulate, spec_of, whole_params
 from test_local_training import Tree, norm
@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @each
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", mark_seldom(OPTIONS, "shard", "kept", "recomputed", "on both axes"))
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_hsdp_with_experts(order: tuple[str, ...], option: str) -> None:
     """Each expert's slices are on two replicas, whatever the order of the axes."""
@@ -38,7 +38,7 @@ def test_hsdp_with_experts(order: tuple[str, ...], option: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", mark_seldom(OPTIONS, "shard", "recomputed", "replicated", "on both axes"))
 @pytest.mark.parametrize("at", range(3))
 @pytest.mark.parametrize("one", ["replicate", "expert", "shard", "tensor"])
 def test_an_axis_of_one_rank_beside_axes_of_two(one: str, at: int, option: str) -> None:

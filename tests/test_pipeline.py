@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import each, mark_seldom
+from depth import depth, each, mark_seldom
 from ranks import Pool, launch
 from test_examples_axes import Tree, bind, check, losses
 from torch import Tensor
@@ -223,7 +223,7 @@ TINY = "--blocks 2 --dim 16 --heads 2 --seq 16 --batch 16 --steps 10 --log-every
 
 def test_every_number_of_ranks_learns_alike() -> None:
     """One process, and two stages by either schedule: the losses of the same training."""
-    runs = (1, ""), (2, "--stages 2"), (2, "--stages 2 --schedule 1f1b")
+    runs = (1, ""), (2, "--stages 2 --schedule 1f1b"), *depth((), ((2, "--stages 2"),))
     one, *others = (losses(launch(n, EXAMPLES / "pipeline.py", *f"{TINY} {flags}".split())) for n, flags in runs)
     assert len(one) == 10
     assert one[-1] < one[0]
