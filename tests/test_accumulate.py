@@ -438,6 +438,7 @@ def by_tokens(rank: int, size: int, keep: str, way: str, reduce: str) -> None:
     torch.testing.assert_close(float(value), mean)
 
 
+@each
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @pytest.mark.parametrize("keep", KEEPS)

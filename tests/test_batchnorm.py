@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from depth import depth, mark_seldom
+from depth import depth, each, mark_seldom
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import unchanged
@@ -100,6 +100,7 @@ def check(got: dict[str, Tree], expected: dict[str, Tree], spec: fs.PartitionSpe
                 assert_close(value, want[key], rtol=1e-9, atol=1e-9, msg=lambda m, at=f"{name} {key}": f"{at}: {m}")
 
 
+@each
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_simulated_ranks(layout: str, size: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from depth import each
+from depth import each, mark_seldom
 from parity import numbers, sharded_call, squared
 from peer_models import MLP, Net
 from ranks import Pool
@@ -151,7 +151,7 @@ KINDS = ["fsdp2", "hsdp", "fsdp1", "ddp", "compiled", "checkpointed", "plain"]
 
 @each
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mark_seldom(KINDS, *[*KINDS][::2]))
 @pytest.mark.usefixtures("not_on_worst")  # where torch's FSDP1 asks the group for a device
 def test_what_others_save_is_loaded(gloo2: Pool, kind: str, policy: str, tmp_path: Path) -> None:
     """By names: weights, averages and counts bit for bit, and the next step is theirs."""

@@ -278,7 +278,9 @@ def test_low_precision_has_the_same_order() -> None:
     assert read.peak == (root + 2 * block) // 2
 
 
-@pytest.mark.parametrize("options", [BOTH, {}, {"prefetch": 2, "layers": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", mark_seldom([BOTH, {}, {"prefetch": 2, "layers": 4}], BOTH, {"prefetch": 2, "layers": 4}), ids=str
+)
 def test_gathered_bytes_alive(options: dict[str, int]) -> None:
     """Never more than the root's unit, the one that runs and ``prefetch`` others, counted to the last use of a view."""
     prefetch, layers = options.get("prefetch", 1), options.get("layers", LAYERS)

@@ -108,7 +108,7 @@ HSDP = [fs.P("shard"), fs.P(("shard", "context")), fs.P("context", reshard=False
 
 
 @each
-@pytest.mark.parametrize("p", HSDP, ids=str)
+@pytest.mark.parametrize("p", mark_seldom(HSDP, HSDP[1], HSDP[2]), ids=str)
 @pytest.mark.parametrize("order", [("replicate", "shard", "context"), ("context", "replicate", "shard")], ids="-".join)
 @pytest.mark.parametrize("attention", example.ATTENTION)
 def test_replicas_on_simulated_ranks(attention: str, order: tuple[str, ...], p: fs.P) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import depth, seldom
+from depth import depth, mark_seldom, seldom
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -136,7 +136,7 @@ DISTANCES = dict.fromkeys(ELEMENTWISE.split(), 0.0) | {"Adafactor": 0.80, "LBFGS
 """Between the updates of a matrix and of its two halves, relative to the first one's length: those of optimizers.md."""
 
 
-@pytest.mark.parametrize("name", DISTANCES)
+@pytest.mark.parametrize("name", mark_seldom(DISTANCES, *[*DISTANCES][::2]))
 def test_optimizers_on_slices_are_as_far_from_themselves_as_the_table_says(name: str) -> None:
     w, h = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0))
     cut = halves_of_rows if name == "Muon" else halves  # it refuses vectors

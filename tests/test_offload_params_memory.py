@@ -172,6 +172,7 @@ def test_kept_and_recomputed_units_and_some_of_them(world: None, way: str) -> No
     assert (in_slices(marks)["end"], in_slices(marks)["host"]) == (2 * (n - k), 2 * k)
 
 
+@each
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("units", [4, 8])
 def test_an_update_has_three_units_on_the_device(world: None, units: int, donate: bool) -> None:

@@ -145,6 +145,7 @@ def freezing(rank: int, quiet: bool, nested: bool, how: str) -> None:
         assert torch.equal(trained[name], p) is name.startswith("trunk")
 
 
+@each
 @pytest.mark.parametrize("how", ["requires_grad", "partition"])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("quiet", [False, True])

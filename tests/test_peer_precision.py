@@ -347,6 +347,7 @@ def training(rank: int, p: P, precision: Precision, way: str) -> None:
 KEPT = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
 
 
+@each
 @pytest.mark.parametrize("p", KEPT, ids=str)
 @pytest.mark.parametrize("param", [BF16, F16], ids=str)
 def test_compute_dtype(gloo2: Pool, param: torch.dtype, p: P) -> None:
@@ -485,6 +486,7 @@ def accumulation(rank: int, p: P, precision: Precision) -> None:
         torch.testing.assert_close(grads[key], g, rtol=1e-6, atol=1e-8)
 
 
+@each
 @pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
 @pytest.mark.parametrize(
     "precision", [Precision(param=BF16, reduce=F32), Precision(param=BF16), Precision(reduce=BF16)], ids=str
@@ -1254,6 +1256,7 @@ def sum_over_a_number(rank: int, p: P, reduce: torch.dtype | None, by: Any) -> N
         assert torch.equal(grads[""], fs.shard({"w": expected}, spec)[""])
 
 
+@each
 @pytest.mark.parametrize("by", [3.0, 12.0, "sum"])
 @pytest.mark.parametrize("reduce", [None, F16, BF16])
 @pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
@@ -1296,6 +1299,7 @@ def empty_units(rank: int, p: P, reduce: Any) -> None:
         assert all(torch.equal(grads[k], s) for k, s in shards.items())
 
 
+@each
 @pytest.mark.parametrize("reduce", ["mean", 4.0])
 @pytest.mark.parametrize("precision", [None, Precision(param=BF16, reduce=F32), Precision(param=F16)], ids=str)
 @pytest.mark.parametrize("p", [P("shard"), P()], ids=str)

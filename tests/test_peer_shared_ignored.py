@@ -73,6 +73,7 @@ def tied_units(rank: int, strategy: str, way: str) -> None:
     check_parity(rank, TiedUnits(), spec, way=way)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_shared_params_separate_fsdp_groups(gloo2: Pool, strategy: str, way: str) -> None:
@@ -194,6 +195,7 @@ def other_branches(rank: int, strategy: str, way: str) -> None:
     check_parity(rank, model, fs.policies.whole(STRATEGIES[strategy])(model), batch, way=way)
 
 
+@each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unused_param_has_grad(gloo2: Pool, strategy: str, way: str) -> None:

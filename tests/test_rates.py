@@ -106,6 +106,7 @@ def test_on_simulated_ranks(name: str, policy: str, sizes: dict[str, int]) -> No
         assert_close(one, want.expand(ranks), rtol=1e-7, atol=1e-9)
 
 
+@each
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("policy", ["sharded", "replicated"])
 @pytest.mark.parametrize("max_norm", [None, 0.1])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from depth import mark_seldom, seldom
+from depth import each, mark_seldom, seldom
 from last_bit import OtherLastBit
 from ranks import Pool, launch
 
@@ -113,6 +113,7 @@ def test_blocks_run(gloo2: Pool, page: str, ranks: int, tmp_path: Path) -> None:
         gloo2.run(on_a_rank, page, str(tmp_path))
 
 
+@each
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     "script",

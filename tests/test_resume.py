@@ -19,7 +19,7 @@ import kill_loop
 import pytest
 import torch
 import torch.distributed as dist
-from depth import depth, each, seldom, thorough
+from depth import depth, each, mark_seldom, seldom, thorough
 from ranks import Pool, ended, start
 from test_examples import launched
 from torch import nn
@@ -332,7 +332,7 @@ if sys.argv[2] == "destroyed":
 """
 
 
-@pytest.mark.parametrize("how", ["plainly", "fails", "destroyed"])
+@pytest.mark.parametrize("how", mark_seldom(["plainly", "fails", "destroyed"], "plainly"))
 def test_the_process_ends_with_a_save_under_way(tmp_path: Path, how: str) -> None:
     """It is written to its end, or what went wrong is said."""
     script = tmp_path / "ends.py"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from depth import each
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -68,6 +69,7 @@ def train(rank: int, width: int, hidden: int, reshard: bool) -> None:
     torch.testing.assert_close(full["0.down.weight"], plain[2].weight.detach().chunk(2, dim=1)[at[1]], rtol=1e-9, atol=1e-12)
 
 
+@each
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize(("width", "hidden"), [(3, 10), (5, 34), (17, 6)])
 def test_2d_mlp_with_nd_mesh(gloo4: Pool, width: int, hidden: int, reshard: bool) -> None:

@@ -149,6 +149,7 @@ def recorded(graph: torch.fx.Graph) -> list[str]:
     return [SHORT.get(name, name) for name in sent if name != "wait_tensor"]
 
 
+@each
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_traced_hsdp_step_sends_what_the_eager_one_does(strategy: str, way: str) -> None:

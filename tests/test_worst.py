@@ -368,7 +368,7 @@ def overlapped(rank: int, layout: str) -> None:
         step(rank, specs[which], model, way, prefetch=prefetch, in_flight=in_flight)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", mark_seldom(LAYOUTS, *[*LAYOUTS][::2]))
 def test_what_overlaps(worst2: Pool, worst4: Pool, layout: str) -> None:
     """Gathers ahead and reductions behind, over one mesh or two."""
     (worst2 if len(LAYOUTS[layout][0]) == 1 else worst4).run(overlapped, layout)
