@@ -330,3 +330,33 @@ def test_a_compiled_step_in_a_transform_is_refused() -> None:
 def test_a_name_that_torch_does_not_know(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         fs.compile(lambda x: x, **options)
+
+
+# --- shards and full parameters inside of a compiled step ---
+
+
+def full_parameters_in_a_step(rank: int) -> None:
+    """On several ranks: what is gathered there is not compared while it is traced."""
+    reset()
+    net = network(Leaf)
+    spec = fs.policies.override(fs.by_type(Leaf), fs.by_path({"1": P()}))(net).bound
+    shards = fs.shard(net, spec)
+
+    def through(p: fs.Params, x: Tensor) -> fs.Params:
+        return fs.grad(lambda q: torch.func.functional_call(net, fs.unshard(q, spec), (x,)).square().sum())(p)
+
+    def changed(p: fs.Params, x: Tensor) -> Any:
+        full = fs.unshard(p, spec)
+        for shard in p.values():
+            shard.add_(1)
+        return full, fs.shard(full, spec), fs.gather_full(p, spec)
+
+    for step in (through, changed):
+        expected, got = (
+            f({key: p.clone() for key, p in shards.items()}, batch(rank)) for f in (step, fs.compile(step, backend="aot_eager"))
+        )
+        torch.testing.assert_close(got, expected, **EXACT)
+
+
+def test_full_parameters_in_a_step(gloo2: Pool) -> None:
+    gloo2.run(full_parameters_in_a_step)

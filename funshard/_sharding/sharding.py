@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from .. import _torch
@@ -79,7 +80,8 @@ def shard(
     if src is not None:
         return scatter_full(full, spec, src=src)
     assert full is not None
-    LOGGER.info("shard: %r", spec)
+    if not torch.compiler.is_compiling():  # Dynamo traces no logging
+        LOGGER.info("shard: %r", spec)
     out: Params = {}
     for unit in spec:
         piece = scatter_whole(flatten_whole(full, unit, spec), unit, mesh, rank)
@@ -156,8 +158,10 @@ def unshard(
     full: Params = {}
     for unit in (spec.by_key[key] for key in chosen):
         gather = gather_whole if whole else gather_unit
-        buffer = gather(shards[unit.key], unit, mesh, reduction, check_order=True)
-        if _torch.shares_storage(buffer, shards[unit.key]):  # nothing was gathered, and the shard may be donated or written to
+        shard = shards[unit.key]
+        buffer = gather(shard, unit, mesh, reduction, check_order=True)
+        # nothing was gathered, and the shard may be donated or written to
+        if buffer.numel() == shard.numel() if torch.compiler.is_compiling() else _torch.shares_storage(buffer, shard):
             buffer = _copy_lazily(buffer)
         tensors = unflatten_whole(buffer, unit, mesh) if whole else unflatten_unit(buffer, unit)
         full.update(zip((p.name for p in unit.params), tensors, strict=True))

@@ -72,7 +72,7 @@ def is_eager() -> bool:
 
     Pinned by ``test_values_are_compared_where_they_can_be``.
     """
-    if current_level() or torch.compiler.is_compiling() or is_traced():
+    if torch.compiler.is_compiling() or current_level() or is_traced():
         return False
     return not is_fake(torch.empty(0, device="cpu"))
 
