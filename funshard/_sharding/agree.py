@@ -177,7 +177,7 @@ def _hash_words(words: Tensor) -> Tensor:
 
 def has_peers(mesh: Mesh) -> bool:
     """Return whether the mesh has other processes and process groups to reach them."""
-    return bool(_process_axes(mesh))
+    return len(_process_axes(mesh)) > 0  # Dynamo of torch 2.11 traces no bool() of a list
 
 
 def _process_axes(mesh: Mesh) -> list[ProcessAxis]:

@@ -81,7 +81,7 @@ def gather_unit(
             they differ.
     """
     route = Route.for_unit(unit, mesh, reduction, precision, piece.dtype)
-    label = f"unit '{unit.key}'" if check_order else ""
+    label = f"unit '{unit.key}'" if check_order and not torch.compiler.is_compiling() else ""  # nothing is sent there yet
     if not unit.numel:  # nothing to send
         return piece.new_empty(0, dtype=route.dtypes.param, device=route.device)
     split, rest = ([mesh[name] for name in names] for names in (route.split_axes, route.replica_axes))
@@ -124,7 +124,7 @@ def reduce_unit(
 ) -> Tensor:
     """Return this rank's slice of the reduced full buffers of a unit, in this dtype. The transpose of `gather_unit`."""
     dtype = dtype or buffer.dtype
-    label = f"unit '{unit.key}'" if check_order else ""
+    label = f"unit '{unit.key}'" if check_order and not torch.compiler.is_compiling() else ""  # nothing is sent there yet
     route = Route.for_unit(unit, mesh, reduction, precision, dtype)
     if not unit.numel:
         return buffer.new_empty(0, dtype=dtype, device=route.device and HOST)
