@@ -96,18 +96,20 @@ def run(rank: int, sizes: dict[str, int], options: dict[str, Any], tolerance: di
             torch.testing.assert_close(fs.optim.global_norm(grads, case.spec).double(), norm(want), **tolerance)
 
 
-@pytest.mark.parametrize(
-    "sizes", mark_seldom([{"tensor": 2, "expert": 2}, {"expert": 2, "shard": 2}], {"tensor": 2, "expert": 2}), ids=str
-)
+SIZES = [{"tensor": 2, "expert": 2}, {"expert": 2, "shard": 2}]
+
+
+@pytest.mark.parametrize("sizes", mark_seldom(SIZES, SIZES[0]), ids=str)
 @pytest.mark.parametrize("name", mark_seldom(CASES, *[*CASES][:3]))
 def test_options_on_real_ranks(gloo4: Pool, name: str, sizes: dict[str, int]) -> None:
     gloo4.run(run, sizes, *CASES[name], [step for step in STEPS if step != "fs.compile"])
 
 
 @seldom
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_compiled_steps_on_real_ranks(gloo4: Pool, name: str) -> None:
-    gloo4.run(run, {"tensor": 2, "expert": 2}, *CASES[name], ["fs.compile"])
+def test_compiled_steps_on_real_ranks(gloo4: Pool, name: str, sizes: dict[str, int]) -> None:
+    gloo4.run(run, sizes, *CASES[name], ["fs.compile"])
 
 
 def test_two_real_ranks(gloo2: Pool) -> None:

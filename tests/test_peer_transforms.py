@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import world
-from depth import depth, seldom, thorough
+from depth import depth, mark_seldom, seldom, thorough
 from parity import next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import Net, Transformer
 from ranks import Pool
@@ -169,7 +169,7 @@ def grad_and_value_of_plain(f: Callable[..., Tensor]) -> Callable[..., tuple[fs.
     return lambda params, x: fs.grad_and_value(f)({key: p.detach() for key, p in params.items()}, x)
 
 
-@pytest.mark.parametrize("strategy", BY_DEFAULT)
+@pytest.mark.parametrize("strategy", mark_seldom(BY_DEFAULT, BY_DEFAULT[0]))
 def test_fsdp_compile_losses(gloo2: Pool, strategy: str) -> None:
     """A compiled loss in an eager loop: ten losses and the parameters after them are the eager ones."""
     gloo2.run(compiled_losses, strategy, (2,))

@@ -234,7 +234,7 @@ def cases(draw: st.DrawFn, real: dict[str, int] | None = None, op: str = "", way
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("op", COLLECTIVES)
-@settings(max_examples=depth(5, 120))
+@settings(max_examples=depth(3, 120))
 @given(data=st.data())
 def test_any_nesting(op: str, way: str, data: st.DataObject) -> None:
     """Every collective and its derivatives, at every entry, are what a loop over the batches gives.
