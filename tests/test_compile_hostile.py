@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -283,6 +284,14 @@ def test_compile_errors_say_what_to_do(kind: type[nn.Module]) -> None:
     with pytest.raises(RuntimeError) as error:
         compiled_gradient(kind)
     assert f"funshard: {HINTS[kind]}" in find_hint(error.value)
+
+
+def test_a_failed_trace_leaves_no_state() -> None:
+    """Dynamo leaves saved-tensor hooks disabled after a checkpoint in a torch.func.grad."""
+    with contextlib.suppress(RuntimeError):  # torch 2.11 compiles it
+        compiled_gradient(Checkpoints)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        torch.ones(2, requires_grad=True).sin().sum().backward()
 
 
 def test_an_operator_that_fails_has_its_own_words() -> None:

@@ -101,7 +101,8 @@ def compile(
     def run_traced(*args: Any, **kwargs: Any) -> tuple[Any, str]:
         with _torch.guard_hooks(), collect_regions() as regions, _torch.collect_graph_errors() as errors:
             try:
-                return run(*args, **kwargs)
+                with _torch.restore_autograd_state():
+                    return run(*args, **kwargs)
             except Exception as error:
                 if errors:
                     raise errors[-1] from error

@@ -24,6 +24,7 @@ __all__ = [
     "list_backends",
     "list_inductor_modes",
     "list_inductor_options",
+    "restore_autograd_state",
     "run_uncompiled",
 ]
 
@@ -86,6 +87,24 @@ def guard_hooks() -> Generator[None]:
         yield
     finally:
         config.skip_nnmodule_hook_guards = before
+
+
+@contextlib.contextmanager
+def restore_autograd_state() -> Generator[None]:
+    """Restore, after an error, what a trace that fails may leave switched off: saved-tensor hooks, forward-mode AD.
+
+    torch.utils.checkpoint in a torch.func.grad leaves the hooks disabled in the process. Pinned by
+    ``test_a_failed_trace_leaves_no_state``.
+    """
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()  # pyright: ignore
+    forward_mode = torch._C._is_fwd_grad_enabled()
+    try:
+        yield
+    except Exception:
+        if message is None:
+            torch._C._autograd._saved_tensors_hooks_enable()  # pyright: ignore
+        torch._C._set_fwd_grad_enabled(forward_mode)
+        raise
 
 
 def keep_saved_tensors() -> contextlib.AbstractContextManager[None]:
