@@ -36,7 +36,7 @@ class TracedFloats:
         """Make floats constants from the next call on, if the error may be due to them. Return whether it may."""
         from .._torch.traced_floats import is_compile_error
 
-        self._can_be_traced = not is_compile_error(error)
+        self._can_be_traced = not is_compile_error(error.__cause__ or error)  # what the program raises has torch's as its cause
         return not self._can_be_traced
 
 

@@ -15,7 +15,7 @@ with contextlib.suppress(ImportError):
 __all__ = ["forget_floats", "is_compile_error", "trace_floats"]
 
 
-def is_compile_error(error: Exception) -> bool:
+def is_compile_error(error: BaseException) -> bool:
     """Return whether torch.compile raised the error before anything ran."""
     return isinstance(error, TorchDynamoException)
 
