@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from depth import each, seldom
 from ranks import Pool
 from test_compiled_units import AOT, EXACT, Leaf, batch, reset
@@ -379,3 +380,21 @@ def test_an_operator_that_takes_no_traced_float_makes_it_a_constant() -> None:
     assert not floats.make_constant(error)
     error.__cause__ = torch._dynamo.exc.Unsupported("got RuntimeError('expected a number')")
     assert floats.make_constant(error)
+
+
+def test_dropout_of_sizes_that_change() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5).sum()
+
+    step = fs.compile(fs.grad(loss), backend="aot_eager")
+    step(batch())
+    with pytest.raises(RuntimeError) as error:
+        step(batch()[:2])
+    assert "expected dynamic=False" in find_hint(error.value)
+    step = fs.compile(fs.grad(loss), backend="aot_eager", dynamic=False)
+    for n in (3, 2):
+        results = []
+        for f in (step, fs.grad(loss)):
+            torch.manual_seed(0)
+            results.append(f(batch()[:n]))
+        torch.testing.assert_close(*results)

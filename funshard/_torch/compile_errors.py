@@ -80,6 +80,8 @@ _HINTS = [
      "expected fs.grad, fs.grad_and_value or torch.func.grad for every gradient inside of the compiled function"),
     (r"Opaque object type: <class 'torch\._C\.Generator'>|Generator\.__new__",
      "a torch.Generator is made inside of the compiled function: expected one that is made outside of it"),
+    (r"numel\(\) on tensor with symbolic sizes",
+     "torch's dropout takes no symbols for sizes in a gradient: expected dynamic=False, and a compilation for each size"),
     (r"`disallow_in_graph`", "torch.func.linearize cannot be compiled: expected torch.func.jvp or fs.hvp"),
 ]  # fmt: skip
 """torch's words, and what to do. Pinned by ``test_compile_errors_say_what_to_do``."""
