@@ -173,7 +173,9 @@ class Constant(Leaf):
             first = super().forward(x).T
             total = torch.zeros_like(x).add_(y)
             parts = y.split(1)
-        return y * first.T + y * total + torch.cat([part * y[:1] for part in parts])
+            pairs = y.unflatten(1, (3, 2))  # a method of Python's
+        out = y * first.T + y * total + torch.cat([part * y[:1] for part in parts])
+        return out + (pairs * y.sin().unflatten(1, (3, 2))).flatten(1)
 
 
 @each

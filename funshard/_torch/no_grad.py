@@ -34,6 +34,8 @@ class NoGradInTracedForwardMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # whose super() Dynamo traces in a call of the method alone
+            func = _unflatten
         if torch.is_grad_enabled() or func is torch._VF._unpack_dual:  # which reads a tangent
             return func(*args, **kwargs)
         with _set_fwd_grad_enabled(False):
@@ -68,6 +70,11 @@ class NoGradInForwardMode(NoGradInTracedForwardMode):
         if torch.is_grad_enabled() or not current_level():
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _unflatten(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Call the method of a tensor."""
+    return x.unflatten(*args, **kwargs)
 
 
 def _detach_result(x: Any, given: list[Any]) -> Any:
