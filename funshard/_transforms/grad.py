@@ -140,9 +140,7 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None
 
 def _forward_over_reverse(first: Callable[[Any], Any], params: Any, direction: Any) -> Any:
     """Return the ``jvp`` of a gradient; ``torch.no_grad`` in it has the meaning that it has for the gradient."""
-    has_graph = torch.is_grad_enabled()
-
-    is_traced = torch.compiler.is_compiling()
+    has_graph, is_traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
 
     def gradient(p: Any) -> Any:
         mode = _torch.NoGradInTracedForwardMode() if is_traced else _torch.NoGradInForwardMode()

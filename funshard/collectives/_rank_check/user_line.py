@@ -45,17 +45,24 @@ def find_user_line() -> UserLine | None:
 
     Backward of a model on an accelerator runs in a thread of autograd, which has no user code below it.
     """
-    frame: FrameType | None = sys._getframe(1)
+    line = _find_in_stack(sys._getframe(1))
+    if line is None and threading.current_thread() is not threading.main_thread():
+        return _find_in_stack(_main_frame())
+    return line
+
+
+def _find_in_stack(frame: FrameType | None) -> UserLine | None:
+    """Return the innermost line of user code at this frame or around it."""
     while frame is not None:
         if _is_user_file(frame.f_code.co_filename):
             return _line_of(frame.f_code, frame.f_lineno)
         frame = frame.f_back
-    if threading.current_thread() is threading.main_thread():
-        return None
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and not _is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return None if frame is None else _line_of(frame.f_code, frame.f_lineno)
+    return None
+
+
+def _main_frame() -> FrameType | None:
+    """Return the frame that the main thread runs."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def find_error_line(traceback: TracebackType | None) -> str:
@@ -79,11 +86,9 @@ def describe_line(line: UserLine | None) -> str:
 
 def describe_main_thread() -> tuple[str, bool]:
     """Return the line of user code that the main thread runs, and whether torch compiles something for it."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    line, is_compiling = None, False
+    inner = frame = _main_frame()
+    is_compiling = False
     while frame is not None:
-        if line is None and _is_user_file(frame.f_code.co_filename):
-            line = _line_of(frame.f_code, frame.f_lineno)
         is_compiling |= is_compiler_file(frame.f_code.co_filename)
         frame = frame.f_back
-    return describe_line(line), is_compiling
+    return describe_line(_find_in_stack(inner)), is_compiling
