@@ -256,7 +256,7 @@ def hybrid_hooked(rank: int, name: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("name", mark_seldom(CODECS, "int8", "nf4"))
+@pytest.mark.parametrize("name", mark_seldom(CODECS, "int8"))
 def test_hooks_meshes_of_two_axes_and_overrides(gloo4: Pool, name: str) -> None:
     """Split over either axis, over both in either order or neither, and some units in another way than others."""
     gloo4.run(hybrid_hooked, name)

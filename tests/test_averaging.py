@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, cases, each_rank, on_ranks, same, stacked
 from collective_log import Collectives, world
-from depth import mark_seldom
+from depth import mark_seldom, seldom
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import numbers, plain_call, squared
@@ -379,6 +379,7 @@ def compiled(rank: int) -> None:
             assert_close(got, want)
 
 
+@seldom
 def test_compiled(gloo2: Pool) -> None:
     gloo2.run(compiled)
 

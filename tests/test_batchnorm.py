@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from depth import depth, each, mark_seldom
+from depth import depth, each, mark_seldom, seldom
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import unchanged
@@ -249,6 +249,7 @@ def compiled(rank: int) -> None:
             assert_close(run(params, dict(statistics)), expected, rtol=1e-9, atol=1e-9)
 
 
+@seldom
 def test_compiled(gloo2: Pool) -> None:
     """torch.compile, fs.compile and make_fx of a step, statistics among its results."""
     gloo2.run(compiled)

@@ -295,6 +295,7 @@ def test_memory() -> None:
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
+@seldom
 def test_matrices() -> None:
     """Every mode has its figures; to owners and back comes what a gather brings, of two ranks, and of eight a fourth."""
     table, result = run("matrices", "--layers 2 --dim 64 --seq 8 --rounds 1 --warmup 0")
@@ -310,6 +311,7 @@ def test_matrices() -> None:
     assert not any([*arriving["unsharded"].values(), *arriving["AdamW"].values()])
 
 
+@seldom
 def test_checkpoint(tmp_path: Path) -> None:
     """Every mode has its time beside DCP's, and nothing is left of the files."""
     table, result = run("checkpoint", f"--layers 2 --dim 16 --rounds 2 --warmup 0 --no-peaks --folder {tmp_path}")

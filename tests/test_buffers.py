@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from depth import depth, each
+from depth import depth, each, seldom
 from models import unchanged
 from ranks import Pool
 from torch import Tensor, nn
@@ -135,6 +135,7 @@ def test_warning_can_be_filtered() -> None:
     assert issubclass(fs.BufferWarning, UserWarning)
 
 
+@seldom
 def test_said_in_a_compiled_call() -> None:
     """When it is traced."""
     model, x = with_batch_norm()[: depth(1, 2)], torch.randn(4, 3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from depth import each, mark_seldom
+from depth import each, mark_seldom, seldom
 from parity import numbers, sharded_call, squared
 from peer_models import MLP, Net
 from ranks import Pool
@@ -158,6 +158,7 @@ def test_what_others_save_is_loaded(gloo2: Pool, kind: str, policy: str, tmp_pat
     gloo2.run(loaded_by_us, kind, policy, str(tmp_path / "theirs"))
 
 
+@seldom
 def test_what_hsdp_saves_is_loaded_on_four_ranks(gloo4: Pool, tmp_path: Path) -> None:
     gloo4.run(loaded_by_us, "hsdp", "blocks", str(tmp_path / "theirs"))
 

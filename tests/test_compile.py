@@ -235,6 +235,7 @@ BOTH = {"prefetch": 0, "in_flight": 2}
 """Options that have nothing to do with each other, and one graph."""
 
 
+@seldom
 def test_every_phase_gathers_what_was_let_go() -> None:
     """Forward gathers every unit once; backward again what functional_call gathers again: not the root's, not the last."""
     read, _, _ = graph_of(P("shard"))
@@ -269,6 +270,7 @@ def test_gathers_run_one_unit_ahead() -> None:
 low_precision = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: casts inside of a compiled call")
 
 
+@seldom
 @low_precision
 def test_low_precision_has_the_same_order() -> None:
     """The same gathers, waits, uses and reductions in the same order; half the bytes are gathered."""
@@ -310,6 +312,7 @@ def test_reductions_are_waited_for_late(options: dict[str, int]) -> None:
             assert read.events[landed + 1] == ("reduce", reduction + in_flight)
 
 
+@seldom
 def test_second_reductions_fly_with_the_next() -> None:
     """On a mesh of two axes a slice is all-reduced over the other as soon as it is reduce-scattered, one unit behind."""
     read, _, _ = graph_of(P("shard"), mesh=(("replicate", 2), ("shard", 2)))
@@ -473,6 +476,7 @@ def on_gloo(rank: int) -> None:
         assert place[start] + 1 < place[wait] < place[total] < place[following]
 
 
+@seldom
 def test_on_gloo_buffers_are_held_no_longer(gloo2: Pool) -> None:
     """Gathers are in place, as eager; and a gradient, whose own part is added last, ends before the next is sent."""
     gloo2.run(on_gloo)
@@ -571,6 +575,7 @@ def peak_bytes(step: Step, *args: Any) -> int:
     return peak
 
 
+@seldom
 @needs_cpp
 @pytest.mark.usefixtures("no_kernels")
 def test_peak_memory_is_not_above_eager() -> None:
@@ -715,6 +720,7 @@ def test_options_are_of_this_step_only() -> None:
     assert config.save_config_portable() == before
 
 
+@seldom
 def test_many_compiled_steps_in_one_process() -> None:
     """Each has recompiles of its own: Dynamo allows eight of one function."""
     for i in range(12):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, each
+from depth import depth, each, mark_seldom, seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -114,12 +114,13 @@ def check(rank: int, which: str, compiler: str, derivative: str, p: Mapping[str,
 @each
 @pytest.mark.parametrize("derivative", ["grad", "hvp"])
 @pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("which", MODULES)
+@pytest.mark.parametrize("which", mark_seldom(MODULES, "Caches", "Counts"))
 def test_attributes_that_forward_sets_are_restored(alone: Pool, which: str, compiler: str, derivative: str) -> None:
     """Counters, caches, deleted ones, new buffers, the training flag: equal to eager in every call."""
     alone.run(check, which, compiler, derivative, {})
 
 
+@seldom
 def test_on_two_ranks(gloo2: Pool) -> None:
     for which in depth(["Caches"], [*MODULES]):
         gloo2.run(check, which, "fs.compile", "grad", {"remat": True})

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import each, seldom
+from depth import each, mark_seldom, seldom
 from ranks import Pool
 from test_compiled_units import AOT, EXACT, Leaf, batch, reset
 from torch import Tensor, nn
@@ -180,7 +180,7 @@ class Constant(Leaf):
 
 @each
 @pytest.mark.parametrize("compiler", ["fs.compile", "torch.compile"])
-@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("forward", mark_seldom([True, False], False))
 def test_no_grad_in_a_compiled_hvp(compiler: str, forward: bool) -> None:
     """torch.func.jvp itself differentiates through it."""
     net = network(Constant)

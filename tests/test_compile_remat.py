@@ -347,6 +347,7 @@ def test_units_that_run_again() -> None:
         equal(gpt_step(p, 1)[1], gpt_step(PLAIN, 1)[1])
 
 
+@seldom
 @units
 def test_live_bytes() -> None:
     """At most 0.6 of those of the step that computes nothing again, counted over the graph; with products kept between them."""
@@ -355,6 +356,7 @@ def test_live_bytes() -> None:
     assert again < some < none
 
 
+@seldom
 @units
 def test_gathers_go_together_with_regions() -> None:
     """Units are gathered as often, and as many are alive, as where nothing is computed again."""

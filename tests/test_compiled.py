@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from depth import depth, mark_seldom
+from depth import depth, mark_seldom, seldom
 from ranks import Pool
 from test_real_ranks import Block, data, model
 from torch import Tensor, nn
@@ -162,6 +162,7 @@ def test_casts_inside_of_a_compiled_call_are_refused() -> None:
         call(fs.shard(model, spec), torch.randn(5, 3))
 
 
+@seldom
 def test_casts_around_a_compiled_call(gloo2: Pool) -> None:
     """A precision of the whole model, on every torch."""
     gloo2.run(cast_when_compiled, fs.P("shard", precision=fs.Precision(reduce=torch.bfloat16)))

@@ -136,6 +136,7 @@ def test_updates_compile_with_the_step(gloo2: Pool, name: str, kind: str) -> Non
     gloo2.run(trained, name, "aot_eager", kind)
 
 
+@seldom
 @each
 @pytest.mark.parametrize("policy", depth(["precision"], list(POLICIES)))
 def test_updates_compile_with_every_policy(gloo2: Pool, policy: str, tmp_path: Path) -> None:

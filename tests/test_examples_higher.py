@@ -112,6 +112,7 @@ def by_power_iteration(loss: Any, params: list[Tensor], steps: int) -> float:
     return value
 
 
+@seldom
 def test_sharpness_is_the_top_eigenvalue_of_the_unsharded_loss() -> None:
     """Plain gradient descent and plain power iteration give the losses and the sharpness (that of step 0 is not apart)."""
     given, output = alone("sharpness.py"), printed("sharpness.py")
@@ -215,6 +216,7 @@ def members_on_this_rank(rank: int) -> tuple[str, list[fs.Params]]:
     return given["printed"], [fs.gather_full({k: p[i] for k, p in given["together"].items()}, given["spec"]) for i in members]
 
 
+@seldom
 def test_members_on_real_ranks_are_the_models_trained_alone(gloo2: Pool) -> None:
     """Each by plain autograd on the joined batches."""
     given = alone("ensemble.py")
@@ -297,6 +299,7 @@ def test_hypergradient_on_real_ranks_is_that_of_a_dense_solve(gloo2: Pool) -> No
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
 
 
+@seldom
 def test_hypergradients_lead_to_a_better_validation_loss() -> None:
     losses = column(printed("implicit.py"), "loss")
     assert len(losses) == 3

@@ -522,6 +522,7 @@ def ragged_compiled(rank: int) -> None:
         make_fx(lambda x: c.ragged_all_to_all(x, axis, [1, 1], [1, 1]))(torch.ones(3))
 
 
+@seldom
 def test_uneven_counts_compiled(gloo2: Pool) -> None:
     """Lists of ints are in one graph; counts from data interrupt torch.compile's, and make_fx refuses them."""
     gloo2.run(ragged_compiled)

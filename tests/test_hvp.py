@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, each, pairs, some
+from depth import depth, each, pairs, seldom, some
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -241,6 +241,7 @@ def compiled(rank: int) -> None:
     )
 
 
+@seldom
 def test_compiled(gloo2: Pool) -> None:
     gloo2.run(compiled)
 

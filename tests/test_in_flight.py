@@ -86,6 +86,7 @@ def dropped(rank: int) -> tuple[float, int, int]:
     return took, left, _get_work_registry_size()
 
 
+@seldom
 def test_to_drop_a_chain_takes_no_time(gloo2: Pool) -> None:
     """It waits for nobody; the next one does, as what nobody waits for keeps its buffers for ever."""
     for took, left, after in gloo2.run(dropped):
@@ -212,6 +213,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+@seldom
 @needs_compiler
 def test_guarded_pages(tmp_path: Path) -> None:
     """A write after free, none that is wrong, and one past the end."""

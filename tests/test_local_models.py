@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @each
-@pytest.mark.parametrize("option", mark_seldom(OPTIONS, "shard", "kept", "recomputed", "on both axes"))
+@pytest.mark.parametrize("option", mark_seldom(OPTIONS, "shard", "kept", "on both axes"))
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_hsdp_with_experts(order: tuple[str, ...], option: str) -> None:
     """Each expert's slices are on two replicas, whatever the order of the axes."""
@@ -38,7 +38,7 @@ def test_hsdp_with_experts(order: tuple[str, ...], option: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("option", mark_seldom(OPTIONS, "shard", "recomputed", "replicated", "on both axes"))
+@pytest.mark.parametrize("option", mark_seldom(OPTIONS, "shard", "replicated", "on both axes"))
 @pytest.mark.parametrize("at", range(3))
 @pytest.mark.parametrize("one", ["replicate", "expert", "shard", "tensor"])
 def test_an_axis_of_one_rank_beside_axes_of_two(one: str, at: int, option: str) -> None:

@@ -169,6 +169,7 @@ def grad_and_value_of_plain(f: Callable[..., Tensor]) -> Callable[..., tuple[fs.
     return lambda params, x: fs.grad_and_value(f)({key: p.detach() for key, p in params.items()}, x)
 
 
+@seldom
 @pytest.mark.parametrize("strategy", mark_seldom(BY_DEFAULT, BY_DEFAULT[0]))
 def test_fsdp_compile_losses(gloo2: Pool, strategy: str) -> None:
     """A compiled loss in an eager loop: ten losses and the parameters after them are the eager ones."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import world
+from depth import seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -128,6 +129,7 @@ def test_without_a_profiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> N
             fs.grad(loss)(params, torch.randn(2, 4))
 
 
+@seldom
 def test_compiled_graphs_have_no_ranges() -> None:
     """They would be operators in the graph."""
     with world(2):

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from depth import seldom
 from ranks import ended, free_port, start_one
 
 import funshard
@@ -34,6 +35,7 @@ def run_together(path: Path, argvs: list[list[str]], envs: list[dict[str, str]],
     return said
 
 
+@seldom
 def test_two_agents(script: Path) -> None:
     """`--nnodes 2`: a mesh of two machines with two ranks each, and one of the four ranks prints."""
     options = re.findall(r"`torchrun (--nnodes 2 .*?) train.py`", PAGE.read_text())[0]

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from collective_log import world
-from depth import mark_seldom
+from depth import mark_seldom, seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch._C import _functorch
@@ -1083,6 +1083,7 @@ os._exit(0)  # no abort
 """
 
 
+@seldom
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 @pytest.mark.parametrize("imported", mark_seldom(["torch", "funshard"], "funshard"))
 def test_a_late_import_keeps_the_default_group(imported: str) -> None:

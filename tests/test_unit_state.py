@@ -13,7 +13,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from depth import mark_seldom
+from depth import mark_seldom, seldom
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
@@ -145,6 +145,7 @@ def test_states_of_one_tree_map_have_one_declaration(library: Any) -> None:
         UnitState(plain, ["step"])  # it is 'count' here
 
 
+@seldom
 @pytest.mark.parametrize("first", mark_seldom(["", "import funshard"], "import funshard"))
 def test_both_of_torchs_trees_know_a_state(first: str) -> None:
     """The one in C++ is imported on demand, in a process of its own here."""
