@@ -1,7 +1,7 @@
 """Save checkpoints in one environment and load them in another, of other versions of Python and torch.
 
 python tests/exchange.py save DIRECTORY
-python tests/exchange.py load DIRECTORY
+python tests/exchange.py load DIRECTORY [DIRECTORY ...]
 """
 
 from __future__ import annotations
@@ -81,5 +81,6 @@ def load(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"save": save, "load": load}[sys.argv[1]](Path(sys.argv[2]))
+    for folder in sys.argv[2:]:
+        {"save": save, "load": load}[sys.argv[1]](Path(folder))
     print(f"{sys.argv[1]}: Python {sys.version.split()[0]}, torch {torch.__version__}")

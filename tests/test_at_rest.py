@@ -316,6 +316,7 @@ def stacked(rank: int) -> None:
                 assert_close(hv[key], h, **EXACT)
 
 
+@seldom
 def test_second_derivatives_on_real_ranks(gloo2: Pool) -> None:
     gloo2.run(stacked)
 

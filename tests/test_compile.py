@@ -382,9 +382,7 @@ def transformed(rank: int, compiler: str, which: str, transform: str) -> None:
 
 
 @each
-@pytest.mark.parametrize(
-    "transform", mark_seldom(["grad_and_value", "fs.grad_and_value", "hvp", "vmap of grad"], "grad_and_value", "hvp")
-)
+@pytest.mark.parametrize("transform", mark_seldom(["grad_and_value", "fs.grad_and_value", "hvp", "vmap of grad"], "hvp"))
 @pytest.mark.parametrize("which", depth(["chain"], ["gpt", "llama"]))
 @pytest.mark.parametrize("compiler", ["fs.compile", *depth([], ["torch.compile"])])
 def test_transforms_equal_eager(gloo2: Pool, compiler: str, which: str, transform: str) -> None:

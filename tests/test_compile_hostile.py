@@ -113,7 +113,7 @@ def test_a_buffer_with_a_derivative_in_a_torch_func_grad() -> None:
         torch.func.grad(lambda p: fs.functional_call(net, p, batch(), spec=spec).sum())(fs.shard(net, spec))
 
 
-@pytest.mark.parametrize("which", ["unit", "step"])
+@pytest.mark.parametrize("which", ["unit", pytest.param("step", marks=seldom)])
 @pytest.mark.parametrize("inside", [False, True])
 def test_hooks_that_are_registered_later(which: str, inside: bool) -> None:
     """By default Dynamo does not see them, and goes on with the code from before, without an error."""

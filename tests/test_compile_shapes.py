@@ -74,6 +74,7 @@ def test_one_graph(options: dict[str, bool]) -> None:
     assert graphs_of(BOTH, **options) == [1] * len(BOTH)
 
 
+@seldom
 @needs_forward
 @pytest.mark.parametrize("shapes", depth([EPOCHS], [EPOCHS, LENGTHS]), ids=str)
 def test_a_second_shape_compiles_once_more(shapes: list[tuple[int, int]]) -> None:
@@ -82,6 +83,7 @@ def test_a_second_shape_compiles_once_more(shapes: list[tuple[int, int]]) -> Non
     assert graphs_of(shapes, which=depth("chain", "gpt")) == [1 + any(changed[: i + 1]) for i in range(len(shapes))]
 
 
+@seldom
 def test_constant_shapes() -> None:
     """With dynamic=False each shape has its graph, and is not compiled again."""
     assert graphs_of([(4, 8), (3, 8), (2, 8), (3, 8), (4, 8)], which="chain", dynamic=False) == [1, 2, 3, 3, 3]

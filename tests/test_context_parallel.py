@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, each, mark_seldom
+from depth import depth, each, mark_seldom, seldom
 from ranks import Pool, launch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -142,7 +142,7 @@ def on_rank(rank: int, sizes: tuple[int, int], attention: str) -> tuple[list[Tre
 
 
 @each
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 4), marks=seldom)], ids=str)
 @pytest.mark.parametrize("attention", example.ATTENTION)
 def test_four_ranks(gloo4: Pool, attention: str, sizes: tuple[int, int]) -> None:
     want = in_one_process(sizes[0])

@@ -226,6 +226,7 @@ def test_experts_on_one_rank(alone: Pool) -> None:
     alone.run(moe_rank, {"expert": 1, "shard": 1}, SEQ, 0.5)
 
 
+@seldom
 def test_experts_learn_alike_on_any_ranks() -> None:
     """The same losses, auxiliary loss included, on one rank and on four."""
     tiny = "--layers 1 --dim 32 --heads 2 --hidden 32 --experts 4 --balance 0.1 --seq 32 --batch 4 --steps 12 --lr 1e-2"

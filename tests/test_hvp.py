@@ -126,6 +126,7 @@ def test_reverse_over_reverse_on_real_ranks(gloo2: Pool) -> None:
     gloo2.run(on_real_ranks, {"shard": 2}, list(POLICIES))
 
 
+@seldom
 def test_reverse_over_reverse_on_four_ranks(gloo4: Pool) -> None:
     gloo4.run(on_real_ranks, {"replicate": 2, "shard": 2}, ["blocks", "replicated"])
 

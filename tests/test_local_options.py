@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, each
+from depth import depth, each, seldom
 from ranks import Pool
 from test_local_training import MESHES, Rank, Tree, norm
 from torch import Tensor
@@ -83,7 +83,7 @@ def run(rank: int, sizes: dict[str, int], option: str, way: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[seldom] if way == "compile" else []) for way in WAYS])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_every_option(gloo4: Pool, sizes: dict[str, int], option: str, way: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import matrix_peers as peers
 import pytest
 import torch
-from depth import depth, each
+from depth import depth, each, seldom
 from ranks import Pool
 from test_by_matrix import GRADS, PARAMS, matrices_on, spec_on
 from torch import Tensor, nn
@@ -229,6 +229,7 @@ def test_zero1(gloo2: Pool) -> None:
         assert_close(fs.unshard(got, spec), fs.unshard(params, spec), rtol=1e-9, atol=1e-9)
 
 
+@seldom
 def test_compiled() -> None:
     """As one graph the same numbers. The rest is plain: what `from_torch` asks of its tensors torch.compile cannot trace."""
     spec = spec_on(ALONE, "shard")

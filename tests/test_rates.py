@@ -155,6 +155,7 @@ def test_on_real_ranks(gloo2: Pool) -> None:
     )
 
 
+@seldom
 def test_on_four_ranks(gloo4: Pool) -> None:
     cases = [("AdamW", "mixed on both axes"), ("owners", "mixed on both axes")]
     gloo4.run(on_real_ranks, {"replicate": 2, "shard": 2}, cases[: depth(1, 2)])
