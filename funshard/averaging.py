@@ -192,7 +192,7 @@ def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, red
         state: The state.
         spec: The spec of the gradients.
         start: The number of steps with all axes.
-        reduce_axes: The mesh axes after that; ``()`` reduces nothing. A unit that another axis splits is a ValueError.
+        reduce_axes: The mesh axes after that; ``()`` reduces nothing. A unit split or local over another is a ValueError.
 
     Example:
         >>> import torch, funshard as fs
@@ -205,11 +205,9 @@ def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, red
     spec = bind_spec(spec)
     chosen = spec.bound_mesh.select(reduce_axes)
     for unit in spec:
-        for name in unit.p.axes:
-            if name not in chosen:
-                raise ValueError(
-                    f"unit '{unit.key}' is split over '{name}': expected reduce_axes= with it, got {reduce_axes!r}"
-                )
+        for name in (name for name in unit.distinct_axes if name not in chosen):
+            how = "local" if name in unit.local_axes else "split"
+            raise ValueError(f"unit '{unit.key}' is {how} over '{name}': expected reduce_axes= with it, got {reduce_axes!r}")
     step = int(state.step)
     return spec.bound_mesh.names if step < start else chosen
 

@@ -95,8 +95,11 @@ def averaged(rank: int, sizes: dict[str, int]) -> None:
     case.check(average, mean)
     smooth = fs.averaging.ema(average, case.params, decay=0.75)
     case.check(smooth, {name: 0.75 * p + 0.25 * case.full[name] for name, p in mean.items()})
-    early = fs.averaging.choose_reduce_axes(fs.averaging.init(5), case.spec, start=2, reduce_axes="shard")
+    local = {axis for unit in case.spec for axis in unit.local_axes}
+    early = fs.averaging.choose_reduce_axes(fs.averaging.init(5), case.spec, start=2, reduce_axes=("shard", *local))
     assert "replicate" not in early
+    with pytest.raises(ValueError, match=r"is local over '.*: expected reduce_axes= with it"):
+        fs.averaging.choose_reduce_axes(fs.averaging.init(5), case.spec, start=2, reduce_axes="shard")
 
 
 @each

@@ -12,7 +12,6 @@ from torch import Tensor
 from .._spec.bind import bind_spec
 from .._spec.checks import check_mapping, check_trainable, find_full_params
 from .._spec.host import HOST, compute_device
-from .._spec.local import refuse_local
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import reduce_along
@@ -77,7 +76,6 @@ def check_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too
             )
     given = {unit.key: tensors for unit in spec if (tensors := find_full_params(grads, unit)) is not None}
     check_trainable((spec.by_key[key] for key in given), "gradient")
-    refuse_local((spec.by_key[key] for key in given), "a compressor", "reduce_grads for its gradients")
     for key, tensors in given.items():
         for param, tensor in zip(spec.by_key[key].params, tensors, strict=True):
             if not (tensor.is_floating_point() or (complex_too and tensor.is_complex())):
@@ -108,16 +106,20 @@ def move_to_rest(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Tensor:
 
 
 def reduce_over_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
-    """Return the mean over some axes, sliced along those that split the unit; `scatter_axes` slices along the others."""
+    """Return the mean over some axes, sliced along those that split the unit; `scatter_axes` slices along the others.
+
+    Over local axes a rank's gradient is the sum already, by the model's own collectives: the mean only divides it.
+    """
     if not unit.numel:
         return buffer
     mesh = spec.bound_mesh
     buffer = move_axes_first(buffer, unit, spec, over)
     narrow = buffer.itemsize == 2
-    if narrow:  # all of it before the sum, as torch's allreduce and fp16 hooks do, whose results these are
-        buffer = buffer / rank_count(over, spec)
+    # of 16 bits all before the sum, as torch's allreduce and fp16 hooks do, whose results these are
+    if (ranks := rank_count(over if narrow else (name for name in over if name in unit.local_axes), spec)) > 1:
+        buffer = buffer / ranks
     split = [mesh[name] for name in unit.p.axes if name in over]
-    rest = [mesh[name] for name in reversed(over) if name not in unit.p.axes]
+    rest = [mesh[name] for name in reversed(over) if name not in unit.distinct_axes]
     return reduce_along(buffer, split, rest, "sum" if narrow else "mean")
 
 

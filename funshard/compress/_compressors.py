@@ -7,9 +7,11 @@ are this rank's own, and hand them over::
     grads, state = compressor.reduce(torch.func.grad(loss)(full), state, spec)  # sharded like params
 
 Without compression, by `exact`, that is ``grad(lambda p: loss(unshard(p, spec)))(params)``. For each unit the ranks are
-those of the whole mesh, also where it is split over one axis and replicated over another. ``axes=`` names the ones to
-compress over; over the others gradients are reduced exactly, and first, so that ``axes="replicate"`` on HSDP compresses
-slices, on the slow wires alone. As the communication hooks of DistributedDataParallel and FSDP.
+those of the whole mesh, also where it is split over one axis and replicated over another. A unit with local axes has its
+pieces' gradients, by ``unshard(params, spec, whole=False)``: over these axes nothing is sent, and the mean divides.
+``axes=`` names the ones to compress over; over the others gradients are reduced exactly, and first, so that
+``axes="replicate"`` on HSDP compresses slices, on the slow wires alone. As the communication hooks of
+DistributedDataParallel and FSDP.
 """
 
 from __future__ import annotations
@@ -122,7 +124,8 @@ def post_local(start: int, reduce_axes: Axes) -> Compressor[tuple[Tensor, tuple[
 
     Args:
         start: The number of steps with all ranks.
-        reduce_axes: The mesh axes to take the mean over after that.
+        reduce_axes: The mesh axes to take the mean over after that; those that a unit is local over are among them (otherwise
+            ValueError).
 
     Example:
         >>> import torch, funshard as fs
@@ -132,7 +135,23 @@ def post_local(start: int, reduce_axes: Axes) -> Compressor[tuple[Tensor, tuple[
         >>> grads
         {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
-    return switch(start, exact(), exact(reduce_axes))
+    later = exact(reduce_axes)
+
+    def init(spec: PartitionSpec) -> tuple[()]:
+        spec, over = bind_axes(reduce_axes, spec)
+        for unit in spec:
+            if missing := [axis for axis in unit.local_axes if axis not in over]:
+                raise ValueError(
+                    f"compress.post_local: unit '{unit.key}' is local over axis '{missing[0]}', where ranks are parts of one "
+                    f"model: expected reduce_axes= with it, got {list(over)}"
+                )
+        return later.init(spec)
+
+    def reduce(grads: Mapping[str, Tensor], state: tuple[()], spec: PartitionSpec) -> tuple[Params, tuple[()]]:
+        init(spec)
+        return later.reduce(grads, state, spec)
+
+    return switch(start, exact(), Compressor(init, reduce))
 
 
 @overload
@@ -217,10 +236,10 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
             zero = (-low / scale).round().clamp(0, 255)
             data = ((pieces / scale[..., None]).round() + zero[..., None]).clamp(0, 255).to(torch.uint8)
             scales, zeros = _exchange_pieces(torch.stack([scale, zero], -1), unit, spec, over).unbind(-1)
-            senders = rank_count(over, spec)
-            most = torch.finfo(buffer.dtype).max * (1 - 2**-20) / senders  # half a level beyond the largest may be too much
-            limits = torch.where(scales.isfinite(), min(most, torch.finfo(torch.float32).max / senders), torch.inf)[..., None]
-            received = _exchange_pieces(data, unit, spec, over).float().sub_(zeros[..., None]).mul_(scales[..., None] / senders)
+            ranks = rank_count(over, spec)
+            most = torch.finfo(buffer.dtype).max * (1 - 2**-20) / ranks  # half a level beyond the largest may be too much
+            limits = torch.where(scales.isfinite(), min(most, torch.finfo(torch.float32).max / ranks), torch.inf)[..., None]
+            received = _exchange_pieces(data, unit, spec, over).float().sub_(zeros[..., None]).mul_(scales[..., None] / ranks)
             total = received.clamp(min=-limits, max=limits).sum(0)
             shards[key] = move_to_rest(total.flatten()[:n].to(buffer.dtype), unit, spec)
         return shards, state
@@ -235,6 +254,6 @@ def _exchange_pieces(pieces: Tensor, unit: Unit, spec: PartitionSpec, over: tupl
     for axis in (mesh[name] for name in unit.p.axes if name in over):
         pieces = all_to_all(pieces, axis).unflatten(0, (axis.size, -1)).movedim(0, 1).flatten(1, 2)
     pieces = pieces.squeeze(0)
-    for axis in (mesh[name] for name in over if name not in unit.p.axes):
+    for axis in (mesh[name] for name in over if name not in unit.distinct_axes):
         pieces = gather_slices(pieces, axis)
     return pieces

@@ -61,8 +61,9 @@ def powersgd(
 
     ``P = orthogonal(sum over ranks of M @ Q)``, ``Q = mean over ranks of M.T @ P``: one all-reduce of every unit's P, together
     with gradients that are not compressed, and one of every Q, over each axis and for each dtype. Frozen units are not
-    compressed. Keep the old state after a step with gradients that are not finite (`loss_scale.select`). A state of other
-    options, spec or mesh is a ValueError that names the parameter, before any communication.
+    compressed; units with local axes are reduced exactly, because a piece has another approximation than the whole. Keep the
+    old state after a step with gradients that are not finite (`loss_scale.select`). A state of other options, spec or mesh is
+    a ValueError that names the parameter, before any communication.
 
     Vogels, Karimireddy and Jaggi, PowerSGD, 2019; as powerSGD_hook and batched_powerSGD_hook after their first
     ``start_powerSGD_iter`` steps, for which there is ``switch(1000, exact(), powersgd())``.
@@ -91,7 +92,7 @@ def powersgd(
 
     def shapes(unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> dict[str, LowRankShape]:
         """Return the shapes and ranks of the unit's matrices that are worth compressing."""
-        if not unit.requires_grad:
+        if not unit.requires_grad or unit.local_axes:
             return {}
         if _is_one_matrix(unit, batched, over):
             side = math.ceil(math.sqrt(spec.shard_numel(unit) * rank_count((a for a in unit.p.axes if a in over), spec)))
@@ -119,7 +120,7 @@ def powersgd(
         pieces: dict[str, Params] = {}
         for key, tensors in given.items():
             unit = spec.by_key[key]
-            if units[key] or not any(name in over for name in unit.p.axes):
+            if units[key] or not any(name in over for name in unit.distinct_axes):
                 pieces[key] = _tensors_to_compress(tensors, unit, spec, over, batched)
             else:
                 shards[key] = reduce_exactly(to_buffer(tensors, unit, spec), unit, spec, spec.bound_mesh.names)

@@ -1,0 +1,129 @@
+"""Compressors of local units: over a local axis nothing is sent, and the mean divides by its size.
+
+Without loss the results are the gradients of the mean over all ranks in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from collective_log import Collectives, world
+from depth import each, mark_seldom
+from ranks import Pool
+from test_local import OPTIONS, batches, full_sizes, objective, spec_of, whole_params
+from test_local_training import KINDS, MESHES, Rank, Tree
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import funshard as fs
+from funshard.compress import Compressor, cast, exact, post_local, powersgd, quantize, switch, unreduced
+
+LOSSLESS: dict[str, Callable[[Any], Compressor[Any]]] = {
+    "exact": exact,
+    "cast": lambda axes: cast(torch.float64, exact(axes)),
+    "post_local": lambda axes: post_local(0, axes),
+    "switch": lambda axes: switch(0, unreduced(), exact(axes)),
+    "quantize": lambda axes: quantize(1, axes=axes),
+    "powersgd of full rank": lambda axes: powersgd(99, axes=axes, min_compression_rate=0),
+    "powersgd of buffers": lambda axes: powersgd(99, axes=axes, batched=True, min_compression_rate=0),
+}
+TOLERANCES = {"quantize": {"rtol": 1e-5, "atol": 1e-6}}
+
+
+def reduced(compressor: Compressor[Any], spec: fs.PartitionSpec, loss: Callable[[Tree], Tensor], params: Tree) -> Tree:
+    own = fs.grad(loss)(fs.unshard(params, spec, whole=False))
+    return compressor.reduce(own, compressor.init(spec), spec)[0]
+
+
+@each
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_gradients_of_one_process(name: str, options: dict[str, Any], sizes: dict[str, int]) -> None:
+    """Over all axes, and by a compressor that takes some of them and leaves the others to exact reductions."""
+    sizes = full_sizes(sizes)
+    torch.manual_seed(1)
+    xs, (model, spec), (whole, full) = batches(sizes), spec_of(KINDS, sizes, options), whole_params(KINDS)
+    axes = [None, ("replicate", "expert")] if name.startswith(("quantize", "powersgd")) else [None]
+
+    def rank(mesh: Any, x: Tensor) -> list[Tree]:
+        on = spec.on(mesh)
+        params, at = fs.shard(full, on), {axis: on.axis(axis) for axis in ("tensor", "expert")}
+        loss = lambda p: objective(fs.functional_call(model, p, (x, at), spec=on))  # noqa: E731
+        return [fs.unshard(reduced(LOSSLESS[name](some), on, loss, params), on) for some in axes]
+
+    want = torch.func.grad(lambda p: torch.stack([objective(torch.func.functional_call(whole, p, (x,))) for x in xs]).mean())(
+        full
+    )
+    for found in fs.testing.spmd(rank, sizes)(xs):
+        for key, g in found.items():
+            one = want[key].expand_as(g)
+            torch.testing.assert_close(
+                g, one, **TOLERANCES.get(name, {"rtol": 1e-9, "atol": 1e-11}), msg=lambda m, k=key: k + m
+            )
+
+
+def on_ranks(rank: int, sizes: dict[str, int]) -> None:
+    case = Rank(rank, sizes, OPTIONS[0])
+    case.xs = case.xs[:, :1]
+    for name, make in LOSSLESS.items():
+        grads = reduced(make(None), case.spec, lambda p: case.loss(p, case.x[0]), case.params)
+        case.check(grads, **TOLERANCES.get(name, {}))
+    lossy = reduced(powersgd(1), case.spec, lambda p: case.loss(p, case.x[0]), case.params)
+    want = case.expected()
+    local = {name for unit in case.spec if unit.local_axes for param in unit.params for name in param.names}
+    for name, g in fs.unshard(lossy, case.spec).items():
+        if name in local:
+            torch.testing.assert_close(g, want[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("sizes", mark_seldom(MESHES, MESHES[1]), ids=str)
+def test_on_real_ranks(gloo4: Pool, sizes: dict[str, int]) -> None:
+    """Units with local axes are exact, whatever the rank of PowerSGD."""
+    gloo4.run(on_ranks, sizes)
+
+
+def test_sums_of_float16_do_not_overflow() -> None:
+    """Gradients of local units of 16 bits are divided before they are added, by all ranks that the mean is over."""
+    model = torch.nn.ParameterDict({"w": torch.zeros(2, 8, dtype=torch.float16)})
+    spec = fs.policies.whole(fs.P("shard", local={"expert": 0}))(model)
+    large = torch.finfo(torch.float16).max
+
+    def rank(mesh: Any, own: Tensor) -> Tree:
+        return exact().reduce({"w": own}, (), spec.on(mesh))[0]
+
+    found = fs.testing.spmd(rank, {"expert": 2, "shard": 2})(torch.full((4, 2, 8), large, dtype=torch.float16))
+    assert torch.equal(found[""], torch.full_like(found[""], large / 2))
+
+
+def test_nothing_crosses_a_local_axis() -> None:
+    """Of 64 ranks only those along the split axis exchange the gradient."""
+    with world(64):
+        mesh = init_device_mesh("cpu", (16, 4), mesh_dim_names=("expert", "shard"))
+        model = torch.nn.ParameterDict({"w": torch.zeros(2, 32, 32)})
+        spec = fs.policies.whole(fs.P("shard", local={"expert": 0}))(model).on(mesh)
+        for compressor in (exact(), quantize(), powersgd()):
+            with Collectives() as sent:
+                compressor.reduce({"w": torch.ones(2, 32, 32)}, compressor.init(spec), spec)
+            assert {one.ranks for one in sent.all} == {4}
+            assert max(one.numel for one in sent.all) == model["w"].numel()
+
+
+def test_local_axes_stay_with_post_local() -> None:
+    """Without an axis that a unit is local over, gradients would be that axis's size too large: refused, from the start."""
+    model = torch.nn.ParameterDict({"w": torch.zeros(2, 8)})
+    spec = fs.policies.whole(fs.P(local={"expert": 0}))(model).on({"node": 2, "expert": 2})
+    message = r"compress.post_local: unit '' is local over axis 'expert', .*: expected reduce_axes= with it, got \['node'\]"
+    with pytest.raises(ValueError, match=message):
+        post_local(100, "node").init(spec)
+    post_local(100, "expert").init(spec)
+
+
+def test_wholes_are_no_gradients_of_pieces() -> None:
+    model = torch.nn.ParameterDict({"w": torch.zeros(2, 8)})
+    spec = fs.policies.whole(fs.P(local={"expert": 0}))(model).on({"expert": 2})
+    with pytest.raises(ValueError, match=r"'w'.*expected.*\[2, 8\], got .*\[4, 8\]"):
+        exact().reduce({"w": torch.zeros(4, 8)}, (), spec)
