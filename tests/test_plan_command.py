@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from depth import seldom
 from torch import nn
 
 import funshard as fs
+from funshard._plan._picture.style import CATEGORY_COLORS, find_prefix, format_short_seconds
 from funshard._plan.command import main
+
+GUIDE = Path(__file__).parent.parent / "examples" / "guide"
 
 MODEL = """
 from torch import nn
@@ -31,6 +38,13 @@ class Block(nn.Module):
 
 def make():
     return nn.Sequential(nn.Embedding(32, 16), *(Block() for _ in range(3)), nn.Linear(16, 32))
+"""
+LLAMA = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def llama_7b():
+    return LlamaForCausalLM(LlamaConfig())
 """
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -89,6 +103,13 @@ def test_wrong_options(model: str, options: list[str], words: str, capsys: pytes
     assert words in capsys.readouterr().err
 
 
+def rows_of(root: ElementTree.Element) -> list[list[ElementTree.Element]]:
+    """The boxes of each rank's slices; a row that is another one's copy has the same ones."""
+    groups = {g.attrib["id"]: g for g in root.iter(f"{SVG}g") if g.attrib.get("id", "").startswith("rank")}
+    copies = [groups[use.attrib["href"].removeprefix("#")] for use in root.iter(f"{SVG}use")]
+    return [[*g.iter(f"{SVG}rect")] for g in (*groups.values(), *copies)]
+
+
 def test_picture() -> None:
     """Areas for what is held, a box for every slice and its padding to scale, and the streams, inside of the picture."""
     module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
@@ -96,19 +117,62 @@ def test_picture() -> None:
     root = ElementTree.fromstring(plan.to_svg())
     width, height = (float(x) for x in root.attrib["viewBox"].split()[2:])
     held = {name for held in plan.peaks.values() for name, size in held.items() if size}
-    assert len(root.findall(f"{SVG}polygon")) == len(held)
-    for rect in root.findall(f"{SVG}rect")[1:]:
-        assert 0 <= float(rect.attrib["x"]) <= width
-        assert float(rect.attrib["x"]) + float(rect.attrib["width"]) <= width + 1
-        assert float(rect.attrib["y"]) <= height
-    boxes = [r for r in root.findall(f"{SVG}rect") if (t := r.find(f"{SVG}title")) is not None and "elements" in (t.text or "")]
-    hatched = sum(float(r.attrib["width"]) for r in boxes if "padding" in r.attrib["fill"])
-    everything = sum(float(r.attrib["width"]) for r in boxes)
+    areas = [path.attrib["fill"] for path in root.iter(f"{SVG}path") if path.attrib["d"].endswith("Z")]
+    assert sorted(areas) == sorted(CATEGORY_COLORS[name] for name in held)
+    for rect in root.iter(f"{SVG}rect"):
+        x, y, w, h = (float(rect.attrib.get(name, 0)) for name in ("x", "y", "width", "height"))
+        assert 0 <= x <= x + w <= width
+        assert 0 <= y <= y + h <= height
+    rows = rows_of(root)
+    assert len(rows) == 3
+    padding = {id(r) for g in root.iter(f"{SVG}g") if "padding" in g.attrib.get("fill", "") for r in g.iter(f"{SVG}rect")}
+    sizes = [(float(r.attrib["width"]), id(r) in padding) for row in rows for r in row]
     numel = sum(unit.numel for unit in plan.units.values())
-    assert hatched / everything == pytest.approx(plan.padding / (plan.padding + numel), abs=1e-3)
-    words = " ".join(text.text or "" for text in root.findall(f"{SVG}text"))
-    assert "rank 2" in words
-    assert "forward" in words
+    hatched = sum(w for w, is_padding in sizes if is_padding) / sum(w for w, _ in sizes)
+    assert hatched == pytest.approx(plan.padding / (plan.padding + numel), abs=1e-3)
+    texts = [text.text or "" for text in root.iter(f"{SVG}text")]
+    assert {"rank 2", "forward", "backward", "gathers", "reductions", f"hatched: padding, {plan.padding} elements"} <= {*texts}
+    assert any("peak: backward of" in text for text in texts)
+
+
+def test_picture_of_other_plans() -> None:
+    """Equal ranks are drawn once, others are counted; units have short names, and too small a device is marked."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), "head": nn.Linear(8, 8)})
+    spec = fs.by_type(nn.Linear)(model)
+    wide = fs.plan(spec.on({"shard": 12}), hardware=fs.Hardware(memory=100)).to_svg()
+    assert "and 4 more ranks" in wide
+    assert "memory of the device: 100 B" in wide
+    assert wide.count("<use ") == 7  # the padding is on ranks that are not shown
+    alone = fs.plan(fs.by_type(nn.Linear, p=fs.P())(model).on({"shard": 2})).to_svg()
+    assert ">each rank<" in alone
+    assert "no padding" in alone
+    assert [find_prefix(keys) for keys in (["", "a.b.0", "a.b.1"], ["a.b.0", "a.c"], ["a", "b"], ["a.b"], [""])] == [
+        "a.b.",
+        "a.",
+        "",
+        "a.",
+        "",
+    ]
+    assert format_short_seconds(0.0123) == "12.3 ms"
+
+
+MADE_WITH = {"torch": "2.13.0", "transformers": "5.24.0"}
+"""The versions that the picture in README was made with: others save other activations."""
+
+
+@seldom
+def test_readme_shows_what_its_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make it again: run the command under it, and move plan.svg to examples/guide."""
+    if (found := {name: version(name).partition("+")[0] for name in MADE_WITH}) != MADE_WITH:
+        pytest.skip(f"the picture is of {MADE_WITH}, and here are {found}")
+    (tmp_path / "models.py").write_text(LLAMA)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    readme = (GUIDE.parents[1] / "README.md").read_text()
+    (command,) = re.findall(r"^python -m funshard (plan .*)$", readme, re.MULTILINE)
+    assert "](examples/guide/plan.svg)" in readme.partition(command)[0]
+    assert main(shlex.split(command)) == 0
+    assert (tmp_path / "plan.svg").read_text() == (GUIDE / "plan.svg").read_text()
 
 
 def test_visualize_many_ranks() -> None:

@@ -1,0 +1,153 @@
+"""Parts of an SVG file: texts, boxes and step curves, in colours for light and dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Literal, NamedTuple
+
+__all__ = [
+    "Panel",
+    "draw_box",
+    "draw_copy",
+    "draw_group",
+    "draw_line",
+    "draw_steps",
+    "draw_text",
+    "has_room",
+    "make_document",
+    "measure_text",
+]
+
+Ink = Literal["ink", "muted", "on-color"]
+"""The role of a text's colour: on the page, beside something more important, or on a coloured box."""
+
+_LIGHT = {"page": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "on-color": "#ffffff", "track": "#eef1f4", "grid": "#d1d9e0"}
+_DARK = {"page": "#0d1117", "ink": "#e6edf3", "muted": "#9198a1", "on-color": "#ffffff", "track": "#1c2128", "grid": "#3d444d"}
+_CHARACTER = 0.6
+"""The width of a character in font sizes, on average."""
+
+
+class Panel(NamedTuple):
+    """A part of the picture: where it is, and the range that its width stands for."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    total: float
+
+    @property
+    def right(self) -> float:
+        """Where it ends at the right."""
+        return self.left + self.width
+
+    @property
+    def bottom(self) -> float:
+        """Where it ends at the bottom."""
+        return self.top + self.height
+
+    def scale(self, value: float) -> float:
+        """Return how wide a value is."""
+        return self.width * value / (self.total or 1)
+
+    def x(self, value: float) -> float:
+        """Return where a value lies."""
+        return self.left + self.scale(value)
+
+    def below(self, gap: float, height: float) -> Panel:
+        """Return a panel of the same width below this one."""
+        return self._replace(top=self.bottom + gap, height=height)
+
+
+def make_document(width: float, height: float, title: str, body: Iterable[str]) -> str:
+    """Return the text of an SVG file. Colours are attributes, which a page in dark mode overrides."""
+    dark = "".join(f".{role}{{{'stroke' if role == 'grid' else 'fill'}:{color}}}" for role, color in _DARK.items())
+    dark += f".hatch{{stroke:{_DARK['muted']}}}.cut{{stroke:{_DARK['page']}}}"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+            'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="12" role="img">',
+            f"<title>{escape(title)}</title>",
+            f"<style>@media (prefers-color-scheme: dark){{{dark}}}</style>",
+            '<defs><pattern id="padding" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+            f'<rect width="5" height="5" class="track" fill="{_LIGHT["track"]}"/>'
+            f'<path d="M1.5 0v5" class="hatch" stroke="{_LIGHT["muted"]}" stroke-width="1.6"/></pattern></defs>',
+            f'<rect width="{width:g}" height="{height:g}" rx="8" class="page" fill="{_LIGHT["page"]}"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def draw_text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    ink: Ink = "ink",
+    size: float = 12,
+    anchor: str = "start",
+    is_bold: bool = False,
+    has_halo: bool = False,
+) -> str:
+    """Return a text that begins, ends or has its middle at a point of its base line. A halo makes it legible on any colour."""
+    style = "" if anchor == "start" else f' text-anchor="{anchor}"'
+    style += ' font-weight="600"' if is_bold else ""
+    style += f' stroke="{_LIGHT["page"]}" stroke-width="3" paint-order="stroke"' if has_halo else ""
+    role = f"{ink} cut" if has_halo else ink
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" class="{role}" fill="{_LIGHT[ink]}"{style}>{escape(text)}</text>'
+    )
+
+
+def measure_text(text: str, size: float) -> float:
+    """Return about how wide a text is."""
+    return len(text) * size * _CHARACTER
+
+
+def has_room(text: str, width: float, size: float) -> bool:
+    """Return whether a text is at most so wide, with a little space around it."""
+    return measure_text(text, size) + 4 <= width
+
+
+def draw_box(x: float, y: float, width: float, height: float, *, fill: str = "", title: str = "") -> str:
+    """Return a rectangle in a colour, a role of colours or that of its group, with a title that a browser shows."""
+    end = f"><title>{escape(title)}</title></rect>" if title else "/>"
+    return f'<rect x="{x:.2f}" y="{y:g}" width="{max(width, 0):.2f}" height="{height:g}"{_fill_attributes(fill)}{end}'
+
+
+def draw_group(fill: str, boxes: Iterable[str], *, name: str = "", has_edges: bool = False) -> str:
+    """Return boxes of one colour, with edges in the colour of the page or without; a name is for `draw_copy`."""
+    edges = f' class="cut" stroke="{_LIGHT["page"]}" stroke-width="0.8"' if has_edges else ""
+    identity = f' id="{name}"' if name else ""
+    return "\n".join([f"<g{identity}{_fill_attributes(fill)}{edges}>", *boxes, "</g>"])
+
+
+def draw_copy(name: str, y: float) -> str:
+    """Return a group once more, so much lower."""
+    return f'<use href="#{name}" y="{y:g}"/>'
+
+
+def _fill_attributes(color: str) -> str:
+    """Return the attributes of a colour, or of a role that is another colour in dark mode."""
+    return f' class="{color}" fill="{_LIGHT[color]}"' if color in _LIGHT else f' fill="{color}"' if color else ""
+
+
+def draw_line(x1: float, y1: float, x2: float, y2: float, *, is_dashed: bool = False) -> str:
+    """Return a thin line of the grid, or a dashed one that marks something."""
+    role, dash = ("hatch", ' stroke-dasharray="3 3"') if is_dashed else ("grid", "")
+    color = _LIGHT["muted" if is_dashed else "grid"]
+    return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" class="{role}" stroke="{color}"{dash} fill="none"/>'
+
+
+def draw_steps(panel: Panel, heights: Sequence[float], fill: str) -> str:
+    """Return the area under a curve of steps, of equal widths, from the bottom of a panel."""
+    bottom, width = panel.bottom, panel.width / len(heights)
+    ys = [f"{bottom - h:.1f}" for h in heights]
+    path, at = f"M{panel.left:g} {bottom:g}V{ys[0]}", 0
+    for i in range(1, len(ys)):
+        if ys[i] != ys[at]:
+            path, at = f"{path}H{panel.left + i * width:g}V{ys[i]}", i
+    edge = f'class="cut" stroke="{_LIGHT["page"]}" stroke-width="0.6"'
+    return f'<path d="{path}H{panel.right:g}V{bottom:g}Z" fill="{fill}" {edge}/>'
