@@ -20,16 +20,19 @@ LOGGER.addHandler(logging.NullHandler())
 _NO_RANGE: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def phase(action: str, subject: str = "") -> AbstractContextManager[Any]:
+def phase(action: str, subject: str | None = None) -> AbstractContextManager[Any]:
     """Return a context whose block a trace shows as ``funshard::action subject``, and whose start is logged at DEBUG.
+
+    The subject is most often the key of a unit; that of the root, an empty string, is shown as ''.
 
     Without a profiler it does nothing. A profiler is torch.profiler, torch.autograd.profiler.emit_nvtx or emit_itt. Graphs that
     are compiled or recorded have no ranges: they would be operators in them.
     """
     if torch.compiler.is_compiling():
         return _NO_RANGE
-    if LOGGER.isEnabledFor(logging.DEBUG):
-        LOGGER.debug("%s", f"{action} {subject}".rstrip())
-    if not _torch.is_profiling() or _torch.is_traced():
+    is_ranged = _torch.is_profiling() and not _torch.is_traced()
+    if not is_ranged and not LOGGER.isEnabledFor(logging.DEBUG):
         return _NO_RANGE
-    return torch.profiler.record_function(f"funshard::{action} {subject}".rstrip())
+    label = action if subject is None else f"{action} {subject or repr(subject)}"
+    LOGGER.debug("%s", label)
+    return torch.profiler.record_function(f"funshard::{label}") if is_ranged else _NO_RANGE

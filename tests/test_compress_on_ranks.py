@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -304,3 +305,31 @@ def test_what_is_local_is_not_sent() -> None:
     assert sent(unreduced(), fs.policies.always(), EIGHT) == []
     assert {x.ranks for x in sent(post_local(0, "shard"), fs.policies.always(), EIGHT)} == {4}
     assert {x.ranks for x in sent(post_local(1, "shard"), fs.policies.always(), EIGHT)} == {2, 4}
+
+
+def as_reduce_dtype(rank: int, dtype: torch.dtype, p: fs.P) -> None:
+    model = net()
+    x, y = (t.float() for t in batch(rank, 0))
+    plain = fs.policies.always(p)(model).bound
+    low = fs.policies.always(dataclasses.replace(p, precision=fs.Precision(reduce=dtype)))(model).bound
+    params = fs.shard(model, plain)
+
+    def loss(params: fs.Params, spec: fs.PartitionSpec) -> Tensor:
+        return squared(lambda x: fs.functional_call(model, params, (x,), spec=spec), x, y)
+
+    hook = cast(dtype)
+    grads, _ = hook.reduce(fs.grad(lambda full: loss(full, plain))(fs.unshard(params, plain)), hook.init(plain), plain)
+    expected = fs.grad(lambda params: loss(params, low))(params)
+    exactly = fs.grad(lambda params: loss(params, plain))(params)
+    assert grads.keys() == expected.keys()
+    for key in grads:
+        assert grads[key].dtype == torch.float32
+        assert torch.equal(grads[key], expected[key]), key
+    assert not all(torch.equal(grads[key], exactly[key]) for key in grads)
+
+
+@pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", reshard=False), fs.P()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cast_is_the_reduce_dtype(gloo2: Pool, dtype: torch.dtype, p: fs.P) -> None:
+    """test_fp16_hook, test_bf16_hook: bit for bit the gradients of ``Precision(reduce=)``, in the parameters' dtype."""
+    gloo2.run(as_reduce_dtype, dtype, p)

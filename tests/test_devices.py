@@ -103,6 +103,27 @@ def test_shards_of_a_cpu_model_are_on_the_device_of_the_group(
 
 
 @needs_driver
+def test_ignored_parameters_stay_where_they_are(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_move_states_to_device_ignored_param_device: shards go to the device of the group, what is ignored is the model's."""
+    machine(monkeypatch, NCCL, cuda=True)
+    world.bound_device_id = torch.device("cuda", 1)
+    with FakeTensorMode():
+        model = nn.Linear(3, 4)
+        spec = fs.policies.ignoring(fs.policies.whole(fs.P("shard", align=1)), params=["bias"])(model)
+        shards = fs.shard(model, spec)
+    assert {key: (shard.device, shard.numel()) for key, shard in shards.items()} == {"": (torch.device("cuda", 1), 6)}
+    assert model.bias.device == torch.device("cpu")
+
+
+def test_specs_on_one_mesh_share_its_groups(world: dist.ProcessGroup) -> None:
+    """test_share_comm_context: calls of several models are on the same process groups, and so on NCCL's same streams."""
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    models = [nn.Linear(3, 4), nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 2))]
+    groups = {fs.policies.whole()(model).on(mesh).bound_mesh["shard"].name for model in models}
+    assert groups == {mesh.get_group("shard").group_name}
+
+
+@needs_driver
 @pytest.mark.parametrize("axis", ["shard", None])
 def test_averages_of_what_rests_on_the_host_rest_there(
     world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, axis: str | None

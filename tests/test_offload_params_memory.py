@@ -5,6 +5,8 @@ There is no device here: "meta" stands for one, as in test_offload_memory.py. Th
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from hosted import elsewhere
 from offloaded import Told
 from parity import WAYS
 from test_memory import no_collector
+from test_profiling import logged
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -287,4 +290,51 @@ def test_copies_have_a_unit_to_run_beside(monkeypatch: pytest.MonkeyPatch) -> No
         *("copy 6", "backward 1", "compute waits for 6"),
         *("backward 0", "copy 7", "compute waits for 7"),  # out: of one rank the gradients are one bucket
         "the host waits for out",
+    ]
+
+
+class PinnedMemory:
+    """It knows host memory that was asked for as pinned, which this machine cannot pin, by its storage."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.storages: dict[int, Any] = {}
+        for name in ("empty", "empty_like"):
+            monkeypatch.setattr(torch, name, functools.partial(self._allocate, getattr(torch, name)))
+        monkeypatch.setattr(_torch, "is_pinned", self.holds)
+
+    def _allocate(self, plain: Any, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        out = plain(*args, **kwargs)
+        if pin_memory:
+            self.storages[out.untyped_storage()._cdata] = out.untyped_storage()
+        return out
+
+    def holds(self, x: Tensor) -> bool:
+        return x.untyped_storage()._cdata in self.storages
+
+
+def test_the_host_memory_of_units_is_pinned(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards, gradients, the optimizer's state and what an update makes: the host would wait for copies of other memory."""
+    model, x = nn.Sequential(Block(), Block()), torch.empty(4, WIDTH, dtype=torch.float64, device="meta")
+    spec = fs.by_type(Block, p=P("shard", offload="params"))(model).bound
+    stream, pinned = Stream([], "any"), PinnedMemory(monkeypatch)
+    monkeypatch.setattr(streams, "is_accelerator", lambda device: device.type == "meta")
+    monkeypatch.setattr(streams, "is_fake", lambda tensor: False)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(streams, "_copy_stream", lambda device, towards: stream)
+    shards = fs.shard(model, spec, rank=0)
+    init, update = fs.optim.from_torch(torch.optim.AdamW, device="meta", foreach=False)
+    state = init(shards)
+    with Where(), logged(logging.DEBUG) as said:
+        grads = fs.grad(lambda params: fs.functional_call(model, params, (x,), spec=spec).sum())(shards)
+        new, after = update(grads, state, shards)
+    for tree in (shards, grads, new, *state.values(), *after.values()):
+        for key, value in tree.items():
+            assert value.device.type == "cpu"
+            assert pinned.holds(value) or not value.dim(), key  # counts of steps are used where they are
+    copies = [message for _, message in said if message.startswith("copy")]
+    assert copies == [
+        "copy to the device 0",
+        "copy to the device 1",
+        "copy gradient to the host 1",
+        "copy gradient to the host 0",
     ]

@@ -1526,3 +1526,37 @@ def test_codec_is_straight_through_at_second_order() -> None:
     for rank in range(2):
         for key, g in fs.shard(expected, spec, rank=rank).items():
             torch.testing.assert_close(got[key][rank], g, rtol=1e-4, atol=1e-6)
+
+
+class Seen(nn.Linear):
+    """Keeps the dtype of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(x.dtype)
+        return super().forward(x)
+
+
+SEEN: list[torch.dtype] = []
+
+
+class Between(nn.Module):
+    """Modules with float32 between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Seen(4, 4), Seen(4, 4), Seen(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x).float()).float())
+
+
+def test_grouped_module_cast_forward_inputs() -> None:
+    """Each module that is a unit casts its own inputs; a unit above them casts what goes into itself alone."""
+    model, x = Between(), torch.randn(2, 4)
+    spec = fs.by_type(Seen, p=P("shard", precision=Precision(param=BF16)))(model).on({"shard": 1})
+    SEEN.clear()
+    fs.functional_call(model, fs.shard(model, spec), (x,), spec=spec)
+    assert SEEN == [BF16] * 3
+    spec = fs.policies.whole(P("shard", precision=Precision(param=BF16)))(model).on({"shard": 1})
+    with pytest.raises(RuntimeError, match="dtype"):
+        fs.functional_call(model, fs.shard(model, spec), (x,), spec=spec)

@@ -10,6 +10,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from depth import depth, each
 from parity import (
     MAIN_WAYS,
@@ -298,3 +299,36 @@ def exception(rank: int, way: str) -> None:
 def test_reset_iter_state_after_exception(gloo2: Pool, way: str) -> None:
     """Nothing to reset: a step after one that raised halfway is right."""
     gloo2.run(exception, way)
+
+
+def unsharded_beside_a_collective(rank: int) -> None:
+    model = chain()
+    spec = fs.policies.always()(model).bound
+    params, x = fs.shard(model, spec), numbers(rank, 0)
+    mine = torch.full((3,), float(rank))
+    work = dist.all_reduce(mine, async_op=True)
+    full = fs.unshard(params, spec)
+    grads = fs.reduce_grads(fs.grad(lambda p: squared(sharded_call(model, p, spec), x))(full), spec)
+    assert work is not None
+    work.wait()
+    assert mine.tolist() == [1.0] * 3
+    same(grads, fs.grad(lambda p: squared(sharded_call(model, p, spec), x))(params), "gradient")
+
+
+def test_unshard_async(gloo2: Pool) -> None:
+    """All units are gathered while a collective of the caller's own is under way: the gradients of the scheduled call."""
+    gloo2.run(unsharded_beside_a_collective)
+
+
+def sharded_again(rank: int) -> None:
+    model = chain()
+    inner, outer = fs.policies.always()(model), fs.policies.whole()(model)
+    once = fs.shard(model, outer)
+    again = fs.shard(fs.unshard(fs.shard(model, inner), inner), outer)
+    assert all(torch.equal(again[key], once[key]) for key in once)
+    check_parity(rank, model, outer)
+
+
+def test_fsdp_multiple_wrapping(gloo2: Pool) -> None:
+    """A model that was sharded is sharded again by another policy as if it had not been, and trains."""
+    gloo2.run(sharded_again)

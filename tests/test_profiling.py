@@ -32,10 +32,10 @@ class Block(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-def make(p: P, **mesh: int) -> tuple[fs.PartitionSpec, dict[str, Tensor], Any]:
+def make(p: P, policy: fs.Policy | None = None, **mesh: int) -> tuple[fs.PartitionSpec, dict[str, Tensor], Any]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)))
-    spec = fs.by_type(Block, p=p)(model)
+    spec = (policy or fs.by_type(Block, p=p))(model)
     if mesh:
         spec = spec.on(mesh)
 
@@ -52,8 +52,8 @@ def ranges(run: Any) -> Counter[str]:
     return Counter({e.key.removeprefix("funshard::"): e.count for e in trace.key_averages() if e.key.startswith("funshard::")})
 
 
-def step(p: P) -> Counter[str]:
-    _, params, loss = make(p)
+def step(p: P, policy: fs.Policy | None = None) -> Counter[str]:
+    _, params, loss = make(p, policy)
     init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-3)
     state = init(params)
     return ranges(lambda: update(fs.grad(loss)(params, torch.randn(2, 4)), state, params))
@@ -68,6 +68,13 @@ def test_every_phase_has_its_units_name() -> None:
         again = k < 2
         assert found[f"gather {k}"] == found[f"wait for {k}"] == 1 + again, found
         assert found[f"reduce {k}"] == 1, found
+
+
+def test_the_root_has_a_name() -> None:
+    """That of errors: '', which an action alone would not show."""
+    with world(2):
+        found = step(P("shard"), fs.policies.whole())
+    assert found["gather ''"] == found["wait for ''"] == found["reduce ''"] == 1, found
 
 
 def test_replicated_units_share_a_bucket() -> None:

@@ -159,7 +159,7 @@ class RouteSteps(NamedTuple):
         slices = [_reduce_step(scatter, axis, label, tag) for axis, label in zip(split, split_labels, strict=True)]
         sums = [_reduce_step(reduce, axis, label) for axis, label in zip(rest, rest_labels, strict=True)]
         gathers = [_gather_step(axis, label, tag) for axis, label in zip(split, split_labels, strict=True)]
-        out = () if route.device is None else (host_copy_step(route.result_dtype),)
+        out = () if route.device is None else (host_copy_step(key, route.result_dtype),)
         return cls(
             tuple(reversed(gathers)),
             (*_add_division([*slices, *sums], route), *out),

@@ -21,7 +21,7 @@ def start_gather(shard: Tensor, key: str, routes: RouteTable, buffers: BufferPoo
         return CollectiveChain(shard.new_empty(route.padded_numel, dtype=route.dtypes.param, device=route.device), ())
     if route.device is None:
         return _start_collectives(shard, key, routes, buffers)
-    piece, copy = start_copy_to_device(shard, route.device, shard.dtype if route.codec else route.dtypes.param)
+    piece, copy = start_copy_to_device(shard, key, route.device, shard.dtype if route.codec else route.dtypes.param)
     with copy.queue_behind():  # and beside what is computed with the unit before
         chain = _start_collectives(piece, key, routes, buffers)
     chain.copy = copy

@@ -29,22 +29,25 @@ def move(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
     return x.to(device, non_blocking=device.type != HOST.type).to(dtype)
 
 
-def start_copy_to_device(shard: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, _torch.AsyncCopy]:
-    """Return a shard on the device and its copy under way: in this dtype where that is the smaller one, else in its own."""
+def start_copy_to_device(shard: Tensor, key: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, _torch.AsyncCopy]:
+    """Return a unit's shard on the device and its copy under way: in this dtype where that is the smaller one, else its own."""
     if dtype.itemsize < shard.itemsize:
         shard = _torch.allocate_like(shard, HOST, dtype=dtype, beside=device).copy_(shard)
     there = _torch.allocate_like(shard, device)
-    with phase("copy shard to the device"):
+    with phase("copy to the device", key):
         return there, _torch.AsyncCopy(shard, there)
 
 
-def host_copy_step(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], PendingResult]:
-    """Return the last step of a chain: a copy to pinned host memory in this dtype. `_torch.synchronize_copies` waits for it."""
+def host_copy_step(key: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], PendingResult]:
+    """Return the last step of a unit's chain, or of the bucket that ends with it: a copy to pinned host memory in this dtype.
+
+    `_torch.synchronize_copies` waits for it.
+    """
 
     def step(x: Tensor, own: Tensor | None) -> PendingResult:
         x = x.to(dtype)
         there = _torch.allocate_like(x, HOST)
-        with phase("copy gradient to the host"):
+        with phase("copy gradient to the host", key):
             copy = _torch.AsyncCopy(x, there)
 
         def end(x: Tensor = x) -> Tensor:  # which is held until then

@@ -153,7 +153,7 @@ class ReductionQueue:
 
     def _reduce_bucket(self, bucket: Bucket, kind: _ReductionKind) -> None:
         """Start to reduce a bucket."""
-        with phase("reduce bucket", " ".join(bucket.keys)):
+        with phase("reduce bucket", " ".join(key or "''" for key in bucket.keys)):
             buffer = _torch.concat_into(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind[0]))
             bucket.pieces.clear()
             chain = CollectiveChain(buffer, self._steps[kind])

@@ -106,7 +106,7 @@ def _collective(op: str, size: int, name: str, root: int, label: str) -> LinearM
             return start_op(op, x, OpContext(size, name, root))()
         if label:
             check_sequence([f"{op} of {label}"], name, x)
-        with phase(op, f"of {label}" if label else ""):
+        with phase(op, f"of {label}" if label else None):
             return start_op(op, x, OpContext(size, name, root, label=label))()
 
     return LinearMap(run, lambda: _collective(OPS[op].transpose, size, name, root, label), size)
