@@ -135,8 +135,8 @@ def _names_in(line: str) -> list[str]:
 def is_named(name: str, known: list[str]) -> bool:
     """Return whether one of the known names is that of a claim, which may be a part of a name.
 
-    A part begins or ends with an ellipsis, or goes on with alternatives of which the first is looked for. Parameters in brackets
-    do not count.
+    A part begins or ends with an ellipsis, or goes on with alternatives, of which the first is looked for. Parameters in
+    brackets do not count.
     """
     whole = re.sub(r"\[[^\]]*\]$", "", re.sub(r"^[\w.]+::(?=\w)", "", name))
     part = re.split(r"[…{(*:/]", whole.lstrip("…"))[0].strip()
