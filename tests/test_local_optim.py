@@ -110,23 +110,8 @@ def test_averages_of_replicas(gloo4: Pool, sizes: dict[str, int]) -> None:
     gloo4.run(averaged, sizes)
 
 
-@pytest.mark.parametrize("optimizer", [fs.optim.muon, fs.optim.shampoo, fs.optim.soap], ids=lambda f: f.__name__)
-def test_matrices_of_local_units_are_refused(optimizer: Any) -> None:
-    """A rank's experts are whole matrices, and its columns are none: neither are matrices that ranks share."""
-    model = torch.nn.ParameterDict({"experts": torch.zeros(2, 4, 4), "columns": torch.zeros(4, 4), "plain": torch.zeros(4, 4)})
-    by_name = {"expert": {"experts": 0, "columns": 1}}
-    spec = fs.policies.whole(fs.P("shard", local=by_name))(model).on({"expert": 2, "shard": 1})
-    message = r"local over axis 'expert', and an optimizer of matrices .*select= without its parameters, which fallback= then"
-    with pytest.raises(NotImplementedError, match=message):
-        optimizer(spec)  # by default all with two dimensions
-    with pytest.raises(NotImplementedError, match=message):
-        fs.optim.matrices(spec, select=lambda name, _: name == "experts")
-    plain = fs.optim.matrices(spec, select=lambda name, _: name == "plain")
-    assert [matrix.name for matrix in plain.chosen] == ["plain"]
-
-
 def beside_matrices(rank: int, name: str) -> None:
-    """What the optimizer of matrices does not take is the fallback's: local pieces are updated as by AdamW alone."""
+    """What is not selected is the fallback's: local pieces are updated as by AdamW alone."""
     case = Rank(rank, {"expert": 2, "shard": 2}, {"axis": "shard"})
     grads = fs.grad(case.loss)(case.params, case.x[0])
     fallback = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, spec=case.spec)

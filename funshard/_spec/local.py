@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -16,19 +16,24 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LocalAxes",
+    "LocalDims",
     "check_axes_are_given",
     "check_local",
     "describe_pieces",
     "distinct_axes",
     "find_unmatched",
+    "join_shape",
     "mark_local",
     "piece_offsets",
     "refuse_local",
+    "stack_dims",
     "whole_shape",
 ]
 
 LocalAxes = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 """For each axis, outermost first, the dimension that is split over it, by a glob of parameter names."""
+LocalDims = tuple[tuple[str, int], ...]
+"""For each axis that a tensor is local over, outermost first, the dimension that it splits."""
 
 
 def check_local(local: object, axes: Iterable[str]) -> LocalAxes:
@@ -125,10 +130,28 @@ def check_axes_are_given(axes: object, units: Iterable[Unit], what: str) -> None
 
 def whole_shape(param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of the larger parameter of which each rank has a piece."""
-    shape = list(param.shape)
-    for axis, dim in param.local:
-        shape[dim] *= sizes[axis]
-    return tuple(shape)
+    return join_shape(param.shape, param.local, sizes)
+
+
+def join_shape(shape: Sequence[int], local: LocalDims, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of the whole tensor whose pieces over local axes have this shape."""
+    whole = list(shape)
+    for axis, dim in local:
+        whole[dim] *= sizes[axis]
+    return tuple(whole)
+
+
+def stack_dims(param: Param, shape: Sequence[int], sizes: Mapping[str, int]) -> LocalDims:
+    """Return the local axes over which a tensor of this shape begins with a part of the parameter's stack of matrices.
+
+    Such as [experts, n, m] over an axis of experts: each rank has matrices that are whole. Axes of one rank do not count.
+    """
+    stacked = len(param.shape) - 2
+    return tuple(
+        (axis, dim)
+        for axis, dim in param.local
+        if dim < stacked and sizes[axis] > 1 and tuple(shape[: dim + 1]) == param.shape[: dim + 1]
+    )
 
 
 def distinct_axes(owner: Unit | Param, tensor: Tensor, sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -150,12 +173,12 @@ def distinct_axes(owner: Unit | Param, tensor: Tensor, sizes: Mapping[str, int])
     return tuple(axis for axis, _ in owner.local)
 
 
-def piece_offsets(param: Param, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the offsets, in the larger parameter, of the piece of the rank at these coordinates of the mesh."""
-    index = [0] * len(param.shape)
-    for axis, dim in param.local:
+def piece_offsets(shape: Sequence[int], local: LocalDims, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the offsets, in the whole tensor, of the piece of this shape that the rank at these coordinates has."""
+    index = [0] * len(shape)
+    for axis, dim in local:
         index[dim] = index[dim] * sizes[axis] + at[axis]
-    return tuple(i * size for i, size in zip(index, param.shape, strict=True))
+    return tuple(i * size for i, size in zip(index, shape, strict=True))
 
 
 def describe_pieces(param: Param, sizes: Mapping[str, int]) -> str:

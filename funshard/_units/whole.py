@@ -13,15 +13,15 @@ from torch import Tensor
 
 from .._spec.checks import take_full_params
 from .._spec.division import Reduction
+from .._spec.local import LocalDims
 from .._spec.spec import PartitionSpec
-from .._spec.tree import Param
 from .._spec.unit import Unit
 from ..collectives._functions import gather_slices, scatter
 from ..collectives._mesh import Mesh
 from .flow import gather_unit, scatter_unit
 from .layout import concat_padded, flatten_unit, rank_coords, to_memory_order, unflatten_unit
 
-__all__ = ["flatten_whole", "gather_whole", "scatter_whole", "unflatten_whole"]
+__all__ = ["flatten_whole", "gather_whole", "join_pieces", "scatter_whole", "split_pieces", "unflatten_whole"]
 
 
 def flatten_whole(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
@@ -31,7 +31,7 @@ def flatten_whole(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec)
         return flatten_unit(params, unit, padded)
     sizes = dict(spec.bound_mesh.sizes)
     tensors = take_full_params(params, unit, sizes)
-    pieces = zip(*(_split(x, param, sizes) for x, param in zip(tensors, unit.params, strict=True)), strict=True)
+    pieces = zip(*(split_pieces(x, param.local, sizes) for x, param in zip(tensors, unit.params, strict=True)), strict=True)
     return torch.cat([_flatten_piece(of_rank, unit, padded) for of_rank in pieces])
 
 
@@ -41,10 +41,10 @@ def _flatten_piece(tensors: Sequence[Tensor], unit: Unit, padded: int) -> Tensor
     return concat_padded(flat, unit, padded)
 
 
-def _split(whole: Tensor, param: Param, sizes: Mapping[str, int]) -> list[Tensor]:
-    """Return the pieces of a parameter in the order of the ranks."""
+def split_pieces(whole: Tensor, local: LocalDims, sizes: Mapping[str, int]) -> list[Tensor]:
+    """Return the pieces of a whole tensor over local axes, in the order of the ranks. Inverse of `join_pieces`."""
     pieces = [whole]
-    for axis, dim in param.local:
+    for axis, dim in local:
         pieces = [part for piece in pieces for part in piece.chunk(sizes[axis], dim)]
     return pieces
 
@@ -56,12 +56,12 @@ def unflatten_whole(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[Tensor]:
     sizes = dict(mesh.sizes)
     ranks = torch.Size(sizes[name] for name in unit.local_axes).numel()
     of_ranks = [unflatten_unit(row, unit) for row in buffer.view(ranks, -1)]
-    return [_join([views[i] for views in of_ranks], param, sizes) for i, param in enumerate(unit.params)]
+    return [join_pieces([views[i] for views in of_ranks], param.local, sizes) for i, param in enumerate(unit.params)]
 
 
-def _join(pieces: list[Tensor], param: Param, sizes: Mapping[str, int]) -> Tensor:
-    """Join the pieces of a local parameter, in the order of their ranks, to the whole one."""
-    for axis, dim in reversed(param.local):
+def join_pieces(pieces: list[Tensor], local: LocalDims, sizes: Mapping[str, int]) -> Tensor:
+    """Return the whole tensor of its pieces, in the order of the ranks along its local axes, the outermost first."""
+    for axis, dim in reversed(local):
         size = sizes[axis]
         pieces = [torch.cat(pieces[i : i + size], dim) for i in range(0, len(pieces), size)]
     return pieces[0]

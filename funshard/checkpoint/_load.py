@@ -113,7 +113,7 @@ class _Loader:
                 if leaf.is_per_rank and not leaf.is_averaged:
                     check_rank_count(leaf.name, shape[0], self._ranks.size)
             case OwnedLeaf():
-                self._stored.check_tensor(leaf.names, leaf.shape, leaf.dtype)
+                self._stored.check_tensor(leaf.names, leaf.whole_shape(self._spec), leaf.dtype)
             case SliceLeaf():
                 sizes = dict(self._spec.bound_mesh.sizes)
                 for param, names in zip(leaf.params, leaf.names, strict=True):

@@ -268,7 +268,7 @@ class _UnitConverter:
             if got != (expected := f"{list(whole_shape(param, sizes))} {initial.dtype}"):
                 hint = describe_pieces(param, sizes)
                 raise ValueError(f"'{slot}' of parameter '{param.name}': expected {expected}, got {got}{hint}")
-            offsets = piece_offsets(param, sizes, at)
+            offsets = piece_offsets(param.shape, param.local, sizes, at)
             local = full[tuple(slice(begin, begin + size) for begin, size in zip(offsets, param.shape, strict=True))]
             flat = to_memory_order(local, param).reshape(-1)
             out[piece.low : piece.high] = flat[piece.begin : piece.begin + piece.high - piece.low]

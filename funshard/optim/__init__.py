@@ -10,7 +10,7 @@ from ._by_matrix.state import MatrixState
 from ._elementwise.optimizer import Optimizer, State
 from ._from_torch import from_torch
 from ._matrices.matrices import Matrices, matrices
-from ._matrices.owners import hidden
+from ._matrices.selection import hidden
 from ._norms import clip_by_global_norm, global_norm, vdot
 
 __all__ = [

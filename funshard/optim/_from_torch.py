@@ -120,7 +120,7 @@ def _adafactor(
     spec: PartitionSpec | Matrices, options: ParamOptions | None, donate: bool, defaults: Mapping[str, Any]
 ) -> MatrixOptimizer:
     """Return Adafactor as an optimizer of matrices, of which every parameter is one."""
-    known = spec if isinstance(spec, Matrices) else matrices(spec, select=lambda name, param: True)
+    known = spec if isinstance(spec, Matrices) else matrices(spec, select=lambda name, param: True, gather_stacks=True)
     of_torch = torch.optim.Adafactor([torch.empty(1, 1)], **defaults).defaults
 
     def init(param: Tensor) -> Mapping[str, Tensor]:

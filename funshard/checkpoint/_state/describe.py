@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
+from ..._spec.local import stack_dims
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import NAMESPACE, Param
 from ..._spec.unit_state import UnitState
@@ -180,7 +181,8 @@ class _Describer:
         (names,) = stored_names([param], path.path, path.slot)
         is_here = value.dim() == 0 or len(value) > 0
         shape = tuple(value.shape if is_here else value.shape[1:])
-        return OwnedLeaf(names, shape, value.dtype, _torch.is_accelerator(value.device), is_here)
+        stack = stack_dims(param, shape, dict(self._spec.bound_mesh.sizes))
+        return OwnedLeaf(names, shape, value.dtype, _torch.is_accelerator(value.device), is_here, stack)
 
     def _unit_keys(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> frozenset[str]:
         """Return the keys of units in a mapping that is sharded like them, or none.

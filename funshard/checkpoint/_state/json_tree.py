@@ -41,10 +41,10 @@ def tree_to_json(node: Node, spec: PartitionSpec, per_rank: Mapping[str, list[An
         case ValueLeaf(name, value):
             return {"value": plain_to_json(value, name)}
         case _:
-            return _leaf_to_json(node)
+            return _leaf_to_json(node, spec)
 
 
-def _leaf_to_json(node: StoredLeaf) -> Any:
+def _leaf_to_json(node: StoredLeaf, spec: PartitionSpec) -> Any:
     """Return the data of a leaf for the manifest."""
     dtype = plain_to_json(node.dtype, "")
     match node:
@@ -53,7 +53,7 @@ def _leaf_to_json(node: StoredLeaf) -> Any:
         case ScalarLeaf():
             return {"scalar": [dtype, node.is_accelerated]}
         case OwnedLeaf():
-            return {"owned": [[*node.shape], dtype, node.is_accelerated]}
+            return {"owned": [[*node.whole_shape(spec)], dtype, node.is_accelerated]}
         case TensorLeaf():
             return {"tensor": [[*node.shape], dtype, node.is_accelerated, node.is_per_rank, node.is_averaged]}
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._spec.local import piece_offsets, whole_shape
+from ..._spec.local import LocalDims, join_shape, piece_offsets, whole_shape
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import Param
 from ..._spec.unit import Unit
@@ -116,7 +116,7 @@ class SliceLeaf:
             data, param = flat if self.is_compact else flat[piece.low : piece.high], piece.param
             part = TensorRange(name, tuple(aliases), whole_shape(param, sizes), tuple(param.order), 0, data, rank, ranks)
             if len(data):
-                box = Box(piece_offsets(param, sizes, at), param.shape)
+                box = Box(piece_offsets(param.shape, param.local, sizes, at), param.shape)
                 yield part._replace(begin=piece.begin, holder=holder, holders=holders, axes=replicated, box=box)
             elif not param.numel:
                 yield part
@@ -168,24 +168,35 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class OwnedLeaf:
-    """A tensor of the rank that owns its matrix; other ranks have an empty one, [0, *shape]."""
+    """A tensor of the rank that owns its matrix, or of several that own a part of a stack; other ranks have [0, *shape]."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
+    """The shape on an owner."""
     dtype: torch.dtype
     is_accelerated: bool
     is_here: bool
-    """Whether this rank owns the matrix."""
+    """Whether this rank is an owner."""
+    stack: LocalDims = ()
+    """The axes along which owners have a part each, and the dimension that each splits."""
 
     def allocate(self) -> Tensor:
         """Return memory to read into, on the host."""
         return torch.empty(self.shape if self.is_here else (0, *self.shape), dtype=self.dtype, device="cpu")
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        """Yield the whole tensor on its owner."""
-        if self.is_here:
-            order = tuple(range(len(self.shape)))
-            yield TensorRange(self.names[0], self.names[1:], self.shape, order, 0, _flatten_tensor(tensor), 0, 1)
+        """Yield the whole tensor on its owner, or an owner's part."""
+        if not self.is_here:
+            return
+        sizes = dict(spec.bound_mesh.sizes)
+        at = dict(zip(spec.bound_mesh.names, rank_coords(spec.bound_mesh, None), strict=True))
+        box = Box(piece_offsets(self.shape, self.stack, sizes, at), self.shape)
+        shape, order = self.whole_shape(spec), tuple(range(len(self.shape)))
+        yield TensorRange(self.names[0], self.names[1:], shape, order, 0, _flatten_tensor(tensor), 0, 1, box=box)
+
+    def whole_shape(self, spec: PartitionSpec) -> tuple[int, ...]:
+        """Return the shape of the stored tensor, which has the parts of all owners."""
+        return join_shape(self.shape, self.stack, dict(spec.bound_mesh.sizes))
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..._spec.local import whole_shape
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import Param
 from ...optim import Matrices, matrices
+from ...optim._matrices.selection import Matrix
 from .containers import file_entries
 from .leaves import OwnedLeaf
 from .plain_values import plain_from_json
@@ -33,8 +35,21 @@ def matrix_state_to_json(node: ContainerNode, param: Param, to_json: Callable[[N
 
 
 def saved_matrices(saved: Mapping[str, Any], spec: PartitionSpec) -> Matrices:
-    """Return the matrices in JSON data by parameter name, with the owners that `matrices` chooses on the spec's mesh."""
-    return matrices(spec, select=lambda name, param: MATRIX in saved.get(name, {}))
+    """Return the matrices in JSON data by parameter name, with the owners that `matrices` chooses on the spec's mesh.
+
+    A stack stays in parts if all of its state has the dimensions of its batch first.
+    """
+
+    def has_parts(matrix: Matrix) -> bool:
+        entries = file_entries(saved[matrix.name][MATRIX][2]) or ()
+        stacked = whole_shape(matrix.param, sizes)[:-2]
+        return all(tuple(child["owned"][0][: len(stacked)]) == stacked for _, child in entries)
+
+    sizes = dict(spec.bound_mesh.sizes)
+    known = matrices(spec, select=lambda name, param: MATRIX in saved.get(name, {}))
+    if all(has_parts(matrix) for matrix in known.chosen if matrix.stack):
+        return known
+    return matrices(spec, select=lambda name, param: name in known.by_name, gather_stacks=True)
 
 
 def matrix_state_from_json(
@@ -61,7 +76,7 @@ def matrix_state_from_json(
         found = from_json(data, path._replace(subset=chosen).child("slices"))
         assert isinstance(found, ContainerNode)
         slices = dict(zip(found.entries, found.children, strict=True))
-    owned = {p.name: _owned_from_json(saved[p.name][MATRIX][2], p, path, known._is_owner(p.name)) for p in chosen}
+    owned = {p.name: _owned_from_json(saved[p.name][MATRIX][2], p, path, known) for p in chosen}
     fallback: dict[str, Node] = {}
     if chosen:
         for param in others:
@@ -73,11 +88,15 @@ def matrix_state_from_json(
     return make_matrix_state_node(from_json(step, path.child("step")), slices, owned, fallback)
 
 
-def _owned_from_json(data: Any, param: Param, path: StatePath, is_here: bool) -> ContainerNode:
+def _owned_from_json(data: Any, param: Param, path: StatePath, known: Matrices) -> ContainerNode:
     """Return the node of a matrix's owned state from the description in a file."""
     leaves: dict[str, Node] = {}
+    sizes, stack = dict(known.spec.bound_mesh.sizes), known.by_name[param.name].stack
     for slot, child in file_entries(data) or ():
-        shape, dtype, is_accelerated = child["owned"]
+        (*shape,), dtype, is_accelerated = child["owned"]
         (names,) = path._replace(subset=(param,)).child("owned", slot).names
-        leaves[slot] = OwnedLeaf(names, tuple(shape), plain_from_json(dtype), is_accelerated, is_here)
+        for axis, dim in stack:
+            shape[dim] //= sizes[axis]
+        is_here = known._is_owner(param.name)
+        leaves[slot] = OwnedLeaf(names, tuple(shape), plain_from_json(dtype), is_accelerated, is_here, stack)
     return make_dict_node(leaves)

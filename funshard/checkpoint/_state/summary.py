@@ -78,7 +78,7 @@ class StateSummary:
             case TensorLeaf(is_per_rank=True):
                 self.common[name] = f"each rank's own, of one shape on all, {list(leaf.shape)} {leaf.dtype}"
             case OwnedLeaf():
-                self.common[name] = f"of one rank, {list(leaf.shape)} {leaf.dtype}"
+                self.common[name] = f"of its owners, {list(leaf.shape)} {leaf.dtype}"
             case _:
                 self.common[name] = f"{list(value.shape)} {value.dtype} of digest {int(hash_bits(value.detach())):x}"
         self.ranges.extend(leaf.ranges(value, self.spec, ranks.rank, ranks.size))

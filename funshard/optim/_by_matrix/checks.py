@@ -8,11 +8,34 @@ from typing import Any
 from torch import Tensor
 
 from ..._spec.checks import check_mapping, check_trainable
+from ..._spec.local import stack_dims
 from .._matrices.matrices import Matrices
 from .config import OwnedShapes
+from .rule import MatrixRule
 from .state import MatrixState
 
-__all__ = ["check_step"]
+__all__ = ["check_stacks", "check_step"]
+
+
+def check_stacks(rule: MatrixRule, known: Matrices, owned: OwnedShapes) -> None:
+    """Raise ValueError, naming the matrix, for a stack or a state that its owners cannot have.
+
+    Checkpoints tell a part of a stack from a whole one by the shape of its state.
+    """
+    sizes = dict(known.spec.bound_mesh.sizes)
+    for matrix in known.chosen:
+        if matrix.stack and rule.mixes_stacks:
+            raise ValueError(
+                f"matrix '{matrix.name}': its stack is local over axis '{matrix.stack_axes[0]}', of which a rank has a part, "
+                f"{list(matrix.shape)}, and the update may mix its matrices: expected matrices(spec, gather_stacks=True), "
+                "which sends the stack whole to one owner, or select= without it"
+            )
+        for slot, shape in owned[matrix.name].items():
+            if stack_dims(matrix.param, shape, sizes) != matrix.stack:
+                raise ValueError(
+                    f"matrix '{matrix.name}': state '{slot}' {list(shape)} of the matrix {list(matrix.shape)}: expected the "
+                    "dimensions of its batch first, or another size in their place"
+                )
 
 
 def check_step(

@@ -56,7 +56,7 @@ class MatrixConfig(NamedTuple):
         """Return the options for derivatives on slices, or on owners, each of which is one rank of the whole mesh."""
         shared, spec = SharedOptions(self.matrices.spec), self.matrices.spec
         every = spec.bound_mesh.names
-        axes = {m.name: every if self.rule.has_owner_options else m.unit.p.axes for m in self.matrices.chosen}
+        axes = {m.name: every if self.rule.has_owner_options else m.unit.distinct_axes for m in self.matrices.chosen}
         return {name: shared.for_matrix(own, axes[name]) for name, own in options.items()}
 
     def fallback_tensors(self, tree: Mapping[str, Tensor]) -> Params:

@@ -114,7 +114,7 @@ def muon(
         param = param.mul(1 - rate * options["weight_decay"])
         return param.sub(upcast(direction) * (rate * options["scale"])).to(param.dtype), slots
 
-    rule = MatrixRule(("momentum_buffer",), lambda x: {}, before_exchange, on_owner, (0,), after_exchange)
+    rule = MatrixRule(("momentum_buffer",), lambda x: {}, before_exchange, on_owner, (0,), after_exchange, mixes_stacks=False)
     defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
     return optimizer_with_fallback("muon", rule, known, defaults, options, fallback, donate=donate, constants=scales)
 

@@ -16,7 +16,7 @@ from ..._spec.spec import PartitionSpec
 from ..._units.layout import Params
 from .._checks import break_message, check_rate, named_tensors, refuse_shared_memory
 from .._matrices.matrices import Matrices, matrices
-from .checks import check_step
+from .checks import check_stacks, check_step
 from .config import Fallback, MatrixConfig
 from .rule import MatrixInit, MatrixOptions, MatrixRule, MatrixUpdate, rule_from_update
 from .state import MatrixState, init_state, place_like
@@ -100,6 +100,7 @@ def optimizer_from_rule(
     kinds = {m.name: (m.shape, m.unit.dtype) for m in known.chosen}
     shapes = {kind: _owned_shapes(rule, *kind) for kind in dict.fromkeys(kinds.values())}
     owned = {name: shapes[kind] for name, kind in kinds.items()}
+    check_stacks(rule, known, owned)
     config = MatrixConfig(rule, known, every, fallback, is_default_fallback, donate, lr, owned)
     return MatrixOptimizer(partial(_init, config), partial(_update, config))
 

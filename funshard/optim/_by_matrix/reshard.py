@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ..._spec.division import Reduction
+from ..._spec.local import whole_shape
 from ..._spec.unit import Unit
 from ..._spec.unit_state import UnitState
-from ..._units.flow import gather_unit, scatter_unit
 from ..._units.host import place_slice
-from ..._units.layout import Params, flatten_unit, unflatten_unit
-from ...collectives._functions import broadcast
+from ..._units.layout import Params
+from ..._units.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
+from ...collectives._functions import broadcast, gather_slices, scatter
 from .._matrices.matrices import Matrices
 from .._option_numbers import find_option_numbers
 from .state import MatrixState
@@ -107,9 +108,10 @@ def _gather_state(state: MatrixState, unit: Unit, old: Matrices, known: frozense
 
 
 def _gather_params(piece: Tensor, unit: Unit, old: Matrices) -> Params:
-    """Gather a unit's parameters, by name; their gradients are summed over ranks."""
-    buffer = gather_unit(piece, unit, old.spec.bound_mesh, SUM)
-    return {param.name: x for param, x in zip(unit.params, unflatten_unit(buffer, unit), strict=True)}
+    """Gather a unit's whole parameters, by name; their gradients are summed over ranks."""
+    mesh = old.spec.bound_mesh
+    tensors = unflatten_whole(gather_whole(piece, unit, mesh, SUM), unit, mesh)
+    return {param.name: x for param, x in zip(unit.params, tensors, strict=True)}
 
 
 def _keep_names(tensors: Params, names: set[str]) -> Params:
@@ -154,18 +156,24 @@ def _build_state(unit: Unit, olds: Mapping[str, _GatheredState], old: Matrices, 
 
 def _slice_unit(whole: Params, unit: Unit, new: Matrices) -> Tensor:
     """Return this rank's slice, with zeros for other parameters."""
-    like = next(iter(whole.values()))
-    full = {p.name: whole.get(p.name, like.new_zeros(p.shape)) for p in unit.params}
-    mesh = new.spec.bound_mesh
-    return place_slice(scatter_unit(flatten_unit(full, unit, new.spec.padded_numel(unit)), unit, mesh), unit, mesh)
+    like, mesh = next(iter(whole.values())), new.spec.bound_mesh
+    full = {p.name: whole.get(p.name, like.new_zeros(whole_shape(p, dict(mesh.sizes)))) for p in unit.params}
+    return place_slice(scatter_whole(flatten_whole(full, unit, new.spec), unit, mesh), unit, mesh)
 
 
 def _move_to_owner(x: Tensor, name: str, old: Matrices, new: Matrices) -> Tensor:
-    """Broadcast an owner's tensor; return it on the new owner, and an empty one elsewhere. All ranks call this."""
+    """Broadcast an owner's tensor; return it on the new owner, and an empty one elsewhere. All ranks call this.
+
+    Parts of a stack are joined in between.
+    """
     mesh = old.spec.bound_mesh
-    shape = x.shape if old._is_owner(name) else x.shape[1:]
-    full = x if old._is_owner(name) else x.new_zeros(shape)
+    full = x if old._is_owner(name) else x.new_zeros(x.shape[1:])
     full = full if mesh.device is None else full.to(mesh.device)
     for (_, axis), src in zip(mesh.axes, old.owner(name), strict=True):
-        full = broadcast(full, axis, src=src)
-    return full.to(x.device) if new._is_owner(name) else x.new_empty((0, *shape))
+        if src is not None:
+            full = broadcast(full, axis, src=src)
+    for axis, dim in reversed(old.by_name[name].stack):
+        full = gather_slices(full.movedim(dim, 0).contiguous(), mesh[axis], reduce="sum").movedim(0, dim)
+    for axis, dim in new.by_name[name].stack:
+        full = scatter(full.movedim(dim, 0).contiguous(), new.spec.bound_mesh[axis]).movedim(0, dim)
+    return full.to(x.device).contiguous() if new._is_owner(name) else x.new_empty((0, *full.shape))

@@ -40,6 +40,8 @@ class MatrixRule:
     needs_values: bool = False
     has_owner_options: bool = False
     """Whether only owners use the options; else slices do, before and after the exchange."""
+    mixes_stacks: bool = True
+    """Whether the update of a matrix [batch, n, m] may depend on others of its batch."""
 
 
 class MatrixInit(Protocol):

@@ -116,7 +116,7 @@ def shampoo(
         buffer = options["momentum"] * slots["momentum_buffer"] + results[0]
         return param * (1 - options["lr"] * options["weight_decay"]) - options["lr"] * buffer, {"momentum_buffer": buffer}
 
-    rule = MatrixRule(("momentum_buffer",), init_owned, before_exchange, on_owner, (0,), after_exchange)
+    rule = MatrixRule(("momentum_buffer",), init_owned, before_exchange, on_owner, (0,), after_exchange, mixes_stacks=False)
     defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
     optimizer = optimizer_with_fallback("shampoo", rule, known, defaults, options, fallback, donate=donate)
     return break_graphs(optimizer, "shampoo", "it reads the step to know whether to compute roots")

@@ -132,7 +132,7 @@ def soap(
         param = param - options["lr"] * size * results[0]
         return param * (1 - options["lr"] * options["weight_decay"] * counts), slots
 
-    rule = MatrixRule(("exp_avg",), init_owned, before_exchange, on_owner, (0,), after_exchange)
+    rule = MatrixRule(("exp_avg",), init_owned, before_exchange, on_owner, (0,), after_exchange, mixes_stacks=False)
     defaults = {"lr": lr, "weight_decay": weight_decay}
     optimizer = optimizer_with_fallback("soap", rule, known, defaults, options, fallback, donate=donate)
     return break_graphs(optimizer, "soap", "it reads the step to know whether to compute bases")

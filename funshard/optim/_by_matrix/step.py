@@ -13,7 +13,7 @@ from ..._units.layout import Params
 from .._matrices.batch import MatrixBatch
 from .._matrices.flat import Chunk, chunk_slice
 from .._matrices.matrices import Matrices
-from .._matrices.owners import Matrix
+from .._matrices.selection import Matrix
 from .rule import MatrixOptions, MatrixRule, OwnedState, Payload, Slots
 from .state import MatrixState
 

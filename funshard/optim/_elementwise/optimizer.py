@@ -210,7 +210,7 @@ def _update(
         tensor = tensor if config.differentiable else tensor.detach()
         if key in ranges and tensor.shape == grads[key].shape:  # vmap writes into what has its dimensions
             entered = shared.over_axes(lr, split_axes(shared_by, key))
-            written = [x for x in (grads[key], entered) if isinstance(x, Tensor) and _torch.is_wrapped(x)]
+            written = [x for x in (grads[key], params[key], entered) if isinstance(x, Tensor) and _torch.is_wrapped(x)]
             if written:
                 return math.prod((torch.ones_like(x, dtype=tensor.dtype) for x in written), start=tensor)  # and tangents
         return copy_like(tensor, tensor) if _torch.is_pinned(tensor) else tensor.clone()

@@ -10,14 +10,17 @@ from torch import Tensor
 
 from ... import _torch
 from ..._spec.host import compute_device
+from ..._spec.local import join_shape
 from ..._spec.spec import PartitionSpec
 from ..._units.flow import reduce_along
 from ..._units.layout import Params, from_memory_order, rank_coords, to_memory_order
+from ..._units.whole import join_pieces, split_pieces
 from ...collectives._functions import gather_slices, vary
 from ...collectives._mesh import Simulated
 from .exchange import ExchangePlan, exchange_matrices, plan_from_owners, plan_to_owners, start_plan
 from .flat import Chunk, chunk_pieces
-from .owners import Matrix, count_chunks
+from .owners import count_chunks
+from .selection import Matrix
 
 __all__ = ["MatrixBatch"]
 
@@ -117,12 +120,12 @@ class MatrixBatch(NamedTuple):
 
     def _as_matrices(self, flat: Sequence[Tensor]) -> Params:
         """Return flat tensors as matrices, by name; empty ones as they are."""
-        return {m.name: _view_matrix(x, m) if len(x) else x for m, x in zip(self.matrices, flat, strict=True)}
+        return {m.name: self._view_matrix(x, m) if len(x) else x for m, x in zip(self.matrices, flat, strict=True)}
 
     def _flatten_matrices(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the matrices as flat tensors, in order; empty ones stay empty."""
         tensors = ((whole[matrix.name], matrix) for matrix in self.matrices)
-        return [_flatten_matrix(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
+        return [self._flatten_matrix(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
 
     def _name_parts(self, flat: Sequence[Tensor]) -> Params:
         """Return the tensors of all matrices by name."""
@@ -130,42 +133,49 @@ class MatrixBatch(NamedTuple):
 
     def _gather_simulated(self, piece: Tensor, matrix: Matrix) -> Tensor:
         """Return the whole matrix at its owner, zeros on the other simulated ranks."""
-        mesh, axes = self.spec.bound_mesh, matrix.unit.p.axes
+        mesh = self.spec.bound_mesh
         for name in mesh.names:
-            if name not in axes:
+            if name not in matrix.unit.distinct_axes:
                 piece = vary(piece, mesh[name], reduce="sum")
-        for name in reversed(axes):
+        for name in reversed(matrix.split_axes):
             piece = gather_slices(piece, mesh[name], reduce="sum")
-        whole = _view_matrix(piece[matrix.begin : matrix.begin + matrix.param.numel], matrix)
+        buffers = piece.view(-1, self.spec.padded_numel(matrix.unit))
+        whole = self._view_matrix(buffers[:, matrix.begin : matrix.begin + matrix.param.numel].reshape(-1), matrix)
         return torch.where(self._is_owner(matrix, piece.device), whole, 0)
 
     def _scatter_simulated(self, whole: Tensor, matrix: Matrix) -> Tensor:
         """Return this simulated rank's slice of the buffer with the owner's matrix."""
-        mesh, axes = self.spec.bound_mesh, matrix.unit.p.axes
-        flat = _flatten_matrix(torch.where(self._is_owner(matrix, whole.device), whole, 0), matrix)
-        rest = self.spec.padded_numel(matrix.unit) - matrix.begin - len(flat)
-        buffer = torch.cat([flat.new_zeros(matrix.begin), flat, flat.new_zeros(rest)])
-        split, others = [mesh[name] for name in axes], [mesh[name] for name in mesh.names if name not in axes]
-        return reduce_along(buffer, split, others, "sum")
+        mesh = self.spec.bound_mesh
+        flat = self._flatten_matrix(torch.where(self._is_owner(matrix, whole.device), whole, 0), matrix)
+        rest = self.spec.padded_numel(matrix.unit) - matrix.begin - matrix.param.numel
+        buffers = torch.nn.functional.pad(flat.view(-1, matrix.param.numel), (matrix.begin, rest))
+        split = [mesh[name] for name in matrix.split_axes]
+        others = [mesh[name] for name in mesh.names if name not in matrix.unit.distinct_axes]
+        return reduce_along(buffers.flatten(), split, others, "sum")
 
     def _is_owner(self, matrix: Matrix, device: torch.device) -> Tensor:
         """Return whether this rank owns the matrix, as a tensor."""
         here = torch.ones((), dtype=torch.bool, device=device)
         for (_, axis), at in zip(self.spec.bound_mesh.axes, matrix.owner, strict=True):
+            if at is None:
+                continue
             here = here & (axis.rank == at if isinstance(axis, Simulated) else torch.tensor(axis.rank == at, device=device))
         return here
+
+    def _view_matrix(self, flat: Tensor, matrix: Matrix) -> Tensor:
+        """Return a matrix from its elements, piece by piece and each in memory order: a view if it is of one piece."""
+        pieces = [from_memory_order(x, matrix.param) for x in flat.view(-1, matrix.param.numel).unbind()]
+        return join_pieces(pieces, matrix.gathered, dict(self.spec.bound_mesh.sizes)).reshape(matrix.shape)
+
+    def _flatten_matrix(self, whole: Tensor, matrix: Matrix) -> Tensor:
+        """Return a matrix's elements, piece by piece and each in memory order. Inverse of `_view_matrix`."""
+        sizes = dict(self.spec.bound_mesh.sizes)
+        as_param = whole.reshape(join_shape(matrix.param.shape, matrix.gathered, sizes))
+        pieces = split_pieces(as_param, matrix.gathered, sizes)
+        flat = [to_memory_order(x, matrix.param).reshape(-1) for x in pieces]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _can_overlap(tensors: Mapping[str, Tensor]) -> bool:
     """Return whether nothing differentiates, batches or records the tensors, so that they can be sent asynchronously."""
     return _torch.is_eager() and not _torch.any_tracked(tensors.values())
-
-
-def _view_matrix(flat: Tensor, matrix: Matrix) -> Tensor:
-    """View flat elements in memory order as a matrix."""
-    return from_memory_order(flat, matrix.param) if matrix.param.permuted else flat.view(matrix.shape)
-
-
-def _flatten_matrix(whole: Tensor, matrix: Matrix) -> Tensor:
-    """Return a matrix's elements in memory order. Inverse of `_view_matrix`."""
-    return to_memory_order(whole, matrix.param).reshape(-1)

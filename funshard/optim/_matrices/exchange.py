@@ -1,8 +1,9 @@
 """The exchange of whole matrices between slices and owners: which pieces each rank sends to which rank, axis by axis.
 
-A piece is the part of a matrix that lies in one slice of its unit. On the way to its owner it crosses one axis of the slices
-after the other, within the owner's replica of the mesh; on the way back it crosses the same axes, and then goes to the other
-replicas. Every rank computes all of this from the spec and the owners, so that only elements are sent.
+A piece is the part of a matrix that lies in one slice of its unit; over local axes there are so many slices for each rank's
+piece of the parameter. On the way to its owner it crosses one axis of the slices after the other, within the owner's replica
+of the mesh; on the way back it crosses the same axes, and then goes to the other replicas. Nothing crosses the axes of a
+stack. Every rank computes all of this from the spec and the owners, so that only elements are sent.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from ... import _torch
 from ..._spec.spec import PartitionSpec
-from ..._units.layout import slice_index
+from ..._units.layout import rank_along
 from ...collectives._announce import announce
 from ...collectives._mesh import ProcessAxis
 from ...collectives._ops import OpContext, PendingResult, missing_group_error, start_exchange
 from ...collectives._primitive import LinearFunction, linear_map
 from .flat import Chunk, chunk_slice, concat_flat, split_flat
-from .owners import Matrix, all_coords
+from .owners import all_coords, count_ranks
+from .selection import Matrix, Owner
 
 __all__ = ["ExchangePlan", "SliceIndex", "exchange_matrices", "plan_from_owners", "plan_to_owners", "start_plan"]
 
@@ -123,32 +125,28 @@ def plan_to_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coor
         coords,
         held,
     )
-    last = [(i, s) for i, m in enumerate(matrices) if m.owner == coords for s in range(planner.slices) if planner.sizes[i][s]]
-    return planner.finish_plan(
-        [planner.sizes[i][own_slice] for i, _ in held], steps, last, [m.param.numel * (m.owner == coords) for m in matrices]
-    )
+    last = planner.owned_slices(coords)
+    sizes = [m.numel * m.is_owned_by(coords) for m in matrices]
+    return planner.finish_plan([planner.sizes[i][own_slice] for i, _ in held], steps, last, sizes)
 
 
 def plan_from_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coords, chunk: Chunk = (0, 1)) -> ExchangePlan:
     """Return the plan from owners to the slices of all replicas. Inverse of `plan_to_owners`, or of one chunk of it."""
     planner = _ExchangePlanner(matrices, spec, chunk)
     own_slice = planner.slice_of(coords)
-
-    def begin(coords: Coords) -> list[SliceIndex]:
-        return [
-            (i, s) for i, m in enumerate(matrices) if m.owner == coords for s in range(planner.slices) if planner.sizes[i][s]
-        ]
-
+    begin = planner.owned_slices
     to_slices = [(axis, functools.partial(planner.coordinate, axis)) for axis in planner.split_axes]
     steps = planner.plan_steps(begin, [*to_slices, *((axis, None) for axis in planner.replica_axes)], coords, begin(coords))
     last = [(i, own_slice) for i in range(len(matrices)) if planner.sizes[i][own_slice]]
-    sizes = [sum(planner.sizes[i]) * (m.owner == coords) for i, m in enumerate(matrices)]
+    sizes = [sum(planner.sizes[i]) * m.is_owned_by(coords) for i, m in enumerate(matrices)]
     return planner.finish_plan(sizes, steps, last, [planner.sizes[i][own_slice] for i in range(len(matrices))])
 
 
 def _owner_coord(matrices: Sequence[Matrix], axis: int, piece: SliceIndex) -> int:
-    """Return the owner's coordinate on an axis for a piece."""
-    return matrices[piece[0]].owner[axis]
+    """Return the owner's coordinate on an axis for a piece, which crosses no axis that has several owners."""
+    coord = matrices[piece[0]].owner[axis]
+    assert coord is not None
+    return coord
 
 
 AxisRoute = tuple[int, Callable[[SliceIndex], int] | None]
@@ -159,25 +157,30 @@ class _ExchangePlanner:
     """A planner that follows the pieces of matrices whose units are split alike."""
 
     def __init__(self, matrices: Sequence[Matrix], spec: PartitionSpec, chunk: Chunk = (0, 1)) -> None:
-        self.mesh, self._unit = spec.bound_mesh, matrices[0].unit
-        names = self.mesh.names
+        self.mesh, self._matrices, self._split = spec.bound_mesh, matrices, matrices[0].split_axes
+        names, unit = self.mesh.names, matrices[0].unit
         nontrivial = [i for i, (_, axis) in enumerate(self.mesh.axes) if axis.size > 1]
-        self.split_axes = [i for name in self._unit.p.axes if (i := names.index(name)) in nontrivial]
-        self.replica_axes = [i for i in nontrivial if names[i] not in self._unit.p.axes]
-        self.slices = spec.size(self._unit)
-        numels = [[_count_overlap(m, s, spec.shard_numel(m.unit)) for s in range(self.slices)] for m in matrices]
+        self.split_axes = [i for name in self._split if (i := names.index(name)) in nontrivial]
+        self.replica_axes = [i for i in nontrivial if names[i] not in unit.distinct_axes]
+        self.slices, of_piece = count_ranks(self._split, spec), spec.size(unit)
+        numels = [[_count_overlap(m, s % of_piece, spec.shard_numel(m.unit)) for s in range(self.slices)] for m in matrices]
         self.sizes = [[len(range(numel)[chunk_slice(numel, *chunk)]) for numel in own] for own in numels]
         self._of_slice = {self.slice_of(coords): coords for coords in all_coords(spec)}
 
     def slice_of(self, coords: Coords) -> int:
-        """Return the number of the slice that a rank has."""
-        return slice_index(self._unit, self.mesh, coords)
+        """Return the number of the slice that a rank has, among the slices of all pieces that an owner gathers."""
+        return rank_along(self._split, self.mesh, coords)[0]
+
+    def owned_slices(self, coords: Coords) -> list[SliceIndex]:
+        """Return the slices, which are not empty, of the matrices that a rank owns."""
+        owned = [i for i, matrix in enumerate(self._matrices) if matrix.is_owned_by(coords)]
+        return [(i, s) for i in owned for s in range(self.slices) if self.sizes[i][s]]
 
     def coordinate(self, axis: int, piece: SliceIndex) -> int:
         """Return the coordinate, on an axis, of the ranks with the piece's slice."""
         return self._of_slice[piece[1]][axis]
 
-    def is_same_replica(self, owner: Coords, coords: Coords) -> bool:
+    def is_same_replica(self, owner: Owner, coords: Coords) -> bool:
         """Return whether two ranks agree on the axes that the unit is replicated over."""
         return all(owner[i] == coords[i] for i in self.replica_axes)
 

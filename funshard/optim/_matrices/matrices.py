@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..._spec.bind import bind_spec
-from ..._spec.local import refuse_local
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import Params, rank_coords
 from .batch import MatrixBatch
-from .owners import Cost, Matrix, Select, assign_owners, batch_matrices, format_owners, largest_unit_numel, select_matrices
+from .owners import assign_owners, batch_matrices, format_owners, largest_unit_numel
+from .selection import Cost, Matrix, Owner, Select, select_matrices
 from .slices import SliceLayout
 
 __all__ = ["Matrices", "matrices"]
@@ -43,8 +43,8 @@ class Matrices:
     def __str__(self) -> str:
         return format_owners(self.chosen, self.spec)
 
-    def owner(self, name: str) -> tuple[int, ...]:
-        """Return the mesh coordinates of the rank that owns a matrix.
+    def owner(self, name: str) -> Owner:
+        """Return the mesh coordinates of the rank that owns a matrix; None on an axis whose ranks own a part of a stack each.
 
         Args:
             name: The parameter's name. KeyError if it is not a matrix.
@@ -114,7 +114,7 @@ class Matrices:
     def _is_owner(self, name: str) -> bool:
         """Return whether this rank owns a matrix. Simulated ranks own all."""
         mesh = self.spec.bound_mesh
-        return mesh.is_simulated or self.by_name[name].owner == rank_coords(mesh, None)
+        return mesh.is_simulated or self.by_name[name].is_owned_by(rank_coords(mesh, None))
 
     def _select_parts(self, tree: Mapping[str, Tensor], key: str) -> Params:
         """Return the parts of a unit's matrices in its slice; raise ValueError for another spec's."""
@@ -168,7 +168,9 @@ class Matrices:
         return self._batches[names]
 
 
-def matrices(spec: PartitionSpec, *, select: Select | None = None, cost: Cost | None = None) -> Matrices:
+def matrices(
+    spec: PartitionSpec, *, select: Select | None = None, cost: Cost | None = None, gather_stacks: bool = False
+) -> Matrices:
     """Choose which parameters an optimizer updates as whole matrices, and which rank owns each, so that ranks share the work.
 
     Owners are ranks of the whole mesh: under HSDP each replica has its own matrices, and units that are not split send nothing.
@@ -181,6 +183,8 @@ def matrices(spec: PartitionSpec, *, select: Select | None = None, cost: Cost | 
             ``(len, -1)`` for a convolution. By default trained parameters with two dimensions. `hidden` leaves out embeddings
             and heads.
         cost: ``cost(shape)`` of one matrix, by default for sending its elements and for n^2 m multiplications.
+        gather_stacks: Send a stack [batch, n, m] that is local along its batch, such as experts, whole to one owner. By default
+            each rank along that axis owns its part, and no matrix crosses the axis. Other local parameters are sent whole.
 
     Returns:
         The matrices and their owners.
@@ -198,9 +202,7 @@ def matrices(spec: PartitionSpec, *, select: Select | None = None, cost: Cost | 
         no matrices: 1 parameters, 3 elements: bias
     """
     spec = bind_spec(spec)
-    found = select_matrices(spec, select, cost)
-    instead = "select= without its parameters, which fallback= then updates: ranks along that axis have no matrix in common"
-    refuse_local((matrix.unit for matrix in found), "an optimizer of matrices", instead)
+    found = select_matrices(spec, select, cost, gather_stacks=gather_stacks)
     batches = batch_matrices(found, spec)
     names = tuple(tuple(found[i].name for i in group) for group in batches)
     return Matrices(spec, tuple(assign_owners(found, batches, spec)), names)

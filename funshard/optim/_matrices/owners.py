@@ -1,153 +1,31 @@
-"""Which parameters are matrices, and which rank owns each: arithmetic with the same result on every rank."""
+"""Which rank owns each matrix, and which matrices are sent together: arithmetic with the same result on every rank."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
-
-import torch
-from torch import nn
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ..._spec.spec import PartitionSpec
-from ..._spec.tree import Param
-from ..._spec.unit import Unit
+from .selection import Matrix, Owner
 
 __all__ = [
-    "Cost",
-    "Matrix",
-    "Select",
     "all_coords",
     "assign_owners",
     "batch_matrices",
     "count_chunks",
+    "count_ranks",
     "format_owners",
-    "hidden",
     "largest_unit_numel",
-    "select_matrices",
 ]
 
-Select = Callable[[str, Param], bool | Sequence[int]]
-"""``select(name, param)``: whether it is a matrix, or its shape as one: [n, m] or [batch, n, m], at most one size -1."""
-Cost = Callable[[tuple[int, ...]], float]
-"""``cost(shape)``: the owner's work for a matrix [n, m] or [batch, n, m], in any unit."""
-
-MULTIPLICATIONS_PER_ELEMENT_SENT = 512
-"""Multiplications that take as long as sending an element to its owner and back, at 10^14 multiplications and 10^11 bytes a
-second, 2 bytes an element, for a Newton-Schulz iteration of 5 steps. Only its order of magnitude matters.
-"""
 WORKSPACE_FACTOR = 3
 """A batch needs up to this many times its size while its owners compute, because of the iteration's products.
 
 Results on their way back may need as much again.
 """
-
-
-class Matrix(NamedTuple):
-    """A parameter that its owner updates as a whole."""
-
-    unit: Unit
-    param: Param
-    shape: tuple[int, ...]
-    """As a matrix: [n, m] or [batch, n, m]. A selection of everything has vectors as well."""
-    begin: int
-    """Offset in the unit's buffer, in elements."""
-    cost: float
-    owner: tuple[int, ...] = ()
-    """The owner's coordinates on the mesh."""
-
-    @property
-    def name(self) -> str:
-        """The parameter's name."""
-        return self.param.name
-
-
-def hidden(model: nn.Module, *heads: str) -> Select:
-    """Return a ``select`` for the hidden matrices of a model: neither embeddings nor heads.
-
-    It selects parameters with two dimensions. It leaves out parameters of ``nn.Embedding`` and ``nn.EmbeddingBag`` under any of
-    their names (a tied head), of ``model.get_output_embeddings()`` (transformers), and of the modules in ``heads``. Add stacked
-    experts or convolutions yourself::
-
-        is_hidden = hidden(model, "score")
-        matrices(spec, select=lambda name, param: len(param.shape) == 3 or is_hidden(name, param))
-
-    Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
-
-    Args:
-        model: The model, of which only names and module types are read.
-        *heads: Paths of modules to leave out.
-
-    Returns:
-        A function for ``matrices(spec, select=...)``.
-
-    Raises:
-        ValueError: A head is not a module of the model.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
-        >>> chosen = fs.optim.matrices(fs.policies.whole()(model), select=fs.optim.hidden(model, "2"))
-        >>> [matrix.name for matrix in chosen.chosen]
-        ['1.weight']
-    """
-    paths = {id(module): path for path, module in model.named_modules()}
-    left_out = {path for path, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    for head in heads:
-        if head not in paths.values():
-            raise ValueError(f"hidden: '{head}' is no module of the model: expected paths such as {[*paths.values()][1:5]}")
-        left_out.add(head)
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    if id(output) in paths:
-        left_out.add(paths[id(output)])
-
-    def select(name: str, param: Param) -> bool:
-        inside = {path.rpartition(".")[0] for path in param.names}
-        within = any(path == out or path.startswith(f"{out}.") for path in inside for out in left_out)
-        return len(param.shape) == 2 and not within
-
-    return select
-
-
-def select_matrices(spec: PartitionSpec, select: Select | None, cost: Cost | None) -> list[Matrix]:
-    """Return the matrices in buffer order, without owners. ValueError or TypeError names a parameter that cannot be one."""
-    found: list[Matrix] = []
-    for unit in spec:
-        begin = 0
-        for size, param in unit.parts:
-            if param is not None and (shape := _matrix_shape(unit, param, select)) is not None:
-                found.append(Matrix(unit, param, shape, begin, float((cost or _default_cost)(shape))))
-            begin += size
-    return found
-
-
-def _default_cost(shape: tuple[int, ...]) -> float:
-    """Return n^2 m multiplications, plus the time to send the elements."""
-    return math.prod(shape) * ((min(shape[-2:]) if len(shape) > 1 else 1) + MULTIPLICATIONS_PER_ELEMENT_SENT)
-
-
-def _matrix_shape(unit: Unit, param: Param, select: Select | None) -> tuple[int, ...] | None:
-    """Return a parameter's shape as a matrix, or None if it is not one."""
-    wanted = len(param.shape) == 2 if select is None else select(param.name, param)
-    if wanted is False or not unit.requires_grad or not param.numel:
-        return None
-    if not (param.dtype.is_floating_point or param.dtype.is_complex):
-        return None
-    if wanted is True:
-        return param.shape
-    try:
-        shape = tuple(torch.empty(param.numel, device="meta").view(*wanted).shape)
-    except (RuntimeError, TypeError):
-        raise ValueError(
-            f"parameter '{param.name}' {list(param.shape)}: expected True, False or a shape of as many elements, got {wanted!r}"
-        ) from None
-    if param.permuted:
-        raise ValueError(
-            f"parameter '{param.name}' has the memory order {param.order}: expected True for it, got the shape {list(shape)}, "
-            "in which its elements would be others"
-        )
-    return shape
 
 
 def all_coords(spec: PartitionSpec) -> list[tuple[int, ...]]:
@@ -160,18 +38,32 @@ def assign_owners(found: Sequence[Matrix], batches: Sequence[Sequence[int]], spe
 
     A tie goes to the rank with the least work in the matrix's batch, so that the ranks of a batch compute at the same time.
     """
-    ranks = all_coords(spec)
     batch_of = {i: number for number, batch in enumerate(batches) for i in batch}
-    loads = dict.fromkeys(ranks, 0.0)
-    load_in_batch: dict[tuple[int, tuple[int, ...]], float] = {}
-    owners: dict[int, tuple[int, ...]] = {}
+    candidates = {axes: _candidates(axes, spec) for axes in {matrix.stack_axes for matrix in found}}
+    loads = dict.fromkeys(all_coords(spec), 0.0)
+    load_in_batch: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
+    owners: dict[int, Owner] = {}
     for i in sorted(range(len(found)), key=lambda i: (-found[i].cost, i)):
         batch = batch_of[i]
-        owner = min(ranks, key=lambda rank: (loads[rank], load_in_batch.get((batch, rank), 0.0), rank))
-        loads[owner] += found[i].cost
-        load_in_batch[batch, owner] = load_in_batch.get((batch, owner), 0.0) + found[i].cost
-        owners[i] = owner
+
+        def load(item: tuple[Owner, list[tuple[int, ...]]]) -> tuple[Any, ...]:
+            owner, ranks = item
+            return max(loads[rank] for rank in ranks), max(load_in_batch[batch, rank] for rank in ranks), owner  # noqa: B023
+
+        owners[i], ranks = min(candidates[found[i].stack_axes].items(), key=load)
+        for rank in ranks:
+            loads[rank] += found[i].cost
+            load_in_batch[batch, rank] += found[i].cost
     return [matrix._replace(owner=owners[i]) for i, matrix in enumerate(found)]
+
+
+def _candidates(stack_axes: tuple[str, ...], spec: PartitionSpec) -> dict[Owner, list[tuple[int, ...]]]:
+    """Return the owners that a matrix may have, and the ranks that each of them is: several along the axes of a stack."""
+    free = [name in stack_axes for name in spec.bound_mesh.names]
+    out: dict[Owner, list[tuple[int, ...]]] = {}
+    for rank in all_coords(spec):
+        out.setdefault(tuple(None if is_free else at for is_free, at in zip(free, rank, strict=True)), []).append(rank)
+    return out
 
 
 def batch_matrices(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[int]]:
@@ -180,14 +72,20 @@ def batch_matrices(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[in
     out: list[list[int]] = []
     numel = 0
     for i, matrix in enumerate(found):
+        of_all_owners = matrix.numel * count_ranks(matrix.stack_axes, spec)
         before = found[out[-1][-1]] if out else None
-        alike = before is not None and _batch_key(before.unit) == _batch_key(matrix.unit)
-        if not alike or WORKSPACE_FACTOR * (numel + matrix.param.numel) > room:
+        alike = before is not None and _batch_key(before) == _batch_key(matrix)
+        if not alike or WORKSPACE_FACTOR * (numel + of_all_owners) > room:
             out.append([])
             numel = 0
         out[-1].append(i)
-        numel += matrix.param.numel
+        numel += of_all_owners
     return out
+
+
+def count_ranks(axes: Iterable[str], spec: PartitionSpec) -> int:
+    """Return the number of ranks along some axes."""
+    return math.prod(spec.bound_mesh[name].size for name in axes)
 
 
 def count_chunks(batch: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -> int:
@@ -196,14 +94,15 @@ def count_chunks(batch: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -
     Each replica sends its results to all others, so more replicas receive more. Within one replica no more elements come back
     than went to the owners.
     """
-    split = {spec.bound_mesh.names.index(name) for name in batch[0].unit.p.axes}
-    slices, ranks = spec.size(batch[0].unit), len(all_coords(spec))
+    replica_axes = [i for i, name in enumerate(spec.bound_mesh.names) if name not in batch[0].unit.distinct_axes]
+    slices = count_ranks(batch[0].split_axes, spec)
+    ranks = len(all_coords(spec)) // count_ranks(batch[0].stack_axes, spec)
     if slices == ranks:
         return 1
-    of_replica: dict[tuple[int, ...], int] = {}
+    of_replica: dict[Owner, int] = {}
     for matrix in batch:
-        replica = tuple(at for i, at in enumerate(matrix.owner) if i not in split)
-        of_replica[replica] = of_replica.get(replica, 0) + matrix.param.numel
+        replica = tuple(matrix.owner[i] for i in replica_axes)
+        of_replica[replica] = of_replica.get(replica, 0) + matrix.numel
     sent = ranks // slices * max(of_replica.values())
     received = 2 * sum(of_replica.values())  # and put in order
     # Beside the results, which stay until the last of them is sent.
@@ -216,22 +115,22 @@ def largest_unit_numel(found: Sequence[Matrix]) -> int:
     return max((matrix.unit.numel for matrix in found), default=0)
 
 
-def _batch_key(unit: Unit) -> tuple[object, ...]:
+def _batch_key(matrix: Matrix) -> tuple[object, ...]:
     """Return the key that matrices sent together share: axes, dtype, and whether they come from the host."""
-    return unit.p.axes, unit.dtype, "params" in unit.p.offloads
+    return matrix.split_axes, matrix.stack_axes, matrix.unit.dtype, "params" in matrix.unit.p.offloads
 
 
 def format_owners(found: Sequence[Matrix], spec: PartitionSpec) -> str:
     """Return a table with a row for each rank: its matrices, their elements and relative cost; then the other parameters."""
     ranks = all_coords(spec)
-    mean = sum(matrix.cost for matrix in found) / len(ranks)
+    mean = sum(matrix.cost * count_ranks(matrix.stack_axes, spec) for matrix in found) / len(ranks)
     rows: list[tuple[str, ...]] = [("owner", "matrices", "numel", "of the mean cost", "which")]
     for rank in ranks:
-        own = [matrix for matrix in found if matrix.owner == rank]
+        own = [matrix for matrix in found if matrix.is_owned_by(rank)]
         where = ", ".join(f"{name}={i}" for (name, _), i in zip(spec.bound_mesh.sizes, rank, strict=True))
         share = f"{sum(matrix.cost for matrix in own) / mean:.2f}" if mean else "-"
         names = ", ".join(matrix.name for matrix in own[:3]) + (", ..." if len(own) > 3 else "")
-        rows.append((where, f"{len(own):,}", f"{sum(matrix.param.numel for matrix in own):,}", share, names))
+        rows.append((where, f"{len(own):,}", f"{sum(matrix.numel for matrix in own):,}", share, names))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join([*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
     names = {matrix.name for matrix in found}

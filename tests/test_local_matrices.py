@@ -1,0 +1,343 @@
+"""Optimizers of matrices on local units: equal to those of the whole matrices in one process.
+
+A column slice is no matrix: its owner gathers the whole. Over an axis of experts each rank owns matrices that are whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import matrix_peers as peers
+import pytest
+import torch
+from collective_log import Collectives, world
+from depth import each, mark_seldom, seldom
+from ranks import Pool
+from test_by_matrix import ADAMW, OPTIMIZERS
+from test_matrices import piece_of, walk
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard import P
+from funshard._units.layout import rank_along, to_memory_order
+from funshard._units.whole import split_pieces
+from funshard.collectives import ProcessAxis
+from funshard.optim._matrices.batch import MatrixBatch
+from funshard.optim._matrices.exchange import plan_from_owners, plan_to_owners
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "both": (4, 4, 6),
+    "columns": (5, 8),
+    "experts": (4, 3, 3),
+    "line": (8,),
+    "plain": (4, 4),
+    "rows": (8, 4),
+    "turned": (4, 8),
+    "twice": (8, 8),
+}
+"""The whole parameters. "turned" lies transposed in memory."""
+LOCAL: dict[str, Any] = {
+    "expert": {"experts": 0, "both": 0},
+    "tensor": {"both": 2, "columns": 1, "line": 0, "rows": 0, "turned": 1, "twice": 0},
+    "other": {"twice": 1},
+}
+STACKS = ("both", "experts")
+STEPS = 2
+MESHES: dict[str, tuple[dict[str, int], Any]] = {
+    "experts": ({"expert": 2, "shard": 2}, "shard"),
+    "tensor": ({"shard": 2, "tensor": 2}, "shard"),
+    "both": ({"tensor": 2, "expert": 2}, None),
+    "replicas": ({"replicate": 2, "tensor": 2}, "shard"),
+    "split over another": ({"tensor": 2, "replicate": 2}, ("replicate", "shard")),
+    "three axes": ({"expert": 2, "tensor": 2, "shard": 2}, "shard"),
+    "pieces of pieces": ({"other": 2, "tensor": 2}, "shard"),
+    "one expert each": ({"expert": 4}, "shard"),
+    "alone": ({}, "shard"),
+}
+ON_FOUR = [name for name, (sizes, _) in MESHES.items() if math.prod(sizes.values()) == 4]
+
+
+def numbers(seed: int) -> fs.Params:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+PARAMS, GRADS = numbers(0), [numbers(t) for t in range(1, STEPS + 1)]
+
+
+def all_axes(sizes: dict[str, int]) -> dict[str, int]:
+    return {**sizes, **{name: 1 for name in ("expert", "other", "replicate", "shard", "tensor") if name not in sizes}}
+
+
+def spec_on(mesh: Any, sizes: dict[str, int], axis: Any, dtype: torch.dtype = torch.float64) -> fs.PartitionSpec:
+    """The spec of the local model."""
+    model = nn.ParameterDict()
+    for name, whole in SHAPES.items():
+        shape = [*whole]
+        for local, dims in LOCAL.items():
+            if name in dims:
+                shape[dims[name]] //= sizes[local]
+        x = torch.zeros(shape[::-1], dtype=dtype).T if name == "turned" else torch.zeros(shape, dtype=dtype)
+        model[name] = nn.Parameter(x)
+    return fs.policies.whole(P(axis, local=LOCAL, align=1))(model).on(mesh)
+
+
+def matrices_of(spec: fs.PartitionSpec, **options: Any) -> fs.optim.Matrices:
+    return fs.optim.matrices(spec, select=lambda name, param: len(param.shape) > 1, **options)
+
+
+def expected(optimizer: str) -> fs.Params:
+    """By the peer, each matrix of a stack by itself."""
+
+    def apart(tree: fs.Params) -> fs.Params:
+        out = {name: x for name, x in tree.items() if name not in STACKS}
+        return out | {f"{name}.{i}": x for name in STACKS for i, x in enumerate(tree[name])}
+
+    each_alone = {*apart(PARAMS)} - {"line"}
+    found = peers.trained(apart(PARAMS), [apart(g) for g in GRADS], OPTIMIZERS[optimizer][1], each_alone, **ADAMW)
+    stacks = {name: torch.stack([found.pop(f"{name}.{i}") for i in range(SHAPES[name][0])]) for name in STACKS}
+    return found | stacks
+
+
+def trained(spec: fs.PartitionSpec, optimizer: str, **options: Any) -> fs.Params:
+    """Whole parameters after all steps."""
+    params = fs.shard(PARAMS, spec)
+    init, update = OPTIMIZERS[optimizer][0](matrices_of(spec, **options))
+    state = init(params)
+    for grads in GRADS:
+        params, state = update(fs.shard(grads, spec), state, params)
+    return fs.unshard(params, spec)
+
+
+def check(found: fs.Params, want: fs.Params, optimizer: str = "muon") -> None:
+    """Of SOAP the square and tall matrices alone: in the null space of the others' factors its basis is any."""
+    for name, x in found.items():
+        if optimizer != "soap" or name in ("experts", "line", "plain", "twice"):
+            assert_close(x, want[name].expand_as(x), rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@each
+@pytest.mark.parametrize("mesh", mark_seldom(MESHES, "three axes", "alone"))
+@pytest.mark.parametrize("optimizer", mark_seldom(["muon", "shampoo", "soap"], "muon", "shampoo"))
+@pytest.mark.parametrize("gather_stacks", [False, True])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_equal_on_simulated_ranks(optimizer: str, mesh: str, gather_stacks: bool) -> None:
+    sizes = all_axes(MESHES[mesh][0])
+    run = fs.testing.spmd(
+        lambda on, _: trained(spec_on(on, sizes, MESHES[mesh][1]), optimizer, gather_stacks=gather_stacks), sizes
+    )
+    check(run(torch.zeros(math.prod(sizes.values()))), expected(optimizer), optimizer)
+
+
+def mesh_of(sizes: dict[str, int]) -> Any:
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def on_ranks(rank: int, mesh: str) -> None:
+    sizes = all_axes(MESHES[mesh][0])
+    spec = spec_on(mesh_of(sizes), sizes, MESHES[mesh][1])
+    for optimizer in ("muon", "shampoo", "soap"):
+        check(trained(spec, optimizer), expected(optimizer), optimizer)
+    check(trained(spec, "shampoo", gather_stacks=True), expected("shampoo"))
+    known = matrices_of(spec)
+    for name, x in known.collect(fs.shard(PARAMS, spec)).items():
+        matrix = known.by_name[name]
+        if not known._is_owner(name):
+            assert not x.numel()
+        elif matrix.stack:
+            at = dict(zip(spec.bound_mesh.names, (axis.rank for _, axis in spec.bound_mesh.axes), strict=True))
+            assert torch.equal(x, PARAMS[name].chunk(sizes["expert"])[at["expert"]])  # pyright: ignore[reportArgumentType]
+        else:
+            assert torch.equal(x, PARAMS[name])
+    back = fs.unshard(known.spread(known.collect(fs.shard(PARAMS, spec))) | {}, spec)
+    for name in known.by_name:
+        assert torch.equal(back[name], PARAMS[name])
+
+
+@pytest.mark.parametrize("mesh", mark_seldom(ON_FOUR, "experts", "both"))
+def test_equal_on_real_ranks(gloo4: Pool, mesh: str) -> None:
+    gloo4.run(on_ranks, mesh)
+
+
+# --- the state ---
+
+
+def resumed(rank: int, directory: str, optimizer: str, first: str, then: str) -> None:
+    """A step on one mesh, and the next one on another, by a checkpoint and, with the same ranks, by reshard."""
+    want = expected(optimizer)
+
+    def on(name: str) -> tuple[fs.PartitionSpec, fs.optim.Matrices, Any, Any]:
+        sizes = all_axes(MESHES[name][0])
+        spec = spec_on(mesh_of(sizes), sizes, MESHES[name][1])
+        return spec, (known := matrices_of(spec)), *OPTIMIZERS[optimizer][0](known)
+
+    spec, known, init, update = on(first)
+    params = fs.shard(PARAMS, spec)
+    params, state = update(fs.shard(GRADS[0], spec), init(params), params)
+    fs.checkpoint.save(Path(directory) / "step", {"params": params, "state": state}, spec).wait()
+    to, found, init, update = on(then)
+    now = fs.reshard(params, spec, to)
+    like = {"params": now, "state": init(now)}
+    for saved in (
+        fs.checkpoint.load(Path(directory) / "step", to),
+        fs.checkpoint.load(Path(directory) / "step", to, like=like),
+        {"params": now, "state": fs.optim.reshard(state, known, found)},
+    ):
+        check(fs.unshard(update(fs.shard(GRADS[1], to), saved["state"], saved["params"])[0], to), want, optimizer)
+
+
+RESUMED = [("experts", "one expert each"), ("both", "split over another"), ("one expert each", "tensor"), ("tensor", "both")]
+
+
+@pytest.mark.parametrize(("first", "then"), [RESUMED[0], *(pytest.param(*some, marks=seldom) for some in RESUMED[1:])])
+@pytest.mark.parametrize("optimizer", mark_seldom(["muon", "shampoo", "soap"], "shampoo"))
+def test_state_goes_to_other_owners(gloo4: Pool, tmp_path: Path, optimizer: str, first: str, then: str) -> None:
+    """Files have the whole state of a stack, whatever owners had of it."""
+    gloo4.run(resumed, str(tmp_path), optimizer, first, then)
+
+
+def adafactor(rank: int, mesh: str) -> None:
+    """It scales by the norm of a whole parameter, of which no rank has it all: so it is sent to one owner."""
+    sizes = all_axes(MESHES[mesh][0])
+    spec = spec_on(mesh_of(sizes), sizes, MESHES[mesh][1])
+    init, update = fs.optim.from_torch(torch.optim.Adafactor, spec=spec, lr=0.05)
+    params = fs.shard(PARAMS, spec)
+    state = init(params)
+    want = {name: p.clone() for name, p in PARAMS.items()}
+    theirs = torch.optim.Adafactor(want.values(), lr=0.05)
+    for grads in GRADS:
+        params, state = update(fs.shard(grads, spec), state, params)
+        for name, p in want.items():
+            p.grad = grads[name]
+        theirs.step()
+    assert_close(fs.unshard(params, spec), want)
+    with pytest.raises(ValueError, match=r"matrix 'experts': its stack is local over axis 'expert'.*gather_stacks=True"):
+        fs.optim.from_torch(torch.optim.Adafactor, spec=matrices_of(spec))
+
+
+def test_adafactor_of_whole_stacks(gloo4: Pool) -> None:
+    gloo4.run(adafactor, "both")
+
+
+# --- what is refused, and what it costs ---
+
+
+def test_an_update_that_may_mix_a_stack() -> None:
+    """It gets the stack whole, or an error: which experts a rank has does not change the result."""
+
+    def normalized(grad: Tensor, state: Any, param: Tensor) -> tuple[Tensor, Any]:
+        return param - grad / grad.norm(), {}
+
+    sizes = all_axes({"expert": 2, "shard": 2})
+    fallback = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+
+    def rank(mesh: Any, _: Tensor) -> fs.Params:
+        spec = spec_on(mesh, sizes, "shard")
+        with pytest.raises(
+            ValueError, match=r"matrix 'experts': its stack is local over axis 'expert', of which a rank has a part"
+        ):
+            fs.optim.by_matrix(lambda param: {}, normalized, matrices_of(spec), fallback=fallback)
+        known = matrices_of(spec, gather_stacks=True)
+        init, update = fs.optim.by_matrix(lambda param: {}, normalized, known, fallback=fallback)
+        params = fs.shard(PARAMS, spec)
+        return fs.unshard(update(fs.shard(GRADS[0], spec), init(params), params)[0], spec)
+
+    for name, x in fs.testing.spmd(rank, sizes)(torch.zeros(4)).items():
+        step = GRADS[0][name] * 0.1 if name == "line" else GRADS[0][name] / GRADS[0][name].norm()
+        assert_close(x, (PARAMS[name] - step).expand_as(x))
+
+
+def test_a_state_that_looks_like_a_part_of_a_stack() -> None:
+    """A checkpoint tells parts by shape: of a whole stack no state may begin as a part does."""
+    spec = spec_on(all_axes({"expert": 2}), all_axes({"expert": 2}), "shard")
+    fallback = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+    step = lambda grad, state, param: (param, state)  # noqa: E731
+    with pytest.raises(ValueError, match=r"matrix 'experts': state 'two' \[2\] of the matrix \[4, 3, 3\]: expected"):
+        fs.optim.by_matrix(lambda p: {"two": p.new_zeros(2)}, step, matrices_of(spec, gather_stacks=True), fallback=fallback)
+
+
+def test_select_is_asked_about_whole_parameters() -> None:
+    """And its shape is that of the whole: a local convolution is the same matrix on any mesh."""
+    model = nn.ParameterDict({"conv": torch.zeros(2, 3, 2, 2), "experts": torch.zeros(2, 4, 2, 3)})
+    p = P("shard", local={"tensor": {"conv": 0}, "expert": {"experts": 0}})
+    spec = fs.policies.whole(p)(model).on({"tensor": 2, "expert": 3, "shard": 1})
+    asked: dict[str, tuple[int, ...]] = {}
+
+    def select(name: str, param: fs.Param) -> tuple[int, ...]:
+        asked[name] = param.shape
+        return (param.shape[0], -1) if name == "conv" else (param.shape[0], 4, -1)
+
+    known = fs.optim.matrices(spec, select=select)
+    assert asked == {"conv": (4, 3, 2, 2), "experts": (6, 4, 2, 3)}
+    assert {m.name: (m.shape, m.stack_axes) for m in known.chosen} == {
+        "conv": ((4, 12), ()),
+        "experts": ((2, 4, 6), ("expert",)),
+    }
+    assert known.owner("experts")[1] is None
+    assert "expert" in str(known)
+
+
+@pytest.mark.parametrize("mesh", mark_seldom(MESHES, "three axes", "replicas"))
+@pytest.mark.parametrize("gather_stacks", [False, True])
+def test_the_ways_of_all_ranks_fit(monkeypatch: pytest.MonkeyPatch, mesh: str, gather_stacks: bool) -> None:
+    """Each element goes to its owner and back at most once over each axis that splits its matrix; none over that of a stack."""
+    monkeypatch.setattr(fs.collectives.Mesh, "check_groups", lambda mesh: None)
+    sizes, axis = all_axes(MESHES[mesh][0]), MESHES[mesh][1]
+    spec = spec_on({name: ProcessAxis(size, 0, name) for name, size in sizes.items()}, sizes, axis)
+    known = matrices_of(spec, gather_stacks=gather_stacks)
+    ranks = [*itertools.product(*(range(size) for size in sizes.values()))]
+
+    def slice_at(matrix: Any, at: tuple[int, ...]) -> Tensor:
+        axes = tuple(name for name, _ in matrix.param.local)
+        own = split_pieces(PARAMS[matrix.name], matrix.param.local, sizes)[rank_along(axes, spec.bound_mesh, at)[0]]
+        piece = piece_of(matrix, spec, at)
+        return to_memory_order(own, matrix.param).reshape(-1)[piece.begin : piece.begin + piece.high - piece.low]
+
+    for names in known.groups:
+        some = [known.by_name[name] for name in names]
+        batch = MatrixBatch(tuple(some), spec, None, None)
+        slices = {at: [slice_at(m, at) for m in some] for at in ranks}
+        to_owners = {at: plan_to_owners(some, spec, at) for at in ranks}
+        from_owners = {at: plan_from_owners(some, spec, at) for at in ranks}
+        whole, collected = walk(to_owners, spec, slices)
+        for at in ranks:
+            for matrix, x in zip(some, whole[at], strict=True):
+                if not matrix.is_owned_by(at):
+                    assert not len(x)
+                    continue
+                stack = split_pieces(PARAMS[matrix.name], matrix.stack, sizes)
+                want = stack[rank_along(matrix.stack_axes, spec.bound_mesh, at)[0]]
+                assert torch.equal(batch._view_matrix(x, matrix), want)
+        back, spread = walk(from_owners, spec, whole)
+        assert all(torch.equal(x, y) for at in ranks for x, y in zip(back[at], slices[at], strict=True))
+        crossed = {step.group for plans in (to_owners, from_owners) for plan in plans.values() for step in plan.steps}
+        assert not crossed & {*some[0].stack_axes}
+        numel = sum(math.prod(SHAPES[m.name]) for m in some)
+        hops = sum(sizes[name] > 1 for name in some[0].split_axes)
+        replicas = len(ranks) // math.prod(sizes[name] for name in (*some[0].split_axes, *some[0].stack_axes))
+        assert collected <= hops * numel
+        assert spread <= (hops + replicas - 1) * numel
+
+
+def test_bytes_of_experts() -> None:
+    """On 64 ranks: a rank sends its slice to the owner of its experts, and an owner what it owns back, over 4 ranks."""
+    with world(64):
+        mesh = init_device_mesh("cpu", (16, 4), mesh_dim_names=("expert", "shard"))
+        model = nn.ParameterDict({"experts": torch.zeros(8, 16, 16)})
+        spec = fs.policies.whole(P("shard", local={"expert": 0}))(model).on(mesh)
+        known = fs.optim.matrices(spec, select=lambda name, param: True)
+        params = fs.shard({"experts": torch.zeros(128, 16, 16)}, spec, check_values=False)
+        init, update = fs.optim.muon(known, steps=1)
+        state = init(params)
+        with Collectives() as sent:
+            update(params, state, params)
+        numel = 8 * 16 * 16
+        assert [(one.op, one.ranks, one.numel) for one in sent.all] == [
+            ("all_to_all_single", 4, numel // 4),
+            ("all_to_all_single", 4, numel * known._is_owner("experts")),
+        ]
