@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import funshard as fs
-from funshard import collectives
+from funshard import _torch, collectives
 
 aten = torch.ops.aten
 Save = Any
@@ -605,6 +605,59 @@ def test_a_name_for_an_argument_needs_no_mode_in_the_last_run() -> None:
         MODES.seen = ()
         torch.func.grad(f)(W)
         assert MODES.seen == modes
+
+
+class Counts(nn.Module):
+    """Its first product is saved, where products without a bias are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = MODES(torch.tanh(self.first(x)))
+        return MODES(self.second(h))
+
+
+def test_a_unit_leaves_the_mode_where_it_reads_a_parameter() -> None:
+    """The last run, after the last saved operator; a first run under a set of operators counts them to its end."""
+    model = Counts()
+    spec = fs.by_type(Counts, p=fs.P("shard", remat=fs.Remat({aten.mm.default})))(model)
+    params = fs.shard(model, spec)
+    for _ in range(2):
+        MODES.seen = ()
+        fs.grad(lambda p: fs.functional_call(model, p, X[:, :4].float(), spec=spec).sum())(params)
+        assert MODES.seen == (1, 1, 1, 0)
+
+
+def test_a_recomputed_unit_is_watched_by_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its buffer, and not of each parameter, in each run; a write and a replaced parameter are found all the same."""
+    watched: list[Tensor] = []
+    lazy_clone = _torch.lazy_clone
+    monkeypatch.setattr(_torch, "lazy_clone", lambda x: watched.append(x) or lazy_clone(x))
+    model, x = Writes(), torch.ones(2, 4)
+    spec = fs.by_type(Writes, p=fs.P("shard", remat=True))(model)
+    params = fs.shard(model, spec)
+
+    def gradient(write: str) -> Any:
+        return fs.grad(lambda p: fs.functional_call(model, p, (x, write), spec=spec).sum())(params)
+
+    gradient("")
+    assert [x.numel() for x in watched] == [params[""].numel()] * 3  # the call's own, and one in each of two runs
+    for write in ("in place", "replaced"):
+        before = {key: shard.clone() for key, shard in params.items()}
+        with pytest.raises(RuntimeError, match=r"'second.bias'.* of unit '' was changed in place"):
+            gradient(write)
+        equal(params, before)
+
+
+class Writes(Counts):
+    def forward(self, x: Tensor, write: str = "") -> Tensor:
+        if write == "in place":
+            self.second.bias.data.add_(1)
+        if write == "replaced":
+            self.second.bias.data = torch.ones(4)
+        return super().forward(x)
 
 
 DEPTH = {"of": 1}

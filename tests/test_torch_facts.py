@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import gc
 import importlib
 import inspect
@@ -28,6 +29,7 @@ from depth import mark_seldom, seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch._C import _functorch
+from torch._dynamo.testing import CompileCounter
 from torch.func import grad, jvp, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -849,6 +851,29 @@ def test_a_dispatch_mode() -> None:
         with torch.no_grad():
             out.mul_(2)
         assert _torch.version(kept) == 1
+
+
+def test_dynamo_stays_out_of_a_dispatch_mode() -> None:
+    """Also where a compiled function has broken its graph, and Dynamo compiles each frame that it enters from there."""
+
+    def helper(x: Tensor) -> Tensor:
+        return x.cos()
+
+    class Calls(_torch.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            return helper(out) if func is torch.ops.aten.sin.default else out
+
+    @functools.partial(torch._dynamo.disable, recursive=False)
+    def within(x: Tensor) -> Tensor:
+        with Calls():
+            return torch.sin(x) + 1
+
+    compiled = CompileCounter()
+    outer = torch.compile(lambda x: within(x), backend=compiled)
+    x = torch.ones(3)
+    torch.testing.assert_close(outer(x), x.sin().cos() + 1)
+    assert not compiled.op_count
 
 
 def test_operators_that_make_results() -> None:

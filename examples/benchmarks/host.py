@@ -12,6 +12,10 @@ anew, and what is reported is the median over rounds of what a mode takes beyond
 number of blocks; the "spread" is the middle half. "keep" is ``P("shard", reshard=False)``, beside FSDP2 with
 ``reshard_after_forward=False``; "P()" is replicated (DDP itself does not run on a fake group); "torch.func" is
 torch.func.grad_and_value of ``P("shard")``, of which "plain torch.func" is torch's own part.
+
+"remat" runs each block again in backward; "save attention" and "save products" keep results of operators, "save names" that of
+attention by its name. Beside them "FSDP2 remat" and its two are torch.utils.checkpoint (not reentrant) of FSDP2's blocks, with
+torch's own selective checkpoint.
 """
 
 import argparse
@@ -23,7 +27,22 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from common import GPT, Block, Step, fake_world, fsdp2, funshard, loss_of, plain, quartiles, report
+from common import (
+    ATTENTION,
+    GPT,
+    PRODUCTS,
+    Block,
+    Step,
+    checkpointed,
+    fake_world,
+    fsdp2,
+    fully_sharded,
+    funshard,
+    loss_of,
+    plain,
+    quartiles,
+    report,
+)
 from torch import Tensor, nn
 
 import funshard as fs
@@ -44,6 +63,10 @@ def sharded(model: nn.Module, p: fs.P, grad: Callable[..., object] = fs.grad_and
     return funshard(model, fs.by_type(Block, p=p)(model), grad)
 
 
+def recomputed(save: list | None) -> Callable[[nn.Module], Step]:
+    return functools.partial(sharded, p=fs.P("shard", remat=fs.Remat(save)))
+
+
 def modes(mesh: dist.DeviceMesh) -> dict[str, Callable[[nn.Module], Step]]:
     return {
         "plain": plain,
@@ -54,6 +77,12 @@ def modes(mesh: dist.DeviceMesh) -> dict[str, Callable[[nn.Module], Step]]:
         "keep": functools.partial(sharded, p=fs.P("shard", reshard=False)),
         "P()": functools.partial(sharded, p=fs.P()),
         "torch.func": functools.partial(sharded, p=fs.P("shard"), grad=torch.func.grad_and_value),
+        "FSDP2 remat": checkpointed(fully_sharded(reshard=True)),
+        "FSDP2 save attention": checkpointed(fully_sharded(reshard=True), ATTENTION),
+        "FSDP2 save products": checkpointed(fully_sharded(reshard=True), PRODUCTS),
+        "remat": recomputed(None),
+        "save attention": recomputed(ATTENTION),
+        "save products": recomputed(PRODUCTS),
     }
 
 

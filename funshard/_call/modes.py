@@ -140,13 +140,21 @@ def _sharded_part(params: Mapping[str, Tensor], spec: PartitionSpec) -> Partitio
     return spec if len(keys) == len(spec) else spec._restrict_to_units("", keys)
 
 
-def units_given_full(params: Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, UnitInUse]:
-    """Return the units whose full parameters are in ``params``, by key: nothing gathers them, and no mode knows of them."""
-    full = ((unit, find_full_params(params, unit)) for unit in spec if unit.key not in params)
+def units_given_full(params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]) -> dict[str, UnitInUse]:
+    """Return the units whose full parameters are in ``params``, by key: nothing gathers them, and no mode knows of them.
+
+    ``buffers`` are those of the units whose parameters are views of one.
+    """
     return {
-        unit.key: UnitInUse(unit, cast_params(views, unit), WriteWatch(unit, views), reshard=unit.p.reshard, level=0)
-        for unit, views in full
-        if views
+        unit.key: UnitInUse(
+            unit,
+            cast_params(full, unit),
+            WriteWatch(unit, (buffers[unit.key],), full) if unit.key in buffers else WriteWatch(unit, full),
+            reshard=unit.p.reshard,
+            level=0,
+        )
+        for unit in spec
+        if unit.key not in params and (full := find_full_params(params, unit))
     }
 
 

@@ -151,7 +151,7 @@ class _ModuleRun:
             for module, parameters in self._parameters.items()
         }
         with phase("run" if self._first else "recompute", self._place.path):
-            out, used = self._run(attributes, self._insert_gathered(params), spec, now, replaced, args, kwargs)
+            out, used = self._run(attributes, *self._insert_gathered(params), spec, now, replaced, args, kwargs)
         first, self._first = self._first, False
         written = {
             i: now[names[0]] is not copy
@@ -171,6 +171,7 @@ class _ModuleRun:
         self,
         attributes: ModuleAttributes,
         params: Mapping[str, Tensor],
+        gathered: Mapping[str, Tensor],
         spec: PartitionSpec,
         buffers: Params,
         replaced: Replaced,
@@ -179,7 +180,7 @@ class _ModuleRun:
     ) -> tuple[Any, list[str]]:
         """Return the result of one run, and the names of the parameters that it read; update buffers and replaced ones."""
         place = self._place
-        call = self._outer.make_inner(place, params, spec)
+        call = self._outer.make_inner(place, params, spec, gathered)
         with call.install(buffers, attributes):
             for (path, attr), tensor in replaced.items():
                 place.modules[path]._parameters[attr] = tensor
@@ -212,9 +213,12 @@ class _ModuleRun:
                     "expected it detached, or in the result of the module"
                 )
 
-    def _insert_gathered(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full parameters instead of the shards that the schedule gathers, in the first and in the last run."""
-        params = dict(params)
+    def _insert_gathered(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return full parameters instead of the shards that the schedule gathers, in the first and in the last run.
+
+        The second result is the buffers that they are views of, by unit.
+        """
+        params, buffers = dict(params), dict[str, Tensor]()
         for gathered in self._gathered_units if self._first or self._last else ():
             shard = params.pop(gathered.unit.key)
             if self._last:
@@ -226,7 +230,8 @@ class _ModuleRun:
                 views = unflatten_unit(buffer, gathered.unit)
             names = (param.name for param in gathered.unit.params)
             params |= zip(names, number_views(views, gathered.unit.key, shard), strict=True)
-        return params
+            buffers[gathered.unit.key] = gathered.buffer
+        return params, buffers
 
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:

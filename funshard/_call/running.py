@@ -20,6 +20,7 @@ from .._spec.compiled import Compile
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
+from .._transforms._recompute.active_runs import leave_finished_runs
 from .._units.accumulation import GradReceiver
 from .activation_offload import choose_hooks, choose_offload
 from .bound_module import BoundModule
@@ -48,6 +49,7 @@ class Call:
         options: CallOptions,
         receiver: GradReceiver | None = None,
         *,
+        buffers: Mapping[str, Tensor] | None = None,
         is_recomputing: bool = False,
         thread: int | None = None,
     ) -> None:
@@ -60,7 +62,7 @@ class Call:
         self.offload = choose_offload(params, spec, outer, is_recomputing=is_recomputing)
         replaces = outer is None or self.offload is not None
         self.mode = choose_mode(params, spec, reduction, options, receiver, is_recomputing=is_recomputing, replaces=replaces)
-        self.scopes = UnitScopes(self.mode, params, spec, self.offload)
+        self.scopes = UnitScopes(self.mode, params, spec, self.offload, buffers or {})
         self.is_inference = torch.is_inference_mode_enabled()
         self.used_parameters: set[str] | None = set() if is_recomputing else None  # what the recomputed module has read
         self.compiled: Mapping[str, Compile] = {}  # how the modules of these paths are compiled
@@ -151,13 +153,17 @@ class Call:
 
     def read(self, unit: Unit, i: int) -> Tensor:
         """Return the unit's i-th parameter."""
-        if self.used_parameters is not None:
+        if self.used_parameters is not None:  # recomputing
             self.used_parameters.add(unit.params[i].name)
+            leave_finished_runs()
         return self.scopes.gather(unit).views[i]
 
-    def make_inner(self, place: BoundModule, params: Mapping[str, Tensor], spec: PartitionSpec) -> Call:
-        """Return the call in which a module of this one is recomputed."""
-        return Call(place, params, spec, self.reduction, self.options, is_recomputing=True, thread=self.thread)
+    def make_inner(
+        self, place: BoundModule, params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]
+    ) -> Call:
+        """Return the call in which a module of this one is recomputed; ``buffers`` are those of units given in full."""
+        reduction, options, thread = self.reduction, self.options, self.thread
+        return Call(place, params, spec, reduction, options, buffers=buffers, is_recomputing=True, thread=thread)
 
     def is_view(self, unit: Unit, i: int, tensor: object) -> bool:
         """Return whether a tensor is the unit's i-th parameter as it is gathered now."""

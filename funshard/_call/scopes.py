@@ -40,7 +40,12 @@ class UnitScopes:
     """
 
     def __init__(
-        self, mode: Mode, params: Mapping[str, Tensor], spec: PartitionSpec, offload: ActivationOffload | None
+        self,
+        mode: Mode,
+        params: Mapping[str, Tensor],
+        spec: PartitionSpec,
+        offload: ActivationOffload | None,
+        buffers: Mapping[str, Tensor],
     ) -> None:
         self._mode, self._offload = mode, offload
         self._differentiable, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -48,7 +53,7 @@ class UnitScopes:
         self._outer_reentrant = _torch.count_reentrant_checkpoints()
         self._inside = recomputing_names()
         self.compiled: str | None = None  # the module that runs compiled, outside of the transform around it
-        self.active = units_given_full(params, spec)
+        self.active = units_given_full(params, spec, buffers)
         self._scopes: list[list[UnitInUse]] = [[]]
         self._pending: list[UnitInUse] = []  # left, but not freed before the next gather, in case the forward ends here
         self._written: tuple[Unit, str] | None = None  # a parameter that forward has written to

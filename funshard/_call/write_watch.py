@@ -27,9 +27,8 @@ class WriteWatch:
 
     __slots__ = ("_unit", "_watched", "views")
 
-    def __init__(self, unit: Unit, tensors: Iterable[Tensor]) -> None:
-        self._unit = unit
-        self.views: Sequence[Tensor] = ()
+    def __init__(self, unit: Unit, tensors: Iterable[Tensor], views: Sequence[Tensor] = ()) -> None:
+        self._unit, self.views = unit, views
         bases = () if _torch.is_traced() else map(_torch.unwrap, tensors)
         with _torch.below_transforms():
             copies = ((x, _torch.lazy_clone(x), _torch.version(x)) for x in bases if _can_be_copied(x))

@@ -25,8 +25,8 @@ class Remat:
     """Recomputation of a module for its derivatives, but for saved results: ``P(remat=Remat(save=...))``.
 
     A saved result costs its memory, and the operator that made it does not run again for the gradient. A run is under a
-    dispatch mode until it has saved or reused all results; the first call of a function shows how many there are. A name ends
-    the mode, and under a function of operators it lasts for the whole first run. ``save`` is
+    dispatch mode until it has saved or reused all results; the first call of a function shows how many there are. A name or
+    the next parameter that is read ends the mode, which under operators lasts for the whole first run. ``save`` is
 
     - names that the model gives with `funshard.checkpoint_name` (jax.checkpoint_policies.save_only_these_names);
     - operators, such as ``torch.ops.aten.mm.default``, or a function from an operator to whether it is to be saved;

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy  # pyright: ignore[reportPrivateUsage]
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # pyright: ignore[reportPrivateUsage]
@@ -33,6 +35,17 @@ __all__ = [
 class DispatchMode(TorchDispatchMode):
     """A mode that sees every operator that runs, below autograd and all transforms. Pinned by ``test_a_dispatch_mode``."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep Dynamo out of the subclass's handler, by a mark on its code: torch's wrapper costs each operator three calls."""
+        super().__init_subclass__(**kwargs)
+        if isinstance(handler := vars(cls).get("__torch_dispatch__"), FunctionType):
+            set_code_exec_strategy(handler.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: no wrapper."""
+        return False
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Return True: compiled functions stay compiled under this mode, as under torch.utils.checkpoint's modes."""
@@ -50,6 +63,8 @@ def has_dispatch_mode() -> bool:
 
 COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 """Namespaces of operators that all ranks run together or not at all."""
+
+LOG_SUM_EXP = "compute_log_sumexp"
 
 IMPURE_OPS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "empty", "new_empty", "empty_like", "_lazy_clone"}
 """Operators that write running statistics, which their schemas hide, or return memory that is to be written to."""
@@ -99,7 +114,7 @@ def args_under_autograd(
 
     Pinned by ``test_operators_that_make_results``.
     """
-    if (at := _find_log_sum_exp(op)) is None:
+    if (at := op_traits(op).log_sum_exp) is None:
         return args, kwargs
     if at < len(args):
         return (*args[:at], True, *args[at + 1 :]), kwargs
@@ -116,22 +131,22 @@ class OpTraits:
     """Whether it draws random numbers."""
     is_mutation: bool
     """Whether it writes to the memory of an argument."""
+    log_sum_exp: int | None
+    """The position of its argument ``compute_log_sumexp``."""
+    op: OpOverload
 
 
-@functools.cache
+_TRAITS: dict[int, OpTraits] = {}
+"""By the operator's id: hashing an operator takes a call of Python."""
+
+
 def op_traits(op: OpOverload) -> OpTraits:
     """Return the properties of an operator, the same object for each call."""
-    draws = torch.Tag.nondeterministic_seeded in op.tags
-    return OpTraits(op.is_view, is_pure_op(op), draws, op._schema.is_mutable and not is_inplace_view(op))
-
-
-LOG_SUM_EXP = "compute_log_sumexp"
-
-
-@functools.cache
-def _find_log_sum_exp(op: OpOverload) -> int | None:
-    """Return the position of an operator's argument ``compute_log_sumexp``; None if it has none."""
-    return next((i for i, arg in enumerate(op._schema.arguments) if arg.name == LOG_SUM_EXP), None)
+    if (traits := _TRAITS.get(id(op))) is None:
+        draws, mutates = torch.Tag.nondeterministic_seeded in op.tags, op._schema.is_mutable and not is_inplace_view(op)
+        at = next((i for i, arg in enumerate(op._schema.arguments) if arg.name == LOG_SUM_EXP), None)
+        traits = _TRAITS[id(op)] = OpTraits(op.is_view, is_pure_op(op), draws, mutates, at, op)
+    return traits
 
 
 def is_plain(tensor: Tensor) -> bool:

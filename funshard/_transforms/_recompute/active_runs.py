@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .value_numbering import ValueNumbering
 
-__all__ = ["activate", "active_runs", "number_views", "run_unrecorded"]
+__all__ = ["activate", "active_runs", "leave_finished_runs", "number_views", "run_unrecorded"]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -23,6 +23,12 @@ _THREAD = threading.local()
 def active_runs() -> tuple[ValueNumbering, ...]:
     """Return the runs that are numbered now, the innermost last."""
     return getattr(_THREAD, "runs", ())
+
+
+def leave_finished_runs() -> None:
+    """Leave the modes of the runs that need no further operator: a mode costs each operator, in which it cannot be left."""
+    for run in reversed(active_runs()):
+        run.leave_if_done()
 
 
 def run_unrecorded(f: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:

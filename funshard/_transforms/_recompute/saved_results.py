@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ... import _torch
 from ..._spec.remat import Remat
-from .active_runs import activate, active_runs
+from .active_runs import activate, active_runs, leave_finished_runs
 from .ambient import AmbientState
 from .occurrences import find_count, record_count
 from .regions import mark_name, missing_names_message
@@ -55,12 +55,10 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
         return mark_name(x, name)
     if not isinstance(x, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"checkpoint_name: expected a tensor and a name, got a {type(x).__name__} and {name!r}")
-    runs = active_runs()
-    for run in runs:
+    for run in active_runs():
         if isinstance(run, _SavingRun):
             run.add_name(x, name)
-    for run in reversed(runs):
-        run.leave_if_done()
+    leave_finished_runs()
     return x
 
 

@@ -56,17 +56,19 @@ class ValueNumbering(_torch.DispatchMode):
             if func is torch.ops.aten.lift_fresh.default and (key := _constant_key(out)) is not None:
                 self._set_number(out, key)
             return out
-        args, kwargs = _torch.args_under_autograd(func, args, kwargs)  # in the first run nothing is
+        if traits.log_sum_exp is not None:
+            args, kwargs = _torch.args_under_autograd(func, args, kwargs)  # in the first run nothing is
         number = self._number_call(traits, args, kwargs)
         is_reusable = traits.is_pure and kwargs.get("generator") is None
         out = self.run_op(func, args, kwargs, number, traits.draws) if is_reusable else func(*args, **kwargs)
         for i, x in enumerate(result_tensors(out)):
             if _torch.is_plain(x) and self.number_of(x) is None:
                 self._set_number(x, (number, i))
-        for i, x in enumerate(_torch.mutated_args(func, args, kwargs) if traits.is_mutation else ()):
-            if _torch.is_plain(x):
-                self.check_write(x, func)
-                self._set_number(x, (number, "wrote", i))
+        if traits.is_mutation:
+            for i, x in enumerate(_torch.mutated_args(func, args, kwargs)):
+                if _torch.is_plain(x):
+                    self.check_write(x, func)
+                    self._set_number(x, (number, "wrote", i))
         return out
 
     def __enter__(self) -> Self:
@@ -126,16 +128,17 @@ class ValueNumbering(_torch.DispatchMode):
         if kwargs.get("generator") is not None:  # whose state may differ in another run
             call = self.number_key(object())
         count = self._call_counts[call] = self._call_counts.get(call, 0) + 1
-        self._draw_count += traits.draws
-        return self.number_key((call, count, traits.draws and self._draw_count))
+        if traits.draws:
+            self._draw_count += 1
+            return self.number_key((call, count, self._draw_count))
+        return call if count == 1 else self.number_key((call, count))
 
     def _key_of(self, x: Any) -> Hashable:
         """Return a hashable key of an argument that is equal for equal values in two runs."""
         if isinstance(x, Tensor):
             if not _torch.is_plain(x):
                 return object()
-            bits = x.is_conj(), x.is_neg()
-            return self._storage_key(x), x.dtype, x.shape, x.stride(), x.storage_offset(), bits
+            return self._storage_key(x), x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg()
         if isinstance(x, list | tuple):
             return tuple([self._key_of(item) for item in x])
         return type(x), x
@@ -148,7 +151,10 @@ class ValueNumbering(_torch.DispatchMode):
 
 def result_tensors(value: Any) -> list[Tensor]:
     """Return the tensors among an operator's results."""
-    return [value] if isinstance(value, Tensor) else [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    leaves = value if isinstance(value, tuple) and not any(isinstance(x, list | tuple) for x in value) else tree_leaves(value)
+    return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def _constant_key(x: Tensor) -> Hashable:
