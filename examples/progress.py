@@ -49,6 +49,7 @@ class Progress:
         if not self.shown:
             return
         from matplotlib.figure import Figure  # drawn without a display
+        from matplotlib.ticker import EngFormatter
 
         figure = Figure(figsize=(8, 2 * len(names)), layout="constrained")
         axes = figure.subplots(len(names), sharex=True, squeeze=False)[:, 0]
@@ -56,6 +57,9 @@ class Progress:
             known = [(numbers["step"], numbers[name]) for numbers in self.history if name in numbers]
             axis.plot(*zip(*known, strict=True), marker=".")
             axis.set_ylabel(name)
+            if name in ("tokens/s", "bytes per rank"):  # sizes: from zero, with k, M and G
+                axis.set_ylim(bottom=0)
+                axis.yaxis.set_major_formatter(EngFormatter())
             axis.grid(visible=True, alpha=0.3)
         axes[-1].set_xlabel("step")
         figure.savefig(path)

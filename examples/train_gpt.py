@@ -210,6 +210,8 @@ for step in range(first, args.steps):
         now = time.perf_counter()
         speed = (step + 1 - since) * args.batch * args.seq / (now - start)
         held = sum(tensor.nbytes for tensor in optree.tree_leaves((params, state)))
+        if device.type == "cuda":  # activations and gathered units as well
+            held = torch.cuda.max_memory_allocated(device)
         shown = {"loss": float(mean), "lr": scheduled["lr"], "tokens/s": speed, "bytes per rank": held}
         progress.show(step, **shown)
         start, since, line = now, step + 1, step + 1

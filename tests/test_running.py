@@ -36,16 +36,28 @@ def run_together(path: Path, argvs: list[list[str]], envs: list[dict[str, str]],
 
 
 @seldom
-def test_two_agents(script: Path) -> None:
+@pytest.mark.parametrize(
+    "command", [r"`torchrun (--nnodes 2 .*?) train.py`", r"^srun torchrun (.*?) train.py$"], ids=["by hand", "SLURM"]
+)
+def test_two_agents(script: Path, command: str) -> None:
     """`--nnodes 2`: a mesh of two machines with two ranks each, and one of the four ranks prints."""
-    options = re.findall(r"`torchrun (--nnodes 2 .*?) train.py`", PAGE.read_text())[0]
-    options = options.replace("HOST:29500", f"127.0.0.1:{free_port()}").replace("--nproc-per-node 8", "--nproc-per-node 2")
+    options = re.findall(command, PAGE.read_text(), re.MULTILINE)[0]
+    for variable, value in {
+        '"$HOST:29500"': "HOST:29500",
+        '"$SLURM_NNODES"': "2",
+        '"$SLURM_JOB_ID"': "17",
+        "HOST:29500": f"127.0.0.1:{free_port()}",
+        "--nproc-per-node 8": "--nproc-per-node 2",
+    }.items():
+        options = options.replace(variable, value)
+    assert "$" not in options
     argv = ["--local-addr", "127.0.0.1", *options.split(), str(script)]
     torchrun = importlib.util.find_spec("torch.distributed.run")
     assert torchrun is not None
     assert torchrun.origin is not None
     outputs = run_together(Path(torchrun.origin), [argv, argv], [{}, {}], script.parent)
-    assert sorted(outputs) == ["", "learnt: True\n"]
+    said = [output.count("learnt: True\n") for output in outputs]  # an agent may warn that the other one's store is gone
+    assert sorted(said) == [0, 1], outputs
 
 
 def test_srun_alone(script: Path) -> None:
