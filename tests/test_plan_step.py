@@ -8,7 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from depth import each, mark_seldom, seldom
-from plan_cases import BATCH, BF16, CASES, P, common, measured_peak, optimizer_of, planned, step_of
+from plan_cases import (
+    BATCH,
+    BF16,
+    CASES,
+    P,
+    common,
+    measured_fsdp2_peak,
+    measured_peak,
+    optimizer_of,
+    planned,
+    planned_fsdp2_peak,
+    step_of,
+)
 from torch import nn
 
 import funshard as fs
@@ -45,6 +57,36 @@ def test_peaks_are_the_profilers(name: str, what: str, p: P, optimizer: str, mes
     plan = planned(CASES[name], p, optimizer_of(optimizer), mesh, batch)
     peak = measured_peak(CASES[name], p, optimizer_of(optimizer), mesh, batch)
     assert plan.peak - plan.batch_bytes == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+@pytest.mark.parametrize("keep", mark_seldom([False, True], False), ids=["reshard", "keep"])
+@pytest.mark.parametrize("name", mark_seldom(CASES, "gpt"))
+def test_the_peak_of_fsdp2(name: str, keep: bool) -> None:
+    """What is counted of any step holds for FSDP2's, too, which frees and allocates the storages of live tensors."""
+    batch = tuple(torch.randint(256, (2, *BATCH), generator=torch.Generator().manual_seed(0)).unbind())
+    peak = measured_fsdp2_peak(CASES[name], 4, batch, keep=keep)
+    assert planned_fsdp2_peak(CASES[name], 4, batch, keep=keep) == pytest.approx(peak, rel=0.03)
+
+
+@seldom
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_what_fits_does_not_run_out_of_memory(name: str) -> None:
+    """Every choice of `Plan.fit` stays within the limit by the profiler's record, and one that is left out does not."""
+    batch = tuple(torch.randint(256, (2, *BATCH), generator=torch.Generator().manual_seed(0)).unbind())
+    case, optimizer = CASES[name], optimizer_of("donate")
+    plan = planned(case, P("shard"), optimizer, ONE, batch)
+    every = plan.fit("1GB", headroom=0)
+    limit = sorted(one.peak for one in every.values())[len(every) // 2]
+    fitting = plan.fit(limit, headroom=0)
+    peaks = {}
+    for choice, one in every.items():
+        (p,) = {unit.p for unit in one.spec}
+        sizes = dict(one.spec.bound_mesh.sizes)
+        peaks[choice] = measured_peak(case, p, optimizer, sizes, batch) + one.batch_bytes
+    assert all(peaks[choice] <= limit for choice in fitting)
+    assert all(peaks[choice] > limit for choice in {*every} - {*fitting})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils import _pytree as pytree
 
 from .. import _torch
@@ -138,6 +138,18 @@ class StepRecorder(_torch.DispatchMode):
             category, _ = self._storages[at]
             self._storages[at] = category, size
             memory[category] = memory.get(category, 0) + size
+
+    def resize(self, storage: UntypedStorage, nbytes: int) -> None:
+        """Follow a storage that is freed or allocated while tensors have it, as FSDP2's gathered buffers are."""
+        at = _torch.storage_id_of(storage)
+        if at not in self._storages:
+            self._storages[at] = "gathered", storage.nbytes()
+            weakref.finalize(storage, self._free, at).atexit = False
+        category, size = self._storages[at]
+        change = nbytes - storage.nbytes()
+        self._storages[at] = category, size + change
+        if change:
+            self.events.add("memory", self._unit, {category: change})
 
     def _free(self, at: int) -> None:
         """Add the release of a storage."""

@@ -53,7 +53,7 @@ def record_step(
             fake_batch = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device=device), batch)
             recorder = StepRecorder(params, groups)
             recorder.hold((params, state, fake_batch))
-            with recorder:
+            with recorder, _torch.report_resizes(recorder.resize):
                 result = step(params, state, fake_batch, **options)
             size = sum(x.nbytes for x in pytree.tree_leaves(fake_batch) if isinstance(x, Tensor))
             events = list(recorder.events.events)

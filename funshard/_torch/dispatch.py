@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "is_pure_op",
     "mutated_args",
     "op_traits",
+    "report_resizes",
 ]
 
 
@@ -59,6 +61,25 @@ class DispatchMode(TorchDispatchMode):
 def has_dispatch_mode() -> bool:
     """Return whether a TorchDispatchMode is active. Pinned by ``test_a_dispatch_mode``."""
     return _get_current_dispatch_mode() is not None
+
+
+@contextlib.contextmanager
+def report_resizes(report: Callable[[torch.UntypedStorage, int], object]) -> Generator[None]:
+    """Call ``report(storage, nbytes)`` before a storage is resized, as FSDP2 does to free and allocate its buffers.
+
+    No mode sees that. As in torch/distributed/_tools/mem_tracker.py; pinned by ``test_report_resizes``.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def report_and_resize(self: torch.UntypedStorage, size: int) -> Any:
+        report(self, size)
+        return resize(self, size)
+
+    torch.UntypedStorage.resize_ = report_and_resize
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
 
 
 COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
