@@ -91,6 +91,31 @@ def a_skipped_unit(is_other: bool) -> None:
     Trainer().step((0, 2) if is_other else (0, 1, 2))
 
 
+class Experts(nn.Module):
+    """Experts that run if a token chooses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, choice: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.layers):
+            rows = (choice == i).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+def an_expert_without_tokens(is_other: bool) -> None:
+    torch.manual_seed(0)
+    model = Experts()
+    spec = fs.by_type(nn.Linear)(model)
+    params, x = fs.shard(model, spec), torch.ones(4, WIDTH)
+    choice = torch.tensor([0, 2, 2, 0] if is_other else [0, 1, 2, 0])
+    fs.grad(lambda p: fs.functional_call(model, p, (x, choice), spec=spec).square().sum())(params)
+
+
 def another_dtype(is_other: bool) -> None:
     trainers = Trainer(), Trainer(dtype=torch.float64)
     trainers[is_other].step()
@@ -164,6 +189,7 @@ CASES: Mapping[str, Callable[[bool], None]] = {
         another_model,
         another_order,
         a_skipped_unit,
+        an_expert_without_tokens,
         another_dtype,
         another_spec,
         another_number_of_microbatches,
