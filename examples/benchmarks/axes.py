@@ -24,8 +24,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import REDUCE, Sent, Step, Work, report
-from measured import Batch, in_rounds, on_ranks, peak_bytes, ratio
+from common import REDUCE, Sent, Step, Work
+from measured import Batch, in_rounds, on_ranks, over, peak_bytes, ratio
+from report import add_output_options, report
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -193,7 +194,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--batch", type=int, default=2, help="sequences of each rank")
-    parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
+    add_output_options(parser)
     args = parser.parse_args()
     found = on_ranks(measure, args)
     times = {mode: values.pop("seconds") for mode, values in found.items()}
@@ -201,7 +202,7 @@ def main() -> None:
     for mode, values in found.items():
         model = mode.partition(":")[0]
         ratios = ratio(times, mode, f"{model}: {next(iter(MODES[model]))}")
-        values["over torch"] = round(ratios[1], 4)
+        values |= over("torch", ratios)
         cells = ["{1:.3f} ({0:.3f}-{2:.3f})".format(*ratios), f"{statistics.median(times[mode]) * 1e3:.1f}"]
         cells += [f"{values['cpu seconds'] * 1e3:.1f}", f"{values['operators']}"]
         rows.append([mode, *cells, f"{values['moved bytes'] / 1e6:.2f}", f"{values['peak bytes'] / 1e6:.1f}"])

@@ -31,8 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import quartiles, report
+from common import quartiles
 from measured import on_ranks, ratio
+from report import add_output_options, report
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -218,7 +219,7 @@ def main() -> None:
     parser.add_argument("--modes", default=MODES, type=lambda text: text.split(";"), help="some of them, with ; between")
     parser.add_argument("--no-peaks", dest="peaks", action="store_false")
     parser.add_argument("--folder", help="where the files go; a temporary directory by default")
-    parser.add_argument("--json")
+    add_output_options(parser)
     args = parser.parse_args()
     times, most = on_ranks(measure, args), peaks(args)
     rows: list[list[str]] = []

@@ -41,10 +41,10 @@ from common import (
     fsdp2,
     funshard,
     plain,
-    report,
     work_of,
 )
 from measured import on_ranks
+from report import add_output_options, report
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
@@ -120,7 +120,7 @@ def counts(args: argparse.Namespace) -> None:
                 "ops": work.dispatched / base.dispatched,
                 "copied": (work.copied - base.copied) / size,
             }
-            if mode not in NOT_SPLIT:
+            if mode != "plain":
                 one["of 3U"] = work.collectives / (3 * units)
             figures.setdefault(str(ranks), {})[mode] = {
                 "gathered bytes": work.bytes[f"out of {GATHER}"],
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="64,128,256,512,1024,2048,4096,8192,16384,32768", help="of all-reduces, in KiB")
     parser.add_argument("--rounds", type=int, default=20, help="of all-reduces")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
+    add_output_options(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     (order if args.order else buckets if args.buckets else counts)(args)

@@ -1,15 +1,11 @@
-"""What the benchmarks share: models, training steps to compare, a count of what a step does, a table and a free port."""
+"""What the benchmarks share: models, training steps to compare, a count of what a step does, and a free port."""
 
-import argparse
 import contextlib
 import functools
-import json
 import socket
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -323,17 +319,3 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4)
     return low, middle, high
-
-
-def report(head: Sequence[str], rows: Sequence[Sequence[str]], figures: object, args: argparse.Namespace) -> None:
-    """Print a table and, as one line of JSON, the figures; those into ``args.json`` instead if it names a file."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    for row in (head, *rows):
-        cells = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        print("  ".join(cells).rstrip())
-    name = Path(sys.argv[0]).stem
-    text = json.dumps({"benchmark": name, "torch": torch.__version__, "arguments": vars(args), "figures": figures})
-    if args.json:
-        Path(args.json).write_text(text + "\n")
-    else:
-        print(text)

@@ -24,7 +24,7 @@ import time
 
 BEGIN = time.perf_counter()
 
-from common import report  # noqa: E402  torch's import counts
+from report import add_output_options, report  # noqa: E402  torch's import counts
 
 MODES = ("eager", "plain", "plain step", "FSDP2", "units", "step")
 
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--backend", default="aot_eager")
     parser.add_argument("--rounds", type=int, default=1, help="the least of so many is reported")
     parser.add_argument("--step", help=argparse.SUPPRESS)
-    parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
+    add_output_options(parser)
     args = parser.parse_args()
     if args.step:
         run_step(args.step, int(args.blocks), args.backend)

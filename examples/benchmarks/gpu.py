@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Llama, LlamaBlock, Step, fake_world, fsdp2, funshard, plain, quartiles, report, work_of
+from common import Llama, LlamaBlock, Step, fake_world, fsdp2, funshard, plain, quartiles, work_of
+from report import add_output_options, report
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, init_device_mesh
 
@@ -225,7 +226,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
+    add_output_options(parser)
     args = parser.parse_args()
     args.backend = args.backend or ("nccl" if torch.device(args.device).type == "cuda" else "gloo")
     if torch.device(args.device).type == "cuda":

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import GPT, Block, Step, fake_world, loss_of, report
+from common import GPT, Block, Step, fake_world, loss_of
 from measured import Batch, Build, in_rounds, on_ranks, peak_bytes, peak_bytes_compiled, ratio
+from report import add_output_options, report
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
+    add_output_options(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     peaks: dict[str, list[int]] = {}

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Step, report
-from measured import in_rounds, on_ranks, peak_bytes, ratio
+from common import Step
+from measured import in_rounds, on_ranks, over, peak_bytes, ratio
+from report import add_output_options, report
 from torch import Tensor, nn
 
 import funshard as fs
@@ -177,17 +178,17 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--pretrain", type=int, default=60)
     parser.add_argument("--adapt", type=int, default=50, help="steps of training for the losses; 0 for none")
-    parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
+    add_output_options(parser)
     args = parser.parse_args()
     result = on_ranks(measure, args)
     rows, figures = [], {}
     for mode in MODES:
-        low, middle, high = ratio(result["times"], mode, "FSDP2")
+        low, middle, high = quarters = ratio(result["times"], mode, "FSDP2")
         milliseconds, peak = statistics.median(result["times"][mode]) * 1e3, result["peaks"][mode]
         loss, rest = result["losses"].get(mode, (None, None))
         cells = ["-" if x is None else f"{x:.3f}" for x in (loss, rest)]
         rows.append([mode, f"{middle:.3f} ({low:.2f}-{high:.2f})", f"{milliseconds:.0f}", f"{peak / 1e6:.1f}", *cells])
-        figures[mode] = {"over FSDP2": round(middle, 4), "peak bytes": peak, "loss": loss, "at rest of bf16": rest}
+        figures[mode] = {**over("FSDP2", quarters), "peak bytes": peak, "loss": loss, "at rest of bf16": rest}
     print(f"{result['parameters']:,} parameters, {args.ranks} ranks; step time over FSDP2 (spread)")
     report(["mode", "FSDP2", "median ms", "peak MB", "loss", "at rest / bf16"], rows, figures, args)
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import EXCHANGE, GATHER, GPT, REDUCE, SCATTER, Block, Step, fake_world, report, work_of
-from measured import in_rounds, on_ranks, peak_bytes, ratio
+from common import EXCHANGE, GATHER, GPT, REDUCE, SCATTER, Block, Step, fake_world, work_of
+from measured import in_rounds, on_ranks, over, peak_bytes, ratio
+from report import add_output_options, report
 from torch import Tensor, nn
 
 import funshard as fs
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--seq", type=int, default=128, help="positions")
-    parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
+    add_output_options(parser)
     args = parser.parse_args()
     result = on_ranks(measure, args)
     rows, figures = [], {}
@@ -170,8 +171,9 @@ def main() -> None:
         milliseconds, peak = statistics.median(result["times"][mode]) * 1e3, result["peaks"][mode]
         sent = {ranks: arriving(args, mode, ranks) for ranks in (args.ranks, args.counted)}
         rows.append([mode, *cells, f"{milliseconds:.0f}", f"{peak / 1e6:.1f}", *(f"{n / 1e6:.1f}" for n in sent.values())])
-        over = {f"over {base}": round(middle, 4) for base, (_, middle, _) in of.items()}
-        figures[mode] = {**over, "peak bytes": peak, "arriving bytes": sent}
+        figures[mode] = {"peak bytes": peak, "arriving bytes": sent}
+        for base, quarters in of.items():
+            figures[mode] |= over(base, quarters)
     print(f"{result['parameters']:,} parameters, {args.ranks} ranks; time of an update over ... (spread)")
     heads = [f"MB in of {ranks}" for ranks in (args.ranks, args.counted)]
     report(["mode", "unsharded", "gathered", "median ms", "peak MB", *heads], rows, figures, args)

@@ -82,6 +82,12 @@ def ratio(times: Mapping[str, list[float]], mode: str, base: str) -> tuple[float
     return quartiles([a / b for a, b in zip(times[mode], times[base], strict=True)])
 
 
+def over(base: str, quarters: tuple[float, float, float]) -> dict[str, float]:
+    """Such a ratio to a base, as figures."""
+    low, middle, high = quarters
+    return {f"over {base}": middle, f"over {base}, low": low, f"over {base}, high": high}
+
+
 def on_ranks(measure: Callable[[int, argparse.Namespace], dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
     """What ``measure(rank, args)`` gives on the first of ``args.ranks`` gloo ranks, each a process with one thread.
 

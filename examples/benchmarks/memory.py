@@ -47,10 +47,10 @@ from common import (
     fsdp2,
     fully_sharded,
     loss_of,
-    report,
     sharded,
 )
 from measured import Batch, Build, in_rounds, on_ranks, peak_bytes, peaks_of_steps, ratio
+from report import add_output_options, report
 from torch import Tensor, nn
 
 import funshard as fs
@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--micro", type=int, default=8, help="micro-batches of an accumulation")
-    parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
+    add_output_options(parser)
     args = parser.parse_args()
     result = exact(args) | on_ranks(measure, args)
     times, peaks = result["times"], result["peaks"]

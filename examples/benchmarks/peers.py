@@ -44,10 +44,10 @@ from common import (
     fully_sharded,
     loss_of,
     plain,
-    report,
     sharded,
 )
-from measured import in_rounds, on_ranks, peak_bytes, peak_bytes_compiled, ratio
+from measured import Batch, in_rounds, on_ranks, over, peak_bytes_compiled, peaks_of_steps, ratio
+from report import add_output_options, report
 from torch import Tensor, nn
 
 import funshard as fs
@@ -192,8 +192,11 @@ COMPILED |= {"fs compiled + AdamW": adamw(compile_grad=True), "fs compiled AdamW
 ALL = MODES | COMPILED | REMAT | LOW | UNCHECKED | CHECKED | ADAMW
 
 
-def peak_of(mode: str) -> Callable[..., int]:
-    return peak_bytes_compiled if mode in COMPILED else peak_bytes
+def peaks_of(mode: str, make: Callable[[], nn.Module], batch: Batch, steps: int) -> list[int]:
+    """The peak of each of so many steps, of a compiled mode that of one."""
+    if mode in COMPILED:
+        return [peak_bytes_compiled(COMPILED[mode], make, batch)]
+    return peaks_of_steps(ALL[mode], make, batch, steps)
 
 
 def measure(rank: int, args: argparse.Namespace) -> dict:
@@ -205,7 +208,7 @@ def measure(rank: int, args: argparse.Namespace) -> dict:
         return GPT(args.layers, args.dim, args.heads, args.seq)
 
     modes = args.modes.split(",")
-    peaks = {mode: peak_of(mode)(ALL[mode], make, (x, y)) for mode in modes} if args.memory else {}
+    peaks = {mode: peaks_of(mode, make, (x, y), args.peaks) for mode in modes} if args.memory else {}
     times = in_rounds({mode: ALL[mode](make()) for mode in modes}, (x, y), args.warmup, args.rounds)
     return {"times": times, "peaks": peaks, "parameters": sum(p.numel() for p in make().parameters())}
 
@@ -217,13 +220,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--modes", default=",".join(MODES), help="of " + ", ".join(ALL))
+    parser.add_argument("--peaks", type=int, default=5, help="steps whose peaks are taken")
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
+    add_output_options(parser)
     args = parser.parse_args()
     result = on_ranks(measure, args)
     times, peaks = result["times"], result["peaks"]
@@ -238,9 +242,13 @@ def main() -> None:
         ratios = {base: ratio(times, mode, other) for base, other in against.items() if other in times}
         cells = ["{1:.3f} ({0:.3f}-{2:.3f})".format(*ratios[base]) if base in ratios else "" for base in bases]
         milliseconds = f"{statistics.median(times[mode]) * 1e3:.0f}"
-        rows.append([mode, *cells, milliseconds, f"{peaks[mode] / 1e6:.1f}" if peaks else "-"])
-        over = {f"over {base}": round(middle, 4) for base, (_, middle, _) in ratios.items()}
-        figures[mode] = {**over, "peak bytes": peaks.get(mode)}
+        most = peaks.get(mode, [])
+        megabytes = dict.fromkeys(f"{some(most) / 1e6:.1f}" for some in (min, max)) if most else ["-"]
+        rows.append([mode, *cells, milliseconds, "-".join(megabytes)])
+        figures[mode] = {"s": statistics.median(times[mode])}
+        figures[mode] |= {"peak bytes": max(most, default=None), "least peak bytes": min(most, default=None)}
+        for base, quarters in ratios.items():
+            figures[mode] |= over(base, quarters)
     print(f"{result['parameters']:,} parameters, {args.ranks} ranks; step time over ... (spread)")
     report(["mode", *bases, "median ms", "peak MB"], rows, figures, args)
 

@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import GPT, Block, Llama, LlamaBlock, fake_world, funshard, loss_of, plain, report
+from common import GPT, Block, Llama, LlamaBlock, fake_world, funshard, loss_of, plain
+from report import add_output_options, report
 from torch import nn
 from torch.distributed import init_device_mesh
 
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,64,1024,16384")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-llama", dest="llama", action="store_false")
-    parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
+    add_output_options(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     many, worlds = [int(n) for n in args.units.split(",")], [int(n) for n in args.ranks.split(",")]

@@ -1,0 +1,115 @@
+"""The tables of figures in README and guide show what the benchmarks have written into examples/benchmarks/results."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from depth import seldom
+from ranks import launch
+
+GUIDE = Path(__file__).parent.parent / "examples" / "guide"
+
+
+def load() -> Any:
+    """The script that writes the figures into the pages."""
+    sys.path.insert(0, str(GUIDE))
+    try:
+        return importlib.import_module("figures")
+    finally:
+        sys.path.remove(str(GUIDE))
+
+
+figures = load()
+PAGES = {page.stem: page for page in figures.PAGES}
+FILES = sorted(figures.RESULTS.glob("*.json"))
+NO_FILE = {
+    ("README", "DDP"),
+    ("measuring", "plain"),
+    ("measuring", "torch.optim.Muon on whole parameters, on every rank"),
+    ("axes", "Llama: DTensor and FSDP2"),
+    ("measuring", "FSDP2, each block compiled"),
+    ("measuring", "FSDP2, not compiled"),
+    ("measuring", "plain, bf16"),
+    ("measuring", "plain, recomputed"),
+    ("measuring", "`fs.hvp`"),
+    ("measuring", "save: DCP"),
+    ("measuring", "FSDP2, LoRA"),
+    ("memory", '`P("shard")`'),
+    ("memory", "`update` after backward"),
+}
+"""Tables of figures without a file, by page and first row. When their benchmark runs again, save a file and mark the table."""
+NO_FIGURES = {"changes", "ideas", "limits", "optimizers"}
+"""Pages whose tables have other numbers: versions, formats, and what tests compare."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- figures |" in PAGES[page].read_text()])
+def test_tables_show_what_was_measured(page: str) -> None:
+    """``python examples/guide/figures.py`` changes nothing."""
+    text = PAGES[page].read_text()
+    assert figures.fill_page(text) == text
+
+
+def has_figures(table: Any) -> bool:
+    """Whether a table has numbers with a decimal point beside its first column."""
+    return any(re.search(r"(?<![\w.])\d+\.\d+(?![\w.])", cell) for row in table.rows for cell in row[1:])
+
+
+def test_every_table_of_figures_has_a_file() -> None:
+    """But for those in the list, each of which is there and has none."""
+    tables = [
+        (page, one) for page, path in PAGES.items() if page not in NO_FIGURES for one in figures.find_tables(path.read_text())
+    ]
+    assert {(page, table.rows[0][0]) for page, table in tables if has_figures(table) and not table.mark} == NO_FILE
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_files_say_where_they_are_from(path: Path) -> None:
+    """Machine, versions and date; no name of a machine, and no path."""
+    result = json.loads(path.read_text())
+    assert [*result] == ["benchmark", "date", "versions", "machine", "arguments", "figures"]
+    assert (figures.RESULTS.parent / f"{result['benchmark']}.py").exists()
+    assert {"cpu", "cores", "memory GB"} <= {*result["machine"]}
+    assert {*result["versions"]} == {"python", "torch", "funshard"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
+    assert not re.search(r'"[^"]*(/home|/root|/tmp|/work)', path.read_text())
+
+
+@seldom
+def test_exact_figures_are_those_of_today() -> None:
+    """Counts of collectives, bytes and operators depend on torch's version alone."""
+    saved = json.loads((figures.RESULTS / "comm.json").read_text())
+    if saved["versions"]["torch"].partition("+")[0] != (here := torch.__version__.partition("+")[0]):
+        pytest.skip(f"the file is of torch {saved['versions']['torch']}, and here is {here}")
+    modes = "FSDP2,fs,fs keep,fs P()"
+    output = launch(1, figures.RESULTS.parent / "comm.py", "--ranks", "8", "--modes", modes)
+    found = json.loads(output.splitlines()[-1])["figures"]["8"]
+    for mode, one in found.items():
+        assert one == pytest.approx(saved["figures"]["8"][mode], rel=1e-4), mode
+
+
+def test_every_file_is_shown() -> None:
+    marks = " ".join(table.mark for path in PAGES.values() for table in figures.find_tables(path.read_text()))
+    assert {path.stem for path in FILES} == {*re.findall(r"(?:= |; )([\w-]+)/", marks)}
+
+
+def test_a_table_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates, ranges, missing figures, and rows and columns that stay; a mark of other rows or columns is an error."""
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    (tmp_path / "r.json").write_text(json.dumps({"figures": {"one": {"x": 1.26, "y": [2e6, 2.4e6]}, "two": {"x": 3}}}))
+    mark = "<!-- figures | a = {x:.1f} | b = {y/0:.0fM}-{y/1:.0fM} | rows = r/one; r/two; - -->\n"
+    head = "| | a | b | c |\n|---|---|---|---|\n"
+    old = "before\n\n" + mark + head + "| one | 9 | 9 | 9 |\n| two | 9 | 9 | |\n| three | 9 | 9 | 9 |\nafter\n"
+    new = "before\n\n" + mark + head + "| one | 1.3 | 2 | 9 |\n| two | 3.0 | | |\n| three | 9 | 9 | 9 |\nafter\n"
+    assert figures.fill_page(old) == new
+    assert figures.fill_page(new) == new
+    assert figures.fill("{y/0:.1fM}-{y/1:.1fM}", figures.read_row("r/one")) == "2.0-2.4"
+    assert figures.fill("{x:.0f} ({x:.0f}-{x:.0f})", figures.read_row("r/one")) == "1"
+    with pytest.raises(ValueError, match="expected 3 rows"):
+        figures.fill_page(old.replace("; -", ""))
