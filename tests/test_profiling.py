@@ -175,17 +175,38 @@ def test_info_names_the_spec_checkpoints_and_skipped_steps(tmp_path: Path) -> No
         spec, params, _ = make(P("shard"), shard=1)
         checkpoint.save(tmp_path / "a", params, spec).wait()
         checkpoint.load(tmp_path / "a", spec)
+        checkpoint.export(tmp_path / "b", params, spec)
+        fs.shard(fs.unshard(params, spec), spec)  # which is known
         for finite in (True, False):
             fs.loss_scale.update(fs.loss_scale.init(8.0), torch.tensor(finite))
     assert found == [
         (logging.INFO, message)
         for message in (
-            f"shard: {spec!r}",
+            f"sharded by {spec!r}",
             f"checkpoint.save: {tmp_path / 'a'} is complete",
             f"checkpoint.load: {tmp_path / 'a'} is read",
+            f"checkpoint.export: {tmp_path / 'b'} is complete",
             "loss_scale.update: a step is skipped; its gradients were not finite at a scale of 8",
         )
     ]
+
+
+@pytest.mark.parametrize("way", ["init", "scatter_full", "read_safetensors"])
+def test_info_names_the_spec_however_parameters_come(tmp_path: Path, way: str) -> None:
+    pytest.importorskip("safetensors")
+    model = nn.Linear(4, 2)
+    plain = fs.policies.whole()(model)
+    checkpoint.export(tmp_path, fs.shard(model, plain), plain)
+    ways = {
+        "init": lambda spec: fs.init(nn.Linear(4, 2, device="meta"), spec, seed=0),
+        "scatter_full": lambda spec: fs.scatter_full(dict(model.named_parameters()), spec),
+        "read_safetensors": lambda spec: checkpoint.read_safetensors(tmp_path, spec),
+    }
+    spec = fs.policies.whole()(model)
+    with logged(logging.INFO) as found:
+        ways[way](spec)
+    said = f"checkpoint.read_safetensors: {tmp_path} is read" if way == "read_safetensors" else f"sharded by {spec.bound!r}"
+    assert found == [(logging.INFO, said)]
 
 
 def test_debug_names_each_phase() -> None:

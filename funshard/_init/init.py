@@ -13,6 +13,7 @@ from .._sharding.sharding import check_rank
 from .._spec.bind import bind_spec
 from .._spec.checks import collect_full_params
 from .._spec.local import whole_shape
+from .._spec.log import log_spec
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
 from .._spec.unit import Unit
@@ -100,6 +101,7 @@ def init(
         digest = torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)
     if together:
         check_ranks_agree(spec, digest if check_values else None, hint=INITIALIZER_HINT)
+    log_spec(spec)
     return params
 
 

@@ -12,6 +12,7 @@ from .._spec.bind import bind_spec
 from .._spec.checks import check_full, check_shards
 from .._spec.division import Reduction
 from .._spec.host import compute_device
+from .._spec.log import log_spec
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import encode_at_rest
@@ -116,6 +117,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
     error = broadcast_text(error, mesh, source, device)
     if error:
         raise ValueError(f"scatter_full: rank {src} holds other parameters than the spec's: {error}")
+    log_spec(spec)
     out: Params = {}
     for unit in spec:
         buffer = None

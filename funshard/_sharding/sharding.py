@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._phases import LOGGER
 from .._spec.bind import bind_spec, check_spec
 from .._spec.checks import check_mapping, check_shards, check_trainable, collect_full_params
 from .._spec.division import ReduceBy, Reduction
+from .._spec.log import log_spec
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
@@ -80,8 +80,7 @@ def shard(
     if src is not None:
         return scatter_full(full, spec, src=src)
     assert full is not None
-    if not torch.compiler.is_compiling():  # Dynamo traces no logging
-        LOGGER.info("shard: %r", spec)
+    log_spec(spec)
     out: Params = {}
     for unit in spec:
         piece = scatter_whole(flatten_whole(full, unit, spec), unit, mesh, rank)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._phases import phase
+from .._phases import LOGGER, phase
 from .._sharding.agree import check_ranks_agree, has_peers
 from .._sharding.full import gather_to_first
 from .._spec.bind import bind_spec
@@ -129,6 +129,7 @@ def export(
         if staging is not None:
             staging.abandon()
         raise
+    LOGGER.info("checkpoint.export: %s is complete", target)
     return target
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._phases import LOGGER
 from .._spec.bind import bind_spec
 from .._spec.local import describe_pieces, whole_shape
 from .._spec.spec import PartitionSpec
@@ -84,7 +85,9 @@ def read_safetensors(
             _check_tensors(stored, Path(path), spec, cast=cast)
             return {unit.key: _read_unit(unit, stored, spec, ranks.rank, ranks.size) for unit in spec}
 
-    return ranks.run(read, "checkpoint.read_safetensors")
+    params = ranks.run(read, "checkpoint.read_safetensors")
+    LOGGER.info("checkpoint.read_safetensors: %s is read", path)
+    return params
 
 
 @dataclass(frozen=True)
