@@ -183,14 +183,15 @@ def by_jvp(f: Loss, p: Params, v: Params) -> Result:
 
 
 class NoGradRecorder(TorchFunctionMode):
-    """Notes whether a function of torch is called where gradients are off."""
+    """Notes whether a function of torch is called where gradients are off, and whether one masks its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_used = False
+        self.is_used = self.has_padding_idx = False
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         self.is_used |= not torch.is_grad_enabled()
+        self.has_padding_idx |= (kwargs or {}).get("padding_idx") is not None  # of F.embedding
         return func(*args, **(kwargs or {}))
 
 
@@ -203,13 +204,15 @@ def by_hvp(f: Loss, p: Params, v: Params) -> Result:
         f(p)
     if not recorder.is_used:
         return jvp(grad(f), (p,), (v,))[1], []
+    if recorder.has_padding_idx:
+        raise NotImplementedError("torch's second derivative in reverse mode ignores that padding_idx masks the first one")
     first, pullback = vjp(grad(f), p)
     if any(t.is_sparse for t in first.values()):
         raise NotImplementedError("a sparse gradient has no derivative")
     zeros = {key: torch.zeros_like(t) for key, t in p.items()}
     product, transposed = vjp(lambda u: pullback(u)[0], zeros)[1](v)[0], pullback(v)[0]
     if not all(torch.allclose(t, transposed[key], rtol=1e-6, atol=1e-9) for key, t in product.items()):
-        raise NotImplementedError("torch's two products differ: of masked gradients, and of the old weight_norm")
+        raise NotImplementedError("torch's two products differ: of detached values, and of the old weight_norm")
     return product, []
 
 

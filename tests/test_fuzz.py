@@ -94,6 +94,8 @@ FOUND = [
     one("Sparse", "shard", "fs.grad"),
     one("Sparse", "keep", "grad of grad"),
     one("Scripted", "shard", "fs.grad", leaves=True),
+    # what this file took for the reference
+    Case(("NormWithoutGrad", "Table"), ("shard", "shard"), "hvp"),
 ]
 """Each was wrong, or crashed without a word about what to do."""
 
