@@ -28,6 +28,7 @@ hypothesis.settings.load_profile(os.environ.get(PROFILE, "ci"))
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="every test at full depth: hours (depth.py)")
     parser.addoption("--slice", type=parse_slice, metavar="K/N", help="part K of N of the cases that only --thorough runs")
+    parser.addoption("--with-slice", type=parse_slice, metavar="K/N", help="the default cases and that part of the others")
     parser.addoption("--worst", action="store_true", help="the tests of real ranks alone, on the group of worst.py")
 
 
@@ -98,7 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
     else:
-        items[:], left_out = choose(items, config.getoption("--slice"))
+        alone, beside = config.getoption("--slice"), config.getoption("--with-slice")
+        items[:], left_out = choose(items, alone or beside, alone=alone is not None)
         config.hook.pytest_deselected(items=left_out)
 
 

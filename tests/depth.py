@@ -12,8 +12,9 @@ A test of seconds whose law cheaper tests hold as well is marked `seldom`, and s
 take seconds each (`mark_seldom`): they run by default only if they are asked for alone.
 
 The others are counted as deselected. They are chosen from what -k or the command line has left: a case that is asked for runs.
-``pytest --slice K/N`` runs every N-th of the others, beginning with the K-th, and nothing else: CI runs a tenth of them, which
-the commit chooses. Their laws have as many examples as by default, and timeouts stay.
+``pytest --slice K/N`` runs every N-th of the others, beginning with the K-th, and nothing else, ``--with-slice K/N`` beside
+what runs by default: CI runs a tenth of them, which the commit chooses. Their laws have as many examples as by default, and
+timeouts stay.
 """
 
 from __future__ import annotations
@@ -96,13 +97,16 @@ def split(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.
     return [item for item in items if item not in left_out], [item for item in items if item in left_out]
 
 
-def choose(items: Sequence[pytest.Item], part: tuple[int, int] | None = None) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the tests that run, those of a slice if there is one, and the others."""
+def choose(
+    items: Sequence[pytest.Item], part: tuple[int, int] | None = None, *, alone: bool = True
+) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests that run, those of a slice if there is one, ``alone`` or with the default ones, and the others."""
     chosen, left_out = split(items)
     if part is None:
         return chosen, left_out
     k, n = part
-    return left_out[k::n], [*chosen, *(item for i, item in enumerate(left_out) if i % n != k)]
+    running = {*left_out[k::n], *(() if alone else chosen)}
+    return [item for item in items if item in running], [item for item in items if item not in running]
 
 
 def parse_slice(text: str) -> tuple[int, int]:

@@ -101,11 +101,13 @@ def test_slices_are_what_is_left_out(request: pytest.FixtureRequest) -> None:
     """Each case that does not run by default is in one of the slices, and nothing else is."""
     assert isinstance(request.node.parent, pytest.Module)
     items = [item for item in request.node.parent.collect() if isinstance(item, pytest.Function)]
-    _, left_out = split(items)
+    default, left_out = split(items)
     slices = [choose(items, (k, 3)) for k in range(3)]
     assert len(left_out) > 50
     assert sorted(item.name for chosen, _ in slices for item in chosen) == sorted(item.name for item in left_out)
     assert all(len(chosen) + len(others) == len(items) for chosen, others in slices)
+    both, _ = choose(items, (1, 3), alone=False)
+    assert {*both} == {*default, *slices[1][0]}
 
 
 def test_slices_are_written_as_fractions() -> None:
