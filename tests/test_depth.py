@@ -6,7 +6,7 @@ import argparse
 import itertools
 
 import pytest
-from depth import choose, covering, each, mark_seldom, pairs, parse_slice, seldom, split, thorough
+from depth import choose, covering, each, mark_seldom, pairs, parse_slice, seldom, split
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,10 +51,9 @@ def test_pairs(letter: str, number: int, n: int, twin: str) -> None: ...
 
 def test_marks_choose_from_the_cases(request: pytest.FixtureRequest) -> None:
     """Of the two tests above, names that are parametrized together count as one."""
-    runs = {test: [item.callspec.params for item in request.session.items if item.name.startswith(f"{test}[")]
-            for test in ("test_each", "test_pairs")}  # fmt: skip
-    if thorough() or not all(runs.values()):  # all of them, or the one that was asked for
-        return
+    assert isinstance(request.node.parent, pytest.Module)
+    items = split([item for item in request.node.parent.collect() if isinstance(item, pytest.Function)])[0]
+    runs = {test: [item.callspec.params for item in items if item.originalname == test] for test in ("test_each", "test_pairs")}
     assert len(runs["test_each"]) == 4
     for some in runs.values():
         assert {case["letter"] for case in some} == {*LETTERS}
