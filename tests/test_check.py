@@ -177,7 +177,7 @@ def come_late(rank: int, seconds: float, timeout: float) -> str:
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_line(gloo2: Pool) -> None:
-    for text in gloo2.run(come_late, 5.0, 2.0):
+    for text in gloo2.run(come_late, 3.0, 2.0):
         assert re.search(r"rank 0 has waited \d s to start all-gather .* unit 'layers.0' over 'shard'", text), text
         assert re.search(r"for rank 1, which is at .*test_check.py:\d+ in come_late: time.sleep\(seconds\)", text), text
         assert "fs.check(timeout=2)" in text
@@ -212,7 +212,7 @@ import funshard as fs
 dist.init_process_group("gloo")
 axis = fs.collectives.Mesh.world()["shard"]
 if dist.get_rank():
-    time.sleep(5)
+    time.sleep(4)
 else:
     try:
         with fs.check(2):

@@ -183,8 +183,8 @@ TRANSFORMS = ["jvp", "hvp", "hvp in reverse", "grad of grad", "vjp of grad", "ma
 
 
 @each
-@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "hvp", "grad of grad"))
-@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "reshard", "keep"))
+@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "hvp"))
+@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "reshard"))
 def test_higher_orders_equal_eager(gloo2: Pool, strategy: str, transform: str) -> None:
     gloo2.run(equal_to_eager, transform, depth("chain", "gpt"), strategy)
 

@@ -129,7 +129,7 @@ def in_replicas_on_rank(rank: int, attention: str, p: fs.P) -> tuple[list[Tree],
 
 @each
 @pytest.mark.parametrize("p", mark_seldom(HSDP, HSDP[2]), ids=str)
-@pytest.mark.parametrize("attention", example.ATTENTION)
+@pytest.mark.parametrize("attention", mark_seldom(example.ATTENTION, "ring"))
 def test_replicas_on_four_ranks(gloo4: Pool, attention: str, p: fs.P) -> None:
     want = in_one_process(2)
     for found, norm in gloo4.run(in_replicas_on_rank, attention, p):

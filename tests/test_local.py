@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import depth, each, seldom
+from depth import depth, each, mark_seldom, seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -272,7 +272,7 @@ def on_ranks(rank: int, kinds: tuple[str, ...], sizes: dict[str, int], options: 
 
 
 @each
-@pytest.mark.parametrize("options", depth(OPTIONS[:2], OPTIONS), ids=str)
+@pytest.mark.parametrize("options", depth(mark_seldom(OPTIONS[:2], OPTIONS[1]), OPTIONS), ids=str)
 @pytest.mark.parametrize(("kinds", "sizes"), ON_FOUR_RANKS, ids=str)
 def test_derivatives_on_real_ranks(gloo4: Pool, kinds: tuple[str, ...], sizes: dict[str, int], options: dict[str, Any]) -> None:
     gloo4.run(on_ranks, kinds, full_sizes(sizes), options)

@@ -67,7 +67,7 @@ def test_fit_is_the_exhaustive_search(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(sum(held.values()) for held in one.timeline.held()) <= limit
     assert any("micro-batches" in name for name in found)
     assert any("replicate=2 x shard=2" in name for name in every)
-    assert str(plan.fit(10)) == "nothing fits"
+    assert str(plan_of({"shard": 1}).fit(10)) == "nothing fits"
 
 
 def test_main_p_alone_changes() -> None:
