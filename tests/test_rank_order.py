@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from depth import each
+from depth import each, seldom
 from parity import numbers
 from ranks import Pool, launch
 from torch import Tensor, nn
@@ -261,6 +261,26 @@ def test_no_rank_returns_values_where_one_between_others_ran_another_unit(tmp_pa
         launch(4, script)
     assert "rank 1 ranks gather or reduce different units" in str(raised.value)
     assert "a value on rank" not in str(raised.value)
+
+
+def between_others(rank: int) -> str:
+    """The same on a process group with a timeout, where rank 1 goes on after its error."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).double()
+    model.forward = lambda x, route: [x := model[i](x) for i in route][-1]
+    group: Any = dist.new_group(timeout=timedelta(seconds=5))
+    spec = fs.by_type(nn.Linear)(model).on(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",)))
+    params, args = fs.shard(model, spec), (numbers(rank, 0, width=6), (0, 2 if rank == 1 else 1))
+    return error_of(torch.no_grad()(lambda: fs.functional_call(model, params, args, spec=spec, prefetch=0)))
+
+
+@seldom
+def test_others_wait_no_longer_than_the_timeout_for_one_between_them(gloo4: Pool) -> None:
+    first, second, *others = gloo4.run(between_others)
+    gloo4.stop()
+    assert "rank 1 unit '2', rank 0 unit '1'" in second
+    for error in (first, *others):
+        assert "one has not within the process group's timeout" in error
 
 
 def test_buffers_with_margins_are_taken_again() -> None:
