@@ -144,3 +144,22 @@ def test_a_spec_bound_to_groups_that_are_gone_is_refused() -> None:
                     use()
     with world(2, rank=0):
         fs.gather_full(shards, spec)
+
+
+def test_a_compiled_step_on_groups_that_are_gone_is_refused() -> None:
+    """Its graph has the groups' names alone: in another world it is traced again, and calls check their specs."""
+    model = torch.nn.Linear(4, 4)
+    with world(2, rank=0):
+        spec = fs.policies.whole()(model).bound
+        shards = fs.shard(model, spec)
+    step = fs.compile(lambda p: fs.functional_call(model, p, torch.ones(2, 4), spec=spec).sum(), backend="aot_eager")
+    message = r"^mesh axis 'shard': the spec was bound when this process was rank 0 of 2 in a process group, "
+    for rank in (0, 1, 0):
+        with world(2, rank=rank):
+            if rank == 0:
+                step(shards)
+                continue
+            with pytest.raises(RuntimeError, match=message + "where it is now rank 1 of 2"):
+                step(shards)
+    with pytest.raises(RuntimeError, match=message + "which is destroyed"):
+        step(shards)

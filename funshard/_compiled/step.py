@@ -8,12 +8,15 @@ tests/test_compile_remat.py pin.
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
@@ -90,7 +93,9 @@ def compile(
         check_names("compile", "inductor", mode, options or {})
     compiler = _Backend(backend, prefetch, in_flight, {**_mode_options(mode), **(options or {})})
 
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, str]:
+    def run(world: str, /, *args: Any, **kwargs: Any) -> tuple[Any, str]:
+        if world < "":  # never; but Dynamo guards a string that is read, and traces again in another world: calls check theirs
+            raise AssertionError(world)
         return _run_step(step, donated_indices, *args, **kwargs)
 
     # Dynamo counts recompiles by code object, so every compiled step needs its own.
@@ -102,7 +107,7 @@ def compile(
         with _torch.guard_hooks(), collect_regions() as regions, _torch.collect_graph_errors() as errors:
             try:
                 with _torch.restore_autograd_state():
-                    return run(*args, **kwargs)
+                    return run(_identify_world(), *args, **kwargs)
             except Exception as error:
                 if errors:
                     raise errors[-1] from error
@@ -143,6 +148,17 @@ def compile(
         return out
 
     return cast("Step", compiled)
+
+
+_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""A number for each default process group that a compiled step has met."""
+_NEXT = itertools.count()
+
+
+def _identify_world() -> str:
+    """Return a text that no other default process group of this process has had; "" without one."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return "" if world is None else str(_NUMBERS.setdefault(world, next(_NEXT)))
 
 
 def _run_step(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, **kwargs: Any) -> tuple[Any, str]:

@@ -57,6 +57,16 @@ Axes = str | tuple[str, ...] | None
 """Axes of a mesh by name; None for all of them."""
 
 
+@_torch.assume_constant
+def _find_place(group: str) -> str:
+    """Say which rank this process has in the group of this name, or that there is none; a compiler asks while it traces."""
+    try:
+        found = _torch.resolve_group(group)
+    except (RuntimeError, ValueError):
+        return "which is destroyed"
+    return f"where it is now rank {found.rank()} of {found.size()}"
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Named axes and the process groups to communicate over them.
@@ -183,24 +193,15 @@ class Mesh:
         Raises:
             RuntimeError: Naming the axis, for example after ``destroy_process_group`` and another ``init_process_group``.
         """
-        if torch.compiler.is_compiling():
-            return
         for name, axis in self.axes:
             if axis.size == 1 or isinstance(axis, Simulated) or not axis.name:
                 continue
-            try:
-                group = _torch.resolve_group(axis.name)
-            except (RuntimeError, ValueError):
-                now = "which is destroyed"
-            else:
-                if (group.rank(), group.size()) == (axis.rank, axis.size):
-                    continue
-                now = f"where it is now rank {group.rank()} of {group.size()}"
-            raise RuntimeError(
-                f"mesh axis '{name}': the spec was bound when this process was rank {axis.rank} of {axis.size} in a process "
-                f"group, {now}: expected a spec on the groups that there are now; bind it again, spec.on(mesh), and shard or "
-                "load the parameters by that"
-            )
+            then, now = f"rank {axis.rank} of {axis.size}", _find_place(axis.name)
+            if not now.endswith(then):
+                raise RuntimeError(
+                    f"mesh axis '{name}': the spec was bound when this process was {then} in a process group, {now}: expected "
+                    "a spec on the groups that there are now; bind it again, spec.on(mesh), and shard or load the parameters"
+                )
 
     def __getitem__(self, name: str) -> Axis:
         return dict(self.axes)[name]
