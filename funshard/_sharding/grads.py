@@ -11,7 +11,6 @@ from torch import Tensor
 from .._spec.bind import bind_spec
 from .._spec.checks import check_buffers, check_mapping, check_trainable, find_full_params
 from .._spec.division import ReduceBy
-from .._spec.local import refuse_local
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import reduce_unit, resolve_reduction
@@ -91,12 +90,13 @@ def reduce_mean(grads: Mapping[str, Tensor], spec: PartitionSpec, weight: float 
         {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
     spec = bind_spec(spec)
-    sizes = dict(spec.bound_mesh.sizes)
-    refuse_local(
-        (unit for unit in spec if any(sizes[axis] > 1 for axis in unit.local_axes)),
-        "reduce_mean",
-        "the loss times weight_share(weight, spec), and reduce='sum' in functional_call or reduce_grads",
-    )
+    for unit in spec:
+        if local := [axis for axis in unit.local_axes if spec.bound_mesh[axis].size > 1]:
+            raise NotImplementedError(
+                f"reduce_mean: unit '{unit.key}' is local over axis '{local[0]}', along which this rank's gradients have parts "
+                "of the losses of others, whose weights are not this rank's: expected each rank's loss times "
+                "weight_share(weight, spec), and reduce='sum' in functional_call or reduce_grads"
+            )
     share = weight_share(weight, spec)
     weighted = {name: torch.where(share > 0, g * share.to(g.device, g.dtype), 0).to(g.dtype) for name, g in grads.items()}
     return reduce_grads(weighted, spec, reduce="sum")

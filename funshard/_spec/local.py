@@ -25,7 +25,6 @@ __all__ = [
     "join_shape",
     "mark_local",
     "piece_offsets",
-    "refuse_local",
     "stack_dims",
     "whole_shape",
 ]
@@ -107,16 +106,6 @@ def find_unmatched(local: LocalAxes, params: Iterable[Param]) -> str | None:
     names = [name for param in params for name in param.names]
     globs = [glob for _, dims in local for glob, _ in dims]
     return next((glob for glob in globs if not any(fnmatchcase(name, glob) for name in names)), None)
-
-
-def refuse_local(units: Iterable[Unit], what: str, instead: str) -> None:
-    """Raise NotImplementedError, naming the unit, where one has local axes, which ``what`` cannot take yet."""
-    for unit in units:
-        if unit.local_axes:
-            raise NotImplementedError(
-                f"unit '{unit.key}' is local over axis '{unit.local_axes[0]}', and {what} takes no such unit yet: expected "
-                f"{instead}"
-            )
 
 
 def check_axes_are_given(axes: object, units: Iterable[Unit], what: str) -> None:

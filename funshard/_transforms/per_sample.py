@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,18 +17,20 @@ from .. import _torch
 from .._spec.bind import bind_spec
 from .._spec.checks import check_buffers, check_trainable
 from .._spec.division import ReduceBy, Reduction
-from .._spec.local import refuse_local
+from .._spec.local import whole_shape
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._units.flow import REDUCE_MEAN, gather_unit, scatter_unit
+from .._units.flow import REDUCE_MEAN, gather_unit
 from .._units.host import start_copy_to_host
-from .._units.layout import Params, concat_padded, unflatten_unit
+from .._units.layout import Params, from_memory_order, unflatten_unit
+from .._units.whole import flatten_whole, scatter_whole
 from ..collectives._functions import broadcast, sum_over
 from ..collectives._mesh import Mesh, Simulated
 from ._recompute.ambient import AmbientState
 from ._recompute.autograd_queries import REGISTER_HOOK, ForbiddenFunctions
 from .error_hints import as_call_arguments
 from .grad import grad
+from .shared_samples import SharedSamples
 
 __all__ = ["per_sample_grads"]
 
@@ -64,12 +67,13 @@ def per_sample_grads(
         chunk_size: That of torch.vmap: how many samples at once.
 
     Returns:
-        Without ``clip``, by parameter name, gradients of shape [samples, *parameter's], which is as much memory. With
-        ``clip``, shards by unit key, without a graph.
+        Without ``clip``, by parameter name, gradients of shape [samples, *parameter's], which is as much memory; of local
+        parameters this rank's pieces. With ``clip``, shards by unit key, without a graph.
 
     Raises:
         ValueError: Before any communication, for params that are no shards of the spec's units, an empty batch, tensors that
-            differ in their first dimension, and options that are out of range or do not fit together.
+            differ in their first dimension, and options that are out of range or do not fit together. And if ranks along a
+            local axis have different samples: they are compared. Inside of `testing.spmd` or a graph results are then NaN.
 
     Example:
         >>> import torch, funshard as fs
@@ -85,11 +89,13 @@ def per_sample_grads(
     mesh = spec.bound_mesh
     units = [unit for unit in spec if unit.key in params]
     check_trainable(units, "gradient")
-    refuse_local(units, "per_sample_grads", "torch.vmap of torch.func.grad")
     check_buffers(params, spec, {unit.key: spec.shard_numel(unit) for unit in units})
     args, _ = as_call_arguments(batch, None)
     samples = _check_batch(args)
     _check_privacy(clip, noise, reduce, randomness)
+
+    shared = SharedSamples.of_spec(spec)
+    invalid = shared.check(args)
 
     def vmap_samples(fn: Callable[..., Any], full: Mapping[str, Tensor]) -> Any:
         dims = (None, *(0 for _ in args))
@@ -97,7 +103,8 @@ def per_sample_grads(
 
     if clip is None:
         buffers = _gather_buffers(params, units, mesh)
-        return vmap_samples(torch.func.grad(f), _unflatten_units(buffers, units))
+        each = vmap_samples(torch.func.grad(f), _unflatten_units(buffers, units))
+        return _add(shared.reduce_grads(each, units, spec), invalid)
 
     params = {unit.key: params[unit.key].detach() for unit in units}
     compiled = torch.compiler.is_compiling()  # where both passes are in one graph, and nothing is drawn
@@ -106,15 +113,16 @@ def per_sample_grads(
     same_random = contextlib.nullcontext() if compiled else AmbientState(pytree.tree_leaves(args)).restored()
 
     def probed_loss(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
-        return f(_unflatten_units({key: _attach_probe(buffers[key], probe) for key, probe in probes.items()}, units), *sample)
+        probed = {unit.key: shared.enter(_attach_probe(buffers[unit.key], probes[unit.key]), unit) for unit in units}
+        return f(_unflatten_units(probed, units), *sample)
 
     buffers = _gather_buffers(params, units, mesh)
     probes = {unit.key: _zero_probe(params[unit.key]) for unit in units}
     with contextlib.nullcontext() if compiled else ForbiddenFunctions({REGISTER_HOOK: _HOOK_MESSAGE}):
         squares: Mapping[str, Tensor] = vmap_samples(torch.func.grad(probed_loss), probes)
     buffers.clear()
-    norms = torch.stack(list(squares.values())).sum(0).sqrt()
-    weights = (clip / (norms + 1e-6)).clamp(max=1)
+    norms = shared.sum_squares(squares, units).sqrt()
+    weights = (clip / (norms + 1e-6)).clamp(max=1) / shared.copies
 
     def weighted_loss(params: Mapping[str, Tensor]) -> Tensor:
         return (
@@ -126,9 +134,14 @@ def per_sample_grads(
     if noise:
         grads = _add_noise(grads, noise * clip, units, spec, generator, seed)
     if reduce == "sum":
-        return grads
-    total = sum_over(torch.full((), float(samples), device=mesh.device), mesh) if reduce == "mean" else reduce
-    return {key: (g / total).to(g.dtype) for key, g in grads.items()}
+        return _add(grads, invalid)
+    total = sum_over(torch.full((), samples / shared.copies, device=mesh.device), mesh) if reduce == "mean" else reduce
+    return _add({key: (g / total).to(g.dtype) for key, g in grads.items()}, invalid)
+
+
+def _add(grads: Params, number: Tensor | None) -> Params:
+    """Return the gradients plus a number, if there is one."""
+    return grads if number is None else {key: g + number.to(g.device, g.dtype) for key, g in grads.items()}
 
 
 _HOOK_MESSAGE = (
@@ -209,16 +222,18 @@ def _add_noise(
     seed: Callable[[], Tensor] | None,
 ) -> Params:
     """Return gradients with normal numbers of this standard deviation, the same ones at any number of ranks."""
-    mesh = spec.bound_mesh
+    mesh, sizes = spec.bound_mesh, dict(spec.bound_mesh.sizes)
     device = next(iter(grads.values())).device
     source = torch.Generator(device).manual_seed(int((seed or _draw_seed(generator, spec, device))()))
     out: Params = {}
     for unit in units:
         with _torch.below_transforms():
-            drawn = torch.empty(unit.numel, dtype=grads[unit.key].dtype, device=device)
+            params = [dataclasses.replace(p, shape=whole_shape(p, sizes), local=()) for p in unit.params]
+            drawn = torch.empty(sum(p.numel for p in params), dtype=grads[unit.key].dtype, device=device)
             (torch.view_as_real(drawn) if drawn.is_complex() else drawn).normal_(generator=source)
-            whole = concat_padded(drawn.split([param.numel for param in unit.params]), unit, spec.padded_numel(unit))
-        out[unit.key] = grads[unit.key] + scale * scatter_unit(whole, unit, mesh)
+            parts = zip(drawn.split([p.numel for p in params]), params, strict=True)
+            whole = flatten_whole({p.name: from_memory_order(part, p) for part, p in parts}, unit, spec)
+        out[unit.key] = grads[unit.key] + scale * scatter_whole(whole, unit, mesh)
     return out
 
 
