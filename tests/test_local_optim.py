@@ -8,6 +8,7 @@ import pytest
 import torch
 from depth import each, mark_seldom
 from ranks import Pool
+from test_local import batches, full_sizes, objective, spec_of, whole_params
 from test_local_training import MESHES, Rank, Tree, check_training
 from torch import Tensor
 
@@ -127,3 +128,36 @@ def beside_matrices(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["muon", "shampoo", "soap"])
 def test_experts_beside_an_optimizer_of_matrices(gloo4: Pool, name: str) -> None:
     gloo4.run(beside_matrices, name)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_derivative_of_a_rate(max_norm: float | None) -> None:
+    """Through a clipped step of SGD, whose rate all ranks share: units with and without local axes have parts of it."""
+    sizes, kinds = full_sizes({"tensor": 2, "expert": 2}), ("experts", "pair")
+    torch.manual_seed(1)
+    xs, (model, spec), (whole, full) = batches(sizes), spec_of(kinds, sizes, {"axis": "shard"}), whole_params(kinds)
+    rate = torch.tensor(0.05, dtype=torch.float64)
+
+    def rank(mesh: Any, x: Tensor) -> Tensor:
+        on = spec.on(mesh)
+        params, axes = fs.shard(full, on), {name: on.axis(name) for name in ("tensor", "expert")}
+        loss = lambda p, x: objective(fs.functional_call(model, p, (x, axes), spec=on))  # noqa: E731
+        init, update = fs.optim.from_torch(torch.optim.SGD, differentiable=True, spec=on, lr=0.1)
+
+        def after(lr: Tensor) -> Tensor:
+            step = lambda grads, state, params: update(grads, state, params, lr=lr)  # noqa: E731
+            run = fs.update_in_backward(step, loss, params, init(params), [x], spec=on, max_norm=max_norm)
+            return loss(run.params, x)
+
+        return torch.func.grad(after)(rate)
+
+    def mean(params: Tree) -> Tensor:
+        return torch.stack([objective(torch.func.functional_call(whole, params, (x,))) for x in xs]).mean()
+
+    grads = torch.func.grad(mean)(full)
+    norm = torch.stack([g.norm() for g in grads.values()]).norm()
+    scale = 1.0 if max_norm is None else max_norm / (norm + 1e-6)
+    want = torch.func.grad(lambda lr: mean({name: p - lr * scale * grads[name] for name, p in full.items()}))(rate)
+    found = fs.testing.spmd(rank, sizes)(xs)
+    torch.testing.assert_close(found, want.expand_as(found))

@@ -13,6 +13,7 @@ from ... import _torch
 from ..._spec.spec import PartitionSpec
 from ..._units.padding import padding_mask
 from ...collectives._functions import vary
+from ...collectives._mesh import Simulated
 
 __all__ = ["SharedOptions", "fill_padding", "padding_masks", "refuse_without_spec", "split_axes"]
 
@@ -40,6 +41,9 @@ class SharedOptions:
             entered = option.to(mesh.device or option.device)
             for name in axes:
                 entered = vary(entered, mesh[name], reduce="sum")
+            for _, axis in mesh.axes:  # an in-place kernel under vmap takes an operand of all of its levels
+                if isinstance(axis, Simulated):
+                    entered = entered + 0 * axis.rank
             self._entered[key] = option, entered.to(option.device)
         return self._entered[key][1]
 
