@@ -6,10 +6,12 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import funshard as fs
@@ -339,6 +341,50 @@ def test_input_of_another_dtype(module: nn.Module, x: torch.Tensor) -> None:
     )
     with pytest.raises((RuntimeError, ValueError), match=expected):
         fs.functional_call(module, fs.shard(module, spec), (x,), spec=spec)
+
+
+class Scored(nn.Module):
+    """As models of transformers are called: ids and labels, of which the loss is None without labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 5)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
+        logits = self.table(ids)
+        return SimpleNamespace(logits=logits, loss=None if labels is None else F.cross_entropy(logits, labels))
+
+
+def scored(**batch: torch.Tensor) -> Callable[[Callable[[SimpleNamespace], Any]], Any]:
+    """A gradient of what a function takes of the output."""
+    model = Scored()
+    spec = fs.policies.whole()(model).on({"shard": 1})
+    return lambda take: fs.grad(lambda p: take(fs.functional_call(model, p, (), batch, spec=spec)))(fs.shard(model, spec))
+
+
+IDS = torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    "batch", [{"ids": IDS.float(), "labels": IDS}, {"ids": IDS, "labels": IDS.float()}], ids=["ids", "labels"]
+)
+def test_inputs_that_are_no_integers(batch: dict[str, torch.Tensor]) -> None:
+    """What units compute in has no part in it."""
+    with pytest.raises(
+        RuntimeError, match=r"functional_call: arguments are of torch\.float32, and torch expects integers"
+    ) as info:
+        scored(**batch)(lambda out: out.loss)
+    assert "units compute in" not in str(info.value)
+
+
+def test_outputs_that_are_no_loss() -> None:
+    with pytest.raises(TypeError, match=r"expected f to return a tensor, got SimpleNamespace; return its \.loss$"):
+        scored(ids=IDS, labels=IDS)(lambda out: out)
+    with pytest.raises(
+        TypeError, match=r"got NoneType; is there a return, and, for a \.loss of transformers, labels= in the call"
+    ):
+        scored(ids=IDS)(lambda out: out.loss)
+    assert scored(ids=IDS, labels=IDS)(lambda out: out.loss)[""].any()
 
 
 @pytest.mark.parametrize("forward", [None, False])
