@@ -94,8 +94,8 @@ def recompute_module(
             continue
         for name in run.buffers[i]:
             path, _, attr = name.rpartition(".")
-            # a graph would be handed on with the buffers, from one step to the next
-            kept = buffer if _torch.current_level() else buffer.detach()
+            # a graph would be handed on with the buffers, from one step to the next; one that is written to has no derivative
+            kept = buffer if is_new and _torch.current_level() else buffer.detach()
             with torch.no_grad():
                 place.modules[path]._buffers[attr] = kept.clone() if _torch.has_internal_overlap(kept) else kept
     for (path, attr), tensor in now.items():

@@ -132,6 +132,8 @@ def _has_graph(tensor: Tensor) -> bool:
 
 def has_tangent(tensor: Tensor) -> bool:
     """Return whether the innermost forward-mode derivative follows the tensor."""
+    while _functorch.is_batchedtensor(tensor):  # unpack_dual has no batching rule
+        tensor = _functorch.get_unwrapped(tensor)
     return is_in_forward_ad() and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 

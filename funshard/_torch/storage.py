@@ -55,7 +55,7 @@ def overwrite(target: Tensor, source: Tensor, *, bump_version: bool = True) -> N
     of them, ``copy_`` decides. Pinned by ``test_buffers_of_recomputed_modules``.
     """
     if is_batched(target) or is_batched(source):
-        target.copy_(source)
+        target.copy_(source.detach())
         return
     with below_transforms():
         (unwrap(target) if bump_version else unwrap(target).data).copy_(unwrap(source))
