@@ -855,6 +855,17 @@ def test_a_constant_that_is_moved_to_where_it_is() -> None:
         assert_close(got, want, **EXACT)
 
 
+def test_an_inner_gradient_of_what_it_closes_over() -> None:
+    """In a later run, below the transform, fs.grad took the closure for a constant: the derivative was 0 without a word."""
+
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        return fs.grad(lambda w: (w * x).sin().sum())(w).square().sum()
+
+    w, x = torch.linspace(0.5, 1, 3).double(), torch.linspace(-1, 1, 3).double()
+    for way in (torch.func.grad, lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum())):
+        assert_close(way(lambda x: fs.remat(f)(w, x))(x), way(lambda x: f(w, x))(x), **EXACT)
+
+
 def test_functional_call_inside_remat() -> None:
     """Parameters by the arguments, or by the closure."""
     model = nn.Linear(WIDTH, WIDTH).double()

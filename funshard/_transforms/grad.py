@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 from .. import _torch
 from .error_hints import add_hints, find_hint, is_forward_rule_missing
 
-__all__ = ["check_differentiable", "grad", "grad_and_value", "hvp", "is_differentiated_outside", "split_loss"]
+__all__ = ["check_differentiable", "grad", "grad_and_value", "hvp", "is_assumed_differentiated", "is_differentiated_outside"]
+__all__ += ["assume_differentiated", "split_loss"]
 
 
 def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -176,9 +179,37 @@ def _describe_leaf(leaf: object) -> str:
     return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
+class _Assumption(threading.local):
+    """Whether what this thread computes is differentiated, whatever it is computed from."""
+
+    is_differentiated = False
+
+
+_ASSUMPTION = _Assumption()
+
+
+@contextlib.contextmanager
+def assume_differentiated(is_differentiated: bool) -> Generator[None]:
+    """Let `grad` in this context be torch.func's or not, by what is known of a function that runs again.
+
+    Such a run may be below the transform that differentiates it, with arguments that do not require grad: what `grad` closes
+    over would be a constant.
+    """
+    before, _ASSUMPTION.is_differentiated = _ASSUMPTION.is_differentiated, is_differentiated
+    try:
+        yield
+    finally:
+        _ASSUMPTION.is_differentiated = before
+
+
+def is_assumed_differentiated() -> bool:
+    """Return whether `assume_differentiated` says that what is computed now is differentiated."""
+    return _ASSUMPTION.is_differentiated
+
+
 def is_differentiated_outside(arguments: object) -> bool:
     """Return whether anything outside can differentiate, batch or trace what is computed from these arguments."""
-    if torch.compiler.is_compiling() or _torch.current_level() or _torch.is_in_forward_ad():
+    if torch.compiler.is_compiling() or _torch.current_level() or _torch.is_in_forward_ad() or is_assumed_differentiated():
         return True
     tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

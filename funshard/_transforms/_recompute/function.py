@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ... import _torch
 from ..._spec.remat import Remat
 from ..._torch import DATA
+from ..grad import assume_differentiated, is_assumed_differentiated
 from .ambient import AmbientState, compared_variables, context_variables, set_context_variables
 from .autograd_queries import GRAD, QUERY_GETTERS, REGISTER_HOOK, ForbiddenFunctions, find_code_reads
 from .graph_checks import check_backward_hooks, check_not_read, differentiates_operand, find_parameter, has_grad
@@ -83,6 +84,7 @@ class RecomputedFunction:
         watches = _torch.current_level() and (not owned or reads.may_read_tensors())
         self._outer_tensors = OuterTensors(name, reached.objects) if watches else None
         self._is_last = self._is_graph_kept = False
+        self._in_transform = _torch.current_level() > 0 or is_assumed_differentiated()  # later runs may be below it
         self._paths = [reached.path_of((TENSOR, i), self._root_names) for i in range(len(reached.tensors))]
         self._attributes = {i: dict(vars(x)) for i, x in enumerate(reached.tensors) if vars(x)}
         self._ambient: AmbientState | None = None
@@ -175,6 +177,7 @@ class RecomputedFunction:
                 self._ambient = AmbientState(xs, self._generators)
                 saving = self._save_or_reuse(xs, self._ambient)
                 with (
+                    assume_differentiated(False),
                     torch.set_grad_enabled(self._grad),
                     set_context_variables(inputs.roots[-1]),
                     self._in_transforms(xs),
@@ -184,7 +187,7 @@ class RecomputedFunction:
                     out, variables = self._call(*inputs.roots[:-1]), compared_variables()
                 self._ambient.record_end()
             else:
-                with self._ambient.restored(), torch.set_grad_enabled(self._grad):
+                with assume_differentiated(self._in_transform), self._ambient.restored(), torch.set_grad_enabled(self._grad):
                     with self._in_transforms(xs), self._save_or_reuse(xs, self._ambient):
                         out, variables = contextvars.Context().run(self._run_in_context, inputs.roots)
                     self._ambient.check_end(self.name)
