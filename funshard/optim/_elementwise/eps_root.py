@@ -32,6 +32,8 @@ def add_eps_root(cls: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> 
     class WithEpsRoot(cls):  # pyright: ignore[reportGeneralTypeIssues]
         """An optimizer that divides by ``sqrt(v / (1 - b2^t) + eps_root) + eps``, as optax.adam does."""
 
+        has_derivative_at_zero = eps_root > 0
+
         def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             for group in self.param_groups:
                 for param in group["params"]:
@@ -69,7 +71,7 @@ def warn_zero_gradients(
     masks: Mapping[str, Tensor],
 ) -> None:
     """Warn, naming the unit, about elements whose gradients were all zero and are differentiated through a root."""
-    if cls not in ADAMS or torch.compiler.is_compiling():
+    if not issubclass(cls, ADAMS) or getattr(cls, "has_derivative_at_zero", False) or torch.compiler.is_compiling():
         return
     for key, grad in grads.items():
         if key not in state or "exp_avg_sq" not in state[key] or not _torch.is_tracked(grad) or _torch.is_batched(grad):
