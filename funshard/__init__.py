@@ -23,7 +23,7 @@ one of them:
     layout       flatten, unflatten, param_views
     model calls  functional_call, trace_order, SyncBatchNorm
     transforms   grad, grad_and_value, hvp, per_sample_grads, remat, offload, compile
-    steps        accumulate, update_in_backward, reduce_grads, reduce_mean, weight_share; check
+    steps        accumulate, update_in_backward, scan, reduce_grads, reduce_mean, weight_share; check
     planning     plan, Plan, Hardware, visualize
     submodules   policies, optim, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing
 
@@ -32,7 +32,7 @@ without an underscore is public.
 
     9  __main__                         python -m funshard plan
     8  _plan                            plan: memory, communication and time of a step before it runs
-    8  _steps                           accumulate, update_in_backward: how gradients become a step
+    8  _steps                           accumulate, update_in_backward: how gradients become a step; scan: steps become a run
        _init                            init, init_buffers: a model on the meta device gets its values, a unit at a time
        testing                          laws and exactness for users: assert_exact, spmd, strategies
     7  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
@@ -75,6 +75,7 @@ from ._spec.tree import ModuleTree, Param, module_tree
 from ._spec.unit import P, Unit
 from ._steps.accumulate import accumulate
 from ._steps.in_backward import StepResult, update_in_backward
+from ._steps.scan import scan
 from ._transforms._recompute.remat import remat
 from ._transforms._recompute.saved_results import checkpoint_name
 from ._transforms.grad import grad, grad_and_value, hvp
@@ -144,6 +145,7 @@ __all__ = [
     "reduce_mean",
     "remat",
     "reshard",
+    "scan",
     "scatter_full",
     "shard",
     "skeleton",

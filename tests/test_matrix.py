@@ -117,6 +117,7 @@ X = numbers(8, 4, 3, seed=100)
 COTANGENT = numbers(8, 4, 2, seed=101)
 CLIP = 3.0
 WEIGHTS = numbers(3, seed=102)
+RATES = torch.tensor([0.1, 0.05, 0.02, 0.01], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,18 @@ class Reference:
         return gradient(lambda p: self.mean(p) + cubes(gradient(self.mean, p)), self.full)
 
     @functools.cached_property
+    def through_steps(self) -> fs.Params:
+        """Of the mean loss after steps down it."""
+
+        def after(params: fs.Params) -> Tensor:
+            for rate in RATES:
+                grads = gradient(self.mean, params)
+                params = {name: p - rate * grads[name] for name, p in params.items()}
+            return self.mean(params)
+
+        return gradient(after, self.full)
+
+    @functools.cached_property
     def elsewhere(self) -> list[fs.Params]:
         pairs = zip(stack_of(self.full, self.direction), WEIGHTS, strict=True)
         return [gradient(lambda p: weight * self.mean(p), params) for params, weight in pairs]
@@ -301,6 +314,14 @@ def of_many_models(loss: Callable[[fs.Params], Tensor], p: fs.Params, v: fs.Para
     return torch.vmap(grad(lambda p, weight: weight * loss(p)))(stacked(stack_of(p, v)), WEIGHTS)
 
 
+def through_steps(loss: Callable[[fs.Params], Tensor], p: fs.Params, v: fs.Params) -> fs.Params:
+    def descend(p: fs.Params, rate: Tensor) -> tuple[fs.Params, None]:
+        grads = fs.grad(loss)(p)
+        return {key: t - rate * grads[key] for key, t in p.items()}, None
+
+    return fs.grad(lambda p: loss(fs.scan(descend, p, RATES)[0]))(p)
+
+
 def of_each_sample(**options: Any) -> Callable[[OnRanks, State], Any]:
     def run(on: OnRanks, state: State) -> Any:
         return on(lambda of, p, v, x, _: fs.per_sample_grads(of.loss, p, x, spec=of.spec, **options))(*state)
@@ -379,6 +400,10 @@ TRANSFORMS = {
     "`vmap` over parameters": Transform(
         inside(of_many_models),
         lambda of, cut, rank: stacked(cut(g) for g in of.elsewhere),
+    ),
+    "`fs.scan`": Transform(
+        inside(through_steps),
+        lambda of, cut, rank: cut(of.through_steps),
     ),
     "`per_sample_grads`": Transform(
         of_each_sample(),

@@ -1241,6 +1241,30 @@ def test_no_grad_in_forward_mode() -> None:
     assert not _torch.NoGradInForwardMode.is_active()
 
 
+def test_what_reverse_mode_records() -> None:
+    """At any level: by torch.func.grad and plain autograd, not by forward mode or vmap; what is computed from it as well."""
+    seen: list[bool] = []
+
+    def ask(x: Tensor) -> Tensor:
+        seen.append(_torch.is_recorded(x))
+        seen.append(_torch.is_recorded(x.sin()))
+        seen.append(_torch.is_recorded(torch.ones(2)))
+        return x.sum()
+
+    x, one = torch.ones(2), torch.ones(2)
+    torch.func.grad(ask)(x)
+    torch.func.jvp(torch.func.grad(ask), (x,), (one,))
+    torch.func.grad(lambda x: torch.func.jvp(ask, (x,), (one,))[1])(x)
+    torch.func.grad(lambda x: torch.vmap(ask)(x).sum())(torch.ones(2, 2))
+    ask(x.clone().requires_grad_())
+    assert seen == [True, True, False] * 5
+    seen.clear()
+    torch.func.jvp(ask, (x,), (one,))
+    torch.vmap(ask)(torch.ones(2, 2))
+    torch.func.grad(lambda y: y.sum() + ask(x))(x)
+    assert not any(seen)
+
+
 def test_leaves_of_transforms() -> None:
     """What a transform is given is a leaf of it; what was computed at any level around is none."""
     seen: list[bool] = []

@@ -15,6 +15,7 @@ from .frames import *
 from .groups import *
 from .levels import *
 from .no_grad import *
+from .reverse_mode import *
 from .shapes import *
 from .stand_in import *
 from .storage import *

@@ -1,0 +1,558 @@
+"""fs.scan is the loop over its steps, in values and derivatives of any order; its memory grows with few states."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from depth import each, mark_seldom, seldom
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+from funshard import P
+from funshard._steps import state_store
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of in-place kernels under vmap
+
+EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
+STEPS = 5
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 2)).double()
+FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
+X, VALIDATION = torch.randn(4, STEPS, 6, 3).double(), torch.randn(4, 6, 3).double()  # by rank
+WEIGHTS = torch.linspace(0.5, 1.5, 4 * STEPS * 6).view(4, STEPS, 6, 1).double()
+LR = torch.tensor(0.02).double()
+Scan = Callable[..., Any]
+
+
+def loop(step: Any, state: Any, xs: Any, **_: Any) -> Any:
+    """What scan is equal to."""
+    leaves, tree = pytree.tree_flatten(xs)
+    ys: list[Any] = []
+    for t in range(len(leaves[0])):
+        state, y = step(state, pytree.tree_unflatten([leaf[t] for leaf in leaves], tree))
+        ys.append(y)
+    return state, pytree.tree_map(lambda *parts: None if parts[0] is None else torch.stack(parts), *ys)
+
+
+def weighted_loss(spec: fs.PartitionSpec, params: fs.Params, x: Tensor, weights: Tensor) -> Tensor:
+    return (weights * fs.functional_call(MODEL, params, x, spec=spec).square()).mean()
+
+
+def run_adamw(
+    scan: Scan, spec: fs.PartitionSpec, x: Tensor, validation: Tensor, **options: Any
+) -> Callable[[Tensor, Tensor, fs.Params], Tensor]:
+    """A rank's validation loss after clipped steps of AdamW on a schedule, by weights of samples, rate and first params."""
+    init, update = fs.optim.from_torch(torch.optim.AdamW, differentiable=True, spec=spec, eps_root=1e-8)
+    ramp = torch.linspace(0.5, 1.0, STEPS).double()
+
+    def after(weights: Tensor, lr: Tensor, params: fs.Params) -> Tensor:
+        def step(state: Any, given: Any) -> Any:
+            params, moments = state
+            grads, value = fs.grad_and_value(functools.partial(weighted_loss, spec))(params, given["x"], given["w"])
+            grads, norm = fs.optim.clip_by_global_norm(grads, spec, 0.2)
+            return update(grads, moments, params, lr=lr * given["factor"]), {"loss": value, "norm": norm}
+
+        torch.manual_seed(1)  # of dropout
+        (params, _), ys = scan(step, (params, init(params)), {"x": x, "w": weights, "factor": ramp}, **options)
+        return weighted_loss(spec, params, validation, torch.ones(())) + ys["norm"].mean() / 10
+
+    return after
+
+
+def double_backward(f: Any, lr: Tensor) -> Tensor:
+    lr = lr.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(f(lr), lr, create_graph=True)
+    return torch.autograd.grad(slope, lr)[0]
+
+
+def plain_autograd(f: Any, *args: Any) -> Any:
+    leaves, tree = pytree.tree_flatten(args)
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    return torch.autograd.grad(f(*pytree.tree_unflatten(leaves, tree)), leaves)
+
+
+Derivative = Callable[[Any, Tensor, Tensor, fs.Params], Any]
+DERIVATIVES: dict[str, Derivative] = {
+    "value": lambda f, w, lr, p: f(w, lr, p),
+    "fs.grad": lambda f, w, lr, p: fs.grad(f, (0, 1, 2))(w, lr, p),
+    "torch.func.grad": lambda f, w, lr, p: torch.func.grad(f, (0, 1, 2))(w, lr, p),
+    "of the weights alone": lambda f, w, lr, p: fs.grad(f)(w, lr, p),
+    "plain autograd": plain_autograd,
+    "jvp": lambda f, w, lr, p: torch.func.jvp(lambda w, lr: f(w, lr, p), (w, lr), (w.cos(), torch.ones_like(lr)))[1],
+    "vmap": lambda f, w, lr, p: torch.vmap(torch.func.grad(lambda lr: f(w, lr, p)), randomness="same")(lr * torch.ones(2)),
+    "fs.hvp": lambda f, w, lr, p: fs.hvp(lambda w: f(w, lr, p), w, w.cos()),
+    "grad of grad": lambda f, w, lr, p: torch.func.grad(torch.func.grad(lambda lr: f(w, lr, p)))(lr),
+    "grad of jvp": lambda f, w, lr, p: torch.func.grad(lambda lr: torch.func.jvp(lambda w: f(w, lr, p), (w,), (w.cos(),))[1])(
+        lr
+    ),
+    "double backward": lambda f, w, lr, p: double_backward(lambda lr: f(w, lr, p), lr),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sqrt": {},
+    "log": {"segments": "log"},
+    "all": {"segments": STEPS},
+    "one": {"segments": 1},
+    "uneven": {"segments": 3},
+    "host": {"offload": "host"},
+    "disk": {"offload": "disk"},
+    "log on disk": {"segments": "log", "offload": "disk"},
+}
+
+
+@each
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_every_derivative_is_that_of_the_loop(
+    derivative: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout, clipping and a schedule, also at second order; states that are kept are elsewhere, and no file stays."""
+    monkeypatch.setattr(state_store, "is_moved_to_host", lambda device: True)  # the device is the host
+    chosen = dict(OPTIONS[options])
+    if chosen.get("offload") == "disk":
+        chosen["offload"] = tmp_path
+    spec = fs.by_type(nn.Linear)(MODEL).bound
+    at = WEIGHTS[0], LR, fs.shard(FULL, spec)
+    got, want = (DERIVATIVES[derivative](run_adamw(scan, spec, X[0], VALIDATION[0], **chosen), *at) for scan in (fs.scan, loop))
+    assert pytree.tree_leaves(want)[0].any()
+    assert_close(got, want, **EXACT)
+    assert not list(tmp_path.iterdir())
+
+
+# --- ranks ---
+
+POLICIES = {"P(shard)": fs.policies.always(), "P()": fs.policies.whole(P()), "mixed": fs.by_path({"0": P(), "3": P("shard")})}
+
+
+def metagradient(mesh: Any, policy: str, x: Tensor, validation: Tensor, weights: Tensor, scan: Scan, **options: Any) -> Any:
+    """A rank's: of its own weights of samples, of the shared rate, and full of its slices of the first params."""
+    spec = POLICIES[policy](MODEL).on(mesh)
+    f = run_adamw(scan, spec, x, validation, **options)
+    weights_, lr, params = fs.grad(f, (0, 1, 2))(weights, LR, fs.shard(FULL, spec))
+    return weights_, lr, fs.unshard(params, spec)
+
+
+@functools.cache
+def wanted(ranks: int, *, seed: int = 1) -> Any:
+    """By plain autograd of the unsharded model on the samples of all ranks, in one process."""
+    joined = [t[:ranks].transpose(0, 1).flatten(1, 2) for t in (X, WEIGHTS)]
+    MODEL.eval()  # ranks draw their own masks
+    spec = fs.policies.whole()(MODEL).on({"shard": 1})
+    f = run_adamw(loop, spec, joined[0], VALIDATION[:ranks].flatten(0, 1))
+    weights, lr, *params = plain_autograd(f, joined[1], LR, fs.shard(FULL, spec))
+    MODEL.train()
+    return weights.unflatten(1, (ranks, -1)).transpose(0, 1), lr, fs.unshard({"": params[0]}, spec)
+
+
+@each
+@pytest.mark.parametrize("options", ["sqrt", "log"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])
+def test_the_law_on_simulated_ranks(sizes: dict[str, int], policy: str, options: str) -> None:
+    """A rank's own weights have N times the objective's gradient, a shared rate has its whole one on every rank."""
+    ranks = math.prod(sizes.values())
+    want_weights, want_lr, want_params = wanted(ranks)
+    MODEL.eval()
+    run = lambda mesh, *args: metagradient(mesh, policy, *args, fs.scan, **OPTIONS[options])  # noqa: E731
+    weights, lr, params = fs.testing.spmd(run, sizes)(X[:ranks], VALIDATION[:ranks], WEIGHTS[:ranks])
+    MODEL.train()
+    assert_close(weights, ranks * want_weights, **EXACT)
+    assert_close(lr, want_lr.expand(ranks), **EXACT)
+    assert_close(params, {name: p.expand(ranks, *p.shape) for name, p in want_params.items()}, **EXACT)
+
+
+def law_on_rank(rank: int, cases: list[tuple[dict[str, int], str, dict[str, Any]]]) -> None:
+    for sizes, policy, options in cases:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        want_weights, want_lr, want_params = wanted(mesh.size())
+        MODEL.eval()
+        weights, lr, params = metagradient(mesh, policy, X[rank], VALIDATION[rank], WEIGHTS[rank], fs.scan, **options)
+        MODEL.train()
+        note = lambda m, at=(sizes, policy, options): f"{at}: {m}"  # noqa: E731
+        assert_close(weights, mesh.size() * want_weights[rank], **EXACT, msg=note)
+        assert_close(lr, want_lr, **EXACT, msg=note)
+        assert_close(params, want_params, **EXACT, msg=note)
+
+
+def test_the_law_on_two_ranks(gloo2: Pool) -> None:
+    gloo2.run(law_on_rank, [({"shard": 2}, "mixed", {}), ({"shard": 2}, "P(shard)", {"segments": "log"})])
+
+
+@seldom
+def test_the_law_on_two_ranks_with_every_option(gloo2: Pool, tmp_path: Path) -> None:
+    chosen = [{}, {"segments": "log"}, {"segments": 3, "offload": str(tmp_path)}]
+    gloo2.run(law_on_rank, list(itertools.product([{"shard": 2}], POLICIES, chosen)))
+
+
+@seldom
+def test_the_law_on_four_ranks(gloo4: Pool) -> None:
+    meshes = [{"shard": 4}, {"replicate": 2, "shard": 2}]
+    gloo4.run(law_on_rank, list(itertools.product(meshes, POLICIES, [{}, {"segments": "log"}])))
+
+
+def other_numbers_of_steps(rank: int) -> None:
+    spec = fs.policies.whole()(MODEL).bound
+    calls: list[int] = []
+
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        calls.append(0)
+        return state * x, None
+
+    with pytest.raises(ValueError, match=r"run different steps: expected 3 steps, segments=None, .* got 4 steps"):
+        fs.scan(step, torch.ones(()), torch.ones(3 + rank), spec=spec)
+    with pytest.raises(ValueError, match=r"segments='log' on rank 1"):
+        fs.scan(step, torch.ones(()), torch.ones(3), segments=(3, "log")[rank], spec=spec)
+    assert not calls
+    assert fs.scan(step, torch.ones(()), torch.full((3,), 2.0), spec=spec)[0] == 8
+
+
+def test_ranks_with_another_number_of_steps_are_told(gloo2: Pool) -> None:
+    """Before anything runs, and on every rank."""
+    gloo2.run(other_numbers_of_steps)
+
+
+# --- what a step may contain ---
+
+
+def by_muon(spec: fs.PartitionSpec) -> Any:
+    fallback = fs.optim.from_torch(torch.optim.AdamW, differentiable=True, spec=spec, eps_root=1e-8)
+    init, update = fs.optim.muon(spec, dtype=torch.float64, fallback=fallback)
+
+    def step(state: Any, given: tuple[Tensor, Tensor], lr: Tensor) -> Any:
+        params, moments = state
+        grads = fs.grad(functools.partial(weighted_loss, spec))(params, *given)
+        return update(grads, moments, params, lr=lr, fallback_lr=lr), None
+
+    return init, step
+
+
+def by_accumulate(spec: fs.PartitionSpec, parts: int = 2, keep: Any = "shards") -> Any:
+    init, update = fs.optim.from_torch(torch.optim.AdamW, differentiable=True, spec=spec, eps_root=1e-8)
+
+    def step(state: Any, given: tuple[Tensor, Tensor], lr: Tensor) -> Any:
+        params, moments = state
+        pieces = list(zip(*(t.chunk(parts) for t in given), strict=True))
+        grads, value = fs.accumulate(lambda p, xw: weighted_loss(spec, p, *xw), params, pieces, spec=spec, keep=keep)
+        return update(grads, moments, params, lr=lr), value
+
+    return init, step
+
+
+def in_backward(spec: fs.PartitionSpec) -> Any:
+    init, update = fs.optim.from_torch(torch.optim.AdamW, differentiable=True, spec=spec, eps_root=1e-8)
+
+    def step(state: Any, given: tuple[Tensor, Tensor], lr: Tensor) -> Any:
+        loss = lambda p, xw: weighted_loss(spec, p, *xw)  # noqa: E731
+        run = fs.update_in_backward(functools.partial(update, lr=lr), loss, *state, [given], spec=spec, max_norm=0.2)
+        return (run.params, run.state), run.value
+
+    return init, step
+
+
+def inner_gradient_of_closure(spec: fs.PartitionSpec) -> Any:
+    """The inner gradient closes over what is differentiated: fs.grad alone would take it for a constant."""
+
+    def step(state: Any, given: tuple[Tensor, Tensor], lr: Tensor) -> Any:
+        grads = fs.grad(lambda p: weighted_loss(spec, p, *given))(state)
+        return {key: p - lr * grads[key] for key, p in state.items()}, None
+
+    return lambda params: params, step
+
+
+STEPS_OF = {
+    "muon": by_muon,
+    "accumulate": by_accumulate,
+    "accumulate full": functools.partial(by_accumulate, keep="full"),
+    "update in backward": in_backward,
+    "closure": inner_gradient_of_closure,
+}
+
+
+def of_step(scan: Scan, name: str, spec: fs.PartitionSpec, x: Tensor, validation: Tensor, **options: Any) -> Any:
+    init, step = STEPS_OF[name](spec)
+    first = fs.shard(FULL, spec)
+    params_of = (lambda state: state) if name == "closure" else (lambda state: state[0])
+
+    def after(weights: Tensor, lr: Tensor) -> Tensor:
+        start = init(first) if name == "closure" else (first, init(first))
+        state, _ = scan(lambda state, given: step(state, given, lr), start, (x[:3], weights), **options)
+        return weighted_loss(spec, params_of(state), validation, torch.ones(()))
+
+    return after
+
+
+@each
+@pytest.mark.parametrize("derivative", ["torch.func.grad", *mark_seldom(["fs.hvp"])])
+@pytest.mark.parametrize("name", STEPS_OF)
+def test_what_a_step_may_contain(name: str, derivative: str) -> None:
+    """Also where neither state nor slices are differentiated in the first step, but by closures."""
+    spec = POLICIES["mixed"](MODEL).on({"shard": 1})
+    MODEL.eval()
+
+    def derive(scan: Scan, take: Any = None) -> Any:
+        f = of_step(scan, name, spec, X[0], VALIDATION[0])
+        take = take or (fs.hvp if derivative == "fs.hvp" else None)
+        if take is fs.hvp:
+            return fs.hvp(lambda w: f(w, LR), WEIGHTS[0, :3], WEIGHTS[0, :3].cos())
+        return (take or torch.func.grad)(f, (0, 1))(WEIGHTS[0, :3], LR)
+
+    want = derive(loop)
+    assert_close(derive(fs.scan), want, **EXACT)
+    if derivative != "fs.hvp":
+        assert_close(derive(fs.scan, fs.grad), want, **EXACT)
+    MODEL.train()
+
+
+def steps_on_rank(rank: int, names: list[str]) -> None:
+    spec = POLICIES["mixed"](MODEL).bound
+    MODEL.eval()
+    for name in names:
+        joined = [t[:2].transpose(0, 1).flatten(1, 2) for t in (X, WEIGHTS)]
+        whole = fs.policies.whole()(MODEL).on({"shard": 1})
+        if name == "muon":
+            whole = POLICIES["mixed"](MODEL).on({"shard": 1})
+        f = of_step(loop, name, whole, joined[0], VALIDATION[:2].flatten(0, 1))
+        weights, lr = torch.func.grad(f, (0, 1))(joined[1][:3], LR)
+        got = fs.grad(of_step(fs.scan, name, spec, X[rank], VALIDATION[rank]), (0, 1))(WEIGHTS[rank, :3], LR)
+        assert_close(got[0], 2 * weights.chunk(2, 1)[rank], **EXACT, msg=lambda m, name=name: f"{name}: {m}")
+        if name != "closure":  # where the update is written by hand, each rank has its part of the rate's derivative
+            assert_close(got[1], lr, **EXACT, msg=lambda m, name=name: f"{name}: {m}")
+    MODEL.train()
+
+
+@pytest.mark.parametrize("name", mark_seldom(STEPS_OF, "muon", "closure"))
+def test_what_a_step_may_contain_on_two_ranks(gloo2: Pool, name: str) -> None:
+    gloo2.run(steps_on_rank, [name])
+
+
+# --- traps that others fell into ---
+
+
+def one_step(spec: fs.PartitionSpec, x: Tensor, weights: Tensor, validation: Tensor) -> Tensor:
+    """The gradient of a validation loss by the weights, through one step of a size."""
+    params = fs.shard(FULL, spec)
+
+    def after(weights: Tensor) -> Tensor:
+        def step(params: fs.Params, given: tuple[Tensor, Tensor]) -> Any:
+            grads = fs.grad(functools.partial(weighted_loss, spec))(params, *given)
+            return {key: p - 0.1 * grads[key] for key, p in params.items()}, None
+
+        return weighted_loss(spec, fs.scan(step, params, (x[:1], weights))[0], validation, torch.ones(()))
+
+    return fs.grad(after)(weights)
+
+
+def one_step_on_rank(rank: int) -> None:
+    MODEL.eval()
+    x, weights = (t[:2].transpose(0, 1).flatten(1, 2) for t in (X, WEIGHTS))
+    spec = fs.by_type(nn.Linear)(MODEL)
+    want = one_step(spec.on({"shard": 1}), x, weights[:1], VALIDATION[:2].flatten(0, 1))
+    got = one_step(spec.bound, X[rank], WEIGHTS[rank, :1], VALIDATION[rank])
+    assert_close(got / 2, want.chunk(2, 1)[rank], **EXACT)
+    MODEL.train()
+
+
+def test_trap_synchronisation_off_by_the_world_size(gloo2: Pool) -> None:
+    """One step on two ranks, over their number, is the single process's; an update that counted gradients twice is not."""
+    gloo2.run(one_step_on_rank)
+
+
+def rate_derivative(eps: float, eps_root: float, gradient: float) -> Tensor:
+    """Of the parameter by the gradient's scale, through two steps of Adam."""
+    model = nn.Linear(2, 1, bias=False).double()
+    spec = fs.policies.whole()(model).on({"shard": 1})
+    init, update = fs.optim.from_torch(torch.optim.Adam, differentiable=True, lr=0.1, eps=eps, eps_root=eps_root, spec=spec)
+    first = fs.shard(model, spec)
+
+    def after(scale: Tensor) -> Tensor:
+        step = lambda state, factor: (update({"": factor * scale}, state[1], state[0]), None)  # noqa: E731
+        return fs.scan(step, (first, init(first)), torch.tensor([1.0, 2.0]).double())[0][0][""].sum()
+
+    return fs.grad(after)(torch.full((2,), gradient).double())
+
+
+def test_trap_adams_eps_inside_or_outside_of_the_root() -> None:
+    """By hand: ``m / (sqrt(v + eps_root) + eps)``; at a gradient of 0 the one inside has a derivative, the other none."""
+
+    def by_hand(scale: Tensor, eps: float, eps_root: float) -> Tensor:
+        w, m, v = torch.ones(2).double(), 0.0, 0.0
+        for t, factor in enumerate((1.0, 2.0), 1):
+            g = factor * scale
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+            w = w - 0.1 * m / (1 - 0.9**t) / ((v / (1 - 0.999**t) + eps_root).sqrt() + eps)
+        return w.sum()
+
+    for eps, eps_root, gradient in [(1e-3, 1e-6, 0.02), (1e-3, 0.0, 0.02), (0.0, 1e-6, 0.02), (1e-8, 1e-6, 0.0)]:
+        want = torch.func.grad(by_hand)(torch.full((2,), gradient).double(), eps, eps_root)
+        assert_close(rate_derivative(eps, eps_root, gradient), want, **EXACT)
+        assert want.isfinite().all()
+        assert want.any()
+    with pytest.warns(UserWarning, match=r"unit '' has elements whose gradients were all 0.* give eps_root=1e-8"):
+        rate_derivative(1e-8, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("keep", ["shards", "full"])
+def test_trap_accumulation_over_one_and_two_micro_batches(keep: str) -> None:
+    """The same metagradient in float64."""
+    spec = fs.by_type(nn.Linear)(MODEL).bound
+    MODEL.eval()
+    found = []
+    for parts in (1, 2):
+        init, step = by_accumulate(spec, parts, keep)
+        first = fs.shard(FULL, spec)
+        start = first, init(first)
+
+        def after(weights: Tensor, step: Any = step, start: Any = start) -> Tensor:
+            (params, _), _ = fs.scan(lambda state, given: step(state, given, LR), start, (X[0, :3], weights))
+            return weighted_loss(spec, params, VALIDATION[0], torch.ones(()))
+
+        found.append(fs.grad(after)(WEIGHTS[0, :3]))
+    MODEL.train()
+    assert found[0].any()
+    assert_close(found[0], found[1], rtol=1e-12, atol=1e-14)
+
+
+def test_trap_float32_is_near_float64() -> None:
+    """A metagradient through five steps keeps four digits of it."""
+    spec = fs.by_type(nn.Linear)(MODEL).bound
+    MODEL.eval()
+    exact = fs.grad(run_adamw(fs.scan, spec, X[0], VALIDATION[0]))(WEIGHTS[0], LR, fs.shard(FULL, spec))
+    MODEL.float()
+    low = {name: p.float() for name, p in FULL.items()}
+    spec = fs.by_type(nn.Linear)(MODEL).bound
+    f = run_adamw(fs.scan, spec, X[0].float(), VALIDATION[0].float())
+    found = fs.grad(f)(WEIGHTS[0].float(), LR.float(), fs.shard(low, spec))
+    MODEL.double()
+    MODEL.train()
+    assert 0 < (found - exact).norm() < 1e-3 * exact.norm()
+
+
+def test_trap_smoothness() -> None:
+    """The metagradient predicts what a small step along it does, with an error of second order."""
+    spec = fs.by_type(nn.Linear)(MODEL).bound
+    MODEL.eval()
+    f = run_adamw(fs.scan, spec, X[0], VALIDATION[0])
+    params = fs.shard(FULL, spec)
+    gradient, value = fs.grad_and_value(f)(WEIGHTS[0], LR, params)
+    direction, errors = gradient / gradient.norm(), []
+    for size in (0.01, 0.005):
+        change = f(WEIGHTS[0] - size * direction, LR, params) - value
+        errors.append(abs(float(change / (-size * gradient.norm())) - 1))
+    MODEL.train()
+    assert errors[0] < 0.01
+    assert 1.5 < errors[0] / errors[1] < 2.5
+
+
+# --- what it costs ---
+
+
+def held(record: profile) -> int:
+    """The most bytes that were allocated at once."""
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
+
+
+WIDTH = 64
+STATE_BYTES = WIDTH * WIDTH * 8
+RUNS = itertools.count()
+"""Of steps: a counter that no run finds among what it may change."""
+
+
+def training(w: Tensor, x: Tensor) -> tuple[Tensor, None]:
+    next(RUNS)
+    grads = torch.func.grad(lambda w: torch.tanh(x @ w).square().mean())(w)
+    return w - 0.1 * grads, None
+
+
+def peak_and_runs(steps: int, **options: Any) -> tuple[int, int]:
+    """Bytes beyond what one step's derivative takes, and the runs of steps, for the gradient by all x."""
+    torch.manual_seed(0)
+    w, xs = torch.randn(WIDTH, WIDTH).double(), torch.randn(steps, 2, WIDTH).double()
+    gradient = fs.grad(lambda xs: fs.scan(training, w, xs, **options)[0].square().sum())
+    fs.grad(lambda xs: fs.scan(training, w, xs)[0].sum())(xs[:1])  # what the first call allocates
+    gc.collect()
+    before = next(RUNS)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        gradient(xs)
+    return held(record) - 3 * xs.nbytes, next(RUNS) - before - 1
+
+
+@pytest.mark.parametrize("ends", mark_seldom([(4, 16), (16, 64), (16, 256)], (4, 16)), ids=str)
+def test_memory_grows_with_the_root_of_the_steps(ends: tuple[int, int]) -> None:
+    """By 2 states for each unit of sqrt(T), and by one for each doubling with "log"; a step runs three times at most."""
+    low, high = ends
+    (least, _), (most, runs) = peak_and_runs(low), peak_and_runs(high)
+    assert (most - least) / STATE_BYTES <= 2 * (math.sqrt(high) - math.sqrt(low)) + 2
+    assert (most - least) / STATE_BYTES >= math.sqrt(high) - math.sqrt(low)
+    assert runs <= 3 * high
+    (least, _), (most, runs) = peak_and_runs(low, segments="log"), peak_and_runs(high, segments="log")
+    assert (most - least) / STATE_BYTES <= math.log2(high / low) + 2
+    assert runs == high * (1 + math.log2(high) / 2)
+
+
+def test_all_states_are_kept_where_no_step_runs_three_times() -> None:
+    most, runs = peak_and_runs(16, segments=16)
+    assert most / STATE_BYTES >= 16
+    assert runs == 2 * 16 - 1
+
+
+def test_nothing_is_kept_where_nothing_is_differentiated_in_reverse() -> None:
+    """A plain loop, also in forward mode: for few hyperparameters at any number of steps."""
+    w, x = torch.randn(WIDTH, WIDTH).double(), torch.randn(2, WIDTH).double()
+
+    def after(rate: Tensor, steps: int) -> Tensor:
+        def step(w: Tensor, _: Tensor) -> tuple[Tensor, None]:
+            next(RUNS)
+            return w - rate * torch.func.grad(lambda w: torch.tanh(x @ w).square().mean())(w), None
+
+        return fs.scan(step, w, torch.arange(steps))[0].square().sum()
+
+    peaks = []
+    for steps in (4, 32):
+        before = next(RUNS)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            torch.func.jvp(functools.partial(after, steps=steps), (LR,), (torch.ones_like(LR),))
+        peaks.append(held(record))
+        assert next(RUNS) - before - 1 == steps
+    assert peaks[1] <= peaks[0] + 4096
+
+
+def test_states_on_disk_leave_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in files at once is all but one segment's states, and no file has a name."""
+    now, most, allocate = 0, 0, state_store._allocate_in_file
+
+    class Freed:
+        def __init__(self, nbytes: int) -> None:
+            self.nbytes = nbytes
+
+        def __del__(self) -> None:
+            nonlocal now
+            now -= self.nbytes
+
+    def counted(like: Tensor, directory: str) -> Tensor:
+        nonlocal now, most
+        assert directory == str(tmp_path)
+        out = allocate(like, directory)
+        out.untyped_storage().freed = Freed(like.nbytes)  # pyright: ignore
+        now, most = now + like.nbytes, max(most, now + like.nbytes)
+        assert not list(tmp_path.iterdir())
+        return out
+
+    monkeypatch.setattr(state_store, "_allocate_in_file", counted)
+    on_device, _ = peak_and_runs(16)
+    everywhere, _ = peak_and_runs(16, offload=tmp_path)
+    assert most == 3 * STATE_BYTES
+    assert everywhere - most <= on_device - 2 * STATE_BYTES
