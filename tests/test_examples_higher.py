@@ -40,6 +40,8 @@ SMALLER: dict[str, dict[str, Any]] = depth(
         "ensemble.py": {"HIDDEN": 32, "BATCH": 120, "STEPS": 21, "EVERY": 7},
         "implicit.py": {"SAMPLES": 200, "STRENGTH": 0.5, "LR": 10.0},
         "dp_sgd.py": {"HIDDEN": 32, "BATCH": 96, "STEPS": 24, "EVERY": 4},
+        "data_weights.py": {"STEPS": 32},
+        "learn_rates.py": {"STEPS": 12, "UPDATES": 2, "RATE": 1e-3},
     },
     {},
 )
@@ -305,6 +307,34 @@ def test_hypergradients_lead_to_a_better_validation_loss() -> None:
     assert len(losses) == 3
     assert losses[0] > losses[1] > losses[2]
     assert losses[2] < losses[0] - 0.05
+
+
+# --- gradients through training ---
+
+
+@seldom
+def test_mislabelled_samples_are_found(gloo2: Pool) -> None:
+    """On two ranks as on one: most of them; the metagradient predicts a small change, and the loss without them is lower."""
+    output = run(2, "data_weights.py") if thorough() else gloo2.run(printed_on_this_rank, "data_weights.py")[0]
+    check_printed(output, 2, "data_weights.py")
+    found, count = (int(x) for x in re.search(r"(\d+) of (\d+) mislabelled", output).groups())  # pyright: ignore
+    assert 30 < count < 60
+    assert found > 0.7 * count
+    predicted, measured, before, after = numbers(output)
+    assert predicted < 0
+    assert measured == pytest.approx(predicted, rel=0.05)
+    assert after < 0.7 * before
+    assert float(re.search(r"float32 differs by (\S+) of", output).group(1)) < 1e-3  # pyright: ignore
+
+
+@seldom
+def test_learnt_rates_lower_the_loss(gloo2: Pool) -> None:
+    """On two ranks as on one; forward mode agrees, or the script would have stopped."""
+    output = run(2, "learn_rates.py") if thorough() else gloo2.run(printed_on_this_rank, "learn_rates.py")[0]
+    check_printed(output, 2, "learn_rates.py")
+    losses = [float(x) for x in re.findall(r"^update .* loss ([\d.]+)", output, re.MULTILINE)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0]
 
 
 # --- dp_sgd ---
