@@ -31,6 +31,8 @@ _NO_SECOND_OF_ATTENTION = re.compile(r"derivative for (\S*attention\S*) is not i
 _NO_SECOND_OF_BAG = re.compile(r"derivative for '_embedding_bag\w*' is not implemented|Autograd not support dtype: Long")
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|datatype|Input type \(|\bbe the same\b")
 """torch's words about tensors of two dtypes. Pinned by ``test_input_of_another_dtype``."""
+_EXPECTS_INTEGERS = re.compile(r"(scalar types?:?|dtype to be) Long")
+"""torch's words about a tensor that is to hold integers. Pinned by ``test_inputs_that_are_no_integers``."""
 
 
 def is_forward_rule_missing(error: BaseException) -> bool:
@@ -91,7 +93,10 @@ def add_argument_hints(
         hints.append(f"params are on {', '.join(sorted(devices[0]))}, the arguments on {', '.join(sorted(devices[1]))}")
     used = {unit.p.precision._resolve(unit.dtype).param if unit.p.precision else unit.dtype for unit in spec}
     floats = {x.dtype for x in tensors if x.is_floating_point() or "Long" in str(error)}  # whole numbers are often right
-    if _ABOUT_DTYPES.search(str(error)) and (others := floats - used):
+    shown = ", ".join(sorted({str(x.dtype) for x in tensors if x.is_floating_point()}))
+    if shown and _EXPECTS_INTEGERS.search(str(error)):
+        hints.append(f"arguments are of {shown}, and torch expects integers of one of them, such as ids or labels: x.long()")
+    elif _ABOUT_DTYPES.search(str(error)) and (others := floats - used):
         shown = ", ".join(sorted(map(str, others)))
         hints.append(
             f"arguments are of {shown}, units compute in {', '.join(sorted(map(str, used)))}; cast the arguments, or give the "

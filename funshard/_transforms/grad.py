@@ -252,7 +252,10 @@ def split_loss(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
         raise TypeError(f"grad: expected f to return (loss, aux) with has_aux=True, got {type(out).__name__}")
     loss, aux = out if has_aux else (out, None)
     if not isinstance(loss, Tensor):
-        raise TypeError(f"grad: expected f to return a tensor, got {type(loss).__name__}")  # pyright: ignore[reportUnknownArgumentType]
+        hint = "; return its .loss" if hasattr(loss, "loss") else ""
+        if loss is None:
+            hint = "; is there a return, and, for a .loss of transformers, labels= in the call?"
+        raise TypeError(f"grad: expected f to return a tensor, got {type(loss).__name__}{hint}")
     if loss.dim():
         raise ValueError(f"grad: expected f to return a scalar (0-dim) tensor, got shape {list(loss.shape)}; reduce the loss")
     if not loss.is_floating_point():
