@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import funshard as fs
 
@@ -86,7 +85,7 @@ def sharpness(params):
     return values[-1].item(), n
 
 
-with sdpa_kernel(SDPBackend.MATH):  # the attention kernel that has second derivatives
+with fs.transforms_attention():  # which has second derivatives
     for step in range(STEPS + 1):
         grads, value = fs.grad_and_value(loss)(params)
         if step % EVERY == 0:

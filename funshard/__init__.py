@@ -22,7 +22,7 @@ one of them:
     sharding     shard, unshard, reshard, gather_full, scatter_full, partition, combine, skeleton, init, random_like
     layout       flatten, unflatten, param_views
     model calls  functional_call, trace_order, SyncBatchNorm
-    transforms   grad, grad_and_value, hvp, per_sample_grads, remat, offload, compile
+    transforms   grad, grad_and_value, hvp, per_sample_grads, chunked, transforms_attention, remat, offload, compile
     steps        accumulate, update_in_backward, scan, reduce_grads, reduce_mean, weight_share; check
     planning     plan, Plan, Hardware, visualize
     submodules   policies, optim, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing
@@ -39,7 +39,7 @@ without an underscore is public.
        _call                            functional_call: entry, the four modes, the running call, schedule
        _compiled                        fs.compile: the step and the passes over its graph
     6  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads, random_like
-       _transforms                      grad, hvp, remat, checkpoint_name, offload, per_sample_grads
+       _transforms                      grad, hvp, remat, checkpoint_name, chunked, attention, offload, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
     5  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
        policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
@@ -78,6 +78,8 @@ from ._steps.in_backward import StepResult, update_in_backward
 from ._steps.scan import scan
 from ._transforms._recompute.remat import remat
 from ._transforms._recompute.saved_results import checkpoint_name
+from ._transforms.attention import transforms_attention
+from ._transforms.chunked import chunked
 from ._transforms.grad import grad, grad_and_value, hvp
 from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
@@ -117,6 +119,7 @@ __all__ = [
     "check",
     "checkpoint",
     "checkpoint_name",
+    "chunked",
     "codecs",
     "collectives",
     "combine",
@@ -151,6 +154,7 @@ __all__ = [
     "skeleton",
     "testing",
     "trace_order",
+    "transforms_attention",
     "unflatten",
     "unshard",
     "update_in_backward",

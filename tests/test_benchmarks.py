@@ -49,6 +49,27 @@ def all_finite(figures: object) -> bool:
 
 
 @seldom
+def test_chunked() -> None:
+    """Without the logits there is less memory in every step."""
+    table, result = run("chunked", "--words 2000 --dim 16 --tokens 128 --chunks 8 --rounds 1")
+    assert list(result["figures"]) == ["loss", "gradient", "hvp"]
+    assert all_finite(result["figures"])
+    for step, figures in result["figures"].items():
+        assert step in table
+        assert figures["chunked"] < figures["whole"] / 2
+
+
+@seldom
+def test_attention() -> None:
+    """By blocks memory is linear in the length, by the math kernel quadratic."""
+    _, result = run("attention", "--lengths 256,512 --block 32 --rounds 1")
+    assert all_finite(result["figures"])
+    short, long = (result["figures"][length] for length in ("256", "512"))
+    assert long["blocks"] < 2.2 * short["blocks"]
+    assert long["math"] > 3.5 * short["math"]
+
+
+@seldom
 def test_higher() -> None:
     """Figures for every mode; without prefetch a compiled product takes less memory than the eager one."""
     table, result = run("higher", f"--backend aot_eager {GPT} --rounds 1 --warmup 0 --modes 'hvp,per sample'")

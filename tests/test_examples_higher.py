@@ -7,6 +7,7 @@ import functools
 import io
 import math
 import re
+import types
 from typing import Any
 from unittest import mock
 
@@ -38,6 +39,7 @@ SMALLER: dict[str, dict[str, Any]] = depth(
         "sharpness.py": {"LAYERS": 1, "LR": 0.25, "STEPS": 36, "EVERY": 18},
         "maml.py": {"INNER_LR": 0.04, "LR": 0.03, "STEPS": 40, "EVERY": 10},
         "ensemble.py": {"HIDDEN": 32, "BATCH": 120, "STEPS": 21, "EVERY": 7},
+        "meanflow.py": {"LAYERS": 1, "DIM": 16, "STEPS": 12, "EVERY": 6, "LR": 1e-2},
         "implicit.py": {"SAMPLES": 200, "STRENGTH": 0.5, "LR": 10.0},
         "dp_sgd.py": {"HIDDEN": 32, "BATCH": 96, "STEPS": 24, "EVERY": 4},
         "data_weights.py": {"STEPS": 32},
@@ -207,6 +209,34 @@ def test_maml_learns_to_learn() -> None:
     losses = column(printed("maml.py"), "steps")
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 3
+
+
+# --- MeanFlow ---
+
+
+@seldom
+def test_meanflow_on_several_ranks_is_that_on_one(gloo2: Pool) -> None:
+    output = run(2, "meanflow.py") if thorough() else gloo2.run(printed_on_this_rank, "meanflow.py")[0]
+    check_printed(output, 2, "meanflow.py")
+
+
+def test_meanflow_has_the_gradient_of_the_unsharded_loss() -> None:
+    """By the math kernel; and its samples come closer to the curves."""
+    given, output = alone("meanflow.py"), printed("meanflow.py")
+    torch.manual_seed(0)
+    model = given["Velocity"]().double()
+    batch = tuple(given["draw"]())
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    with fs.transforms_attention(given["BLOCK"]):
+        grads, value = fs.grad_and_value(given["loss"])(fs.shard(params, given["spec"]), *batch)
+    call = lambda p, *args: torch.func.functional_call(model, p, args)  # noqa: E731
+    plain = {**given, "velocity": call}
+    plain_loss = types.FunctionType(given["loss"].__code__, plain)
+    with sdpa_kernel(SDPBackend.MATH):
+        want = torch.func.grad(plain_loss)(params, *batch)
+    close(fs.unshard(grads, given["spec"]), want)
+    assert column(output, "loss")[0] == pytest.approx(value.item(), rel=1e-9)
+    assert column(output, "distance")[-1] < column(output, "distance")[0]
 
 
 # --- ensembles ---

@@ -262,7 +262,7 @@ def text(error: BaseException) -> str:
 
 
 def test_fused_attention_says_what_to_do() -> None:
-    """torch's errors, with the module where it is known; by the math kernel all of it is there."""
+    """torch's errors, with the module where it is known; in the context that it names all of it is there."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"self": Attention()})["self"]), torch.randn(3, 4)
     spec = fs.by_type(Attention)(model)
     shards = fs.shard(model, spec)
@@ -270,7 +270,7 @@ def test_fused_attention_says_what_to_do() -> None:
     def loss(params: fs.Params) -> Tensor:
         return fs.functional_call(model, params, x, spec=spec).sin().sum()
 
-    named = r"funshard: module '1': torch's fused attention .* call it under torch\.nn\.attention\.sdpa_kernel\(.*MATH\)"
+    named = r"funshard: module '1': torch's fused attention .* call it under funshard\.transforms_attention\(\), .*MATH\)"
     unnamed = named.replace("module '1': ", "")
     ways: list[tuple[Callable[[], Any], str]] = [
         (lambda: fs.hvp(loss, shards, shards), named),
@@ -283,7 +283,7 @@ def test_fused_attention_says_what_to_do() -> None:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match=r"_flash_attention") as error:
             way()
         assert len(re.findall(wanted, text(error.value))) == 1, text(error.value)
-        with sdpa_kernel(SDPBackend.MATH):
+        with fs.transforms_attention():
             way()
 
 

@@ -63,10 +63,28 @@ class AsWritten(nn.Module):
         return x + self.down(torch.tanh(h)) * self.heads[0].weight.mean() + self.heads[0].bias.sum()
 
 
-def network() -> nn.Module:
+class Whole(Block):
+    """A block with a gate that is a mean over its rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total, count = self.sums((self.up.weight, self.up.bias), x.reshape(-1, x.shape[-1]))
+        return super().forward(x) * torch.sigmoid(total / count)
+
+    def sums(self, w: Any, rows: Tensor) -> Any:
+        return torch.tanh(F.linear(rows, *w)).square().sum(), rows.shape[0]
+
+
+class InChunks(Whole):
+    """The same by `fs.chunked`."""
+
+    def sums(self, w: Any, rows: Tensor) -> Any:
+        return fs.chunked(super().sums, 3)(w, rows)
+
+
+def network(block: type[Block] = Block) -> nn.Module:
     """Two blocks with a weight in common, one of them run twice; no number of ranks divides every unit."""
     torch.manual_seed(1)
-    a, b = Block(5), Block(5)
+    a, b = block(5), block(5)
     b.up.weight = a.up.weight
     return nn.Sequential(nn.Linear(3, 5), a, b, a, nn.Linear(5, 2)).double()
 
@@ -92,23 +110,26 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A model, its trained parameters and a direction for them; and the frozen ones, as they are computed with."""
+    """A model, its trained parameters and a direction for them; the frozen ones, as they are computed with; what it equals."""
 
     model: nn.Module
     full: fs.Params
     direction: fs.Params
     frozen: fs.Params
+    reference: nn.Module
 
     @classmethod
-    def of(cls, model: nn.Module, codec: fs.Codec | None = None) -> Network:
+    def of(cls, model: nn.Module, codec: fs.Codec | None = None, reference: nn.Module | None = None) -> Network:
         full = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         direction = {name: numbers(*p.shape, seed=i) for i, (name, p) in enumerate(full.items())}
         used = dict((quantized(model, codec) if codec else model).named_parameters())
-        return cls(model, full, direction, {name: p.detach() for name, p in used.items() if name not in full})
+        return cls(
+            model, full, direction, {name: p.detach() for name, p in used.items() if name not in full}, reference or model
+        )
 
     def plain(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         # of a copy: torch 2.13 leaves its tensors in a tied parameter of a module that is registered twice
-        return torch.func.functional_call(copy.deepcopy(self.model), self.frozen | dict(params), (x,))
+        return torch.func.functional_call(copy.deepcopy(self.reference), self.frozen | dict(params), (x,))
 
 
 INT8, NF4 = fs.codecs.int8(8), fs.codecs.nf4(8)
@@ -154,6 +175,7 @@ OF_MEMORY = {
     "`offload=` params": Strategy(P("shard", offload="params")),
     "`at_rest=` int8": Strategy(P("shard", at_rest=INT8), network=Network.of(adapted(), INT8)),
     "`at_rest=` nf4": Strategy(P("shard", at_rest=NF4), network=Network.of(adapted(), NF4)),
+    "`chunked`": Strategy(P("shard"), network=Network.of(network(InChunks), reference=network(Whole))),
 }
 OF_COMPILED_UNITS = {"`compile=`": Strategy(P("shard", compile=fs.Compile(backend="aot_eager")))}
 STRATEGIES = MAIN | OF_MEMORY | OF_COMPILED_UNITS
@@ -493,9 +515,9 @@ def table() -> str:
     rows = ["| | |", "|---|---|", f"| transforms | {', '.join(transforms)} |", f"| strategies | {', '.join(STRATEGIES)} |"]
     explained = (
         '*As written* is `P("shard")` of blocks with `detach`, fast weights by `torch.func.functional_call`, another weight, '
-        "hooks and in-place operators. With `at_rest=` half of each block is frozen, and the unsharded model has the decoded "
-        "values. With `compile=` double backward is a RuntimeError of torch's; torch.func's stacks and vmaps run without "
-        "compilation."
+        "hooks and in-place operators. *`chunked`* is that of blocks with an `fs.chunked` mean over their rows. With "
+        "`at_rest=` half of each block is frozen, and the unsharded model has the decoded values. With `compile=` double "
+        "backward is a RuntimeError of torch's; torch.func's stacks and vmaps run without compilation."
     )
     return "\n".join([caption, "", *rows, "", explained, *(f"\n{mark} {note}" for note, mark in marks.items())])
 

@@ -32,6 +32,7 @@ from torch._C import _functorch
 from torch._dynamo.testing import CompileCounter
 from torch.func import grad, jvp, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from funshard import _torch
@@ -1369,3 +1370,45 @@ def test_scalars_are_written_in_a_graph(dtype: torch.dtype) -> None:
         x = torch.tensor(1.5, dtype=dtype)
         torch.compile(lambda x, write=write: write(x, x * 2), backend="aot_eager")(x)
         assert x == 3 or not is_safe
+
+
+def test_attention_is_replaced() -> None:
+    """torch's multi-head attention runs outside of a mode, as its copy does not; and asks for attention by its global name."""
+
+    class Seen(TorchFunctionMode):
+        names: tuple[str, ...] = ()
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names += (func.__name__,)
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    module, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(2, 3, 4)
+    with Seen() as seen:
+        out = module(x, x, x, need_weights=False)[0]
+    assert "multi_head_attention_forward" in seen.names
+    assert "scaled_dot_product_attention" not in seen.names
+    calls: list[int] = []
+
+    def twice(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(len(args))
+        return F.scaled_dot_product_attention(*args, **kwargs) * 2
+
+    before = dict(vars(F))
+    with _torch.ReplaceAttention(twice):
+        assert _torch.current_attention() is twice
+        doubled = module(x, x, x, need_weights=False)[0]
+        direct = F.scaled_dot_product_attention(x, x, x)
+        with _torch.use_attention(None):
+            assert torch.equal(F.scaled_dot_product_attention(x, x, x) * 2, direct)
+    assert len(calls) == 2
+    assert not torch.allclose(out, doubled)
+    assert vars(F) == before
+
+
+def test_attention_in_plain_operators() -> None:
+    """The kernel that sdpa_kernel(MATH) chooses, called by its own name; it takes no mask of bools."""
+    x, mask = torch.randn(2, 3, 5, 4), torch.randn(5, 5)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = F.scaled_dot_product_attention(x, x, x, mask, scale=0.3)
+    assert torch.equal(_torch.math_attention(x, x, x, mask, 0.0, scale=0.3, enable_gqa=False), want)

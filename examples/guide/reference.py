@@ -26,7 +26,9 @@ GROUPS = {
     "Sharding and full parameters": "shard unshard reshard gather_full scatter_full partition combine skeleton init "
     "init_buffers random_like flatten unflatten param_views",
     "Calling the model": "functional_call trace_order BufferWarning CompileWarning SyncBatchNorm convert_sync_batchnorm",
-    "Gradients and other transforms": "grad grad_and_value hvp per_sample_grads remat checkpoint_name offload compile",
+    "Gradients and other transforms": (
+        "grad grad_and_value hvp per_sample_grads chunked transforms_attention remat checkpoint_name offload compile"
+    ),
     "Accumulation, reductions and runs": "accumulate update_in_backward StepResult scan reduce_grads reduce_mean weight_share",
     "Planning: a step before it runs": "plan Plan Hardware visualize",
     "Ranks that disagree": "check",

@@ -141,6 +141,8 @@ def _find_obstacle(call: Call) -> str | None:
         return ""
     if _torch.has_dispatch_mode():
         return "a TorchDispatchMode is active, which sees no operators of compiled code"
+    if _torch.current_attention() is not None:
+        return "attention is that of fs.transforms_attention"
     if _torch.is_in_forward_ad():
         return "forward-mode AD does not run through it"
     level = _torch.current_level()

@@ -4,6 +4,7 @@ Most is about torch.func's stack of transforms, for which torch has no public qu
 and runs, storages, and process groups.
 """
 
+from .attention import *
 from .attribute_writes import *
 from .backward import *
 from .compile_errors import *

@@ -63,8 +63,9 @@ def add_hints(error: E, model: nn.Module | None = None, *, known: str = "") -> E
         return _add_note(error, known)
     if "attention" in found.group():
         hint = (
-            "torch's fused attention kernels have neither second derivatives nor forward-mode ones: expected the math kernel; "
-            "call it under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+            "torch's fused attention kernels have neither second derivatives nor forward-mode ones: call it under "
+            "funshard.transforms_attention(), or, for short sequences, the math kernel: "
+            "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
         )
     else:
         op = next(filter(None, found.groups()))

@@ -113,8 +113,8 @@ def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None
 
     Raises:
         ValueError: ``v`` differs from ``params``; the message names the path. `grad` raises others.
-        RuntimeError: torch has no second derivative, as for all attention kernels except the math one
-            (``torch.nn.attention.sdpa_kernel``); a note names the module.
+        RuntimeError: torch has no second derivative, as for fused attention outside of `transforms_attention`; a note names
+            the module.
 
     Example:
         >>> import torch, funshard as fs

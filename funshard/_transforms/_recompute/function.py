@@ -60,6 +60,7 @@ class RecomputedFunction:
         self._root_names = [*roots, "context"]
         self._root_names_after = ["its result", "the context variables that it left", *self._root_names]
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
+        self._attention = _torch.current_attention()
         reached = ReachableObjects([*roots.values(), context_variables()], self._owned)
         self._reached: ReachableObjects | None = reached  # until the first run has ended
         self._snapshot, self._constants = Snapshot(reached, self._owned), reached.constants
@@ -97,6 +98,11 @@ class RecomputedFunction:
         """The operands, before the first run has ended."""
         assert self._reached is not None
         return list(self._reached.tensors)
+
+    @property
+    def has_changed_objects(self) -> bool:
+        """Whether the first run has changed an object that the function reaches."""
+        return bool(self._changed)
 
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
@@ -211,7 +217,7 @@ class RecomputedFunction:
         """Run the function as all transforms around its first run expect."""
         # the last mode sees a function first, and by whose code it is called
         mode = _torch.NoGradInForwardMode() if self._forward_mode else contextlib.nullcontext()
-        with mode, self._refuse_level_queries(), self._refuse_grads(xs):
+        with mode, _torch.use_attention(self._attention), self._refuse_level_queries(), self._refuse_grads(xs):
             yield
 
     def _refuse_grads(self, xs: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:

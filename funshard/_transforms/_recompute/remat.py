@@ -10,26 +10,23 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import get_gradient_edge
 
 from ... import _torch
 from ..._spec.remat import Remat, Save
 from ..saved_tensors import mark_graph_freed
+from .derived import TensorFunction, make_batched, make_jvp, make_vjp
 from .function import RecomputedFunction
 from .regions import mark_region
 
-__all__ = ["call_recomputed", "remat"]
+__all__ = ["apply_recomputed", "call_recomputed", "remat"]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-TensorFunction = Callable[..., tuple[Tensor, ...]]
-"""A function from tensors to tensors."""
 
 
 def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Args, Result]:
@@ -87,9 +84,15 @@ def call_recomputed(
     last run and its backward are within that.
     """
     fn = RecomputedFunction(call, name, roots, owned, remat)
-    tensors = map(_torch.unwrap_dead, fn.tensors)  # a list of activations, say, that transforms before have left
+    outputs, operands = apply_recomputed(fn, fn.tensors)
+    return fn.finish(_protect_aliases(outputs, operands))
+
+
+def apply_recomputed(fn: TensorFunction, xs: Iterable[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Return ``fn(*xs)`` such that its derivatives run ``fn`` again; and the tensors that they keep."""
+    tensors = map(_torch.unwrap_dead, xs)  # a list of activations, say, that transforms before have left
     operands = [x.clone() if _torch.unwrap(x).is_inference() else x for x in tensors]  # which autograd would not save
-    return fn.finish(_protect_aliases(_RecomputeFunction.apply(fn, *operands), operands))
+    return _RecomputeFunction.apply(fn, *operands), operands
 
 
 def _protect_aliases(outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
@@ -137,7 +140,7 @@ class _RecomputeFunction(_torch.Function):
         given = tuple(grad is not None for grad in grads)
         if not any(given) or not any(wanted):
             return (None,) * (1 + len(wanted))
-        vjp = _Vjp(ctx.fn, wanted, given)
+        vjp = make_vjp(ctx.fn, wanted, given)
         operands = *_read_saved(ctx), *(g for g in grads if g is not None)
         last = _torch.current_level() == 1 and _torch.is_last_backward(1)
         if last or not _torch.current_level():
@@ -154,13 +157,13 @@ class _RecomputeFunction(_torch.Function):
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         given = tuple(t is not None for t in tangents)
         operands = *_read_saved(ctx), *(t for t in tangents if t is not None)
-        tangent_function = _make_jvp(ctx.fn, given, ctx.differentiable)
+        tangent_function = make_jvp(ctx.fn, given, ctx.differentiable)
         return _fill_mask(_RecomputeFunction.apply(tangent_function, *operands), ctx.differentiable)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, fn: TensorFunction, *xs: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dims, randomness = tuple(in_dims[1:]), info.randomness
-        out = _RecomputeFunction.apply(lambda *xs: torch.vmap(fn, dims, randomness=randomness)(*xs), *xs)
+        out = _RecomputeFunction.apply(make_batched(fn, dims, randomness), *xs)
         return out, (0,) * len(out)
 
 
@@ -189,68 +192,3 @@ def _fill_mask(tensors: Iterable[Tensor | None], mask: Sequence[bool]) -> tuple[
     """Return the next tensor for each True, None for each False."""
     values = iter(tensors)
     return tuple(next(values) if is_given else None for is_given in mask)
-
-
-def _restrict_arguments(fn: TensorFunction, xs: Sequence[Tensor], free: Sequence[bool], out: Sequence[bool]) -> TensorFunction:
-    """Return ``fn`` as a function of its free arguments, with only the wanted results."""
-
-    def restricted(*free_xs: Tensor) -> tuple[Tensor, ...]:
-        values = iter(free_xs)
-        results = fn(*(next(values) if is_free else x for x, is_free in zip(xs, free, strict=True)))
-        return tuple(result for result, is_wanted in zip(results, out, strict=True) if is_wanted)
-
-    return restricted
-
-
-@dataclass(frozen=True)
-class _Vjp:
-    """``(*xs, *cotangents) -> gradients`` of the wanted arguments, from the cotangents that are given."""
-
-    fn: TensorFunction
-    wanted: tuple[bool, ...]
-    given: tuple[bool, ...]
-
-    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        if not _torch.current_level() and not _torch.is_in_forward_ad():
-            xs = (x for x, wanted in zip(operands, self.wanted, strict=False) if wanted)
-            return tuple(
-                torch.zeros_like(x) if g is None else g for x, g in zip(xs, self.run_by_autograd(operands), strict=True)
-            )
-        part, free, cotangents = self._split(operands)
-        pullback = torch.func.vjp(part, *free)[1]
-        # with gradients off, the backwards of SiLU and others are kernels without a forward-mode rule
-        with torch.set_grad_enabled(torch.is_grad_enabled() or _torch.is_in_forward_ad()):
-            return pullback(cotangents)
-
-    def run_by_autograd(self, operands: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Return the same by plain autograd, which frees as it goes: below all transforms. None stands for zero."""
-        part, free, cotangents = self._split(operands)
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in operands)  # this derivative is differentiated
-        with torch.enable_grad():
-            free = [x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_() for x in free]
-            pairs = [(out, g) for out, g in zip(part(*free), cotangents, strict=True) if out.requires_grad]
-            if not pairs:
-                return (None,) * len(free)
-            outs = [get_gradient_edge(out) for out, _ in pairs]
-            cotangents = tuple(g for _, g in pairs)
-            pairs.clear()  # frees the results, which are not read
-            return torch.autograd.grad(outs, free, cotangents, create_graph=recorded, allow_unused=True)
-
-    def _split(self, operands: Sequence[Tensor]) -> tuple[TensorFunction, list[Tensor], tuple[Tensor, ...]]:
-        """Return the function of the wanted arguments, these arguments, and the cotangents."""
-        xs, cotangents = operands[: len(self.wanted)], operands[len(self.wanted) :]
-        part = _restrict_arguments(self.fn, xs, self.wanted, self.given)
-        return part, [x for x, wanted in zip(xs, self.wanted, strict=True) if wanted], tuple(cotangents)
-
-
-def _make_jvp(fn: TensorFunction, given: Sequence[bool], differentiable: Sequence[bool]) -> TensorFunction:
-    """Return ``(*xs, *tangents) -> tangents`` of the differentiable results, from the tangents that are given."""
-
-    def jvp(*operands: Tensor) -> tuple[Tensor, ...]:
-        if not any(differentiable):  # torch.func.jvp asks for results
-            return ()
-        xs, tangents = operands[: len(given)], operands[len(given) :]
-        primals = tuple(x for x, is_given in zip(xs, given, strict=True) if is_given)
-        return torch.func.jvp(_restrict_arguments(fn, xs, given, differentiable), primals, tangents)[1]
-
-    return jvp
