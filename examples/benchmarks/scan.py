@@ -11,9 +11,9 @@ choices of ``segments``, "disk" is sqrt with ``offload`` to a directory, and "fo
 is a column.
 
 A peak is the most bytes that tensors hold beyond what was there before, by the profiler's record of every allocation; files are
-not counted. Times are medians of rounds, in forward-backward passes: those of the
-loss of one step and its gradient, without update. Modes that would hold more than --most bytes, as measured at fewer steps, are
-left out.
+not counted. Times are CPU seconds of one thread, medians of rounds; "passes a step" is the time of a step over that of a
+forward-backward pass, the loss of one step and its gradient without update. Loops that would hold more than --most bytes, by
+their peak at fewer steps, are left out.
 """
 
 import argparse
@@ -28,8 +28,9 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from common import GPT, Block, report
+from common import GPT, Block
 from measured import held
+from report import add_output_options, report
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -115,9 +116,9 @@ class Run:
         """The time of one step's loss and its gradient."""
         params, given, times = fs.shard(self.full, self.spec), (self.x[0], self.y[0], self.weights[0]), []
         for _ in range(rounds + 2):
-            start = time.perf_counter()
+            start = time.process_time()
             fs.grad(lambda p: self.loss(self.sharded, p, *given))(params)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return statistics.median(times[2:])
 
 
@@ -149,9 +150,9 @@ def measure(args: argparse.Namespace, mode: str, steps: int, first: Tensor | Non
     run = Run(args, steps)
     times: list[float] = []
     for _ in range(args.rounds):
-        start = time.perf_counter()
+        start = time.process_time()
         gradient = run.gradient(mode)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     of_pass = run.pass_seconds(5)
     expected = gradient if first is None else first.sum() if mode == "forward mode" else first
     return {
@@ -174,7 +175,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--seq", type=int, default=32)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--json", help="where to write the figures; printed as one line if not given")
+    add_output_options(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     counts = [int(n) for n in args.steps.split(",")]
@@ -201,7 +202,7 @@ def main() -> None:
         for mode, known in figures.items()
         for steps, f in known.items()
     ]
-    report(["mode", "steps", "peak MB", "in states", "seconds", "passes a step", "differs by"], rows, figures, args)
+    report(["mode", "steps", "peak MB", "in states", "CPU seconds", "passes a step", "differs by"], rows, figures, args)
 
 
 if __name__ == "__main__":
