@@ -109,6 +109,21 @@ def test_a_mask_has_its_derivative() -> None:
             assert_close(fs.hvp(f, bias, bias.cos()), want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("forward", [True, False])
+def test_attention_under_no_grad_is_a_constant(forward: bool) -> None:
+    """At every level of a stack of transforms, as other operators."""
+    x = numbers(1, 1, LENGTH, 3)
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            out = F.scaled_dot_product_attention(x, x, x)
+        return (out * x * x).sum()
+
+    with fs.transforms_attention(BLOCK):
+        want = 2 * F.scaled_dot_product_attention(x, x, x) * x.cos()
+        assert_close(fs.hvp(loss, x, x.cos(), forward=forward), want, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("cast", ["arguments", "autocast"])
 def test_16_bits_accumulate_in_32(dtype: torch.dtype, cast: str) -> None:

@@ -92,7 +92,8 @@ def _attend_by_blocks(
     in_dims = (query.dim() - 2, None, None, *([] if attn_mask is None else [attn_mask.dim() - 2 if is_mask_sliced else None]))
     sizes = [min(block, length - start) for start in starts]
     fn = SlicedFunction(parts, sizes, in_dims, (max(x.dim() for x in xs) - 2,))
-    if torch.compiler.is_compiling() or not _torch.needs_graph():
+    # under no_grad no level may have a graph, which a Function makes in those around the innermost one
+    if torch.compiler.is_compiling() or not _torch.needs_graph() or not torch.is_grad_enabled():
         return fn(*xs)[0]
     return apply_recomputed(fn, xs)[0][0]
 
