@@ -341,6 +341,7 @@ def test_on_simulated_ranks() -> None:
 @seldom
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_in_a_compiled_step(place: str) -> None:
+    """It is entered around the step; inside it is refused."""
     model, spec, (x, _) = layers()
     params = fs.shard(model, spec)
 
@@ -352,8 +353,13 @@ def test_in_a_compiled_step(place: str) -> None:
     torch._dynamo.reset()
     with fs.transforms_attention(BLOCK):
         want = step(params, x)
-    with fs.transforms_attention(BLOCK) if place == "around" else contextlib.nullcontext():
-        got = fs.compile(step, backend="aot_eager")(params, x)
+    compiled = fs.compile(step, backend="aot_eager")
+    if place == "inside":
+        with pytest.raises(Exception, match="expected it around the call"):
+            compiled(params, x)
+        return
+    with fs.transforms_attention(BLOCK):
+        got = compiled(params, x)
     assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 

@@ -38,6 +38,7 @@ def transforms_attention(block: int = 128) -> contextlib.AbstractContextManager[
 
     Raises:
         ValueError: ``block`` is not 1 or more.
+        RuntimeError: It is entered inside torch.compile: enter it around the compiled step.
 
     Example:
         >>> import torch, funshard as fs
@@ -48,6 +49,8 @@ def transforms_attention(block: int = 128) -> contextlib.AbstractContextManager[
         ...     fs.hvp(loss, x, x).shape
         torch.Size([1, 1, 300, 2])
     """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("transforms_attention is entered inside of a compiled function: expected it around the call of that")
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"transforms_attention: block: expected a number of queries, 1 or more, got {block!r}")
     return _torch.ReplaceAttention(_make_attention(block))
