@@ -43,5 +43,5 @@ class GlobalWatch:
                 name = (*getattr(get, "args", ()), "it reads")[0]
                 raise RuntimeError(
                     f"scan: step changes the global variable {name}, which it would change again where it runs again for "
-                    "derivatives: expected it in the state, or as an attribute of an object that step closes over"
+                    "derivatives: expected it in the state or in y, or as an attribute of an object that step closes over"
                 )
