@@ -106,8 +106,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"segments": STEPS},
     "one": {"segments": 1},
     "uneven": {"segments": 3},
-    "host": {"offload": "host"},
-    "disk": {"offload": "disk"},
+    "host": {"segments": 4, "offload": "host"},
+    "disk": {"segments": 4, "offload": "disk"},
     "log on disk": {"segments": "log", "offload": "disk"},
 }
 
