@@ -346,6 +346,14 @@ def total(w: Tensor, h: Tensor) -> Any:
     return (h @ w).sum(), 1
 
 
+COUNTS = {"calls": 0}
+
+
+def counts(w: Tensor, h: Tensor) -> Any:
+    COUNTS["calls"] += 1
+    return (h @ w).sum() * COUNTS["calls"], 1
+
+
 H = rows_of(4)["h"]
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "chunks": (
@@ -364,6 +372,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: fs.chunked(lambda w, h: (total(w, h)[0], h), 2)(W, H),
         TypeError,
         r"as its count, got shape \[2, 3\]",
+    ),
+    "a global": (
+        lambda: grad(lambda w: fs.chunked(counts, 2)(w, H)[0])(W),
+        RuntimeError,
+        "chunked counts changes the global variable COUNTS, .* again for derivatives: expected it to change nothing",
     ),
     "kept tensors": (lambda: grad(lambda w: fs.chunked(keeps, 2)(w, H)[0])(W), RuntimeError, "chunked keeps changes an object"),
 }

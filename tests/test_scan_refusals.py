@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -206,12 +207,77 @@ def appends_to_a_global(s: Tensor, x: Tensor) -> tuple[Tensor, None]:
     return s / 2 + x * len(HISTORY), None
 
 
-@pytest.mark.parametrize(("step", "name"), [(counts_in_a_global, "CALLS"), (appends_to_a_global, "HISTORY")])
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+COUNTS = {"calls": {"of step": 0}}
+COUNTER = Counter()
+TOTAL = torch.zeros(3).double()
+STATISTICS = nn.Sequential(nn.BatchNorm1d(3, affine=False).double())
+NUMBERS = iter(range(100))
+
+
+def counts_in_a_dict(s: Tensor, x: Tensor) -> tuple[Tensor, None]:
+    COUNTS["calls"]["of step"] += 1
+    return s / 2 + x * COUNTS["calls"]["of step"], None
+
+
+def counts_in_an_object(s: Tensor, x: Tensor) -> tuple[Tensor, None]:
+    return s / 2 + x * COUNTER(), None
+
+
+def adds_to_a_tensor(s: Tensor, x: Tensor) -> tuple[Tensor, None]:
+    TOTAL.add_(1)
+    return s / 2 + x * TOTAL.clone(), None
+
+
+def writes_buffers(s: Tensor, x: Tensor) -> tuple[Tensor, None]:
+    STATISTICS(torch.stack([s.detach(), START]))
+    return s / 2 + x, None
+
+
+def takes_the_next(s: Tensor, x: Tensor) -> tuple[Tensor, None]:
+    return s / 2 + x * next(NUMBERS), None
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (counts_in_a_global, "CALLS"),
+        (appends_to_a_global, "HISTORY"),
+        (counts_in_a_dict, "COUNTS"),
+        (counts_in_an_object, "COUNTER"),
+        (adds_to_a_tensor, "TOTAL"),
+        (writes_buffers, "STATISTICS"),
+        (takes_the_next, "NUMBERS"),
+    ],
+)
 def test_a_global_that_a_step_changes_is_refused(step: Any, name: str) -> None:
     """It would change again in another run. Without derivatives there is none."""
     fs.scan(step, START, VALUES)
     with pytest.raises(RuntimeError, match=rf"scan: step changes the global variable {name}, which it would change again"):
         fs.grad(lambda x: fs.scan(step, START, x)[0].sum())(VALUES)
+
+
+class Lazy:
+    @functools.cached_property
+    def factor(self) -> float:
+        return 0.5
+
+
+LAZY = Lazy()
+
+
+def test_a_global_may_compute_an_attribute_once() -> None:
+    """It has the same value in the next run."""
+    got = fs.grad(lambda x: fs.scan(lambda s, x: (s * LAZY.factor + x, None), START, x)[0].sum())(VALUES)
+    assert_close(got, torch.tensor([0.125, 0.25, 0.5, 1.0]).double()[:, None].expand(4, 3))
 
 
 def descent(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,11 +27,11 @@ from .._sharding.agree import gather_texts, has_peers
 from .._spec.bind import bind_spec
 from .._spec.remat import Remat
 from .._spec.spec import PartitionSpec
+from .._transforms._recompute.global_watch import GlobalWatch
 from .._transforms._recompute.reachable import ReachableObjects
 from .._transforms._recompute.regions import mark_region
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms.grad import assume_differentiated
-from .global_watch import GlobalWatch
 from .scan_layout import StateLayout, check_unchanged, concat_results, count_steps, expand_result, record_versions
 from .state_store import StateStore
 
@@ -79,7 +79,10 @@ def scan(
     """
     steps = count_steps(xs)
     count = _count_segments(segments, steps)
-    watch = GlobalWatch.of(step) if _is_recorded(step, state, xs) and not torch.compiler.is_compiling() else None
+    watch = None
+    if _is_recorded(step, state, xs) and not torch.compiler.is_compiling():
+        hint = "expected it in the state or in y, or as an attribute of an object that step closes over"
+        watch = GlobalWatch.of(step, "scan: step", hint)
     run = _Run(count, StateLayout.of(state), StateStore.make(offload), watch)
     if spec is not None:
         _check_ranks_agree(f"{steps} steps, segments={segments!r}", bind_spec(spec))

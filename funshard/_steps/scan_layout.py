@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import _torch
+from .._transforms._recompute.global_watch import version_of
 
 __all__ = ["StateLayout", "check_unchanged", "concat_results", "count_steps", "expand_result", "record_versions"]
 
@@ -85,15 +85,7 @@ def record_versions(*trees: object) -> list[int]:
     """Return how often each tensor has been changed in place."""
     if torch.compiler.is_compiling():
         return []
-    return [_version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in pytree.tree_leaves(trees)]
-
-
-def _version_of(tensor: Tensor) -> int:
-    """Return how often a tensor has been changed in place, -1 if its memory was donated."""
-    try:
-        return _torch.version(tensor)
-    except RuntimeError:
-        return -1
+    return [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in pytree.tree_leaves(trees)]
 
 
 def check_unchanged(state: object, x: object, versions: list[int]) -> None:
@@ -101,7 +93,7 @@ def check_unchanged(state: object, x: object, versions: list[int]) -> None:
     if record_versions(state, x) == versions:
         return
     for (path, leaf), version in zip(pytree.tree_flatten_with_path({"state": state, "x": x})[0], versions, strict=True):
-        if isinstance(leaf, Tensor) and _version_of(leaf) != version:
+        if isinstance(leaf, Tensor) and version_of(leaf) != version:
             name = path[0].key + pytree.keystr(path[1:])  # pyright: ignore
             raise RuntimeError(
                 f"scan: step changes {name} in place, as an update with donate=True does: expected it unchanged, because steps "

@@ -15,6 +15,7 @@ from .. import _torch
 from .._spec.remat import Remat
 from ._recompute.derived import SlicedFunction
 from ._recompute.function import RecomputedFunction
+from ._recompute.global_watch import GlobalWatch
 from ._recompute.regions import mark_region
 from ._recompute.remat import apply_recomputed
 
@@ -44,7 +45,7 @@ def chunked(
     Raises:
         ValueError: ``chunks`` or ``reduce`` is none, or tensors of ``rows`` differ in length.
         TypeError: ``rows`` has no tensors, or other leaves; or ``f`` returns something else.
-        RuntimeError: ``f`` changes an object. `remat` raises others.
+        RuntimeError: ``f`` changes an object or a global variable. `remat` raises others.
 
     Example:
         >>> import torch, funshard as fs
@@ -95,7 +96,8 @@ def _add_slices(f: Callable[..., Any], name: str, w: Any, rows: Any, slices: _Sl
                 outs.append(_call(f, name, w, pytree.tree_unflatten(taken, treedef)))
         totals, counts = zip(*outs, strict=True)
         return functools.reduce(torch.add, totals), functools.reduce(torch.add, counts)
-    call = functools.partial(_call_checked, name)
+    watch = GlobalWatch.of(f, name, "expected it to change nothing; return what is a sum")
+    call = functools.partial(_call_watched, watch, name)
     taken = slices.take()
     parts = [
         _ChunkFunction(call, name, {"the function": f, "w": w, "rows": pytree.tree_unflatten(tensors, treedef)}, (), Remat())
@@ -148,8 +150,9 @@ def _check_rows(name: str, rows: Any, dim: int) -> tuple[list[Tensor], list[int]
     raise AssertionError("no leaf differs")
 
 
-def _call_checked(name: str, f: Callable[..., Any], w: Any, rows: Any) -> tuple[Tensor, Tensor]:
-    return _call(f, name, w, rows)
+def _call_watched(watch: GlobalWatch, name: str, f: Callable[..., Any], w: Any, rows: Any) -> tuple[Tensor, Tensor]:
+    with watch:
+        return _call(f, name, w, rows)
 
 
 def _call(f: Callable[..., Any], name: str, w: Any, rows: Any) -> tuple[Tensor, Tensor]:

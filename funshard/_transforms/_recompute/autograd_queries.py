@@ -24,7 +24,7 @@ from .adapter_lookup import find_adapter
 from .adapters import read_cell
 from .stateful_adapters import find_generator_adapter
 
-__all__ = ["GRAD", "QUERY_GETTERS", "REGISTER_HOOK", "CodeReads", "ForbiddenFunctions", "find_code_reads"]
+__all__ = ["FOREIGN_PACKAGES", "GRAD", "QUERY_GETTERS", "REGISTER_HOOK", "CodeReads", "ForbiddenFunctions", "find_code_reads"]
 
 REGISTER_HOOK: Callable[..., Any] = torch.Tensor.register_hook
 """``tensor.register_hook``, which changes the gradient of one level."""
@@ -38,7 +38,8 @@ GRAD: Callable[..., Any] = getattr(torch.Tensor, "grad").__get__  # noqa: B009
 """The getter of ``tensor.grad`` as a TorchFunctionMode sees it."""
 
 _QUERIES = frozenset({*QUERY_GETTERS, "grad"})
-_FOREIGN_PACKAGES = {*sys.stdlib_module_names, "torch", "funshard", "numpy"}
+FOREIGN_PACKAGES = frozenset({*sys.stdlib_module_names, "torch", "funshard", "numpy"})
+"""Packages whose code and objects are not searched."""
 _CACHE_SIZE = 4096
 _CACHE: dict[tuple[frozenset[types.CodeType], frozenset[type]], CodeReads] = {}
 
@@ -107,7 +108,7 @@ def find_code_reads(objects: Sequence[Any]) -> CodeReads:
     if key not in _CACHE:
         if len(_CACHE) >= _CACHE_SIZE:
             _CACHE.clear()
-        classes = {cls for cls in key[1] if cls.__module__.partition(".")[0] not in _FOREIGN_PACKAGES}
+        classes = {cls for cls in key[1] if cls.__module__.partition(".")[0] not in FOREIGN_PACKAGES}
         _CACHE[key] = _search_code(functions, classes)
     return _CACHE[key]
 
@@ -121,7 +122,7 @@ def _search_code(functions: list[types.FunctionType], classes: set[type]) -> Cod
     todo = [*functions, *_find_methods(classes, {"forward", "__call__"})]
     while todo:
         f = todo.pop()
-        if f.__code__ in seen or f.__globals__.get("__name__", "").partition(".")[0] in _FOREIGN_PACKAGES:
+        if f.__code__ in seen or f.__globals__.get("__name__", "").partition(".")[0] in FOREIGN_PACKAGES:
             continue
         seen.add(f.__code__)
         found = set[str]()
@@ -137,7 +138,7 @@ def _search_code(functions: list[types.FunctionType], classes: set[type]) -> Cod
                 variables.append(get)
         todo += _find_methods(classes, found - names)
         names |= found
-    bases = {base for cls in read_classes for base in cls.__mro__ if base.__module__.partition(".")[0] not in _FOREIGN_PACKAGES}
+    bases = {base for cls in read_classes for base in cls.__mro__ if base.__module__.partition(".")[0] not in FOREIGN_PACKAGES}
     variables += [functools.partial(vars(base).get, name) for base in bases for name in names & vars(base).keys()]
     return CodeReads(frozenset(queries), variables)
 
