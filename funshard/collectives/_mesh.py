@@ -58,13 +58,13 @@ Axes = str | tuple[str, ...] | None
 
 
 @_torch.assume_constant
-def _find_place(group: str) -> str:
-    """Say which rank this process has in the group of this name, or that there is none; a compiler asks while it traces."""
+def _find_rank(group: str) -> tuple[int, int]:
+    """Return this process's rank in the group of this name and its size, (-1, 0) for none; a compiler asks while it traces."""
     try:
         found = _torch.resolve_group(group)
     except (RuntimeError, ValueError):
-        return "which is destroyed"
-    return f"where it is now rank {found.rank()} of {found.size()}"
+        return -1, 0
+    return found.rank(), found.size()
 
 
 @dataclass(frozen=True)
@@ -196,11 +196,13 @@ class Mesh:
         for name, axis in self.axes:
             if axis.size == 1 or isinstance(axis, Simulated) or not axis.name:
                 continue
-            then, now = f"rank {axis.rank} of {axis.size}", _find_place(axis.name)
-            if not now.endswith(then):
+            rank, size = _find_rank(axis.name)
+            if (rank, size) != (axis.rank, axis.size):
+                now = f"where it is now rank {rank} of {size}" if size else "which is destroyed"
                 raise RuntimeError(
-                    f"mesh axis '{name}': the spec was bound when this process was {then} in a process group, {now}: expected "
-                    "a spec on the groups that there are now; bind it again, spec.on(mesh), and shard or load the parameters"
+                    f"mesh axis '{name}': the spec was bound when this process was rank {axis.rank} of {axis.size} in a process "
+                    f"group, {now}: expected a spec on the groups that there are now; bind it again, spec.on(mesh), and shard "
+                    "or load the parameters"
                 )
 
     def __getitem__(self, name: str) -> Axis:
