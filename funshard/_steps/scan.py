@@ -77,6 +77,7 @@ def scan(
         >>> fs.grad(lambda rates: fs.scan(lambda w, lr: (w - lr * w, None), torch.tensor(1.0), rates)[0])(torch.zeros(2))
         tensor([-1., -1.])
     """
+    spec = spec if spec is None else bind_spec(spec)
     steps = count_steps(xs)
     count = _count_segments(segments, steps)
     watch = None
@@ -85,7 +86,7 @@ def scan(
         watch = GlobalWatch.of(step, "scan: step", hint)
     run = _Run(count, StateLayout.of(state), StateStore.make(offload), watch)
     if spec is not None:
-        _check_ranks_agree(f"{steps} steps, segments={segments!r}", bind_spec(spec))
+        _check_ranks_agree(f"{steps} steps, segments={segments!r}", spec)
     return run.run_piece(step, state, xs, steps, 0)
 
 

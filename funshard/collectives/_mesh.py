@@ -196,13 +196,11 @@ class Mesh:
         for name, axis in self.axes:
             if axis.size == 1 or isinstance(axis, Simulated) or not axis.name:
                 continue
-            rank, size = _find_rank(axis.name)
-            if (rank, size) != (axis.rank, axis.size):
-                now = f"where it is now rank {rank} of {size}" if size else "which is destroyed"
+            if (now := _find_rank(axis.name)) != (axis.rank, axis.size):
+                found = "where it is now rank {} of {}".format(*now) if now[1] else "which is destroyed"
                 raise RuntimeError(
-                    f"mesh axis '{name}': the spec was bound when this process was rank {axis.rank} of {axis.size} in a process "
-                    f"group, {now}: expected a spec on the groups that there are now; bind it again, spec.on(mesh), and shard "
-                    "or load the parameters"
+                    f"mesh axis '{name}': the spec was bound when this process was rank {axis.rank} of {axis.size} in a "
+                    f"process group, {found}: expected one on the current groups; bind it again, spec.on(mesh), and shard"
                 )
 
     def __getitem__(self, name: str) -> Axis:
