@@ -22,10 +22,11 @@ one of them:
     sharding     shard, unshard, reshard, gather_full, scatter_full, partition, combine, skeleton, init, random_like
     layout       flatten, unflatten, param_views
     model calls  functional_call, trace_order, SyncBatchNorm
-    transforms   grad, grad_and_value, hvp, per_sample_grads, chunked, transforms_attention, remat, offload, compile
+    transforms   grad, grad_and_value, hvp, ggnvp, fishervp, per_sample_grads, chunked, transforms_attention, remat,
+                 offload, compile
     steps        accumulate, update_in_backward, scan, reduce_grads, reduce_mean, weight_share; check
     planning     plan, Plan, Hardware, visualize
-    submodules   policies, optim, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing
+    submodules   policies, optim, curvature, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing
 
 For those who change the package, its map: a folder imports only from floors below its own (tests/test_house.py), and a name
 without an underscore is public.
@@ -37,9 +38,10 @@ without an underscore is public.
        testing                          laws and exactness for users: assert_exact, spmd, strategies
     7  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
        _call                            functional_call: entry, the four modes, the running call, schedule
+       curvature                        matrices as operators: hessian, ggn, fisher; lanczos, slq, cg, hutchinson
        _compiled                        fs.compile: the step and the passes over its graph
     6  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads, random_like
-       _transforms                      grad, hvp, remat, checkpoint_name, chunked, attention, offload, per_sample_grads
+       _transforms                      grad, hvp, ggnvp, remat, checkpoint_name, chunked, attention, offload, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
     5  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
        policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
@@ -53,7 +55,7 @@ without an underscore is public.
 import typing as _typing
 from importlib import import_module as _import_module
 
-from . import averaging, codecs, collectives, compress, loss_scale, optim, policies, testing
+from . import averaging, codecs, collectives, compress, curvature, loss_scale, optim, policies, testing
 from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from ._call.buffers import BufferWarning
 from ._call.call import functional_call
@@ -80,7 +82,9 @@ from ._transforms._recompute.remat import remat
 from ._transforms._recompute.saved_results import checkpoint_name
 from ._transforms.attention import transforms_attention
 from ._transforms.chunked import chunked
-from ._transforms.grad import grad, grad_and_value, hvp
+from ._transforms.ggn import fishervp, ggnvp
+from ._transforms.grad import grad, grad_and_value
+from ._transforms.hvp import hvp
 from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
 from ._units.layout import Params, flatten, param_views, unflatten
@@ -126,9 +130,12 @@ __all__ = [
     "compile",
     "compress",
     "convert_sync_batchnorm",
+    "curvature",
+    "fishervp",
     "flatten",
     "functional_call",
     "gather_full",
+    "ggnvp",
     "grad",
     "grad_and_value",
     "hvp",

@@ -186,6 +186,18 @@ def square(y: Tensor) -> Tensor:
     return (y**2).mean()
 
 
+def square_rows(y: Tensor) -> Tensor:
+    return (y**2).mean(-1)
+
+
+def convex(y: Tensor) -> Tensor:
+    return y.logsumexp(-1).square().mean()
+
+
+def convex_of(tree: fs.Params) -> Tensor:
+    return convex(tree["y"])
+
+
 def gradient(f: Callable[[fs.Params], Tensor], at: Mapping[str, Tensor]) -> fs.Params:
     """By torch.autograd, with a graph for the next one."""
     leaves = {name: t if t.requires_grad else t.detach().requires_grad_() for name, t in at.items()}
@@ -214,6 +226,7 @@ class Reference:
 
     def __init__(self, network: Network, ranks: int) -> None:
         self.plain, self.full, self.direction, self.ranks = network.plain, network.full, network.direction, ranks
+        self.batch = X[:ranks]
         self.outputs = [self.plain(self.full, x) for x in X[:ranks]]
         self.values = [square(y) for y in self.outputs]
 
@@ -236,6 +249,23 @@ class Reference:
     @functools.cached_property
     def hessian_product(self) -> fs.Params:
         return gradient(lambda p: dot(gradient(self.mean, p), self.direction), self.full)
+
+    @functools.cached_property
+    def gauss_newton_product(self) -> fs.Params:
+        """The mean of J' H J v, with H that of `convex`; J v is a derivative with respect to the cotangent."""
+        return mean_of(self._curved(x, lambda y, u: gradient(lambda z: dot(gradient(convex_of, z), u), y)) for x in self.batch)
+
+    @functools.cached_property
+    def fisher_product(self) -> fs.Params:
+        return mean_of(self._curved(x, lambda y, u: {"y": u["y"] / len(u["y"])}, rows=True) for x in self.batch)
+
+    def _curved(self, x: Tensor, curve: Callable[[fs.Params, fs.Params], fs.Params], *, rows: bool = False) -> fs.Params:
+        outputs = lambda p: square_rows(self.plain(p, x)) if rows else self.plain(p, x)  # noqa: E731
+        y = outputs(self.full)
+        pulled = lambda c: dot(gradient(lambda p: (outputs(p) * c["y"]).sum(), self.full), self.direction)  # noqa: E731
+        pushed = gradient(pulled, {"y": torch.zeros_like(y)})
+        cotangent = curve({"y": y.detach()}, detached(pushed))["y"].detach()
+        return gradient(lambda p: (outputs(p) * cotangent).sum(), self.full)
 
     @functools.cached_property
     def penalised(self) -> fs.Params:
@@ -332,6 +362,16 @@ def pulled_back(on: OnRanks, state: State) -> Any:
     return on(rank)(*state)
 
 
+def curved(on: OnRanks, state: State) -> Any:
+    """Products with the Gauss-Newton and the Fisher matrix."""
+
+    def rank(of: Sharded, p: fs.Params, v: fs.Params, x: Tensor, _: Tensor) -> Any:
+        fisher = fs.fishervp(lambda p: square_rows(of.call(p, x)), p, v)
+        return fs.ggnvp(lambda p: of.call(p, x), convex, p, v), fisher
+
+    return on(rank)(*state)
+
+
 def of_many_models(loss: Callable[[fs.Params], Tensor], p: fs.Params, v: fs.Params) -> fs.Params:
     return torch.vmap(grad(lambda p, weight: weight * loss(p)))(stacked(stack_of(p, v)), WEIGHTS)
 
@@ -414,6 +454,10 @@ TRANSFORMS = {
     "`jvp` of `grad`, `fs.hvp`": Transform(
         inside(lambda loss, p, v: (jvp(grad(loss), (p,), (v,)), fs.hvp(loss, p, v))),
         lambda of, cut, rank: ((cut(of.gradient), cut(of.hessian_product)), cut(of.hessian_product)),
+    ),
+    "`fs.ggnvp`, `fs.fishervp`": Transform(
+        curved,
+        lambda of, cut, rank: (cut(of.gauss_newton_product), cut(of.fisher_product)),
     ),
     "`grad` of `grad`": Transform(
         inside(lambda loss, p, v: grad(lambda p: loss(p) + cubes(grad(loss)(p)))(p)),

@@ -27,7 +27,8 @@ GROUPS = {
     "init_buffers random_like flatten unflatten param_views",
     "Calling the model": "functional_call trace_order BufferWarning CompileWarning SyncBatchNorm convert_sync_batchnorm",
     "Gradients and other transforms": (
-        "grad grad_and_value hvp per_sample_grads chunked transforms_attention remat checkpoint_name offload compile"
+        "grad grad_and_value hvp ggnvp fishervp per_sample_grads chunked transforms_attention remat checkpoint_name offload "
+        "compile"
     ),
     "Accumulation, reductions and runs": "accumulate update_in_backward StepResult scan reduce_grads reduce_mean weight_share",
     "Planning: a step before it runs": "plan Plan Hardware visualize",
@@ -35,7 +36,18 @@ GROUPS = {
 }
 """The names at the top of the package, in the order in which a user looks for them."""
 
-SUBMODULES = ("policies", "optim", "checkpoint", "loss_scale", "averaging", "compress", "codecs", "collectives", "testing")
+SUBMODULES = (
+    "policies",
+    "optim",
+    "curvature",
+    "checkpoint",
+    "loss_scale",
+    "averaging",
+    "compress",
+    "codecs",
+    "collectives",
+    "testing",
+)
 """The public submodules, each a section. Some policies are at the top of the package."""
 
 INTRO = f"""# Reference

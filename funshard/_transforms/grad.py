@@ -1,4 +1,4 @@
-"""grad and grad_and_value as in torch.func, by one plain autograd pass if nothing outside differentiates again; and hvp."""
+"""grad and grad_and_value as in torch.func, by one plain autograd pass if nothing outside differentiates again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from .. import _torch
-from .error_hints import add_hints, find_hint, is_forward_rule_missing
+from .error_hints import add_hints
 
-__all__ = ["check_differentiable", "grad", "grad_and_value", "hvp", "is_assumed_differentiated", "is_differentiated_outside"]
+__all__ = ["check_differentiable", "grad", "grad_and_value", "is_assumed_differentiated", "is_differentiated_outside"]
 __all__ += ["assume_differentiated", "split_loss"]
 
 
@@ -91,92 +91,6 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
         return result, ((value, pytree.tree_map_only(Tensor, torch.Tensor.detach, aux)) if has_aux else value)
 
     return wrapper
-
-
-def hvp(f: Callable[[Any], Tensor], params: Any, v: Any, *, forward: bool | None = None) -> Any:
-    """Return the product of the Hessian of ``f`` at ``params`` with ``v``: shards from shards.
-
-    Each rank passes the loss of its own batch. The result is its slice of the product with the Hessian of the mean loss over
-    ranks, exact in both forms. What ``f`` computes under ``torch.no_grad`` is a constant.
-
-    Args:
-        f: The loss as a function of params alone; it closes over the batch.
-        params: A tree of floating point tensors.
-        v: A tree with the paths, shapes and dtypes of ``params``.
-        forward: True for forward over reverse, ``jvp`` of ``grad``. False for reverse over reverse, ``grad`` of
-            ``lambda p: <grad(f)(p), v>``. None tries the first, and takes the second if torch has no forward-mode rule for an
-            operator (``_grouped_mm`` in mixtures of experts, ``F.mse_loss``): then ``f`` runs once more. Inside
-            torch.compile None is True.
-
-    Returns:
-        A tree like ``params``.
-
-    Raises:
-        ValueError: ``v`` differs from ``params``; the message names the path. `grad` raises others.
-        RuntimeError: torch has no second derivative, as for fused attention outside of `transforms_attention`; a note names
-            the module.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> fs.hvp(lambda p: (p["w"] ** 3).sum(), {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 1.0])})
-        {'w': tensor([ 6., 12.])}
-    """
-    check_differentiable(params)
-    leaves, treedef = pytree.tree_flatten(params)
-    direction = pytree.tree_unflatten(_match_leaves(params, v), treedef)
-    if not leaves:
-        return direction
-    first = torch.func.grad(lambda p: split_loss(f(p), has_aux=False)[0])
-    missing = ""
-    if forward is not False:
-        try:
-            return _forward_over_reverse(first, params, direction)
-        except RuntimeError as error:  # NotImplementedError is one
-            if forward or torch.compiler.is_compiling() or not is_forward_rule_missing(error):
-                raise add_hints(error)  # noqa: B904 - the same one
-            missing = find_hint(error)
-    try:
-        return torch.func.grad(lambda p: _inner_product(first(p), direction))(params)
-    except RuntimeError as error:
-        raise add_hints(error, known=missing)  # noqa: B904 - the same one
-
-
-def _forward_over_reverse(first: Callable[[Any], Any], params: Any, direction: Any) -> Any:
-    """Return the ``jvp`` of a gradient; ``torch.no_grad`` in it has the meaning that it has for the gradient."""
-    has_graph, is_traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
-
-    def gradient(p: Any) -> Any:
-        mode = _torch.NoGradInTracedForwardMode() if is_traced else _torch.NoGradInForwardMode()
-        with torch.enable_grad(), mode:  # gradients that are off in here, f has switched off
-            return first(p)
-
-    out = torch.func.jvp(gradient, (params,), (direction,))[1]
-    return out if has_graph else pytree.tree_map_only(Tensor, Tensor.detach, out)
-
-
-def _inner_product(a: Any, b: Any) -> Tensor:
-    """Return the inner product of two trees, over the real numbers."""
-    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
-    return torch.stack([(x.conj() * y).real.sum() if x.is_complex() else (x * y).sum() for x, y in pairs]).sum()
-
-
-def _match_leaves(params: object, v: object) -> list[Tensor]:
-    """Return the tensors of ``v`` in the order of those of ``params``; ValueError if they differ in shape or dtype."""
-    expected = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(params)[0]}
-    got = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(v)[0]}
-    for path in (*expected, *got):
-        if path not in expected or path not in got or not _is_like(got[path], expected[path]):
-            texts = [_describe_leaf(tree[path]) if path in tree else "none" for tree in (expected, got)]
-            raise ValueError(f"hvp: v{path}: expected {texts[0]} as in params, got {texts[1]}")
-    return [got[path] for path in expected]
-
-
-def _is_like(leaf: object, other: Tensor) -> bool:
-    return isinstance(leaf, Tensor) and leaf.shape == other.shape and leaf.dtype == other.dtype
-
-
-def _describe_leaf(leaf: object) -> str:
-    return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
 class _Assumption(threading.local):

@@ -1,4 +1,4 @@
-"""Optimizers as pure functions over shards: torch's, and optimizers of whole matrices; norms and clipping."""
+"""Optimizers as pure functions over shards: torch's, and optimizers of whole matrices; norms, clipping, arithmetic of trees."""
 
 from .._spec.unit_state import UnitState
 from ._by_matrix.muon import muon, orthogonal
@@ -12,6 +12,7 @@ from ._from_torch import from_torch
 from ._matrices.matrices import Matrices, matrices
 from ._matrices.selection import hidden
 from ._norms import clip_by_global_norm, global_norm, vdot
+from ._trees import axpy, scale
 
 __all__ = [
     "Matrices",
@@ -20,6 +21,7 @@ __all__ = [
     "Optimizer",
     "State",
     "UnitState",
+    "axpy",
     "by_matrix",
     "clip_by_global_norm",
     "from_torch",
@@ -29,6 +31,7 @@ __all__ = [
     "muon",
     "orthogonal",
     "reshard",
+    "scale",
     "shampoo",
     "soap",
     "vdot",

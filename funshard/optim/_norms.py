@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from .._units.layout import Params
 from .._units.padding import check_slice, map_unpadded
 from ..collectives._functions import gather_slices, sum_shards, vary
 from ..collectives._mesh import check_spans_world
+from ._trees import check_same_keys
 
 __all__ = [
     "check_max_norm",
@@ -28,6 +29,7 @@ __all__ = [
     "sum_of_squares",
     "upcast",
     "vdot",
+    "vdots",
 ]
 
 
@@ -94,18 +96,24 @@ def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) 
         >>> fs.optim.vdot({"weight": torch.tensor([[1.0, 2.0]])}, {"weight": torch.tensor([[3.0, 4.0]])}, spec)
         tensor(11.)
     """
+    return vdots([(a, b)], spec)[0]
+
+
+def vdots(pairs: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]], spec: PartitionSpec) -> Tensor:
+    """Return the inner products of several pairs of trees of the same keys: [pairs], by the collectives of one `vdot`."""
     spec = bind_spec(spec)
-    for key in [*a, *b]:
-        if key not in a or key not in b:
-            raise ValueError(f"vdot: '{key}' is in {'a' if key in a else 'b'} only: expected trees of the same keys")
-        if a[key].shape != b[key].shape:
-            raise ValueError(f"vdot: '{key}': expected tensors of one shape, got {list(a[key].shape)} and {list(b[key].shape)}")
+    for a, b in pairs:
+        check_same_keys("vdot", "a", a, "b", b)
 
     def product(x: Tensor, y: Tensor) -> Tensor:
         return upcast(x).conj() * upcast(y)
 
-    values = {key: _map_tensors("inner product", product, key, spec, x, b[key]).sum() for key, x in a.items()}
-    return _combine_over_ranks(values, a, spec)
+    def multiply(key: str, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+        return _map_tensors("inner product", product, key, spec, a[key], b[key]).sum()
+
+    first = pairs[0][0]
+    values = {key: torch.stack([multiply(key, a, b) for a, b in pairs]) for key in first}
+    return _combine_over_ranks(values, first, spec) if first else torch.zeros(len(pairs))
 
 
 def clip_by_global_norm(
@@ -196,7 +204,7 @@ def _map_tensors(what: str, f: Callable[..., Tensor], key: str, spec: PartitionS
 def _combine_over_ranks(
     values: Mapping[str, Tensor], tree: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0
 ) -> Tensor:
-    """Return the sum, or maximum, of one scalar for each tensor of a tree, over the ranks that have other elements of it."""
+    """Return the sum, or maximum, of a number or several of each tensor of a tree, over ranks that have other elements."""
     check_spans_world(spec.bound_mesh, "a norm or an inner product")
     sizes = dict(spec.bound_mesh.sizes)
     parts: dict[tuple[str, ...], list[Tensor]] = {}
@@ -207,11 +215,11 @@ def _combine_over_ranks(
         parts.setdefault(distinct_axes(owner, tree[key], sizes), []).append(value)
     totals: list[Tensor] = []
     for axes, of_units in parts.items():
-        total = _combine(torch.stack(of_units), p)
+        total = _combine_units(of_units, p)
         for axis in (spec.bound_mesh[name] for name in axes):
-            total = gather_slices(total[None], axis).amax() if p == math.inf else sum_shards(total, axis)
+            total = gather_slices(total[None], axis).amax(0) if p == math.inf else sum_shards(total, axis)
         totals.append(total)
-    return _combine(torch.stack(totals), p) if totals else torch.zeros(())
+    return _combine_units(totals, p) if totals else torch.zeros(())
 
 
 def upcast(tensor: Tensor) -> Tensor:
@@ -222,3 +230,9 @@ def upcast(tensor: Tensor) -> Tensor:
 def _combine(values: Tensor, p: float) -> Tensor:
     """Combine the parts of a p-norm: their sum, or for p = inf their maximum; 0 if there are none."""
     return values.sum() if p < math.inf or not values.numel() else values.amax()
+
+
+def _combine_units(values: Sequence[Tensor], p: float) -> Tensor:
+    """Combine the parts that units have of p-norms: their sum, or for p = inf their maximum."""
+    stacked = torch.stack([*values])
+    return stacked.sum(0) if p < math.inf else stacked.amax(0)

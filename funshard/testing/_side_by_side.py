@@ -20,7 +20,8 @@ from .._sharding.agree import gather_texts
 from .._sharding.sharding import combine, partition, shard
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
-from .._transforms.grad import grad_and_value, hvp
+from .._transforms.grad import grad_and_value
+from .._transforms.hvp import hvp
 from .._units.layout import Params, param_views, rank_coords
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh

@@ -1,0 +1,29 @@
+"""Curvature of losses of sharded parameters: Hessian, Gauss-Newton and Fisher matrices as operators, and what acts on them."""
+
+from .._transforms.convex_loss import ConvexLoss, cross_entropy, squared_error
+from ._cg import Solution, cg
+from ._estimates import Eigenpair, TraceEstimate, hutchinson, power_iteration
+from ._lanczos import Spectrum, Tridiagonal, lanczos, slq
+from ._operator import Operator, fisher, ggn, hessian
+from ._sample_labels import sample_labels
+
+__all__ = [
+    "ConvexLoss",
+    "Eigenpair",
+    "Operator",
+    "Solution",
+    "Spectrum",
+    "TraceEstimate",
+    "Tridiagonal",
+    "cg",
+    "cross_entropy",
+    "fisher",
+    "ggn",
+    "hessian",
+    "hutchinson",
+    "lanczos",
+    "power_iteration",
+    "sample_labels",
+    "slq",
+    "squared_error",
+]

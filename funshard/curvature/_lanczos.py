@@ -1,0 +1,244 @@
+"""lanczos, and the spectral density by stochastic Lanczos quadrature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .._sharding.random_like import random_like
+from .._units.layout import Params
+from ..optim._trees import scale
+from ._operator import Operator, find_largest, read_numbers
+
+__all__ = ["Spectrum", "Tridiagonal", "lanczos", "normalize", "probe_seed", "slq"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tridiagonal:
+    """What `lanczos` returns: a tridiagonal matrix, whose eigenvalues (Ritz values) approximate those of the operator.
+
+    Attributes:
+        diagonal: [steps], float64 on the CPU, the same on all ranks.
+        off_diagonal: [steps - 1].
+        remainder: The next element of the off-diagonal: 0 if the vectors span an invariant subspace, whose Ritz values are
+            eigenvalues of the operator.
+        basis: The orthonormal vectors by unit key, [steps, this rank's slice]; None without reorthogonalisation.
+    """
+
+    diagonal: Tensor
+    off_diagonal: Tensor
+    remainder: float
+    basis: Params | None
+
+    @cached_property
+    def _eigh(self) -> tuple[Tensor, Tensor]:
+        matrix = self.diagonal.diag() + self.off_diagonal.diag(1) + self.off_diagonal.diag(-1)
+        values, vectors = torch.linalg.eigh(matrix)
+        return values, vectors
+
+    @property
+    def values(self) -> Tensor:
+        """The Ritz values, ascending: [steps]."""
+        return self._eigh[0]
+
+    @property
+    def residuals(self) -> Tensor:
+        """The length of A x - value * x for each Ritz pair, so that an eigenvalue is at most that far away: [steps]."""
+        return self.remainder * self._eigh[1][-1].abs()
+
+    @property
+    def weights(self) -> Tensor:
+        """The squared component of the start in each Ritz vector; they sum to 1: [steps]."""
+        return self._eigh[1][0].square()
+
+    def vector(self, i: int) -> Params:
+        """Return this rank's slices of the Ritz vector of ``values[i]``, of length 1.
+
+        Raises:
+            ValueError: The vectors were not kept.
+        """
+        if self.basis is None:
+            raise ValueError("lanczos: the vectors were not kept: expected lanczos(..., reorthogonalize=True)")
+        along = self._eigh[1][:, i]
+        return {key: _combine_rows(rows, along.tolist()) for key, rows in self.basis.items()}
+
+
+def lanczos(
+    operator: Operator, start: Mapping[str, Tensor], steps: int, *, reorthogonalize: bool = True, tolerance: float = 0.0
+) -> Tridiagonal:
+    """Return the tridiagonal matrix of the Lanczos iteration: the operator in the Krylov space of ``start``.
+
+    A step is a product and one small reduction over ranks. Each vector is orthogonalised twice against those before it, the
+    second time, as its norm, one step late (Bielich et al., Low-synch Gram-Schmidt with delayed reorthogonalization for Krylov
+    solvers, 2022). If the space is invariant, fewer steps are taken.
+
+    Args:
+        operator: The operator.
+        start: A vector that is not zero, such as `random_like` or a gradient.
+        steps: The most vectors, > 0.
+        reorthogonalize: Against all vectors, which are kept: ``steps`` slices. Else against two, so that eigenvalues that have
+            converged appear several times.
+        tolerance: Stop when the Ritz pair of largest magnitude has a residual of at most ``tolerance * |value|``.
+
+    Raises:
+        ValueError: For a start that is zero or differs from the operator's params, and values that are not finite.
+        RuntimeError: On simulated ranks, in transforms and in compilation.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.policies.whole(fs.P(align=1))(torch.nn.Linear(2, 1, bias=False))
+        >>> params = fs.shard({"weight": torch.tensor([[1.0, 2.0]])}, spec)
+        >>> operator = fs.curvature.hessian(lambda p: (p[""] ** 3).sum(), params, spec)
+        >>> [round(x, 4) for x in fs.curvature.lanczos(operator, {"": torch.ones(2)}, 5).values.tolist()]
+        [6.0, 12.0]
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"lanczos: steps: expected a whole number from 1 on, got {steps!r}")
+    spec = operator.spec
+    u = normalize("lanczos", start, operator)
+    unit = 0.0  # the largest element of the first product: squares of tiny and of huge ones are not representable
+    basis = {key: x.new_empty((steps if reorthogonalize else 1, *x.shape)) for key, x in u.items()}
+    epsilon = max(torch.finfo(x.dtype).eps for x in u.values())
+    diagonal: list[float] = []
+    off_diagonal: list[float] = []
+    remainder = -1.0
+    for n in range(steps):
+        w = operator @ u
+        unit = unit or find_largest("lanczos", w, spec) or 1.0
+        w = scale(1 / unit, w)
+        count = n if reorthogonalize else min(n, 1)
+        kept = [{key: rows[i] for key, rows in basis.items()} for i in range(count)]
+        numbers = read_numbers("lanczos", [(q, x) for x in (u, w) for q in (*kept, u)], spec)
+        (*off, uu), (*along, uw) = numbers[: count + 1], numbers[count + 1 :]
+        square = uu - sum(x * x for x in off)
+        length = math.sqrt(max(square, 0.0))
+        if n:
+            size = max(map(abs, (*diagonal, *off_diagonal)))
+            if length <= 10 * epsilon * size:
+                remainder = 0.0
+                break
+            remainder = length * unit
+            if tolerance and _has_converged(diagonal, off_diagonal, length, tolerance):
+                break
+            off_diagonal.append(length)
+        q = _subtract_rows(u, basis, off, 1 / length)
+        alpha = (uw - sum(x * y for x, y in zip(off, along, strict=True))) / square
+        diagonal.append(alpha)
+        u = _subtract_rows(w, basis, along, 1 / length)
+        for key, rows in basis.items():
+            rows[n if reorthogonalize else 0] = q[key]
+            u[key] = u[key] - alpha * q[key]
+        remainder = -1.0
+    if remainder < 0:
+        remainder = math.sqrt(read_numbers("lanczos", [(u, u)], spec)[0]) * unit
+    found = {key: rows[: len(diagonal)] for key, rows in basis.items()} if reorthogonalize else None
+    return Tridiagonal(_as_tensor(diagonal) * unit, _as_tensor(off_diagonal) * unit, remainder, found)
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """What `slq` returns: an estimate of the spectral density by points and weights.
+
+    Attributes:
+        values: The points, [points], float64 on the CPU.
+        weights: Their weights, which sum to 1.
+        numel: The number of eigenvalues.
+    """
+
+    values: Tensor
+    weights: Tensor
+    numel: int
+
+    def density(self, at: Tensor, width: float) -> Tensor:
+        """Return the density at some points, each eigenvalue a normal distribution: its integral is 1.
+
+        Args:
+            at: Where, [points].
+            width: The standard deviation, > 0.
+        """
+        if not width > 0:
+            raise ValueError(f"density: width: expected a positive number, got {width}")
+        distance = (at.double()[:, None] - self.values) / width
+        return (-0.5 * distance.square()).exp() @ self.weights / (width * math.sqrt(2 * math.pi))
+
+    def trace(self, f: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return an estimate of the trace of a function of the operator, such as ``torch.log``.
+
+        Args:
+            f: An elementwise function.
+        """
+        return self.numel * (f(self.values) * self.weights).sum()
+
+
+def slq(operator: Operator, *, steps: int, probes: int, seed: int = 0, reorthogonalize: bool = True) -> Spectrum:
+    """Return the spectral density by stochastic Lanczos quadrature: `lanczos` from random vectors of signs.
+
+    Ubaru, Chen and Saad, Fast Estimation of tr(f(A)) via Stochastic Lanczos Quadrature, 2017. The same at any number of ranks.
+
+    Args:
+        operator: The operator.
+        steps: The steps of each Lanczos iteration.
+        probes: The number of vectors; each takes ``steps`` products.
+        seed: Their seed.
+        reorthogonalize: As in `lanczos`.
+
+    Raises:
+        ValueError: As in `lanczos`, and for less than one probe.
+        RuntimeError: As in `lanczos`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.policies.whole(fs.P(align=1))(torch.nn.Linear(2, 1, bias=False))
+        >>> params = fs.shard({"weight": torch.tensor([[1.0, 2.0]])}, spec)
+        >>> operator = fs.curvature.hessian(lambda p: (p[""] ** 3).sum(), params, spec)
+        >>> round(fs.curvature.slq(operator, steps=2, probes=1).trace(lambda x: x).item(), 4)
+        18.0
+    """
+    if probes < 1:
+        raise ValueError(f"slq: probes: expected a whole number from 1 on, got {probes}")
+    seeds = [probe_seed(seed, i) for i in range(probes)]
+    starts = (random_like(operator.params, operator.spec, s, distribution="rademacher") for s in seeds)
+    found = [lanczos(operator, start, steps, reorthogonalize=reorthogonalize) for start in starts]
+    return Spectrum(torch.cat([t.values for t in found]), torch.cat([t.weights for t in found]) / probes, operator.numel)
+
+
+def probe_seed(seed: int, i: int) -> int:
+    """Return the seed of the i-th random vector, which is of no call with another small seed."""
+    return seed + (i << 32)
+
+
+def normalize(function: str, v: Mapping[str, Tensor], operator: Operator) -> Params:
+    """Return a vector of length about 1; raise ValueError unless it is finite and not zero."""
+    operator.check_vector(v)
+    largest = find_largest(function, v, operator.spec)
+    if not largest:
+        raise ValueError(f"{function}: expected a vector that is not zero")
+    v = scale(1 / largest, v)  # squares of its elements are representable now
+    return scale(1 / math.sqrt(read_numbers(function, [(v, v)], operator.spec)[0]), v)
+
+
+def _has_converged(diagonal: Sequence[float], off_diagonal: Sequence[float], length: float, tolerance: float) -> bool:
+    found = Tridiagonal(_as_tensor(diagonal), _as_tensor(off_diagonal), length, None)
+    top = int(found.values.abs().argmax())
+    return bool(found.residuals[top] <= tolerance * found.values[top].abs())
+
+
+def _subtract_rows(v: Params, basis: Params, coefficients: Sequence[float], factor: float) -> Params:
+    """Return ``factor * (v - sum of coefficients * rows)``."""
+    rows = {key: _combine_rows(basis[key], coefficients) for key in v} if coefficients else {}
+    return {key: (factor * (x - rows[key]) if rows else factor * x) for key, x in v.items()}
+
+
+def _combine_rows(rows: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """Return the sum of the first rows, each times its coefficient."""
+    chosen = rows[: len(coefficients)]
+    return torch.tensordot(torch.tensor(coefficients, dtype=rows.dtype, device=rows.device), chosen, 1)
+
+
+def _as_tensor(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor([*numbers], dtype=torch.float64)

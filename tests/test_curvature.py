@@ -1,0 +1,365 @@
+"""fs.curvature beside explicit matrices, SciPy and curvlinops; the same numbers on any number of ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from depth import seldom
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard import P, curvature
+
+CLASSES = 4
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+
+
+MODEL = network()
+X, Y = torch.randn(4, 6, 3, dtype=torch.float64), torch.randint(CLASSES, (4, 6))
+FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
+POLICY = fs.policies.override(fs.by_type(nn.Linear), fs.by_path({"1": P()}))
+
+
+def operators(spec: fs.PartitionSpec, x: Tensor, y: Tensor) -> dict[str, curvature.Operator]:
+    params = fs.shard(FULL, spec)
+
+    def outputs(p: fs.Params) -> Tensor:
+        return fs.functional_call(MODEL, p, (x,), spec=spec)
+
+    losses = lambda p: F.cross_entropy(outputs(p), y, reduction="none")  # noqa: E731
+    return {
+        "hessian": curvature.hessian(lambda p: F.cross_entropy(outputs(p), y), params, spec),
+        "ggn": curvature.ggn(outputs, curvature.cross_entropy(y), params, spec),
+        "fisher": curvature.fisher(losses, params, spec),
+    }
+
+
+def flat(tree: fs.Params) -> Tensor:
+    return torch.cat([tree[name].flatten() for name in FULL])
+
+
+@functools.cache
+def matrix(name: str) -> Tensor:
+    """Of the joined batch, written out."""
+    plain = lambda p: torch.func.functional_call(MODEL, p, (X.flatten(0, 1),))  # noqa: E731
+    y = Y.flatten()
+
+    def rows(tree: Any) -> Tensor:
+        return torch.cat([tree[key].flatten(1) for key in FULL], 1)
+
+    if name == "hessian":
+        nested = torch.func.hessian(lambda p: F.cross_entropy(plain(p), y))(FULL)
+        size = {key: p.numel() for key, p in FULL.items()}
+        return torch.cat([torch.cat([nested[a][b].reshape(size[a], size[b]) for b in FULL], 1) for a in FULL])
+    if name == "fisher":
+        g = rows(torch.func.jacrev(lambda p: F.cross_entropy(plain(p), y, reduction="none"))(FULL))
+        return g.T @ g / len(g)
+    j = rows(torch.func.jacrev(lambda p: plain(p).flatten())(FULL))
+    h = torch.func.hessian(lambda z: F.cross_entropy(z.view(-1, CLASSES), y))(plain(FULL).flatten())
+    return j.T @ h @ j
+
+
+NAMES = ["hessian", "ggn", "fisher"]
+
+
+def everything(rank: int, sizes: dict[str, int] | None) -> dict[str, Any]:
+    """What each function gives, as whole vectors and numbers, in the model's order."""
+    if sizes:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        spec, world = POLICY(MODEL).on(mesh), mesh.size()
+    else:
+        spec, world = POLICY(MODEL).bound, 1
+    x, y = X.flatten(0, 1).chunk(world)[rank], Y.flatten().chunk(world)[rank]
+    whole = lambda tree: flat(fs.gather_full(tree, spec))  # noqa: E731
+    out: dict[str, Any] = {}
+    for name, operator in operators(spec, x, y).items():
+        operator.check_symmetric()
+        start = fs.random_like(operator.params, spec, 3)
+        found = curvature.lanczos(operator, start, 12)
+        local = curvature.lanczos(operator, start, 8, reorthogonalize=False)
+        density = curvature.slq(operator, steps=6, probes=2).density(torch.linspace(-1, 2, 7), 0.1)
+        top = curvature.power_iteration(operator, steps=300, tolerance=1e-7)
+        estimate = curvature.hutchinson(operator, probes=3)
+        solution = curvature.cg(operator, start, damping=1.0, tolerance=1e-12)
+        out[name] = {
+            "product": whole(operator @ start),
+            "lanczos": (found.diagonal, found.off_diagonal, found.residuals[-1:], whole(found.vector(-1)).abs()),
+            "local": (local.diagonal, local.off_diagonal),
+            "density": density,
+            "power": torch.tensor(top.value),
+            "trace": (estimate.trace, estimate.standard_error, whole(estimate.diagonal)),
+            "cg": whole(solution.x),
+            "converged": torch.tensor(solution.converged),
+        }
+    return out
+
+
+alone = functools.cache(functools.partial(everything, 0, None))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_are_those_of_the_explicit_matrix(name: str) -> None:
+    """On one rank; all eigenvalues from as many steps as there are distinct ones."""
+    a, got = matrix(name), alone()[name]
+    values, vectors = torch.linalg.eigh(a)
+    start = flat(fs.gather_full(fs.random_like(fs.shard(FULL, POLICY(MODEL)), POLICY(MODEL), 3), POLICY(MODEL)))
+    assert_close(got["product"], a @ start, rtol=1e-10, atol=1e-10)
+    assert_close(got["cg"], torch.linalg.solve(a + torch.eye(len(a)), start), rtol=1e-9, atol=1e-10)
+    assert got["converged"]
+    largest = values[values.abs().argmax()]
+    assert_close(got["power"], largest, rtol=1e-9, atol=0)
+    spec = POLICY(MODEL).bound
+    operator = operators(spec, X.flatten(0, 1), Y.flatten())[name]
+    found = curvature.lanczos(operator, fs.random_like(operator.params, spec, 0), 100)
+    assert_close(found.values[[0, -1]], values[[0, -1]], rtol=1e-9, atol=1e-11)
+    assert found.remainder < 1e-10
+    assert len(found.values) <= len(values)
+    assert_close(flat(fs.gather_full(found.vector(-1), spec)).abs(), vectors[:, -1].abs(), rtol=1e-6, atol=1e-7)
+    gram = sum(curvature_gram(rows, spec, key) for key, rows in (found.basis or {}).items())
+    assert_close(gram, torch.eye(len(found.values), dtype=torch.float64), rtol=0, atol=1e-12)
+    moments = curvature.slq(operator, steps=100, probes=40)
+    spread = 2 * math.sqrt(float((a - a.diag().diag()).square().sum()) / 40)
+    assert abs(moments.trace(lambda t: t) - a.trace()) < 3 * spread
+    exact = curvature.hutchinson(operator, probes=40)
+    assert abs(exact.trace - moments.trace(lambda t: t)) < 1e-9  # the same vectors, and quadrature exact for them
+    assert_close(flat(fs.gather_full(exact.diagonal, spec)).sum(), exact.trace)
+
+
+def curvature_gram(rows: Tensor, spec: fs.PartitionSpec, key: str) -> Tensor:
+    assert rows[0].numel() == spec.shard_numel(spec.by_key[key])
+    return rows @ rows.T
+
+
+def same_as_alone(results: list[dict[str, Any]]) -> None:
+    for got in results:
+        for name in NAMES:
+            assert_close(got[name], alone()[name], rtol=1e-7, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"shard": 4}, pytest.param({"replicate": 2, "shard": 2}, marks=seldom)], ids=["shard", "hsdp"]
+)
+def test_four_ranks_are_one(gloo4: Pool, sizes: dict[str, int]) -> None:
+    same_as_alone(gloo4.run(everything, sizes))
+
+
+@seldom
+def test_two_ranks_are_one(gloo2: Pool) -> None:
+    same_as_alone(gloo2.run(everything, {"shard": 2}))
+
+
+def with_scipy(rank: int) -> None:
+    from scipy.sparse.linalg import cg, eigsh
+
+    spec = POLICY(MODEL).bound
+    x, y = X.flatten(0, 1).chunk(2)[rank], Y.flatten().chunk(2)[rank]
+    for name, operator in operators(spec, x, y).items():
+        theirs = operator.to_scipy()
+        n = operator.numel
+        assert theirs.shape == (n, n)
+        assert n == sum(p.numel() for p in FULL.values())
+        start = fs.random_like(operator.params, spec, 0)
+        whole = flat(fs.gather_full(start, spec))
+        top = eigsh(theirs, k=3, v0=whole.numpy(), which="LA", return_eigenvectors=False)
+        found = curvature.lanczos(operator, start, 40)
+        assert_close(found.values[-3:], torch.tensor(sorted(top)), rtol=1e-9, atol=1e-10)
+        x_theirs, info = cg((operator + 0.7).to_scipy(), whole.numpy(), rtol=1e-11)
+        assert info == 0
+        solution = curvature.cg(operator, start, damping=0.7, tolerance=1e-11)
+        assert_close(flat(fs.gather_full(solution.x, spec)), torch.as_tensor(x_theirs), rtol=1e-8, atol=1e-9, msg=name)
+
+
+def test_scipy_on_two_ranks(gloo2: Pool) -> None:
+    """Its own solvers on the operator: the same numbers as ours."""
+    pytest.importorskip("scipy")
+    gloo2.run(with_scipy)
+
+
+@pytest.mark.filterwarnings("ignore")
+@seldom
+def test_curvlinops() -> None:
+    """Its Gauss-Newton matrix of the whole batch; its Hessian is not right for a layer norm (reverse over forward in torch)."""
+    curvlinops = pytest.importorskip("curvlinops")
+    spec, data = POLICY(MODEL).bound, [(X.flatten(0, 1), Y.flatten())]
+    ours = operators(spec, *data[0])
+    v = fs.random_like(ours["ggn"].params, spec, 0)
+    whole = flat(fs.gather_full(v, spec))
+    params = dict(MODEL.named_parameters())
+    theirs = {
+        "ggn": curvlinops.GGNLinearOperator(MODEL, nn.CrossEntropyLoss(), params, data),
+        "fisher": curvlinops.EFLinearOperator(MODEL, nn.CrossEntropyLoss(), params, data),
+    }
+    for name, other in theirs.items():
+        got = flat(fs.gather_full(ours[name] @ v, spec))
+        assert_close(got, torch.as_tensor(other @ whole).double(), rtol=1e-7, atol=1e-9, msg=name)
+    estimate = curvlinops.hutchinson_trace(ours["ggn"].to_scipy(), num_matvecs=40)
+    assert abs(float(estimate) - float(matrix("ggn").trace())) < 1.0
+
+
+# --- what ends early, and what is refused ---
+
+
+def diagonal(values: Tensor, dtype: torch.dtype = torch.float64) -> curvature.Operator:
+    """An operator with these eigenvalues."""
+    model = nn.Linear(len(values), 1, bias=False, dtype=dtype)
+    spec = fs.policies.whole(P(align=1))(model).bound
+    return curvature.Operator(lambda v: {"": values.to(dtype) * v[""]}, fs.shard(model, spec), spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
+def test_tiny_and_huge_operators_and_low_rank(size: float, dtype: torch.dtype) -> None:
+    """Squares of their elements are not representable in float32; the iteration ends where the space does."""
+    operator = diagonal(size * torch.tensor([3.0, 3.0, 2.0, 0.0, 0.0, 0.0]).double(), dtype)
+    start = {"": torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0, 1.0], dtype=dtype)}
+    found = curvature.lanczos(operator, start, 6)
+    digits = {"rtol": 1e-5, "atol": 1e-6 * size}
+    assert found.remainder <= 1e-6 * size
+    assert_close(found.values[-2:], size * torch.tensor([2.0, 3.0]).double(), **digits)
+    assert found.values[0].abs() <= 1e-6 * size
+    top = curvature.power_iteration(operator, start, tolerance=1e-3)
+    assert top.value == pytest.approx(3 * size, rel=1e-5)
+    solved = curvature.cg(operator, {"": (size * torch.tensor([3.0, 6.0, 2.0, 0, 0, 0]).double()).to(dtype)}, tolerance=1e-5)
+    assert solved.converged
+    assert_close(solved.x[""], torch.tensor([1.0, 2.0, 1.0, 0, 0, 0], dtype=dtype), rtol=1e-4, atol=1e-5)
+    assert not curvature.cg(operator, start).converged  # a right side that is no product
+    tiny = curvature.cg(operator + size, curvature_scaled(start, 1e-30), tolerance=1e-5)
+    assert tiny.converged
+    assert_close(tiny.x[""] / 1e-30 * size, start[""] / torch.tensor([4.0, 4, 3, 1, 1, 1], dtype=dtype), rtol=1e-3, atol=1e-4)
+
+
+def curvature_scaled(tree: fs.Params, a: float) -> fs.Params:
+    return fs.optim.scale(a, tree)
+
+
+def test_negative_curvature_ends_cg() -> None:
+    operator, b = diagonal(torch.tensor([2.0, -1.0, 1.0])), {"": torch.tensor([1.0, 1.0, 1.0]).double()}
+    solution = curvature.cg(operator, b)
+    assert solution.negative_curvature
+    assert not solution.converged
+    assert solution.residual == pytest.approx(float((b[""] - (operator @ solution.x)[""]).norm() / b[""].norm()))
+    assert curvature.cg(operator, b, damping=2.0).converged
+    assert curvature.cg(operator, {"": 0 * b[""]}).x[""].tolist() == [0, 0, 0]
+    again = curvature.cg(operator + 2, b, start=curvature.cg(operator, b, damping=2.0).x)
+    assert again.converged
+    assert again.products == 1
+
+
+def test_early_ends_of_lanczos() -> None:
+    values = torch.linspace(0, 1, 50).double()
+    values[-1] = 9
+    operator, start = diagonal(values), {"": torch.ones(50).double()}
+    found = curvature.lanczos(operator, start, 50, tolerance=1e-6)
+    assert len(found.values) < 25
+    assert found.values[-1].item() == pytest.approx(9, rel=1e-10)
+    assert found.residuals[-1] <= 1e-6 * 9
+    many = curvature.lanczos(operator, start, 60, reorthogonalize=False)
+    assert len(many.values) == 60
+    assert (many.values - 9).abs().min() < 1e-9
+    with pytest.raises(ValueError, match="the vectors were not kept"):
+        many.vector(0)
+    spectrum = curvature.slq(operator, steps=10, probes=2)
+    grid = torch.linspace(-5, 15, 2001).double()
+    assert torch.trapezoid(spectrum.density(grid, 0.2), grid).item() == pytest.approx(1, rel=1e-6)
+    assert spectrum.trace(torch.square).item() == pytest.approx(float(values.square().sum()), rel=1e-9)  # signs: exact
+
+
+def test_what_is_refused() -> None:
+    operator, v = diagonal(torch.ones(3)), {"": torch.ones(3).double()}
+    refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (
+            ValueError,
+            r"curvature: the vector: '': expected \[3\] torch.float64 .* got \[2\]",
+            lambda: operator @ {"": v[""][:2]},
+        ),
+        (
+            ValueError,
+            r"'': expected .* torch.float64 as in the operator's params, got .* torch.float32",
+            lambda: operator @ {"": torch.ones(3)},
+        ),
+        (ValueError, r"'other': expected none", lambda: operator @ (v | {"other": v[""]})),
+        (TypeError, r"the vector: expected a dict of tensors", lambda: operator @ v[""]),
+        (
+            ValueError,
+            r"lanczos: expected a vector of finite values, got nan",
+            lambda: curvature.lanczos(operator, {"": v[""] * math.nan}, 2),
+        ),
+        (ValueError, r"cg: expected a vector of finite values, got inf", lambda: curvature.cg(operator, {"": v[""] / 0})),
+        (ValueError, r"lanczos: expected a vector that is not zero", lambda: curvature.lanczos(operator, {"": v[""] * 0}, 2)),
+        (ValueError, r"lanczos: steps: expected a whole number from 1 on", lambda: curvature.lanczos(operator, v, 0)),
+        (ValueError, r"cg: damping: expected a number from 0 on, got -1", lambda: curvature.cg(operator, v, damping=-1)),
+        (ValueError, r"curvature: damping: expected a finite number", lambda: operator + math.inf),
+        (TypeError, r"unsupported operand", lambda: operator + "1"),
+        (ValueError, r"slq: probes", lambda: curvature.slq(operator, steps=2, probes=0)),
+        (ValueError, r"hutchinson: probes", lambda: curvature.hutchinson(operator, probes=0)),
+        (ValueError, r"power_iteration: steps", lambda: curvature.power_iteration(operator, steps=0)),
+        (TypeError, r"expected float32 or float64, got torch.bfloat16", lambda: diagonal(torch.ones(3), torch.bfloat16)),
+        (TypeError, r"expected float32 or float64, got torch.complex64", lambda: diagonal(torch.ones(3), torch.complex64)),
+        (ValueError, r"axpy: 'b' is in y only", lambda: fs.optim.axpy(1.0, v, v | {"b": v[""]})),
+    ]
+    for error, message, call in refused:
+        with pytest.raises(error, match=message):
+            call()
+    not_finite = curvature.Operator(lambda v: {"": v[""] * math.inf}, operator.params, operator.spec)
+    with pytest.raises(ValueError, match=r"power_iteration: expected a vector of finite values"):
+        curvature.power_iteration(not_finite, v)
+    skew = torch.tensor([[0.0, 1.0, 0.0], [-1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]).double()
+    with pytest.raises(ValueError, match=r"check_symmetric: .* expected a symmetric operator"):
+        curvature.Operator(lambda v: {"": skew @ v[""]}, operator.params, operator.spec).check_symmetric()
+
+
+def mixed_losses(rank: int) -> None:
+    """Shards and gathered values in one loss: not what its name says, and not symmetric."""
+    spec = POLICY(MODEL).bound
+    params = fs.shard(FULL, spec)
+
+    def losses(p: fs.Params) -> Tensor:
+        logits = fs.functional_call(MODEL, p, (X[rank],), spec=spec)
+        return F.cross_entropy(logits, Y[rank], reduction="none") + sum((s**2).sum() for s in p.values())
+
+    with pytest.raises(ValueError, match="are its outputs a mixture of shards and gathered values"):
+        curvature.fisher(losses, params, spec).check_symmetric()
+
+
+def test_a_mixture_of_shards_and_gathered_values_is_found(gloo2: Pool) -> None:
+    gloo2.run(mixed_losses)
+
+
+def test_simulated_ranks() -> None:
+    """Products and hutchinson run there; what reads values on the host says so."""
+
+    def rank(mesh: Any, x: Tensor, y: Tensor) -> Any:
+        operator = operators(POLICY(MODEL).on(mesh), x, y)["ggn"]
+        start = fs.random_like(operator.params, operator.spec, 3)
+        with pytest.raises(RuntimeError, match="lanczos: the host reads values, which it cannot on simulated ranks"):
+            curvature.lanczos(operator, start, 3)
+        return fs.unshard(operator @ start, operator.spec), curvature.hutchinson(operator, probes=3).trace
+
+    product, trace = fs.testing.spmd(rank, 4)(X, Y)
+    assert_close(flat({key: t[2] for key, t in product.items()}), alone()["ggn"]["product"], rtol=1e-9, atol=1e-10)
+    assert_close(trace[1], alone()["ggn"]["trace"][0], rtol=1e-9, atol=1e-10)
+
+
+def test_sampled_labels() -> None:
+    """From the softmax, the same for any cut of the batch; the Fisher matrix of many draws is the Gauss-Newton matrix."""
+    logits = torch.tensor([[0.0, 1.0, -1.0, -math.inf]]).double()
+    rows = logits.expand(20_000, 4)
+    drawn = curvature.sample_labels(rows, 7)
+    assert_close(torch.bincount(drawn, minlength=4) / len(rows), logits[0].softmax(0).float(), rtol=0, atol=0.015)
+    parts = [curvature.sample_labels(part, 7, first=5000 * i) for i, part in enumerate(rows.chunk(4))]
+    assert torch.equal(torch.cat(parts), drawn)
+    assert not torch.equal(curvature.sample_labels(rows, 8), drawn)
+    assert curvature.sample_labels(rows.view(100, 200, 4), 7).shape == (100, 200)
