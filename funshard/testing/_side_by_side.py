@@ -259,8 +259,7 @@ class Case:
         def product(spec: PartitionSpec, batch: Any, own: Params) -> Params:
             trained, frozen = partition(shard(self.model, spec), spec)
             along, _ = partition(shard(direction, spec), spec)
-            loss = self._loss_on(spec, frozen, batch, own)
-            return hvp(lambda params: loss(params)[0], trained, along)
+            return hvp(self._loss_on(spec, frozen, batch, own), trained, along, has_aux=True)[0]
 
         out: list[dict[Key, Tensor]] = []
         for rank, (grads, (value, buffers)) in zip(self.ranks, run(gradient), strict=True):
