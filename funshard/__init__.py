@@ -22,8 +22,8 @@ one of them:
     sharding     shard, unshard, reshard, gather_full, scatter_full, partition, combine, skeleton, init, random_like
     layout       flatten, unflatten, param_views
     model calls  functional_call, trace_order, SyncBatchNorm
-    transforms   grad, grad_and_value, hvp, ggnvp, fishervp, per_sample_grads, chunked, transforms_attention, remat,
-                 offload, compile
+    transforms   grad, grad_and_value, hvp, ggnvp, fishervp, per_sample_grads, chunked, transforms_attention
+    memory       remat, offload, compile
     steps        accumulate, update_in_backward, scan, reduce_grads, reduce_mean, weight_share; check
     planning     plan, Plan, Hardware, visualize
     submodules   policies, optim, curvature, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing

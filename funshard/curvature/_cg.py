@@ -58,6 +58,9 @@ def cg(
         tolerance: Of the residual, relative to b's length.
         max_products: The most products.
 
+    Returns:
+        A `Solution`.
+
     Raises:
         ValueError: For values that are not finite, a negative damping, and b or start that differ from the operator's params.
         RuntimeError: As in `lanczos`.

@@ -59,6 +59,9 @@ class Tridiagonal:
     def vector(self, i: int) -> Params:
         """Return this rank's slices of the Ritz vector of ``values[i]``, of length 1.
 
+        Args:
+            i: The number of the value.
+
         Raises:
             ValueError: The vectors were not kept.
         """

@@ -99,7 +99,12 @@ class Operator:
         return getattr(owner, "params", (owner,))
 
     def check_vector(self, v: Mapping[str, Tensor], what: str = "the vector") -> None:
-        """Raise ValueError or TypeError unless a tree has the keys, shapes and dtypes of params; the message names the unit."""
+        """Raise ValueError or TypeError, naming the unit, unless a tree has the keys, shapes and dtypes of params.
+
+        Args:
+            v: The tree.
+            what: Its name in the message.
+        """
         check_mapping(v, what)
         for key in (*self.params, *v):
             got, expected = (f"{[*t[key].shape]} {t[key].dtype}" if key in t else "none" for t in (v, self.params))
