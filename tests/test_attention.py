@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -361,6 +362,29 @@ def test_in_a_compiled_step(place: str) -> None:
     with fs.transforms_attention(BLOCK):
         got = compiled(params, x)
     assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@seldom
+def test_what_torch_compile_leaves_to_python_is_right() -> None:
+    """Where the context is entered inside, Dynamo would compile the mode's frame alone, and run the first function twice."""
+
+    def run(x: Tensor) -> Tensor:
+        with fs.transforms_attention(BLOCK):
+            return x.sin().cos()
+
+    x = torch.ones(2)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(run, backend="eager")(x), x.sin().cos())
+
+
+def test_a_context_is_left_where_it_was_entered() -> None:
+    """In another thread it is an error there, and nothing changes here."""
+    context = fs.transforms_attention(BLOCK)
+    with ThreadPoolExecutor(1) as thread, context:
+        with pytest.raises(RuntimeError, match="expected the thread that entered it"):
+            thread.submit(context.__exit__, None, None, None).result()
+        assert _torch.current_attention() is not None
+    assert _torch.current_attention() is None
 
 
 def test_a_compiled_unit_runs_without_compilation() -> None:

@@ -342,6 +342,25 @@ def keeps(w: Tensor, h: Tensor, kept: list[Any] = []) -> tuple[Tensor, int]:  # 
     return kept[-1].sum(), 1
 
 
+class ScaledHead(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WORDS, bias=False, dtype=torch.float64)
+        self.temperature = 2.0
+
+    def forward(self, h: Tensor) -> Tensor:
+        return fs.chunked(lambda w, h: ((h @ w.T / self.temperature).square().sum(), len(h)), 2, reduce="mean")(self.weight, h)
+
+
+@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True)], ids=str)
+def test_a_function_reads_attributes_of_its_module(p: P) -> None:
+    """A run of a recomputed module sets some of them anew, in another order."""
+    head = ScaledHead()
+    spec = fs.policies.whole(p)(head)
+    got = fs.grad(lambda params: fs.functional_call(head, params, (H,), spec=spec))(fs.shard(head, spec))
+    want = grad(lambda w: (H @ w.T / 2).square().sum() / len(H))(head.weight.detach())
+    assert_close(fs.unshard(got, spec)["weight"], want)
+
+
 def total(w: Tensor, h: Tensor) -> Any:
     return (h @ w).sum(), 1
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .compiling import run_uncompiled
+
 __all__ = ["AttentionFunction", "ReplaceAttention", "current_attention", "math_attention", "use_attention"]
 
 AttentionFunction = Callable[..., Tensor]
@@ -52,6 +54,11 @@ class ReplaceAttention(TorchFunctionMode):
         return super().__enter__()  # pyright: ignore[reportReturnType]
 
     def __exit__(self, *error: Any) -> None:
+        if _CURRENT.function is not self._function:
+            raise RuntimeError(
+                "transforms_attention is left where it is not the innermost one: expected the thread that entered it, and the "
+                "reverse order"
+            )
         _CURRENT.function = self._before.pop()
         super().__exit__(*error)
 
@@ -63,6 +70,10 @@ class ReplaceAttention(TorchFunctionMode):
             elif func is F.multi_head_attention_forward:
                 func = self._multi_head
         return func(*args, **(kwargs or {}))
+
+
+# Dynamo compiles this frame where it left the one of the caller uncompiled, and takes one function for the next one
+run_uncompiled(ReplaceAttention.__torch_function__)
 
 
 def use_attention(function: AttentionFunction | None) -> contextlib.AbstractContextManager[object]:

@@ -31,8 +31,12 @@ _HOOK_AND_SUBMODULE_DICTS = {name for name, value in vars(nn.Module()).items() i
 
 
 def _read_module(module: nn.Module, but: tuple[str, ...] = ()) -> Contents:
-    """Read the attributes of a module, without internal dicts that are empty."""
-    return [to_part({k: v for k, v in vars(module).items() if k not in but and (k not in _HOOK_AND_SUBMODULE_DICTS or v)})]
+    """Read the attributes of a module, without internal dicts that are empty.
+
+    `CALL_ATTRIBUTES` are last: a call sets them anew, which changes the order of attributes from run to run.
+    """
+    attributes = sorted(vars(module).items(), key=lambda item: item[0] in CALL_ATTRIBUTES)
+    return [to_part({k: v for k, v in attributes if k not in but and (k not in _HOOK_AND_SUBMODULE_DICTS or v)})]
 
 
 def read_module_state(module: nn.Module) -> Contents:
