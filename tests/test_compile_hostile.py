@@ -98,6 +98,82 @@ def test_buffers_in_a_torch_func_grad(is_given: bool) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
+class WritesBuffers(Leaf):
+    """Its derivative is in the new values, which backward can compute from the old ones, or take as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.full((6,), 2.0))
+        self.register_buffer("runs", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.sums.sin()
+        self.runs += 1
+        self.sums.add_(x.detach().mean(0))
+        return super().forward(x) * scale * self.sums * self.runs
+
+
+@pytest.mark.parametrize("remat", mark_seldom([False, True], False))
+@pytest.mark.parametrize("compile", [AOT, pytest.param(True, marks=seldom)])
+def test_a_buffer_that_forward_changes_in_place(compile: bool | fs.Compile, remat: bool) -> None:
+    """torch's partitioner computes the new values once more in backward, from a buffer that has them already."""
+    net, results = network(WritesBuffers), []
+    for how in (False, compile):
+        spec = fs.by_type(WritesBuffers, p=P("shard", compile=how, remat=remat))(net).on({"shard": 1})
+        buffers = {name: b.clone() for name, b in net.named_buffers()}
+        loss = lambda p, spec=spec, b=buffers: fs.functional_call(net, p, batch(), spec=spec, buffers=b).sum()  # noqa: E731
+        results.append(([fs.grad(loss)(fs.shard(net, spec)) for _ in range(2)], buffers))
+    torch.testing.assert_close(results[1], results[0], **EXACT)
+    assert int(results[1][1]["1.runs"]) == 2
+
+
+class Appends(Leaf):
+    def forward(self, x: Tensor, results: list[Tensor]) -> Tensor:
+        results.append(self.l(x).sum())
+        return super().forward(x)
+
+
+class Overlaps(Leaf):
+    def forward(self, x: Tensor, results: list[Tensor]) -> tuple[Tensor, Tensor]:
+        out = super().forward(x)
+        return out[:, :3], out
+
+
+class Around(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.block = kind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        results: list[Tensor] = []
+        out = self.block(x, results)
+        if isinstance(out, tuple):
+            out[0].mul_(2)
+            results.append(out[1])
+        return sum(results, out[-1] if isinstance(out, tuple) else out)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Appends, "changes a list or dict that it was given inside of a torch.func.grad: expected"),
+        (Overlaps, "returned tensors that share memory .* and one of them was changed in place inside of a torch.func.grad"),
+    ],
+)
+def test_changes_that_a_torch_func_grad_would_miss(kind: type[nn.Module], words: str) -> None:
+    """Outside of which the compiled code runs; fs.grad runs them."""
+    torch.manual_seed(0)
+    net, results = Around(kind).double(), []
+    for compile in (False, AOT):
+        spec = fs.by_type(kind, p=P("shard", compile=compile))(net).on({"shard": 1})
+        loss = lambda p, spec=spec: fs.functional_call(net, p, batch(), spec=spec).square().sum()  # noqa: E731
+        results.append(fs.grad(loss)(fs.shard(net, spec)))
+        if compile:
+            with pytest.raises(RuntimeError, match=rf"module 'block' with P\(compile=True\) {words}"):
+                torch.func.grad(loss)(fs.shard(net, spec))
+    torch.testing.assert_close(results[1], results[0], **EXACT)
+
+
 class KeepsInBuffer(Scaled):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)

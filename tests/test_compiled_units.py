@@ -668,6 +668,7 @@ def test_a_graph_break_with_fullgraph_is_an_error() -> None:
         ({"backend": "nope"}, r"module '1': Compile: backend: expected one of .*'aot_eager'.*, got 'nope'"),
         ({"mode": "nope"}, r"module '1': Compile: mode: expected one of .*'max-autotune'.*, got 'nope'"),
         ({"options": {"fallback_randm": True}}, r"module '1': Compile: options: expected one of 'fallback_random'.*, got"),
+        ({"options": {"joint_custom_pre_pass": None}}, r"options: expected no 'joint_custom_pre_pass', which is where passes"),
     ],
 )
 def test_a_name_that_torch_does_not_know(options: dict[str, Any], words: str) -> None:

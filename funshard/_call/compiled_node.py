@@ -7,6 +7,7 @@ goes back through it.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class CompiledNode:
         self.tensors = [*(self._leaves[i] for i in self._positions), *(x for _, _, x in parameters)]
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
+        self._shared: list[tuple[Tensor, int]] = []  # outputs that share memory, and their versions
         self.result: list[Any] = []
         self.result_tree: pytree.TreeSpec | None = None
 
@@ -76,6 +78,12 @@ class CompiledNode:
                 plain[name] = view
             args, kwargs = pytree.tree_unflatten(leaves, self._tree)
             self.result, self.result_tree = pytree.tree_flatten(self._compiled(args, kwargs))
+            after, tree = pytree.tree_flatten((args, kwargs))
+            if tree != self._tree or any(x is not y for x, y in zip(after, leaves, strict=True)):
+                raise RuntimeError(
+                    f"module '{self.path}' with P(compile=True) changes a list or dict that it was given inside of a "
+                    "torch.func.grad: expected it left alone and the new values returned, no compile, or fs.grad"
+                )
             for (plain, name, _), view in zip(self._parameters, views, strict=True):
                 if plain.get(name) is not view:
                     raise RuntimeError(
@@ -89,10 +97,18 @@ class CompiledNode:
                     "dicts or registered pytrees, no compile, or fs.grad"
                 )
             self.outputs = [x for x in self.result if isinstance(x, Tensor)]
+            uses = Counter(_torch.storage_id(x) for x in (*self.outputs, *self.inputs))
+            self._shared = [(x, _torch.version(x)) for x in self.outputs if uses[_torch.storage_id(x)] > 1]
             return [x.detach() for x in self.outputs]
 
     def pull_back(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs, None for those without."""
+        if any(_torch.version(x) != version for x, version in self._shared):
+            raise RuntimeError(
+                f"module '{self.path}' with P(compile=True) returned tensors that share memory with each other or with its "
+                "arguments, and one of them was changed in place inside of a torch.func.grad, which the others' derivatives "
+                "miss: expected a clone, no compile, or fs.grad"
+            )
         pairs = [(x, g) for x, g in zip(self.outputs, grads, strict=True) if g is not None and x.requires_grad]
         wanted = [x for x in self.inputs if x.requires_grad]
         found: list[Tensor | None] = [None] * len(wanted)

@@ -48,22 +48,19 @@ def compile_with_joint_pass(
     backend: str | Callable[..., Any],
     graph: GraphModule,
     inputs: Sequence[Any],
-    joint_pass: Callable[[Graph], None] | None,
+    joint_pass: Callable[[Graph], None],
     **options: Any,
 ) -> Callable[..., Any]:
-    """Compile a graph with a backend of torch.compile, and this pass, if any, on the graph of its forward and backward.
+    """Compile a graph with a backend of torch.compile, and this pass on the graph of its forward and backward.
 
     Pinned by ``test_saved_results_of_a_compiled_unit``.
     """
 
     def run_pass(joint: GraphModule, joint_inputs: object) -> GraphModule:
-        assert joint_pass is not None
         joint_pass(joint.graph)
         return joint
 
     compile: Any = lookup_backend(backend) if isinstance(backend, str) else backend
-    if joint_pass is None:
-        return compile(graph, inputs, **options)
     # the cache of compiled graphs does not ask for the pass
     with torch._functorch.config.patch(joint_custom_pass=run_pass, enable_autograd_cache=False):
         return compile(graph, inputs, **options)

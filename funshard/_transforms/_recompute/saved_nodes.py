@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -33,6 +34,10 @@ from .regions import NAME_KEY
 __all__ = ["UnitBackend", "is_chosen"]
 
 
+_FIRST_PASS, _LAST_PASS = "joint_custom_pre_pass", "joint_custom_post_pass"
+"""Inductor's options for a pass over the graph of forward and backward before its own, which replace nodes, and after them."""
+
+
 def is_chosen(node: Node, chosen: Chosen) -> bool:
     """Return whether the results of a node's operator are to be saved."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
@@ -41,6 +46,8 @@ def is_chosen(node: Node, chosen: Chosen) -> bool:
 
 class UnitBackend:
     """A backend of torch.compile, which saves for backward what a `Remat` saves, and whose code nobody differentiates twice.
+
+    It refuses options of inductor for its own passes, by a ValueError.
 
     Args:
         backend: The backend.
@@ -61,9 +68,13 @@ class UnitBackend:
         *,
         retains: bool,
     ) -> None:
+        for name in {_FIRST_PASS, _LAST_PASS} & options.keys():
+            raise ValueError(f"Compile: options: expected no {name!r}, which is where passes over the graph are made")
         self._retains = retains
         self._backend, self._options, self._kwargs, self._make_prehook = backend, options, kwargs, make_prehook
-        self._passes = None if remat is None else (_SavePass(remat), _RecomputePass())
+        self._passes: dict[str, CustomGraphPass] = {_LAST_PASS: _RecomputePass(is_recomputing=remat is not None)}
+        if remat is not None:
+            self._passes = {_FIRST_PASS: _SavePass(remat), **self._passes}
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return compiled code for a graph."""
@@ -81,16 +92,13 @@ class UnitBackend:
     def _compile(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph by the backend, with the passes that choose saved and recomputed nodes."""
         if self._backend == "inductor":
-            # inductor's passes are between these two, and replace nodes
-            save, recompute = self._passes or (None, None)
-            passes = {"joint_custom_pre_pass": save, "joint_custom_post_pass": recompute} if self._passes else {}
-            return compile_fx(graph, inputs, config_patches=self._options | passes)
+            return compile_fx(graph, inputs, config_patches=self._options | self._passes)
         options = ({"options": self._options} if self._options else {}) | self._kwargs
-        return compile_with_joint_pass(self._backend, graph, inputs, self._passes and self._tag_nodes, **options)
+        return compile_with_joint_pass(self._backend, graph, inputs, self._run_passes, **options)
 
-    def _tag_nodes(self, graph: Graph) -> None:
-        for tag_nodes in self._passes or ():
-            tag_nodes(graph)
+    def _run_passes(self, graph: Graph) -> None:
+        for run_pass in self._passes.values():
+            run_pass(graph)
 
 
 class _SavePass(CustomGraphPass):
@@ -114,15 +122,48 @@ class _SavePass(CustomGraphPass):
 
 
 class _RecomputePass(CustomGraphPass):
-    """A pass that tags all other nodes of forward, but collectives, to be recomputed in backward."""
+    """A pass that tags copies of written inputs to be saved, and the rest of forward, but collectives, to be recomputed.
+
+    Args:
+        is_recomputing: Whether to tag that rest; torch chooses what to recompute of what has no tag.
+    """
+
+    def __init__(self, *, is_recomputing: bool) -> None:
+        self._is_recomputing = is_recomputing
 
     def __call__(self, graph: Graph) -> None:
+        _tag(_copy_written_inputs(graph), CheckpointPolicy.MUST_SAVE)
+        if not self._is_recomputing:
+            return
         others = [node for node in _forward_nodes(graph) if "recompute" not in node.meta and _is_recomputable(node)]
         _tag(others, CheckpointPolicy.MUST_RECOMPUTE)
 
     def uuid(self) -> object:
         """Return the cache key of this pass."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__,)), self._is_recomputing
+
+
+def _copy_written_inputs(graph: Graph) -> list[Node]:
+    """Have a joint graph read copies of the inputs that it writes to, at its end, and return the copies.
+
+    torch 2.13 may save an input itself and compute from it again in backward, where it holds what was written (pytorch pull
+    request 197039). Pinned by ``test_a_buffer_that_forward_changes_in_place``.
+    """
+    copies: list[Node] = []
+    placeholders = graph.find_nodes(op="placeholder")
+    writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written = {write.args[0] for write in writes}
+    for given in placeholders:
+        readers = [user for user in given.users if user.op != "output" and not (user in writes and user.args[0] is given)]
+        if given not in written or not readers:
+            continue
+        with graph.inserting_after(placeholders[-1]):
+            copy = graph.call_function(torch.ops.aten.clone.default, (given,))
+        copy.meta["val"] = given.meta["val"].clone()
+        for reader in readers:
+            reader.replace_input_with(given, copy)
+        copies.append(copy)
+    return copies
 
 
 def _forward_nodes(graph: Graph) -> Iterator[Node]:
