@@ -13,6 +13,7 @@ from ._spec.local import check_axes_are_given, distinct_axes
 from ._spec.spec import PartitionSpec
 from ._units.buckets import BUCKET_BYTES, Bucket, OpenBuckets
 from ._units.layout import Params
+from ._units.moving_average import check_decay, is_averaged, update_average
 from .collectives._functions import all_reduce
 from .collectives._mesh import Axes, Axis, Mesh
 
@@ -88,7 +89,7 @@ def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes:
     mesh = spec.bound_mesh
     chosen = mesh.select(axes)
     names = tuple(name for name, axis in mesh.axes if name in chosen and axis.size > 1)
-    return _average_buckets(buffers, {name: names for name, buffer in buffers.items() if names and _is_averaged(buffer)}, mesh)
+    return _average_buckets(buffers, {name: names for name, buffer in buffers.items() if names and is_averaged(buffer)}, mesh)
 
 
 def periodic(
@@ -228,23 +229,8 @@ def ema(average: Mapping[str, Tensor], params: Mapping[str, Tensor], *, decay: f
         >>> fs.averaging.ema({"": torch.tensor([0.0, 8.0])}, {"": torch.tensor([4.0, 4.0])}, decay=0.75)
         {'': tensor([1., 7.])}
     """
-    if not 0 <= decay <= 1:
-        raise ValueError(f"ema: expected a decay from 0 to 1, got {decay}")
-    for key in (*average, *params):
-        if key not in average or key not in params:
-            where = "the average" if key not in average else "the params"
-            raise ValueError(f"ema: '{key}' is not in {where}: expected the same keys in both")
-        if average[key].shape != params[key].shape:
-            expected, got = list(average[key].shape), list(params[key].shape)
-            raise ValueError(f"ema: '{key}': expected shape {expected} as its average has, got {got}; are they of one spec?")
-    return {
-        key: a.lerp(params[key].to(a), 1 - decay) if _is_averaged(a) else params[key].to(a, copy=True)
-        for key, a in average.items()
-    }
-
-
-def _is_averaged(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    check_decay(decay)
+    return update_average(average, params, decay)
 
 
 def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict[str, tuple[str, ...]]:
@@ -260,7 +246,7 @@ def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axe
             what = "unit" if key in spec.by_key else "parameter"
             why = f"{what} '{key}' is split over '{both[0]}', where each rank has other elements"
             raise ValueError(f"{why}: expected axes without it, got {axes!r}")
-        if _is_averaged(tensor):
+        if is_averaged(tensor):
             out[key] = tuple(name for name, axis in mesh.axes if name in chosen and name not in split and axis.size > 1)
     return {key: names for key, names in out.items() if names}
 

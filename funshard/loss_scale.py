@@ -13,11 +13,9 @@ from torch.utils import _pytree as pytree  # the tree of what models return
 from . import _torch
 from ._phases import LOGGER
 from ._spec.bind import bind_spec
-from ._spec.host import compute_device
 from ._spec.spec import PartitionSpec
+from ._units.finite import agree_finite, find_nonfinite
 from ._units.layout import Params
-from ._units.padding import map_unpadded
-from .collectives._functions import sum_over
 
 __all__ = ["LossScale", "init", "scale", "select", "unscale", "update"]
 
@@ -88,25 +86,9 @@ def unscale(state: LossScale, grads: Mapping[str, Tensor], spec: PartitionSpec) 
         ({'': tensor([0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250])}, tensor(True))
     """
     spec = bind_spec(spec)
-    mesh = spec.bound_mesh
     inverse = state.scale.double().reciprocal().float()
     out = {key: (g * inverse.to(g.device)).to(g.dtype) for key, g in grads.items()}
-    away = {unit.key: compute_device(unit, mesh) for unit in spec}
-    bad = (
-        torch.stack([_has_nonfinite(key, g, spec).to(away.get(key) or g.device) for key, g in grads.items()]).any()
-        if grads
-        else torch.zeros((), device=mesh.device)
-    )
-    ranks_with_bad = sum_over(bad.float(), mesh)
-    return out, ranks_with_bad == 0
-
-
-def _has_nonfinite(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
-    """Return whether any element except padding is inf or NaN."""
-    unit = spec.by_key.get(key)
-    if unit is None or grad.shape != (spec.shard_numel(unit),):
-        return (~torch.isfinite(grad)).any()
-    return map_unpadded(lambda g: ~torch.isfinite(g), unit, spec, grad).any()
+    return out, agree_finite(find_nonfinite(grads, spec), spec)
 
 
 def update(

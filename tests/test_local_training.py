@@ -97,6 +97,7 @@ def clipped(case: Rank) -> None:
     found, total = fs.optim.clip_by_global_norm(grads, case.spec, 0.1)
     torch.testing.assert_close(total, norm(want))
     case.check(found, {name: g * scale for name, g in want.items()})
+    torch.testing.assert_close(fs.optim.norms(grads, case.spec), {name: g.norm() for name, g in want.items()})
     torch.testing.assert_close(
         fs.optim.vdot(grads, case.params, case.spec), sum((want[n] * p).sum() for n, p in case.full.items())
     )
@@ -110,6 +111,10 @@ def found_finite(case: Rank) -> None:
         grads[key] = grads[key].clone().index_fill_(0, torch.tensor(0), float("inf"))
     _, finite = fs.loss_scale.unscale(fs.loss_scale.init(4.0), grads, case.spec)
     assert not finite
+    init, update = fs.optim.apply_if_finite(fs.optim.from_torch(torch.optim.SGD), case.spec)
+    params, state = update(grads, init(case.params), case.params)
+    assert state.total == 1
+    torch.testing.assert_close(params, case.params, rtol=0, atol=0)
 
 
 def averaged(case: Rank) -> None:

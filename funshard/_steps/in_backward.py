@@ -277,7 +277,10 @@ def _clip(grads: Params, max_norm: float | Tensor | None, norm: Tensor | None, s
 def _check_state_keys(state: object, params: Mapping[str, Tensor]) -> None:
     """Raise TypeError or ValueError unless the state is a dict with an entry for each unit."""
     if not isinstance(state, Mapping):
-        raise TypeError(f"update_in_backward: state: expected a dict by unit key, got {type(state).__name__}")
+        raise TypeError(
+            f"update_in_backward: state: expected a dict by unit key, got {type(state).__name__}; optimizers such as "
+            "optim.chain and apply_if_finite need all gradients together: give those of accumulate to their update"
+        )
     for key in params:
         if key not in state:
             raise ValueError(f"unit '{key}' has no state: expected that of init(params) or of a step, got {[*state][:8]}")

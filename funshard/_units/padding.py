@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from .._spec.checks import check_trainable
 from .._spec.spec import PartitionSpec
+from .._spec.tree import Param
 from .._spec.unit import Unit
 from .flow import scatter_unit
 from .layout import rank_coords, slice_pieces
 
-__all__ = ["check_slice", "map_unpadded", "padding_mask"]
+__all__ = ["check_slice", "map_unpadded", "padding_mask", "split_by_param"]
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -49,6 +50,23 @@ def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device, rank: in
     return scatter_unit(whole, unit, spec.bound_mesh, rank)
 
 
+def split_by_param(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Iterator[tuple[Param, Tensor]]:
+    """Yield for each of the unit's parameters its elements in this rank's slice, 1-D and perhaps none.
+
+    On simulated ranks, which have one shape, they are the whole slice with zeros elsewhere.
+    """
+    if not spec.bound_mesh.is_simulated:
+        for param, low, high in zip(unit.params, *spec._compute_once(_param_bounds)[unit.key], strict=True):
+            yield param, piece[low:high]
+        return
+    sizes = [*(size for size, _ in unit.parts), spec.padded_numel(unit) - unit.span]
+    numbers = torch.cat([torch.full((size,), i, device=piece.device) for i, size in enumerate(sizes)])
+    owners = scatter_unit(numbers, unit, spec.bound_mesh)
+    for i, (_, param) in enumerate(unit.parts):
+        if param is not None:
+            yield param, torch.where(owners == i, piece, 0)
+
+
 def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> None:
     """Raise ValueError, naming the unit, unless the tensor has the shape of this rank's slice and is not in a codec."""
     check_trainable([unit], what)
@@ -65,14 +83,23 @@ def _concat_ranges(piece: Tensor, ranges: Ranges) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _param_bounds(spec: PartitionSpec) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return by unit key where each of its parameters begins and ends in this rank's slice."""
+    pieces = {unit.key: [*slice_pieces(unit, spec, _own_coords(unit, spec))] for unit in spec}
+    return {key: (tuple(p.low for p in some), tuple(p.high for p in some)) for key, some in pieces.items()}
+
+
+def _own_coords(unit: Unit, spec: PartitionSpec) -> tuple[int, ...]:
+    """Return this rank's coordinates, or any for a unit that no axis splits, on a mesh that may not know its rank."""
+    return rank_coords(spec.bound_mesh, None) if unit.p.axes else (0,) * len(spec.bound_mesh.axes)
+
+
 def _parameter_ranges(spec: PartitionSpec) -> dict[str, Ranges]:
     """Return by unit key where parameters lie in this rank's slice: neighbours as one range, and at least one range."""
-    mesh = spec.bound_mesh
-    anywhere = (0,) * len(mesh.axes)
     out: dict[str, Ranges] = {}
     for unit in spec:
         ranges: list[tuple[int, int]] = []
-        for piece in slice_pieces(unit, spec, rank_coords(mesh, None) if unit.p.axes else anywhere):
+        for piece in slice_pieces(unit, spec, _own_coords(unit, spec)):
             if ranges and ranges[-1][1] == piece.low:
                 ranges[-1] = ranges[-1][0], piece.high
             elif piece.high > piece.low:

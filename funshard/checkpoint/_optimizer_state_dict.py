@@ -179,6 +179,11 @@ def _make_converters(
     state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec, group_of_param: Mapping[str, int]
 ) -> dict[str, _UnitConverter]:
     """Return a converter for each unit of a state. Raises ValueError for a key that is no unit of the spec."""
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"expected the state of from_torch by unit key, got {type(state).__name__}; it is the last entry of the state of "
+            "optim.chain, and the inner one of optimizers that are made of others"
+        )
     for key in state:
         if key not in spec.by_key:
             raise ValueError(

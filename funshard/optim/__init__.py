@@ -1,4 +1,4 @@
-"""Optimizers as pure functions over shards: torch's, and optimizers of whole matrices; norms, clipping, arithmetic of trees."""
+"""Optimizers as pure functions over shards: torch's, and of whole matrices, and what composes them; norms, clipping, trees."""
 
 from .._spec.unit_state import UnitState
 from ._by_matrix.muon import muon, orthogonal
@@ -7,31 +7,52 @@ from ._by_matrix.reshard import reshard
 from ._by_matrix.shampoo import shampoo
 from ._by_matrix.soap import soap
 from ._by_matrix.state import MatrixState
+from ._composition.accumulation import AccumulationState, accumulate_steps
+from ._composition.chain import chain, clip_gradients
+from ._composition.ema import EmaState, ema
+from ._composition.finite import FiniteState, apply_if_finite
+from ._composition.pairs import ComposedOptimizer, GradientTransformation
+from ._composition.schedule import ScheduleState, schedule, schedule_lr
 from ._elementwise.optimizer import Optimizer, State
 from ._from_torch import from_torch
 from ._matrices.matrices import Matrices, matrices
 from ._matrices.selection import hidden
 from ._norms import clip_by_global_norm, global_norm, vdot
+from ._norms_by_name import norms
 from ._trees import axpy, scale
 
 __all__ = [
+    "AccumulationState",
+    "ComposedOptimizer",
+    "EmaState",
+    "FiniteState",
+    "GradientTransformation",
     "Matrices",
     "MatrixOptimizer",
     "MatrixState",
     "Optimizer",
+    "ScheduleState",
     "State",
     "UnitState",
+    "accumulate_steps",
+    "apply_if_finite",
     "axpy",
     "by_matrix",
+    "chain",
     "clip_by_global_norm",
+    "clip_gradients",
+    "ema",
     "from_torch",
     "global_norm",
     "hidden",
     "matrices",
     "muon",
+    "norms",
     "orthogonal",
     "reshard",
     "scale",
+    "schedule",
+    "schedule_lr",
     "shampoo",
     "soap",
     "vdot",

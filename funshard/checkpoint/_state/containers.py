@@ -13,7 +13,7 @@ from ..._spec.unit_state import UnitState
 from ...averaging import Averaging
 from ...compress._powersgd import PowerSGD
 from ...loss_scale import LossScale
-from ...optim import MatrixState
+from ...optim import AccumulationState, EmaState, FiniteState, MatrixState, ScheduleState
 from .plain_values import plain_from_json, plain_to_json
 
 __all__ = [
@@ -36,7 +36,8 @@ Builder = Callable[[list[Any]], Any]
 """A function from the children of a container to the container."""
 SEQUENCES = {cls.__name__: cls for cls in (list, tuple, deque)}
 MAPPINGS = {cls.__name__: cls for cls in (dict, OrderedDict, defaultdict, Counter, UnitState)}
-TUPLES = {cls.__name__: cls for cls in (Averaging, LossScale, MatrixState, PowerSGD)}
+COMPOSED = (AccumulationState, EmaState, FiniteState, ScheduleState)
+TUPLES = {cls.__name__: cls for cls in (Averaging, LossScale, MatrixState, PowerSGD, *COMPOSED)}
 STORED_FIELDS = {MatrixState: ("step", "slices", "owned", "rest")}
 """The names of fields in files, for classes whose attributes were renamed since version 0.1."""
 NAMED = SEQUENCES | MAPPINGS | TUPLES

@@ -1,0 +1,37 @@
+"""Moving averages of trees of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from .layout import Params
+
+__all__ = ["check_decay", "is_averaged", "update_average"]
+
+
+def check_decay(decay: float) -> None:
+    """Raise ValueError unless the decay is from 0 to 1."""
+    if not 0 <= decay <= 1:
+        raise ValueError(f"ema: expected a decay from 0 to 1, got {decay}")
+
+
+def update_average(average: Mapping[str, Tensor], params: Mapping[str, Tensor], decay: float) -> Params:
+    """Return ``decay * average + (1 - decay) * params``. ValueError for other keys or shapes than those of the average."""
+    for key in (*average, *params):
+        if key not in average or key not in params:
+            where = "the average" if key not in average else "the params"
+            raise ValueError(f"ema: '{key}' is not in {where}: expected the same keys in both")
+        if average[key].shape != params[key].shape:
+            expected, got = list(average[key].shape), list(params[key].shape)
+            raise ValueError(f"ema: '{key}': expected shape {expected} as its average has, got {got}; are they of one spec?")
+    return {
+        key: a.lerp(params[key].to(a), 1 - decay) if is_averaged(a) else params[key].to(a, copy=True)
+        for key, a in average.items()
+    }
+
+
+def is_averaged(tensor: Tensor) -> bool:
+    """Return whether a tensor has a mean: integers do not."""
+    return tensor.is_floating_point() or tensor.is_complex()

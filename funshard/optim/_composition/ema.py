@@ -1,0 +1,61 @@
+"""ema: an optimizer that keeps a moving average of the parameters in its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._units.layout import Params
+from ..._units.moving_average import check_decay, is_averaged, update_average
+from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer
+
+__all__ = ["EmaState", "ema"]
+
+
+class EmaState(NamedTuple):
+    """The state of `ema`."""
+
+    inner: Any
+    """The optimizer's state."""
+    average: Params
+    """The moving average: slices as the parameters, to evaluate with."""
+
+
+def ema(optimizer: AnyOptimizer, *, decay: float, dtype: torch.dtype | None = None) -> ComposedOptimizer:
+    """Return the optimizer with a moving average of the parameters in its state, as `averaging.ema` computes it.
+
+    ``optax.ema`` is another one, of gradients: a transformation for `chain`.
+
+    Args:
+        optimizer: ``(init, update)``.
+        decay: The weight of the average so far, in 0..1 (otherwise ValueError).
+        dtype: The dtype of the average, such as float32 for bfloat16 parameters; by default that of the parameters.
+
+    Returns:
+        A `ComposedOptimizer` with the state `EmaState`, whose average begins as a copy of the parameters.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> init, update = fs.optim.ema(fs.optim.from_torch(torch.optim.SGD, lr=1.0), decay=0.75)
+        >>> params = {"": torch.zeros(2)}
+        >>> update({"": torch.ones(2)}, init(params), params)[1].average
+        {'': tensor([-0.2500, -0.2500])}
+    """
+    check_optimizer("ema", optimizer)
+    check_decay(decay)
+    begin, apply = optimizer
+
+    def init(params: Mapping[str, Tensor], /) -> EmaState:
+        average = {key: x.to(dtype if is_averaged(x) else x.dtype, copy=True) for key, x in params.items()}
+        return EmaState(begin(params), average)
+
+    def update(
+        grads: Mapping[str, Tensor], state: EmaState, params: Mapping[str, Tensor], /, **rates: Any
+    ) -> tuple[Params, EmaState]:
+        new, inner = apply(grads, state.inner, params, **rates)
+        return dict(new), EmaState(inner, update_average(state.average, new, decay))
+
+    return ComposedOptimizer(init, update)

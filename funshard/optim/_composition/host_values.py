@@ -1,0 +1,38 @@
+"""Numbers and flags that the host reads, because Python branches on them: the same on all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import _torch
+
+__all__ = ["read_count", "read_flag"]
+
+
+def read_flag(flag: Tensor) -> bool | None:
+    """Return a flag's value, which simulated ranks have together; None where a compiler records, or a vmap has several.
+
+    Fake tensors, by which `plan` runs a step, have no values: True.
+    """
+    if torch.compiler.is_compiling() or _torch.is_traced():
+        return None
+    values = _torch.unwrap(flag)
+    if _torch.is_fake(values):
+        return True
+    found = set[bool](values.reshape(-1).tolist())
+    return found.pop() if len(found) == 1 else None
+
+
+def read_count(count: Tensor, who: str) -> int:
+    """Return a count of steps, also of simulated ranks, which all have one. Raises ValueError if it has no value."""
+    values = _torch.unwrap(count).reshape(-1)
+    if _torch.is_traced() or _torch.is_fake(values):
+        raise ValueError(
+            f"{who}: the count of steps in its state has no value where operators are recorded or tensors are fake: record the "
+            "gradients, and run this update outside"
+        )
+    numbers = set[int](values.tolist())
+    if len(numbers) != 1:
+        raise ValueError(f"{who}: expected a state with the same count of steps on all ranks, got {sorted(numbers)}")
+    return numbers.pop()

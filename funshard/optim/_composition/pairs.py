@@ -1,0 +1,87 @@
+"""The pairs of functions that compose: gradient transformations, and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..._units.layout import Params
+
+__all__ = [
+    "AnyOptimizer",
+    "ComposedOptimizer",
+    "GradientTransformation",
+    "InitFn",
+    "TransformFn",
+    "UpdateFn",
+    "check_optimizer",
+    "is_pair",
+]
+
+
+class InitFn(Protocol):
+    """``init(params) -> state``: the state before the first step."""
+
+    def __call__(self, params: Any, /) -> Any:
+        """Return the state, any pytree of tensors, for parameters by unit key."""
+        ...
+
+
+class TransformFn(Protocol):
+    """``update(grads, state, params) -> (new grads, new state)``, a pure function."""
+
+    def __call__(self, grads: Any, state: Any, params: Any, /) -> tuple[Mapping[str, Tensor], Any]:
+        """Return gradients of the same keys, shapes and dtypes, and a state of the same structure."""
+        ...
+
+
+class UpdateFn(Protocol):
+    """``update(grads, state, params, **rates) -> (new params, new state)``, a pure function."""
+
+    def __call__(self, grads: Any, state: Any, params: Any, /, **rates: Any) -> tuple[Params, Any]:
+        """Return the parameters and the state after a step; ``rates`` are such as ``lr=``, as far as the optimizer has them."""
+        ...
+
+
+class GradientTransformation(NamedTuple):
+    """A pair of pure functions that changes gradients on their way to an optimizer, for `chain`.
+
+    Any tuple of such functions is one. Optax's transformations have the same form; the last one of `chain` returns parameters,
+    where Optax's returns updates to add.
+    """
+
+    init: InitFn
+    """``init(params) -> state``."""
+    update: TransformFn
+    """``update(grads, state, params) -> (new grads, new state)``."""
+
+
+class ComposedOptimizer(NamedTuple):
+    """An optimizer made of others: a pair of pure functions, as `from_torch` returns, whose state is a tuple."""
+
+    init: InitFn
+    """``init(params) -> state``."""
+    update: UpdateFn
+    """``update(grads, state, params, **rates) -> (new params, new state)``; the innermost optimizer gets ``rates``."""
+
+
+AnyOptimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Mapping[str, Tensor], Any]]]
+"""A pair of functions with the form of `ComposedOptimizer`, or of `GradientTransformation`: types cannot tell them apart."""
+
+
+def is_pair(value: object) -> bool:
+    """Return whether this is a tuple of two functions."""
+    return isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def check_optimizer(who: str, optimizer: object) -> None:
+    """Raise TypeError unless this may be an optimizer: a pair of functions, and no gradient transformation."""
+    if isinstance(optimizer, GradientTransformation):
+        raise TypeError(
+            f"{who}: a gradient transformation returns gradients: expected an optimizer, whose update returns parameters; "
+            "fs.optim.chain(transformation, optimizer) makes one"
+        )
+    if not is_pair(optimizer):
+        raise TypeError(f"{who}: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW), got {optimizer!r}")

@@ -1,0 +1,509 @@
+"""What composes optimizers: each equals the same by hand on the unsharded tree, on all ranks, saved and differentiated."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from depth import depth, each, seldom
+from ranks import Pool
+from test_compile import IMPORT
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+from funshard import P, optim
+
+batched = pytest.mark.filterwarnings("ignore:There is a performance drop")
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).double()
+FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
+POLICIES = {
+    "sharded": fs.policies.always(),
+    "replicated": fs.policies.whole(P()),
+    "mixed": fs.by_path({"0": P(("replicate", "shard")), "1": P("replicate"), "2": P()}),
+}
+SIZES = {"replicate": 2, "shard": 2}
+NAN_AT = 2
+"""The step whose gradient is not finite on one rank."""
+COSINE: dict[str, Any] = {"T_max": 7}
+ADAM: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-3}
+
+
+GRADS = [{name: torch.randn_like(p) for name, p in FULL.items()} for _ in range(10)]
+"""The whole gradients of steps."""
+
+
+def everything(spec: fs.PartitionSpec, **options: Any) -> optim.ComposedOptimizer:
+    """All that composes, around AdamW."""
+    adamw = optim.from_torch(torch.optim.AdamW, spec=spec, **{**ADAM, **options})
+    rate = optim.schedule(torch.optim.lr_scheduler.CosineAnnealingLR, 0.1, **COSINE)
+    inner = optim.chain(optim.clip_gradients(spec, 0.5), optim.schedule_lr(adamw, rate))
+    return optim.apply_if_finite(optim.ema(optim.accumulate_steps(inner, 2), decay=0.75), spec)
+
+
+def by_hand(steps: int) -> tuple[fs.Params, fs.Params]:
+    """The parameters and their average after some steps of torch's own AdamW, scheduler and clipping."""
+    params = {name: nn.Parameter(p.clone()) for name, p in FULL.items()}
+    average = {name: p.clone() for name, p in FULL.items()}
+    theirs = torch.optim.AdamW(params.values(), **ADAM)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(theirs, **COSINE)
+    held: list[fs.Params] = []
+    for i in (i for i in range(steps) if i != NAN_AT):
+        held.append(GRADS[i])
+        if len(held) == 2:
+            for name, p in params.items():
+                p.grad = (held[0][name] + held[1][name]) / 2
+            torch.nn.utils.clip_grad_norm_(params.values(), 0.5)
+            theirs.step()
+            scheduler.step()
+            held.clear()
+        average = {name: 0.75 * a + 0.25 * params[name].detach() for name, a in average.items()}
+    return {name: p.detach() for name, p in params.items()}, average
+
+
+def run_steps(
+    spec: fs.PartitionSpec, rank: Tensor | int, steps: int, begin: int = 0, given: Any = None, **options: Any
+) -> tuple[fs.Params, Any]:
+    """Steps of everything on a rank's slices; in one of them a value of rank 1 is NaN."""
+    init, update = everything(spec, **options)
+    params = {key: x.clone() for key, x in fs.shard(FULL, spec).items()}
+    params, state = given or (params, init(params))
+    for i in range(begin, steps):
+        grads = fs.shard(GRADS[i], spec)
+        if i == NAN_AT:
+            hit = torch.where(torch.as_tensor(rank) == 1, math.nan, 1.0)
+            grads = {key: g * hit if key == spec.units[0].key else g for key, g in grads.items()}
+        params, state = update(grads, state, params)
+    return params, state
+
+
+def check_run(spec: fs.PartitionSpec, params: fs.Params, state: optim.FiniteState, steps: int, **tolerance: Any) -> None:
+    expected, average = by_hand(steps)
+    assert_close(fs.gather_full(params, spec), expected, **tolerance)
+    assert_close(fs.gather_full(state.inner.average, spec), average, **tolerance)
+    assert (state.total, state.consecutive) == (1, 0)
+    assert state.inner.inner.inner[1].step == (steps - 1) // 2
+
+
+@batched
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_of_it_on_simulated_ranks(policy: str) -> None:
+    def run(mesh: Any, rank: Tensor) -> Any:
+        spec = POLICIES[policy](MODEL).on(mesh)
+        params, state = run_steps(spec, rank, 6)
+        found = params, state.inner.average, state.total
+        return found, (fs.shard(want, spec), fs.shard(average, spec), torch.ones((), dtype=torch.int64))
+
+    want, average = by_hand(6)
+    got, expected = fs.testing.spmd(run, SIZES)(torch.arange(4))
+    assert_close(got, expected)
+
+
+def on_real_ranks(rank: int, shape: tuple[int, int], path: Path | None = None) -> None:
+    """Each policy with one of the options, or thoroughly with each."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    given: list[dict[str, Any]] = [{}, {"donate": True}, {"differentiable": True}]
+    for policy, options in depth([*zip(POLICIES.values(), given, strict=True)], [*product(POLICIES.values(), given)]):
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if "differentiable" in options else {}  # torch counts in float32
+        spec = policy(MODEL).on(mesh)
+        check_run(spec, *run_steps(spec, rank, 6, **options), 6, **tolerance)
+    if path is not None:
+        spec = fs.by_path({"0": P("shard"), "1": P()})(MODEL).on(mesh)
+        params, state = run_steps(spec, rank, 4)
+        fs.checkpoint.save(path, {"params": params, "opt": state}, spec).wait()
+
+
+def test_all_of_it_on_real_ranks(gloo2: Pool, tmp_path: Path) -> None:
+    """And saved in the middle: loaded on one rank, with other units, with or without ``like``, the run goes on."""
+    gloo2.run(on_real_ranks, (1, 2), tmp_path / "four")
+    spec = fs.policies.always()(MODEL).on({"shard": 1})
+    init, _ = everything(spec)
+    params = fs.shard(FULL, spec)
+    for like in (None, {"params": params, "opt": init(params)}):
+        found = fs.checkpoint.load(tmp_path / "four", spec, like=like)
+        assert pytree.tree_structure(found["opt"]) == pytree.tree_structure(init(params))
+        check_run(spec, *run_steps(spec, 0, 6, 4, (found["params"], found["opt"])), 6)
+
+
+@seldom
+def test_all_of_it_on_four_real_ranks(gloo4: Pool) -> None:
+    gloo4.run(on_real_ranks, (2, 2))
+
+
+# --- chain ---
+
+
+def test_a_chain_is_its_parts_by_hand() -> None:
+    """Chains in a chain, a pair of functions of the user's, and rates that go to the optimizer alone."""
+    spec = fs.policies.whole()(MODEL).on({"shard": 1})
+    params, grads = fs.shard(FULL, spec), fs.shard(GRADS[0], spec)
+
+    def count(params: fs.Params) -> dict[str, Tensor]:
+        return {"n": torch.tensor(0)}
+
+    def double(grads: fs.Params, state: Any, params: fs.Params) -> tuple[fs.Params, Any]:
+        return {key: 2 * g for key, g in grads.items()}, {"n": state["n"] + 1}
+
+    sgd: Any = optim.from_torch(torch.optim.SGD, momentum=0.9)
+    transformation = optim.chain(optim.clip_gradients(spec, 0.5), optim.chain(optim.clip_gradients(spec, 9.0)))
+    assert isinstance(transformation, optim.GradientTransformation)
+    init, update = optim.chain(transformation, (count, double), sgd)
+    new, state = update(grads, init(params), params, lr=0.5)
+    clipped, _ = optim.clip_by_global_norm(grads, spec, 0.5)
+    expected = sgd.update({key: 2 * g for key, g in clipped.items()}, sgd.init(params), params, lr=0.5)
+    assert_close((new, state[2]), expected, rtol=0, atol=0)
+    assert state[1]["n"] == 1
+
+
+def test_what_is_no_chain_is_refused() -> None:
+    spec = fs.policies.whole()(MODEL).on({"shard": 1})
+    sgd: Any = optim.from_torch(torch.optim.SGD)
+    clip = optim.clip_gradients(spec, 1.0)
+    params = fs.shard(FULL, spec)
+    with pytest.raises(ValueError, match="argument 0 of 2 is an optimizer"):
+        optim.chain(sgd, clip)
+    with pytest.raises(TypeError, match=r"argument 1: expected \(init, update\)"):
+        optim.chain(clip, torch.optim.SGD)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    with pytest.raises(ValueError, match="got nothing"):
+        optim.chain()
+    with pytest.raises(ValueError, match="max_norm: expected a number from 0 on"):
+        optim.clip_gradients(spec, -1.0)
+    init, update = optim.chain(clip, sgd)
+    with pytest.raises(ValueError, match="expected a tuple of 2, as init"):
+        update(params, sgd.init(params), params)
+    lost = (lambda params: (), lambda grads, state, params: ({}, state))
+    with pytest.raises(ValueError, match="transformation 1: expected gradients of the same keys, got others: ''"):
+        optim.chain(clip, lost, sgd).update(params, (*init(params)[:1], (), sgd.init(params)), params)
+    wrappers: list[Callable[[Any], Any]] = [
+        lambda x: optim.apply_if_finite(x, spec),
+        lambda x: optim.accumulate_steps(x, 2),
+        lambda x: optim.ema(x, decay=0.5),
+        lambda x: optim.schedule_lr(x, lambda step: 0.1),
+    ]
+    for wrap in wrappers:
+        with pytest.raises(TypeError, match="a gradient transformation returns gradients: expected an optimizer"):
+            wrap(clip)
+        with pytest.raises(TypeError, match=r"expected \(init, update\), such as"):
+            wrap(None)
+
+
+def test_functions_of_one_units_state_refuse_a_composed_one() -> None:
+    spec = fs.policies.whole()(MODEL).on({"shard": 1})
+    params = fs.shard(FULL, spec)
+    adamw = optim.from_torch(torch.optim.AdamW)
+    init, update = optim.apply_if_finite(adamw, spec)
+    loss = lambda params, x: fs.functional_call(MODEL, params, (x,), spec=spec).sum()  # noqa: E731
+    with pytest.raises(TypeError, match=r"got FiniteState; optimizers such as optim\.chain and apply_if_finite need all"):
+        fs.update_in_backward(update, loss, params, init(params), [torch.ones(1, 3).double()], spec=spec)
+    state = optim.chain(optim.clip_gradients(spec, 1.0), adamw).init(params)
+    with pytest.raises(TypeError, match=r"got tuple; it is the last entry of the state of optim\.chain"):
+        fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.AdamW)
+    names = fs.checkpoint.optimizer_state_dict(state[-1], spec, torch.optim.AdamW)["state"]
+    assert {*names} == {*FULL}
+
+
+# --- apply_if_finite ---
+
+
+def skipped(rank: int, value: float, optimizer: str) -> tuple[list[str], list[int]]:
+    """A step after two finite ones whose gradient has such a value on rank 1; what was logged, and counted."""
+    spec = fs.by_path({"0": P("shard"), "1": P()})(MODEL).bound
+    made: Any = {
+        "donated": lambda: optim.from_torch(torch.optim.AdamW, spec=spec, donate=True),
+        "fused": lambda: optim.from_torch(torch.optim.AdamW, spec=spec, donate=True, fused=True),
+        "muon": lambda: optim.muon(spec, lr=0.1, dtype=torch.float64),
+    }[optimizer]()
+    init, update = optim.apply_if_finite(made, spec, max_consecutive=2)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("funshard")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        params = {key: x.clone() for key, x in fs.shard(FULL, spec).items()}
+        state = init(params)
+        for i in range(2):
+            params, state = update(fs.shard(GRADS[i], spec), state, params)
+        before = pytree.tree_map(torch.clone, (params, state.inner))
+        pointers = [x.data_ptr() for x in pytree.tree_leaves((params, state.inner))]
+        bad = fs.shard(GRADS[2], spec)
+        if rank == 1:
+            bad["0"] = bad["0"].index_fill(0, torch.tensor(0), value)
+        counts: list[int] = []
+        for _ in range(2):
+            params, state = update(bad, state, params)
+            counts += [int(state.consecutive), int(state.total)]
+            assert_close((params, state.inner), before, rtol=0, atol=0)
+            assert [x.data_ptr() for x in pytree.tree_leaves((params, state.inner))] == pointers
+        where = r"in units \['0'\]" if rank == 1 else "on another rank"
+        with pytest.raises(FloatingPointError, match=f"3 steps in a row were not finite, now {where}: expected at most 2"):
+            update(bad, state, params)
+        assert_close((params, state.inner), before, rtol=0, atol=0)
+        params, state = update(fs.shard(GRADS[3], spec), state, params)
+        assert not torch.equal(params["0"], before[0]["0"])
+        return messages, [*counts, int(state.consecutive), int(state.total)]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize(("value", "optimizer"), [(math.nan, "donated"), (math.inf, "fused"), (-math.inf, "muon")])
+def test_a_step_is_skipped_on_all_ranks(value: float, optimizer: str, gloo2: Pool) -> None:
+    """Bit for bit, in the same memory; counted and logged; too many in a row are an error on every rank."""
+    for rank, (messages, counts) in enumerate(gloo2.run(skipped, value, optimizer)):
+        assert counts == [1, 1, 2, 2, 0, 2]
+        where = "in units ['0']" if rank else "on another rank"
+        said = [m for m in messages if m.startswith("apply_if_finite")]
+        assert said == [
+            f"apply_if_finite: a step is skipped, {n} in a row, {n} in all: gradients are not finite {where}" for n in (1, 2)
+        ]
+
+
+def test_bfloat16_and_padding() -> None:
+    """NaN in padding skips nothing, and bfloat16 needs no loss scale."""
+    model = nn.Linear(3, 3).bfloat16()
+    spec = fs.policies.whole(P("shard", align=16))(model).on({"shard": 1})
+    init, update = optim.apply_if_finite(optim.from_torch(torch.optim.SGD, lr=1.0), spec)
+    params = fs.shard(model, spec)
+    state = init(params)
+    ones = torch.ones_like(params[""])
+    ones[-1] = math.nan
+    new, state = update({"": ones}, state, params)
+    assert state.total == 0
+    new, state = update({"": ones.index_fill(0, torch.tensor(0), math.inf)}, state, new)
+    assert state.total == 1
+    assert new[""][0] == params[""][0] - 1
+
+
+@pytest.mark.filterwarnings(f"ignore:{IMPORT}")
+def test_a_skipped_step_in_a_graph() -> None:
+    """One graph for both kinds of steps, also where the optimizer and the step donate."""
+    spec = fs.policies.whole()(MODEL).on({"shard": 1})
+    chained = optim.chain(optim.clip_gradients(spec, 0.5), optim.from_torch(torch.optim.AdamW, donate=True, **ADAM))
+    init, update = optim.apply_if_finite(optim.schedule_lr(optim.ema(chained, decay=0.5), lambda step: 0.1 * 0.9**step), spec)
+    compiled: Any = fs.compile(
+        lambda params, state, grads: update(grads, state, params), donate_argnums=(0, 1), backend="aot_eager"
+    )
+    expected: Any = fs.shard(FULL, spec)
+    expected = expected, init(expected)
+    got: Any = pytree.tree_map(torch.clone, expected)
+    for i in range(4):
+        grads = fs.shard(GRADS[i], spec)
+        if i in (0, 2):
+            grads[""][3] = math.nan
+        expected = update(grads, expected[1], expected[0])
+        got = compiled(*got, grads)
+        assert_close(got, expected)
+    assert got[1].total == 2
+
+
+@pytest.mark.filterwarnings(f"ignore:{IMPORT}")
+def test_what_needs_the_host_is_refused_in_a_graph() -> None:
+    spec = fs.policies.whole()(MODEL).on({"shard": 1})
+    params = fs.shard(FULL, spec)
+    sgd = optim.from_torch(torch.optim.SGD)
+    rate = optim.schedule(torch.optim.lr_scheduler.StepLR, 0.1, step_size=2)
+    for (init, update), match in (
+        (optim.accumulate_steps(sgd, 2), "whether it steps is a branch on the host"),
+        (optim.schedule_lr(sgd, rate), "torch's scheduler computes on the host"),
+        (optim.apply_if_finite(sgd, spec, max_consecutive=1), "max_consecutive"),
+    ):
+        step = fs.compile(lambda params, state, update=update: update(params, state, params), backend="aot_eager")
+        with pytest.raises(Exception, match=match):
+            step(params, init(params))
+        torch._dynamo.reset()
+    init, update = optim.apply_if_finite(sgd, spec, max_consecutive=1)
+    with pytest.raises(ValueError, match="max_consecutive: an error needs the host"):
+        torch.vmap(lambda x: update({"": params[""] * x}, init(params), params)[0])(torch.tensor([1.0, math.nan]))
+
+
+def test_steps_of_a_batch_are_skipped_one_by_one() -> None:
+    """Under a vmap of the user's whose gradients are finite in part."""
+    spec = fs.policies.whole()(MODEL).on({"shard": 1})
+    params = fs.shard(FULL, spec)
+    init, update = optim.apply_if_finite(optim.from_torch(torch.optim.SGD, lr=1.0, momentum=0.9), spec)
+
+    def run(x: Tensor) -> Any:
+        state = init(params)
+        new, state = update({"": params[""] * x}, state, params)
+        return update({"": params[""]}, state, new)
+
+    batch = torch.tensor([1.0, math.nan, 2.0])
+    new, state = torch.vmap(run)(batch)
+    for i, x in enumerate(batch):
+        assert_close(pytree.tree_map(lambda y, i=i: y[i], (new, state)), run(x))
+    assert state.total.tolist() == [0, 1, 0]
+
+
+# --- derivatives ---
+
+
+def sum_of_cubes(params: fs.Params, spec: fs.PartitionSpec) -> Tensor:
+    return optim.vdot({key: x**2 for key, x in params.items()}, params, spec)
+
+
+@batched
+@each
+@pytest.mark.parametrize("policy", ["sharded", "mixed"])
+@pytest.mark.parametrize("how", ["grad", "remat", "scan", "hvp"])
+def test_derivatives_through_skipped_steps(policy: str, how: str) -> None:
+    """By the initial parameters and weights of gradients: those of plain operations on the unsharded tree."""
+    steps = 6
+
+    def plain(full: fs.Params) -> Tensor:
+        adamw: Any = optim.from_torch(torch.optim.AdamW, differentiable=True, **ADAM)
+        init, update = adamw
+        rate = optim.schedule(torch.optim.lr_scheduler.CosineAnnealingLR, 0.1, **COSINE)
+        params, state, average, held, t = full, init(full), full, list[fs.Params](), 0
+        for i in (i for i in range(steps) if i != NAN_AT):
+            held.append({k: GRADS[i][k] + params[k] ** 2 for k in params})
+            if len(held) == 2:
+                g = {k: (held[0][k] + held[1][k]) / 2 for k in params}
+                scale = (0.5 / (torch.cat([x.flatten() for x in g.values()]).norm() + 1e-6)).clamp(max=1)
+                params, state = update({k: scale * x for k, x in g.items()}, state, params, lr=rate(t))
+                t, held = t + 1, []
+            average = {k: 0.75 * a + 0.25 * params[k] for k, a in average.items()}
+        return sum(((x**3).sum() for x in (*params.values(), *average.values())), torch.zeros(()))
+
+    def run(mesh: Any, rank: Tensor) -> Any:
+        spec = POLICIES[policy](MODEL).on(mesh)
+        init, update = everything(spec, differentiable=True)
+
+        def one(params: fs.Params, state: Any, grads: fs.Params, hit: Tensor) -> Any:
+            first = spec.units[0].key
+            grads = {k: g + params[k] ** 2 for k, g in grads.items()}
+            return update({**grads, first: grads[first] * hit}, state, params)
+
+        step = fs.remat(one) if how == "remat" else one
+
+        def scanned(state: Any, x: Any) -> tuple[Any, None]:
+            return step(*state, *x), None
+
+        def loss(params: fs.Params) -> Tensor:
+            state = init(params)
+            hits = torch.where((rank == 1) & (torch.arange(steps) == NAN_AT), math.nan, 1.0).double()
+            grads = [fs.shard(whole, spec) for whole in GRADS[:steps]]
+            if how == "scan":
+                xs = {key: torch.stack([g[key] for g in grads]) for key in grads[0]}, hits
+                (params, state), _ = fs.scan(scanned, (params, state), xs)
+            else:
+                for x in zip(grads, hits, strict=True):
+                    params, state = step(params, state, *x)
+            return sum_of_cubes(params, spec) + sum_of_cubes(state.inner.average, spec)
+
+        shards = fs.shard(FULL, spec)
+        direction = fs.shard(GRADS[9], spec)
+        got = fs.hvp(loss, shards, direction) if how == "hvp" else fs.grad(loss)(shards)
+        return got, fs.shard(want, spec)
+
+    want = fs.hvp(plain, FULL, GRADS[9]) if how == "hvp" else torch.func.grad(plain)(FULL)
+    got, expected = fs.testing.spmd(run, SIZES)(torch.arange(4))
+    assert_close(got, expected)
+
+
+@batched
+def test_derivatives_of_a_batch_are_finite() -> None:
+    """Where nobody can branch: neither the dropped step's gradients nor its second moment make a NaN."""
+    spec = fs.policies.whole()(MODEL).on({"shard": 1})
+    init, update = optim.apply_if_finite(optim.from_torch(torch.optim.AdamW, spec=spec, differentiable=True, **ADAM), spec)
+
+    def loss(params: fs.Params, is_bad: Tensor) -> Tensor:
+        grads = {key: p**2 + torch.where(is_bad, math.nan, 1.0) for key, p in params.items()}
+        return sum_of_cubes(update(grads, init(params), params)[0], spec)
+
+    params = fs.shard(FULL, spec)
+    got = torch.vmap(torch.func.grad(loss), (None, 0))(params, torch.tensor([False, True]))
+    for i in range(2):
+        assert_close(got[""][i], torch.func.grad(loss)(params, torch.tensor(bool(i)))[""])
+    assert_close(got[""][1], 3 * params[""] ** 2)
+
+
+def differentiated(rank: int) -> fs.Params:
+    """The gradient through a skipped step on real ranks, where Python branches."""
+    spec = fs.policies.always()(MODEL).bound
+    init, update = everything(spec, differentiable=True)
+
+    def loss(params: fs.Params) -> Tensor:
+        state = init(params)
+        for i in range(4):
+            grads = {k: g + params[k] ** 2 for k, g in fs.shard(GRADS[i], spec).items()}
+            if i == NAN_AT and rank == 1:
+                grads["0"] = grads["0"] * math.nan
+            params, state = update(grads, state, params)
+        return sum_of_cubes(params, spec)
+
+    return fs.gather_full(fs.grad(loss)(fs.shard(FULL, spec)), spec)
+
+
+def test_derivatives_on_real_ranks(gloo2: Pool) -> None:
+    first, second = gloo2.run(differentiated)
+    assert_close(first, second)
+
+    def loss(full: fs.Params) -> Tensor:
+        spec = fs.policies.always()(MODEL).on({"shard": 1})
+        init, update = everything(spec, differentiable=True)
+        params = fs.shard(full, spec)
+        state = init(params)
+        for i in (0, 1, 3):
+            params, state = update({k: g + params[k] ** 2 for k, g in fs.shard(GRADS[i], spec).items()}, state, params)
+        return sum_of_cubes(params, spec)
+
+    assert_close(first, torch.func.grad(loss)(FULL))
+
+
+# --- accumulate_steps and ema ---
+
+
+def test_accumulated_in_float32() -> None:
+    """Sums of bfloat16 gradients are exact, and the means go back to bfloat16."""
+    init, update = optim.accumulate_steps(optim.from_torch(torch.optim.SGD, lr=1.0), 3)
+    params = {"": torch.zeros(2, dtype=torch.bfloat16)}
+    state = init(params)
+    for g in (256.0, 1.0, 1.0):
+        params, state = update({"": torch.full((2,), g, dtype=torch.bfloat16)}, state, params)
+    assert params[""].tolist() == 2 * [-86.0]
+    assert not state.sums[""].any()
+    assert state.sums[""].dtype == torch.float32
+    assert state.num_summed == 0
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    sgd = optim.from_torch(torch.optim.SGD)
+    params = {"": torch.zeros(2)}
+    init, update = optim.accumulate_steps(sgd, 2)
+    with pytest.raises(ValueError, match="unit '' has no gradient"):
+        update({}, init(params), params)
+    with pytest.raises(ValueError, match="has 2 gradients of a larger k"):
+        update(params, init(params)._replace(num_summed=torch.tensor(2)), params)
+    with pytest.raises(ValueError, match="same count of steps on all ranks"):
+        torch.vmap(lambda n: update(params, init(params)._replace(num_summed=n), params)[0])(torch.arange(2))
+    with pytest.raises(ValueError, match="has no value where operators are recorded"):
+        make_fx(lambda params, state: update(params, state, params))(params, init(params))
+    with pytest.raises(ValueError, match="expected k of 1 or more"):
+        optim.accumulate_steps(sgd, 0)
+    with pytest.raises(ValueError, match="expected a decay from 0 to 1"):
+        optim.ema(sgd, decay=2.0)
+    with pytest.raises(ValueError, match="max_consecutive: expected a number from 0 on"):
+        optim.apply_if_finite(sgd, fs.policies.whole()(MODEL), max_consecutive=-1)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_an_average_of_its_own(dtype: torch.dtype | None) -> None:
+    """A copy at first, also where the optimizer donates, in any dtype; integers stay."""
+    init, update = optim.ema(optim.from_torch(torch.optim.SGD, lr=1.0, donate=True), decay=0.75, dtype=dtype)
+    params = {"": torch.zeros(2)}
+    state = init(params)
+    params, state = update({"": torch.ones(2)}, state, params)
+    assert_close(state.average, {"": torch.full((2,), -0.25, dtype=dtype or torch.float32)})
+    assert init({"": torch.arange(3)}).average[""].dtype == torch.int64

@@ -1,0 +1,163 @@
+"""optim.norms: the norm of every parameter by name is that of the gathered tree, from one reduction."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from collective_log import Collectives
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard import P
+from funshard.optim import global_norm, norms
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, one of few elements, and one that most ranks have nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1, bias=False)
+        self.two.weight = self.one.weight
+
+
+MODEL = Tied().double()
+POLICIES = {
+    "sharded": fs.policies.always(),
+    "whole": fs.policies.whole(),
+    "replicated": fs.policies.whole(P()),
+    "mixed": fs.by_path({"one": P(("replicate", "shard")), "two": P("replicate"), "last": P()}),
+    "aligned": fs.policies.whole(P("shard", align=16)),
+}
+MESHES = [{"replicate": 1, "shard": 1}, {"replicate": 1, "shard": 3}, {"replicate": 2, "shard": 2}]
+
+
+def full(seed: int = 0) -> fs.Params:
+    generator = torch.Generator().manual_seed(seed)
+    named = MODEL.named_parameters()
+    return {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in named}
+
+
+def poisoned(shards: fs.Params, spec: fs.PartitionSpec) -> fs.Params:
+    """The padding, which is no parameter's, is NaN."""
+    from funshard._units.padding import padding_mask
+
+    return {key: torch.where(padding_mask(spec.by_key[key], spec, x.device), math.nan, x) for key, x in shards.items()}
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_norms_of_the_gathered_tree(policy: str, sizes: dict[str, int]) -> None:
+    """And their squares add up to that of the global norm; slices with padding and full tensors alike."""
+    tree = full()
+
+    def run(mesh: Any, _: Tensor) -> Any:
+        spec = POLICIES[policy](MODEL).on(mesh)
+        shards = poisoned(fs.shard(tree, spec), spec)
+        grouped = norms(shards, spec, by=1), norms(shards, spec, by=lambda name: name.rsplit(".")[-1])
+        return norms(shards, spec), *grouped, norms(tree, spec), global_norm(shards, spec)
+
+    def group(names: list[str]) -> Tensor:
+        return torch.cat([tree[name].flatten() for name in names]).norm()
+
+    got, by_module, by_kind, of_full, total = fs.testing.spmd(run, sizes)(torch.zeros(math.prod(sizes.values())))
+    ranks = len(total)
+    expected = {name: x.norm().expand(ranks) for name, x in tree.items()}
+    assert list(got) == list(expected) == ["one.weight", "one.bias", "two.bias", "last.weight"]
+    assert_close(got, expected)
+    assert_close(of_full, expected)
+    assert_close(by_module["one"], group(["one.weight", "one.bias"]).expand(ranks))
+    assert_close(by_kind, {k: group([n for n in tree if n.endswith(k)]).expand(ranks) for k in ("weight", "bias")})
+    assert_close(torch.stack([*got.values()]).square().sum(0).sqrt(), total)
+
+
+def on_real_ranks(rank: int, sizes: tuple[int, int]) -> list[int]:
+    """Compare, and return how many reductions there were for each policy."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    tree, counts = full(), []
+    for policy in POLICIES.values():
+        spec = policy(MODEL).on(mesh)
+        shards = poisoned(fs.shard(tree, spec), spec)
+        with Collectives() as log:
+            got = norms(shards, spec)
+        counts.append(len(log.all))
+        assert_close(got, {name: x.norm() for name, x in tree.items()})
+    return counts
+
+
+def test_real_ranks(gloo2: Pool) -> None:
+    """One reduction for the axis that splits units, and none where nothing is split."""
+    assert gloo2.run(on_real_ranks, (1, 2)) == 2 * [[1, 1, 0, 1, 1]]
+
+
+def test_real_ranks_with_replicas(gloo4: Pool) -> None:
+    assert gloo4.run(on_real_ranks, (2, 2)) == 4 * [[1, 1, 0, 2, 1]]
+
+
+@pytest.mark.parametrize("policy", ["sharded", "mixed"])
+def test_differentiable(policy: str) -> None:
+    """The gradient and a Hessian-vector product are the shards of the whole tree's, also where a rank has zeros alone."""
+    tree, v = full(), full(1)
+    tree["one.weight"].view(-1)[:-1] = 0  # all that the first rank has
+    tree["two.bias"] = torch.zeros_like(tree["two.bias"])
+
+    def whole(tree: fs.Params) -> Tensor:
+        return torch.stack([(i + 1) * x.norm() ** 3 for i, x in enumerate(tree.values())]).sum()
+
+    want_grad = torch.func.grad(whole)(tree)
+    rest = {k: x for k, x in tree.items() if k != "two.bias"}
+    want_hvp = fs.hvp(lambda t: whole({k: t.get(k, tree[k]) for k in tree}), rest, {k: v[k] for k in rest})
+
+    def run(mesh: Any, _: Tensor) -> Any:
+        spec = POLICIES[policy](MODEL).on(mesh)
+
+        def f(shards: fs.Params) -> Tensor:
+            return torch.stack([(i + 1) * x**3 for i, x in enumerate(norms(shards, spec).values())]).sum()
+
+        direction = fs.shard(v | {"two.bias": torch.zeros(5).double()}, spec)
+        shards = fs.shard(tree, spec)
+        return (
+            torch.func.grad(f)(shards),
+            fs.shard(want_grad, spec),
+            fs.hvp(f, shards, direction),
+            fs.shard(want_hvp | {"two.bias": torch.zeros(5).double()}, spec),
+        )
+
+    grad, want, product, want_product = fs.testing.spmd(run, {"replicate": 1, "shard": 2})(torch.zeros(2))
+    assert_close(grad, want)
+    assert_close(product, want_product)
+
+
+@pytest.mark.parametrize("value", [1e-30, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_tiny_huge_and_not_finite(value: float, dtype: torch.dtype) -> None:
+    """As in float64: squares are neither 0 nor inf in between."""
+    model = nn.Linear(3, 4, dtype=dtype)
+    spec = fs.policies.whole()(model)
+    tree = {name: torch.full(p.shape, value, dtype=dtype) for name, p in model.named_parameters()}
+    got = norms(fs.shard(tree, spec), spec)
+    for name, x in tree.items():
+        wide = x.abs().double().norm()
+        assert got[name].dtype == torch.float32
+        assert_close(got[name], wide.float(), equal_nan=True)
+
+
+def test_in_a_graph() -> None:
+    spec = fs.policies.always()(MODEL).on({"shard": 1})
+    shards = fs.shard(full(), spec)
+    assert_close(fs.compile(lambda p: norms(p, spec), backend="aot_eager")(shards), norms(shards, spec))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    spec = fs.policies.whole()(MODEL)
+    with pytest.raises(ValueError, match="again: expected a tree that has it once"):
+        norms({"one.weight": torch.ones(5, 5), "two.weight": torch.ones(5, 5)}, spec)
+    with pytest.raises(ValueError, match="expected this rank's slice"):
+        norms({"": torch.ones(3)}, spec)
+    assert norms({}, spec) == {}
