@@ -407,6 +407,23 @@ def test_a_compiled_step_in_a_transform_is_refused() -> None:
     for transform in (torch.func.grad(square), torch.vmap(square), lambda x: torch.func.jvp(square, (x,), (x,))):
         with pytest.raises(RuntimeError, match=r"the compiled step is called inside of a torch.func transform, .* expected"):
             transform(torch.ones(2, 3))
+    assert fs.grad(lambda x: x.sum() * square(torch.ones(3)))(torch.ones(1)) == 3  # a constant
+
+
+def test_a_compiled_step_in_a_loss_is_refused() -> None:
+    """The step runs under no_grad: gradients through it were 0."""
+    loss = fs.compile(lambda params, x: (params[""].sum() * x).sum(), backend="aot_eager")
+    linear, x = nn.Linear(1, 1), torch.ones(2, 3)
+    spec = fs.policies.whole()(linear)
+    params = fs.shard(linear, spec)
+    for gradient in (
+        lambda: fs.grad(lambda p: loss({"": p[""] * 2}, x))(params),
+        lambda: fs.grad(lambda p: fs.remat(loss)(p, x))(params),
+        lambda: fs.grad(lambda p: fs.chunked(lambda p, x: (loss(p, x), 1), 2)(p, x)[0])(params),
+        lambda: fs.accumulate(loss, params, [x], spec=spec),
+    ):
+        with pytest.raises(RuntimeError, match=r"step is called inside of a loss or a recomputed function, .* expected"):
+            gradient()
 
 
 @pytest.mark.parametrize(

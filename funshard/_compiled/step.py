@@ -23,8 +23,10 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._spec.compiled import check_names
+from .._transforms._recompute.function import recomputing_names
 from .._transforms._recompute.regions import collect_regions, current_regions
 from .._transforms.error_hints import add_compile_hint
+from .._transforms.grad import is_in_gradient
 from ..optim._checks import refuse_shared_memory
 from .floats import TracedFloats
 
@@ -72,6 +74,7 @@ def compile(
     Raises:
         ValueError: At the call: for a donated argument that no result fits, that is given twice, that overlaps another one in
             memory or that another result contains; and for names to save that a `remat` does not have.
+        RuntimeError: The step is called where its results are differentiated.
 
     Example:
         >>> import torch, funshard as fs
@@ -130,6 +133,11 @@ def compile(
             raise RuntimeError(
                 "compile: the compiled step is called inside of a torch.func transform, in which torch runs no compiled code: "
                 "expected the transform inside of the step, or the step without compile"
+            )
+        if recomputing_names() or is_in_gradient((args, kwargs)):
+            raise RuntimeError(
+                "compile: the compiled step is called inside of a loss or a recomputed function, where its results are "
+                "constants: expected the gradient inside of the step, or the step without compile"
             )
         donated = _check_donated(args, donated_indices)
         are_traced = floats.trace(args, kwargs)

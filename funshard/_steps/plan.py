@@ -17,7 +17,7 @@ from .._spec.division import ReduceBy, Reduction
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms.grad import check_differentiable, split_loss
+from .._transforms.grad import check_differentiable, run_loss
 from .._units.accumulation import Accumulation, GradReceiver
 from .._units.flow import gather_unit, reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit, unflatten_unit
@@ -98,7 +98,7 @@ class AccumulationPlan:
 
     def run_loss(self, f: Callable[..., Any], given: Params, batch: Any) -> tuple[Tensor, Any]:
         """Return the loss of a micro-batch and its aux. ValueError if ``f`` hooks a shard: calls bypass the hook."""
-        loss = split_loss(f(dict(given), batch), self.has_aux)
+        loss = run_loss(f, self.has_aux, dict(given), batch)
         if not torch.compiler.is_compiling() and (hooked := [key for key, x in given.items() if _torch.has_hooks(x)]):
             raise ValueError(
                 f"unit '{hooked[0]}': the loss has called register_hook on its shard, which does not see the "

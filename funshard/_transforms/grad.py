@@ -15,7 +15,7 @@ from .. import _torch
 from .error_hints import add_hints
 
 __all__ = ["check_differentiable", "grad", "grad_and_value", "is_assumed_differentiated", "is_differentiated_outside"]
-__all__ += ["assume_differentiated", "split_loss"]
+__all__ += ["assume_differentiated", "is_in_gradient", "run_loss", "split_loss"]
 
 
 def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -77,8 +77,7 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
         with torch.enable_grad():
             inputs = [leaf.detach().requires_grad_() for leaf in leaves]
             fresh = _replace_arguments(args, argnums, pytree.tree_unflatten(inputs, treedef))
-            out = f(*fresh, **kwargs)
-            loss, aux = split_loss(out, has_aux)
+            loss, aux = run_loss(f, has_aux, *fresh, **kwargs)
             if loss.requires_grad and inputs:
                 try:
                     grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
@@ -94,9 +93,10 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
 
 
 class _Assumption(threading.local):
-    """Whether what this thread computes is differentiated, whatever it is computed from."""
+    """Whether what this thread computes is differentiated, whatever it is computed from; and whether `run_loss` runs."""
 
     is_differentiated = False
+    is_in_gradient = False
 
 
 _ASSUMPTION = _Assumption()
@@ -114,6 +114,11 @@ def assume_differentiated(is_differentiated: bool) -> Generator[None]:
         yield
     finally:
         _ASSUMPTION.is_differentiated = before
+
+
+def is_in_gradient(arguments: object) -> bool:
+    """Return whether `run_loss` runs what calls this, and what is computed from the arguments may be differentiated."""
+    return _ASSUMPTION.is_in_gradient and is_differentiated_outside(arguments)
 
 
 def is_assumed_differentiated() -> bool:
@@ -158,6 +163,17 @@ def check_differentiable(chosen: object) -> None:
                 f"grad: argument{where}: expected a floating point tensor, got {leaf.dtype}; "
                 "set it apart with partition(params, spec, predicate)"
             )
+
+
+def run_loss(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """Return ``(loss, aux)`` of a call of a loss function whose loss is differentiated by plain autograd."""
+    if torch.compiler.is_compiling():
+        return split_loss(f(*args, **kwargs), has_aux)
+    before, _ASSUMPTION.is_in_gradient = _ASSUMPTION.is_in_gradient, True
+    try:
+        return split_loss(f(*args, **kwargs), has_aux)
+    finally:
+        _ASSUMPTION.is_in_gradient = before
 
 
 def split_loss(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
