@@ -302,7 +302,7 @@ def test_llama_of_transformers_at_its_defaults() -> None:
         fs.ggnvp(lambda p: call(p).logits, loss, params, v)
     assert "transforms_attention" in text(error.value)
     with sdpa_kernel(SDPBackend.MATH):
-        with pytest.raises(TypeError, match=r"ggnvp: outputs\['past_key_values'\].*: expected a floating point tensor"):
+        with pytest.raises(TypeError, match=r"ggnvp: outputs\['\w+'\].*: expected a floating point tensor"):
             fs.ggnvp(lambda p: dict(call(p)), loss, params, v)
         got = fs.ggnvp(lambda p: call(p).logits, loss, params, v)
         want = fs.ggnvp(lambda p: call(p).logits, lambda z: F.cross_entropy(z.flatten(0, 1), ids.flatten()), params, v)
