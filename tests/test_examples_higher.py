@@ -7,6 +7,7 @@ import functools
 import io
 import math
 import re
+import sys
 import types
 from typing import Any
 from unittest import mock
@@ -23,6 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import funshard as fs
 
+sys.path.append(str(EXAMPLES))
+
 
 def numbers(output: str) -> list[float]:
     """Every number with decimals, in order."""
@@ -37,6 +40,7 @@ def column(output: str, name: str) -> list[float]:
 SMALLER: dict[str, dict[str, Any]] = depth(
     {
         "sharpness.py": {"LAYERS": 1, "LR": 0.25, "STEPS": 36, "EVERY": 18},
+        "spectrum.py": {"LAYERS": 1, "DIM": 16, "SEQ": 16, "STEPS": 10, "LANCZOS": 12, "PROBES": 1, "TOP": 3, "REPEATS": 1},
         "maml.py": {"INNER_LR": 0.04, "LR": 0.03, "STEPS": 40, "EVERY": 10},
         "ensemble.py": {"HIDDEN": 32, "BATCH": 120, "STEPS": 21, "EVERY": 7},
         "meanflow.py": {"LAYERS": 1, "DIM": 16, "STEPS": 12, "EVERY": 6, "LR": 1e-2},
@@ -145,6 +149,39 @@ def test_gradient_descent_sharpens() -> None:
     assert tops == sorted(tops)
     assert tops[0] < 2
     assert 6 < tops[-1] < 10  # the text, Python's own sources, is another one in each version
+
+
+# --- the spectrum of the Hessian ---
+
+
+def spectrum_on_this_rank(rank: int) -> tuple[str, fs.Params, fs.Params, fs.Params]:
+    given = names_of("spectrum.py")
+    trees = (fs.gather_full(given[name], given["spec"]) for name in ("params", "exact_v", "exact"))
+    return given["printed"], *trees  # pyright: ignore[reportReturnType]
+
+
+@seldom
+def test_products_are_more_exact_than_differences(gloo2: Pool) -> None:
+    """Two ranks have one rank's spectrum; the eigenvalue and the product are plain double backward's, which errors refer to."""
+    output, params, v, exact = gloo2.run(spectrum_on_this_rank)[0]
+    check_printed(output, 2, "spectrum.py")
+    table = re.findall(r"^(fs.hvp|differences, h = \S+) +(\S+) +(\S+) +[\d.]+$", output, re.MULTILINE)
+    product, *differences = [(float(single), float(half)) for _, single, half in table]
+    assert len(differences) == 5
+    assert product[0] < 1e-6 < 1e-5 < min(single for single, _ in differences)
+    assert product[1] < 0.05 < min(half for _, half in differences)
+
+    given = alone("spectrum.py")
+    model = given["GPT"](given["LAYERS"], given["DIM"], given["HEADS"], given["SEQ"]).double()
+    leaves = {name: p.requires_grad_() for name, p in params.items()}
+    with sdpa_kernel(SDPBackend.MATH):
+        logits = torch.func.functional_call(model, leaves, (given["x"],))
+        loss = F.cross_entropy(logits.flatten(0, 1), given["y"].flatten())
+        grads = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
+        want = torch.autograd.grad(grads, [*leaves.values()], [v[name] for name in leaves], retain_graph=True)
+        top = by_power_iteration(loss, [*leaves.values()], 100)
+    close(exact, dict(zip(leaves, want, strict=True)))
+    assert given["largest"][0].item() == pytest.approx(top, rel=1e-4)
 
 
 # --- MAML ---
