@@ -212,6 +212,23 @@ def test_functions_of_one_units_state_refuse_a_composed_one() -> None:
     assert {*names} == {*FULL}
 
 
+def test_a_plan_counts_the_states() -> None:
+    """From shapes, and by running the step that updates on tensors without values."""
+    spec = fs.policies.whole()(MODEL).on({"shard": 2})
+    optimizer = everything(spec, rank=0)
+
+    def step(params: fs.Params, state: Any, batch: Tensor, *, spec: fs.PartitionSpec) -> Any:
+        loss = lambda params: fs.functional_call(MODEL, params, (batch,), spec=spec).sum()  # noqa: E731
+        return everything(spec)[1](fs.grad(loss)(params), state, params)
+
+    size = spec.shard_numel(spec.units[0]) * 8
+    given: list[dict[str, Any]] = [{}, {"step": step, "batch": torch.ones(4, 3).double()}]
+    for options in given:
+        plan = fs.plan(spec, optimizer=optimizer, **options)
+        names = "average", "exp_avg", "exp_avg_sq", "sums"
+        assert plan.optimizer_state == {"": {f"{name} float64": size for name in names}}
+
+
 # --- apply_if_finite ---
 
 

@@ -89,12 +89,17 @@ def state_bytes(spec: PartitionSpec, init: Init | None) -> StateBytes:
     with _torch.fake_mode():
         states = init({unit.key: _make_shard(spec, unit) for unit in spec if not unit.at_rest})
     found: StateBytes = {}
-    for key, state in states.items():
-        kinds = found[key] = {}
-        for path, x in pytree.tree_flatten_with_path(state)[0]:
-            if isinstance(x, Tensor) and x.dim():
-                name = f"{'.'.join(str(getattr(part, 'key', part)) for part in path)} {str(x.dtype).removeprefix('torch.')}"
-                kinds[name] = kinds.get(name, 0) + x.nbytes
+    for path, x in pytree.tree_flatten_with_path(states)[0]:
+        keys: list[Any] = [part.key if isinstance(part, pytree.MappingKey) else None for part in path]
+        at = next((i for i, key in enumerate(keys) if key in spec.by_key), None)
+        if at is None or not isinstance(x, Tensor) or not x.dim():
+            continue
+        # Of a composed optimizer's state the names of its fields, such as "average", but for those that lead to another state.
+        fields = [part.name for part in path[:at] if isinstance(part, pytree.GetAttrKey) and part.name != "inner"]
+        slots = [*fields, *(str(getattr(part, "key", part)) for part in path[at + 1 :])]
+        name = f"{'.'.join(slots)} {str(x.dtype).removeprefix('torch.')}"
+        kinds = found.setdefault(keys[at], {})
+        kinds[name] = kinds.get(name, 0) + x.nbytes
     return found
 
 

@@ -76,7 +76,7 @@ def accumulate_steps(optimizer: AnyOptimizer, k: int) -> ComposedOptimizer:
                 raise ValueError(
                     f"accumulate_steps: unit '{key}' has no gradient: expected those of all units, got {[*grads][:8]}"
                 )
-        count = read_count(state.num_summed, "accumulate_steps") + 1
+        count = read_count(state.num_summed, "accumulate_steps", planned=k - 1) + 1
         if count > k:
             raise ValueError(f"accumulate_steps: the state has {count - 1} gradients of a larger k: expected less than k={k}")
         sums = {key: total + upcast(grads[key]) for key, total in state.sums.items()}

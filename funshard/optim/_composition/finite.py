@@ -72,7 +72,9 @@ def apply_if_finite(optimizer: AnyOptimizer, spec: PartitionSpec, *, max_consecu
     begin, apply = optimizer
 
     def init(params: Mapping[str, Tensor], /) -> FiniteState:
-        return FiniteState(begin(params), torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64))
+        device = next((x.device for x in params.values()), None)  # where the gradients are: a graph counts without a copy
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return FiniteState(begin(params), zero, zero.clone())
 
     def update(
         grads: Mapping[str, Tensor], state: FiniteState, params: Mapping[str, Tensor], /, **rates: Any
@@ -108,8 +110,8 @@ def _select_step(
 ) -> tuple[Params, FiniteState]:
     """Return the step's result if ``finite``, else what was given, where nobody can branch on it.
 
-    The step that is dropped gets ones as gradients, so that no NaN gets into derivatives; after zeros the root of a second
-    moment has none. It writes into copies, if it donates.
+    The dropped step gets ones as gradients: a NaN would reach derivatives, and so may zeros, by the root of a second moment.
+    It gets copies of the rest, because it may donate.
     """
     safe = {key: torch.where(finite.to(g.device), g, torch.ones_like(g)) for key, g in grads.items()}
     given = dict(params), state.inner

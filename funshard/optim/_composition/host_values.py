@@ -24,14 +24,19 @@ def read_flag(flag: Tensor) -> bool | None:
     return found.pop() if len(found) == 1 else None
 
 
-def read_count(count: Tensor, who: str) -> int:
-    """Return a count of steps, also of simulated ranks, which all have one. Raises ValueError if it has no value."""
+def read_count(count: Tensor, who: str, *, planned: int = 0) -> int:
+    """Return a count of steps, also of simulated ranks, which all have one; ``planned`` for a fake tensor.
+
+    Raises ValueError where operators are recorded, and the count has no value.
+    """
     values = _torch.unwrap(count).reshape(-1)
-    if _torch.is_traced() or _torch.is_fake(values):
+    if _torch.is_traced():
         raise ValueError(
-            f"{who}: the count of steps in its state has no value where operators are recorded or tensors are fake: record the "
-            "gradients, and run this update outside"
+            f"{who}: the count of steps in its state has no value where operators are recorded: record the gradients, and run "
+            "this update outside"
         )
+    if _torch.is_fake(values):
+        return planned
     numbers = set[int](values.tolist())
     if len(numbers) != 1:
         raise ValueError(f"{who}: expected a state with the same count of steps on all ranks, got {sorted(numbers)}")
