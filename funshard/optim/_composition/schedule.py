@@ -62,7 +62,7 @@ def schedule(scheduler: Callable[..., Any], lr: float, **options: Any) -> Callab
     name = getattr(scheduler, "__name__", str(scheduler))
     make = functools.partial(scheduler, **options)
     _begin_schedule(name, make, lr)
-    compute = functools.lru_cache(maxsize=1)(functools.partial(_compute_rates, name, make, lr))
+    compute = functools.lru_cache(maxsize=None)(functools.partial(_compute_rates, name, make, lr))
 
     def rate(step: int | Tensor) -> float:
         at = read_count(step, f"schedule: {name}") if isinstance(step, Tensor) else step
