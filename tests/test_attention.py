@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -365,16 +366,31 @@ def test_in_a_compiled_step(place: str) -> None:
 
 
 @seldom
-def test_what_torch_compile_leaves_to_python_is_right() -> None:
-    """Where the context is entered inside, Dynamo would compile the mode's frame alone, and run the first function twice."""
+@pytest.mark.parametrize("compile_", [torch.compile, fs.compile, functools.partial(torch.compile, fullgraph=True)])
+def test_inside_of_a_compiled_function_it_is_refused(compile_: Callable[..., Any]) -> None:
+    """Also where torch.compile leaves the function to Python, and compiles the frames of recomputation: numbers were wrong."""
 
     def run(x: Tensor) -> Tensor:
         with fs.transforms_attention(BLOCK):
             return x.sin().cos()
 
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="expected it around the call"):
+        compile_(run, backend="aot_eager")(torch.ones(2))
+
+
+@seldom
+def test_what_torch_compile_leaves_to_python_is_right() -> None:
+    """After a graph break Dynamo would compile the mode's frame alone, and run the first function twice."""
+
+    def run(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x.sin().cos()
+
     x = torch.ones(2)
     torch._dynamo.reset()
-    assert torch.equal(torch.compile(run, backend="eager")(x), x.sin().cos())
+    with fs.transforms_attention(BLOCK):
+        assert torch.equal(torch.compile(run, backend="eager")(x), x.sin().cos())
 
 
 def test_a_context_is_left_where_it_was_entered() -> None:

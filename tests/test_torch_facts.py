@@ -1412,3 +1412,20 @@ def test_attention_in_plain_operators() -> None:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         want = F.scaled_dot_product_attention(x, x, x, mask, scale=0.3)
     assert torch.equal(_torch.math_attention(x, x, x, mask, 0.0, scale=0.3, enable_gqa=False), want)
+
+
+def test_a_compiled_function_runs() -> None:
+    """`_torch.is_in_compiled_function`: after a graph break, too, and not outside of compiled functions."""
+    seen: list[bool] = []
+
+    def run(x: Tensor) -> Tensor:
+        if x.sum() > 0:  # a graph break
+            seen.append(_torch.is_in_compiled_function())
+        return x.sin()
+
+    assert not _torch.is_in_compiled_function()
+    torch._dynamo.reset()
+    torch.compile(run, backend="eager")(torch.ones(2))
+    assert seen == [True]
+    run(torch.ones(2))
+    assert seen == [True, False]

@@ -20,6 +20,7 @@ __all__ = [
     "inductor_mode_options",
     "is_compiler_variable",
     "is_config_variable",
+    "is_in_compiled_function",
     "keep_saved_tensors",
     "list_backends",
     "list_inductor_modes",
@@ -72,6 +73,14 @@ def run_uncompiled(*functions: types.FunctionType) -> None:
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for function in functions:
         set_code_exec_strategy(function.__code__, skip)
+
+
+def is_in_compiled_function() -> bool:
+    """Return whether a compiled function runs: it is traced, or torch.compile has left a frame of it to Python.
+
+    Pinned by ``test_a_compiled_function_runs``.
+    """
+    return torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())  # pyright: ignore
 
 
 @contextlib.contextmanager
