@@ -184,6 +184,34 @@ def test_products_are_more_exact_than_differences(gloo2: Pool) -> None:
     assert given["largest"][0].item() == pytest.approx(top, rel=1e-4)
 
 
+# --- sharpness-aware minimisation ---
+
+
+def sam_grad_on_this_rank(rank: int) -> tuple[str, fs.Params]:
+    given = names_of("sam.py")
+    grads = given["sam_grad"](fs.shard(given["model"], given["spec"]))
+    return given["printed"], fs.gather_full(grads, given["spec"])
+
+
+@seldom
+def test_sharpness_aware_minimisation_ends_flatter(gloo2: Pool) -> None:
+    """On two ranks as on one; the first gradient is plain autograd's at the neighbour, on the joined batch."""
+    (output, _), _ = results = gloo2.run(sam_grad_on_this_rank)
+    check_printed(output, 2, "sam.py")
+    plain, flat = (float(x) for x in re.findall(r"sharpness ([\d.]+)", output))
+    assert 0.1 < flat < 0.85 * plain
+    given = alone("sam.py")
+    model = given["model"]
+    params = [*model.parameters()]
+    grads = torch.autograd.grad(F.cross_entropy(model(given["x"]), given["y"]), params)
+    norm = torch.cat([g.flatten() for g in grads]).norm()
+    moved = {name: p + given["RHO"] * g / norm for (name, p), g in zip(model.named_parameters(), grads, strict=True)}
+    logits = torch.func.functional_call(model, moved, (given["x"],))
+    want = torch.autograd.grad(F.cross_entropy(logits, given["y"]), params)
+    for _, got in results:
+        close(got, dict(zip(moved, want, strict=True)))
+
+
 # --- MAML ---
 
 
