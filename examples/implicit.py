@@ -3,8 +3,8 @@
 A linear model predicts which kind of byte comes next in the Python standard library's source from the bytes before: a
 table for each distance, which is a unit and has its own L2 strength. The gradient of the validation loss at the minimum
 with respect to the strengths comes from the implicit function theorem: one linear system in the Hessian of the training
-loss, solved by conjugate gradients on shards with `fs.hvp` (Rajeswaran et al. 2019, arXiv:1909.04630). The minimum is
-found by Newton's method with the same solver. It is checked against differences between trainings.
+loss, solved on shards by `fs.curvature.cg` (Rajeswaran et al. 2019, arXiv:1909.04630). The minimum is found
+by Newton's method with the same solver. The gradient is checked against differences between trainings.
 
 python examples/implicit.py
 torchrun --nproc-per-node 2 examples/implicit.py
@@ -67,29 +67,19 @@ def training(params, strengths):
     return fit + sum(strengths[key].exp() / 2 * (p**2).sum() for key, p in params.items())
 
 
-def axpy(a, x, y):
-    return {key: a * x[key] + y[key] for key in x}
-
-
 def solve(params, strengths, b, tolerance=TOLERANCE):
     """The inverse of the training loss's Hessian times b, by conjugate gradients, to a relative tolerance."""
-    x, r = {key: torch.zeros_like(t) for key, t in b.items()}, b
-    p, rr = r, fs.optim.vdot(r, r, spec)
-    end = rr * tolerance**2
-    while rr > end:
-        hp = fs.hvp(lambda w: training(w, strengths), params, p)
-        step = rr / fs.optim.vdot(p, hp, spec)
-        x, r = axpy(step, p, x), axpy(-step, hp, r)
-        rr, old = fs.optim.vdot(r, r, spec), rr
-        p = axpy(rr / old, p, r)
-    return x
+    hessian = fs.curvature.hessian(lambda w: training(w, strengths), params, spec)
+    solution = fs.curvature.cg(hessian, b, tolerance=tolerance)
+    assert solution.converged
+    return solution.x
 
 
 def minimum(params, strengths):
     """Where training ends, by Newton's method from a starting point."""
     grads = fs.grad(training)(params, strengths)
     while fs.optim.global_norm(grads, spec) > TOLERANCE:
-        params = axpy(-1, solve(params, strengths, grads, 1e-3), params)
+        params = fs.optim.axpy(-1, solve(params, strengths, grads, 1e-3), params)
         grads = fs.grad(training)(params, strengths)
     return params
 
@@ -122,7 +112,7 @@ for step in range(STEPS + 1):
         shown = "  ".join(f"{s.exp():.5f}" for s in strengths.values())
         print(f"step {step}  validation loss {value:.10f}  strengths {shown}", flush=True)
     if step < STEPS:
-        strengths = axpy(-LR, hypergradient(params, strengths), strengths)
+        strengths = fs.optim.axpy(-LR, hypergradient(params, strengths), strengths)
         params = minimum(params, strengths)
 if dist.is_initialized():
     dist.destroy_process_group()
