@@ -2,7 +2,8 @@
 
 Gradient descent raises it towards 2 / LR, beyond which it oscillates (Cohen et al. 2021, arXiv:2103.00065). Neither the
 Hessian nor a full vector is ever in memory: a Hessian-vector product is `fs.hvp` of shards, an inner product one sum
-over ranks. In float64, on one batch that is split over the ranks, so that any number of ranks prints the same.
+over ranks (`fs.curvature.lanczos`). In float64, on one batch that is split over the ranks, so that any number of ranks
+prints the same.
 
 python examples/sharpness.py
 torchrun --nproc-per-node 2 examples/sharpness.py
@@ -65,24 +66,11 @@ def loss(params):
 
 
 def sharpness(params):
-    """The top eigenvalue and how many Hessian-vector products it took: Lanczos, orthogonalised against all its vectors."""
-    v = fs.grad(loss)(params)  # a start that is sharded already, and the same on any number of ranks
-    norm = fs.optim.global_norm(v, spec)
-    basis = {key: (g / norm)[None] for key, g in v.items()}  # one more row for every step
-    tridiagonal = torch.zeros(LONGEST + 1, LONGEST + 1, dtype=torch.float64)
-    for n in range(1, LONGEST + 1):
-        w = fs.hvp(loss, params, {key: q[-1] for key, q in basis.items()})
-        for _ in range(2):  # once leaves rounding errors, twice is enough
-            along = torch.vmap(fs.optim.vdot, (0, None, None))(basis, w, spec)  # all inner products in one sum over ranks
-            w = {key: w[key] - along @ q for key, q in basis.items()}
-            tridiagonal[n - 1, n - 1] += along[-1]
-        norm = fs.optim.global_norm(w, spec)
-        values, vectors = torch.linalg.eigh(tridiagonal[:n, :n])
-        if norm * vectors[-1, -1].abs() < TOLERANCE * values[-1]:  # the length of H u - value * u
-            break
-        basis = {key: torch.cat([q, (w[key] / norm)[None]]) for key, q in basis.items()}
-        tridiagonal[n - 1, n] = tridiagonal[n, n - 1] = norm
-    return values[-1].item(), n
+    """The top eigenvalue and how many steps of Lanczos it took."""
+    hessian = fs.curvature.hessian(loss, params, spec)
+    start = fs.grad(loss)(params)  # sharded already, and the same on any number of ranks
+    krylov = fs.curvature.lanczos(hessian, start, LONGEST, tolerance=TOLERANCE)
+    return krylov.values[-1].item(), len(krylov.values)
 
 
 with fs.transforms_attention():  # which has second derivatives
@@ -90,10 +78,10 @@ with fs.transforms_attention():  # which has second derivatives
         grads, value = fs.grad_and_value(loss)(params)
         if step % EVERY == 0:
             value = fs.collectives.all_reduce(value, axis)
-            top, products = sharpness(params)
+            top, count = sharpness(params)
             if rank == 0:
-                print(f"step {step:3d}  loss {value:.10f}  sharpness {top:.10f}  after {products} products", flush=True)
-        params = {key: p - LR * grads[key] for key, p in params.items()}
+                print(f"step {step:3d}  loss {value:.10f}  sharpness {top:.10f}  after {count} Lanczos steps", flush=True)
+        params = fs.optim.axpy(-LR, grads, params)
 if rank == 0:
     print(f"{world} ranks, 2 / LR = {2 / LR:g}")
 if dist.is_initialized():
