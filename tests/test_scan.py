@@ -119,7 +119,7 @@ def test_every_derivative_is_that_of_the_loop(
     derivative: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dropout, clipping and a schedule, also at second order; states that are kept are elsewhere, and no file stays."""
-    monkeypatch.setattr(state_store, "is_moved_to_host", lambda device: True)  # the device is the host
+    monkeypatch.setattr(state_store, "needs_host_copy", lambda device: True)  # the device is the host
     chosen = dict(OPTIONS[options])
     if chosen.get("offload") == "disk":
         chosen["offload"] = tmp_path

@@ -164,7 +164,7 @@ _NEXT = itertools.count()
 
 
 def _identify_world() -> str:
-    """Return a text that no other default process group of this process has had; "" without one."""
+    """Return a text that differs for each default process group that this process creates; "" without one."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return "" if world is None else str(_NUMBERS.setdefault(world, next(_NEXT)))
 

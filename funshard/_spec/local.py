@@ -131,7 +131,7 @@ def join_shape(shape: Sequence[int], local: LocalDims, sizes: Mapping[str, int])
 
 
 def stack_dims(param: Param, shape: Sequence[int], sizes: Mapping[str, int]) -> LocalDims:
-    """Return the local axes over which a tensor of this shape begins with a part of the parameter's stack of matrices.
+    """Return ``(axis, dim)`` of the local axes that split the stack of matrices with which a tensor of this shape begins.
 
     Such as [experts, n, m] over an axis of experts: each rank has matrices that are whole. Axes of one rank do not count.
     """

@@ -19,5 +19,6 @@ def log_spec(spec: PartitionSpec) -> None:
 
 
 def _log_spec(spec: PartitionSpec) -> bool:
+    """Log a spec's summary and return True, which the spec caches."""
     LOGGER.info("sharded by %r", spec)
     return True

@@ -84,14 +84,14 @@ def scan(
     if _is_recorded(step, state, xs) and not torch.compiler.is_compiling():
         hint = "expected it in the state or in y, or as an attribute of an object that step closes over"
         watch = GlobalWatch.of(step, "scan: step", hint)
-    run = _Run(count, StateLayout.of(state), StateStore.make(offload), watch)
+    run = _ScanRun(count, StateLayout.of(state), StateStore.make(offload), watch)
     if spec is not None:
         _check_ranks_agree(f"{steps} steps, segments={segments!r}", spec)
     return run.run_piece(step, state, xs, steps, 0)
 
 
 def _count_segments(segments: int | str | None, steps: int) -> int | None:
-    """Return the number of segments, None for division by halves; raise an error for anything else."""
+    """Return the number of segments, None for halves; 1 becomes one per step; raise TypeError or ValueError for others."""
     if segments == "log":
         return None
     if segments is None:
@@ -104,7 +104,7 @@ def _count_segments(segments: int | str | None, steps: int) -> int | None:
 
 
 def _check_ranks_agree(text: str, spec: PartitionSpec) -> None:
-    """Raise ValueError on every rank of the mesh if their texts differ."""
+    """Raise ValueError on every rank of the mesh if the ranks pass different texts."""
     mesh = spec.bound_mesh
     if not has_peers(mesh) or torch.compiler.is_compiling():
         return
@@ -119,8 +119,8 @@ def _check_ranks_agree(text: str, spec: PartitionSpec) -> None:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """How the steps of a scan are divided, what their state is like, and where kept states are."""
+class _ScanRun:
+    """One call of `scan`: how its steps are divided, the layout of its state, and where states are kept."""
 
     segments: int | None
     """None divides by halves."""
@@ -185,7 +185,7 @@ class _Run:
 
 
 def _is_recorded(step: object, state: object, xs: object) -> bool:
-    """Return whether a backward may come for what is computed from these."""
+    """Return whether autograd records what a step computes from its arguments or from what it closes over."""
     if torch.compiler.is_compiling():
         return torch.is_grad_enabled()
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():

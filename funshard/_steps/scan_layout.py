@@ -16,7 +16,7 @@ __all__ = ["StateLayout", "check_unchanged", "concat_results", "count_steps", "e
 
 
 def count_steps(xs: object) -> int:
-    """Return the length of all tensors along dimension 0; raise an error that names the path of another one."""
+    """Return the tensors' common length along dimension 0; raise TypeError or ValueError, with the path, if there is none."""
     first = ""
     steps = 0
     for path, leaf in pytree.tree_flatten_with_path(xs)[0]:
@@ -41,19 +41,22 @@ _Kind = tuple[torch.Size, torch.dtype, torch.device] | type
 
 
 def _kind_of(leaf: object) -> _Kind:
+    """Return a tensor's shape, dtype and device, or the class of any other leaf."""
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf)
 
 
 def _describe(kind: _Kind) -> str:
+    """Return the text for a leaf's kind in an error."""
     return kind.__name__ if isinstance(kind, type) else f"{list(kind[0])} {kind[1]} on {kind[2]}"
 
 
 def _kinds_by_path(tree: object) -> dict[str, _Kind]:
+    """Return the kind of every leaf of a tree by path."""
     return {pytree.keystr(path): _kind_of(leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
 
 
 def _check_equal(expected: dict[str, _Kind], got: dict[str, _Kind], name: str, hint: str) -> None:
-    """Raise ValueError for the first path that is in one alone, or differs."""
+    """Raise ValueError for the first path that only one tree has, or whose leaves are of different kinds."""
     for path in (*expected, *got):
         if expected.get(path) != got.get(path):
             texts = [_describe(kinds[path]) if path in kinds else "nothing" for kinds in (expected, got)]
@@ -62,7 +65,7 @@ def _check_equal(expected: dict[str, _Kind], got: dict[str, _Kind], name: str, h
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The tree of a state, and what its leaves are like."""
+    """The tree of a state, and the kind of each of its leaves."""
 
     tree: pytree.TreeSpec
     leaves: list[_Kind]
@@ -82,7 +85,7 @@ class StateLayout:
 
 
 def record_versions(*trees: object) -> list[int]:
-    """Return how often each tensor has been changed in place."""
+    """Return each leaf's count of in-place changes, 0 for other objects than tensors; an empty list while torch compiles."""
     if torch.compiler.is_compiling():
         return []
     return [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in pytree.tree_leaves(trees)]
@@ -102,7 +105,7 @@ def check_unchanged(state: object, x: object, versions: list[int]) -> None:
 
 
 def expand_result(y: Any) -> Any:
-    """Return a step's y as stacked results of one step; raise TypeError for a leaf that is no tensor."""
+    """Return a step's y with a first dimension of 1 on its tensors; raise TypeError for a leaf that is no tensor or None."""
 
     def expand(path: Any, leaf: object) -> object:
         if leaf is not None and not isinstance(leaf, Tensor):
@@ -113,17 +116,17 @@ def expand_result(y: Any) -> Any:
 
 
 def concat_results(ys: Sequence[Any]) -> Any:
-    """Return the stacked results of all pieces; raise ValueError, with the path, where those of two steps differ."""
+    """Concatenate the results of all pieces along dimension 0; raise ValueError, with the path, if two steps' differ."""
     leaves, tree = pytree.tree_flatten(ys[0])
-    expected = _kinds_by_path(pytree.tree_map(_first, ys[0]))
+    expected = _kinds_by_path(pytree.tree_map(_take_first, ys[0]))
     columns: list[list[Any]] = [leaves]
     for y in ys[1:]:
-        _check_equal(expected, _kinds_by_path(pytree.tree_map(_first, y)), "y", "as in the steps before")
+        _check_equal(expected, _kinds_by_path(pytree.tree_map(_take_first, y)), "y", "as in the steps before")
         columns.append(pytree.tree_leaves(y))
     whole = [None if column[0] is None else torch.cat(column) for column in zip(*columns, strict=True)]
     return pytree.tree_unflatten(whole, tree)
 
 
-def _first(leaf: Any) -> Any:
-    """Return the result of the first of the steps."""
+def _take_first(leaf: Any) -> Any:
+    """Return the first step's result from a leaf of stacked results; None stays None."""
     return leaf if leaf is None else leaf[0]

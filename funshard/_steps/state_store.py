@@ -21,7 +21,7 @@ __all__ = ["StateStore"]
 
 @dataclass(frozen=True)
 class StateStore:
-    """A place for states: None, ``"host"`` or a directory."""
+    """A place to keep states: their device (None), host memory (``"host"``) or files in a directory."""
 
     place: str | None
 
@@ -43,7 +43,7 @@ class StateStore:
         directory = None if self.place == "host" else self.place
 
         def move(x: Tensor) -> Tensor:
-            if not x.numel() or x.layout is not torch.strided or (directory is None and not is_moved_to_host(x.device)):
+            if not x.numel() or x.layout is not torch.strided or (directory is None and not needs_host_copy(x.device)):
                 return x
             return _StoredTensor.apply(x, directory)
 
@@ -59,13 +59,13 @@ class StateStore:
         return pytree.tree_unflatten(moved, tree)
 
 
-def is_moved_to_host(device: torch.device) -> bool:
-    """Return whether tensors of this device are elsewhere than in host memory."""
+def needs_host_copy(device: torch.device) -> bool:
+    """Return whether a tensor on this device needs a copy to be in host memory."""
     return _torch.is_accelerator(device)
 
 
 class _StoredTensor(_torch.Function):
-    """The identity, whose result is in host memory or, with a directory, in a file; derivatives stay on the device."""
+    """The identity, with its result in host memory or, given a directory, in a file; gradients return to the device."""
 
     @staticmethod
     def forward(x: Tensor, directory: str | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -94,7 +94,7 @@ class _StoredTensor(_torch.Function):
 
 
 def _allocate_in_file(like: Tensor, directory: str) -> Tensor:
-    """Return uninitialized memory of a tensor's shape in a file, which has no name and goes with the tensor."""
+    """Return an uninitialized tensor, of another's shape and dtype, in a file without a name that is freed with the tensor."""
     nbytes = like.numel() * like.itemsize
     descriptor, name = tempfile.mkstemp(prefix="funshard-scan-", dir=directory)
     try:

@@ -21,22 +21,22 @@ AttentionFunction = Callable[..., Tensor]
 """A function with the arguments of ``F.scaled_dot_product_attention``."""
 
 
-class _Current(threading.local):
-    """The function that takes this thread's calls of attention, None for torch's own."""
+class _CurrentAttention(threading.local):
+    """The function that replaces attention in this thread, None for torch's own."""
 
     function: AttentionFunction | None = None
 
 
-_CURRENT = _Current()
+_CURRENT = _CurrentAttention()
 
 
 def current_attention() -> AttentionFunction | None:
-    """Return the function that takes this thread's calls of attention, None for torch's own."""
+    """Return the function that replaces attention in this thread, None for torch's own."""
     return _CURRENT.function
 
 
 class ReplaceAttention(TorchFunctionMode):
-    """A mode in which another function takes this thread's calls of ``F.scaled_dot_product_attention``; None: no other.
+    """A mode in which a function replaces ``F.scaled_dot_product_attention`` in this thread; None restores torch's own.
 
     torch runs ``F.multi_head_attention_forward``, which calls it, outside of the mode. So this runs a copy of that, in whose
     globals attention is the other function. Pinned by ``test_attention_is_replaced``.
@@ -77,12 +77,12 @@ run_uncompiled(ReplaceAttention.__torch_function__)
 
 
 def use_attention(function: AttentionFunction | None) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which this function takes the thread's calls of attention, also where torch suspends modes."""
+    """Return a context in which a function replaces attention in this thread; None restores torch's own."""
     return contextlib.nullcontext() if function is None and _CURRENT.function is None else ReplaceAttention(function)
 
 
 def _copy_multi_head(function: AttentionFunction) -> Callable[..., Any]:
-    """Return a copy of ``F.multi_head_attention_forward`` that calls this function as attention."""
+    """Return a copy of ``F.multi_head_attention_forward`` that calls a function as attention."""
     original: Any = F.multi_head_attention_forward
     names = {name: value for name, value in vars(F).items() if name != "__name__"}  # by which Dynamo would find F's own
     copy = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
@@ -101,7 +101,7 @@ def math_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Return attention by torch's math kernel, which is made of operators that have every derivative.
+    """Compute attention by torch's math kernel, which consists of operators that have every derivative.
 
     `sdpa_kernel` would choose it for all threads. Pinned by ``test_attention_in_plain_operators``.
     """

@@ -51,7 +51,7 @@ def compile_with_joint_pass(
     joint_pass: Callable[[Graph], None],
     **options: Any,
 ) -> Callable[..., Any]:
-    """Compile a graph with a backend of torch.compile, and this pass on the graph of its forward and backward.
+    """Compile a graph with a backend of torch.compile that runs a pass on the joint graph of forward and backward.
 
     Pinned by ``test_saved_results_of_a_compiled_unit``.
     """

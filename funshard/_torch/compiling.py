@@ -76,7 +76,7 @@ def run_uncompiled(*functions: types.FunctionType) -> None:
 
 
 def is_in_compiled_function() -> bool:
-    """Return whether a compiled function runs: it is traced, or torch.compile has left a frame of it to Python.
+    """Return whether the caller is traced, or runs in Python after a graph break of a compiled function.
 
     Pinned by ``test_a_compiled_function_runs``.
     """

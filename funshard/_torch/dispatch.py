@@ -65,7 +65,7 @@ def has_dispatch_mode() -> bool:
 
 @contextlib.contextmanager
 def report_resizes(report: Callable[[torch.UntypedStorage, int], object]) -> Generator[None]:
-    """Call ``report(storage, nbytes)`` before a storage is resized, as FSDP2 does to free and allocate its buffers.
+    """Call ``report(storage, nbytes)`` before each resize of a storage: FSDP2 frees and allocates its buffers by resizes.
 
     No mode sees that. As in torch/distributed/_tools/mem_tracker.py; pinned by ``test_report_resizes``.
     """

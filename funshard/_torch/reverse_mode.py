@@ -11,7 +11,7 @@ __all__ = ["is_recorded"]
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Return whether a torch.func.grad or vjp, or plain autograd, records what is computed from the tensor now.
+    """Return whether torch.func.grad or vjp, or plain autograd, records operations on the tensor now.
 
     Forward mode does not. Pinned by ``test_what_reverse_mode_records``.
     """

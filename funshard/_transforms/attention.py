@@ -58,7 +58,7 @@ def transforms_attention(block: int = 128) -> contextlib.AbstractContextManager[
 
 @functools.cache
 def _make_attention(block: int) -> _torch.AttentionFunction:
-    """Return attention by blocks of so many queries: the same function at every call, by which contexts are compared."""
+    """Return the attention function of a block size: one object for each size, because functions are compared by identity."""
     return functools.partial(_attend_by_blocks, block)
 
 
@@ -73,7 +73,7 @@ def _attend_by_blocks(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return ``F.scaled_dot_product_attention`` of the other arguments, computed for ``block`` queries at a time."""
+    """Compute attention on ``block`` queries at a time; raise ValueError for both ``attn_mask`` and ``is_causal``."""
     if is_causal and attn_mask is not None:
         raise ValueError("scaled_dot_product_attention: expected attn_mask or is_causal=True, got both; join them in a mask")
     if query.is_nested:
@@ -87,7 +87,7 @@ def _attend_by_blocks(
     length = query.shape[-2]
     starts = range(0, length, block) or [0]
     parts: list[TensorFunction] = [
-        _Block(start if is_causal else None, dropout_p, scale=scale, enable_gqa=enable_gqa) for start in starts
+        _QueryBlock(start if is_causal else None, dropout_p, scale=scale, enable_gqa=enable_gqa) for start in starts
     ]
     if len(parts) == 1:
         return parts[0](*xs)[0]
@@ -101,8 +101,8 @@ def _attend_by_blocks(
     return apply_recomputed(fn, xs)[0][0]
 
 
-class _Block:
-    """Attention of some queries, the same in every run.
+class _QueryBlock:
+    """Attention of one block of queries, with the same dropout whenever it runs again.
 
     Args:
         start: The number of the first of them if each attends to no later key; None if it attends to all.

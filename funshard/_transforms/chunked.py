@@ -72,7 +72,7 @@ def chunked(
 
 
 class _Slices:
-    """The slices of the tensors of some rows: their lengths, the tensors, and the dimension of each."""
+    """The tensors of some rows, the dimension along which each is sliced, and the lengths of the slices."""
 
     def __init__(self, sizes: Sequence[int], leaves: Sequence[Tensor], dims: Sequence[int]) -> None:
         self.sizes, self.leaves, self.dims = sizes, leaves, dims
@@ -87,17 +87,17 @@ class _Slices:
 
 
 def _add_slices(f: Callable[..., Any], name: str, w: Any, rows: Any, slices: _Slices) -> tuple[Tensor, Tensor]:
-    """Return the sums of what ``f`` gives for each slice."""
+    """Return the sum and the count that ``f`` returns, added up over slices."""
     treedef = pytree.tree_structure(rows)
     if torch.compiler.is_compiling() or not _torch.needs_graph():
         outs: list[tuple[Tensor, Tensor]] = []
         for taken in slices.take():
             with mark_region(Remat(), name):  # nothing but in torch.compile
-                outs.append(_call(f, name, w, pytree.tree_unflatten(taken, treedef)))
+                outs.append(_run_slice(f, name, w, pytree.tree_unflatten(taken, treedef)))
         totals, counts = zip(*outs, strict=True)
         return functools.reduce(torch.add, totals), functools.reduce(torch.add, counts)
     watch = GlobalWatch.of(f, name, "expected it to change nothing; return what is a sum")
-    call = functools.partial(_call_watched, watch, name)
+    call = functools.partial(_run_watched_slice, watch, name)
     taken = slices.take()
     parts = [
         _ChunkFunction(call, name, {"the function": f, "w": w, "rows": pytree.tree_unflatten(tensors, treedef)}, (), Remat())
@@ -114,7 +114,7 @@ def _add_slices(f: Callable[..., Any], name: str, w: Any, rows: Any, slices: _Sl
 
 
 class _ChunkFunction(RecomputedFunction):
-    """One run of a chunked function, which gives a sum and a count, and changes nothing."""
+    """The function of one slice, which can run again; it raises RuntimeError if it changes an object."""
 
     def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
         out = super().__call__(*xs)
@@ -127,7 +127,7 @@ class _ChunkFunction(RecomputedFunction):
 
 
 def _check_rows(name: str, rows: Any, dim: int) -> tuple[list[Tensor], list[int]]:
-    """Return the tensors of the rows, and the dimension along which each is sliced, from the front."""
+    """Return the tensors of the rows and the dimension, >= 0, that slices each; raise TypeError or ValueError for others."""
     leaves = pytree.tree_leaves(rows)
     if not leaves:
         raise TypeError(f"{name}: rows: expected tensors, got none")
@@ -150,13 +150,14 @@ def _check_rows(name: str, rows: Any, dim: int) -> tuple[list[Tensor], list[int]
     raise AssertionError("no leaf differs")
 
 
-def _call_watched(watch: GlobalWatch, name: str, f: Callable[..., Any], w: Any, rows: Any) -> tuple[Tensor, Tensor]:
+def _run_watched_slice(watch: GlobalWatch, name: str, f: Callable[..., Any], w: Any, rows: Any) -> tuple[Tensor, Tensor]:
+    """Call `_run_slice`; raise RuntimeError if ``f`` changes a global variable that it reads."""
     with watch:
-        return _call(f, name, w, rows)
+        return _run_slice(f, name, w, rows)
 
 
-def _call(f: Callable[..., Any], name: str, w: Any, rows: Any) -> tuple[Tensor, Tensor]:
-    """Return the sum and the count of one slice as new tensors, in float32 if they have 16 bits."""
+def _run_slice(f: Callable[..., Any], name: str, w: Any, rows: Any) -> tuple[Tensor, Tensor]:
+    """Return the sum and count of one slice as new tensors, widened from 16 bits; raise TypeError if ``f`` returns no pair."""
     out = f(w, rows)
     if not (isinstance(out, tuple | list) and len(out) == 2):
         raise TypeError(f"{name}: expected f to return (sum, count), got {type(out).__name__}")
@@ -172,6 +173,6 @@ def _call(f: Callable[..., Any], name: str, w: Any, rows: Any) -> tuple[Tensor, 
 
 
 def _widen(x: Tensor) -> Tensor:
-    """Return a copy of a number, in float32 if it has 16 bits, and as a whole number if it is a bool."""
+    """Return a copy of a number: a bool as int64, 16-bit floats as float32, and others in their own dtype."""
     wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int64}
     return x.to(wide[x.dtype]) if x.dtype in wide else x.clone()

@@ -16,7 +16,7 @@ __all__ = ["ConvexLoss", "cross_entropy", "squared_error"]
 
 @dataclass(frozen=True)
 class ConvexLoss:
-    """A convex loss of a model's outputs, with the product of its Hessian in closed form: call it as a loss.
+    """A convex function of a model's outputs, called as a loss, with its Hessian's product in closed form.
 
     Attributes:
         value: A function of outputs that returns the loss, a scalar.
@@ -40,7 +40,7 @@ class ConvexLoss:
 def cross_entropy(
     labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, reduce: ReduceBy = "mean"
 ) -> ConvexLoss:
-    """Return the cross-entropy of logits with these labels, whose Hessian is that of softmax regression.
+    """Return the cross-entropy of logits with these labels as a `ConvexLoss`.
 
     The value is that of ``torch.nn.functional.cross_entropy``. The classes are the last dimension of the logits.
 
@@ -94,7 +94,7 @@ def cross_entropy(
 
 
 def squared_error(targets: Tensor, *, reduce: ReduceBy = "mean") -> ConvexLoss:
-    """Return the squared error of outputs from these targets.
+    """Return the squared error between outputs and these targets as a `ConvexLoss`.
 
     Args:
         targets: In the outputs' shape.

@@ -103,7 +103,7 @@ def fishervp(losses: Callable[[Any], Tensor], params: Any, v: Any) -> Any:
     "compilation of the product itself; compile the model, or its units by P(compile=True)"
 )
 def _gauss_newton(name: str, f: Callable[[Any], Any], product: Product, params: Any, v: Any) -> Any:
-    """Return J' H J v."""
+    """Return J' H J v by one forward-mode run of ``f``, the ``product`` H u, and one gradient, which runs ``f`` again."""
     check_differentiable(params)
     leaves, treedef = pytree.tree_flatten(params)
     vector = match_vector(name, params, v)
@@ -142,7 +142,7 @@ def _gauss_newton(name: str, f: Callable[[Any], Any], product: Product, params: 
 
 
 def _push_by_transposes(f: Callable[[Any], Any], params: Any, direction: Any) -> tuple[Any, Any]:
-    """Return outputs and tangents without forward mode: c -> J' c is linear, and its transpose is J."""
+    """Return outputs and tangents without forward mode: J is the transpose of the linear function c -> J' c."""
     results: tuple[Any, ...] = torch.func.vjp(f, params)
     z, pull = results
     zeros = pytree.tree_map(torch.zeros_like, z)
@@ -150,7 +150,7 @@ def _push_by_transposes(f: Callable[[Any], Any], params: Any, direction: Any) ->
 
 
 def _pull_back(name: str, f: Callable[[Any], Any], params: Any, z: Any, u: Any, *, is_plain: bool) -> list[Tensor]:
-    """Return J' u, by one plain autograd pass if nothing outside differentiates, as in `grad_and_value`."""
+    """Return J' u by torch.func.vjp, or by plain autograd, which raises RuntimeError if ``f`` does not repeat its outputs."""
     if not is_plain:
         return pytree.tree_leaves(torch.func.vjp(f, params)[1](u)[0])
     leaves, treedef = pytree.tree_flatten(params)
@@ -168,7 +168,7 @@ def _pull_back(name: str, f: Callable[[Any], Any], params: Any, z: Any, u: Any, 
 
 
 def _check_product(name: str, u: Any, z: Any) -> Any:
-    """Return the Hessian's product; raise ValueError unless it is like the outputs."""
+    """Return the Hessian's product; raise ValueError if a shape or dtype differs from the outputs'."""
     leaves, others = pytree.tree_leaves(u), pytree.tree_leaves(z)
     for got, expected in zip(leaves, others, strict=True):
         if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -180,7 +180,7 @@ def _check_product(name: str, u: Any, z: Any) -> Any:
 
 
 def _check_repeated(name: str, first: list[Tensor], second: list[Tensor]) -> None:
-    """Raise RuntimeError if a function has other outputs when it runs again."""
+    """Raise RuntimeError if the outputs of two runs differ in shape or, where the host reads values, by more than rounding."""
     same = [x.shape for x in first] == [x.shape for x in second]
     if same and not _torch.is_eager():
         return

@@ -93,7 +93,7 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
 
 
 class _Assumption(threading.local):
-    """Whether what this thread computes is differentiated, whatever it is computed from; and whether `run_loss` runs."""
+    """This thread's flags: whether computations are assumed to be differentiated outside, and whether `run_loss` runs."""
 
     is_differentiated = False
     is_in_gradient = False
@@ -104,7 +104,7 @@ _ASSUMPTION = _Assumption()
 
 @contextlib.contextmanager
 def assume_differentiated(is_differentiated: bool) -> Generator[None]:
-    """Let `grad` in this context be torch.func's or not, by what is known of a function that runs again.
+    """Make `grad` in this context use torch.func if the flag is True; otherwise its arguments decide.
 
     Such a run may be below the transform that differentiates it, with arguments that do not require grad: what `grad` closes
     over would be a constant.
@@ -117,12 +117,12 @@ def assume_differentiated(is_differentiated: bool) -> Generator[None]:
 
 
 def is_in_gradient(arguments: object) -> bool:
-    """Return whether `run_loss` runs what calls this, and what is computed from the arguments may be differentiated."""
+    """Return whether the caller runs inside `run_loss`, and something may differentiate what it computes."""
     return _ASSUMPTION.is_in_gradient and is_differentiated_outside(arguments)
 
 
 def is_assumed_differentiated() -> bool:
-    """Return whether `assume_differentiated` says that what is computed now is differentiated."""
+    """Return whether the innermost `assume_differentiated` in this thread has the flag True."""
     return _ASSUMPTION.is_differentiated
 
 
@@ -166,7 +166,7 @@ def check_differentiable(chosen: object) -> None:
 
 
 def run_loss(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """Return ``(loss, aux)`` of a call of a loss function whose loss is differentiated by plain autograd."""
+    """Call a loss function that plain autograd differentiates, with `is_in_gradient` set, and return ``(loss, aux)``."""
     if torch.compiler.is_compiling():
         return split_loss(f(*args, **kwargs), has_aux)
     before, _ASSUMPTION.is_in_gradient = _ASSUMPTION.is_in_gradient, True

@@ -77,7 +77,7 @@ def hvp(f: Callable[..., Any], params: Any, v: Any, *args: Any, forward: bool | 
 
 
 def push_forward(f: Callable[[Any], Any], params: Any, direction: Any, *, has_aux: bool = False) -> tuple[Any, ...]:
-    """Return what ``torch.func.jvp`` does; ``torch.no_grad`` in ``f`` has the meaning that it has for a gradient."""
+    """Return the results of ``torch.func.jvp``; what ``f`` computes under ``torch.no_grad`` is a constant."""
     has_graph, is_traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
 
     def run(p: Any) -> Any:

@@ -104,7 +104,7 @@ def per_sample_grads(
     if clip is None:
         buffers = _gather_buffers(params, units, mesh)
         each = vmap_samples(torch.func.grad(f), _unflatten_units(buffers, units))
-        return _add(shared.reduce_grads(each, units, spec), invalid)
+        return _add_number(shared.reduce_grads(each, units, spec), invalid)
 
     params = {unit.key: params[unit.key].detach() for unit in units}
     compiled = torch.compiler.is_compiling()  # where both passes are in one graph, and nothing is drawn
@@ -134,13 +134,13 @@ def per_sample_grads(
     if noise:
         grads = _add_noise(grads, noise * clip, units, spec, generator, seed)
     if reduce == "sum":
-        return _add(grads, invalid)
+        return _add_number(grads, invalid)
     total = sum_over(torch.full((), samples / shared.copies, device=mesh.device), mesh) if reduce == "mean" else reduce
-    return _add({key: (g / total).to(g.dtype) for key, g in grads.items()}, invalid)
+    return _add_number({key: (g / total).to(g.dtype) for key, g in grads.items()}, invalid)
 
 
-def _add(grads: Params, number: Tensor | None) -> Params:
-    """Return the gradients plus a number, if there is one."""
+def _add_number(grads: Params, number: Tensor | None) -> Params:
+    """Add a number, such as the NaN of an invalid batch, to every gradient; None adds nothing."""
     return grads if number is None else {key: g + number.to(g.device, g.dtype) for key, g in grads.items()}
 
 

@@ -71,7 +71,9 @@ class SharedSamples(NamedTuple):
 
     def enter(self, buffer: Tensor, unit: Unit) -> Tensor:
         """Return a unit's buffer, whose gradient is that of the mean over the ranks that share a sample."""
-        return gather_unit(buffer, _unsplit(unit), self.mesh, Reduction.make("mean", self.names)) if self.names else buffer
+        return (
+            gather_unit(buffer, _replicate_unit(unit), self.mesh, Reduction.make("mean", self.names)) if self.names else buffer
+        )
 
     def reduce_grads(self, grads: Mapping[str, Tensor], units: Iterable[Unit], spec: PartitionSpec) -> Params:
         """Return gradients by parameter name, [samples, ...], that ranks have computed apart, as those of the mean."""
@@ -83,7 +85,7 @@ class SharedSamples(NamedTuple):
             out: Params = {}
             for unit in units:
                 buffer = flatten_unit(grads, unit, spec.padded_numel(unit))
-                views = unflatten_unit(reduce_unit(buffer, _unsplit(unit), self.mesh, reduction), unit)
+                views = unflatten_unit(reduce_unit(buffer, _replicate_unit(unit), self.mesh, reduction), unit)
                 out |= zip((param.name for param in unit.params), views, strict=True)
             return out
 
@@ -103,6 +105,6 @@ class SharedSamples(NamedTuple):
         return torch.stack(sums).sum(0)
 
 
-def _unsplit(unit: Unit) -> Unit:
-    """Return a unit whose whole buffer is on each rank."""
+def _replicate_unit(unit: Unit) -> Unit:
+    """Return the unit without a shard axis, so that each rank has its whole buffer."""
     return dataclasses.replace(unit, p=dataclasses.replace(unit.p, axis=None))

@@ -20,7 +20,7 @@ from ..collectives._mesh import Axis, Mesh, ProcessAxis
 from ..collectives._ops import OpContext, PendingResult, start_op
 from ..collectives._sequence import is_comparable
 from ..collectives._tag import MARGIN, UnitTag
-from .host import host_copy_step
+from .host import make_host_copy_step
 from .route import Route
 
 __all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "StartStep", "make_route_table"]
@@ -159,7 +159,7 @@ class RouteSteps(NamedTuple):
         slices = [_reduce_step(scatter, axis, label, tag) for axis, label in zip(split, split_labels, strict=True)]
         sums = [_reduce_step(reduce, axis, label) for axis, label in zip(rest, rest_labels, strict=True)]
         gathers = [_gather_step(axis, label, tag) for axis, label in zip(split, split_labels, strict=True)]
-        out = () if route.device is None else (host_copy_step(key, route.result_dtype),)
+        out = () if route.device is None else (make_host_copy_step(key, route.result_dtype),)
         return cls(
             tuple(reversed(gathers)),
             (*_add_division([*slices, *sums], route), *out),

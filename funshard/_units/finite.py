@@ -16,7 +16,7 @@ __all__ = ["agree_finite", "find_nonfinite"]
 
 
 def find_nonfinite(grads: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
-    """Return for each of the gradients whether any element on this rank, except padding, is inf or NaN: bool, 1-D."""
+    """Return, for each gradient, whether it has an inf or NaN on this rank, apart from padding: bool, [gradients]."""
     mesh = spec.bound_mesh
     away = {unit.key: compute_device(unit, mesh) for unit in spec}
     flags = [_has_nonfinite(key, g, spec).to(away.get(key) or g.device) for key, g in grads.items()]
@@ -24,7 +24,7 @@ def find_nonfinite(grads: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
 
 
 def agree_finite(nonfinite: Tensor, spec: PartitionSpec) -> Tensor:
-    """Return whether no rank has found a gradient that is not finite: a bool scalar, the same on all ranks."""
+    """Return whether all gradients of all ranks are finite: a bool scalar, the same on all ranks."""
     return sum_over(nonfinite.any().float(), spec.bound_mesh) == 0
 
 

@@ -17,7 +17,7 @@ from .._spec.unit import Unit
 from ..collectives._mesh import Mesh
 from ..collectives._ops import PendingResult
 
-__all__ = ["host_copy_step", "move", "place_slice", "start_copy_to_device", "start_copy_to_host"]
+__all__ = ["make_host_copy_step", "move", "place_slice", "start_copy_to_device", "start_copy_to_host"]
 
 
 def move(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
@@ -30,7 +30,7 @@ def move(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
 
 
 def start_copy_to_device(shard: Tensor, key: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, _torch.AsyncCopy]:
-    """Return a unit's shard on the device and its copy under way: in this dtype where that is the smaller one, else its own."""
+    """Start to copy a shard to the device, cast first if ``dtype`` is smaller; return the result and the pending copy."""
     if dtype.itemsize < shard.itemsize:
         shard = _torch.allocate_like(shard, HOST, dtype=dtype, beside=device).copy_(shard)
     there = _torch.allocate_like(shard, device)
@@ -38,8 +38,8 @@ def start_copy_to_device(shard: Tensor, key: str, device: torch.device, dtype: t
         return there, _torch.AsyncCopy(shard, there)
 
 
-def host_copy_step(key: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], PendingResult]:
-    """Return the last step of a unit's chain, or of the bucket that ends with it: a copy to pinned host memory in this dtype.
+def make_host_copy_step(key: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], PendingResult]:
+    """Return the last step of the chain of a unit or bucket: it casts to a dtype and copies to pinned host memory.
 
     `_torch.synchronize_copies` waits for it.
     """

@@ -18,7 +18,7 @@ def check_decay(decay: float) -> None:
 
 
 def update_average(average: Mapping[str, Tensor], params: Mapping[str, Tensor], decay: float) -> Params:
-    """Return ``decay * average + (1 - decay) * params``. ValueError for other keys or shapes than those of the average."""
+    """Return ``decay * average + (1 - decay) * params``; raise ValueError if the two differ in keys or shapes."""
     for key in (*average, *params):
         if key not in average or key not in params:
             where = "the average" if key not in average else "the params"
@@ -33,5 +33,5 @@ def update_average(average: Mapping[str, Tensor], params: Mapping[str, Tensor], 
 
 
 def is_averaged(tensor: Tensor) -> bool:
-    """Return whether a tensor has a mean: integers do not."""
+    """Return whether a tensor is averaged: integers and bools are copied instead."""
     return tensor.is_floating_point() or tensor.is_complex()

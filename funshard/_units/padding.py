@@ -51,7 +51,7 @@ def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device, rank: in
 
 
 def split_by_param(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Iterator[tuple[Param, Tensor]]:
-    """Yield for each of the unit's parameters its elements in this rank's slice, 1-D and perhaps none.
+    """Yield each of the unit's parameters with its elements in this rank's slice: 1-D, possibly empty.
 
     On simulated ranks, which have one shape, they are the whole slice with zeros elsewhere.
     """
@@ -84,13 +84,13 @@ def _concat_ranges(piece: Tensor, ranges: Ranges) -> Tensor:
 
 
 def _param_bounds(spec: PartitionSpec) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return by unit key where each of its parameters begins and ends in this rank's slice."""
+    """Return, by unit key, the begins and the ends of its parameters in this rank's slice."""
     pieces = {unit.key: [*slice_pieces(unit, spec, _own_coords(unit, spec))] for unit in spec}
     return {key: (tuple(p.low for p in some), tuple(p.high for p in some)) for key, some in pieces.items()}
 
 
 def _own_coords(unit: Unit, spec: PartitionSpec) -> tuple[int, ...]:
-    """Return this rank's coordinates, or any for a unit that no axis splits, on a mesh that may not know its rank."""
+    """Return this rank's coordinates; zeros for an unsplit unit, because the mesh may not know its rank."""
     return rank_coords(spec.bound_mesh, None) if unit.p.axes else (0,) * len(spec.bound_mesh.axes)
 
 

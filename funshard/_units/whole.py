@@ -42,7 +42,7 @@ def _flatten_piece(tensors: Sequence[Tensor], unit: Unit, padded: int) -> Tensor
 
 
 def split_pieces(whole: Tensor, local: LocalDims, sizes: Mapping[str, int]) -> list[Tensor]:
-    """Return the pieces of a whole tensor over local axes, in the order of the ranks. Inverse of `join_pieces`."""
+    """Return a whole tensor's pieces in rank order, the outermost local axis first. Inverse of `join_pieces`."""
     pieces = [whole]
     for axis, dim in local:
         pieces = [part for piece in pieces for part in piece.chunk(sizes[axis], dim)]
@@ -60,7 +60,7 @@ def unflatten_whole(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[Tensor]:
 
 
 def join_pieces(pieces: list[Tensor], local: LocalDims, sizes: Mapping[str, int]) -> Tensor:
-    """Return the whole tensor of its pieces, in the order of the ranks along its local axes, the outermost first."""
+    """Return the whole tensor from its pieces in rank order, the outermost local axis first. Inverse of `split_pieces`."""
     for axis, dim in reversed(local):
         size = sizes[axis]
         pieces = [torch.cat(pieces[i : i + size], dim) for i in range(0, len(pieces), size)]

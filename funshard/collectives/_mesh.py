@@ -59,7 +59,7 @@ Axes = str | tuple[str, ...] | None
 
 @_torch.assume_constant
 def _find_rank(group: str) -> tuple[int, int]:
-    """Return this process's rank in the group of this name and its size, (-1, 0) for none; a compiler asks while it traces."""
+    """Return this process's rank in a named group, and its size; (-1, 0) if the group does not exist here."""
     try:
         found = _torch.resolve_group(group)
     except (RuntimeError, ValueError):

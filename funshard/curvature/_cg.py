@@ -17,7 +17,7 @@ __all__ = ["Solution", "cg"]
 
 
 class Solution(NamedTuple):
-    """What `cg` returns.
+    """The result of `cg`.
 
     Attributes:
         x: This rank's slices of the solution.
@@ -106,7 +106,7 @@ def cg(
 def _iterate(
     operator: Operator, x: Params, r: Params, end: float, products: int, most: int, epsilon: float
 ) -> tuple[Params, int, bool]:
-    """Return x after conjugate gradients from a residual r, the number of products, and whether there is negative curvature."""
+    """Run conjugate gradients from a residual r; return x, the number of products, and whether curvature was negative."""
     p, s = r, r  # directions, and products with them
     alpha = rr_before = pp = top = 0.0
     while products < most:

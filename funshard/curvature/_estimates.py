@@ -20,7 +20,7 @@ __all__ = ["Eigenpair", "TraceEstimate", "hutchinson", "power_iteration"]
 
 
 class Eigenpair(NamedTuple):
-    """What `power_iteration` returns.
+    """The result of `power_iteration`.
 
     Attributes:
         value: The Rayleigh quotient of the vector.
@@ -38,7 +38,7 @@ class Eigenpair(NamedTuple):
 def power_iteration(
     operator: Operator, start: Mapping[str, Tensor] | None = None, *, steps: int = 100, tolerance: float = 1e-3, seed: int = 0
 ) -> Eigenpair:
-    """Return the eigenvalue of largest magnitude, by repeated products: in the memory of two vectors.
+    """Return the eigenvalue of largest magnitude and its vector by power iteration, in the memory of two vectors.
 
     `lanczos` needs fewer products. If two eigenvalues differ in sign alone, it does not converge.
 
@@ -80,7 +80,7 @@ def power_iteration(
 
 
 class TraceEstimate(NamedTuple):
-    """What `hutchinson` returns.
+    """The result of `hutchinson`.
 
     Attributes:
         trace: A scalar.

@@ -20,7 +20,7 @@ __all__ = ["Spectrum", "Tridiagonal", "lanczos", "normalize", "probe_seed", "slq
 
 @dataclass(frozen=True, eq=False)
 class Tridiagonal:
-    """What `lanczos` returns: a tridiagonal matrix, whose eigenvalues (Ritz values) approximate those of the operator.
+    """The result of `lanczos`: a tridiagonal matrix, whose eigenvalues (Ritz values) approximate those of the operator.
 
     Attributes:
         diagonal: [steps], float64 on the CPU, the same on all ranks.
@@ -145,7 +145,7 @@ def lanczos(
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """What `slq` returns: an estimate of the spectral density by points and weights.
+    """The result of `slq`: an estimate of the spectral density by points and weights.
 
     Attributes:
         values: The points, [points], float64 on the CPU.
@@ -211,12 +211,12 @@ def slq(operator: Operator, *, steps: int, probes: int, seed: int = 0, reorthogo
 
 
 def probe_seed(seed: int, i: int) -> int:
-    """Return the seed of the i-th random vector, which is of no call with another small seed."""
+    """Return the seed of the i-th random vector, distinct for all seeds below 2**32."""
     return seed + (i << 32)
 
 
 def normalize(function: str, v: Mapping[str, Tensor], operator: Operator) -> Params:
-    """Return a vector of length about 1; raise ValueError unless it is finite and not zero."""
+    """Return the vector scaled to length about 1; raise ValueError if it is zero, not finite or unlike the params."""
     operator.check_vector(v)
     largest = find_largest(function, v, operator.spec)
     if not largest:
@@ -226,6 +226,7 @@ def normalize(function: str, v: Mapping[str, Tensor], operator: Operator) -> Par
 
 
 def _has_converged(diagonal: Sequence[float], off_diagonal: Sequence[float], length: float, tolerance: float) -> bool:
+    """Return whether the residual of the Ritz pair of largest magnitude is within the relative tolerance."""
     found = Tridiagonal(_as_tensor(diagonal), _as_tensor(off_diagonal), length, None)
     top = int(found.values.abs().argmax())
     return bool(found.residuals[top] <= tolerance * found.values[top].abs())
@@ -238,10 +239,11 @@ def _subtract_rows(v: Params, basis: Params, coefficients: Sequence[float], fact
 
 
 def _combine_rows(rows: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """Return the sum of the first rows, each times its coefficient."""
+    """Return the linear combination of the first rows with these coefficients."""
     chosen = rows[: len(coefficients)]
     return torch.tensordot(torch.tensor(coefficients, dtype=rows.dtype, device=rows.device), chosen, 1)
 
 
 def _as_tensor(numbers: Sequence[float]) -> Tensor:
+    """Return numbers as a float64 tensor on the CPU."""
     return torch.tensor([*numbers], dtype=torch.float64)

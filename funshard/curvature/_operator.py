@@ -236,9 +236,9 @@ def fisher(losses: Callable[[Any], Tensor], params: Mapping[str, Tensor], spec: 
 
 
 def read_numbers(function: str, pairs: list[tuple[Params, Params]], spec: PartitionSpec) -> list[float]:
-    """Return the inner products of pairs of vectors, the same on all ranks, by one small reduction.
+    """Return inner products of pairs of vectors, the same on all ranks; raise ValueError if one is not finite.
 
-    Raises ValueError, on every rank, if one is not finite; RuntimeError where the host cannot read values.
+    It takes one small reduction. Raises RuntimeError where the host cannot read values.
     """
     _check_host(function, spec)
     numbers: list[float] = vdots(pairs, spec).tolist()
@@ -262,7 +262,7 @@ def find_largest(function: str, v: Mapping[str, Tensor], spec: PartitionSpec) ->
 
 
 def _check_host(function: str, spec: PartitionSpec) -> None:
-    """Raise RuntimeError where values cannot decide what runs next."""
+    """Raise RuntimeError where the host cannot read values: on simulated ranks, in transforms and in compilation."""
     if spec.bound_mesh.is_simulated or not _torch.is_eager():
         raise RuntimeError(
             f"{function}: the host reads values, which it cannot on simulated ranks, in transforms or in compilation: expected "

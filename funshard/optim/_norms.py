@@ -100,7 +100,7 @@ def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) 
 
 
 def vdots(pairs: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]], spec: PartitionSpec) -> Tensor:
-    """Return the inner products of several pairs of trees of the same keys: [pairs], by the collectives of one `vdot`."""
+    """Return the inner products of pairs of trees, all with the same keys, by the collectives of one `vdot`: [pairs]."""
     spec = bind_spec(spec)
     for a, b in pairs:
         check_same_keys("vdot", "a", a, "b", b)
@@ -204,7 +204,7 @@ def _map_tensors(what: str, f: Callable[..., Tensor], key: str, spec: PartitionS
 def _combine_over_ranks(
     values: Mapping[str, Tensor], tree: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0
 ) -> Tensor:
-    """Return the sum, or maximum, of a number or several of each tensor of a tree, over ranks that have other elements."""
+    """Sum the tensors' numbers over a tree and over ranks that have other elements; take the maximum for p = inf."""
     check_spans_world(spec.bound_mesh, "a norm or an inner product")
     sizes = dict(spec.bound_mesh.sizes)
     parts: dict[tuple[str, ...], list[Tensor]] = {}
@@ -233,6 +233,6 @@ def _combine(values: Tensor, p: float) -> Tensor:
 
 
 def _combine_units(values: Sequence[Tensor], p: float) -> Tensor:
-    """Combine the parts that units have of p-norms: their sum, or for p = inf their maximum."""
+    """Sum the numbers of units; take the maximum for p = inf."""
     stacked = torch.stack([*values])
     return stacked.sum(0) if p < math.inf else stacked.amax(0)

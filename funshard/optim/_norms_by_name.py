@@ -75,7 +75,7 @@ def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable
 
 
 def _split_tensor(owner: Unit | Param, tensor: Tensor, spec: PartitionSpec) -> Iterator[tuple[Param, Tensor]]:
-    """Yield a tensor's elements by parameter, without padding."""
+    """Yield each parameter with its elements in a tensor of the tree, without padding."""
     if isinstance(owner, Param):
         yield owner, tensor
         return
@@ -84,7 +84,7 @@ def _split_tensor(owner: Unit | Param, tensor: Tensor, spec: PartitionSpec) -> I
 
 
 def _sum_squares(x: Tensor) -> Tensor:
-    """Return the sum of the squared magnitudes in float64, by one kernel without a copy where nothing is differentiated."""
+    """Return the sum of squared magnitudes in float64; without autograd, one kernel computes it without a copy."""
     wide = torch.promote_types(x.dtype, torch.float64)
     if _torch.is_eager() and not _torch.any_tracked([x]) and (x.is_floating_point() or x.is_complex()):
         return torch.linalg.vector_norm(x.detach(), dtype=wide) ** 2
@@ -93,7 +93,7 @@ def _sum_squares(x: Tensor) -> Tensor:
 
 
 def _sum_over_ranks(squares: Params, axes: Mapping[str, tuple[str, ...]], mesh: Mesh) -> Params:
-    """Return the sums over the ranks that have other elements, by one reduction for each axis."""
+    """Return the squares by name, summed over the ranks that have other elements, by one reduction for each axis."""
     out = dict(squares)
     for axis in mesh.names:
         if names := [name for name in out if axis in axes[name]]:
@@ -102,7 +102,7 @@ def _sum_over_ranks(squares: Params, axes: Mapping[str, tuple[str, ...]], mesh: 
 
 
 def _root(squares: list[Tensor], dtypes: list[torch.dtype]) -> Tensor:
-    """Return the norm of a group in the widest of its dtypes."""
+    """Return the square root of a group's sum of squares, in the widest dtype of its tensors; its derivative at 0 is 0."""
     dtype = dtypes[0]
     for other in dtypes[1:]:
         dtype = torch.promote_types(dtype, other)

@@ -21,7 +21,7 @@ COLUMNS = 365
 
 
 def draw_memory(plan: Plan, panel: Panel, moments: Sequence[Moment]) -> Iterable[str]:
-    """Yield the areas of what is held, a scale, the moment of the peak, and a legend with what is held then."""
+    """Yield the stacked areas of memory by category, a scale, a mark at the peak, and a legend with the bytes held then."""
     tick = round_up(max(plan.peak, 1) / 5)
     most = math.ceil(plan.peak / tick) * tick or tick
     for i in range(round(most / tick) + 1):
@@ -47,7 +47,7 @@ def draw_memory(plan: Plan, panel: Panel, moments: Sequence[Moment]) -> Iterable
 
 
 def _draw_held(panel: Panel, held: dict[Category, int], shown: Sequence[Category]) -> Iterable[str]:
-    """Yield the legend, with what is held at the peak."""
+    """Yield the legend: each category with the bytes held at the peak, and their total."""
     x, right = panel.right + 14, panel.right + RIGHT - EDGE
     yield draw_text(x, panel.top + 10, "at the peak", ink="muted", size=11)
     for i, category in enumerate(reversed(shown)):
@@ -62,7 +62,7 @@ def _draw_held(panel: Panel, held: dict[Category, int], shown: Sequence[Category
 
 
 def _find_fullest(panel: Panel, moments: Sequence[Moment]) -> list[dict[Category, int]]:
-    """Return what is held in each column of a panel at the moment when it is the most."""
+    """Return, for each pixel column of a panel, the bytes by category at the column's fullest moment."""
     columns: list[dict[Category, int]] = [dict.fromkeys(CATEGORIES, 0)] * COLUMNS
     most, scale = [-1] * COLUMNS, COLUMNS / (panel.total or 1)
     for i, moment in enumerate(moments):

@@ -14,7 +14,7 @@ __all__ = ["Moment", "iter_moments"]
 
 
 class Moment(NamedTuple):
-    """The bytes that a rank holds from the time at which its device comes to an event."""
+    """The bytes that a rank holds, by category, from the time at which its device reaches an event."""
 
     time: float
     event: Event
@@ -22,7 +22,7 @@ class Moment(NamedTuple):
 
 
 def iter_moments(plan: Plan) -> Iterator[Moment]:
-    """Yield a moment for each event: memory changes when the device, not the network, comes to it."""
+    """Yield a moment for each event; one of another stream gets the time that computation has reached."""
     now = 0.0
     for event, held, (start, end) in zip(plan.events, plan.timeline.held(), plan.timeline.spans, strict=True):
         is_computed = plan.timeline.stream(event) == "compute"

@@ -42,12 +42,12 @@ def draw_plan(plan: Plan) -> str:
 
 
 def _make_title(plan: Plan) -> str:
-    """Return the figures that matter most."""
+    """Return the picture's title, with the peak memory and the time of a step."""
     return f"A training step of one rank: {format_bytes(plan.peak)} at the peak, {format_seconds(plan.seconds)}"
 
 
 def _draw_head(plan: Plan) -> Iterable[str]:
-    """Yield the title, and a line below it on what is planned."""
+    """Yield the title, and a line below it with the mesh, the parameters and the batch."""
     sizes = " x ".join(f"{name}={size:,}" for name, size in plan.spec.bound_mesh.sizes)
     numel, count = sum(unit.numel for unit in plan.units.values()), len(plan.units)
     facts = [f"mesh {sizes}", f"{format_numel(numel)} parameters in {count:,} unit{'s' * (count != 1)}"]

@@ -20,17 +20,17 @@ RANK_ROW = 20
 
 
 def count_rows(plan: Plan) -> int:
-    """Return of how many ranks the picture shows the slices."""
+    """Return the number of ranks whose slices the picture shows."""
     return min(_count_ranks(plan), MOST_RANKS)
 
 
 def _count_ranks(plan: Plan) -> int:
-    """Return over how many ranks the plan's units are split at most."""
+    """Return the largest number of ranks that a unit is split over."""
     return max((unit.slices for unit in plan.units.values()), default=1)
 
 
 def draw_ranks(plan: Plan, panel: Panel, prefix: str) -> Iterable[str]:
-    """Yield a row for each of the first ranks. Equal rows are drawn once, and copied."""
+    """Yield a row with the slices of each of the first ranks; a row equal to an earlier one is a copy of it."""
     spec, right = plan.spec, panel.right + RIGHT - EDGE
     counts = [count_per_slice(unit, spec.size(unit), spec.shard_numel(unit)) for unit in spec]
     yield draw_text(panel.left, panel.top - 12, "Parameters on the ranks, unit by unit", is_bold=True)
@@ -52,7 +52,7 @@ def draw_ranks(plan: Plan, panel: Panel, prefix: str) -> Iterable[str]:
 
 
 def _draw_slices(plan: Plan, panel: Panel, y: float, numels: Sequence[int], prefix: str) -> Iterable[str]:
-    """Yield a rank's slices, of which so many elements are parameters and the others padding."""
+    """Yield a rank's slices, unit by unit: ``numels`` elements of parameters, and hatched padding up to the slice's end."""
     x, slices, padding, labels = panel.left, list[str](), list[str](), list[str]()
     for unit, numel in zip(plan.spec, numels, strict=True):
         length = plan.spec.shard_numel(unit)

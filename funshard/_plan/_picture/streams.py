@@ -32,7 +32,7 @@ _STREAM_BY_KIND: dict[str, str] = {"gather": "gathers", "reduce": "reductions", 
 
 
 def draw_phases(panel: Panel, moments: Sequence[Moment]) -> Iterable[str]:
-    """Yield a box for each phase of the device's moments."""
+    """Yield a box for each phase of the step: forward, backward and update."""
     y = panel.top
     yield draw_text(panel.left - 8, y + 12, "phase", ink="muted", size=11, anchor="end")
     for i, j, start, end in _iter_runs(panel, moments, [moment.event.phase for moment in moments]):
@@ -45,7 +45,7 @@ def draw_phases(panel: Panel, moments: Sequence[Moment]) -> Iterable[str]:
 
 
 def draw_units(panel: Panel, moments: Sequence[Moment], prefix: str) -> Iterable[str]:
-    """Yield a box for each unit that the device works on or waits for, with as many names below as there is room for."""
+    """Yield a box for each unit that the device works on or waits for, and the names that have room below."""
     y, free, boxes, names = panel.top, panel.left, list[str](), list[str]()
     for i, _, start, end in _iter_runs(panel, moments, [moment.event.unit for moment in moments]):
         if end - start < 0.8:
@@ -63,7 +63,7 @@ def draw_units(panel: Panel, moments: Sequence[Moment], prefix: str) -> Iterable
 
 
 def _iter_runs(panel: Panel, moments: Sequence[Moment], names: Sequence[str]) -> Iterator[tuple[int, int, float, float]]:
-    """Yield, for each run of equal names, the bounds of its moments, and where it starts and ends in a panel."""
+    """Yield ``(first, end, left, right)`` of each run of equal names: the indices of its moments, and its edges in a panel."""
     begin = 0
     for i in range(1, len(names) + 1):
         if i == len(names) or names[i] != names[begin]:
@@ -73,17 +73,18 @@ def _iter_runs(panel: Panel, moments: Sequence[Moment], names: Sequence[str]) ->
 
 
 def used_streams(plan: Plan) -> list[str]:
-    """Return the streams that a step uses, of which computation is always one."""
+    """Return the names of the streams that a step uses; computation is always one of them."""
     used = {_stream_of(event) for event, (start, end) in zip(plan.events, plan.timeline.spans, strict=True) if end > start}
     return [name for name in STREAM_COLORS if name in used or name == "compute"]
 
 
 def _stream_of(event: Event) -> str:
+    """Return the name of the stream that an event runs on."""
     return _STREAM_BY_KIND.get(event.kind, "compute")
 
 
 def draw_streams(plan: Plan, panel: Panel) -> Iterable[str]:
-    """Yield a row for each stream, with its time at the right end."""
+    """Yield a row for each stream, with its busy time at the right end."""
     for i, name in enumerate(used_streams(plan)):
         y, seconds, boxes = panel.top + i * STREAM_ROW, 0.0, list[str]()
         for label, start, end, busy in _merge_spans(plan, name, plan.seconds / panel.width / 2):
@@ -98,7 +99,7 @@ def draw_streams(plan: Plan, panel: Panel) -> Iterable[str]:
 
 
 def _merge_spans(plan: Plan, stream: str, gap: float) -> Iterator[tuple[str, float, float, float]]:
-    """Yield label, start, end and busy time of a stream's boxes. Neighbours of one label with so small a gap are one box."""
+    """Yield ``(label, start, end, busy time)`` of a stream's boxes; merge neighbours of one label closer than ``gap``."""
     last = "", 0.0, 0.0, 0.0
     for event, (start, end) in zip(plan.events, plan.timeline.spans, strict=True):
         if end <= start or _stream_of(event) != stream:
@@ -115,7 +116,7 @@ def _merge_spans(plan: Plan, stream: str, gap: float) -> Iterator[tuple[str, flo
 
 
 def draw_seconds(panel: Panel) -> Iterable[str]:
-    """Yield the scale of time below the streams."""
+    """Yield the time axis below the streams."""
     tick = round_up(panel.total / 8) if panel.total else 1.0
     for i in range(int(panel.total / tick * (1 + 1e-9)) + 1):
         x = panel.x(i * tick)

@@ -48,7 +48,7 @@ PHASE_COLORS: dict[Phase, str] = {"forward": "#818b98", "backward": "#59636e", "
 
 
 def find_prefix(keys: Iterable[str]) -> str:
-    """Return the path that all units but the root have in common, with its last dot: "model.layers."."""
+    """Return the path that all units but the root have in common, with its last dot, such as "model.layers."."""
     parts = [key.split(".") for key in keys if key]
     common: list[str] = []
     for some in zip(*parts, strict=False):
@@ -61,7 +61,7 @@ def find_prefix(keys: Iterable[str]) -> str:
 
 
 def format_label(unit: str, prefix: str) -> str:
-    """Return a unit's name without the prefix of all of them."""
+    """Return a unit's name without the common prefix; "root" for the root unit."""
     return unit.removeprefix(prefix) or "root"
 
 
@@ -88,6 +88,6 @@ def format_short_seconds(seconds: float) -> str:
 
 
 def round_up(size: float) -> float:
-    """Return 1, 2, 2.5 or 5 times a power of ten that is at least so large."""
+    """Return the smallest of 1, 2, 2.5 and 5 times a power of ten that is not below a size, for the ticks of a scale."""
     power = 10.0 ** math.floor(math.log10(size))
     return next(power * part for part in (1, 2, 2.5, 5, 10) if power * part >= size * (1 - 1e-9))

@@ -29,7 +29,7 @@ _CHARACTER = 0.6
 
 
 class Panel(NamedTuple):
-    """A part of the picture: where it is, and the range that its width stands for."""
+    """A rectangle of the picture, and the value that its full width stands for."""
 
     left: float
     top: float
@@ -61,7 +61,7 @@ class Panel(NamedTuple):
 
 
 def make_document(width: float, height: float, title: str, body: Iterable[str]) -> str:
-    """Return the text of an SVG file. Colours are attributes, which a page in dark mode overrides."""
+    """Return the text of an SVG file; colours are attributes, which a style sheet overrides in dark mode."""
     dark = "".join(f".{role}{{{'stroke' if role == 'grid' else 'fill'}:{color}}}" for role, color in _DARK.items())
     dark += f".hatch{{stroke:{_DARK['muted']}}}.cut{{stroke:{_DARK['page']}}}"
     return "\n".join(
@@ -91,7 +91,7 @@ def draw_text(
     is_bold: bool = False,
     has_halo: bool = False,
 ) -> str:
-    """Return a text that begins, ends or has its middle at a point of its base line. A halo makes it legible on any colour."""
+    """Return a text with its start, middle or end at a point of its base line; a halo makes it legible on any colour."""
     style = "" if anchor == "start" else f' text-anchor="{anchor}"'
     style += ' font-weight="600"' if is_bold else ""
     style += f' stroke="{_LIGHT["page"]}" stroke-width="3" paint-order="stroke"' if has_halo else ""
@@ -102,47 +102,47 @@ def draw_text(
 
 
 def measure_text(text: str, size: float) -> float:
-    """Return about how wide a text is."""
+    """Return the approximate width of a text."""
     return len(text) * size * _CHARACTER
 
 
 def has_room(text: str, width: float, size: float) -> bool:
-    """Return whether a text is at most so wide, with a little space around it."""
+    """Return whether a text fits into a width, with a small margin."""
     return measure_text(text, size) + 4 <= width
 
 
 def draw_box(x: float, y: float, width: float, height: float, *, fill: str = "", title: str = "") -> str:
-    """Return a rectangle in a colour, a role of colours or that of its group, with a title that a browser shows."""
+    """Return a rectangle in a colour, in the colour of a role, or in its group's, with a tooltip."""
     end = f"><title>{escape(title)}</title></rect>" if title else "/>"
     return f'<rect x="{x:.2f}" y="{y:g}" width="{max(width, 0):.2f}" height="{height:g}"{_fill_attributes(fill)}{end}'
 
 
 def draw_group(fill: str, boxes: Iterable[str], *, name: str = "", has_edges: bool = False) -> str:
-    """Return boxes of one colour, with edges in the colour of the page or without; a name is for `draw_copy`."""
+    """Return boxes of one colour as a group, with or without edges; ``name`` is what `draw_copy` refers to."""
     edges = f' class="cut" stroke="{_LIGHT["page"]}" stroke-width="0.8"' if has_edges else ""
     identity = f' id="{name}"' if name else ""
     return "\n".join([f"<g{identity}{_fill_attributes(fill)}{edges}>", *boxes, "</g>"])
 
 
 def draw_copy(name: str, y: float) -> str:
-    """Return a group once more, so much lower."""
+    """Return a copy of a named group, moved down by ``y``."""
     return f'<use href="#{name}" y="{y:g}"/>'
 
 
 def _fill_attributes(color: str) -> str:
-    """Return the attributes of a colour, or of a role that is another colour in dark mode."""
+    """Return the fill attributes of a colour, or of a role, whose colour differs in dark mode."""
     return f' class="{color}" fill="{_LIGHT[color]}"' if color in _LIGHT else f' fill="{color}"' if color else ""
 
 
 def draw_line(x1: float, y1: float, x2: float, y2: float, *, is_dashed: bool = False) -> str:
-    """Return a thin line of the grid, or a dashed one that marks something."""
+    """Return a thin grid line, or a dashed line for a mark."""
     role, dash = ("hatch", ' stroke-dasharray="3 3"') if is_dashed else ("grid", "")
     color = _LIGHT["muted" if is_dashed else "grid"]
     return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" class="{role}" stroke="{color}"{dash} fill="none"/>'
 
 
 def draw_steps(panel: Panel, heights: Sequence[float], fill: str) -> str:
-    """Return the area under a curve of steps, of equal widths, from the bottom of a panel."""
+    """Return the filled area between a curve of steps of equal width and the bottom of a panel."""
     bottom, width = panel.bottom, panel.width / len(heights)
     ys = [f"{bottom - h:.1f}" for h in heights]
     path, at = f"M{panel.left:g} {bottom:g}V{ys[0]}", 0

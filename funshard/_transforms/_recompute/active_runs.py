@@ -26,7 +26,7 @@ def active_runs() -> tuple[ValueNumbering, ...]:
 
 
 def leave_finished_runs() -> None:
-    """Leave the modes of the runs that need no further operator: a mode costs each operator, in which it cannot be left."""
+    """Leave the modes of runs that need no more operators, because an active mode slows each operator down."""
     for run in reversed(active_runs()):
         run.leave_if_done()
 

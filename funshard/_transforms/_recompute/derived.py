@@ -46,7 +46,7 @@ def make_jvp(fn: TensorFunction, given: Sequence[bool], differentiable: Sequence
 
 
 def make_batched(fn: TensorFunction, dims: Dims, randomness: str) -> TensorFunction:
-    """Return the ``torch.vmap`` of ``fn`` over these dimensions of its arguments; batches are dimension 0 of the results."""
+    """Return the ``torch.vmap`` of ``fn`` over these dimensions of its arguments; results are batched in dimension 0."""
     if not isinstance(fn, SlicedFunction):
         return lambda *xs: torch.vmap(fn, dims, randomness=randomness)(*xs)
     pairs = zip(fn.in_dims, dims, strict=True)
@@ -108,7 +108,7 @@ class Vjp:
 
 
 def _make_jvp(fn: TensorFunction, given: Sequence[bool], differentiable: Sequence[bool]) -> TensorFunction:
-    """Return the jvp of a function that is no `SlicedFunction`."""
+    """Return the jvp of a function that is not a `SlicedFunction`, as `make_jvp` does."""
 
     def jvp(*operands: Tensor) -> tuple[Tensor, ...]:
         if not any(differentiable):  # torch.func.jvp asks for results
@@ -121,7 +121,7 @@ def _make_jvp(fn: TensorFunction, given: Sequence[bool], differentiable: Sequenc
 
 
 class SlicedFunction:
-    """A function of tensors that is computed on one slice of its arguments after the other.
+    """A function of tensors that runs on one slice of its arguments after another, and concatenates or sums the results.
 
     Each part is a function of one slice. Of its results, some are joined again, and the others are added up: those of
     16 bits in float32. What is alive is the sums, and what one part needs.
@@ -174,7 +174,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class SlicedVjp(SlicedFunction):
-    """The gradient of a `SlicedFunction`, whose parts are gradients."""
+    """The gradient of a `SlicedFunction`: it runs the gradient of each slice in turn."""
 
     def run_by_autograd(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the same by plain autograd, as `Vjp.run_by_autograd` does."""

@@ -23,7 +23,7 @@ _LENGTH = 1000  # of the longest container that is searched; of a longer one onl
 
 @dataclass(frozen=True)
 class GlobalWatch:
-    """A context that raises RuntimeError if a function changes a global variable that its code reads, or what that contains.
+    """A context that raises RuntimeError if a function changes a global variable that its code reads, or its contents.
 
     Args:
         subject: What runs, for the error.
@@ -59,7 +59,10 @@ class GlobalWatch:
 
 
 def _list_contents(value: Any, nesting: int = _NESTING, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Yield a value and what it contains, by path. A new attribute is no change: it may be a cached property."""
+    """Yield, by path, the values to compare: a value, its nested contents, lengths and the version counters of tensors.
+
+    A new attribute is no change: it may be a cached property.
+    """
     yield path, value
     if isinstance(value, Tensor):
         yield (*path, "version"), version_of(value)
@@ -78,7 +81,7 @@ def _list_contents(value: Any, nesting: int = _NESTING, path: tuple[Any, ...] = 
 
 
 def _find_items(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield what a container or an object of the user's holds, with names."""
+    """Yield ``(name, item)`` of a container or of an object of the user's class; nothing for a long container."""
     if isinstance(value, dict):
         items = value.items() if len(value) <= _LENGTH else ()  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     elif isinstance(value, list | tuple | deque):
@@ -91,7 +94,7 @@ def _find_items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor has been changed in place, -1 if its memory was donated."""
+    """Return a tensor's count of in-place changes, -1 if its memory was donated."""
     try:
         return _torch.version(tensor)
     except RuntimeError:

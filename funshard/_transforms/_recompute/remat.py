@@ -89,7 +89,7 @@ def call_recomputed(
 
 
 def apply_recomputed(fn: TensorFunction, xs: Iterable[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Return ``fn(*xs)`` such that its derivatives run ``fn`` again; and the tensors that they keep."""
+    """Return ``fn(*xs)``, whose derivatives run ``fn`` again, and the tensors that they keep."""
     tensors = map(_torch.unwrap_dead, xs)  # a list of activations, say, that transforms before have left
     operands = [x.clone() if _torch.unwrap(x).is_inference() else x for x in tensors]  # which autograd would not save
     return _RecomputeFunction.apply(fn, *operands), operands

@@ -122,7 +122,7 @@ class _SavePass(CustomGraphPass):
 
 
 class _RecomputePass(CustomGraphPass):
-    """A pass that tags copies of written inputs to be saved, and the rest of forward, but collectives, to be recomputed.
+    """A graph pass that saves copies of written inputs, and optionally recomputes the rest of forward except collectives.
 
     Args:
         is_recomputing: Whether to tag that rest; torch chooses what to recompute of what has no tag.
@@ -144,7 +144,7 @@ class _RecomputePass(CustomGraphPass):
 
 
 def _copy_written_inputs(graph: Graph) -> list[Node]:
-    """Have a joint graph read copies of the inputs that it writes to, at its end, and return the copies.
+    """Add copies of the inputs that a joint graph overwrites, have their readers read the copies, and return the copies.
 
     torch 2.13 may save an input itself and compute from it again in backward, where it holds what was written (pytorch pull
     request 197039). Pinned by ``test_a_buffer_that_forward_changes_in_place``.

@@ -168,7 +168,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class OwnedLeaf:
-    """A tensor of the rank that owns its matrix, or of several that own a part of a stack; other ranks have [0, *shape]."""
+    """The tensor of a matrix's owner, or an owner's part of a stack; on other ranks it has shape [0, *shape]."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]

@@ -18,7 +18,7 @@ __all__ = ["check_stacks", "check_step"]
 
 
 def check_stacks(rule: MatrixRule, known: Matrices, owned: OwnedShapes) -> None:
-    """Raise ValueError, naming the matrix, for a stack or a state that its owners cannot have.
+    """Raise ValueError, with the name, if an update would mix a split stack, or a state's shape hides whether it is split.
 
     Checkpoints tell a part of a stack from a whole one by the shape of its state.
     """

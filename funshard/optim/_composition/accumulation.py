@@ -32,7 +32,7 @@ class AccumulationState(NamedTuple):
 
 
 def accumulate_steps(optimizer: AnyOptimizer, k: int) -> ComposedOptimizer:
-    """Return the optimizer with an update of which every k-th one steps, with the mean of the k gradients.
+    """Return an optimizer that takes one step for every k updates, with the mean of their gradients.
 
     The others return the given parameters. For gradients that come one by one; `accumulate` takes micro-batches together, sums
     without keeping a sum between steps, and counts tokens. Whether it steps is a branch on the host, so inside `compile` and

@@ -25,7 +25,7 @@ class EmaState(NamedTuple):
 
 
 def ema(optimizer: AnyOptimizer, *, decay: float, dtype: torch.dtype | None = None) -> ComposedOptimizer:
-    """Return the optimizer with a moving average of the parameters in its state, as `averaging.ema` computes it.
+    """Return an optimizer that keeps a moving average of the parameters in its state, as `averaging.ema` computes it.
 
     ``optax.ema`` is another one, of gradients: a transformation for `chain`.
 

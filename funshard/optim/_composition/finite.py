@@ -38,7 +38,7 @@ class FiniteState(NamedTuple):
 
 
 def apply_if_finite(optimizer: AnyOptimizer, spec: PartitionSpec, *, max_consecutive: int | None = None) -> ComposedOptimizer:
-    """Return the optimizer with an update that all ranks skip if a gradient on any of them is inf or NaN.
+    """Return an optimizer whose step all ranks skip if a gradient on any of them is inf or NaN.
 
     A skipped step returns the given parameters and state, bit for bit, also of an optimizer with ``donate=True``: ranks agree
     before the update, by an all-reduce of one number for each mesh axis, which the host waits for. It is counted in the state,
@@ -108,7 +108,7 @@ def _select_step(
     params: Mapping[str, Tensor],
     rates: Mapping[str, Any],
 ) -> tuple[Params, FiniteState]:
-    """Return the step's result if ``finite``, else what was given, where nobody can branch on it.
+    """Compute the step and return its result if ``finite``, else what was given, without a branch on the host.
 
     The dropped step gets ones as gradients: a NaN would reach derivatives, and so may zeros, by the root of a second moment.
     It gets copies of the rest, because it may donate.
@@ -124,7 +124,7 @@ def _select_step(
 
 
 def _select(finite: Tensor, new: Tree, old: Tree) -> Tree:
-    """Return ``new`` if ``finite``, else ``old``."""
+    """Return a tree with the tensors of ``new`` if ``finite``, else those of ``old``."""
 
     def choose(a: Any, b: Any) -> Any:
         return torch.where(finite.to(a.device), a, b) if isinstance(a, Tensor) else a
@@ -133,7 +133,7 @@ def _select(finite: Tensor, new: Tree, old: Tree) -> Tree:
 
 
 def _count_skipped(state: FiniteState, nonfinite: Tensor, keys: list[str], max_consecutive: int | None) -> FiniteState:
-    """Return the state after a skipped step; raise FloatingPointError if there were too many in a row."""
+    """Count and log a skipped step; return the state, or raise FloatingPointError if too many were skipped in a row."""
     counted = FiniteState(state.inner, state.consecutive + 1, state.total + 1)
     in_a_row = read_count(counted.consecutive, "apply_if_finite")
     if not LOGGER.isEnabledFor(logging.INFO) and (max_consecutive is None or in_a_row <= max_consecutive):

@@ -11,9 +11,9 @@ __all__ = ["read_count", "read_flag"]
 
 
 def read_flag(flag: Tensor) -> bool | None:
-    """Return a flag's value, which simulated ranks have together; None where a compiler records, or a vmap has several.
+    """Return a flag's value, True for a fake tensor; None while a compiler records, or if simulated ranks differ.
 
-    Fake tensors, by which `plan` runs a step, have no values: True.
+    `plan` runs a step with fake tensors, which have no values.
     """
     if torch.compiler.is_compiling() or _torch.is_traced():
         return None
@@ -25,9 +25,9 @@ def read_flag(flag: Tensor) -> bool | None:
 
 
 def read_count(count: Tensor, who: str, *, planned: int = 0) -> int:
-    """Return a count of steps, also of simulated ranks, which all have one; ``planned`` for a fake tensor.
+    """Return a count of steps, ``planned`` for a fake tensor; raise ValueError if it has no value or ranks differ.
 
-    Raises ValueError where operators are recorded, and the count has no value.
+    A count has no value where operators are recorded. Simulated ranks share one.
     """
     values = _torch.unwrap(count).reshape(-1)
     if _torch.is_traced():

@@ -77,7 +77,7 @@ def is_pair(value: object) -> bool:
 
 
 def check_optimizer(who: str, optimizer: object) -> None:
-    """Raise TypeError unless this may be an optimizer: a pair of functions, and no gradient transformation."""
+    """Raise TypeError for a gradient transformation, and for anything else than a pair of functions."""
     if isinstance(optimizer, GradientTransformation):
         raise TypeError(
             f"{who}: a gradient transformation returns gradients: expected an optimizer, whose update returns parameters; "

@@ -23,7 +23,7 @@ FIRST_RATES = 1024
 
 
 class _RateHolder(torch.optim.Optimizer):
-    """An optimizer with a learning rate and nothing else that a scheduler could change."""
+    """An optimizer for a scheduler to set the rate of: it has no momentum or other option, and its step does nothing."""
 
     def __init__(self, lr: float) -> None:
         super().__init__([torch.zeros(())], {"lr": lr})
@@ -33,7 +33,7 @@ class _RateHolder(torch.optim.Optimizer):
 
 
 def schedule(scheduler: Callable[..., Any], lr: float, **options: Any) -> Callable[[int | Tensor], float]:
-    """Return a function of the step, counted from 0, whose values are the learning rates of a scheduler of torch.
+    """Return the learning rates of a torch scheduler as a function of the step, which counts from 0.
 
     ``scheduler(optimizer, **options)`` of torch computes them, so they are the same bits. Composite schedulers come from a
     function: ``lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer), ...], milestones=[100])``.
@@ -77,7 +77,7 @@ def schedule(scheduler: Callable[..., Any], lr: float, **options: Any) -> Callab
 
 
 def _begin_schedule(name: str, make: Callable[[torch.optim.Optimizer], Any], lr: float) -> tuple[_RateHolder, Any]:
-    """Return an optimizer and its scheduler before the first step; TypeError or ValueError for one that is no schedule."""
+    """Return a new optimizer and its scheduler; raise TypeError or ValueError if the scheduler needs more than the step."""
     holder = _RateHolder(lr)
     try:
         made = make(holder)
@@ -98,7 +98,7 @@ def _begin_schedule(name: str, make: Callable[[torch.optim.Optimizer], Any], lr:
 def _compute_rates(
     name: str, make: Callable[[torch.optim.Optimizer], Any], lr: float, count: int
 ) -> tuple[list[float], Exception | None]:
-    """Return the rates of the first steps, and the error of the scheduler if it ends before."""
+    """Return the rates of the first ``count`` steps, and the scheduler's error if it ends before."""
     holder, made = _begin_schedule(name, make, lr)
     (group,) = holder.param_groups
     rates = [float(group["lr"])]
@@ -124,7 +124,7 @@ class ScheduleState(NamedTuple):
 
 
 def schedule_lr(optimizer: AnyOptimizer, rate: Callable[[Tensor], float | Tensor]) -> ComposedOptimizer:
-    """Return the optimizer with an update that counts its steps and takes ``lr=rate(step)``.
+    """Return an optimizer whose update counts its steps and takes ``lr=rate(step)``.
 
     Args:
         optimizer: ``(init, update)``, whose update has ``lr=``.

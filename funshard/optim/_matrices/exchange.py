@@ -143,7 +143,7 @@ def plan_from_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Co
 
 
 def _owner_coord(matrices: Sequence[Matrix], axis: int, piece: SliceIndex) -> int:
-    """Return the owner's coordinate on an axis for a piece, which crosses no axis that has several owners."""
+    """Return the coordinate of a piece's owner on an axis where only one rank owns the matrix."""
     coord = matrices[piece[0]].owner[axis]
     assert coord is not None
     return coord

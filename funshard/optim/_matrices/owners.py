@@ -39,7 +39,7 @@ def assign_owners(found: Sequence[Matrix], batches: Sequence[Sequence[int]], spe
     A tie goes to the rank with the least work in the matrix's batch, so that the ranks of a batch compute at the same time.
     """
     batch_of = {i: number for number, batch in enumerate(batches) for i in batch}
-    candidates = {axes: _candidates(axes, spec) for axes in {matrix.stack_axes for matrix in found}}
+    candidates = {axes: _map_owners_to_ranks(axes, spec) for axes in {matrix.stack_axes for matrix in found}}
     loads = dict.fromkeys(all_coords(spec), 0.0)
     load_in_batch: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
     owners: dict[int, Owner] = {}
@@ -57,8 +57,8 @@ def assign_owners(found: Sequence[Matrix], batches: Sequence[Sequence[int]], spe
     return [matrix._replace(owner=owners[i]) for i, matrix in enumerate(found)]
 
 
-def _candidates(stack_axes: tuple[str, ...], spec: PartitionSpec) -> dict[Owner, list[tuple[int, ...]]]:
-    """Return the owners that a matrix may have, and the ranks that each of them is: several along the axes of a stack."""
+def _map_owners_to_ranks(stack_axes: tuple[str, ...], spec: PartitionSpec) -> dict[Owner, list[tuple[int, ...]]]:
+    """Return the ranks of each possible owner of a matrix: several ranks if its stack is split over axes."""
     free = [name in stack_axes for name in spec.bound_mesh.names]
     out: dict[Owner, list[tuple[int, ...]]] = {}
     for rank in all_coords(spec):
@@ -84,7 +84,7 @@ def batch_matrices(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[in
 
 
 def count_ranks(axes: Iterable[str], spec: PartitionSpec) -> int:
-    """Return the number of ranks along some axes."""
+    """Return the product of the sizes of some mesh axes."""
     return math.prod(spec.bound_mesh[name].size for name in axes)
 
 

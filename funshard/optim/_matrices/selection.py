@@ -35,7 +35,7 @@ Owner = tuple[int | None, ...]
 
 
 class Matrix(NamedTuple):
-    """A parameter that its owner updates as a whole; or a stack of matrices, of which several owners have a part each."""
+    """A parameter that one owner updates as a whole, or a stack of matrices of which each owner updates a part."""
 
     unit: Unit
     param: Param
@@ -142,7 +142,7 @@ def select_matrices(spec: PartitionSpec, select: Select | None, cost: Cost | Non
 def _make_matrix(
     unit: Unit, param: Param, begin: int, select: Select | None, sizes: Mapping[str, int], gather_stacks: bool
 ) -> Matrix | None:
-    """Return a parameter as a matrix, without cost and owner, or None if it is not one."""
+    """Return a parameter as a matrix without cost and owner, None if it is not one; raise ValueError for a bad ``select``."""
     whole = dataclasses.replace(param, shape=whole_shape(param, sizes), local=()) if param.local else param
     if (shape := _matrix_shape(unit, whole, select)) is None:
         return None
