@@ -96,7 +96,8 @@ def test_equals_the_math_kernel(order: str, case: str) -> None:
         want = run()
     with fs.transforms_attention(BLOCK):
         got = run()
-    assert_close(got, want, rtol=1e-9, atol=1e-9)
+    # NaN: third derivatives of the math kernel where a query attends to nothing
+    assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 def test_a_mask_has_its_derivative() -> None:

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 from torch import Tensor
 
+from ..._spec.bind import check_spec
 from ..._spec.checks import check_mapping
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import Params
@@ -109,6 +110,7 @@ def clip_gradients(spec: PartitionSpec, max_norm: float | Tensor, *, p: float = 
         >>> update(grads, init(grads), grads)
         ({'weight': tensor([[1.5000, 2.0000]])}, ())
     """
+    check_spec(spec)
     check_max_norm("clip_gradients", max_norm)
 
     def update(grads: Mapping[str, Tensor], state: tuple[()], params: object, /) -> tuple[Params, tuple[()]]:

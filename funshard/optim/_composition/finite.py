@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree  # traced by torch.compile, as optree 
 
 from ... import _torch
 from ..._phases import LOGGER
-from ..._spec.bind import bind_spec
+from ..._spec.bind import bind_spec, check_spec
 from ..._spec.checks import check_mapping
 from ..._spec.spec import PartitionSpec
 from ..._units.finite import agree_finite, find_nonfinite
@@ -66,6 +66,7 @@ def apply_if_finite(optimizer: AnyOptimizer, spec: PartitionSpec, *, max_consecu
 
     Source: ``optax.apply_if_finite``.
     """
+    check_spec(spec)
     check_optimizer("apply_if_finite", optimizer)
     if max_consecutive is not None and max_consecutive < 0:
         raise ValueError(f"apply_if_finite: max_consecutive: expected a number from 0 on, or None, got {max_consecutive}")
