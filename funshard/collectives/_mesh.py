@@ -61,10 +61,9 @@ Axes = str | tuple[str, ...] | None
 def _find_rank(group: str) -> tuple[int, int]:
     """Return this process's rank in a named group, and its size; (-1, 0) if the group does not exist here."""
     try:
-        found = _torch.resolve_group(group)
+        return (found := _torch.resolve_group(group)).rank(), found.size()
     except (RuntimeError, ValueError):
         return -1, 0
-    return found.rank(), found.size()
 
 
 @dataclass(frozen=True)
@@ -196,8 +195,9 @@ class Mesh:
         for name, axis in self.axes:
             if axis.size == 1 or isinstance(axis, Simulated) or not axis.name:
                 continue
-            if (now := _find_rank(axis.name)) != (axis.rank, axis.size):
-                found = "where it is now rank {} of {}".format(*now) if now[1] else "which is destroyed"
+            rank, size = _find_rank(axis.name)
+            if rank != axis.rank or size != axis.size:  # not as tuples, which Dynamo of torch 2.11 does not compare here
+                found = f"where it is now rank {rank} of {size}" if size else "which is destroyed"
                 raise RuntimeError(
                     f"mesh axis '{name}': the spec was bound when this process was rank {axis.rank} of {axis.size} in a "
                     f"process group, {found}: expected one on the current groups; bind it again, spec.on(mesh), and shard"
