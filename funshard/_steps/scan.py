@@ -83,8 +83,8 @@ def scan(
     watch = None
     if _is_recorded(step, state, xs) and not torch.compiler.is_compiling():
         hint = "expected it in the state or in y, or as an attribute of an object that step closes over"
-        watch = GlobalWatch.of(step, "scan: step", hint)
-    run = _ScanRun(count, StateLayout.of(state), StateStore.make(offload), watch)
+        watch = GlobalWatch.for_function(step, "scan: step", hint)
+    run = _ScanRun(count, StateLayout.from_state(state), StateStore.make(offload), watch)
     if spec is not None:
         _check_ranks_agree(f"{steps} steps, segments={segments!r}", spec)
     return run.run_piece(step, state, xs, steps, 0)

@@ -72,7 +72,7 @@ class StateLayout:
     paths: dict[str, _Kind]
 
     @classmethod
-    def of(cls, state: object) -> StateLayout:
+    def from_state(cls, state: object) -> StateLayout:
         """Return the layout of a state."""
         leaves, tree = pytree.tree_flatten(state)
         return cls(tree, [_kind_of(leaf) for leaf in leaves], _kinds_by_path(state))

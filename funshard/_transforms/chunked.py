@@ -96,7 +96,7 @@ def _add_slices(f: Callable[..., Any], name: str, w: Any, rows: Any, slices: _Sl
                 outs.append(_run_slice(f, name, w, pytree.tree_unflatten(taken, treedef)))
         totals, counts = zip(*outs, strict=True)
         return functools.reduce(torch.add, totals), functools.reduce(torch.add, counts)
-    watch = GlobalWatch.of(f, name, "expected it to change nothing; return what is a sum")
+    watch = GlobalWatch.for_function(f, name, "expected it to change nothing; return what is a sum")
     call = functools.partial(_run_watched_slice, watch, name)
     taken = slices.take()
     parts = [

@@ -39,20 +39,20 @@ class Panel(NamedTuple):
 
     @property
     def right(self) -> float:
-        """Where it ends at the right."""
+        """The x coordinate of the right edge."""
         return self.left + self.width
 
     @property
     def bottom(self) -> float:
-        """Where it ends at the bottom."""
+        """The y coordinate of the bottom edge."""
         return self.top + self.height
 
     def scale(self, value: float) -> float:
-        """Return how wide a value is."""
+        """Return the width that stands for a value."""
         return self.width * value / (self.total or 1)
 
     def x(self, value: float) -> float:
-        """Return where a value lies."""
+        """Return the x coordinate of a value."""
         return self.left + self.scale(value)
 
     def below(self, gap: float, height: float) -> Panel:

@@ -37,7 +37,7 @@ class GlobalWatch:
     _before: list[list[dict[Any, Any]]] = field(default_factory=list)  # of the runs in progress, the innermost last
 
     @classmethod
-    def of(cls, function: object, subject: str, hint: str) -> GlobalWatch:
+    def for_function(cls, function: object, subject: str, hint: str) -> GlobalWatch:
         """Return the watch over the variables that the code of a function reads."""
         return cls(subject, hint, find_code_reads(ReachableObjects([function], ()).objects).variables)
 
