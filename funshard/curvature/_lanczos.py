@@ -13,9 +13,9 @@ from torch import Tensor
 from .._sharding.random_like import random_like
 from .._units.layout import Params
 from ..optim._trees import scale
-from ._operator import Operator, find_largest, read_numbers
+from ._operator import Operator, find_largest, probe_seed, read_numbers
 
-__all__ = ["Spectrum", "Tridiagonal", "lanczos", "normalize", "probe_seed", "slq"]
+__all__ = ["Spectrum", "Tridiagonal", "lanczos", "normalize", "slq"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,11 +208,6 @@ def slq(operator: Operator, *, steps: int, probes: int, seed: int = 0, reorthogo
     starts = (random_like(operator.params, operator.spec, s, distribution="rademacher") for s in seeds)
     found = [lanczos(operator, start, steps, reorthogonalize=reorthogonalize) for start in starts]
     return Spectrum(torch.cat([t.values for t in found]), torch.cat([t.weights for t in found]) / probes, operator.numel)
-
-
-def probe_seed(seed: int, i: int) -> int:
-    """Return the seed of the i-th random vector, distinct for all seeds below 2**32."""
-    return seed + (i << 32)
 
 
 def normalize(function: str, v: Mapping[str, Tensor], operator: Operator) -> Params:

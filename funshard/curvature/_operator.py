@@ -27,7 +27,7 @@ from ..optim._trees import axpy
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
 
-__all__ = ["Operator", "find_largest", "fisher", "ggn", "hessian", "read_numbers"]
+__all__ = ["Operator", "find_largest", "fisher", "ggn", "hessian", "probe_seed", "read_numbers"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ class Operator:
         """
         if tolerance is None:
             tolerance = 1e-4 if any(t.dtype == torch.float32 for t in self.params.values()) else 1e-9
-        x, y = (random_like(self.params, self.spec, seed + (i << 32)) for i in range(2))
+        x, y = (random_like(self.params, self.spec, probe_seed(seed, i)) for i in range(2))
         ax, ay = self @ x, self @ y
         pairs = [(x, ay), (ax, y), (ax, ax), (y, y)]
         left, right, aa, yy = read_numbers("check_symmetric", pairs, self.spec)
@@ -170,9 +170,10 @@ class Operator:
         for unit in self.spec:
             like = self.params.get(unit.key)
             for param in unit.params:
-                device = "cpu" if like is None else like.device
-                zero = torch.zeros(whole_shape(param, sizes), dtype=unit.dtype, device=device)
-                whole[param.name] = full[param.name].to(zero.device, zero.dtype) if param.name in full else zero
+                device = torch.device("cpu") if like is None else like.device
+                if (given := full.get(param.name)) is None:
+                    given = torch.zeros(whole_shape(param, sizes), dtype=unit.dtype, device=device)
+                whole[param.name] = given.to(device, unit.dtype)
         shards = shard(whole, self.spec)
         return {key: shards[key] for key in self.params}
 
@@ -233,6 +234,11 @@ def fisher(losses: Callable[[Any], Tensor], params: Mapping[str, Tensor], spec: 
         {'': tensor([2., 8.])}
     """
     return Operator(lambda v: fishervp(losses, params, v), params, spec)
+
+
+def probe_seed(seed: int, i: int) -> int:
+    """Return the seed of the i-th random vector, distinct for all seeds below 2**32."""
+    return seed + (i << 32)
 
 
 def read_numbers(function: str, pairs: list[tuple[Params, Params]], spec: PartitionSpec) -> list[float]:
