@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from . import _torch
 from ._phases import LOGGER
 from ._spec.bind import bind_spec
 from ._spec.spec import PartitionSpec
-from ._units.finite import agree_finite, find_nonfinite
+from ._units.finite import agree_finite, find_nonfinite, select_if_finite
 from ._units.layout import Params
 
 __all__ = ["LossScale", "init", "scale", "select", "unscale", "update"]
@@ -142,8 +142,4 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
         >>> fs.loss_scale.select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
         {'w': tensor([0., 0.])}
     """
-
-    def choose(a: Any, b: Any) -> Any:
-        return torch.where(finite.to(a.device), a, b) if isinstance(a, Tensor) else a
-
-    return pytree.tree_map(choose, new, old)
+    return select_if_finite(finite, new, old)

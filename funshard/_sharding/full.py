@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._spec.bind import bind_spec
 from .._spec.checks import check_full, check_shards
-from .._spec.division import Reduction
+from .._spec.division import Reduction, count_ranks
 from .._spec.host import compute_device
 from .._spec.log import log_spec
 from .._spec.spec import PartitionSpec
@@ -156,7 +156,7 @@ def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
     route = Route.for_unit(unit, mesh, Reduction(), None, piece.dtype)
     if not route.form:
         return piece
-    ranks = torch.Size(mesh[name].size for name in unit.local_axes).numel()
+    ranks = count_ranks(unit.local_axes, mesh)
     return torch.cat([route.decode(row, route.form) for row in piece.view(ranks, -1)])
 
 
@@ -164,7 +164,7 @@ def _scatter_from(
     buffer: Tensor | None, unit: Unit, spec: PartitionSpec, mesh: Mesh, source: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """Scatter the source's buffer along the sharded axes, then broadcast along the replicated ones."""
-    numel = spec.padded_numel(unit) * torch.Size(mesh[name].size for name in unit.local_axes).numel()
+    numel = spec.padded_numel(unit) * count_ranks(unit.local_axes, mesh)
     here, want = (dict(zip(mesh.names, c, strict=True)) for c in (rank_coords(mesh, None), source))
     rest = list(mesh.names)
     for name in (*unit.distinct_axes, *(n for n in mesh.names if n not in unit.distinct_axes)):

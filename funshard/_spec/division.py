@@ -8,7 +8,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-__all__ = ["ReduceBy", "Reduction", "choose_division", "divide_factors"]
+from ..collectives._mesh import Mesh
+
+__all__ = ["ReduceBy", "Reduction", "choose_division", "count_ranks", "divide_factors"]
 
 ReduceBy = Literal["mean", "sum"] | float
 """The reduction of gradients over ranks: their mean, their sum, or their sum divided by a number."""
@@ -34,6 +36,11 @@ class Reduction(NamedTuple):
     def includes(self, axis: str) -> bool:
         """Return whether gradients are reduced over this mesh axis."""
         return self.over is None or axis in self.over
+
+
+def count_ranks(axes: Iterable[str], mesh: Mesh) -> int:
+    """Return the number of ranks along some axes of a mesh: the product of their sizes."""
+    return torch.Size(mesh[name].size for name in axes).numel()
 
 
 def divide_factors(total: float) -> tuple[float, float]:

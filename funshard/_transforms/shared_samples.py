@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # as torch.func
 
 from .. import _torch
-from .._spec.division import Reduction
+from .._spec.division import Reduction, count_ranks
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import gather_unit, reduce_unit
@@ -42,7 +42,7 @@ class SharedSamples(NamedTuple):
     @property
     def copies(self) -> int:
         """The number of ranks that have the same samples."""
-        return torch.Size(self.mesh[name].size for name in self.names).numel()
+        return count_ranks(self.names, self.mesh)
 
     def check(self, batch: Any) -> Tensor | None:
         """Raise ValueError, on all ranks, if ranks along the axes have different samples.

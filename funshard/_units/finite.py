@@ -1,18 +1,22 @@
-"""Whether gradients are finite: each rank looks at its slices, and all ranks agree by one reduction of a number."""
+"""Whether gradients are finite: each rank looks at its slices, all ranks agree by one reduction, and keep or drop the step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
 from .._spec.host import compute_device
 from .._spec.spec import PartitionSpec
 from ..collectives._functions import sum_over
 from .padding import map_unpadded
 
-__all__ = ["agree_finite", "find_nonfinite"]
+__all__ = ["agree_finite", "find_nonfinite", "select_if_finite"]
+
+Tree = TypeVar("Tree")
 
 
 def find_nonfinite(grads: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
@@ -26,6 +30,15 @@ def find_nonfinite(grads: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
 def agree_finite(nonfinite: Tensor, spec: PartitionSpec) -> Tensor:
     """Return whether all gradients of all ranks are finite: a bool scalar, the same on all ranks."""
     return sum_over(nonfinite.any().float(), spec.bound_mesh) == 0
+
+
+def select_if_finite(finite: Tensor, new: Tree, old: Tree) -> Tree:
+    """Return a tree with the tensors of ``new`` if ``finite``, else those of ``old``, without a branch on the host."""
+
+    def choose(a: Any, b: Any) -> Any:
+        return torch.where(finite.to(a.device), a, b) if isinstance(a, Tensor) else a
+
+    return pytree.tree_map(choose, new, old)
 
 
 def _has_nonfinite(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:

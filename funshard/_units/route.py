@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._spec.codec import Codec, Form, unpack_bytes
-from .._spec.division import Reduction, choose_division
+from .._spec.division import Reduction, choose_division, count_ranks
 from .._spec.host import compute_device
 from .._spec.precision import Dtypes, Precision
 from .._spec.unit import Unit
@@ -67,9 +67,9 @@ class Route:
         split_axes = tuple(name for name in unit.p.axes if name in sizes)
         included = tuple(name for name in reversed(sizes) if reduction.includes(name))
         replica_axes = tuple(name for name in included if name not in unit.distinct_axes)
-        local_ranks = torch.Size(sizes[name] for name in unit.local_axes if name in included).numel()
-        num_ranks = torch.Size(sizes[name] for name in (*split_axes, *replica_axes)).numel()
-        num_slices = torch.Size(mesh[name].size for name in unit.p.axes).numel()
+        local_ranks = count_ranks((name for name in unit.local_axes if name in included), mesh)
+        num_ranks = count_ranks((*split_axes, *replica_axes), mesh)
+        num_slices = count_ranks(unit.p.axes, mesh)
         padded_numel = unit.padded_numel(num_slices)
         device = compute_device(unit, mesh)
         has_own_buffer = bool(split_axes) or dtypes.param != dtype or codec is not None or device is not None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._spec.checks import take_full_params
-from .._spec.division import Reduction
+from .._spec.division import Reduction, count_ranks
 from .._spec.local import LocalDims
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
@@ -54,7 +54,7 @@ def unflatten_whole(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[Tensor]:
     if not unit.local_axes:
         return unflatten_unit(buffer, unit)
     sizes = dict(mesh.sizes)
-    ranks = torch.Size(sizes[name] for name in unit.local_axes).numel()
+    ranks = count_ranks(unit.local_axes, mesh)
     of_ranks = [unflatten_unit(row, unit) for row in buffer.view(ranks, -1)]
     return [join_pieces([views[i] for views in of_ranks], param.local, sizes) for i, param in enumerate(unit.params)]
 

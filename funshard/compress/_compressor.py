@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from .._spec.bind import bind_spec
 from .._spec.checks import check_mapping, check_trainable, find_full_params
+from .._spec.division import count_ranks
 from .._spec.host import HOST, compute_device
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
@@ -26,7 +26,6 @@ __all__ = [
     "move_axes_first",
     "move_to_rest",
     "other_axes",
-    "rank_count",
     "reduce_exactly",
     "reduce_over_axes",
     "scatter_axes",
@@ -58,11 +57,6 @@ def bind_axes(axes: Axes, spec: PartitionSpec) -> tuple[PartitionSpec, tuple[str
 def other_axes(over: tuple[str, ...], spec: PartitionSpec) -> tuple[str, ...]:
     """Return the mesh axes that are not in ``over``."""
     return tuple(name for name in spec.bound_mesh.names if name not in over)
-
-
-def rank_count(axes: Iterable[str], spec: PartitionSpec) -> int:
-    """Return the number of ranks over these axes."""
-    return math.prod([spec.bound_mesh[name].size for name in axes])
 
 
 def check_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too: bool = False) -> dict[str, list[Tensor]]:
@@ -116,7 +110,7 @@ def reduce_over_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tupl
     buffer = move_axes_first(buffer, unit, spec, over)
     narrow = buffer.itemsize == 2
     # of 16 bits all before the sum, as torch's allreduce and fp16 hooks do, whose results these are
-    if (ranks := rank_count(over if narrow else (name for name in over if name in unit.local_axes), spec)) > 1:
+    if (ranks := count_ranks(over if narrow else (name for name in over if name in unit.local_axes), mesh)) > 1:
         buffer = buffer / ranks
     split = [mesh[name] for name in unit.p.axes if name in over]
     rest = [mesh[name] for name in reversed(over) if name not in unit.distinct_axes]

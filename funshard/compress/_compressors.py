@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .._spec.bind import bind_spec
+from .._spec.division import count_ranks
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.layout import Params
@@ -35,7 +36,6 @@ from ._compressor import (
     check_grads,
     move_to_rest,
     other_axes,
-    rank_count,
     reduce_exactly,
     reduce_over_axes,
     to_buffer,
@@ -236,7 +236,7 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
             zero = (-low / scale).round().clamp(0, 255)
             data = ((pieces / scale[..., None]).round() + zero[..., None]).clamp(0, 255).to(torch.uint8)
             scales, zeros = _exchange_pieces(torch.stack([scale, zero], -1), unit, spec, over).unbind(-1)
-            ranks = rank_count(over, spec)
+            ranks = count_ranks(over, spec.bound_mesh)
             most = torch.finfo(buffer.dtype).max * (1 - 2**-20) / ranks  # half a level beyond the largest may be too much
             limits = torch.where(scales.isfinite(), min(most, torch.finfo(torch.float32).max / ranks), torch.inf)[..., None]
             received = _exchange_pieces(data, unit, spec, over).float().sub_(zeros[..., None]).mul_(scales[..., None] / ranks)

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .._spec.division import count_ranks
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.buckets import Bucket
@@ -22,7 +23,6 @@ from ._compressor import (
     move_axes_first,
     move_to_rest,
     other_axes,
-    rank_count,
     reduce_exactly,
     reduce_over_axes,
     scatter_axes,
@@ -95,7 +95,8 @@ def powersgd(
         if not unit.requires_grad or unit.local_axes:
             return {}
         if _is_one_matrix(unit, batched, over):
-            side = math.ceil(math.sqrt(spec.shard_numel(unit) * rank_count((a for a in unit.p.axes if a in over), spec)))
+            ranks = count_ranks((axis for axis in unit.p.axes if axis in over), spec.bound_mesh)
+            side = math.ceil(math.sqrt(spec.shard_numel(unit) * ranks))
             sides = {unit.key: (side, side)}
         else:
             sides = {p.name: (p.shape[0], p.numel // p.shape[0]) for p in unit.params if p.shape and p.shape[0]}
@@ -159,7 +160,7 @@ def _approximate(
     matrices: Params, q: Params, rest: Params, over: tuple[str, ...], spec: PartitionSpec
 ) -> tuple[Params, Params, Params]:
     """Return approximate means of the matrices, means of the rest, and the next q: one dtype, two collectives."""
-    size = rank_count(over, spec)
+    size = count_ranks(over, spec.bound_mesh)
     start = _orthonormalize(q)
     summed = _sum_ranks({k: m @ start[k] for k, m in matrices.items()} | {k: g / size for k, g in rest.items()}, over, spec)
     p = _orthonormalize({k: summed[k] for k in matrices})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,13 @@ from ..._phases import LOGGER
 from ..._spec.bind import bind_spec, check_spec
 from ..._spec.checks import check_mapping
 from ..._spec.spec import PartitionSpec
-from ..._units.finite import agree_finite, find_nonfinite
+from ..._units.finite import agree_finite, find_nonfinite, select_if_finite
 from ..._units.layout import Params
 from ...collectives._mesh import check_spans_world
 from .host_values import read_count, read_flag
 from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer
 
 __all__ = ["FiniteState", "apply_if_finite"]
-
-Tree = TypeVar("Tree")
 
 
 class FiniteState(NamedTuple):
@@ -118,19 +116,10 @@ def _select_step(
     given = dict(params), state.inner
     copied, inner = pytree.tree_map_only(Tensor, torch.clone, given)
     new, inner = optimizer[1](safe, inner, copied, **rates)
-    new, inner = _select(finite, (dict(new), inner), given)
+    new, inner = select_if_finite(finite, (dict(new), inner), given)
     consecutive, total = state.consecutive.to(finite.device), state.total.to(finite.device)
     skipped = (~finite).to(total.dtype)
     return new, FiniteState(inner, (consecutive + 1) * skipped, total + skipped)
-
-
-def _select(finite: Tensor, new: Tree, old: Tree) -> Tree:
-    """Return a tree with the tensors of ``new`` if ``finite``, else those of ``old``."""
-
-    def choose(a: Any, b: Any) -> Any:
-        return torch.where(finite.to(a.device), a, b) if isinstance(a, Tensor) else a
-
-    return pytree.tree_map(choose, new, old)
 
 
 def _count_skipped(state: FiniteState, nonfinite: Tensor, keys: list[str], max_consecutive: int | None) -> FiniteState:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
+from ..._spec.division import count_ranks
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import rank_along
 from ...collectives._announce import announce
@@ -23,7 +24,7 @@ from ...collectives._mesh import ProcessAxis
 from ...collectives._ops import OpContext, PendingResult, missing_group_error, start_exchange
 from ...collectives._primitive import LinearFunction, linear_map
 from .flat import Chunk, chunk_slice, concat_flat, split_flat
-from .owners import all_coords, count_ranks
+from .owners import all_coords
 from .selection import Matrix, Owner
 
 __all__ = ["ExchangePlan", "SliceIndex", "exchange_matrices", "plan_from_owners", "plan_to_owners", "start_plan"]
@@ -162,7 +163,7 @@ class _ExchangePlanner:
         nontrivial = [i for i, (_, axis) in enumerate(self.mesh.axes) if axis.size > 1]
         self.split_axes = [i for name in self._split if (i := names.index(name)) in nontrivial]
         self.replica_axes = [i for i in nontrivial if names[i] not in unit.distinct_axes]
-        self.slices, of_piece = count_ranks(self._split, spec), spec.size(unit)
+        self.slices, of_piece = count_ranks(self._split, self.mesh), spec.size(unit)
         numels = [[_count_overlap(m, s % of_piece, spec.shard_numel(m.unit)) for s in range(self.slices)] for m in matrices]
         self.sizes = [[len(range(numel)[chunk_slice(numel, *chunk)]) for numel in own] for own in numels]
         self._of_slice = {self.slice_of(coords): coords for coords in all_coords(spec)}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..._spec.division import count_ranks
 from ..._spec.spec import PartitionSpec
 from .selection import Matrix, Owner
 
@@ -16,7 +17,6 @@ __all__ = [
     "assign_owners",
     "batch_matrices",
     "count_chunks",
-    "count_ranks",
     "format_owners",
     "largest_unit_numel",
 ]
@@ -72,7 +72,7 @@ def batch_matrices(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[in
     out: list[list[int]] = []
     numel = 0
     for i, matrix in enumerate(found):
-        of_all_owners = matrix.numel * count_ranks(matrix.stack_axes, spec)
+        of_all_owners = matrix.numel * count_ranks(matrix.stack_axes, spec.bound_mesh)
         before = found[out[-1][-1]] if out else None
         alike = before is not None and _batch_key(before) == _batch_key(matrix)
         if not alike or WORKSPACE_FACTOR * (numel + of_all_owners) > room:
@@ -83,11 +83,6 @@ def batch_matrices(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[in
     return out
 
 
-def count_ranks(axes: Iterable[str], spec: PartitionSpec) -> int:
-    """Return the product of the sizes of some mesh axes."""
-    return math.prod(spec.bound_mesh[name].size for name in axes)
-
-
 def count_chunks(batch: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -> int:
     """Return the number of chunks in which a batch returns, so that a rank holds at most ``max_numel`` elements of it at once.
 
@@ -95,8 +90,8 @@ def count_chunks(batch: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -
     than went to the owners.
     """
     replica_axes = [i for i, name in enumerate(spec.bound_mesh.names) if name not in batch[0].unit.distinct_axes]
-    slices = count_ranks(batch[0].split_axes, spec)
-    ranks = len(all_coords(spec)) // count_ranks(batch[0].stack_axes, spec)
+    slices = count_ranks(batch[0].split_axes, spec.bound_mesh)
+    ranks = len(all_coords(spec)) // count_ranks(batch[0].stack_axes, spec.bound_mesh)
     if slices == ranks:
         return 1
     of_replica: dict[Owner, int] = {}
@@ -123,7 +118,7 @@ def _batch_key(matrix: Matrix) -> tuple[object, ...]:
 def format_owners(found: Sequence[Matrix], spec: PartitionSpec) -> str:
     """Return a table with a row for each rank: its matrices, their elements and relative cost; then the other parameters."""
     ranks = all_coords(spec)
-    mean = sum(matrix.cost * count_ranks(matrix.stack_axes, spec) for matrix in found) / len(ranks)
+    mean = sum(matrix.cost * count_ranks(matrix.stack_axes, spec.bound_mesh) for matrix in found) / len(ranks)
     rows: list[tuple[str, ...]] = [("owner", "matrices", "numel", "of the mean cost", "which")]
     for rank in ranks:
         own = [matrix for matrix in found if matrix.is_owned_by(rank)]
