@@ -536,7 +536,8 @@ SMALL = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidde
 
 def transformer(rank: int, name: str, how: str) -> None:
     reset()
-    warnings.simplefilter("ignore", fs.CompileWarning)  # of llama's cache under torch.func.grad
+    runs_eagerly = name == "llama" and how == "torch.func.grad"  # its cache may hold tensors of the transform
+    warnings.simplefilter("ignore" if runs_eagerly else "error", fs.CompileWarning)
     torch.manual_seed(0)
     if name == "llama":
         config = transformers.LlamaConfig(**SMALL, pad_token_id=0)
@@ -553,7 +554,7 @@ def transformer(rank: int, name: str, how: str) -> None:
         call = lambda p, spec=spec: fs.functional_call(net, p, (), {"input_ids": ids, "labels": ids}, spec=spec).loss  # noqa: E731
         found.append(GRADS[how](call)(fs.shard(net, spec)))
     torch.testing.assert_close(found[1], found[0], **EXACT)
-    assert counted()[0] > 0
+    assert (counted()[0] == 0) == runs_eagerly
 
 
 @pytest.mark.parametrize("how", mark_seldom(["fs.grad", "torch.func.grad"], "fs.grad"))
