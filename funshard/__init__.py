@@ -24,7 +24,7 @@ one of them:
     model calls  functional_call, trace_order, SyncBatchNorm
     transforms   grad, grad_and_value, hvp, ggnvp, fishervp, per_sample_grads, chunked, transforms_attention
     memory       remat, offload, compile
-    steps        accumulate, update_in_backward, scan, reduce_grads, reduce_mean, weight_share; check
+    steps        accumulate, update_in_backward, pad_microbatches, scan, reduce_grads, reduce_mean, weight_share; check
     planning     plan, Plan, Hardware, visualize
     submodules   policies, optim, curvature, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing
 
@@ -77,6 +77,7 @@ from ._spec.tree import ModuleTree, Param, module_tree
 from ._spec.unit import P, Unit
 from ._steps.accumulate import accumulate
 from ._steps.in_backward import StepResult, update_in_backward
+from ._steps.microbatches import PaddedMicrobatches, pad_microbatches
 from ._steps.scan import scan
 from ._transforms._recompute.remat import remat
 from ._transforms._recompute.saved_results import checkpoint_name
@@ -105,6 +106,7 @@ __all__ = [
     "Hardware",
     "ModuleTree",
     "P",
+    "PaddedMicrobatches",
     "Param",
     "Params",
     "PartitionSpec",
@@ -145,6 +147,7 @@ __all__ = [
     "module_tree",
     "offload",
     "optim",
+    "pad_microbatches",
     "param_views",
     "partition",
     "per_sample_grads",

@@ -1,1 +1,1 @@
-"""accumulate and update_in_backward: gradients of many micro-batches, and updates while backward runs."""
+"""Steps: accumulate, update_in_backward and pad_microbatches over micro-batches, and scan over steps."""

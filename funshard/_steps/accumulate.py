@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,10 +15,11 @@ from .._spec.spec import PartitionSpec
 from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
 from .in_place import MicrobatchRunner
+from .microbatches import iterate_equally, split_first_batch
 from .plan import AccumulationPlan, GradSums
 from .weights import check_weight_count, make_loss_scales, scale_loss, to_sum_dtype
 
-__all__ = ["accumulate", "split_first_batch"]
+__all__ = ["accumulate"]
 
 
 def accumulate(
@@ -42,8 +42,8 @@ def accumulate(
     Args:
         f: Returns the scalar loss of a micro-batch, or ``(loss, aux)``, by `functional_call` with this spec.
         params: Shards, some or all (`partition`).
-        microbatches: A list or generator. With "shards" all ranks need equally many, or they wait for each other for ever;
-            with "full" each rank's mean is over its own.
+        microbatches: A list or generator. With "shards" all ranks need equally many, which they compare, and
+            `pad_microbatches` gives; with "full" each rank's mean is over its own.
         spec: The spec of the shards.
         keep: "shards" reduces each micro-batch in its backward and adds up slices, in float32 at least. "full" gathers and
             reduces each unit once, with all full parameters and gradients in memory (``no_sync``).
@@ -59,8 +59,9 @@ def accumulate(
         value, reduced alike, and a list.
 
     Raises:
-        ValueError, TypeError: For arguments that do not fit the spec or each other, weights that are negative or not finite,
-            a functional_call of these shards with another spec or its own reduction, and as `grad_and_value`.
+        ValueError, TypeError: For arguments that do not fit the spec or each other, other numbers of micro-batches on other
+            ranks, weights that are negative or not finite, a functional_call of these shards with another spec or its own
+            reduction, and as `grad_and_value`.
 
     Example:
         >>> import torch, funshard as fs
@@ -75,6 +76,8 @@ def accumulate(
     batches, known = split_first_batch(microbatches)
     if weights is not None and known is microbatches:
         check_weight_count(weights, len(known))
+    if not plan.full:
+        batches = iterate_equally(batches, plan.spec.bound_mesh)
     plan = dataclasses.replace(plan, in_place=not is_differentiated_outside((params, weights, known)))
     scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
     parts = (_accumulate_in_place if plan.in_place else _accumulate_recorded)(f, plan, batches, scales)
@@ -112,18 +115,3 @@ def _accumulate_recorded(
         parts.values.append(value)
         parts.auxes.extend(aux)
     return parts
-
-
-def split_first_batch(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
-    """Return the micro-batches, and those known before the first one runs: all of a list, the first of a generator."""
-    if isinstance(microbatches, list | tuple):
-        first: Any = microbatches
-        rest: Iterable[Any] = ()
-    elif isinstance(microbatches, Tensor | Mapping) or not hasattr(microbatches, "__iter__"):
-        raise TypeError(f"accumulate: expected a list of micro-batches, or a generator, got {type(microbatches).__name__}")
-    else:
-        rest = iter(microbatches)
-        first = list(itertools.islice(rest, 1))
-    if not first:
-        raise ValueError("accumulate: expected one micro-batch at least, got none")
-    return (first if rest == () else itertools.chain(first, rest)), first

@@ -19,8 +19,9 @@ from .._spec.unit import Unit
 from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
 from ..optim._norms import check_max_norm, global_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
-from .accumulate import accumulate, split_first_batch
+from .accumulate import accumulate
 from .in_place import MicrobatchRunner, add_grad, replacement_key
+from .microbatches import iterate_equally, split_first_batch
 from .plan import AccumulationPlan, GradSums
 from .weights import check_weight_count, make_loss_scales
 
@@ -131,7 +132,7 @@ def _step_in_place(
     norm: Tensor | None,
 ) -> StepResult:
     """Run the step by plain autograd, which nothing differentiates."""
-    rest = iter(batches)
+    rest = iterate_equally(batches, plan.spec.bound_mesh)
     batch, following = next(rest), next(rest, _NONE)
     runs = MicrobatchRunner(f, dataclasses.replace(plan, single=following is _NONE))
     while following is not _NONE:

@@ -79,7 +79,8 @@ class SequenceCheck:
         digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
         self._own = digest, -digest
         self._work: dist.Work | None = None
-        self._maxima = torch.tensor(self._own)  # the maxima over ranks are a rank's own only where all ranks have the same
+        # The maxima over ranks are a rank's own only where all ranks have the same.
+        self._maxima = torch.tensor(self._own, device="cpu")
         self._work = group.all_reduce_max(self._maxima, f"to compare {names[0]}")
 
     def finish(self) -> None:

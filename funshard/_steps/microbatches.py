@@ -1,0 +1,199 @@
+"""Micro-batches on several ranks: as many on each, or made so by some of weight 0."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _torch
+from .._spec.bind import bind_spec
+from .._spec.spec import PartitionSpec
+from ..collectives._host_group import HostGroup
+from ..collectives._mesh import Mesh, ProcessAxis
+from ..collectives._sequence import get_host_group, is_comparable
+from .weights import check_weight_count
+
+__all__ = ["PaddedMicrobatches", "check_count", "iterate_equally", "pad_microbatches", "split_first_batch"]
+
+
+class PaddedMicrobatches(NamedTuple):
+    """As many micro-batches as every other rank has, and their weights."""
+
+    microbatches: list[Any]
+    """This rank's own micro-batches, then repeated ones."""
+    weights: list[float | Tensor]
+    """The weight of each: 0 for a repeated one."""
+
+
+def pad_microbatches(
+    microbatches: Iterable[Any],
+    weights: Sequence[float | Tensor] | None = None,
+    *,
+    spec: PartitionSpec,
+    stand_in: Any = None,
+) -> PaddedMicrobatches:
+    """Add micro-batches of weight 0, until every rank has as many as the one with the most.
+
+    For `accumulate` and `update_in_backward`, whose gathers and reductions all ranks make together. A repeated micro-batch
+    takes the time of one, which this rank would spend waiting. It counts in nothing but what the loss itself exchanges or
+    keeps, such as statistics of `SyncBatchNorm`, and draws random numbers. All ranks call this together.
+
+    Args:
+        microbatches: A list or generator, of which this rank may have fewer than others, or none.
+        weights: The weight of each, such as its number of tokens. None: 1 for each, the mean over all micro-batches.
+        spec: The spec of the step. All ranks of its mesh agree on the number.
+        stand_in: The micro-batch to repeat, of any finite values; None: the first one. A rank without micro-batches needs it.
+
+    Returns:
+        ``(microbatches, weights)``, both empty if no rank has a micro-batch.
+
+    Raises:
+        ValueError: If there is not a weight for each micro-batch; on every rank, if one of them has neither a micro-batch nor
+            a stand-in and another has micro-batches.
+
+    Example:
+        A rank with fewer batches joins the others' last steps:
+
+        >>> import itertools, torch, funshard as fs
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> spec = fs.policies.whole()(model)
+        >>> params = fs.shard(model, spec)
+        >>> loss = lambda params, x: fs.functional_call(model, params, x, spec=spec).sum()
+        >>> example, batches = torch.zeros(1, 2), iter(torch.ones(3, 1, 2))
+        >>> def next_step():
+        ...     return fs.pad_microbatches(itertools.islice(batches, 2), spec=spec, stand_in=example)
+        >>> while (step := next_step()).microbatches:
+        ...     grads, value = fs.accumulate(loss, params, step.microbatches, spec=spec, weights=step.weights)
+        ...     print(len(step.microbatches), step.weights)
+        2 [1.0, 1.0]
+        1 [1.0]
+
+    Source: the ``Join`` context manager of torch.distributed.algorithms, whose ranks without inputs shadow the others'
+    collectives.
+    """
+    own = list(microbatches)
+    given: list[float | Tensor] = [1.0] * len(own) if weights is None else list(weights)
+    check_weight_count(given, len(own))
+    if stand_in is None and own:
+        stand_in = own[0]
+    most, lacks = _max_over_ranks([len(own), int(stand_in is None)], bind_spec(spec).bound_mesh)
+    if most and lacks:
+        raise ValueError(
+            f"pad_microbatches: this rank has {len(own)} micro-batches and another one {most}: expected, on each rank without "
+            "any, a micro-batch to repeat, such as an earlier one: pass it as stand_in= on all ranks"
+        )
+    missing = most - len(own)
+    return PaddedMicrobatches(own + [stand_in] * missing, given + [0.0] * missing)
+
+
+def split_first_batch(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
+    """Return the micro-batches, and those known before the first one runs: all of a list, the first of a generator."""
+    if isinstance(microbatches, list | tuple):
+        first: Any = microbatches
+        rest: Iterable[Any] = ()
+    elif isinstance(microbatches, Tensor | Mapping) or not hasattr(microbatches, "__iter__"):
+        raise TypeError(f"accumulate: expected a list of micro-batches, or a generator, got {type(microbatches).__name__}")
+    else:
+        rest = iter(microbatches)
+        first = list(itertools.islice(rest, 1))
+    if not first:
+        raise ValueError("accumulate: expected one micro-batch at least, got none")
+    return (first if rest == () else itertools.chain(first, rest)), first
+
+
+# --- as many on each rank ---
+
+
+def iterate_equally(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
+    """Yield micro-batches while ranks compare how many they have, so that none waits for another that has fewer.
+
+    A list is compared once, behind its first micro-batch. A generator is read one ahead, and compared behind each.
+
+    Raises:
+        ValueError: On every rank, if they have different numbers.
+    """
+    if isinstance(batches, list | tuple):
+        finish = check_count(f"{len(batches)} micro-batches", len(batches), mesh)
+        for i, batch in enumerate(batches):
+            yield batch
+            if i == 0:
+                finish()
+        return
+    rest, i = iter(batches), 0
+    batch = next(rest, _NONE)
+    while batch is not _NONE:
+        i, following = i + 1, next(rest, _NONE)
+        text = f"{i} micro-batches" if following is _NONE else f"more than {i} micro-batches"
+        finish = check_count(text, i - (following is _NONE), mesh)
+        yield batch
+        finish()
+        batch = following
+
+
+_NONE = object()
+
+
+def check_count(text: str, count: int, mesh: Mesh) -> Callable[[], None]:
+    """Start to compare a count between the ranks of a mesh; return what waits and raises ValueError where they differ.
+
+    Args:
+        text: Says to the other ranks what this one has.
+        count: What is compared.
+        mesh: The ranks.
+    """
+    groups = _host_groups(mesh)
+    if not groups:
+        return lambda: None
+    with _torch.below_transforms():
+        extremes = torch.tensor([count, -count], device="cpu")  # equal to a rank's own only if all ranks have the same
+        first = _start_max(groups[0], extremes)
+
+    def finish() -> None:
+        with _torch.below_transforms():
+            first.wait()
+            for group in groups[1:]:
+                _start_max(group, extremes).wait()
+            if extremes.tolist() != [count, -count]:
+                _raise_difference(text, groups)
+
+    return finish
+
+
+def _raise_difference(text: str, groups: Sequence[HostGroup]) -> NoReturn:
+    """Raise ValueError: ranks of the mesh have other numbers of micro-batches than its first one."""
+    everyone = [(dist.get_rank(), text)]
+    for group in groups:
+        everyone = [one for some in group.all_gather_object(everyone) for one in some]
+    (rank, expected), *others = sorted(everyone)
+    other, got = next(one for one in others if one[1] != expected)
+    raise ValueError(
+        f"accumulate: expected as many micro-batches on every rank, got {expected} on rank {rank}, and {got} on rank {other}; "
+        "fs.pad_microbatches adds some of weight 0"
+    )
+
+
+def _max_over_ranks(counts: list[int], mesh: Mesh) -> list[int]:
+    """Return the largest of each count over the ranks of a mesh."""
+    with _torch.below_transforms():
+        maxima = torch.tensor(counts, device="cpu")
+        for group in _host_groups(mesh):
+            _start_max(group, maxima).wait()
+        return maxima.tolist()
+
+
+def _start_max(group: HostGroup, x: Tensor) -> dist.Work:
+    """Start to replace a tensor by the largest values of the ranks."""
+    return group.all_reduce_max(x, "to compare numbers of micro-batches")
+
+
+def _host_groups(mesh: Mesh) -> list[HostGroup]:
+    """Return a host group for each axis of several processes; none while operators are recorded or compiled."""
+    if torch.compiler.is_compiling() or _torch.is_traced():
+        return []
+    axes = (axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1)
+    return [get_host_group(axis.name) for axis in axes if is_comparable(axis.name)]

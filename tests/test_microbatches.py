@@ -1,0 +1,225 @@
+"""Ranks with other numbers of micro-batches: refused by accumulate, or made equal by ones of weight 0."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from collective_log import Collectives
+from depth import each, mark_seldom
+from peer_models import MLP
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+
+import funshard as fs
+from funshard import P
+
+Batch = tuple[Tensor, Tensor]
+COUNTS = {"two and one": (2, 1), "none": (0, 3), "equal": (2, 2)}
+STRATEGIES = {"shard": P("shard"), "kept": P("shard", reshard=False), "replicated": P()}
+
+
+def batch_of(rank: int, i: int) -> Batch:
+    """Inputs, and labels of which some are ignored: other numbers in each micro-batch."""
+    generator = torch.Generator().manual_seed(10 * rank + i)
+    labels = torch.randint(5, (4,), generator=generator)
+    labels[: (rank + i) % 3] = -100
+    return torch.randn(4, 5, generator=generator, dtype=torch.float64), labels
+
+
+def batches_of(rank: int, counts: tuple[int, ...]) -> list[Batch]:
+    return [batch_of(rank, i) for i in range(counts[rank])]
+
+
+def tokens(batches: Iterable[Batch]) -> list[Tensor]:
+    return [(labels >= 0).sum() for _, labels in batches]
+
+
+def make(p: P | None = None, mesh: Any = None) -> tuple[nn.Module, fs.PartitionSpec, Callable[..., Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(MLP(5), nn.Dropout(0.0), MLP(5)).double()
+    spec = fs.by_type(MLP, p=p or P("shard"))(model)
+    spec = spec.on(mesh) if mesh is not None else spec.bound
+
+    def loss(params: fs.Params, batch: Batch) -> Tensor:
+        return nn.functional.cross_entropy(fs.functional_call(model, params, batch[0], spec=spec), batch[1])
+
+    return model, spec, loss
+
+
+def expected_grads(model: nn.Module, spec: fs.PartitionSpec, batches: list[Batch]) -> fs.Params:
+    """The gradients of one process that has the tokens of all ranks."""
+
+    def whole(full: fs.Params) -> Tensor:
+        out = torch.func.functional_call(model, full, (torch.cat([x for x, _ in batches]),))
+        return nn.functional.cross_entropy(out, torch.cat([labels for _, labels in batches]))
+
+    return fs.shard(torch.func.grad(whole)({name: t.detach() for name, t in model.named_parameters()}), spec)
+
+
+def close(got: fs.Params, expected: fs.Params) -> None:
+    torch.testing.assert_close(got, dict(expected), rtol=1e-12, atol=1e-12)
+
+
+# --- padded ---
+
+
+def padded(rank: int, strategy: str, counts: tuple[int, ...], step: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if len(counts) == 4 else None
+    model, spec, loss = make(STRATEGIES[strategy], mesh)
+    params, own = fs.shard(model, spec), batches_of(rank, counts)
+    nonsense = (torch.full((4, 5), 7.0, dtype=torch.float64), torch.full((4,), -100))  # whose mean loss is NaN
+    got = fs.pad_microbatches(iter(own), tokens(own), spec=spec, stand_in=nonsense)
+    assert len(got.microbatches) == len(got.weights) == max(counts)
+    assert all(a is b for a, b in zip(got.microbatches, own, strict=False))
+    everything = [batch for r in range(len(counts)) for batch in batches_of(r, counts)]
+    expected = expected_grads(model, spec, everything)
+    if step == "accumulate":
+        grads, value = fs.accumulate(loss, params, got.microbatches, spec=spec, weights=got.weights)
+        close(grads, expected)
+    elif step == "torch.func":
+        run = lambda p: fs.accumulate(loss, p, got.microbatches, spec=spec, weights=got.weights)  # noqa: E731
+        (grads, value), _ = torch.func.jvp(run, (params,), (params,))
+        close(grads, expected)
+    else:
+        init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
+        new = fs.update_in_backward(update, loss, params, init(params), got.microbatches, spec=spec, weights=got.weights)
+        close(new.params, {key: params[key] - g for key, g in expected.items()})
+        value = new.value
+    assert value.isfinite()
+    assert (value != 0) == (counts[rank] > 0)
+
+
+@each
+@pytest.mark.parametrize("step", ["accumulate", "update_in_backward", "torch.func"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_the_mean_is_over_the_tokens_of_all_ranks(gloo2: Pool, strategy: str, counts: tuple[int, ...], step: str) -> None:
+    gloo2.run(padded, strategy, counts, step)
+
+
+@pytest.mark.parametrize("step", mark_seldom(["accumulate", "update_in_backward"], "accumulate"))
+def test_of_a_mesh_with_replicas(gloo4: Pool, step: str) -> None:
+    gloo4.run(padded, "shard", (1, 2, 0, 3), step)
+
+
+def without_weights(rank: int) -> None:
+    """Each micro-batch counts alike, whichever rank has it."""
+    model, spec, loss = make()
+    params, own = fs.shard(model, spec), [(x, labels.clamp(min=0)) for x, labels in batches_of(rank, (3, 1))]
+    got = fs.pad_microbatches(own, spec=spec)
+    assert got.weights == ([1.0, 1.0, 1.0] if rank == 0 else [1.0, 0.0, 0.0])
+    grads, _ = fs.accumulate(loss, params, got.microbatches, spec=spec, weights=got.weights)
+    everything = [(x, labels.clamp(min=0)) for r in range(2) for x, labels in batches_of(r, (3, 1))]
+    close(grads, expected_grads(model, spec, everything))
+
+
+def test_micro_batches_without_weights_count_alike(gloo2: Pool) -> None:
+    gloo2.run(without_weights)
+
+
+def joined(rank: int) -> None:
+    """Five batches on one rank and two on the other: both make three steps of two, and end together."""
+    model, spec, loss = make()
+    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1)
+    params = fs.shard(model, spec)
+    plain, state, states, steps = params, init(params), init(params), 0
+    own = iter(batches_of(rank, (5, 2)))
+    everyone = [batches_of(r, (5, 2)) for r in range(2)]
+    take = lambda own: fs.pad_microbatches(own, tokens(own), spec=spec, stand_in=batch_of(0, 0))  # noqa: E731
+    while (step := take(list(itertools.islice(own, 2)))).microbatches:
+        grads, _ = fs.accumulate(loss, params, step.microbatches, spec=spec, weights=step.weights)
+        params, state = update(grads, state, params)
+        alike = [batch for some in everyone for batch in some[2 * steps : 2 * steps + 2]]
+        current = nn.Sequential(MLP(5), nn.Dropout(0.0), MLP(5)).double()
+        current.load_state_dict(fs.gather_full(plain, spec))
+        plain, states = update(expected_grads(current, spec, alike), states, plain)
+        steps += 1
+    assert steps == 3
+    torch.testing.assert_close(params, plain, rtol=1e-9, atol=1e-9)
+
+
+def test_a_rank_joins_the_last_steps_of_the_others(gloo2: Pool) -> None:
+    gloo2.run(joined)
+
+
+def lacks_a_stand_in(rank: int) -> None:
+    _, spec, _ = make()
+    with pytest.raises(ValueError, match=rf"this rank has {2 * rank} micro-batches and another one 2: .* stand_in="):
+        fs.pad_microbatches(batches_of(rank, (0, 2)), spec=spec)
+    assert fs.pad_microbatches([], spec=spec) == ([], [])  # all ranks are at the end
+    with pytest.raises(ValueError, match="expected a weight for each of 2 micro-batches, got 1"):
+        fs.pad_microbatches([1, 2], [1.0], spec=spec)
+
+
+def test_a_rank_without_micro_batches_needs_one_to_repeat(gloo2: Pool) -> None:
+    gloo2.run(lacks_a_stand_in)
+
+
+# --- compared ---
+
+
+def differ(rank: int, counts: tuple[int, ...], strategy: str, kind: str, step: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if len(counts) == 4 else None
+    model, spec, loss = make(STRATEGIES[strategy], mesh)
+    params, own = fs.shard(model, spec), [batch_of(rank, 0)] * counts[rank]
+    ran = 0
+
+    def counted(p: fs.Params, batch: Batch) -> Tensor:
+        nonlocal ran
+        ran += 1
+        return loss(p, batch)
+
+    def read() -> Iterator[Batch]:
+        yield from own
+
+    batches = own if kind == "list" else read()
+    other = next(i for i, n in enumerate(counts) if n != counts[0])
+    what = [str(n) if kind == "list" or n == min(counts) else f"more than {min(counts)}" for n in (counts[0], counts[other])]
+    error = rf"got {what[0]} micro-batches on rank 0, and {what[1]} micro-batches on rank {other}; fs.pad_microbatches"
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
+    steps: dict[str, Callable[[], Any]] = {
+        "accumulate": lambda: fs.accumulate(counted, params, batches, spec=spec),
+        "torch.func": lambda: torch.func.jvp(lambda p: fs.accumulate(counted, p, batches, spec=spec)[0], (params,), (params,)),
+        "update_in_backward": lambda: fs.update_in_backward(update, counted, params, init(params), batches, spec=spec),
+    }
+    with pytest.raises(ValueError, match=error):
+        steps[step]()
+    assert ran <= min(counts)
+    fs.accumulate(counted, params, own[:1], spec=spec)  # nothing is left under way
+
+
+@each
+@pytest.mark.parametrize("step", ["accumulate", "update_in_backward", "torch.func"])
+@pytest.mark.parametrize("kind", ["list", "generator"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("counts", [(2, 3), (3, 1)])
+def test_other_numbers_are_an_error_on_every_rank(
+    gloo2: Pool, counts: tuple[int, ...], strategy: str, kind: str, step: str
+) -> None:
+    """With replicated parameters, too, whose gradients would be means of means."""
+    gloo2.run(differ, counts, strategy, kind, step)
+
+
+def test_one_rank_of_a_mesh_differs(gloo4: Pool) -> None:
+    """Also ranks that share no axis with it get the error."""
+    gloo4.run(differ, (2, 2, 2, 1), "shard", "list", "accumulate")
+
+
+def compared(rank: int) -> None:
+    model, spec, loss = make()
+    params = fs.shard(model, spec)
+    with Collectives() as sent:
+        fs.accumulate(loss, params, [batch_of(rank, 0)] * 3, spec=spec)
+    with Collectives() as alone:
+        fs.accumulate(loss, params, [batch_of(rank, 0)], spec=spec)
+    assert len(sent.all) == 3 * len(alone.all)
+
+
+def test_nothing_more_is_sent_by_the_devices(gloo2: Pool) -> None:
+    """Numbers are compared between hosts."""
+    gloo2.run(compared)
