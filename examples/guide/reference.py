@@ -30,7 +30,8 @@ GROUPS = {
         "grad grad_and_value hvp ggnvp fishervp per_sample_grads chunked transforms_attention remat checkpoint_name offload "
         "compile"
     ),
-    "Accumulation, reductions and runs": "accumulate update_in_backward StepResult pad_microbatches PaddedMicrobatches scan reduce_grads reduce_mean weight_share",
+    "Accumulation, reductions and runs": "accumulate update_in_backward StepResult pad_microbatches PaddedMicrobatches scan "
+    "reduce_grads reduce_mean weight_share",
     "Planning: a step before it runs": "plan Plan Hardware visualize",
     "Ranks that disagree": "check",
 }
