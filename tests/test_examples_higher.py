@@ -47,6 +47,7 @@ SMALLER: dict[str, dict[str, Any]] = depth(
         "implicit.py": {"SAMPLES": 200, "STRENGTH": 0.5, "LR": 10.0},
         "dp_sgd.py": {"HIDDEN": 32, "BATCH": 96, "STEPS": 24, "EVERY": 4},
         "data_weights.py": {"STEPS": 32},
+        "influence.py": {"SAMPLES": 16, "STEPS": 20, "SEEDS": 1, "DAMPINGS": (1.0, 1 / 2)},
         "learn_rates.py": {"STEPS": 12, "UPDATES": 2, "RATE": 1e-3},
     },
     {},
@@ -430,6 +431,57 @@ def test_learnt_rates_lower_the_loss(gloo2: Pool) -> None:
     losses = [float(x) for x in re.findall(r"^update .* loss ([\d.]+)", output, re.MULTILINE)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.9 * losses[0]
+
+
+# --- influence functions ---
+
+
+def correlations(output: str) -> list[list[float]]:
+    """For each damping that of every seed."""
+    table = re.findall(r"^ +[\d.]+ +\d+((?: +-?\d\.\d{3})+)$", output, re.MULTILINE)
+    return [[float(x) for x in row.split()] for row in table]
+
+
+def test_influence_is_that_of_leaving_out() -> None:
+    """Predicted ranks are those of retraining; a retraining is plain gradient descent on the other samples."""
+    given, output = alone("influence.py"), printed("influence.py")
+    found = correlations(output)
+    assert len(found) == depth(2, 4)
+    assert min(found[1]) > 0.6  # of the damping that fits the length of training
+    model, y, count = given["build"](0), given["y"], given["SAMPLES"]
+    left_out = int(given["changes"][0].abs().argmax())
+    names, params = zip(*model.named_parameters(), strict=True)
+    values = []
+    for weights in (torch.ones(count), torch.arange(count) != left_out):
+        leaves = [p.detach() for p in params]
+        call = lambda leaves, x: torch.func.functional_call(model, dict(zip(names, leaves, strict=True)), (x,)).logits  # noqa: E731
+        for _ in range(given["STEPS"]):
+            leaves = [p.detach().requires_grad_() for p in leaves]
+            each = F.cross_entropy(call(leaves, given["x"]).flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
+            grads = torch.autograd.grad((weights * each).mean(), leaves)
+            leaves = [p.detach() - given["LR"] * g for p, g in zip(leaves, grads, strict=True)]
+        values.append(F.cross_entropy(call(leaves, given["x_val"]).flatten(0, 1), given["y_val"].flatten()).item())
+    assert given["changes"][0][left_out].item() == pytest.approx(values[1] - values[0], rel=1e-6)
+
+
+@seldom
+def test_influence_on_two_ranks_is_that_on_one(gloo2: Pool) -> None:
+    """The changes, the predictions and the table."""
+    output = run(2, "influence.py") if thorough() else gloo2.run(printed_on_this_rank, "influence.py")[0]
+    one = printed("influence.py")
+    assert "2 ranks" in output
+    assert len(numbers(one)) >= 2
+    assert numbers(output) == pytest.approx(numbers(one), rel=1e-6)
+    assert correlations(output) == correlations(one)
+
+
+@seldom
+def test_influence_depends_on_the_damping() -> None:
+    """As the docstring says of the whole example: one that is too small or too large predicts less."""
+    with mock.patch.dict(SMALLER, {"influence.py": {"SEEDS": 1}}):
+        small, fitting, _, large = (sum(row) / len(row) for row in correlations(names_of("influence.py")["printed"]))
+    assert fitting > 0.5
+    assert fitting > 0.05 + max(small, large)
 
 
 # --- dp_sgd ---
